@@ -1,0 +1,252 @@
+"""What is measured: Transformer shapes as frozen values, and every named size once.
+
+A ``ModelConfig`` fixes the architecture and nothing else: no batch, no precision, no device. The named sizes are the
+CS336 handout's (both editions) and the published Llama-3 and Qwen2.5 base models, so that one name means the same
+matrices in every benchmark, calculator and test.
+
+    config = resolve_size("xl").at_context(1024)
+    config.n_parameters            # 1_998_235_200
+
+Sources: CS336 assignment 2 handout, table 1; the ``config.json`` files that Meta and Qwen publish with their weights.
+"""
+
+import difflib
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3.1's frequency rescaling, which stretches a trained context (Llama 3 report, section 3.4.2).
+
+    Wavelengths longer than ``original_context_length / low_freq_factor`` are slowed down ``factor`` times, those
+    shorter than ``original_context_length / high_freq_factor`` are kept, and the ones between are interpolated.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context_length: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a decoder-only Transformer: pre-norm RMSNorm, RoPE, SwiGLU, causal attention, no biases unless said.
+
+    Raises:
+        ValueError: a size is not positive, ``n_heads`` does not divide ``d_model``, ``n_kv_heads`` does not divide
+            ``n_heads``, or a head has an odd dimension (RoPE rotates pairs).
+    """
+
+    name: str
+    d_model: int
+    d_ff: int
+    n_layers: int
+    n_heads: int
+    vocab_size: int = 10_000
+    context_length: int = 512
+    """Longest sequence, in tokens, that the rotary tables cover."""
+    n_kv_heads: int | None = None
+    """Key/value heads of grouped-query attention; None means one per query head."""
+    qkv_bias: bool = False
+    tie_embeddings: bool = False
+    """The output head reuses the token embedding matrix."""
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-5
+    max_context_length: int | None = None
+    """Context that published weights were trained for; None where there are none, and any length may be asked for."""
+
+    def __post_init__(self) -> None:
+        sizes = ("d_model", "d_ff", "n_layers", "n_heads", "vocab_size", "context_length")
+        for field in (*sizes, "n_kv_heads", "max_context_length"):
+            value = getattr(self, field)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{field} must be a positive integer, got {value!r}")
+        if self.d_model % self.n_heads:
+            raise ValueError(f"n_heads must divide d_model, got d_model={self.d_model} and n_heads={self.n_heads}")
+        if self.n_heads % self.kv_heads:
+            raise ValueError(f"n_kv_heads must divide n_heads, got n_kv_heads={self.kv_heads} and n_heads={self.n_heads}")
+        if self.d_head % 2:
+            raise ValueError(f"d_model / n_heads must be even for rotary embeddings, got {self.d_head}")
+        if self.max_context_length is not None and self.context_length > self.max_context_length:
+            raise ValueError(
+                f"context length {self.context_length} is beyond the {self.max_context_length} tokens of {self.name}"
+            )
+
+    @property
+    def d_head(self) -> int:
+        """Dimension of one attention head."""
+        return self.d_model // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads."""
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    @property
+    def d_kv(self) -> int:
+        """Width of the key (and of the value) projection."""
+        return self.kv_heads * self.d_head
+
+    @property
+    def n_block_parameters(self) -> int:
+        """Parameters of one Transformer block: four attention projections, three SwiGLU matrices, two norms."""
+        attention = 2 * self.d_model**2 + 2 * self.d_model * self.d_kv
+        biases = (self.d_model + 2 * self.d_kv) if self.qkv_bias else 0
+        return attention + biases + 3 * self.d_model * self.d_ff + 2 * self.d_model
+
+    @property
+    def n_parameters(self) -> int:
+        """All trainable parameters, a tied embedding counted once."""
+        embeddings = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
+        return embeddings + self.n_layers * self.n_block_parameters + self.d_model
+
+    def at_context(self, context_length: int) -> "ModelConfig":
+        """The same model with rotary tables for ``context_length`` tokens.
+
+        Raises:
+            ValueError: the length is not positive, or beyond what the published weights were trained for.
+        """
+        return replace(self, context_length=context_length)
+
+
+def _handout(name: str, d_model: int, d_ff: int, n_layers: int, n_heads: int) -> ModelConfig:
+    return ModelConfig(name=name, d_model=d_model, d_ff=d_ff, n_layers=n_layers, n_heads=n_heads)
+
+
+def _llama3(
+    name: str, d_model: int, d_ff: int, n_layers: int, max_context_length: int, scaling: RopeScaling | None, tied: bool
+) -> ModelConfig:
+    return ModelConfig(
+        name=name,
+        d_model=d_model,
+        d_ff=d_ff,
+        n_layers=n_layers,
+        n_heads=32,
+        n_kv_heads=8,
+        vocab_size=128_256,
+        max_context_length=max_context_length,
+        rope_theta=500_000.0,
+        rope_scaling=scaling,
+        tie_embeddings=tied,
+    )
+
+
+def _qwen25(
+    name: str,
+    d_model: int,
+    d_ff: int,
+    n_layers: int,
+    n_heads: int,
+    n_kv_heads: int,
+    max_context_length: int,
+    rms_norm_eps: float = 1e-6,
+    vocab_size: int = 152_064,
+    tied: bool = False,
+) -> ModelConfig:
+    return ModelConfig(
+        name=name,
+        d_model=d_model,
+        d_ff=d_ff,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        vocab_size=vocab_size,
+        max_context_length=max_context_length,
+        qkv_bias=True,
+        tie_embeddings=tied,
+        rope_theta=1_000_000.0,
+        rms_norm_eps=rms_norm_eps,
+    )
+
+
+_LLAMA_3_2_SCALING = RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=8192)
+
+MODEL_SIZES: dict[str, ModelConfig] = {
+    config.name: config
+    for config in (
+        ModelConfig(name="tiny", d_model=64, d_ff=192, n_layers=2, n_heads=4, vocab_size=256, context_length=128),
+        _handout("small", 768, 3072, 12, 12),
+        _handout("medium", 1024, 4096, 24, 16),
+        _handout("large", 1280, 5120, 36, 20),
+        _handout("xl", 1600, 6400, 48, 25),
+        _handout("2.7b", 2560, 10_240, 32, 32),
+        _handout("10b", 4608, 12_288, 50, 36),
+        ModelConfig(
+            name="leaderboard-8b",
+            d_model=4096,
+            d_ff=11_008,
+            n_layers=34,
+            n_heads=32,
+            vocab_size=151_936,
+            context_length=32_768,
+        ),
+        _llama3("llama3-1b", 2048, 8192, 16, 131_072, _LLAMA_3_2_SCALING, tied=True),
+        _llama3("llama3-8b", 4096, 14_336, 32, 8192, None, tied=False),
+        _qwen25("qwen2.5-0.5b", 896, 4864, 24, 14, 2, 32_768, vocab_size=151_936, tied=True),
+        _qwen25("qwen2.5-1.5b", 1536, 8960, 28, 12, 2, 131_072, vocab_size=151_936, tied=True),
+        _qwen25("qwen2.5-3b", 2048, 11_008, 36, 16, 2, 32_768, vocab_size=151_936, tied=True),
+        _qwen25("qwen2.5-7b", 3584, 18_944, 28, 28, 4, 131_072),
+        _qwen25("qwen2.5-14b", 5120, 13_824, 48, 40, 8, 131_072, rms_norm_eps=1e-5),
+    )
+}
+
+HANDOUT_SIZES = ("small", "medium", "large", "xl", "2.7b", "10b")
+
+SIZE_ALIASES = {"xl-2026": "2.7b"}
+"""The 2026 handout calls the 2025 handout's 2.7b row "xl"."""
+
+
+def resolve_size(name: str) -> ModelConfig:
+    """The configuration of a named size or alias, whatever the case of its letters.
+
+    Raises:
+        ValueError: no such size; the message lists the nearest names, and all of them.
+    """
+    key = SIZE_ALIASES.get(name.lower(), name.lower())
+    if key in MODEL_SIZES:
+        return MODEL_SIZES[key]
+    known = [*MODEL_SIZES, *SIZE_ALIASES]
+    near = difflib.get_close_matches(key, known, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(f"unknown model size {name!r}: {hint}known sizes are {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How numbers are stored and multiplied: the ``--dtype`` option as a value.
+
+    ``parameter_bytes`` holds for parameters, gradients, optimizer state and (under autocast) the residual stream;
+    ``matmul_bytes`` for what enters a matrix product; ``matmul_dtype`` names the hardware peak that bounds it.
+    """
+
+    name: str
+    parameter_bytes: int
+    matmul_bytes: int
+    matmul_dtype: str
+    softmax_bytes: int
+    """Of the probabilities that softmax returns: CUDA's autocast widens them to fp32."""
+
+    @property
+    def autocast(self) -> bool:
+        """Whether matmul operands are cast from wider parameters on the fly."""
+        return self.matmul_bytes < self.parameter_bytes
+
+    def on(self, device_type: str) -> "Precision":
+        """This precision as it is on ``cuda`` or ``cpu``: the CPU's autocast leaves softmax in the narrow dtype."""
+        return replace(self, softmax_bytes=self.matmul_bytes) if device_type == "cpu" else self
+
+
+PRECISIONS: dict[str, Precision] = {
+    precision.name: precision
+    for precision in (
+        Precision("fp32", parameter_bytes=4, matmul_bytes=4, matmul_dtype="fp32", softmax_bytes=4),
+        Precision("tf32", parameter_bytes=4, matmul_bytes=4, matmul_dtype="tf32", softmax_bytes=4),
+        Precision("bf16", parameter_bytes=2, matmul_bytes=2, matmul_dtype="bf16", softmax_bytes=2),
+        Precision("autocast-bf16", parameter_bytes=4, matmul_bytes=2, matmul_dtype="bf16", softmax_bytes=4),
+        Precision("autocast-fp16", parameter_bytes=4, matmul_bytes=2, matmul_dtype="fp16", softmax_bytes=4),
+    )
+}
+
+MODES = ("forward", "backward", "step")
+"""forward: without gradients; backward: forward and backward; step: forward, backward and optimizer."""

@@ -1,0 +1,1 @@
+"""What a training step should cost: pure arithmetic on configurations, without torch."""

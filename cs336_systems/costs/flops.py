@@ -1,0 +1,102 @@
+"""Floating-point operations of a Transformer step: what the model needs, and what the hardware is made to do.
+
+A matrix product (m, k) x (k, n) is 2 m k n operations. Only products are counted: norms, rotations, softmax and the
+optimizer are limited by memory, and no peak of a matrix unit applies to them. Backward takes two products for each of
+forward's (one for the input's gradient, one for the weight's), so forward : backward = 1 : 2.
+
+Two questions, kept apart:
+
+* **Model FLOPs**: what the mathematics requires, however it is computed. Two conventions are in use and differ at long
+  context: ``causal`` counts the half of the score matrix that a causal model needs; ``palm`` counts all of it (Chowdhery
+  et al. 2022, appendix B). MFU is model FLOP/s over the peak.
+* **Hardware FLOPs**: what is executed: attention that materialises every score, masked ones included; the scores that
+  FlashAttention recomputes (its backward is 2.5 x its forward: five products for two); blocks that activation
+  checkpointing runs again. HFU is hardware FLOP/s over the peak.
+
+Embedding lookups are free; the output head is not. Sequence lengths are in tokens, results are whole operations.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cs336_systems.config import MODES, ModelConfig
+
+Convention = Literal["causal", "palm"]
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """Matrix-product operations of one forward pass, by component."""
+
+    projections: int
+    """Query, key, value and output projections of every block."""
+    attention: int
+    """q k^T and probabilities times v of every block."""
+    feed_forward: int
+    """The three SwiGLU matrices of every block."""
+    head: int
+    """The output head over the vocabulary."""
+
+    @property
+    def total(self) -> int:
+        return self.projections + self.attention + self.feed_forward + self.head
+
+
+def forward_flops(config: ModelConfig, batch_size: int, seq_len: int, convention: Convention = "causal") -> ForwardFlops:
+    """Model FLOPs of one forward pass over (batch_size, seq_len) tokens, by component."""
+    tokens = batch_size * seq_len
+    scores = config.n_layers * 4 * tokens * seq_len * config.d_model
+    return ForwardFlops(
+        projections=config.n_layers * 2 * tokens * (2 * config.d_model**2 + 2 * config.d_model * config.d_kv),
+        attention=scores // 2 if convention == "causal" else scores,
+        feed_forward=config.n_layers * 2 * tokens * 3 * config.d_model * config.d_ff,
+        head=2 * tokens * config.d_model * config.vocab_size,
+    )
+
+
+def model_flops(
+    config: ModelConfig, batch_size: int, seq_len: int, phase: str, convention: Convention = "causal"
+) -> int:
+    """Model FLOPs of a phase (``forward``, ``backward``, ``optimizer``) or of the whole ``step``.
+
+    Recomputation is excluded and the optimizer counts nothing.
+
+    Raises:
+        ValueError: no such phase.
+    """
+    multiples = {"forward": 1, "backward": 2, "optimizer": 0, "step": 3}
+    if phase not in multiples:
+        raise ValueError(f"unknown phase {phase!r}: known are {', '.join(multiples)}")
+    return multiples[phase] * forward_flops(config, batch_size, seq_len, convention).total
+
+
+def hardware_flops(
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    mode: str,
+    *,
+    attention: Literal["materialised", "flash"] = "materialised",
+    checkpointed_blocks: int = 0,
+) -> int:
+    """Matrix-product operations executed in one pass of ``mode`` (see ``config.MODES``).
+
+    Args:
+        attention: ``materialised`` computes all scores and keeps the probabilities for backward; ``flash`` skips the
+            masked half and recomputes the scores in backward.
+        checkpointed_blocks: blocks whose forward runs a second time during backward.
+
+    Raises:
+        ValueError: no such mode, or more checkpointed blocks than the model has.
+    """
+    if mode not in MODES:
+        raise ValueError(f"unknown mode {mode!r}: known are {', '.join(MODES)}")
+    if not 0 <= checkpointed_blocks <= config.n_layers:
+        raise ValueError(f"checkpointed_blocks must lie in 0..{config.n_layers}, got {checkpointed_blocks}")
+    flash = attention == "flash"
+    forward = forward_flops(config, batch_size, seq_len, "causal" if flash else "palm")
+    if mode == "forward":
+        return forward.total
+    backward = 2 * (forward.total - forward.attention) + (5 * forward.attention // 2 if flash else 2 * forward.attention)
+    blocks = forward.projections + forward.attention + forward.feed_forward
+    return forward.total + backward + blocks * checkpointed_blocks // config.n_layers

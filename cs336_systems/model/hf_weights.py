@@ -1,0 +1,257 @@
+"""Llama and Qwen2 checkpoints as Hugging Face stores them, into a ``TransformerLM`` and out of it.
+
+Only names differ: our rotary embedding uses the half-split layout that these checkpoints are stored in, so no weight is
+permuted. ``to_hf_name`` is the one table; loading looks each of the model's own parameters up in it.
+
+    config = config_from_hf("Llama-3.2-1B").at_context(1024)
+    model = TransformerLM(config, device="meta").to_empty(device="cuda")
+    load_hf_weights(model, "Llama-3.2-1B")
+
+Tensors go one by one from the mapped file into the parameter that is there, in its dtype and on its device, so a second
+copy of the model never exists. Names, shapes and dtypes are compared first: a checkpoint that does not fit leaves the
+model as it was. Nothing is downloaded and nothing is unpickled: ``.bin`` and ``.pt`` files are not looked at.
+
+Formats: the safetensors header, and ``model.safetensors.index.json`` (a ``weight_map`` from weight name to shard).
+"""
+
+import json
+import os
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cs336_systems.config import ModelConfig, RopeScaling
+from cs336_systems.model.transformer import TransformerLM
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+_HF_MODULES = {"token_embeddings": "model.embed_tokens", "ln_final": "model.norm", "lm_head": "lm_head"}
+_HF_BLOCK_MODULES = {
+    "ln1": "input_layernorm",
+    "attn.q_proj": "self_attn.q_proj",
+    "attn.k_proj": "self_attn.k_proj",
+    "attn.v_proj": "self_attn.v_proj",
+    "attn.output_proj": "self_attn.o_proj",
+    "ln2": "post_attention_layernorm",
+    "ffn.w1": "mlp.gate_proj",
+    "ffn.w2": "mlp.down_proj",
+    "ffn.w3": "mlp.up_proj",
+}
+_BLOCK = re.compile(r"layers\.(\d+)\.(.+)")
+_IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+"""Buffers that checkpoints of before 2023 carry; the rotary tables follow from the config."""
+
+
+def to_hf_name(name: str) -> str:
+    """Hugging Face's name of our parameter: ``layers.0.ffn.w1.weight`` -> ``model.layers.0.mlp.gate_proj.weight``.
+
+    Raises:
+        ValueError: no parameter of a ``TransformerLM`` has that name.
+    """
+    module, _, kind = name.rpartition(".")
+    block = _BLOCK.fullmatch(module)
+    inner = _HF_BLOCK_MODULES.get(block[2]) if block else None
+    hf_module = f"model.layers.{block[1]}.{inner}" if block and inner else _HF_MODULES.get(module)
+    if hf_module is None or kind not in ("weight", "bias"):
+        raise ValueError(f"{name!r} is not the name of a TransformerLM parameter")
+    return f"{hf_module}.{kind}"
+
+
+def _folder(path: str | os.PathLike[str]) -> Path:
+    folder = Path(path)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no checkpoint folder at {folder}")
+    return folder
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not a JSON file: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} does not hold a JSON object")  # noqa: TRY004 (a file's content, not an argument)
+    return content
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The one file, or every shard that the index names; a shard must lie in the folder itself."""
+    if (folder / _WEIGHTS).is_file():
+        return [folder / _WEIGHTS]
+    if not (folder / _INDEX).is_file():
+        raise FileNotFoundError(f"neither {_WEIGHTS} nor {_INDEX} is in {folder}")
+    weight_map = _read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise ValueError(f"{folder / _INDEX} has no weight_map from weight names to file names")
+    shards = sorted(set(weight_map.values()))
+    for shard in shards:
+        if not shard.endswith(".safetensors") or "/" in shard or "\\" in shard:
+            raise ValueError(f"{folder / _INDEX} names {shard!r}, which is not a .safetensors file of its own folder")
+        if not (folder / shard).is_file():
+            raise FileNotFoundError(f"{folder / _INDEX} names {shard}, which is not in the folder")
+    return [folder / shard for shard in shards]
+
+
+def _open_weights(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Weight name -> the mapped file that holds it; files close with ``stack``."""
+    stored: dict[str, Any] = {}
+    for file in _weight_files(folder):
+        try:
+            reader = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read as safetensors: {error}") from None
+        for name in reader.keys():  # noqa: SIM118 (a safe_open is no mapping)
+            if name in stored:
+                raise ValueError(f"{name} is in two files of {folder}")
+            if not _IGNORED.search(name):
+                stored[name] = reader
+    return stored
+
+
+def _some(names: set[str]) -> str:
+    return ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _check_fit(stored: dict[str, Any], targets: dict[str, Tensor], model: TransformerLM, folder: Path) -> None:
+    expected = {name: tuple(parameter.shape) for name, parameter in targets.items()}
+    if model.config.tie_embeddings and _HEAD in stored:
+        expected[_HEAD] = expected[_EMBEDDING]
+    missing, unexpected = expected.keys() - stored.keys(), stored.keys() - expected.keys()
+    if missing or unexpected:
+        parts = [f"{what} {_some(names)}" for what, names in (("lacks", missing), ("also has", unexpected)) if names]
+        raise ValueError(f"the checkpoint in {folder} does not fit {model.config.name}: it {' and '.join(parts)}")
+    for name, shape in expected.items():
+        header = stored[name].get_slice(name)
+        if tuple(header.get_shape()) != shape:
+            raise ValueError(f"{name} in {folder} has shape {tuple(header.get_shape())}, the model's has {shape}")
+        if header.get_dtype() not in _FLOATS:
+            raise ValueError(
+                f"{name} in {folder} is stored as {header.get_dtype()}; only {', '.join(_FLOATS)} are read"
+            )
+    if _HEAD not in targets and _HEAD in stored:
+        head, embedding = (stored[name].get_tensor(name) for name in (_HEAD, _EMBEDDING))
+        if head.dtype != embedding.dtype or not torch.equal(head, embedding):
+            raise ValueError(
+                f"{model.config.name} ties its embeddings, but {_HEAD} in {folder} differs from {_EMBEDDING}"
+            )
+
+
+@torch.no_grad()
+def load_hf_weights(model: TransformerLM, path: str | os.PathLike[str]) -> None:
+    """Copy the checkpoint in the folder ``path`` into ``model``, and fill the rotary tables, which no file holds.
+
+    Where the model ties its embeddings, the checkpoint may leave ``lm_head.weight`` out or carry an equal one.
+
+    Raises:
+        FileNotFoundError: the folder, its weights, or a shard that the index names is not there.
+        ValueError: a file cannot be read as safetensors, weights are missing or unexpected or of another shape, a
+            stored dtype is not floating point (a quantised checkpoint), or the model is still on the meta device.
+    """
+    folder = _folder(path)
+    targets = {to_hf_name(name): parameter for name, parameter in model.named_parameters()}
+    if any(parameter.is_meta for parameter in targets.values()):
+        raise ValueError("the model is on the meta device and has no storage to load into; call to_empty first")
+    with ExitStack() as stack:
+        stored = _open_weights(folder, stack)
+        _check_fit(stored, targets, model, folder)
+        for name, parameter in targets.items():
+            parameter.copy_(stored[name].get_tensor(name))
+    model.rotary.reset_parameters()
+
+
+def save_hf_weights(model: TransformerLM, path: str | os.PathLike[str]) -> None:
+    """Write ``model.safetensors`` under Hugging Face's names into the folder ``path``, a tied head once.
+
+    The file appears whole or not at all: it is written beside its place and renamed. ``config.json`` is not written.
+
+    Raises:
+        FileNotFoundError: the folder is not there.
+        ValueError: the model is on the meta device.
+    """
+    file = _folder(path) / _WEIGHTS
+    tensors = {to_hf_name(name): parameter.detach() for name, parameter in model.named_parameters()}
+    if any(tensor.is_meta for tensor in tensors.values()):
+        raise ValueError("the model is on the meta device and has no weights to save")
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        save_file(tensors, unfinished, metadata={"format": "pt"})
+        os.replace(unfinished, file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def config_from_hf(path: str | os.PathLike[str]) -> ModelConfig:
+    """The architecture that ``config.json`` in the folder ``path`` describes, at its full published context.
+
+    The rotary tables then cover ``max_position_embeddings`` tokens; ``at_context`` shortens them.
+
+    Raises:
+        FileNotFoundError: no such folder, or no ``config.json`` in it.
+        ValueError: a field is missing, or asks for what ``TransformerLM`` does not compute; the message names the value.
+    """
+    file = _folder(path) / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"no config.json in {file.parent}")
+    hf = _read_json(file)
+
+    def required(source: dict[str, Any], key: str) -> Any:
+        if source.get(key) is None:
+            raise ValueError(f"{file} does not give {key}")
+        return source[key]
+
+    model_type = required(hf, "model_type")
+    if model_type not in ("llama", "qwen2"):
+        raise ValueError(f"{file}: model_type {model_type!r} is not supported, only 'llama' and 'qwen2' are")
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(f"{file}: rope parameters {rope!r} are not supported, only one set for all layers is")
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    for field, value, allowed in (
+        ("hidden_act", hf.get("hidden_act", "silu"), ("silu",)),
+        ("attention_bias", hf.get("attention_bias"), (None, False)),
+        ("mlp_bias", hf.get("mlp_bias"), (None, False)),
+        ("use_sliding_window", hf.get("use_sliding_window"), (None, False)),
+        *(("layer_types", kind, ("full_attention",)) for kind in hf.get("layer_types") or ()),
+        ("rope type", rope_type, ("default", "llama3")),
+        ("partial_rotary_factor", rope.get("partial_rotary_factor", hf.get("partial_rotary_factor")), (None, 1.0)),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{file}: {field} {value!r} is not supported")
+
+    scaling = None
+    if rope_type == "llama3":
+        scaling = RopeScaling(
+            factor=float(required(rope, "factor")),
+            low_freq_factor=float(required(rope, "low_freq_factor")),
+            high_freq_factor=float(required(rope, "high_freq_factor")),
+            original_context_length=required(rope, "original_max_position_embeddings"),
+        )
+    config = ModelConfig(
+        name=file.parent.resolve().name,
+        d_model=required(hf, "hidden_size"),
+        d_ff=required(hf, "intermediate_size"),
+        n_layers=required(hf, "num_hidden_layers"),
+        n_heads=required(hf, "num_attention_heads"),
+        n_kv_heads=hf.get("num_key_value_heads"),
+        vocab_size=required(hf, "vocab_size"),
+        context_length=required(hf, "max_position_embeddings"),
+        max_context_length=hf["max_position_embeddings"],
+        qkv_bias=model_type == "qwen2",
+        tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        rope_theta=float(rope.get("rope_theta", hf.get("rope_theta", 10_000.0))),
+        rope_scaling=scaling,
+        rms_norm_eps=float(required(hf, "rms_norm_eps")),
+    )
+    if hf.get("head_dim") not in (None, config.d_head):
+        raise ValueError(
+            f"{file}: head_dim {hf['head_dim']} is not supported, only d_model / n_heads = {config.d_head}"
+        )
+    return config

@@ -1,0 +1,129 @@
+"""The reference Transformer language model: pre-norm blocks of causal self-attention and SwiGLU.
+
+One class for the handout's sizes and for Llama-3 and Qwen2.5 (grouped-query heads, QKV biases, tied embeddings and
+RoPE variants are fields of ``ModelConfig``). Parameter names are the CS336 handout's. The model imports no kernel
+and knows nothing of how it is measured, compiled or distributed.
+
+    model = TransformerLM(MODEL_SIZES["small"], device="cuda", dtype=torch.bfloat16)
+    logits = model(token_ids)                        # (batch, seq) -> (batch, seq, vocab)
+
+    shell = TransformerLM(config, device="meta")     # no storage; then, shard by shard or whole:
+    shell.to_empty(device="cuda"); shell.reset_parameters()
+"""
+
+from collections.abc import Callable
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from cs336_systems.config import ModelConfig
+from cs336_systems.model.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU
+from cs336_systems.model.ops import REFERENCE_OPS, ModelOps
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head (or grouped-query) causal self-attention with rotary positions: (B, S, d_model) -> same."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: ModelOps,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.ops = ops
+        self.d_head = config.d_head
+        d_model, d_kv, bias = config.d_model, config.d_kv, config.qkv_bias
+        self.q_proj = Linear(d_model, d_model, ops, bias=bias, device=device, dtype=dtype)
+        self.k_proj = Linear(d_model, d_kv, ops, bias=bias, device=device, dtype=dtype)
+        self.v_proj = Linear(d_model, d_kv, ops, bias=bias, device=device, dtype=dtype)
+        self.output_proj = Linear(d_model, d_model, ops, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (
+            rearrange(projection(x), "b s (h e) -> b h s e", e=self.d_head)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = self.ops.rotary(q, cos, sin), self.ops.rotary(k, cos, sin)
+        return self.output_proj(rearrange(self.ops.attention(q, k, v, causal=True), "b h s e -> b s (h e)"))
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then + feed-forward(norm(x)): (B, S, d_model) -> same; cos, sin (S, d_head / 2)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: ModelOps = REFERENCE_OPS,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.ln1 = RMSNorm(config.d_model, config.rms_norm_eps, ops, device=device, dtype=dtype)
+        self.attn = CausalSelfAttention(config, ops, device=device, dtype=dtype)
+        self.ln2 = RMSNorm(config.d_model, config.rms_norm_eps, ops, device=device, dtype=dtype)
+        self.ffn = SwiGLU(config.d_model, config.d_ff, ops, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attn(self.ln1(x), cos, sin)
+        return x + self.ffn(self.ln2(x))
+
+
+class TransformerLM(nn.Module):
+    """Token ids (batch, seq), int64 -> logits (batch, seq, vocab_size) in the parameters' dtype.
+
+    Raises:
+        ValueError: in ``forward``, a sequence beyond ``config.context_length``.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: ModelOps = REFERENCE_OPS,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.token_embeddings = Embedding(config.vocab_size, config.d_model, ops, device=device, dtype=dtype)
+        self.rotary = RotaryEmbedding(config, device=device, dtype=dtype)
+        self.layers = nn.ModuleList(
+            TransformerBlock(config, ops, device=device, dtype=dtype) for _ in range(config.n_layers)
+        )
+        self.ln_final = RMSNorm(config.d_model, config.rms_norm_eps, ops, device=device, dtype=dtype)
+        self.lm_head = Linear(config.d_model, config.vocab_size, ops, device=device, dtype=dtype)
+        self._tie_embeddings()
+        if not self.token_embeddings.weight.is_meta:
+            self.reset_parameters()
+
+    def _tie_embeddings(self) -> None:
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.token_embeddings.weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TransformerLM":
+        """``nn.Module._apply``, which ``to`` and ``to_empty`` call: leaving meta, it makes two of a tied parameter."""
+        super()._apply(fn, recurse)
+        self._tie_embeddings()
+        return self
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill every parameter and buffer, as after ``to_empty``; draws from torch's global generator.
+
+        A tied embedding is drawn twice and keeps the head's scale, the smaller: unit variance would make huge logits.
+        """
+        for module in self.modules():
+            if module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        cos, sin = self.rotary(token_ids.shape[-1])
+        x = self.token_embeddings(token_ids)
+        for block in self.layers:
+            x = block(x, cos, sin)
+        return self.lm_head(self.ln_final(x))

@@ -1,0 +1,50 @@
+"""From a description to a runnable training step: the one place where optimisations are applied, in one order.
+
+1. the operations are chosen and handed to the model as a value;
+2. the model is built in the precision's parameter dtype, on its device;
+3. model and loss are compiled, if asked;
+4. the optimizer is made over the parameters as they now are.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from cs336_systems.config import PRECISIONS, ModelConfig, Precision
+from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
+from cs336_systems.training.loss import cross_entropy
+from cs336_systems.training.optimizer import make_optimizer
+from cs336_systems.training.precision import parameter_dtype, unsupported_reason
+from cs336_systems.training.step import TrainStep
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """Everything that decides how a training step runs, except its data."""
+
+    config: ModelConfig
+    precision: Precision = PRECISIONS["fp32"]
+    device: str = "cpu"
+    optimizer: str = "reference"
+    compile: bool = False
+    ops: ModelOps = REFERENCE_OPS
+    seed: int = 0
+
+
+def assemble(setup: TrainingSetup) -> TrainStep:
+    """Build the model, apply what the setup asks for, and return its training step.
+
+    Raises:
+        ValueError: the device cannot run the precision, or the optimizer is unknown.
+    """
+    device = torch.device(setup.device)
+    if reason := unsupported_reason(setup.precision, device):
+        raise ValueError(reason)
+    torch.manual_seed(setup.seed)
+    model = TransformerLM(setup.config, setup.ops, device=device, dtype=parameter_dtype(setup.precision))
+    loss_function = cross_entropy
+    if setup.compile:
+        model.compile(fullgraph=True, dynamic=False)
+        loss_function = torch.compile(cross_entropy, fullgraph=True, dynamic=False)
+    optimizer = make_optimizer(setup.optimizer, model.parameters())
+    return TrainStep(model, optimizer, setup.precision, loss_function)

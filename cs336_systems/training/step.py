@@ -1,0 +1,90 @@
+"""One training step, as three phases that can be run, timed or profiled one by one.
+
+``TrainStep`` is the one thing that benchmarks time. It owns the order of work (forward and loss under autocast,
+backward, optimizer and clearing of gradients) and nothing of how it is measured:
+
+    step = assemble(TrainingSetup(MODEL_SIZES["small"]))
+    loss = step(token_ids, targets)                                  # one whole step
+    for name, phase in step.phases("backward", token_ids, targets).items():
+        phase()                                                      # "forward", then "backward"
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.config import MODES, Precision
+from cs336_systems.training.loss import cross_entropy
+from cs336_systems.training.precision import autocast, matmul_precision, needs_loss_scaling
+
+Phase = Callable[[], None]
+
+
+class TrainStep:
+    """Forward, backward and optimizer step of one model on one device.
+
+    Args:
+        model: token ids (batch, seq) -> logits (batch, seq, vocab).
+        optimizer: over the model's parameters.
+        precision: autocast, TF32 and loss scaling follow from it; the parameters already have its dtype.
+        loss_function: (logits, targets) -> scalar.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        loss_function: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.precision = precision
+        self.loss_function = loss_function
+        self.device = next(model.parameters()).device
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=needs_loss_scaling(precision))
+        self.loss: Tensor | None = None
+        """Loss of the last forward phase, detached, on the device."""
+
+    def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """One whole step on (batch, seq) ids; returns the loss before the update, a detached scalar on the device."""
+        for phase in self.phases("step", token_ids, targets).values():
+            phase()
+        assert self.loss is not None
+        return self.loss
+
+    def phases(self, mode: str, token_ids: Tensor, targets: Tensor) -> dict[str, Phase]:
+        """The phases of one step on this batch, in the order in which they must run.
+
+        ``forward``: model and loss without gradients. ``backward``: forward with gradients, then backward, after which
+        the gradients are dropped. ``step``: forward, backward, optimizer; clearing the gradients belongs to the last.
+
+        Raises:
+            ValueError: no such mode.
+        """
+        if mode not in MODES:
+            raise ValueError(f"unknown mode {mode!r}: known are {', '.join(MODES)}")
+        graph_loss: list[Tensor] = []
+
+        def forward() -> None:
+            with torch.set_grad_enabled(mode != "forward"), matmul_precision(self.precision):
+                with autocast(self.precision, self.device):
+                    loss = self.loss_function(self.model(token_ids), targets)
+            self.loss = loss.detach()
+            if mode != "forward":
+                graph_loss.append(loss)
+
+        def backward() -> None:
+            with matmul_precision(self.precision):
+                self.scaler.scale(graph_loss.pop()).backward()
+            if mode == "backward":
+                self.optimizer.zero_grad(set_to_none=True)
+
+        def optimizer() -> None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
+
+        phases: dict[str, Phase] = {"forward": forward, "backward": backward, "optimizer": optimizer}
+        return {name: phases[name] for name in list(phases)[: MODES.index(mode) + 1]}
