@@ -17,6 +17,7 @@ Formats: the safetensors header, and ``model.safetensors.index.json`` (a ``weigh
 import json
 import os
 import re
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ def _some(names: set[str]) -> str:
     return ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _check_fit(stored: dict[str, Any], targets: dict[str, Tensor], model: TransformerLM, folder: Path) -> None:
+def _check_fit(stored: dict[str, Any], targets: Mapping[str, Tensor], model: TransformerLM, folder: Path) -> None:
     expected = {name: tuple(parameter.shape) for name, parameter in targets.items()}
     if model.config.tie_embeddings and _HEAD in stored:
         expected[_HEAD] = expected[_EMBEDDING]
@@ -246,7 +247,7 @@ def config_from_hf(path: str | os.PathLike[str]) -> ModelConfig:
         max_context_length=hf["max_position_embeddings"],
         qkv_bias=model_type == "qwen2",
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        rope_theta=float(rope.get("rope_theta", hf.get("rope_theta", 10_000.0))),
+        rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0),
         rope_scaling=scaling,
         rms_norm_eps=float(required(hf, "rms_norm_eps")),
     )

@@ -143,8 +143,7 @@ class RotaryEmbedding(nn.Module):
         if self.cos.dtype != dtype_before:
             table_dtype = torch.promote_types(self.cos.dtype, torch.float32)
             self.cos, self.sin = (torch.empty_like(table, dtype=table_dtype) for table in (self.cos, self.sin))
-            if not self.cos.is_meta:
-                self.reset_parameters()
+            self.reset_parameters()
         return self
 
     def reset_parameters(self) -> None:

@@ -1,0 +1,397 @@
+"""What does a training step of this model cost on this machine? Forward, backward and optimizer, each beside its limit.
+
+    uv run benchmarks/benchmark_model.py                                   # the small model, under a minute anywhere
+    uv run benchmarks/benchmark_model.py --size small medium --context-length 256 512 --dtype fp32 bf16
+    uv run benchmarks/benchmark_model.py --size xl --mode forward --out results/
+    uv run benchmarks/benchmark_model.py --size small --compare results/benchmark_model.csv
+
+Options that take several values make a grid; every cell of it runs in a process of its own. Parameters, tokens and
+targets are random. Each cell's peak memory is predicted first, and a cell that cannot fit is reported, not run.
+"""
+
+import functools
+import itertools
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import pandas as pd
+import torch
+import tyro
+from rich.console import Console
+
+from cs336_systems.config import MODES, PRECISIONS, Precision, resolve_size
+from cs336_systems.costs.flops import hardware_flops, model_flops
+from cs336_systems.costs.memory import adamw_state_bytes, adamw_traffic_bytes, parameter_bytes, peak_memory
+from cs336_systems.hardware import find_hardware
+from cs336_systems.measurement.ceilings import measure_ceilings
+from cs336_systems.measurement.clock import WHOLE, time_phases
+from cs336_systems.measurement.memory import CUBLAS_WORKSPACE_BYTES, PeakMeter, free_bytes
+from cs336_systems.measurement.record import Metric, RowFile, read_rows
+from cs336_systems.measurement.sweep import Outcome, PredictedOutOfMemory, Unsupported, cell_columns, run_sweep
+from cs336_systems.report.compare import compare
+from cs336_systems.report.figures import draw_step_figure
+from cs336_systems.report.tables import CEILING, Table, step_table
+from cs336_systems.training import TrainingSetup, assemble
+from cs336_systems.training.precision import unsupported_reason
+
+BENCHMARK = "benchmark_model"
+GIB = 1024**3
+
+Mode = Literal["forward", "backward", "step"]
+Dtype = Literal["fp32", "tf32", "bf16", "autocast-bf16", "autocast-fp16"]
+Switch = Literal["off", "on"]
+OptimizerName = Literal["reference", "torch-fused"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What does a training step of this model cost on this machine?"""
+
+    size: tuple[str, ...] = ("small",)
+    """Named model sizes: the handout's (tiny, small, medium, large, xl, 2.7b, 10b), llama3-*, qwen2.5-*."""
+    context_length: tuple[int, ...] = (512,)
+    """Tokens per sequence."""
+    batch_size: tuple[int, ...] = (4,)
+    """Sequences per step."""
+    mode: tuple[Mode, ...] = get_args(Mode)
+    """forward: without gradients; backward: forward and backward; step: forward, backward and optimizer."""
+    dtype: tuple[Dtype, ...] = ("fp32",)
+    """How numbers are stored and multiplied."""
+    compile: tuple[Switch, ...] = ("off",)
+    """torch.compile of model and loss; --compile alone means on."""
+    optimizer: tuple[OptimizerName, ...] = ("reference",)
+    """AdamW written out, or torch's fused kernel."""
+    warmup: tuple[int, ...] = (5,)
+    """Steps before the recorded ones."""
+    steps: int = 10
+    """Recorded steps."""
+    device: Literal["cpu", "cuda"] = "cuda"
+    """Where to run."""
+    seed: int = 0
+    """Of parameters and tokens."""
+    out: Path | None = None
+    """Folder to which rows are appended (benchmark_model.csv) and where their figure is drawn."""
+    compare: Path | None = None
+    """CSV of an earlier run: print ratios to it, with a verdict."""
+    format: Literal["auto", "markdown", "latex", "csv"] = "auto"
+    """Of the table: auto draws it on a terminal and writes Markdown elsewhere."""
+    timeout: float = 900.0
+    """Seconds after which a cell is killed."""
+    force: bool = False
+    """Run cells that are predicted not to fit."""
+
+
+@dataclass(frozen=True)
+class ModelCell:
+    """One configuration to measure; the fields are columns."""
+
+    device: str
+    size: str
+    batch_size: int
+    context_length: int
+    dtype: str
+    compile: str
+    optimizer: str
+    mode: str
+    warmup: int
+    steps: int
+    seed: int
+
+    @property
+    def variant(self) -> str:
+        return "compiled" if self.compile == "on" else "eager"
+
+
+@dataclass(frozen=True)
+class CeilingCell(ModelCell):
+    """The machine's own limits for one dtype, measured before the cells that stand beside them."""
+
+    @property
+    def variant(self) -> str:
+        return CEILING
+
+
+def default_options(device: str) -> Options:
+    """The defaults on a device; without a GPU they shrink, so that a bare command ends in under a minute."""
+    if device == "cuda":
+        return Options()
+    return Options(device="cpu", context_length=(128,), batch_size=(1,), warmup=(1,), steps=3)
+
+
+def parse_options(arguments: list[str] | None = None) -> Options:
+    """Options from the command line, with the defaults of the device that they name."""
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    options = tyro.cli(Options, args=arguments, default=default_options(found), description=__doc__)
+    if options.device != found:
+        options = tyro.cli(Options, args=arguments, default=default_options(options.device), description=__doc__)
+    return options
+
+
+def make_cells(options: Options) -> list[ModelCell]:
+    """The grid.
+
+    Raises:
+        ValueError: a value that no cell can have: unknown size, context beyond the model's, dtype that the device lacks.
+    """
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    for name, values in (("context-length", options.context_length), ("batch-size", options.batch_size)):
+        if bad := [value for value in values if value < 1]:
+            raise ValueError(f"--{name} must be positive, got {bad[0]}")
+    if options.steps < 1 or min(options.warmup) < 0 or options.timeout <= 0:
+        raise ValueError(
+            f"--steps and --timeout must be positive and --warmup not negative, "
+            f"got {options.steps}, {options.timeout:g} and {min(options.warmup)}"
+        )
+    device = torch.device(options.device)
+    for dtype in options.dtype:
+        if reason := unsupported_reason(PRECISIONS[dtype], device):
+            raise ValueError(f"--dtype {dtype}: {reason}")
+    sizes = [resolve_size(size).name for size in options.size]
+    for size, context_length in itertools.product(sizes, options.context_length):
+        resolve_size(size).at_context(context_length)
+    grid = itertools.product(
+        sizes,
+        options.batch_size,
+        options.context_length,
+        options.dtype,
+        options.compile or ("on",),
+        options.optimizer,
+        options.mode,
+        options.warmup,
+    )
+    return [ModelCell(options.device, *values, options.steps, options.seed) for values in grid]
+
+
+def measure_ceiling(cell: CeilingCell) -> list[Metric]:
+    """The machine's matmul and copy ceilings in the cell's dtype."""
+    ceilings = measure_ceilings(PRECISIONS[cell.dtype], torch.device(cell.device))
+    return [
+        Metric("matmul_ceiling", "TFLOP/s", ceilings.matmul_tflops),
+        Metric("copy_ceiling", "GB/s", ceilings.copy_gb_per_s),
+    ]
+
+
+def measure_model(cell: ModelCell, *, ceilings: dict[str, dict[str, float]], force: bool) -> list[Metric]:
+    """Time the phases of one cell's step and put them beside prediction and limit.
+
+    Raises:
+        PredictedOutOfMemory: the predicted peak is more than what is free, and ``force`` is not set.
+        FloatingPointError: the loss is not finite.
+    """
+    device, precision = torch.device(cell.device), PRECISIONS[cell.dtype]
+    config = resolve_size(cell.size).at_context(cell.context_length)
+    predicted = _predicted_bytes(cell, precision)
+    free = free_bytes(device)
+    if predicted > free and not force:
+        raise PredictedOutOfMemory(f"needs {predicted / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
+
+    meter = PeakMeter(device)
+    compiled = cell.compile == "on"
+    step = assemble(TrainingSetup(config, precision, cell.device, cell.optimizer, compiled, seed=cell.seed))
+    shape = (cell.batch_size, cell.context_length)
+    token_ids, targets = (torch.randint(config.vocab_size, shape, device=device) for _ in range(2))
+    times = time_phases(
+        step.phases(cell.mode, token_ids, targets), device=device, warmup=cell.warmup, steps=cell.steps
+    )
+    assert step.loss is not None
+    if not math.isfinite(loss := step.loss.item()):
+        raise FloatingPointError(f"loss is {loss}")
+
+    metrics = [Metric(name, "ms", samples) for name, samples in times.samples_ms.items()]
+    if times.warmup_ms:
+        metrics.append(Metric("warmup_step", "ms", times.warmup_ms))
+    metrics.append(Metric("peak_memory", "GiB", [meter.peak_bytes() / GIB]))
+    if not compiled:
+        metrics.append(Metric("predicted_peak_memory", "GiB", [predicted / GIB]))
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return metrics + _rates(cell, times.samples_ms, device_name, ceilings.get(cell.dtype, {}))
+
+
+def _predicted_bytes(cell: ModelCell, precision: Precision) -> int:
+    """Predicted peak of an eager cell; for a compiled one the states alone, a lower bound."""
+    config = resolve_size(cell.size).at_context(cell.context_length)
+    if cell.compile == "on":
+        states = {"forward": 0, "backward": parameter_bytes(config, precision)}
+        step = parameter_bytes(config, precision) + adamw_state_bytes(config, precision)
+        return parameter_bytes(config, precision) + states.get(cell.mode, step)
+    return peak_memory(
+        config,
+        cell.batch_size,
+        cell.context_length,
+        precision.on(cell.device),
+        cell.mode,
+        optimizer=cell.optimizer,
+        workspace_bytes=CUBLAS_WORKSPACE_BYTES if cell.device == "cuda" else 0,
+    ).n_bytes
+
+
+def _rates(
+    cell: ModelCell, samples_ms: dict[str, list[float]], device_name: str, ceilings: dict[str, float]
+) -> list[Metric]:
+    """What follows from the times: tokens/s, model TFLOP/s, shares of peak and ceiling, the optimizer's bandwidth."""
+    config, precision = resolve_size(cell.size).at_context(cell.context_length), PRECISIONS[cell.dtype]
+    work = (config, cell.batch_size, cell.context_length)
+    whole = "forward" if cell.mode == "forward" else "step"
+    needed = {"forward": model_flops(*work, "forward"), "backward": model_flops(*work, "backward")}
+    needed[WHOLE] = needed["forward"] + (needed["backward"] if whole == "step" else 0)
+    palm = model_flops(*work, whole, "palm")
+    executed = hardware_flops(*work, cell.mode)
+    hardware = find_hardware(device_name)
+    peak = hardware.peak(precision.matmul_dtype) if hardware else None
+
+    def rate(name: str, unit: str, amount: float, phase: str = WHOLE) -> Metric:
+        return Metric(name, unit, [amount / (ms / 1e3) for ms in samples_ms[phase]], derived=True)
+
+    metrics = [
+        rate("tokens_per_s", "1/s", cell.batch_size * cell.context_length),
+        rate("model_tflops", "TFLOP/s", needed[WHOLE] / 1e12),
+    ]
+    for phase in ("forward", "backward"):
+        if phase in samples_ms:
+            metrics.append(rate(f"{phase}_model_tflops", "TFLOP/s", needed[phase] / 1e12, phase))
+    if peak:
+        metrics.append(rate("mfu", "% of datasheet peak, causal", 100 * needed[WHOLE] / peak))
+        metrics.append(rate("mfu_palm", "% of datasheet peak, full attention", 100 * palm / peak))
+        metrics.append(rate("hfu", "% of datasheet peak, executed", 100 * executed / peak))
+    if "matmul_ceiling" in ceilings:
+        share = needed[WHOLE] / (ceilings["matmul_ceiling"] * 1e12)
+        metrics.append(rate("matmul_ceiling_share", "% of measured matmul, causal", 100 * share))
+    if "optimizer" in samples_ms:
+        traffic = adamw_traffic_bytes(config, precision)
+        metrics.append(rate("optimizer_bandwidth", "GB/s", traffic / 1e9, "optimizer"))
+        if "copy_ceiling" in ceilings:
+            share = traffic / (ceilings["copy_ceiling"] * 1e9)
+            metrics.append(rate("optimizer_copy_share", "% of measured copy", 100 * share, "optimizer"))
+    return metrics
+
+
+def describe(cell: ModelCell) -> str:
+    """A cell in a few words, for the progress display."""
+    if isinstance(cell, CeilingCell):
+        return f"ceilings of this machine in {cell.dtype}"
+    return (
+        f"{cell.size} batch {cell.batch_size} context {cell.context_length} {cell.dtype} {cell.mode}"
+        f"{' compiled' if cell.compile == 'on' else ''}"
+    )
+
+
+def cost(cell: ModelCell) -> float:
+    """Relative cost of a cell: executed FLOPs, plus a constant for starting a process and filling parameters."""
+    if isinstance(cell, CeilingCell):
+        return 1e12
+    config = resolve_size(cell.size).at_context(cell.context_length)
+    flops = hardware_flops(config, cell.batch_size, cell.context_length, cell.mode)
+    return flops * (cell.warmup + cell.steps) + 2e3 * config.n_parameters + 1e12
+
+
+def run(options: Options, cells: list[ModelCell], row_file: RowFile | None, outcomes: list[Outcome]) -> None:
+    """Measure the ceilings of every dtype, then every cell; ``outcomes`` fills as they finish.
+
+    Raises:
+        OSError: rows could not be written; ``outcomes`` holds them all.
+    """
+    ceiling_cells = [
+        CeilingCell(options.device, "", 0, 0, dtype, "", "", "", 0, 0, options.seed)
+        for dtype in dict.fromkeys(options.dtype)
+    ]
+    ceilings: dict[str, dict[str, float]] = {}
+    sweep = functools.partial(
+        run_sweep,
+        BENCHMARK,
+        row_file=row_file,
+        timeout_s=options.timeout,
+        describe=describe,
+        cost=cost,
+        console=Console(stderr=True),
+    )
+    for outcome in sweep(ceiling_cells, measure_ceiling):
+        outcomes.append(outcome)
+        medians = {metric: outcome.median(metric) for metric in ("matmul_ceiling", "copy_ceiling")}
+        ceilings[outcome.cell.dtype] = {name: value for name, value in medians.items() if value is not None}
+        if outcome.status == "interrupted":
+            return
+    outcomes.extend(sweep(cells, functools.partial(measure_model, ceilings=ceilings, force=options.force)))
+
+
+def rows_of(outcomes: list[Outcome]) -> pd.DataFrame:
+    """The rows of the outcomes as ``read_rows`` would return them."""
+    frame = pd.DataFrame([row for outcome in outcomes for row in outcome.rows])
+    for column in ("metric", "unit", "samples"):
+        if column not in frame:
+            frame[column] = ""
+    frame["metric"] = frame["metric"].fillna("")
+    frame["samples"] = [json.loads(text) if isinstance(text, str) and text else [] for text in frame["samples"]]
+    return frame
+
+
+def summary(outcomes: list[Outcome], csv: Path | None) -> str:
+    """The last line of stdout: one JSON object with the main figures of every cell."""
+    keys = ("forward", "backward", "optimizer", "step", "tokens_per_s", "model_tflops", "mfu", "peak_memory")
+    cells = [
+        {"cell": describe(outcome.cell), "status": outcome.status}
+        | {key: value for key in keys if (value := outcome.median(key)) is not None}
+        for outcome in outcomes
+        if not isinstance(outcome.cell, CeilingCell)
+    ]
+    ok = sum(cell["status"] == "ok" for cell in cells)
+    return json.dumps({"benchmark": BENCHMARK, "ok": ok, "cells": cells, "csv": str(csv) if csv else None})
+
+
+def show(table: Table, form: str) -> None:
+    """Print a table on stdout in the asked format."""
+    if form == "auto" and sys.stdout.isatty():
+        Console().print(table.rich())
+    else:
+        print({"latex": table.latex, "csv": table.csv}.get(form, table.markdown)())
+
+
+def fail(message: str) -> int:
+    """One sentence on stderr; the exit code of bad input."""
+    print(f"{BENCHMARK}: {message}", file=sys.stderr)
+    return 2
+
+
+def main() -> int:
+    """Parse, check everything that can be checked before running, run, print."""
+    options = parse_options()
+    outcomes: list[Outcome] = []
+    csv = options.out / f"{BENCHMARK}.csv" if options.out else None
+    try:
+        cells = make_cells(options)
+        before = read_rows(options.compare) if options.compare else None
+        row_file = RowFile(csv, cell_columns(ModelCell)) if csv else None
+    except (ValueError, OSError) as error:
+        return fail(str(error))
+    if options.device == "cpu" and not torch.cuda.is_available():
+        small = default_options("cpu")
+        print(
+            f"No GPU found, so defaults are small: batch {small.batch_size[0]}, context {small.context_length[0]}, "
+            f"{small.warmup[0]} warm-up and {small.steps} recorded steps.",
+            file=sys.stderr,
+        )
+    write_error = None
+    try:
+        run(options, cells, row_file, outcomes)
+    except OSError as error:
+        write_error = error
+
+    rows = rows_of(outcomes)
+    if (rows["variant"] != CEILING).any():
+        show(step_table(rows), options.format)
+        if before is not None:
+            show(compare(rows, before), options.format)
+    if csv and write_error is None:
+        draw_step_figure(read_rows(csv), csv.with_suffix(".png"))
+    if write_error is not None:
+        return fail(f"rows could not be written to {csv}: {write_error.strerror}; every earlier row is there")
+    print(summary(outcomes, csv))
+    return 130 if outcomes[-1].status == "interrupted" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What a step does cost: clocks, memory, ceilings, provenance, rows, and sweeps over cells."""

@@ -1,0 +1,119 @@
+"""Time as it is spent: events on a GPU, ``perf_counter`` on a CPU; every sample is kept.
+
+Two questions, two functions:
+
+* ``time_phases`` for a training step: the phases of one step are timed inside that step, so forward, backward and
+  optimizer add up to the whole. The device is idle when a step begins and is waited for when it ends, so each sample
+  stands alone; the host's launch latency is inside, as it is in training.
+* ``time_kernel`` for one operation: repetitions are queued without waiting, and the L2 cache is overwritten before
+  each, so that neither launch latency nor a warm cache is part of the sample.
+
+On a GPU both read CUDA events, which the device itself stamps between kernels (resolution about half a microsecond).
+Compilation and autotuning happen in warm-up steps, whose times are returned beside the samples and never among them.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+WHOLE = "step"
+"""Name under which ``time_phases`` reports the time from the first phase's start to the last one's end."""
+
+_L2_FLUSH_BYTES = 256 * 1024**2
+"""Twice the largest L2 of any GPU in hardware.py (B200: 126 MB)."""
+
+
+@dataclass
+class PhaseTimes:
+    """Milliseconds per phase, one sample per step, and the whole steps of the warm-up."""
+
+    samples_ms: dict[str, list[float]] = field(default_factory=dict)
+    warmup_ms: list[float] = field(default_factory=list)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished everything it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _Stopwatch:
+    """Marks on the device's time line; ``laps_ms`` waits, then returns the times between successive marks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.marks: list[torch.cuda.Event | float] = []
+
+    def mark(self) -> None:
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self.device))
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def laps_ms(self) -> list[float]:
+        synchronize(self.device)
+        laps = []
+        for start, end in zip(self.marks, self.marks[1:], strict=False):
+            if isinstance(start, torch.cuda.Event):
+                laps.append(start.elapsed_time(end))
+            else:
+                laps.append((end - start) * 1e3)
+        return laps
+
+
+def time_phases(
+    phases: Mapping[str, Callable[[], None]], *, device: torch.device, warmup: int, steps: int
+) -> PhaseTimes:
+    """Run the phases in order, ``warmup`` times unrecorded and then ``steps`` times recorded.
+
+    Raises:
+        ValueError: ``warmup`` is negative or ``steps`` is not positive.
+    """
+    if warmup < 0 or steps < 1:
+        raise ValueError(f"warmup must be at least 0 and steps at least 1, got {warmup} and {steps}")
+    times = PhaseTimes({name: [] for name in (*phases, WHOLE)})
+    for i in range(warmup + steps):
+        synchronize(device)
+        stopwatch = _Stopwatch(device)
+        stopwatch.mark()
+        for phase in phases.values():
+            phase()
+            stopwatch.mark()
+        laps = stopwatch.laps_ms()
+        if i < warmup:
+            times.warmup_ms.append(sum(laps))
+            continue
+        for name, lap in zip(phases, laps, strict=True):
+            times.samples_ms[name].append(lap)
+        times.samples_ms[WHOLE].append(sum(laps))
+    return times
+
+
+def time_kernel(
+    operation: Callable[[], object], *, device: torch.device, warmup: int = 10, samples: int = 50
+) -> list[float]:
+    """Milliseconds of one operation, ``samples`` of them, each with a cold L2 cache on a GPU.
+
+    Raises:
+        ValueError: ``warmup`` is negative or ``samples`` is not positive.
+    """
+    if warmup < 0 or samples < 1:
+        raise ValueError(f"warmup must be at least 0 and samples at least 1, got {warmup} and {samples}")
+    for _ in range(warmup):
+        operation()
+    synchronize(device)
+    flush = torch.empty(_L2_FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
+    stopwatches = []
+    for _ in range(samples):
+        if flush is not None:
+            flush.zero_()
+        stopwatch = _Stopwatch(device)
+        stopwatch.mark()
+        operation()
+        stopwatch.mark()
+        stopwatches.append(stopwatch)
+    return [stopwatch.laps_ms()[0] for stopwatch in stopwatches]

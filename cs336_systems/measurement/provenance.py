@@ -1,0 +1,128 @@
+"""Where a number comes from: device, driver, library versions, commit, and the device's state around the run.
+
+Nothing here changes a setting: clocks, power and temperature are read through NVML and recorded, so that a throttled
+run can be told from a slow one. Where the source was shipped without its ``.git`` folder, the environment variable
+``CS336_SYSTEMS_COMMIT`` (a hash, with ``-dirty`` appended if so) says what was shipped.
+"""
+
+import functools
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+COMMIT_VARIABLE = "CS336_SYSTEMS_COMMIT"
+
+_MEASURED_SOURCES = ("cs336_systems", "benchmarks", "scripts", "pyproject.toml", "uv.lock")
+"""Paths whose uncommitted changes make a measurement dirty; results and prose do not."""
+
+_THROTTLE_REASONS = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "software thermal",
+    0x40: "hardware thermal",
+    0x80: "hardware power brake",
+}
+
+
+@functools.cache
+def source_version() -> tuple[str, bool]:
+    """(commit hash, whether measured sources differ from it); ("unknown", True) where neither git nor variable says."""
+    declared = os.environ.get(COMMIT_VARIABLE)
+    if declared:
+        return declared.removesuffix("-dirty"), declared.endswith("-dirty")
+    root = Path(__file__).resolve().parents[2]
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        return commit, bool(git("status", "--porcelain", "--", *_MEASURED_SOURCES))
+    except (OSError, subprocess.SubprocessError):
+        return "unknown", True
+
+
+@functools.cache
+def host_name() -> str:
+    """The CPU's model and the cores this process may use."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{model}, {cores} cores"
+
+
+def _nvml_handle(device_index: int) -> Any:
+    """NVML's handle of the GPU that torch calls ``device_index``, found by UUID as CUDA_VISIBLE_DEVICES may reorder."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device_index).uuid}")
+
+
+def versions(device: torch.device) -> dict[str, Any]:
+    """The schema's columns that name device, driver and libraries; empty strings where a column does not apply."""
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = ""
+    commit, dirty = source_version()
+    row: dict[str, Any] = {"gpu": "", "gpu_count": 0, "driver": "", "cuda": ""}
+    if device.type == "cuda":
+        import pynvml
+
+        pynvml.nvmlInit()
+        row |= {
+            "gpu": torch.cuda.get_device_name(device),
+            "gpu_count": 1,
+            "driver": pynvml.nvmlSystemGetDriverVersion(),
+            "cuda": torch.version.cuda,
+        }
+    return row | {
+        "host": host_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "commit": commit,
+        "dirty": dirty,
+        "argv": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def device_state(device: torch.device) -> dict[str, Any]:
+    """Clocks (MHz), power (W), temperature (C) and active throttle reasons of a GPU; load and clock of a CPU."""
+    if device.type != "cuda":
+        frequency = psutil.cpu_freq()
+        return {"load_1min": round(os.getloadavg()[0], 2), "cpu_mhz": round(frequency.current) if frequency else None}
+    import pynvml
+
+    handle = _nvml_handle(device.index or 0)
+    reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+    return {
+        "sm_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+        "memory_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
+        "power_w": round(pynvml.nvmlDeviceGetPowerUsage(handle) / 1000),
+        "temperature_c": pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
+        "throttle": [name for bit, name in _THROTTLE_REASONS.items() if reasons & bit],
+    }
+
+
+def timestamp() -> str:
+    """Now, in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,173 @@
+"""A measurement is a row: one schema for every benchmark, appended to CSV the moment a cell is done.
+
+One row holds one metric of one cell: what was asked for (the cell's own columns), how it ended (``status``), the
+statistics and raw samples of the metric, and where it ran. A cell that failed is a single row without a metric: never a
+zero, never a gap. Metrics that follow from another's samples (tokens/s from step times) leave ``samples`` empty.
+
+    rows = RowFile(folder / "benchmark_model.csv", cell_columns)   # checks the file before anything is run
+    rows.append(outcome_rows)                                      # written and fsynced, or not at all
+    frame = read_rows(folder / "benchmark_model.csv")
+"""
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+SCHEMA_VERSION = 1
+
+STATUSES = ("ok", "oom", "predicted-oom", "timeout", "unsupported", "error", "interrupted")
+
+_LEADING = ("schema_version", "benchmark", "variant")
+_RESULT = ("status", "message", "metric", "unit", "median", "mean", "std", "p10", "p90", "n", "samples")
+_PROVENANCE = (
+    "gpu",
+    "gpu_count",
+    "driver",
+    "cuda",
+    "host",
+    "python",
+    "torch",
+    "triton",
+    "commit",
+    "dirty",
+    "argv",
+    "seed",
+    "timestamp",
+    "state_before",
+    "state_after",
+)
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Samples of one quantity. ``derived`` marks a quantity computed from another metric's samples."""
+
+    name: str
+    unit: str
+    samples: Sequence[float]
+    derived: bool = False
+
+    def statistics(self) -> Row:
+        """The schema's columns of this metric; ``std`` is the sample standard deviation, empty for one sample.
+
+        Raises:
+            ValueError: no samples, or one that is not finite.
+        """
+        values = np.asarray(self.samples, dtype=np.float64)
+        if values.size == 0 or not np.isfinite(values).all():
+            raise ValueError(f"metric {self.name} needs finite samples, got {list(self.samples)}")
+        p10, median, p90 = np.percentile(values, (10, 50, 90))
+        return {
+            "metric": self.name,
+            "unit": self.unit,
+            "median": _short(median),
+            "mean": _short(values.mean()),
+            "std": _short(values.std(ddof=1)) if values.size > 1 else "",
+            "p10": _short(p10),
+            "p90": _short(p90),
+            "n": values.size,
+            "samples": "" if self.derived else json.dumps([_short(value) for value in values]),
+        }
+
+
+def _short(value: float) -> float:
+    """Seven significant digits: more than any clock resolves."""
+    return float(f"{value:.7g}")
+
+
+def schema_columns(cell_columns: Iterable[str]) -> list[str]:
+    """The header of a benchmark's CSV."""
+    return [*_LEADING, *cell_columns, *_RESULT, *_PROVENANCE]
+
+
+class RowFile:
+    """An append-only CSV of rows; safe against other schemas, torn lines, full disks and interruption.
+
+    Raises:
+        ValueError: the file exists and has another schema, or ends in a torn line.
+        OSError: the folder or file cannot be created or written.
+    """
+
+    def __init__(self, path: Path, cell_columns: Iterable[str]) -> None:
+        self.path = path
+        self.columns = schema_columns(cell_columns)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            empty = file.tell() == 0
+        if empty:
+            self._write([self.columns])
+        else:
+            _check_file(path, self.columns)
+
+    def append(self, rows: Iterable[Row]) -> None:
+        """Write the rows and flush them to the disk; if that fails, none of them remains in the file.
+
+        Raises:
+            OSError: the disk is full or the file has become unwritable; earlier rows are untouched.
+        """
+        self._write([[row.get(column, "") for column in self.columns] for row in rows])
+
+    def _write(self, lines: list[list[Any]]) -> None:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(lines)
+        data = text.getvalue().encode()
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        try:
+            size = os.fstat(descriptor).st_size
+            try:
+                while data:
+                    data = data[os.write(descriptor, data) :]
+                os.fsync(descriptor)
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)
+
+
+def _check_file(path: Path, columns: Sequence[str] | None = None) -> None:
+    """Raise ValueError unless ``path`` is a whole CSV of this schema version (and of ``columns``, if given)."""
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        size = file.tell()
+        file.seek(max(0, size - 1))
+        torn = size > 0 and file.read(1) != b"\n"
+    with path.open(newline="") as file:
+        reader = csv.reader(file)
+        header = next(reader, [])
+        first = next(reader, [])
+    if not header or header[0] != "schema_version":
+        raise ValueError(f"{path} is not a CSV of this suite: its first column is {header[:1]}, not schema_version")
+    if torn:
+        raise ValueError(f"{path} ends in a torn line; remove that line, every row before it is whole")
+    if first and first[0] != str(SCHEMA_VERSION):
+        raise ValueError(f"{path} has schema version {first[0]}, this suite writes and reads {SCHEMA_VERSION}")
+    if columns is not None and header != list(columns):
+        difference = sorted(set(header) ^ set(columns)) or "their order"
+        raise ValueError(f"{path} has other columns than this benchmark writes: {difference}")
+
+
+def read_rows(path: Path) -> pd.DataFrame:
+    """The rows of a CSV, with ``samples`` as lists.
+
+    Raises:
+        ValueError: not a CSV of this schema version, or its last line is torn.
+        OSError: the file cannot be read.
+    """
+    _check_file(path)
+    frame = pd.read_csv(path, keep_default_na=False, na_values={column: [""] for column in ("median", "mean", "std")})
+    missing = [column for column in schema_columns(()) if column not in frame.columns]
+    if missing:
+        raise ValueError(f"{path} lacks the columns {', '.join(missing)}")
+    frame["samples"] = [json.loads(text) if text else [] for text in frame["samples"]]
+    return frame

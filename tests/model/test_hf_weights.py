@@ -1,0 +1,522 @@
+"""Checkpoints through real files, and the model against transformers' own Llama and Qwen2.
+
+Agreement is judged in two steps. In fp64 both must give the same logits and gradients but for fp64 rounding: that is
+where a wrong formula shows. In fp32 our distance from that answer may be no more than a small multiple of transformers'
+own distance from it, so the tolerance is the rounding of an implementation that is not ours.
+"""
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    modeling_rope_utils,
+)
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen2 import modeling_qwen2
+
+from cs336_systems.config import MODEL_SIZES, ModelConfig, RopeScaling
+from cs336_systems.model import TransformerLM
+from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights, save_hf_weights, to_hf_name
+
+SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+# With theta 500 and 8-dimensional heads, 64 tokens are 10.2, 2.2, 0.5 and 0.1 turns: kept, between, slowed, slowed.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES = {
+    "llama": lambda: LlamaConfig(**SHAPE, rope_parameters=dict(LLAMA3_ROPE), rms_norm_eps=1e-5),
+    "llama-tied": lambda: LlamaConfig(**SHAPE, rope_parameters=dict(LLAMA3_ROPE), tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "qwen2-tied": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
+}
+N_TOKENS = 96
+
+TINY = ModelConfig(name="tiny-hf", d_model=16, d_ff=24, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=30)
+
+
+def hf_model(family: str) -> PreTrainedModel:
+    """A random model in fp32 whose gains and biases are far from one and zero, so that a dropped one shows."""
+    config = FAMILIES[family]()
+    model = (LlamaForCausalLM if family.startswith("llama") else Qwen2ForCausalLM)(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(generator=generator)
+            if "norm" in name:
+                parameter.mul_(0.3).add_(1)
+            elif parameter.ndim == 2 and "embed" not in name:
+                parameter.mul_(parameter.shape[1] ** -0.5)
+    return model
+
+
+@pytest.fixture(params=FAMILIES)
+def family_folder(request, tmp_path):
+    """(family, folder that transformers saved it to)."""
+    hf_model(request.param).save_pretrained(tmp_path)
+    return request.param, tmp_path
+
+
+def reload_hf(family: str, folder, dtype: torch.dtype) -> PreTrainedModel:
+    kind = LlamaForCausalLM if family.startswith("llama") else Qwen2ForCausalLM
+    model, report = kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager", output_loading_info=True)
+    assert not any(report.values()), report
+    return model
+
+
+def load_ours(folder, dtype: torch.dtype) -> TransformerLM:
+    model = TransformerLM(config_from_hf(folder), dtype=dtype)
+    load_hf_weights(model, folder)
+    return model
+
+
+class Fp64Torch:
+    """``torch`` as transformers' model files see it, but for ``float32``: their fp64 models round to it on the way."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+@pytest.fixture
+def upcasts_to_fp64(monkeypatch):
+    """transformers computes norms, softmax and rotary angles in fp32 whatever the model's dtype; here in fp64."""
+    for module in (modeling_llama, modeling_qwen2, modeling_rope_utils):
+        monkeypatch.setattr(module, "torch", Fp64Torch())
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    return monkeypatch
+
+
+def logits_and_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Logits, and the gradient of a random projection of them for every parameter, under Hugging Face's names."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(SHAPE["vocab_size"], (2, N_TOKENS), generator=generator)
+    direction = torch.randn(2, N_TOKENS, SHAPE["vocab_size"], dtype=torch.float64, generator=generator)
+    ours = isinstance(model, TransformerLM)
+    logits = model(ids) if ours else model(ids, use_cache=False).logits
+    (logits * direction.to(logits.dtype)).sum().backward()
+    gradients = {to_hf_name(name) if ours else name: p.grad for name, p in model.named_parameters()}
+    assert all(gradient is not None for gradient in gradients.values())
+    return {"logits": logits.detach(), **gradients}
+
+
+def relative_errors(results: dict[str, Tensor], oracle: dict[str, Tensor]) -> dict[str, float]:
+    assert results.keys() == oracle.keys()
+    norm = torch.linalg.vector_norm
+    return {
+        name: (norm(results[name].to(torch.float64) - exact) / norm(exact)).item() for name, exact in oracle.items()
+    }
+
+
+def test_logits_and_every_gradient_agree_with_transformers(family_folder, upcasts_to_fp64):
+    family, folder = family_folder
+    oracle = logits_and_gradients(reload_hf(family, folder, torch.float64))
+    upcasts_to_fp64.undo()
+    ours_fp64 = logits_and_gradients(load_ours(folder, torch.float64))
+    # A few thousand roundings of 2^-53; a single one to fp32, anywhere, would be 6e-8.
+    assert {name: error for name, error in relative_errors(ours_fp64, oracle).items() if not error < 1e-12} == {}
+
+    theirs = relative_errors(logits_and_gradients(reload_hf(family, folder, torch.float32)), oracle)
+    ours = relative_errors(logits_and_gradients(load_ours(folder, torch.float32)), oracle)
+    eps = torch.finfo(torch.float32).eps
+    print("\n".join(f"{name}: ours {ours[name]:.2e}, transformers {theirs[name]:.2e}" for name in oracle))
+    assert {name: (ours[name], theirs[name]) for name in oracle if not ours[name] <= 2 * theirs[name] + eps} == {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_model_is_transformers_model(family, tmp_path):
+    FAMILIES[family]().save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    ours = TransformerLM(config_from_hf(tmp_path))
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.normal_()
+    save_hf_weights(ours, tmp_path)
+    theirs = dict(reload_hf(family, tmp_path, torch.float32).named_parameters())
+    assert theirs.keys() == {to_hf_name(name) for name, _ in ours.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, theirs[to_hf_name(name)]), name
+
+
+def test_saving_what_was_loaded_writes_the_same_weights(family_folder, tmp_path_factory):
+    _, folder = family_folder
+    again = tmp_path_factory.mktemp("again")
+    save_hf_weights(load_ours(folder, torch.float32), again)
+    assert os.listdir(again) == ["model.safetensors"]
+    before, after = load_file(folder / "model.safetensors"), load_file(again / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    with safe_open(again / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "qwen2"])
+def test_shards_hold_the_same_model_as_one_file(family, tmp_path):
+    model = hf_model(family)
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="12KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    assert not (tmp_path / "many" / "model.safetensors").exists()
+    one, many = (load_ours(tmp_path / name, torch.float32) for name in ("one", "many"))
+    for (name, expected), actual in zip(one.named_parameters(), many.parameters(), strict=True):
+        assert torch.equal(actual, expected), name
+
+
+def stored_weights(config: ModelConfig) -> dict[str, Tensor]:
+    """Random fp32 weights of every name that ``config`` has."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = {to_hf_name(name): p.shape for name, p in TransformerLM(config, device="meta").named_parameters()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def assert_refused(model: TransformerLM, folder, message: str, error: type[Exception] = ValueError) -> None:
+    """One sentence, and the model as it was."""
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(error, match=message) as refusal:
+        load_hf_weights(model, folder)
+    assert "\n" not in str(refusal.value)
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_weights_are_copied_into_the_parameters_that_are_there(tmp_path):
+    weights = stored_weights(TINY)
+    save_file(weights, tmp_path / "model.safetensors")
+    model = TransformerLM(TINY, dtype=torch.bfloat16)
+    before = {name: (parameter, parameter.data_ptr()) for name, parameter in model.named_parameters()}
+    load_hf_weights(model, tmp_path)
+    for name, parameter in model.named_parameters():
+        assert (parameter, parameter.data_ptr()) == before[name]
+        assert parameter.requires_grad
+        assert torch.equal(parameter, weights[to_hf_name(name)].to(torch.bfloat16)), name
+
+
+def test_a_model_from_meta_is_complete_after_loading(tmp_path):
+    save_file(stored_weights(TINY), tmp_path / "model.safetensors")
+    shell = TransformerLM(TINY, device="meta")
+    with pytest.raises(ValueError, match="meta device and has no storage to load into; call to_empty first"):
+        load_hf_weights(shell, tmp_path)
+    with pytest.raises(ValueError, match="meta device and has no weights to save"):
+        save_hf_weights(shell, tmp_path)
+    model = shell.to_empty(device="cpu")
+    for table in model.rotary.buffers():
+        table.fill_(float("nan"))
+    load_hf_weights(model, tmp_path)
+    built = load_into_new_model(tmp_path)
+    ids = torch.arange(20)[None]
+    assert torch.equal(model(ids), built(ids))
+
+
+def load_into_new_model(folder) -> TransformerLM:
+    model = TransformerLM(TINY)
+    load_hf_weights(model, folder)
+    return model
+
+
+def test_missing_and_unexpected_weights_are_named(tmp_path):
+    weights = stored_weights(TINY)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    weights["model.layers.2.mlp.up_proj.weight"] = torch.zeros(1)
+    save_file(weights, tmp_path / "model.safetensors")
+    message = r"does not fit tiny-hf: it lacks model\.layers\.1\.mlp\.up_proj\.weight and also has model\.layers\.2\."
+    assert_refused(TransformerLM(TINY), tmp_path, message)
+
+
+def test_many_missing_weights_are_counted(tmp_path):
+    save_file({"model.norm.weight": torch.ones(16)}, tmp_path / "model.safetensors")
+    # 9 weights in each of 2 layers, the embedding and the head: 20, of which four are named.
+    assert_refused(TransformerLM(TINY), tmp_path, r"it lacks lm_head\.weight, .* and 16 more$")
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_biases_must_be_on_both_sides(has_bias, tmp_path):
+    save_file(stored_weights(replace(TINY, qkv_bias=has_bias)), tmp_path / "model.safetensors")
+    what = "also has" if has_bias else "lacks"
+    assert_refused(TransformerLM(replace(TINY, qkv_bias=not has_bias)), tmp_path, f"it {what} .*k_proj.bias")
+
+
+def test_both_shapes_of_a_misfit_are_named(tmp_path):
+    weights = stored_weights(TINY)
+    weights["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(16, 16)
+    save_file(weights, tmp_path / "model.safetensors")
+    message = r"layers\.0\.self_attn\.k_proj\.weight in .* has shape \(16, 16\), the model's has \(8, 16\)"
+    assert_refused(TransformerLM(TINY), tmp_path, message)
+
+
+def test_a_quantised_weight_is_refused(tmp_path):
+    weights = stored_weights(TINY)
+    weights["model.norm.weight"] = torch.ones(16, dtype=torch.int8)
+    save_file(weights, tmp_path / "model.safetensors")
+    assert_refused(
+        TransformerLM(TINY), tmp_path, r"model\.norm\.weight in .* is stored as I8; only F64, F32, F16, BF16"
+    )
+
+
+def test_old_rotary_buffers_are_ignored(tmp_path):
+    weights = stored_weights(TINY)
+    weights |= {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(2) for layer in range(2)}
+    weights["model.rotary_emb.inv_freq"] = torch.ones(2)
+    save_file(weights, tmp_path / "model.safetensors")
+    assert torch.equal(load_into_new_model(tmp_path).ln_final.weight, weights["model.norm.weight"])
+
+
+def test_a_tied_model_takes_an_equal_head_and_refuses_another(tmp_path):
+    tied = replace(TINY, tie_embeddings=True)
+    weights = stored_weights(tied)
+    assert "lm_head.weight" not in weights
+    head = weights["model.embed_tokens.weight"].clone()
+    save_file({**weights, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    model = TransformerLM(tied)
+    load_hf_weights(model, tmp_path)
+    assert torch.equal(model.lm_head.weight, head)
+    assert model.lm_head.weight is model.token_embeddings.weight
+
+    head[3, 5] += 1
+    save_file({**weights, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    message = r"ties its embeddings, but lm_head\.weight in .* differs from model\.embed_tokens\.weight"
+    assert_refused(TransformerLM(tied), tmp_path, message)
+    save_file({**weights, "lm_head.weight": head[1:].clone()}, tmp_path / "model.safetensors")
+    assert_refused(TransformerLM(tied), tmp_path, r"lm_head\.weight in .* has shape \(29, 16\), .* has \(30, 16\)")
+
+
+def test_an_untied_model_needs_a_head(tmp_path):
+    save_file(stored_weights(replace(TINY, tie_embeddings=True)), tmp_path / "model.safetensors")
+    assert_refused(TransformerLM(TINY), tmp_path, r"does not fit tiny-hf: it lacks lm_head\.weight$")
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path):
+    model = TransformerLM(TINY)
+    assert_refused(model, tmp_path / "absent", "no checkpoint folder at .*absent", FileNotFoundError)
+    torch.save(stored_weights(TINY), tmp_path / "pytorch_model.bin")
+    message = r"neither model\.safetensors nor model\.safetensors\.index\.json is in "
+    assert_refused(model, tmp_path, message, FileNotFoundError)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x10\x00\x00\x00\x00\x00\x00\x00not json", b"\xff" * 64])
+def test_a_broken_file_is_refused(content, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert_refused(TransformerLM(TINY), tmp_path, r"model\.safetensors cannot be read as safetensors: ")
+
+
+def test_a_pickle_under_the_right_name_is_refused(tmp_path):
+    torch.save(stored_weights(TINY), tmp_path / "model.safetensors")
+    assert_refused(TransformerLM(TINY), tmp_path, r"model\.safetensors cannot be read as safetensors: ")
+
+
+@pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "..", "weights.bin"])
+def test_an_index_names_only_safetensors_of_its_own_folder(shard, tmp_path):
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    save_file(stored_weights(TINY), tmp_path / "x.safetensors")
+    index = {"weight_map": dict.fromkeys(stored_weights(TINY), shard)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    message = f"index.json names '{shard}', which is not a .safetensors file of its own folder"
+    assert_refused(TransformerLM(TINY), folder, message)
+
+
+@pytest.mark.parametrize(
+    ("index", "error", "message"),
+    [
+        ("{", ValueError, r"index\.json is not a JSON file: "),
+        ("[]", ValueError, r"index\.json does not hold a JSON object"),
+        ("{}", ValueError, r"index\.json has no weight_map from weight names to file names"),
+        ('{"weight_map": {"a": 1}}', ValueError, r"index\.json has no weight_map from weight names to file names"),
+        (
+            '{"weight_map": {"a": "x.safetensors"}}',
+            FileNotFoundError,
+            r"index\.json names x\.safetensors, which is not",
+        ),
+    ],
+)
+def test_a_broken_index_is_refused(index, error, message, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert_refused(TransformerLM(TINY), tmp_path, message, error)
+
+
+def test_a_weight_in_two_shards_is_refused(tmp_path):
+    for name in ("a", "b"):
+        save_file(stored_weights(TINY), tmp_path / f"{name}.safetensors")
+    index = {"weight_map": {"model.norm.weight": "a.safetensors", "lm_head.weight": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_refused(TransformerLM(TINY), tmp_path, "is in two files of ")
+
+
+def test_a_failed_save_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    def broken_save(tensors, file, metadata):
+        file.write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    save_hf_weights(TransformerLM(TINY), tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    monkeypatch.setattr("cs336_systems.model.hf_weights.save_file", broken_save)
+    with pytest.raises(OSError, match="no space left"):
+        save_hf_weights(TransformerLM(TINY), tmp_path)
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    with pytest.raises(FileNotFoundError, match="no checkpoint folder at .*absent"):
+        save_hf_weights(TransformerLM(TINY), tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    "name", ["layers.0.ffn.w4.weight", "layers.x.ln1.weight", "ln1.weight", "lm_head.scale", "", "."]
+)
+def test_an_unknown_parameter_name_is_refused(name):
+    with pytest.raises(ValueError, match="is not the name of a TransformerLM parameter"):
+        to_hf_name(name)
+
+
+# As published: Llama-3.2-1B, Meta-Llama-3-8B and Qwen2.5-0.5B, fields of the tokenizer and of generation left out.
+PUBLISHED = {
+    "llama3-1b": {
+        "model_type": "llama",
+        "attention_bias": False,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 128256,
+    },
+    "llama3-8b": {
+        "model_type": "llama",
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 128256,
+    },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 24,
+        "num_attention_heads": 14,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+}
+
+
+def write_config(folder, config: dict):
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_the_named_size(name, tmp_path):
+    config = config_from_hf(write_config(tmp_path, PUBLISHED[name]))
+    size = MODEL_SIZES[name]
+    assert config == replace(size.at_context(PUBLISHED[name]["max_position_embeddings"]), name=tmp_path.name)
+
+
+@pytest.mark.parametrize("theta_inside", [True, False])
+def test_both_layouts_of_rope_parameters_are_read(theta_inside, tmp_path):
+    rope = {**PUBLISHED["llama3-1b"]["rope_scaling"], **({"rope_theta": 7.0} if theta_inside else {})}
+    hf = {**PUBLISHED["llama3-1b"], "rope_theta": None if theta_inside else 7.0, "rope_parameters": rope}
+    del hf["rope_scaling"]
+    config = config_from_hf(write_config(tmp_path, hf))
+    assert config.rope_theta == 7.0
+    assert config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+
+
+def test_what_old_configs_leave_out_has_transformers_defaults(tmp_path):
+    hf = {**PUBLISHED["llama3-8b"]}
+    for key in ("rope_theta", "rope_scaling", "num_key_value_heads", "tie_word_embeddings", "attention_bias"):
+        del hf[key]
+    config = config_from_hf(write_config(tmp_path, hf))
+    assert (config.rope_theta, config.rope_scaling, config.kv_heads) == (10_000.0, None, 32)
+    assert not config.tie_embeddings
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mistral"}, "model_type 'mistral' is not supported"),
+        ({"model_type": None}, "does not give model_type"),
+        ({"hidden_size": None}, "does not give hidden_size"),
+        ({"hidden_size": "2048"}, "d_model must be a positive integer, got '2048'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"attention_bias": True}, "attention_bias True is not supported"),
+        ({"mlp_bias": True}, "mlp_bias True is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window True is not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types 'sliding_attention' is not supported"),
+        ({"head_dim": 128}, "head_dim 128 is not supported, only d_model / n_heads = 64"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "does not give low_freq_factor"),
+        ({"rope_scaling": None, "rope_parameters": {"rope_type": "dynamic"}}, "rope type 'dynamic' is not supported"),
+        ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "only one set for all layers is"),
+        ({"rope_scaling": [2.0]}, r"rope parameters \[2\.0\] are not supported"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5 is not supported"),
+        ({"num_key_value_heads": 5}, "n_kv_heads must divide n_heads, got n_kv_heads=5 and n_heads=32"),
+    ],
+)
+def test_a_config_that_the_model_does_not_compute_is_refused(change, message, tmp_path):
+    with pytest.raises(ValueError, match=message) as refusal:
+        config_from_hf(write_config(tmp_path, PUBLISHED["llama3-1b"] | change))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_config_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint folder at .*absent"):
+        config_from_hf(tmp_path / "absent")
+    with pytest.raises(FileNotFoundError, match=r"no config\.json in "):
+        config_from_hf(tmp_path)
+    (tmp_path / "config.json").write_text("{'single': 'quotes'}")
+    with pytest.raises(ValueError, match=r"config\.json is not a JSON file: "):
+        config_from_hf(tmp_path)

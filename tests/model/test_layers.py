@@ -1,0 +1,155 @@
+"""Layers: initialisation, rotary tables and the order of arithmetic that each holds."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cs336_systems.config import MODEL_SIZES, ModelConfig, RopeScaling
+from cs336_systems.model.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU, rotary_frequencies
+from cs336_systems.model.ops import REFERENCE_OPS
+
+CONFIG = ModelConfig(name="rope", d_model=32, d_ff=32, n_layers=1, n_heads=2, context_length=40, rope_theta=500.0)
+
+
+def truncated_std() -> float:
+    """Standard deviation of a unit normal cut at three: sqrt(1 - 6 phi(3) / (2 Phi(3) - 1)) = 0.9866."""
+    density = math.exp(-4.5) / math.sqrt(2 * math.pi)
+    return math.sqrt(1 - 6 * density / math.erf(3 / math.sqrt(2)))
+
+
+def assert_truncated_normal(weight: Tensor, sigma: float) -> None:
+    """Mean and std within five standard errors; every value within three sigma, and the tails up to there in use.
+
+    The std of n draws has a relative standard error of at most 1 / sqrt(2 n), the normal's; the cut one's is smaller.
+    """
+    n = weight.numel()
+    assert weight.std().item() == pytest.approx(truncated_std() * sigma, rel=5 / math.sqrt(2 * n))
+    assert abs(weight.mean().item()) < 5 * sigma / math.sqrt(n)
+    largest = weight.abs().max().item() / sigma
+    assert 2.9 < largest <= 3 * (1 + 2**-22)
+
+
+def test_the_cut_normals_std_is_the_known_one():
+    assert truncated_std() == pytest.approx(0.9866, abs=5e-5)
+
+
+@pytest.mark.parametrize(("d_in", "d_out"), [(256, 512), (512, 128)])
+def test_linear_starts_as_a_cut_normal_of_glorots_variance(d_in, d_out):
+    torch.manual_seed(0)
+    layer = Linear(d_in, d_out, REFERENCE_OPS, bias=True)
+    layer.reset_parameters()
+    assert layer.weight.shape == (d_out, d_in)
+    assert_truncated_normal(layer.weight.detach(), sigma=math.sqrt(2 / (d_in + d_out)))
+    assert layer.bias is not None
+    assert torch.equal(layer.bias, torch.zeros(d_out))
+
+
+def test_embedding_starts_as_a_cut_normal_of_unit_variance():
+    torch.manual_seed(0)
+    layer = Embedding(1000, 64, REFERENCE_OPS)
+    layer.reset_parameters()
+    assert_truncated_normal(layer.weight.detach(), sigma=1.0)
+
+
+def test_rms_norm_starts_with_unit_gains_and_uses_its_eps():
+    layer = RMSNorm(8, 0.5, REFERENCE_OPS)
+    layer.reset_parameters()
+    assert torch.equal(layer.weight, torch.ones(8))
+    x = torch.ones(8)
+    torch.testing.assert_close(layer(x), x / math.sqrt(1.5))
+
+
+def test_swiglu_gates_with_w1_and_returns_through_w2():
+    torch.manual_seed(0)
+    layer = SwiGLU(6, 10, REFERENCE_OPS, dtype=torch.float64)
+    for inner in (layer.w1, layer.w2, layer.w3):
+        inner.reset_parameters()
+    x = torch.randn(3, 6, dtype=torch.float64)
+    gate, up = x @ layer.w1.weight.T, x @ layer.w3.weight.T
+    torch.testing.assert_close(layer(x), (F.silu(gate) * up) @ layer.w2.weight.T, rtol=1e-13, atol=1e-13)
+
+
+def test_rotary_frequencies_fall_geometrically():
+    frequencies = rotary_frequencies(CONFIG)
+    assert frequencies.dtype == torch.float64
+    assert frequencies.tolist() == pytest.approx([500.0 ** (-2 * pair / 16) for pair in range(8)], rel=1e-15)
+
+
+def test_llama3_scaling_keeps_short_waves_slows_long_ones_and_joins_them_continuously():
+    scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=100)
+    plain, scaled = rotary_frequencies(CONFIG), rotary_frequencies(replace(CONFIG, rope_scaling=scaling))
+    regimes = set()
+    for before, after in zip(plain.tolist(), scaled.tolist(), strict=True):
+        wavelength = 2 * math.pi / before
+        if wavelength < 100 / 4.0:
+            regimes.add("kept")
+            assert after == before
+        elif wavelength > 100 / 1.0:
+            regimes.add("slowed")
+            assert after == pytest.approx(before / 8.0, rel=1e-15)
+        else:
+            regimes.add("between")
+            share = (100 / wavelength - 1.0) / (4.0 - 1.0)
+            assert after == pytest.approx((1 - share) * before / 8.0 + share * before, rel=1e-14)
+            assert before / 8.0 < after < before
+    assert regimes == {"kept", "between", "slowed"}
+
+
+def test_llama_3_2_frequencies():
+    """The ends of Llama-3.2-1B's 32: the fastest turns one radian a token, the slowest is slowed down 32 times."""
+    frequencies = rotary_frequencies(MODEL_SIZES["llama3-1b"]).tolist()
+    assert len(frequencies) == 32
+    assert frequencies[0] == 1.0
+    assert frequencies[-1] == pytest.approx(500_000.0 ** (-62 / 64) / 32, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "table_dtype"),
+    [
+        (None, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_rotary_tables_are_the_fp64_angles_rounded_once(dtype, table_dtype):
+    tables = RotaryEmbedding(CONFIG, dtype=dtype)
+    tables.reset_parameters()
+    angles = torch.outer(torch.arange(40, dtype=torch.float64), rotary_frequencies(CONFIG))
+    cos, sin = tables(40)
+    assert torch.equal(cos, angles.cos().to(table_dtype))
+    assert torch.equal(sin, angles.sin().to(table_dtype))
+    assert cos.dtype == sin.dtype == table_dtype
+
+
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float16, torch.float64])
+def test_rotary_tables_moved_to_a_dtype_equal_those_made_in_it(target):
+    moved, made = RotaryEmbedding(CONFIG), RotaryEmbedding(CONFIG, dtype=target)
+    moved.reset_parameters()
+    made.reset_parameters()
+    moved.to(target)
+    assert moved.cos.dtype == made.cos.dtype == torch.promote_types(target, torch.float32)
+    assert torch.equal(moved.cos, made.cos)
+    assert torch.equal(moved.sin, made.sin)
+    assert [name for name, _ in moved.named_buffers()] == ["cos", "sin"]
+    assert not moved.state_dict()
+
+
+def test_rotary_tables_on_meta_change_dtype_without_storage():
+    tables = RotaryEmbedding(CONFIG, device="meta").to(torch.bfloat16)
+    assert tables.cos.is_meta
+    assert tables.cos.dtype == torch.float32
+
+
+def test_rotary_tables_refuse_more_positions_than_they_cover():
+    tables = RotaryEmbedding(CONFIG)
+    tables.reset_parameters()
+    assert tables(40)[0].shape == tables(40)[1].shape == (40, 8)
+    assert tables(3)[0].shape == (3, 8)
+    with pytest.raises(ValueError, match="sequence of 41 tokens is beyond the model's context length 40"):
+        tables(41)

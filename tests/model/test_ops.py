@@ -1,0 +1,165 @@
+"""Every reference operation against an independent formula, in fp64 where both sides round 2^29 times finer than fp32."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cs336_systems.model.ops import REFERENCE_OPS, attention, embedding, linear, rms_norm, rotary, swiglu
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype)
+
+
+def relative_error(actual: Tensor, oracle: Tensor) -> float:
+    """Norm of the difference over the norm of the fp64 oracle."""
+    return (torch.linalg.vector_norm(actual.double() - oracle) / torch.linalg.vector_norm(oracle)).item()
+
+
+def assert_equal_in_fp64(actual: Tensor, expected: Tensor) -> None:
+    """Equal but for rounding: the sums here have below 200 terms, and 200 roundings of 2^-53 are 2.2e-14."""
+    assert actual.dtype == expected.dtype == torch.float64
+    assert actual.shape == expected.shape
+    assert relative_error(actual, expected) < 2.2e-14
+
+
+def angles(n_positions: int, d_head: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    """cos and sin (n_positions, d_head / 2) of positions that start at ``first``, theta 100."""
+    frequencies = torch.tensor([100.0 ** (-2 * pair / d_head) for pair in range(d_head // 2)], dtype=torch.float64)
+    positions = torch.arange(first, first + n_positions, dtype=torch.float64)
+    return torch.outer(positions, frequencies).cos(), torch.outer(positions, frequencies).sin()
+
+
+def visible(n_queries: int, n_keys: int) -> Tensor:
+    """True where a causal query sees a key, the last query seeing every key: the rule, spelt out cell by cell."""
+    offset = n_keys - n_queries
+    return torch.tensor([[key <= query + offset for key in range(n_keys)] for query in range(n_queries)])
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """PyTorch's attention, with each query head's key/value head picked by index and the mask given cell by cell."""
+    group = q.shape[1] // k.shape[1]
+    served_by = [head // group for head in range(q.shape[1])]
+    mask = visible(q.shape[2], k.shape[2]) if causal else None
+    return F.scaled_dot_product_attention(q, k[:, served_by], v[:, served_by], attn_mask=mask)
+
+
+@settings(max_examples=25, deadline=None, database=None, derandomize=True)
+@given(
+    batch=st.integers(1, 2),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    n_queries=st.integers(1, 9),
+    extra_keys=st.integers(0, 5),
+    d_head=st.sampled_from([1, 2, 5, 16]),
+    causal=st.booleans(),
+)
+def test_attention_and_its_gradients_match_sdpa(batch, kv_heads, group, n_queries, extra_keys, d_head, causal):
+    n_keys = n_queries + extra_keys
+    q = randn(batch, kv_heads * group, n_queries, d_head, seed=1).requires_grad_()
+    k = randn(batch, kv_heads, n_keys, d_head, seed=2).requires_grad_()
+    v = randn(batch, kv_heads, n_keys, d_head, seed=3).requires_grad_()
+    upstream = randn(batch, kv_heads * group, n_queries, d_head, seed=4)
+    actual, expected = attention(q, k, v, causal=causal), sdpa(q, k, v, causal=causal)
+    assert_equal_in_fp64(actual, expected)
+    # Gradients of q and k are differences that can cancel to nothing (one key: exactly zero), so the bound is absolute:
+    # 200 roundings of the largest product that enters them.
+    largest = max(tensor.abs().max().item() for tensor in (q, k, v, upstream))
+    for ours, theirs in zip(*(torch.autograd.grad(y, (q, k, v), upstream) for y in (actual, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=200 * 2**-53 * d_head * largest**3)
+
+
+def test_attention_without_a_mask_takes_more_queries_than_keys():
+    q, k, v = randn(1, 2, 7, 8, seed=1), randn(1, 2, 3, 8, seed=2), randn(1, 2, 3, 8, seed=3)
+    assert_equal_in_fp64(attention(q, k, v, causal=False), sdpa(q, k, v, causal=False))
+
+
+def test_causal_attention_aligns_its_mask_to_the_last_key():
+    q, k, v = randn(1, 2, 3, 8, seed=1), randn(1, 2, 7, 8, seed=2), randn(1, 2, 7, 8, seed=3)
+    full = attention(torch.cat((randn(1, 2, 4, 8, seed=4), q), dim=2), k, v, causal=True)
+    assert_equal_in_fp64(attention(q, k, v, causal=True), full[:, :, 4:])
+
+
+def test_attention_survives_scores_that_overflow_exp():
+    q, k, v = 100 * randn(1, 1, 5, 16, seed=1), 100 * randn(1, 1, 5, 16, seed=2), randn(1, 1, 5, 16, seed=3)
+    assert torch.exp((q @ k.mT / 4).max()).isinf()
+    assert_equal_in_fp64(attention(q, k, v, causal=True), sdpa(q, k, v, causal=True))
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_rms_norm_and_its_gradients_match_torch(eps):
+    x = randn(3, 5, 24, seed=1).requires_grad_()
+    weight = (1 + 0.3 * randn(24, seed=2)).requires_grad_()
+    upstream = randn(3, 5, 24, seed=3)
+    actual, expected = rms_norm(x, weight, eps), F.rms_norm(x, (24,), weight, eps)
+    assert_equal_in_fp64(actual, expected)
+    for ours, theirs in zip(*(torch.autograd.grad(y, (x, weight), upstream) for y in (actual, expected)), strict=True):
+        assert_equal_in_fp64(ours, theirs)
+
+
+def test_rms_norm_widens_before_it_squares():
+    x = torch.full((4,), 300.0, dtype=torch.float16)  # 300^2 is beyond fp16's 65,504
+    assert torch.equal(rms_norm(x, torch.ones_like(x), 1e-5), torch.ones_like(x))
+
+
+@settings(max_examples=20, deadline=None, database=None, derandomize=True)
+@given(n_positions=st.integers(1, 12), half=st.integers(1, 8), shift=st.integers(0, 1000))
+def test_rotary_keeps_lengths_and_sees_relative_positions_only(n_positions, half, shift):
+    q, k = randn(1, 2, n_positions, 2 * half, seed=1), randn(1, 2, n_positions, 2 * half, seed=2)
+    here, there = angles(n_positions, 2 * half), angles(n_positions, 2 * half, first=shift)
+    q_here, k_here = rotary(q, *here), rotary(k, *here)
+    for rotated, x in ((q_here, q), (k_here, k)):
+        assert_equal_in_fp64(rotated[..., :half].hypot(rotated[..., half:]), x[..., :half].hypot(x[..., half:]))
+    # An angle of up to 1012 radians is itself rounded by 2^-43; 64 of those cover the pairs of a head.
+    scores_here, scores_there = q_here @ k_here.mT, rotary(q, *there) @ rotary(k, *there).mT
+    torch.testing.assert_close(scores_there, scores_here, rtol=0, atol=64 * 2**-43)
+
+
+def test_rotary_is_a_complex_product_of_the_two_halves():
+    x, (cos, sin) = randn(2, 3, 6, 8), angles(6, 8)
+    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.complex(cos, sin)
+    assert_equal_in_fp64(rotary(x, cos, sin), torch.cat((turned.real, turned.imag), dim=-1))
+
+
+def test_rotary_rotates_bf16_in_fp32():
+    x, (cos, sin) = randn(1, 1, 64, 8, dtype=torch.bfloat16), angles(64, 8)
+    rounded_once = rotary(x.float(), cos.float(), sin.float()).to(torch.bfloat16)
+    assert torch.equal(rotary(x, cos.float(), sin.float()), rounded_once)
+
+
+def test_swiglu_matches_its_formula():
+    gate, up = randn(5, 7, seed=1), randn(5, 7, seed=2)
+    assert_equal_in_fp64(swiglu(gate, up), gate / (1 + torch.exp(-gate)) * up)
+
+
+def test_linear_matches_its_sum():
+    x, weight, bias = randn(2, 3, 5, seed=1), randn(4, 5, seed=2), randn(4, seed=3)
+    product = torch.einsum("bsi,oi->bso", x, weight)
+    assert_equal_in_fp64(linear(x, weight), product)
+    assert_equal_in_fp64(linear(x, weight, bias), product + bias)
+
+
+def test_embedding_picks_rows():
+    weight, ids = randn(5, 3), torch.tensor([[4, 0], [4, 2]])
+    assert torch.equal(embedding(ids, weight), torch.stack([torch.stack([weight[i] for i in row]) for row in ids]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_have_the_dtype_of_the_inputs(dtype):
+    x, gain = randn(1, 2, 6, 8, dtype=dtype, seed=1), randn(8, dtype=dtype, seed=2)
+    tables = [table.to(torch.promote_types(dtype, torch.float32)) for table in angles(6, 8)]
+    results = {
+        "linear": REFERENCE_OPS.linear(x, randn(4, 8, dtype=dtype), randn(4, dtype=dtype)),
+        "embedding": REFERENCE_OPS.embedding(torch.tensor([1]), randn(4, 8, dtype=dtype)),
+        "rms_norm": REFERENCE_OPS.rms_norm(x, gain, 1e-5),
+        "rotary": REFERENCE_OPS.rotary(x, *tables),
+        "swiglu": REFERENCE_OPS.swiglu(x, x),
+        "attention": REFERENCE_OPS.attention(x, x, x, causal=True),
+    }
+    assert {name: result.dtype for name, result in results.items()} == dict.fromkeys(results, dtype)

@@ -1,0 +1,181 @@
+"""The whole model: causality, replaced operations, construction on meta, tied embeddings, dtypes."""
+
+from collections import Counter
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from cs336_systems.config import ModelConfig
+from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerBlock, TransformerLM
+
+CONFIG = ModelConfig(
+    name="little", d_model=24, d_ff=40, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=50, context_length=16
+)
+TIED_WITH_BIASES = replace(CONFIG, tie_embeddings=True, qkv_bias=True)
+
+
+def token_ids(batch: int = 2, n_tokens: int = 16, seed: int = 1) -> torch.Tensor:
+    return torch.randint(CONFIG.vocab_size, (batch, n_tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def seeded_model(config: ModelConfig = CONFIG, ops: ModelOps = REFERENCE_OPS, **kwargs) -> TransformerLM:
+    torch.manual_seed(0)
+    return TransformerLM(config, ops, **kwargs)
+
+
+def assert_same_bits(actual: TransformerLM, expected: TransformerLM) -> None:
+    tensors = [dict([*model.named_parameters(), *model.named_buffers()]) for model in (actual, expected)]
+    assert tensors[0].keys() == tensors[1].keys()
+    for name, tensor in tensors[0].items():
+        assert tensor.dtype == tensors[1][name].dtype, name
+        assert torch.equal(tensor, tensors[1][name]), name
+
+
+def counting_ops(counts: Counter[str]) -> ModelOps:
+    def counted(name):
+        def op(*args, **kwargs):
+            counts[name] += 1
+            return getattr(REFERENCE_OPS, name)(*args, **kwargs)
+
+        return op
+
+    return ModelOps(**{field.name: counted(field.name) for field in fields(ModelOps)})
+
+
+@pytest.mark.parametrize("changed", [1, 7, 15])
+def test_a_later_token_leaves_earlier_logits_bitwise_unchanged(changed):
+    model = seeded_model()
+    before = token_ids()
+    after = before.clone()
+    after[:, changed] = (after[:, changed] + 1) % CONFIG.vocab_size
+    with torch.no_grad():
+        logits_before, logits_after = model(before), model(after)
+    assert logits_before.shape == (2, 16, CONFIG.vocab_size)
+    assert torch.equal(logits_before[:, :changed], logits_after[:, :changed])
+    for position in range(changed, 16):
+        assert not torch.equal(logits_before[:, position], logits_after[:, position]), position
+
+
+def test_one_sequence_does_not_see_another():
+    model, ids = seeded_model(dtype=torch.float64), token_ids(batch=3)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids)[1:2], model(ids[1:2]), rtol=1e-12, atol=1e-12)
+
+
+def test_a_sequence_beyond_the_context_is_refused():
+    model = seeded_model()
+    assert model(token_ids(n_tokens=16)).shape[1] == 16
+    with pytest.raises(ValueError, match="sequence of 17 tokens is beyond the model's context length 16"):
+        model(token_ids(n_tokens=17))
+
+
+def test_every_operation_goes_through_model_ops():
+    counts: Counter[str] = Counter()
+    model, ids = seeded_model(ops=counting_ops(counts)), token_ids()
+    with torch.no_grad():
+        assert torch.equal(model(ids), seeded_model()(ids))
+    n_layers = CONFIG.n_layers
+    assert counts == {
+        "embedding": 1,
+        "linear": 7 * n_layers + 1,
+        "rms_norm": 2 * n_layers + 1,
+        "rotary": 2 * n_layers,
+        "attention": n_layers,
+        "swiglu": n_layers,
+    }
+
+
+def test_a_replaced_attention_is_what_the_logits_come_from():
+    """With attention that answers zero, a position's logits depend on its own token alone."""
+    blind = replace(REFERENCE_OPS, attention=lambda q, k, v, *, causal: torch.zeros_like(q))
+    with torch.no_grad():
+        logits = seeded_model(ops=blind)(torch.tensor([[3, 8, 3, 8]]))
+        seeing = seeded_model()(torch.tensor([[3, 8, 3, 8]]))
+    assert torch.equal(logits[0, :2], logits[0, 2:])
+    assert not torch.equal(seeing[0, :2], seeing[0, 2:])
+
+
+def test_attention_is_called_causally_on_grouped_heads():
+    seen = []
+
+    def attention(q, k, v, *, causal):
+        seen.append((q.shape, k.shape, v.shape, causal))
+        return REFERENCE_OPS.attention(q, k, v, causal=causal)
+
+    seeded_model(ops=replace(REFERENCE_OPS, attention=attention))(token_ids(n_tokens=5))
+    assert seen == [((2, 4, 5, 6), (2, 2, 5, 6), (2, 2, 5, 6), True)] * CONFIG.n_layers
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIED_WITH_BIASES], ids=["untied", "tied-biases"])
+def test_a_model_filled_after_meta_has_the_bits_of_one_built_directly(config):
+    shell = TransformerLM(config, device="meta")
+    assert all(tensor.is_meta for tensor in [*shell.parameters(), *shell.buffers()])
+    model = shell.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.fill_(float("nan"))
+    torch.manual_seed(0)
+    model.reset_parameters()
+    assert_same_bits(model, seeded_model(config))
+
+
+@pytest.mark.parametrize(
+    ("start", "move"),
+    [
+        ("meta", lambda model: model.to_empty(device="cpu")),
+        ("cpu", lambda model: model.to(torch.bfloat16)),
+        ("cpu", lambda model: model.to("meta")),
+    ],
+    ids=["to-empty", "to-bf16", "to-meta"],
+)
+def test_moving_keeps_embeddings_tied(start, move):
+    model = move(TransformerLM(TIED_WITH_BIASES, device=start))
+    assert model.lm_head.weight is model.token_embeddings.weight
+    assert sum(parameter.numel() for parameter in model.parameters()) == TIED_WITH_BIASES.n_parameters
+
+
+def test_only_tied_embeddings_share_storage():
+    untied, tied = seeded_model(), seeded_model(TIED_WITH_BIASES)
+    assert untied.lm_head.weight.data_ptr() != untied.token_embeddings.weight.data_ptr()
+    assert tied.lm_head.weight is tied.token_embeddings.weight
+    # The head's scale, not the embedding's unit variance: 3 sigma of sqrt(2 / (24 + 50)) is 0.49.
+    assert tied.token_embeddings.weight.abs().max() < 0.5
+    assert untied.token_embeddings.weight.abs().max() > 2
+
+
+def test_biases_exist_on_queries_keys_and_values_only():
+    names = {name for name, _ in TransformerLM(TIED_WITH_BIASES, device="meta").named_parameters() if "bias" in name}
+    projections = ("q_proj", "k_proj", "v_proj")
+    assert names == {f"layers.{i}.attn.{p}.bias" for i in range(CONFIG.n_layers) for p in projections}
+    assert not any("bias" in name for name, _ in TransformerLM(CONFIG, device="meta").named_parameters())
+
+
+def test_a_block_adds_attention_then_feed_forward_to_its_input():
+    model = seeded_model(dtype=torch.float64)
+    block, (cos, sin) = model.layers[0], model.rotary(5)
+    assert isinstance(block, TransformerBlock)
+    x = torch.randn(2, 5, CONFIG.d_model, dtype=torch.float64)
+    with torch.no_grad():
+        middle = x + block.attn(block.ln1(x), cos, sin)
+        assert torch.equal(block(x, cos, sin), middle + block.ffn(block.ln2(middle)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_logits_have_the_dtype_of_the_parameters(dtype):
+    model = seeded_model(TIED_WITH_BIASES, dtype=dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert model.rotary.cos.dtype == model.rotary.sin.dtype == torch.promote_types(dtype, torch.float32)
+    logits = model(token_ids())
+    assert logits.dtype == dtype
+    logits.float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+
+
+def test_a_model_moved_to_bf16_is_the_rounded_model_with_exact_rotary_tables():
+    moved, made = seeded_model().to(torch.bfloat16), seeded_model()
+    with torch.no_grad():
+        for parameter, original in zip(moved.parameters(), made.parameters(), strict=True):
+            assert torch.equal(parameter, original.to(torch.bfloat16))
+    assert torch.equal(moved.rotary.cos, made.rotary.cos)
+    assert torch.equal(moved.rotary.sin, made.rotary.sin)
