@@ -29,7 +29,7 @@ from cs336_systems.costs.memory import adamw_state_bytes, adamw_traffic_bytes, p
 from cs336_systems.hardware import find_hardware
 from cs336_systems.measurement.ceilings import measure_ceilings
 from cs336_systems.measurement.clock import WHOLE, time_phases
-from cs336_systems.measurement.memory import CUBLAS_WORKSPACE_BYTES, PeakMeter, free_bytes
+from cs336_systems.measurement.memory import PeakMeter, cublas_workspace_bytes, free_bytes
 from cs336_systems.measurement.record import Metric, RowFile, read_rows
 from cs336_systems.measurement.sweep import Outcome, PredictedOutOfMemory, Unsupported, cell_columns, run_sweep
 from cs336_systems.report.compare import compare
@@ -185,7 +185,7 @@ def measure_model(cell: ModelCell, *, ceilings: dict[str, dict[str, float]], for
     """
     device, precision = torch.device(cell.device), PRECISIONS[cell.dtype]
     config = resolve_size(cell.size).at_context(cell.context_length)
-    predicted = _predicted_bytes(cell, precision)
+    predicted = _predicted_bytes(cell, precision, device)
     free = free_bytes(device)
     if predicted > free and not force:
         raise PredictedOutOfMemory(f"needs {predicted / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
@@ -212,7 +212,7 @@ def measure_model(cell: ModelCell, *, ceilings: dict[str, dict[str, float]], for
     return metrics + _rates(cell, times.samples_ms, device_name, ceilings.get(cell.dtype, {}))
 
 
-def _predicted_bytes(cell: ModelCell, precision: Precision) -> int:
+def _predicted_bytes(cell: ModelCell, precision: Precision, device: torch.device) -> int:
     """Predicted peak of an eager cell; for a compiled one the states alone, a lower bound."""
     config = resolve_size(cell.size).at_context(cell.context_length)
     if cell.compile == "on":
@@ -223,10 +223,11 @@ def _predicted_bytes(cell: ModelCell, precision: Precision) -> int:
         config,
         cell.batch_size,
         cell.context_length,
-        precision.on(cell.device),
+        precision,
         cell.mode,
         optimizer=cell.optimizer,
-        workspace_bytes=CUBLAS_WORKSPACE_BYTES if cell.device == "cuda" else 0,
+        device_type=device.type,
+        workspace_bytes=cublas_workspace_bytes(device),
     ).n_bytes
 
 

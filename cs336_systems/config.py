@@ -60,7 +60,7 @@ class ModelConfig:
         sizes = ("d_model", "d_ff", "n_layers", "n_heads", "vocab_size", "context_length")
         for field in (*sizes, "n_kv_heads", "max_context_length"):
             value = getattr(self, field)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{field} must be a positive integer, got {value!r}")
         if self.d_model % self.n_heads:
             raise ValueError(f"n_heads must divide d_model, got d_model={self.d_model} and n_heads={self.n_heads}")

@@ -9,20 +9,46 @@ keeps for one block of the reference model (materialised attention, no checkpoin
               gradients alive), or the end (all gradients)
     step      the same above parameters and optimizer state, or the optimizer's own temporaries
 
-Limits: eager execution with the caching allocator's blocks taken as exact; fragmentation, the CUDA context and libraries'
-workspaces are not part of ``torch.cuda.max_memory_allocated`` or are given as one constant. Compiled models save less.
+On CUDA, ``torch.cuda.max_memory_allocated`` counts blocks, not tensors: the caching allocator's rounding and cuBLAS's
+workspaces are part of the prediction there. Limits: eager execution; fragmentation and the CUDA context come on top
+(``nvidia-smi`` shows them, ``max_memory_allocated`` does not); compiled models save less.
 
 Sizes are in bytes. B batch, S sequence, D d_model, F d_ff, H heads, E d_head, V vocabulary; tokens T = B S.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from cs336_systems.config import MODES, ModelConfig, Precision
 
-FP32 = 4
 WIDE = 4
 """Norms, log-sum-exp and their saved inputs are at least fp32, whatever the parameters' dtype."""
+
+MIB = 1024**2
+
+CUBLAS_WORKSPACE_BYTES = 32 * MIB
+"""What torch allocates per cuBLAS handle on Hopper and Blackwell (8.1 MiB before); each thread has a handle, and
+backward runs on a thread of its own (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+
+
+def cuda_block_bytes(n_bytes: int) -> int:
+    """Bytes that torch's caching allocator sets aside for a tensor, the remainder of its segment included.
+
+    Blocks are multiples of 512 bytes, cut from segments of 2 MiB (tensors up to 1 MiB), 20 MiB (up to 10 MiB) or the
+    next multiple of 2 MiB; a remainder of at most 1 MiB is not cut off but counted with the last tensor, here spread
+    evenly (c10/cuda/CUDACachingAllocator.cpp: kSmallSize, kMinLargeAlloc, kLargeBuffer, kRoundLarge, should_split).
+    """
+    n_bytes = -(-n_bytes // 512) * 512
+    if n_bytes <= MIB:
+        return n_bytes
+    segment = 20 * MIB if n_bytes < 10 * MIB else -(-n_bytes // (2 * MIB)) * 2 * MIB
+    per_segment, remainder = divmod(segment, n_bytes)
+    return n_bytes + remainder // per_segment if remainder <= MIB else n_bytes
+
+
+def _exact_bytes(n_bytes: int) -> int:
+    return n_bytes
 
 
 @dataclass(frozen=True)
@@ -60,6 +86,18 @@ def adamw_state_bytes(config: ModelConfig, precision: Precision) -> int:
 def adamw_traffic_bytes(config: ModelConfig, precision: Precision) -> int:
     """Least bytes that one AdamW step moves: reads parameter, gradient and both moments; writes all but the gradient."""
     return 7 * parameter_bytes(config, precision)
+
+
+def block_parameter_sizes(config: ModelConfig) -> list[int]:
+    """Elements of each parameter of one Transformer block."""
+    d_model, d_kv = config.d_model, config.d_kv
+    matrices = [d_model * d_model] * 2 + [d_model * d_kv] * 2 + [d_model * config.d_ff] * 3
+    return matrices + [d_model] * 2 + ([d_model, d_kv, d_kv] if config.qkv_bias else [])
+
+
+def outer_parameter_sizes(config: ModelConfig) -> list[int]:
+    """Elements of each parameter outside the blocks: embedding, final norm, and the output head unless it is tied."""
+    return [config.vocab_size * config.d_model] * (1 if config.tie_embeddings else 2) + [config.d_model]
 
 
 def rotary_bytes(config: ModelConfig) -> int:
@@ -165,14 +203,11 @@ def saved_bytes(config: ModelConfig, batch_size: int, seq_len: int, precision: P
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The largest moment of a pass, and what it is made of (bytes)."""
+    """The largest moment of a pass, and every moment that was considered, in bytes alive."""
 
     moment: str
     n_bytes: int
-    parameters: int
-    optimizer_state: int
     moments: dict[str, int]
-    """Bytes alive at every moment that was considered."""
 
 
 def peak_memory(
@@ -183,60 +218,69 @@ def peak_memory(
     mode: str,
     *,
     optimizer: str = "reference",
-    workspace_bytes: int = 0,
+    device_type: Literal["cuda", "cpu"] = "cuda",
+    workspace_bytes: int = CUBLAS_WORKSPACE_BYTES,
 ) -> PeakMemory:
     """Predict the peak of allocated memory of one pass of ``mode`` of the reference model in eager execution.
 
     Args:
         optimizer: ``reference`` holds one temporary as large as the largest parameter; ``torch-fused`` holds none.
-        workspace_bytes: what libraries allocate beside the tensors (cuBLAS: see ``measurement/memory.py``).
+        device_type: ``cuda`` counts the allocator's blocks, workspaces and fp32 softmax under autocast; ``cpu`` counts
+            tensors.
+        workspace_bytes: cuBLAS's, per thread that multiplies; ignored on the CPU.
 
     Raises:
         ValueError: no such mode.
     """
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}: known are {', '.join(MODES)}")
-    parameters = parameter_bytes(config, precision)
-    state = adamw_state_bytes(config, precision) if mode == "step" else 0
-    base = parameters + state + rotary_bytes(config) + workspace_bytes
+    precision = precision.on(device_type)
+    block_bytes = cuda_block_bytes if device_type == "cuda" else _exact_bytes
+
+    def states(sizes: list[int]) -> int:
+        return sum(block_bytes(size * precision.parameter_bytes) for size in sizes)
+
+    def saved(tensors: list[SavedTensor]) -> int:
+        return sum(block_bytes(tensor.n_bytes) for tensor in tensors)
+
+    block_parameters = states(block_parameter_sizes(config))
+    outer_parameters = states(outer_parameter_sizes(config))
+    parameters = outer_parameters + config.n_layers * block_parameters
+    base = parameters + rotary_bytes(config)
+    if device_type == "cuda":
+        base += workspace_bytes * (1 if mode == "forward" else 2)
+    if mode == "step":
+        base += 2 * parameters
     transient = _Transients(config, batch_size, seq_len, precision)
 
     if mode == "forward":
+        base += transient.casts_all
         moments = {
-            "attention": base + transient.casts_all + transient.attention_forward,
-            "feed-forward": base + transient.casts_all + transient.feed_forward_forward,
-            "loss": base + transient.casts_all + transient.loss_forward,
+            "attention": base + transient.attention_forward,
+            "feed-forward": base + transient.feed_forward_forward,
+            "loss": base + transient.loss_forward,
         }
     else:
-        attention = total_bytes(attention_saved_tensors(config, batch_size, seq_len, precision))
-        feed_forward = total_bytes(feed_forward_saved_tensors(config, batch_size, seq_len, precision))
+        attention = saved(attention_saved_tensors(config, batch_size, seq_len, precision))
+        feed_forward = saved(feed_forward_saved_tensors(config, batch_size, seq_len, precision))
         block = attention + feed_forward + block_cast_bytes(config, precision)
-        head = total_bytes(head_saved_tensors(config, batch_size, seq_len, precision)) + head_cast_bytes(config, precision)
-        head_gradient = config.vocab_size * config.d_model * precision.parameter_bytes
-        block_gradient = config.n_block_parameters * precision.parameter_bytes
-        other_blocks = (config.n_layers - 1) * block
-        other_gradients = head_gradient + (config.n_layers - 1) * block_gradient
-        end = base + parameters
+        head = saved(head_saved_tensors(config, batch_size, seq_len, precision)) + head_cast_bytes(config, precision)
+        head_gradient = states([config.vocab_size * config.d_model])
+        before_last = base + (config.n_layers - 1) * block + head_gradient
+        before_first = base + (config.n_layers - 1) * block_parameters + head_gradient
         moments = {
             "loss backward": base + config.n_layers * block + head + transient.loss_backward,
-            "last block's feed-forward backward": base
-            + config.n_layers * block
-            + head_gradient
-            + transient.feed_forward_backward,
-            "last block's attention backward": base
-            + other_blocks
-            + attention
-            + head_gradient
-            + transient.attention_backward,
-            "first block's feed-forward backward": base + block + other_gradients + transient.feed_forward_backward,
-            "first block's attention backward": base + attention + other_gradients + transient.attention_backward,
-            "end of backward": end,
+            "last block's feed-forward backward": before_last + block + transient.feed_forward_backward,
+            "last block's attention backward": before_last + attention + transient.attention_backward,
+            "first block's feed-forward backward": before_first + block + transient.feed_forward_backward,
+            "first block's attention backward": before_first + attention + transient.attention_backward,
+            "end of backward": base + parameters,
         }
         if mode == "step":
-            largest = max(config.vocab_size, config.d_ff) * config.d_model * precision.parameter_bytes
-            moments["optimizer"] = end + (largest if optimizer == "reference" else 0)
+            largest = states([max(config.vocab_size, config.d_ff) * config.d_model])
+            moments["optimizer"] = base + parameters + (largest if optimizer == "reference" else 0)
     moment = max(moments, key=lambda name: moments[name])
-    return PeakMemory(moment, moments[moment], parameters, state, moments)
+    return PeakMemory(moment, moments[moment], moments)
 
 
 class _Transients:
@@ -269,10 +313,8 @@ class _Transients:
 
     @property
     def loss_forward(self) -> int:
-        """Log-sum-exp: last residual, narrow logits and their fp32 copy, and the exponentials."""
-        wide, narrow = self.precision.parameter_bytes, self.precision.matmul_bytes
-        narrow_logits = narrow if narrow < WIDE else 0
-        return self.n_residual * wide + self.n_logits * (narrow_logits + 2 * WIDE)
+        """Log-sum-exp: last residual, fp32 logits and their exponentials; narrow logits are gone by then."""
+        return self.n_residual * self.precision.parameter_bytes + self.n_logits * 2 * WIDE
 
     @property
     def loss_backward(self) -> int:

@@ -12,7 +12,17 @@ from pathlib import Path
 import psutil
 import torch
 
-CUBLAS_WORKSPACE_BYTES = 0
+from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES
+
+_OLDER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024
+"""Torch's default before Hopper."""
+
+
+def cublas_workspace_bytes(device: torch.device) -> int:
+    """What torch allocates for each cuBLAS handle on this device; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    return CUBLAS_WORKSPACE_BYTES if torch.cuda.get_device_capability(device)[0] >= 9 else _OLDER_WORKSPACE_BYTES
 
 
 def free_bytes(device: torch.device) -> int:

@@ -61,13 +61,18 @@ def attention(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, *, causal: bool) -
 
     Queries and keys may differ in number: the causal mask is then aligned to the last key, so that the last query
     sees every key.
+
+    Raises:
+        ValueError: causal with more queries than keys, where the first queries would see nothing.
     """
+    n_queries, n_keys = q_BHSE.shape[2], k_BKSE.shape[2]
+    if causal and n_queries > n_keys:
+        raise ValueError(f"causal attention needs at least as many keys as queries, got {n_queries} queries, {n_keys} keys")
     queries_per_kv_head = q_BHSE.shape[1] // k_BKSE.shape[1]
     k = repeat(k_BKSE, "b k s e -> b (k g) s e", g=queries_per_kv_head)
     v = repeat(v_BKSE, "b k s e -> b (k g) s e", g=queries_per_kv_head)
     scores = (q_BHSE * q_BHSE.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     if causal:
-        n_queries, n_keys = scores.shape[-2:]
         future = torch.ones(n_queries, n_keys, dtype=torch.bool, device=scores.device).triu(n_keys - n_queries + 1)
         scores = scores.masked_fill(future, float("-inf"))
     return torch.softmax(scores, dim=-1) @ v
