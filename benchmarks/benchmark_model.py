@@ -11,14 +11,12 @@ targets are random. Each cell's peak memory is predicted first, and a cell that 
 
 import functools
 import itertools
-import json
 import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-import pandas as pd
 import torch
 import tyro
 from rich.console import Console
@@ -31,15 +29,21 @@ from cs336_systems.measurement.ceilings import measure_ceilings
 from cs336_systems.measurement.clock import WHOLE, time_phases
 from cs336_systems.measurement.memory import PeakMeter, cublas_workspace_bytes, free_bytes
 from cs336_systems.measurement.record import Metric, RowFile, read_rows
-from cs336_systems.measurement.sweep import Outcome, PredictedOutOfMemory, Unsupported, cell_columns, run_sweep
+from cs336_systems.measurement.sweep import Outcome, PredictedOutOfMemory, cell_columns, outcome_rows, run_sweep
 from cs336_systems.report.compare import compare
+from cs336_systems.report.console import Format, complain, finish, show
 from cs336_systems.report.figures import draw_step_figure
-from cs336_systems.report.tables import CEILING, Table, step_table
+from cs336_systems.report.tables import CEILING, step_table
 from cs336_systems.training import TrainingSetup, assemble
 from cs336_systems.training.precision import unsupported_reason
 
 BENCHMARK = "benchmark_model"
 GIB = 1024**3
+HEADLINES = (
+    *("matmul_ceiling", "copy_ceiling", "forward", "backward", "optimizer", "step"),
+    *("tokens_per_s", "model_tflops", "mfu", "peak_memory"),
+)
+"""Metrics of the JSON line."""
 
 Mode = Literal["forward", "backward", "step"]
 Dtype = Literal["fp32", "tf32", "bf16", "autocast-bf16", "autocast-fp16"]
@@ -77,7 +81,7 @@ class Options:
     """Folder to which rows are appended (benchmark_model.csv) and where their figure is drawn."""
     compare: Path | None = None
     """CSV of an earlier run: print ratios to it, with a verdict."""
-    format: Literal["auto", "markdown", "latex", "csv"] = "auto"
+    format: Format = "auto"
     """Of the table: auto draws it on a terminal and writes Markdown elsewhere."""
     timeout: float = 900.0
     """Seconds after which a cell is killed."""
@@ -319,44 +323,6 @@ def run(options: Options, cells: list[ModelCell], row_file: RowFile | None, outc
     outcomes.extend(sweep(cells, functools.partial(measure_model, ceilings=ceilings, force=options.force)))
 
 
-def rows_of(outcomes: list[Outcome]) -> pd.DataFrame:
-    """The rows of the outcomes as ``read_rows`` would return them."""
-    frame = pd.DataFrame([row for outcome in outcomes for row in outcome.rows])
-    for column in ("metric", "unit", "samples"):
-        if column not in frame:
-            frame[column] = ""
-    frame["metric"] = frame["metric"].fillna("")
-    frame["samples"] = [json.loads(text) if isinstance(text, str) and text else [] for text in frame["samples"]]
-    return frame
-
-
-def summary(outcomes: list[Outcome], csv: Path | None) -> str:
-    """The last line of stdout: one JSON object with the main figures of every cell."""
-    keys = ("forward", "backward", "optimizer", "step", "tokens_per_s", "model_tflops", "mfu", "peak_memory")
-    cells = [
-        {"cell": describe(outcome.cell), "status": outcome.status}
-        | {key: value for key in keys if (value := outcome.median(key)) is not None}
-        for outcome in outcomes
-        if not isinstance(outcome.cell, CeilingCell)
-    ]
-    ok = sum(cell["status"] == "ok" for cell in cells)
-    return json.dumps({"benchmark": BENCHMARK, "ok": ok, "cells": cells, "csv": str(csv) if csv else None})
-
-
-def show(table: Table, form: str) -> None:
-    """Print a table on stdout in the asked format."""
-    if form == "auto" and sys.stdout.isatty():
-        Console().print(table.rich())
-    else:
-        print({"latex": table.latex, "csv": table.csv}.get(form, table.markdown)())
-
-
-def fail(message: str) -> int:
-    """One sentence on stderr; the exit code of bad input."""
-    print(f"{BENCHMARK}: {message}", file=sys.stderr)
-    return 2
-
-
 def main() -> int:
     """Parse, check everything that can be checked before running, run, print."""
     options = parse_options()
@@ -367,7 +333,7 @@ def main() -> int:
         before = read_rows(options.compare) if options.compare else None
         row_file = RowFile(csv, cell_columns(ModelCell)) if csv else None
     except (ValueError, OSError) as error:
-        return fail(str(error))
+        return complain(BENCHMARK, str(error))
     if options.device == "cpu" and not torch.cuda.is_available():
         small = default_options("cpu")
         print(
@@ -381,17 +347,18 @@ def main() -> int:
     except OSError as error:
         write_error = error
 
-    rows = rows_of(outcomes)
+    rows = outcome_rows(outcomes)
     if (rows["variant"] != CEILING).any():
         show(step_table(rows), options.format)
         if before is not None:
             show(compare(rows, before), options.format)
-    if csv and write_error is None:
-        draw_step_figure(read_rows(csv), csv.with_suffix(".png"))
     if write_error is not None:
-        return fail(f"rows could not be written to {csv}: {write_error.strerror}; every earlier row is there")
-    print(summary(outcomes, csv))
-    return 130 if outcomes[-1].status == "interrupted" else 0
+        return complain(
+            BENCHMARK, f"rows could not be written to {csv}: {write_error.strerror}; every earlier row is there"
+        )
+    if csv:
+        draw_step_figure(read_rows(csv), csv.with_suffix(".png"))
+    return finish(BENCHMARK, outcomes, describe, HEADLINES, csv)
 
 
 if __name__ == "__main__":

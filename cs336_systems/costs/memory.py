@@ -181,11 +181,15 @@ def head_saved_tensors(config: ModelConfig, batch_size: int, seq_len: int, preci
 
 
 def block_cast_bytes(config: ModelConfig, precision: Precision) -> int:
-    """Low-precision copies of one block's matrices that autocast makes in forward and autograd keeps."""
+    """Low-precision copies of one block's matrices that autocast makes in forward and autograd keeps.
+
+    Biases are cast as well, but adding one keeps nothing for backward.
+    """
     if not precision.autocast:
         return 0
     norms = 2 * config.d_model
-    return (config.n_block_parameters - norms) * precision.matmul_bytes
+    biases = config.d_model + 2 * config.d_kv if config.qkv_bias else 0
+    return (config.n_block_parameters - norms - biases) * precision.matmul_bytes
 
 
 def head_cast_bytes(config: ModelConfig, precision: Precision) -> int:

@@ -45,6 +45,8 @@ _PROVENANCE = (
     "state_after",
 )
 
+_NUMBERS = ("median", "mean", "std", "p10", "p90", "n")
+
 Row = dict[str, Any]
 
 
@@ -165,9 +167,16 @@ def read_rows(path: Path) -> pd.DataFrame:
         OSError: the file cannot be read.
     """
     _check_file(path)
-    frame = pd.read_csv(path, keep_default_na=False, na_values={column: [""] for column in ("median", "mean", "std")})
+    frame = pd.read_csv(path, keep_default_na=False, na_values={column: [""] for column in _NUMBERS})
     missing = [column for column in schema_columns(()) if column not in frame.columns]
     if missing:
         raise ValueError(f"{path} lacks the columns {', '.join(missing)}")
+    return parse_samples(frame)
+
+
+def parse_samples(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with ``samples`` as lists, empty where there are none, and empty strings in its text columns."""
+    texts = [column for column in frame.columns if column not in _NUMBERS]
+    frame = frame.fillna(dict.fromkeys(texts, ""))
     frame["samples"] = [json.loads(text) if text else [] for text in frame["samples"]]
     return frame

@@ -33,12 +33,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
+import pandas as pd
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cs336_systems.measurement.provenance import device_state, timestamp, versions
-from cs336_systems.measurement.record import SCHEMA_VERSION, Metric, Row, RowFile
+from cs336_systems.measurement.record import SCHEMA_VERSION, Metric, Row, RowFile, parse_samples, schema_columns
 
 
 class Cell(Protocol):
@@ -87,6 +88,12 @@ class Outcome:
             if row.get("metric") == metric:
                 return row["median"]
         return None
+
+
+def outcome_rows(outcomes: Sequence[Outcome]) -> pd.DataFrame:
+    """The rows of the outcomes, as ``read_rows`` would return them from a file."""
+    frame = pd.DataFrame([row for outcome in outcomes for row in outcome.rows])
+    return parse_samples(frame.reindex(columns=list(dict.fromkeys([*frame.columns, *schema_columns(())]))))
 
 
 def cell_columns(cell_type: type) -> list[str]:
