@@ -116,7 +116,11 @@ def measure_command(device: str) -> list[Metric]:
         rows = read_rows(Path(folder) / "benchmark_model.csv")
     steps = rows[rows["metric"].isin(["step", "warmup_step"])]
     timed = sum(sum(samples) for samples in steps["samples"]) / 1e3
-    return [Metric("command", "s", [wall]), Metric("timed_steps", "s", [timed]), Metric("overhead", "s", [wall - timed])]
+    return [
+        Metric("command", "s", [wall]),
+        Metric("timed_steps", "s", [timed]),
+        Metric("overhead", "s", [wall - timed]),
+    ]
 
 
 def overhead_table(rows: pd.DataFrame) -> Table:

@@ -143,14 +143,18 @@ def make_cells(options: Options) -> list[ModelCell]:
     """
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    for name in ("size", "context_length", "batch_size", "mode", "dtype", "optimizer", "warmup"):
+        if not getattr(options, name):
+            raise ValueError(f"--{name.replace('_', '-')} needs at least one value, got none")
     for name, values in (("context-length", options.context_length), ("batch-size", options.batch_size)):
         if bad := [value for value in values if value < 1]:
             raise ValueError(f"--{name} must be positive, got {bad[0]}")
-    if options.steps < 1 or min(options.warmup) < 0 or options.timeout <= 0:
+    if options.steps < 1 or min(options.warmup) < 0:
         raise ValueError(
-            f"--steps and --timeout must be positive and --warmup not negative, "
-            f"got {options.steps}, {options.timeout:g} and {min(options.warmup)}"
+            f"--steps must be positive and --warmup not negative, got {options.steps} and {min(options.warmup)}"
         )
+    if not 0 < options.timeout <= 1e6:
+        raise ValueError(f"--timeout must be positive and at most 1e6 seconds, got {options.timeout:g}")
     device = torch.device(options.device)
     for dtype in options.dtype:
         if reason := unsupported_reason(PRECISIONS[dtype], device):
@@ -199,9 +203,7 @@ def measure_model(cell: ModelCell, *, ceilings: dict[str, dict[str, float]], for
     step = assemble(TrainingSetup(config, precision, cell.device, cell.optimizer, compiled, seed=cell.seed))
     shape = (cell.batch_size, cell.context_length)
     token_ids, targets = (torch.randint(config.vocab_size, shape, device=device) for _ in range(2))
-    times = time_phases(
-        step.phases(cell.mode, token_ids, targets), device=device, warmup=cell.warmup, steps=cell.steps
-    )
+    times = time_phases(step.phases(cell.mode, token_ids, targets), device=device, warmup=cell.warmup, steps=cell.steps)
     assert step.loss is not None
     if not math.isfinite(loss := step.loss.item()):
         raise FloatingPointError(f"loss is {loss}")
@@ -318,9 +320,8 @@ def run(options: Options, cells: list[ModelCell], row_file: RowFile | None, outc
         outcomes.append(outcome)
         medians = {metric: outcome.median(metric) for metric in ("matmul_ceiling", "copy_ceiling")}
         ceilings[outcome.cell.dtype] = {name: value for name, value in medians.items() if value is not None}
-        if outcome.status == "interrupted":
-            return
-    outcomes.extend(sweep(cells, functools.partial(measure_model, ceilings=ceilings, force=options.force)))
+    if outcomes[-1].status != "interrupted":
+        outcomes.extend(sweep(cells, functools.partial(measure_model, ceilings=ceilings, force=options.force)))
 
 
 def main() -> int:
@@ -330,7 +331,7 @@ def main() -> int:
     csv = options.out / f"{BENCHMARK}.csv" if options.out else None
     try:
         cells = make_cells(options)
-        before = read_rows(options.compare) if options.compare else None
+        before = read_rows(options.compare, cell_columns(ModelCell)) if options.compare else None
         row_file = RowFile(csv, cell_columns(ModelCell)) if csv else None
     except (ValueError, OSError) as error:
         return complain(BENCHMARK, str(error))

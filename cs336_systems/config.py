@@ -65,7 +65,9 @@ class ModelConfig:
         if self.d_model % self.n_heads:
             raise ValueError(f"n_heads must divide d_model, got d_model={self.d_model} and n_heads={self.n_heads}")
         if self.n_heads % self.kv_heads:
-            raise ValueError(f"n_kv_heads must divide n_heads, got n_kv_heads={self.kv_heads} and n_heads={self.n_heads}")
+            raise ValueError(
+                f"n_kv_heads must divide n_heads, got n_kv_heads={self.kv_heads} and n_heads={self.n_heads}"
+            )
         if self.d_head % 2:
             raise ValueError(f"d_model / n_heads must be even for rotary embeddings, got {self.d_head}")
         if self.max_context_length is not None and self.context_length > self.max_context_length:

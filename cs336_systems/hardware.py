@@ -110,9 +110,7 @@ HARDWARE: tuple[Hardware, ...] = (
         memory_bytes_per_s=1555 * GB_PER_S,
         link_bytes_per_s=300 * GB_PER_S,
         host_link_bytes_per_s=PCIE_GEN4_X16,
-        datasheet=(
-            "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet.pdf"
-        ),
+        datasheet=("https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet.pdf"),
     ),
     Hardware(
         name="A100 SXM 80GB",
@@ -232,8 +230,7 @@ HARDWARE: tuple[Hardware, ...] = (
         link_bytes_per_s=None,
         host_link_bytes_per_s=PCIE_GEN5_X16,
         datasheet=(
-            "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/"
-            "nvidia-rtx-blackwell-gpu-architecture.pdf"
+            "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
         ),
     ),
     Hardware(

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Measure what profiles/results/<gpu>/ holds for benchmark_model.py and benchmark_harness.py, on one GPU.
 #
-#   scripts/measure_models.sh FOLDER PART...      # parts: grid context-512 optimizers warmup harness
+#   scripts/measure_models.sh FOLDER PART...      # parts: grid context-512 compiled optimizers warmup harness
 #
-# On an H200 the grid takes about seven minutes, the other parts together about as long. PYTHON picks the interpreter
+# On an H200 the grid takes about seven minutes, the other parts together about twelve. PYTHON picks the interpreter
 # (default: uv run). Each part appends to its own folder below FOLDER.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_models.sh FOLDER PART...}
@@ -18,8 +18,9 @@ for part in "$@"; do
     grid)
       model --size "${sizes[@]}" --context-length 128 256 512 1024 2048 --dtype fp32 autocast-bf16 --mode step --out "$out" ;;
     context-512)
-      model --size "${sizes[@]}" --dtype fp32 autocast-bf16 tf32 bf16 --mode forward step --out "$out"
-      model --size "${sizes[@]}" --dtype fp32 autocast-bf16 --mode step --compile --out "$out" ;;
+      model --size "${sizes[@]}" --dtype fp32 autocast-bf16 tf32 bf16 --mode forward step --out "$out" ;;
+    compiled)
+      model --size "${sizes[@]}" --dtype fp32 autocast-bf16 --mode step --compile off on --out "$out" ;;
     optimizers)
       model --size small xl 2.7b --optimizer reference torch-fused --mode step --out "$out" ;;
     warmup)
@@ -27,7 +28,7 @@ for part in "$@"; do
     harness)
       "${python[@]}" benchmarks/benchmark_harness.py --format csv --out "$out" ;;
     *)
-      echo "unknown part '$part': parts are grid, context-512, optimizers, warmup and harness" >&2
+      echo "unknown part '$part': parts are grid, context-512, compiled, optimizers, warmup and harness" >&2
       exit 2 ;;
   esac
 done

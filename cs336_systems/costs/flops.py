@@ -42,7 +42,9 @@ class ForwardFlops:
         return self.projections + self.attention + self.feed_forward + self.head
 
 
-def forward_flops(config: ModelConfig, batch_size: int, seq_len: int, convention: Convention = "causal") -> ForwardFlops:
+def forward_flops(
+    config: ModelConfig, batch_size: int, seq_len: int, convention: Convention = "causal"
+) -> ForwardFlops:
     """Model FLOPs of one forward pass over (batch_size, seq_len) tokens, by component."""
     tokens = batch_size * seq_len
     scores = config.n_layers * 4 * tokens * seq_len * config.d_model
@@ -97,6 +99,8 @@ def hardware_flops(
     forward = forward_flops(config, batch_size, seq_len, "causal" if flash else "palm")
     if mode == "forward":
         return forward.total
-    backward = 2 * (forward.total - forward.attention) + (5 * forward.attention // 2 if flash else 2 * forward.attention)
+    backward = 2 * (forward.total - forward.attention) + (
+        5 * forward.attention // 2 if flash else 2 * forward.attention
+    )
     blocks = forward.projections + forward.attention + forward.feed_forward
     return forward.total + backward + blocks * checkpointed_blocks // config.n_layers

@@ -18,7 +18,6 @@ Sizes are in bytes. B batch, S sequence, D d_model, F d_ff, H heads, E d_head, V
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from cs336_systems.config import MODES, ModelConfig, Precision
 
@@ -118,7 +117,8 @@ def _linear_inputs(name: str, readers: list[str], tokens: int, width: int, preci
     """One tensor shared by its readers; under autocast each reader makes and keeps a cast of its own."""
     if precision.autocast:
         return [
-            SavedTensor(f"{name}, cast for {reader}", reader, (tokens, width), precision.matmul_bytes) for reader in readers
+            SavedTensor(f"{name}, cast for {reader}", reader, (tokens, width), precision.matmul_bytes)
+            for reader in readers
         ]
     return [SavedTensor(name, ", ".join(readers), (tokens, width), precision.matmul_bytes)]
 
@@ -222,14 +222,14 @@ def peak_memory(
     mode: str,
     *,
     optimizer: str = "reference",
-    device_type: Literal["cuda", "cpu"] = "cuda",
+    device_type: str = "cuda",
     workspace_bytes: int = CUBLAS_WORKSPACE_BYTES,
 ) -> PeakMemory:
     """Predict the peak of allocated memory of one pass of ``mode`` of the reference model in eager execution.
 
     Args:
         optimizer: ``reference`` holds one temporary as large as the largest parameter; ``torch-fused`` holds none.
-        device_type: ``cuda`` counts the allocator's blocks, workspaces and fp32 softmax under autocast; ``cpu`` counts
+        device_type: ``cuda`` counts the allocator's blocks, workspaces and autocast's fp32 softmax; ``cpu`` counts
             tensors.
         workspace_bytes: cuBLAS's, per thread that multiplies; ignored on the CPU.
 
@@ -270,6 +270,9 @@ def peak_memory(
         block = attention + feed_forward + block_cast_bytes(config, precision)
         head = saved(head_saved_tensors(config, batch_size, seq_len, precision)) + head_cast_bytes(config, precision)
         head_gradient = states([config.vocab_size * config.d_model])
+        # Embedding and head each bring a gradient for a tied matrix; torch adds them in place only if autocast made a
+        # fresh copy of the head's (torch/csrc/autograd/input_buffer.cpp, accumulate).
+        tied_gradients = (1 if precision.autocast else 2) * head_gradient if config.tie_embeddings else 0
         before_last = base + (config.n_layers - 1) * block + head_gradient
         before_first = base + (config.n_layers - 1) * block_parameters + head_gradient
         moments = {
@@ -278,7 +281,7 @@ def peak_memory(
             "last block's attention backward": before_last + attention + transient.attention_backward,
             "first block's feed-forward backward": before_first + block + transient.feed_forward_backward,
             "first block's attention backward": before_first + attention + transient.attention_backward,
-            "end of backward": base + parameters,
+            "end of backward": base + parameters + tied_gradients,
         }
         if mode == "step":
             largest = states([max(config.vocab_size, config.d_ff) * config.d_model])
@@ -304,7 +307,11 @@ class _Transients:
     @property
     def attention_forward(self) -> int:
         """Probabilities times v: residual, norm output, q, k, v (and its contiguous copy), output; scores twice."""
-        wide, narrow, softmax = self.precision.parameter_bytes, self.precision.matmul_bytes, self.precision.softmax_bytes
+        wide, narrow, softmax = (
+            self.precision.parameter_bytes,
+            self.precision.matmul_bytes,
+            self.precision.softmax_bytes,
+        )
         cast = narrow if softmax != narrow else 0
         scores = self.n_scores * (narrow + softmax + cast)
         return 2 * self.n_residual * wide + 5 * self.n_residual * narrow + scores + self.n_mask
@@ -335,6 +342,10 @@ class _Transients:
     @property
     def attention_backward(self) -> int:
         """Residual gradient, the feed-forward's weight gradients, v's gradient; gradients of probabilities and scores."""
-        wide, narrow, softmax = self.precision.parameter_bytes, self.precision.matmul_bytes, self.precision.softmax_bytes
+        wide, narrow, softmax = (
+            self.precision.parameter_bytes,
+            self.precision.matmul_bytes,
+            self.precision.softmax_bytes,
+        )
         weights = (3 * self.config.d_ff + self.config.d_model) * self.config.d_model * wide
         return self.n_residual * (wide + narrow) + 2 * self.n_scores * softmax + weights

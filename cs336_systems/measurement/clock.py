@@ -15,6 +15,7 @@ Compilation and autotuning happen in warm-up steps, whose times are returned bes
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -44,25 +45,21 @@ class _Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.marks: list[torch.cuda.Event | float] = []
+        self.events: list[torch.cuda.Event] = []
+        self.seconds: list[float] = []
 
     def mark(self) -> None:
         if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self.device))
-            self.marks.append(event)
+            self.events.append(torch.cuda.Event(enable_timing=True))
+            self.events[-1].record(torch.cuda.current_stream(self.device))
         else:
-            self.marks.append(time.perf_counter())
+            self.seconds.append(time.perf_counter())
 
     def laps_ms(self) -> list[float]:
         synchronize(self.device)
-        laps = []
-        for start, end in zip(self.marks, self.marks[1:], strict=False):
-            if isinstance(start, torch.cuda.Event):
-                laps.append(start.elapsed_time(end))
-            else:
-                laps.append((end - start) * 1e3)
-        return laps
+        if self.device.type == "cuda":
+            return [start.elapsed_time(end) for start, end in pairwise(self.events)]
+        return [(end - start) * 1e3 for start, end in pairwise(self.seconds)]
 
 
 def time_phases(

@@ -130,7 +130,7 @@ class RowFile:
                 while data:
                     data = data[os.write(descriptor, data) :]
                 os.fsync(descriptor)
-            except OSError:
+            except BaseException:  # Ctrl-C tears lines, too
                 os.ftruncate(descriptor, size)
                 raise
         finally:
@@ -140,35 +140,37 @@ class RowFile:
 def _check_file(path: Path, columns: Sequence[str] | None = None) -> None:
     """Raise ValueError unless ``path`` is a whole CSV of this schema version (and of ``columns``, if given)."""
     with path.open("rb") as file:
-        file.seek(0, os.SEEK_END)
-        size = file.tell()
+        header = file.readline().decode(errors="replace").rstrip().split(",")
+        version = file.readline(32).decode(errors="replace").split(",")[0]
+        size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))
         torn = size > 0 and file.read(1) != b"\n"
-    with path.open(newline="") as file:
-        reader = csv.reader(file)
-        header = next(reader, [])
-        first = next(reader, [])
-    if not header or header[0] != "schema_version":
-        raise ValueError(f"{path} is not a CSV of this suite: its first column is {header[:1]}, not schema_version")
+    if header[0] != "schema_version":
+        raise ValueError(
+            f"{path} is not a CSV of this suite: its first column is {header[0][:40]!r}, not schema_version"
+        )
     if torn:
         raise ValueError(f"{path} ends in a torn line; remove that line, every row before it is whole")
-    if first and first[0] != str(SCHEMA_VERSION):
-        raise ValueError(f"{path} has schema version {first[0]}, this suite writes and reads {SCHEMA_VERSION}")
+    if version and version != str(SCHEMA_VERSION):
+        raise ValueError(f"{path} has schema version {version}, this suite writes and reads {SCHEMA_VERSION}")
     if columns is not None and header != list(columns):
         difference = sorted(set(header) ^ set(columns)) or "their order"
         raise ValueError(f"{path} has other columns than this benchmark writes: {difference}")
 
 
-def read_rows(path: Path) -> pd.DataFrame:
+def read_rows(path: Path, cell_columns: Iterable[str] = ()) -> pd.DataFrame:
     """The rows of a CSV, with ``samples`` as lists.
 
     Raises:
-        ValueError: not a CSV of this schema version, or its last line is torn.
+        ValueError: not a CSV of this schema version, its last line is torn, or it lacks one of ``cell_columns``.
         OSError: the file cannot be read.
     """
     _check_file(path)
-    frame = pd.read_csv(path, keep_default_na=False, na_values={column: [""] for column in _NUMBERS})
-    missing = [column for column in schema_columns(()) if column not in frame.columns]
+    try:
+        frame = pd.read_csv(path, keep_default_na=False, na_values={column: [""] for column in _NUMBERS})
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {str(error).strip()}") from error
+    missing = [column for column in schema_columns(cell_columns) if column not in frame.columns]
     if missing:
         raise ValueError(f"{path} lacks the columns {', '.join(missing)}")
     return parse_samples(frame)
@@ -176,7 +178,7 @@ def read_rows(path: Path) -> pd.DataFrame:
 
 def parse_samples(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with ``samples`` as lists, empty where there are none, and empty strings in its text columns."""
-    texts = [column for column in frame.columns if column not in _NUMBERS]
-    frame = frame.fillna(dict.fromkeys(texts, ""))
+    blank = [column for column in frame.columns if column not in _NUMBERS and frame[column].isna().any()]
+    frame = frame.astype(dict.fromkeys(blank, object)).fillna(dict.fromkeys(blank, ""))
     frame["samples"] = [json.loads(text) if text else [] for text in frame["samples"]]
     return frame

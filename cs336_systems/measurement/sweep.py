@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import pandas as pd
 import torch
@@ -45,17 +45,17 @@ from cs336_systems.measurement.record import SCHEMA_VERSION, Metric, Row, RowFil
 class Cell(Protocol):
     """What the sweep needs to know of a benchmark's frozen dataclass."""
 
-    __dataclass_fields__: Any
-    device: str
-    seed: int
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
+    @property
+    def device(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
     @property
     def variant(self) -> str: ...
 
 
 Measure = Callable[[Any], list[Metric]]
-
-_PRELOADED = ["torch", "pandas", "tyro", "cs336_systems.report.figures", "cs336_systems.training"]
 
 
 _EXIT_GRACE_S = 10.0
@@ -104,7 +104,7 @@ def cell_columns(cell_type: type) -> list[str]:
 def run_cell(benchmark: str, measure: Measure, cell: Cell, timeout_s: float) -> Outcome:
     """Run ``measure(cell)`` in a fresh process and return how it ended, rows included; Ctrl-C is an outcome too."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(sorted(name for name in sys.modules if name.startswith(("cs336_systems.", "tyro"))))
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(sender, measure, cell))
     kills_before = _oom_kills()
@@ -123,6 +123,8 @@ def run_cell(benchmark: str, measure: Measure, cell: Cell, timeout_s: float) -> 
         report |= {"status": "interrupted", "message": "Ctrl-C"}
     finally:
         if process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with whatever the cell has started
             process.kill()
             process.join()
         receiver.close()
@@ -165,6 +167,7 @@ def _oom_kills() -> int:
 
 def _child(sender: Connection, measure: Measure, cell: Cell) -> None:
     """Body of the fresh process: say where it runs, measure, say how it went."""
+    os.setsid()  # a group of its own, which can be killed as a whole
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     threading.Thread(target=_die_with_parent, daemon=True).start()
     with suppress(OSError):  # if memory runs out, this process goes and the sweep stays
@@ -187,7 +190,7 @@ def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
+        os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def _classify(error: BaseException) -> dict[str, Any]:

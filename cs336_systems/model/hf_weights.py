@@ -79,7 +79,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{file} is not a JSON file: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{file} does not hold a JSON object")  # noqa: TRY004 (a file's content, not an argument)
+        raise ValueError(f"{file} does not hold a JSON object")
     return content
 
 
@@ -184,7 +184,7 @@ def save_hf_weights(model: TransformerLM, path: str | os.PathLike[str]) -> None:
     unfinished = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         save_file(tensors, unfinished, metadata={"format": "pt"})
-        os.replace(unfinished, file)
+        unfinished.replace(file)
     finally:
         unfinished.unlink(missing_ok=True)
 

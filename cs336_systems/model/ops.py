@@ -67,7 +67,9 @@ def attention(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, *, causal: bool) -
     """
     n_queries, n_keys = q_BHSE.shape[2], k_BKSE.shape[2]
     if causal and n_queries > n_keys:
-        raise ValueError(f"causal attention needs at least as many keys as queries, got {n_queries} queries, {n_keys} keys")
+        raise ValueError(
+            f"causal attention needs at least as many keys as queries, got {n_queries} queries, {n_keys} keys"
+        )
     queries_per_kv_head = q_BHSE.shape[1] // k_BKSE.shape[1]
     k = repeat(k_BKSE, "b k s e -> b (k g) s e", g=queries_per_kv_head)
     v = repeat(v_BKSE, "b k s e -> b (k g) s e", g=queries_per_kv_head)

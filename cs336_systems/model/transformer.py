@@ -124,6 +124,6 @@ class TransformerLM(nn.Module):
     def forward(self, token_ids: Tensor) -> Tensor:
         cos, sin = self.rotary(token_ids.shape[-1])
         x = self.token_embeddings(token_ids)
-        for block in self.layers:
+        for block in self.layers.children():
             x = block(x, cos, sin)
         return self.lm_head(self.ln_final(x))

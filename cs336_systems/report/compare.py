@@ -75,7 +75,10 @@ def compare(new: pd.DataFrame, old: pd.DataFrame) -> Table:
                 "verdict": verdict(low, high),
             }
         )
-    notes = [f"{len(side.keys() - set(shared))} phases only in the {name} rows" for side, name in zip(sides, ("new", "old"), strict=True)]
+    notes = [
+        f"{len(side.keys() - set(shared))} phases only in the {name} rows"
+        for side, name in zip(sides, ("new", "old"), strict=True)
+    ]
     notes += [
         f"{column}: {', '.join(map(str, before))} -> {', '.join(map(str, now))}"
         for column in _IDENTITY

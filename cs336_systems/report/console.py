@@ -32,7 +32,11 @@ def complain(benchmark: str, message: str) -> int:
 
 
 def finish(
-    benchmark: str, outcomes: Sequence[Outcome], describe: Callable[[Any], str], metrics: Sequence[str], csv: Path | None
+    benchmark: str,
+    outcomes: Sequence[Outcome],
+    describe: Callable[[Any], str],
+    metrics: Sequence[str],
+    csv: Path | None,
 ) -> int:
     """Print the last line of stdout, one JSON object with the medians of ``metrics``; returns the exit code."""
     cells = [

@@ -1,7 +1,7 @@
 """Figures of a step benchmark: time and utilisation against context length or model size, as PNG.
 
-Legible in print: units on the axes, the Okabe-Ito colours that colour-blind readers can tell apart, a marker per dtype,
-and the settings that all points share in the title. Drawn without pyplot, so importing this touches no display.
+Legible in print: units on the axes, the Okabe-Ito colours that colour-blind readers can tell apart, a marker for each
+dtype, and what all points share in the title. Drawn without pyplot, so importing this touches no display.
 """
 
 from pathlib import Path
@@ -9,83 +9,102 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from cs336_systems.config import MODES
 from cs336_systems.report.tables import CEILING
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-
-_STYLES = {
-    ("fp32", "off"): ("o", "-"),
-    ("autocast-bf16", "off"): ("s", "--"),
-    ("bf16", "off"): ("^", ":"),
-    ("tf32", "off"): ("D", "-."),
-    ("autocast-fp16", "off"): ("v", "-."),
+_MARKERS = "osD^vPX*"
+_DASHES = ("-", "--", ":", "-.")
+_FIXED = ("device", "batch_size", "optimizer", "warmup")
+_SHARES = {
+    "mfu": "MFU: % of the dtype's datasheet peak\n(model FLOPs, causal)",
+    "matmul_ceiling_share": "% of the measured matmul ceiling\n(model FLOPs, causal)",
 }
-_FIXED = ("device", "batch_size", "optimizer", "warmup", "mode")
 
 
 def draw_step_figure(rows: pd.DataFrame, path: Path) -> bool:
-    """Whole-step time (left) and share of the limit (right) of ``benchmark_model`` rows; returns whether it drew.
+    """Time of the whole pass (left) and share of the limit (right) of ``benchmark_model`` rows; returns whether it drew.
 
     The x axis is context length if several were measured, else model size. Where the rows hold several modes, the
     largest is drawn; where they hold several batch sizes, optimizers or warm-ups, the one with the most points.
     """
-    rows = rows[(rows["status"] == "ok") & (rows["variant"] != CEILING)]
-    rows = _one_setting(rows)
+    rows = _one_setting(rows[(rows["status"] == "ok") & (rows["variant"] != CEILING)])
     if rows.empty:
         return False
-    by_context = rows["context_length"].nunique() > 1
-    share = "mfu" if (rows["metric"] == "mfu").any() else "matmul_ceiling_share"
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    rows = rows.assign(
+        how=[
+            dtype if c == "off" else f"{dtype}, compiled"
+            for dtype, c in zip(rows["dtype"], rows["compile"], strict=True)
+        ]
+    )
+    x = "context_length" if rows["context_length"].nunique() > 1 else "size"
+    share = next((metric for metric in _SHARES if (rows["metric"] == metric).any()), None)
+    figure = Figure(figsize=(10, 4), layout="constrained")
     time_axes, share_axes = figure.subplots(1, 2)
-    _draw(time_axes, rows[rows["metric"] == "step"], by_context)
+    _draw(time_axes, rows[rows["metric"] == "step"], x)
     time_axes.set_yscale("log")
-    time_axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    time_axes.set_ylabel("whole pass, ms (median; bar: p10 to p90)")
-    _draw(share_axes, rows[rows["metric"] == share], by_context)
+    time_axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    time_axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    time_axes.yaxis.set_minor_formatter(NullFormatter())
+    time_axes.set_ylabel("time of the whole pass, ms\n(median, bar p10 to p90)")
+    if share:
+        _draw(share_axes, rows[rows["metric"] == share], x)
+        share_axes.set_ylabel(_SHARES[share])
     share_axes.set_ylim(bottom=0)
-    convention = "datasheet peak (MFU, causal FLOPs)" if share == "mfu" else "measured matmul ceiling (causal FLOPs)"
-    share_axes.set_ylabel(f"% of {convention}")
-    handles, labels = time_axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
+    figure.legend(handles=_legend(rows, x), loc="outside right center", frameon=False, fontsize=9)
     first = rows.iloc[0]
     where = first["gpu"] or first["host"]
-    figure.suptitle(f"{first['mode']} on {where}: batch {first['batch_size']}, AdamW {first['optimizer']}", fontsize=11)
+    context = "" if x == "context_length" else f", context {first['context_length']}"
+    figure.suptitle(
+        f"{first['mode'].capitalize()} on {where}: batch {first['batch_size']}{context}, AdamW {first['optimizer']}",
+        fontsize=11,
+    )
     figure.savefig(path, dpi=150)
     return True
 
 
 def _one_setting(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of one value of each fixed setting."""
+    """The rows of the largest mode and of one value of each fixed setting, the newest of each cell."""
     if rows.empty:
         return rows
-    mode = max(rows["mode"].unique(), key=MODES.index)
-    rows = rows[rows["mode"] == mode]
+    rows = rows[rows["mode"] == max(rows["mode"].unique(), key=MODES.index)]
     for column in _FIXED:
         rows = rows[rows[column] == rows[column].mode().iloc[0]]
     return rows.drop_duplicates(["size", "context_length", "dtype", "compile", "metric"], keep="last")
 
 
-def _draw(axes: Axes, rows: pd.DataFrame, by_context: bool) -> None:
-    """One line per size, dtype and compilation against context length, or per dtype and compilation against size."""
-    sizes = list(dict.fromkeys(rows["size"]))
-    dtypes = list(dict.fromkeys(zip(rows["dtype"], rows["compile"], strict=True)))
-    for (dtype, compiled), of_dtype in rows.groupby(["dtype", "compile"], sort=False):
-        marker, dash = _STYLES.get((dtype, compiled), ("P", (0, (1, 1))))
-        label = dtype if compiled == "off" else f"{dtype}, compiled"
-        if by_context:
-            for size, line in of_dtype.groupby("size", sort=False):
-                colour = OKABE_ITO[sizes.index(size) % len(OKABE_ITO)]
-                _line(axes, line.sort_values("context_length"), "context_length", f"{size}, {label}", colour, marker, dash)
-        else:
-            colour = OKABE_ITO[dtypes.index((dtype, compiled)) % len(OKABE_ITO)]
-            _line(axes, of_dtype, "size", label, colour, marker, dash)
-    if by_context:
-        contexts = sorted(rows["context_length"].unique())
+def _series(rows: pd.DataFrame, x: str) -> tuple[list[str], list[str]]:
+    """Values that are told apart by colour and those told apart by marker and dash."""
+    hows = list(dict.fromkeys(rows["how"]))
+    return (list(dict.fromkeys(rows["size"])), hows) if x == "context_length" else (hows, hows)
+
+
+def _draw(axes: Axes, rows: pd.DataFrame, x: str) -> None:
+    """One line per size and dtype against context length, or per dtype against size."""
+    colours, styles = _series(rows, x)
+    groups = ["size", "how"] if x == "context_length" else ["how", "how"]
+    for (coloured, styled), line in rows.groupby([rows[groups[0]], rows[groups[1]].rename("style")], sort=False):
+        if x == "context_length":
+            line = line.sort_values(x)
+        median = line["median"].astype(float)
+        axes.errorbar(
+            line[x],
+            median,
+            yerr=[median - line["p10"].astype(float), line["p90"].astype(float) - median],
+            color=OKABE_ITO[colours.index(coloured) % len(OKABE_ITO)],
+            marker=_MARKERS[styles.index(styled) % len(_MARKERS)],
+            linestyle=_DASHES[styles.index(styled) % len(_DASHES)],
+            capsize=2,
+            markersize=5,
+            linewidth=1.5,
+        )
+    if x == "context_length":
+        contexts = sorted(rows[x].unique())
         axes.set_xscale("log", base=2)
-        axes.set_xticks(contexts, [f"{context}" for context in contexts])
+        axes.set_xticks(contexts, [str(context) for context in contexts])
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("context length, tokens")
     else:
@@ -94,8 +113,19 @@ def _draw(axes: Axes, rows: pd.DataFrame, by_context: bool) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _line(axes: Axes, rows: pd.DataFrame, x: str, label: str, colour: str, marker: str, dash: object) -> None:
-    bars = [rows["median"] - rows["p10"].astype(float), rows["p90"].astype(float) - rows["median"]]
-    axes.errorbar(
-        rows[x], rows["median"], yerr=bars, label=label, color=colour, marker=marker, linestyle=dash, capsize=2, ms=5, lw=1.5
-    )
+def _legend(rows: pd.DataFrame, x: str) -> list[Line2D]:
+    """One entry per size (colour) and per dtype (marker and dash), instead of one per line."""
+    colours, styles = _series(rows, x)
+    if x != "context_length":
+        return [
+            Line2D(
+                [], [], color=OKABE_ITO[i % len(OKABE_ITO)], marker=_MARKERS[i % 8], linestyle=_DASHES[i % 4], label=how
+            )
+            for i, how in enumerate(styles)
+        ]
+    by_colour = [Line2D([], [], color=OKABE_ITO[i % len(OKABE_ITO)], label=size) for i, size in enumerate(colours)]
+    by_style = [
+        Line2D([], [], color="grey", marker=_MARKERS[i % 8], linestyle=_DASHES[i % 4], label=how)
+        for i, how in enumerate(styles)
+    ]
+    return by_colour + by_style

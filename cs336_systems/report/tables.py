@@ -9,8 +9,20 @@ from typing import Literal
 
 import pandas as pd
 import rich.table
+from rich.text import Text
 
-SETTINGS = ("device", "size", "batch_size", "context_length", "dtype", "compile", "optimizer", "mode", "warmup", "steps")
+SETTINGS = (
+    "device",
+    "size",
+    "batch_size",
+    "context_length",
+    "dtype",
+    "compile",
+    "optimizer",
+    "mode",
+    "warmup",
+    "steps",
+)
 """Columns that tell one cell of a model benchmark from another."""
 
 CEILING = "ceiling"
@@ -28,7 +40,8 @@ class Table:
 
     def markdown(self) -> str:
         """GitHub's table syntax under the caption; numbers right-aligned."""
-        body = self.frame.to_markdown(index=False, disable_numparse=True, colalign=self._alignment())
+        cells = self.frame.map(lambda cell: " ".join(str(cell).replace("|", r"\|").splitlines()))
+        body = cells.to_markdown(index=False, disable_numparse=True, colalign=self._alignment())
         return f"{self.caption}\n\n{body}" if self.caption else body
 
     def latex(self) -> str:
@@ -38,11 +51,11 @@ class Table:
 
     def rich(self) -> rich.table.Table:
         """For a terminal."""
-        table = rich.table.Table(title=self.caption or None, title_justify="left")
+        table = rich.table.Table(title=Text(self.caption) if self.caption else None, title_justify="left")
         for column, side in zip(self.frame.columns, self._alignment(), strict=True):
             table.add_column(column, justify=side)
         for line in self.frame.itertuples(index=False):
-            table.add_row(*map(str, line))
+            table.add_row(*(Text(str(cell)) for cell in line))  # brackets in a message are no markup
         return table
 
     def csv(self) -> str:
@@ -54,14 +67,21 @@ class Table:
         return ["left" if column in words else "right" for column in self.frame.columns]
 
 
+_LATEX = {character: f"\\{character}" for character in "&%_#${}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+}
+
+
 def _escape_latex(text: str) -> str:
-    for character in "&%_#":
-        text = text.replace(character, f"\\{character}")
-    return text
+    return text.translate(str.maketrans(_LATEX))
 
 
 def step_table(rows: pd.DataFrame) -> Table:
     """One line per cell: time of each phase and of the whole step, rates, memory predicted and measured, status.
+
+    Where the rows hold a cell several times, its newest outcome wins.
 
     Args:
         rows: of ``benchmark_model.py``, as ``read_rows`` returns them or as collected in memory.
@@ -70,6 +90,7 @@ def step_table(rows: pd.DataFrame) -> Table:
     settings = [column for column in SETTINGS if column in rows.columns]
     lines = []
     for _, cell in rows.groupby(settings, sort=False, dropna=False):
+        cell = cell[cell["timestamp"] == cell["timestamp"].iloc[-1]]
         first = cell.iloc[0]
         metrics = {row["metric"]: row for _, row in cell.iterrows() if row["metric"]}
         lines.append({column: first[column] for column in settings} | _step_line(metrics, first))
@@ -105,6 +126,18 @@ def _step_line(metrics: dict[str, pd.Series], first: pd.Series) -> dict[str, str
     }
 
 
+def median_of(rows: pd.DataFrame, metric: str) -> float:
+    """The median of ``metric`` in rows of one cell, the newest if it was measured several times.
+
+    Raises:
+        ValueError: the rows do not hold the metric.
+    """
+    found = rows[rows["metric"] == metric]
+    if found.empty:
+        raise ValueError(f"no row holds the metric {metric!r}")
+    return float(found["median"].iloc[-1])
+
+
 def settings_split(frame: pd.DataFrame, settings: list[str]) -> tuple[str, list[str]]:
     """Settings that every line shares, as a caption, and the names of those that vary; the size is always a column."""
     if frame.empty:
@@ -117,6 +150,5 @@ def settings_split(frame: pd.DataFrame, settings: list[str]) -> tuple[str, list[
 
 def _digits(value: float) -> str:
     """Three significant digits, without an exponent."""
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 1 else f"{value:.3g}"
+    exponent = int(f"{value:.2e}".partition("e")[2])
+    return f"{value:,.{max(0, 2 - exponent)}f}"

@@ -15,7 +15,9 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         ValueError: the leading shapes of logits and targets differ.
     """
     if logits.shape[:-1] != targets.shape:
-        raise ValueError(f"targets {tuple(targets.shape)} do not match logits {tuple(logits.shape)} without the vocabulary")
+        raise ValueError(
+            f"targets {tuple(targets.shape)} do not match logits {tuple(logits.shape)} without the vocabulary"
+        )
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     target_logits = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return (torch.logsumexp(logits, dim=-1) - target_logits).mean()

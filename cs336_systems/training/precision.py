@@ -1,10 +1,10 @@
 """What a ``--dtype`` means to torch: parameter dtype, autocast, TF32, loss scaling; and whether a device has it.
 
-    fp32           IEEE fp32 everywhere (matmuls off the tensor cores)
-    tf32           fp32 storage, matmul operands rounded to TF32's ten mantissa bits on the tensor cores
-    bf16           parameters, gradients, optimizer state and matmuls in bf16
-    autocast-bf16  fp32 parameters and residual stream; torch.autocast casts matmul operands to bf16
-    autocast-fp16  the same in fp16, with dynamic loss scaling, as its exponent range requires
+fp32           IEEE fp32 everywhere (matmuls off the tensor cores)
+tf32           fp32 storage, matmul operands rounded to TF32's ten mantissa bits on the tensor cores
+bf16           parameters, gradients, optimizer state and matmuls in bf16
+autocast-bf16  fp32 parameters and residual stream; torch.autocast casts matmul operands to bf16
+autocast-fp16  the same in fp16, with dynamic loss scaling, as its exponent range requires
 """
 
 from collections.abc import Iterator

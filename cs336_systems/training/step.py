@@ -68,9 +68,9 @@ class TrainStep:
         graph_loss: list[Tensor] = []
 
         def forward() -> None:
-            with torch.set_grad_enabled(mode != "forward"), matmul_precision(self.precision):
-                with autocast(self.precision, self.device):
-                    loss = self.loss_function(self.model(token_ids), targets)
+            grad = torch.set_grad_enabled(mode != "forward")
+            with grad, matmul_precision(self.precision), autocast(self.precision, self.device):
+                loss = self.loss_function(self.model(token_ids), targets)
             self.loss = loss.detach()
             if mode != "forward":
                 graph_loss.append(loss)
