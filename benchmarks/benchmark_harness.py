@@ -1,10 +1,11 @@
-"""What does measuring itself cost? Our clock beside triton's on one kernel, and a command's time above its measured work.
+"""What does measuring itself cost? Our clock beside triton's, and a command's time above its measured work.
 
     uv run benchmarks/benchmark_harness.py --out results/
 
 On a GPU, ``time_kernel`` and ``triton.testing.do_bench`` time the same operation on the same tensors in alternating
 rounds; each round yields one ratio of medians, which should lie within two percent of one. Anywhere, the whole of
-``benchmark_model.py --size small --mode step`` is run as a user would, and what it took beyond its timed steps reported.
+``benchmark_model.py --size small --mode step`` is run as a user would, and what it took beyond its timed steps is
+reported.
 """
 
 import subprocess
@@ -25,7 +26,7 @@ from rich.console import Console
 from cs336_systems.measurement.clock import time_kernel
 from cs336_systems.measurement.record import Metric, RowFile, read_rows
 from cs336_systems.measurement.sweep import Outcome, Unsupported, cell_columns, outcome_rows, run_sweep
-from cs336_systems.report.console import Format, complain, finish, show
+from cs336_systems.report.console import Format, complain, exit_with, finish, show
 from cs336_systems.report.tables import Table
 
 BENCHMARK = "benchmark_harness"
@@ -148,8 +149,10 @@ def main() -> int:
         return complain(BENCHMARK, "--device cuda: torch finds no CUDA device here; use --device cpu")
     try:
         row_file = RowFile(csv, cell_columns(HarnessCell)) if csv else None
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         return complain(BENCHMARK, str(error))
+    except OSError as error:
+        return complain(BENCHMARK, f"{error.filename}: {error.strerror}")
     cells = [HarnessCell(options.device, subject, options.rounds, options.seed) for subject in (*KERNELS, COMMAND)]
     outcomes: list[Outcome] = []
     sweep = run_sweep(
@@ -172,4 +175,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(BENCHMARK, main)

@@ -21,7 +21,7 @@ import torch
 import tyro
 from rich.console import Console
 
-from cs336_systems.config import MODES, PRECISIONS, Precision, resolve_size
+from cs336_systems.config import PRECISIONS, Precision, resolve_size
 from cs336_systems.costs.flops import hardware_flops, model_flops
 from cs336_systems.costs.memory import adamw_state_bytes, adamw_traffic_bytes, parameter_bytes, peak_memory
 from cs336_systems.hardware import find_hardware
@@ -31,7 +31,7 @@ from cs336_systems.measurement.memory import PeakMeter, cublas_workspace_bytes, 
 from cs336_systems.measurement.record import Metric, RowFile, read_rows
 from cs336_systems.measurement.sweep import Outcome, PredictedOutOfMemory, cell_columns, outcome_rows, run_sweep
 from cs336_systems.report.compare import compare
-from cs336_systems.report.console import Format, complain, finish, show
+from cs336_systems.report.console import Format, complain, exit_with, finish, show
 from cs336_systems.report.figures import draw_step_figure
 from cs336_systems.report.tables import CEILING, step_table
 from cs336_systems.training import TrainingSetup, assemble
@@ -139,7 +139,7 @@ def make_cells(options: Options) -> list[ModelCell]:
     """The grid.
 
     Raises:
-        ValueError: a value that no cell can have: unknown size, context beyond the model's, dtype that the device lacks.
+        ValueError: a value that no cell can have: unknown size, context beyond the model's, dtype the device lacks.
     """
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no CUDA device here; use --device cpu")
@@ -324,6 +324,22 @@ def run(options: Options, cells: list[ModelCell], row_file: RowFile | None, outc
         outcomes.extend(sweep(cells, functools.partial(measure_model, ceilings=ceilings, force=options.force)))
 
 
+def small_defaults_note(options: Options) -> str:
+    """A sentence that names the options which stand at the smaller defaults of a machine without a GPU, if any do."""
+    if options.device != "cpu":
+        return ""
+    small, usual = default_options("cpu"), default_options("cuda")
+    names = ("batch_size", "context_length", "warmup", "steps")
+    shrunk = {name: getattr(small, name) for name in names if getattr(options, name) == getattr(small, name)}
+    parts = [
+        f"--{name.replace('_', '-')} {value[0] if isinstance(value, tuple) else value}"
+        for name, value in shrunk.items()
+    ]
+    usually = [getattr(usual, name) for name in shrunk]
+    instead = [str(value[0] if isinstance(value, tuple) else value) for value in usually]
+    return f"On a CPU the defaults shrink: {', '.join(parts)} (on a GPU {', '.join(instead)})." if parts else ""
+
+
 def main() -> int:
     """Parse, check everything that can be checked before running, run, print."""
     options = parse_options()
@@ -333,15 +349,12 @@ def main() -> int:
         cells = make_cells(options)
         before = read_rows(options.compare, cell_columns(ModelCell)) if options.compare else None
         row_file = RowFile(csv, cell_columns(ModelCell)) if csv else None
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         return complain(BENCHMARK, str(error))
-    if options.device == "cpu" and not torch.cuda.is_available():
-        small = default_options("cpu")
-        print(
-            f"No GPU found, so defaults are small: batch {small.batch_size[0]}, context {small.context_length[0]}, "
-            f"{small.warmup[0]} warm-up and {small.steps} recorded steps.",
-            file=sys.stderr,
-        )
+    except OSError as error:
+        return complain(BENCHMARK, f"{error.filename}: {error.strerror}")
+    if note := small_defaults_note(options):
+        print(note, file=sys.stderr)
     write_error = None
     try:
         run(options, cells, row_file, outcomes)
@@ -363,4 +376,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(BENCHMARK, main)

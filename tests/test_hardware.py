@@ -118,9 +118,7 @@ def test_peaks_agree_with_units_times_clock() -> None:
         ("RTX 5090", 170, 512, 2.407e9),
         ("RTX PRO 6000 Blackwell", 188, 1024, 2.617e9),
     ]:
-        assert by_name(name).peak("bf16") == pytest.approx(n_sms * flop_per_sm_cycle * boost_hz, rel=0.013), (
-            name
-        )
+        assert by_name(name).peak("bf16") == pytest.approx(n_sms * flop_per_sm_cycle * boost_hz, rel=0.013), name
 
 
 @pytest.mark.parametrize(("name", "knee_flop_per_byte"), [("H100 SXM", 295), ("H200", 206), ("B200", 292)])

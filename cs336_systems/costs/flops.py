@@ -7,8 +7,8 @@ forward's (one for the input's gradient, one for the weight's), so forward : bac
 Two questions, kept apart:
 
 * **Model FLOPs**: what the mathematics requires, however it is computed. Two conventions are in use and differ at long
-  context: ``causal`` counts the half of the score matrix that a causal model needs; ``palm`` counts all of it (Chowdhery
-  et al. 2022, appendix B). MFU is model FLOP/s over the peak.
+  context: ``causal`` counts the half of the score matrix that a causal model needs; ``palm`` counts all of it
+  (Chowdhery et al. 2022, appendix B). MFU is model FLOP/s over the peak.
 * **Hardware FLOPs**: what is executed: attention that materialises every score, masked ones included; the scores that
   FlashAttention recomputes (its backward is 2.5 x its forward: five products for two); blocks that activation
   checkpointing runs again. HFU is hardware FLOP/s over the peak.

@@ -2,7 +2,7 @@
 
 States follow from the parameter count. Activations are listed: ``block_saved_tensors`` names every tensor that autograd
 keeps for one block of the reference model (materialised attention, no checkpointing), and the sum equals what
-``saved_tensors_hooks`` counts. The peak is the largest of a few moments of the step, each the sum of what is alive then:
+``saved_tensors_hooks`` counts. The peak is the largest of a few moments, each the sum of what is alive then:
 
     forward   attention or feed-forward of a block, or the loss over the vocabulary, above the parameters
     backward  the loss's backward (all activations alive), attention of the last block, of the first block (almost all
@@ -83,7 +83,7 @@ def adamw_state_bytes(config: ModelConfig, precision: Precision) -> int:
 
 
 def adamw_traffic_bytes(config: ModelConfig, precision: Precision) -> int:
-    """Least bytes that one AdamW step moves: reads parameter, gradient and both moments; writes all but the gradient."""
+    """Least bytes that one AdamW step moves: reads parameter, gradient, both moments; writes all but the gradient."""
     return 7 * parameter_bytes(config, precision)
 
 
@@ -341,7 +341,7 @@ class _Transients:
 
     @property
     def attention_backward(self) -> int:
-        """Residual gradient, the feed-forward's weight gradients, v's gradient; gradients of probabilities and scores."""
+        """Gradients of residual and v, the feed-forward's weight gradients, gradients of probabilities and scores."""
         wide, narrow, softmax = (
             self.precision.parameter_bytes,
             self.precision.matmul_bytes,

@@ -35,25 +35,40 @@ def free_bytes(device: torch.device) -> int:
     return available if limit is None else min(available, limit)
 
 
-def _cgroup_headroom(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes left under the memory limit of this control group (v2, then v1), or None without a limit.
+def _cgroup_headroom(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Bytes left under the tightest memory limit of this process's control groups, v1 and v2; None without a limit.
 
-    Reclaimable page cache counts as used in ``memory.current``, so inactive file pages are given back.
+    A limit binds every group below it, so all ancestors are asked; inside a container the visible root is the
+    container's own group.
     """
-    for limit_name, usage_name, inactive_name in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            limit, usage = (root / limit_name).read_text().strip(), int((root / usage_name).read_text())
-            stat_file = (root / usage_name).with_name("memory.stat")
-            stat = dict(line.split() for line in stat_file.read_text().splitlines())
-        except (OSError, ValueError):
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    headrooms = []
+    for line in lines:
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            base, files = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base, files = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
             continue
-        if limit == "max":
-            return None
-        return int(limit) - usage + int(stat.get(inactive_name, 0))
-    return None
+        group = base / path.strip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(base) and (headroom := _headroom_of(folder, *files)) is not None:
+                headrooms.append(headroom)
+    return min(headrooms, default=None)
+
+
+def _headroom_of(folder: Path, limit_file: str, usage_file: str, inactive_name: str) -> int | None:
+    """Limit less usage of one control group, or None without a limit; reclaimable page cache does not count as used."""
+    try:
+        limit, usage = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return None if limit == "max" else int(limit) - usage + int(stat.get(inactive_name, 0))
+    except (OSError, ValueError):
+        return None
 
 
 class PeakMeter:

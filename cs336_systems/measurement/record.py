@@ -154,8 +154,9 @@ def _check_file(path: Path, columns: Sequence[str] | None = None) -> None:
     if version and version != str(SCHEMA_VERSION):
         raise ValueError(f"{path} has schema version {version}, this suite writes and reads {SCHEMA_VERSION}")
     if columns is not None and header != list(columns):
-        difference = sorted(set(header) ^ set(columns)) or "their order"
-        raise ValueError(f"{path} has other columns than this benchmark writes: {difference}")
+        missing, foreign = sorted(set(columns) - set(header)), sorted(set(header) - set(columns))
+        difference = f"missing {missing}, foreign {foreign}" if missing or foreign else "another order"
+        raise ValueError(f"{path} has other columns than this benchmark's rows: {difference}")
 
 
 def read_rows(path: Path, cell_columns: Iterable[str] = ()) -> pd.DataFrame:
@@ -180,5 +181,7 @@ def parse_samples(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with ``samples`` as lists, empty where there are none, and empty strings in its text columns."""
     blank = [column for column in frame.columns if column not in _NUMBERS and frame[column].isna().any()]
     frame = frame.astype(dict.fromkeys(blank, object)).fillna(dict.fromkeys(blank, ""))
+    for column in _NUMBERS:
+        frame[column] = pd.to_numeric(frame[column], errors="coerce")
     frame["samples"] = [json.loads(text) if text else [] for text in frame["samples"]]
     return frame

@@ -22,6 +22,7 @@ import multiprocessing.connection
 import os
 import signal
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -60,6 +61,10 @@ Measure = Callable[[Any], list[Metric]]
 
 _EXIT_GRACE_S = 10.0
 """A process that has reported, or has closed its pipe, may take this long to clean up before it is killed."""
+
+
+_MESSAGE_WIDTH = 200
+"""Characters of an unexpected error that go into its row; the traceback on stderr has the rest."""
 
 
 class PredictedOutOfMemory(Exception):
@@ -199,7 +204,7 @@ def _classify(error: BaseException) -> dict[str, Any]:
         return {"status": "predicted-oom", "message": str(error)}
     if isinstance(error, Unsupported):
         return {"status": "unsupported", "message": str(error)}
-    message = f"{type(error).__name__}: {error}".splitlines()[0]
+    message = textwrap.shorten(f"{type(error).__name__}: {error}".splitlines()[0], _MESSAGE_WIDTH, placeholder=" ...")
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
         return {"status": "oom", "message": message}
     return {"status": "error", "message": message, "traceback": traceback.format_exc()}

@@ -196,7 +196,7 @@ def config_from_hf(path: str | os.PathLike[str]) -> ModelConfig:
 
     Raises:
         FileNotFoundError: no such folder, or no ``config.json`` in it.
-        ValueError: a field is missing, or asks for what ``TransformerLM`` does not compute; the message names the value.
+        ValueError: a field is missing, or asks for what ``TransformerLM`` cannot do; the message names the value.
     """
     file = _folder(path) / "config.json"
     if not file.is_file():

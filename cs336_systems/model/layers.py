@@ -137,7 +137,7 @@ class RotaryEmbedding(nn.Module):
             self.register_buffer(name, torch.empty(shape, device=device, dtype=table_dtype), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
-        """``nn.Module._apply``, which ``to`` calls: a change of dtype computes the tables anew, it does not round them."""
+        """``nn.Module._apply``, which ``to`` calls: a change of dtype computes the tables anew."""
         dtype_before = self.cos.dtype
         super()._apply(fn, recurse)
         if self.cos.dtype != dtype_before:

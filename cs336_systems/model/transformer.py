@@ -118,8 +118,9 @@ class TransformerLM(nn.Module):
         A tied embedding is drawn twice and keeps the head's scale, the smaller: unit variance would make huge logits.
         """
         for module in self.modules():
-            if module is not self and hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+            reset = getattr(module, "reset_parameters", None)
+            if module is not self and callable(reset):
+                reset()
 
     def forward(self, token_ids: Tensor) -> Tensor:
         cos, sin = self.rotary(token_ids.shape[-1])

@@ -76,18 +76,18 @@ def compare(new: pd.DataFrame, old: pd.DataFrame) -> Table:
             }
         )
     notes = [
-        f"{len(side.keys() - set(shared))} phases only in the {name} rows"
+        f"timings in the {name} rows only: {len(side.keys() - set(shared))}"
         for side, name in zip(sides, ("new", "old"), strict=True)
     ]
     notes += [
-        f"{column}: {', '.join(map(str, before))} -> {', '.join(map(str, now))}"
+        f"{column}: {', '.join(map(str, olds))} -> {', '.join(map(str, news))}"
         for column in _IDENTITY
-        if (before := sorted(set(old[column]))) != (now := sorted(set(new[column])))
+        if (olds := sorted(set(old[column]))) != (news := sorted(set(new[column])))
     ]
-    frame = pd.DataFrame(lines, columns=[*keys, "old ms", "new ms", "new / old", "95 % interval", "verdict"])
+    figures = ["old ms", "new ms", "new / old", "95 % interval", "verdict"]
+    frame = pd.DataFrame(lines, columns=[*keys, *figures])
     caption, varying = settings_split(frame, keys[:-1])
-    columns = [*varying, "metric", "old ms", "new ms", "new / old", "95 % interval", "verdict"]
-    return Table("; ".join([caption, *notes]) if caption else "; ".join(notes), frame[columns])
+    return Table("; ".join([caption, *notes] if caption else notes), frame[[*varying, "metric", *figures]])
 
 
 def _timings(frame: pd.DataFrame, keys: list[str]) -> dict[tuple, pd.Series]:

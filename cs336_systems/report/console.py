@@ -1,10 +1,10 @@
-"""What a benchmark says to the person (or the program) that ran it: tables, one sentence on bad input, a last JSON line."""
+"""What a benchmark says to whoever ran it: tables, one sentence on bad input, a last line of JSON."""
 
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from rich.console import Console
 
@@ -29,6 +29,16 @@ def complain(benchmark: str, message: str) -> int:
     """One sentence on stderr; returns the exit code of bad input."""
     print(f"{benchmark}: {message}", file=sys.stderr)
     return BAD_INPUT
+
+
+def exit_with(benchmark: str, main: Callable[[], int]) -> NoReturn:
+    """Run a command's ``main`` and exit with its code; Ctrl-C at any moment is one sentence, not a traceback."""
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        print(f"{benchmark}: interrupted; every finished row is kept", file=sys.stderr)
+        code = INTERRUPTED
+    sys.exit(code)
 
 
 def finish(

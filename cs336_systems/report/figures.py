@@ -5,6 +5,7 @@ dtype, and what all points share in the title. Drawn without pyplot, so importin
 """
 
 from pathlib import Path
+from typing import Literal
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -17,7 +18,7 @@ from cs336_systems.report.tables import CEILING
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^vPX*"
-_DASHES = ("-", "--", ":", "-.")
+_DASHES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 _FIXED = ("device", "batch_size", "optimizer", "warmup")
 _SHARES = {
     "mfu": "MFU: % of the dtype's datasheet peak\n(model FLOPs, causal)",
@@ -26,7 +27,7 @@ _SHARES = {
 
 
 def draw_step_figure(rows: pd.DataFrame, path: Path) -> bool:
-    """Time of the whole pass (left) and share of the limit (right) of ``benchmark_model`` rows; returns whether it drew.
+    """Time of the whole pass (left) and share of the limit (right) of step rows; returns whether it drew.
 
     The x axis is context length if several were measured, else model size. Where the rows hold several modes, the
     largest is drawn; where they hold several batch sizes, optimizers or warm-ups, the one with the most points.
@@ -44,14 +45,15 @@ def draw_step_figure(rows: pd.DataFrame, path: Path) -> bool:
     share = next((metric for metric in _SHARES if (rows["metric"] == metric).any()), None)
     figure = Figure(figsize=(10, 4), layout="constrained")
     time_axes, share_axes = figure.subplots(1, 2)
-    _draw(time_axes, rows[rows["metric"] == "step"], x)
+    series = _series(rows, x)
+    _draw(time_axes, rows[rows["metric"] == "step"], x, series)
     time_axes.set_yscale("log")
     time_axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
     time_axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     time_axes.yaxis.set_minor_formatter(NullFormatter())
     time_axes.set_ylabel("time of the whole pass, ms\n(median, bar p10 to p90)")
     if share:
-        _draw(share_axes, rows[rows["metric"] == share], x)
+        _draw(share_axes, rows[rows["metric"] == share], x, series)
         share_axes.set_ylabel(_SHARES[share])
     share_axes.set_ylim(bottom=0)
     figure.legend(handles=_legend(rows, x), loc="outside right center", frameon=False, fontsize=9)
@@ -82,21 +84,20 @@ def _series(rows: pd.DataFrame, x: str) -> tuple[list[str], list[str]]:
     return (list(dict.fromkeys(rows["size"])), hows) if x == "context_length" else (hows, hows)
 
 
-def _draw(axes: Axes, rows: pd.DataFrame, x: str) -> None:
+def _draw(axes: Axes, rows: pd.DataFrame, x: str, series: tuple[list[str], list[str]]) -> None:
     """One line per size and dtype against context length, or per dtype against size."""
-    colours, styles = _series(rows, x)
+    colours, styles = series
     groups = ["size", "how"] if x == "context_length" else ["how", "how"]
-    for (coloured, styled), line in rows.groupby([rows[groups[0]], rows[groups[1]].rename("style")], sort=False):
-        if x == "context_length":
-            line = line.sort_values(x)
+    for (coloured, styled), group in rows.groupby([rows[groups[0]], rows[groups[1]].rename("style")], sort=False):
+        line = group.sort_values(x) if x == "context_length" else group
         median = line["median"].astype(float)
         axes.errorbar(
             line[x],
             median,
             yerr=[median - line["p10"].astype(float), line["p90"].astype(float) - median],
-            color=OKABE_ITO[colours.index(coloured) % len(OKABE_ITO)],
-            marker=_MARKERS[styles.index(styled) % len(_MARKERS)],
-            linestyle=_DASHES[styles.index(styled) % len(_DASHES)],
+            color=OKABE_ITO[colours.index(str(coloured)) % len(OKABE_ITO)],
+            marker=_MARKERS[styles.index(str(styled)) % len(_MARKERS)],
+            linestyle=_DASHES[styles.index(str(styled)) % len(_DASHES)],
             capsize=2,
             markersize=5,
             linewidth=1.5,

@@ -1,7 +1,7 @@
 """Rows as tables for people: Markdown, LaTeX, CSV; one line per cell, constants moved into the caption.
 
-``step_table`` is the table of ``benchmark_model.py``. It reads nothing but rows, so that a table on the terminal, in the
-README and in writeup.md is the same table. Conventions that a number depends on stand in its column's name.
+``step_table`` is the table of ``benchmark_model.py``. It reads nothing but rows, so that a table on the terminal and
+in a document is the same table. Conventions that a number depends on stand in its column's name.
 """
 
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ _LATEX = {character: f"\\{character}" for character in "&%_#${}"} | {
 
 
 def _escape_latex(text: str) -> str:
-    return text.translate(str.maketrans(_LATEX))
+    return "".join(_LATEX.get(character, character) for character in text)
 
 
 def step_table(rows: pd.DataFrame) -> Table:
@@ -87,7 +87,7 @@ def step_table(rows: pd.DataFrame) -> Table:
         rows: of ``benchmark_model.py``, as ``read_rows`` returns them or as collected in memory.
     """
     rows = rows[rows["variant"] != CEILING]
-    settings = [column for column in SETTINGS if column in rows.columns]
+    settings = [column for column in ("gpu", *SETTINGS) if column in rows.columns]
     lines = []
     for _, cell in rows.groupby(settings, sort=False, dropna=False):
         cell = cell[cell["timestamp"] == cell["timestamp"].iloc[-1]]
@@ -144,7 +144,9 @@ def settings_split(frame: pd.DataFrame, settings: list[str]) -> tuple[str, list[
         return "", settings
     constant = [column for column in settings if column != "size" and frame[column].nunique(dropna=False) == 1]
     varying = [column for column in settings if column not in constant]
-    caption = ", ".join(f"{_LABELS.get(column, column)} {frame[column].iloc[0]}" for column in constant)
+    caption = ", ".join(
+        f"{_LABELS.get(column, column)} {frame[column].iloc[0]}" for column in constant if frame[column].iloc[0] != ""
+    )
     return caption, varying
 
 

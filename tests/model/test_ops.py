@@ -1,4 +1,4 @@
-"""Every reference operation against an independent formula, in fp64 where both sides round 2^29 times finer than fp32."""
+"""Each reference operation against an independent formula in fp64, and the dtypes and shapes that it promises."""
 
 import pytest
 import torch

@@ -1,0 +1,363 @@
+"""The command as a user meets it: one real run in a process of its own, then its options, endings and refusals."""
+
+import csv
+import importlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336_systems.measurement import sweep
+from cs336_systems.measurement.record import Metric, RowFile, read_rows
+from tests.measurement.cells import fake_ceiling, fake_model
+
+ROOT = Path(__file__).resolve().parents[2]
+ALWAYS_KNOWN = ("host", "python", "torch", "triton", "commit", "dirty", "argv", "seed", "timestamp")
+
+benchmark = importlib.import_module("benchmarks.benchmark_model")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started_run(tmp_path_factory):
+    """(process, its --out folder) of one real run, started with the first test as it takes a while."""
+    folder = tmp_path_factory.mktemp("first") / "new" / "results"
+    options = ["--device", "cpu", "--size", "tiny", "--context-length", "64", "--batch-size", "2", "--mode", "step"]
+    process = subprocess.Popen(
+        [sys.executable, "benchmarks/benchmark_model.py", *options, "--steps", "3", "--out", str(folder)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process, folder
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def first_run(started_run):
+    """(exit code, stdout, stderr, --out folder) of the real run."""
+    process, folder = started_run
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err, folder
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs ``main`` in this process; returns (exit code, stdout, stderr)."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["benchmark_model.py", *map(str, arguments)])
+        try:
+            code = benchmark.main()
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def faked(monkeypatch):
+    """Cells end at once: their measurements are stand-ins."""
+    monkeypatch.setattr(benchmark, "measure_ceiling", fake_ceiling)
+    monkeypatch.setattr(benchmark, "measure_model", fake_model)
+
+
+@pytest.fixture
+def refused(command, monkeypatch):
+    """Runs ``main`` on bad input, of which nothing may be run; returns the sentence on stderr."""
+
+    def run(*arguments: object) -> str:
+        with monkeypatch.context() as context:
+            context.setattr(benchmark, "run_sweep", lambda *args, **kwargs: pytest.fail("something was run"))
+            code, out, err = command("--device", "cpu", *arguments)
+        assert code == 2
+        assert out == ""
+        assert len(err.splitlines()) == 1, err
+        assert err.startswith("benchmark_model: ")
+        return err.removeprefix("benchmark_model: ").strip()
+
+    return run
+
+
+def test_what_cannot_fit_is_a_row_and_not_run(monkeypatch, command, tmp_path):
+    monkeypatch.setattr(benchmark, "measure_ceiling", fake_ceiling)
+    options = ("--size", "10b", "--mode", "step", "--context-length", 512, "--batch-size", 4096)
+    code, out, _ = command("--device", "cpu", *options, "--out", tmp_path)
+    assert code == 0
+    (row,) = read_rows(tmp_path / "benchmark_model.csv").query("size == '10b'").to_dict("records")
+    assert row["status"] == "predicted-oom"
+    needed, free = re.fullmatch(r"needs (\S+) GiB, (\S+) GiB are free", row["message"]).groups()
+    assert float(needed) > float(free) > 0
+    assert float(needed) > 12.8e9 * 16 / 2**30, "parameters, gradients and both moments"
+    assert (row["metric"], row["samples"]) == ("", [])
+    assert row["host"]
+    table, last = out.rsplit("\n", 2)[:2]
+    assert f"predicted-oom: {row['message']}" in table
+    cell = json.loads(last)["cells"][-1]
+    assert cell == {"cell": cell["cell"], "status": "predicted-oom"}
+
+
+def test_the_grid_is_the_product_of_all_sets():
+    line = (
+        "--device cpu --size tiny small --context-length 64 128 --batch-size 1 2 4 --dtype fp32 bf16 --compile off on "
+        "--optimizer reference torch-fused --mode forward step --warmup 0 1 --steps 7 --seed 3"
+    )
+    options = benchmark.parse_options(line.split())
+    cells = benchmark.make_cells(options)
+    assert len(cells) == len(set(cells)) == 2 * 2 * 3 * 2 * 2 * 2 * 2 * 2
+    assert {(cell.steps, cell.seed, cell.device) for cell in cells} == {(7, 3, "cpu")}
+    assert {cell.variant for cell in cells} == {"eager", "compiled"}
+
+
+def test_defaults_on_a_cpu_are_small():
+    cells = benchmark.make_cells(benchmark.parse_options(["--device", "cpu"]))
+    assert [cell.mode for cell in cells] == ["forward", "backward", "step"]
+    assert {(c.size, c.batch_size, c.context_length, c.compile, c.steps) for c in cells} == {
+        ("small", 1, 128, "off", 3)
+    }
+
+
+def test_compile_alone_means_on():
+    for arguments in (["--compile"], ["--compile", "on"], ["--compile", "--size", "tiny"]):
+        options = benchmark.parse_options(["--device", "cpu", "--mode", "step", *arguments])
+        assert [cell.compile for cell in benchmark.make_cells(options)] == ["on"]
+
+
+def test_aliases_are_resolved_before_they_are_recorded():
+    options = benchmark.parse_options(["--device", "cpu", "--mode", "step", "--size", "XL-2026", "Tiny"])
+    assert [cell.size for cell in benchmark.make_cells(options)] == ["2.7b", "tiny"]
+
+
+def test_the_table_as_csv(faked, command):
+    code, out, _ = command("--device", "cpu", "--size", "tiny", "--mode", "step", "--format", "csv")
+    assert code == 0
+    table, last = out.rsplit("\n", 2)[:2]
+    assert json.loads(last)["csv"] is None
+    assert next(csv.DictReader(io.StringIO(table)))["total ms"] == "2.00 (1.20–2.80)"
+
+
+def press_ctrl_c_in_cell(number, monkeypatch):
+    """From now on the ``number``-th cell, counted from 1, is interrupted while it is waited for."""
+    really_receive, seen = sweep._receive, []
+
+    def receive(report, receiver, deadline):
+        seen.append(None)
+        if len(seen) == number:
+            receiver.poll(10)
+            report |= receiver.recv()
+            raise KeyboardInterrupt
+        really_receive(report, receiver, deadline)
+
+    monkeypatch.setattr(sweep, "_receive", receive)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_ctrl_c_exits_130_with_every_row_on_disk(faked, command, tmp_path, monkeypatch, number):
+    """In the ceilings (1) and in the second of three models (3)."""
+    press_ctrl_c_in_cell(number, monkeypatch)
+    code, out, _ = command("--device", "cpu", "--size", "tiny", "--out", tmp_path)
+    assert code == 130
+    rows = read_rows(tmp_path / "benchmark_model.csv")
+    assert list(rows["status"]) == ["ok"] * (0 if number == 1 else 5) + ["interrupted"]
+    assert rows.iloc[-1]["message"] == "Ctrl-C"
+    assert rows.iloc[-1]["commit"]
+    assert json.loads(out.splitlines()[-1])["cells"][-1]["status"] == "interrupted"
+
+
+def test_a_full_disk_is_said_once_and_what_was_measured_is_shown(faked, command, tmp_path, monkeypatch):
+    really_append, appended = RowFile.append, []
+
+    def append(self, rows):
+        if len(appended) == 2:
+            raise OSError(28, "No space left on device")
+        appended.append(rows)
+        really_append(self, rows)
+
+    monkeypatch.setattr(RowFile, "append", append)
+    code, out, err = command("--device", "cpu", "--size", "tiny", "--out", tmp_path)
+    assert code == 2
+    assert "No space left on device" in err.splitlines()[-1]
+    assert str(tmp_path / "benchmark_model.csv") in err.splitlines()[-1]
+    assert "Traceback" not in err
+    assert len(re.findall(r"^\| tiny", out, re.MULTILINE)) == 2
+    assert list(read_rows(tmp_path / "benchmark_model.csv")["variant"]) == ["ceiling"] * 2 + ["eager"] * 3
+
+
+def test_failed_ceilings_do_not_stop_the_cells(command, monkeypatch):
+    monkeypatch.setattr(benchmark, "measure_ceiling", os._exit)
+    monkeypatch.setattr(benchmark, "measure_model", fake_model)
+    code, out, _ = command("--device", "cpu", "--size", "tiny", "--mode", "step")
+    assert code == 0
+    assert [cell["status"] for cell in json.loads(out.splitlines()[-1])["cells"]] == ["error", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pieces"),
+    [
+        (["--size", "smal"], ["'smal'", "did you mean small", "leaderboard-8b"]),
+        (["--size", "tiny", "nonsense"], ["'nonsense'", "known sizes are"]),
+        (["--size", "llama3-8b", "--context-length", "128", "9000"], ["9000", "8192", "llama3-8b"]),
+        (["--batch-size", "0"], ["--batch-size must be positive", "got 0"]),
+        (["--batch-size", "4", "-1"], ["--batch-size must be positive", "got -1"]),
+        (["--context-length", "0"], ["--context-length must be positive", "got 0"]),
+        (["--context-length", "-128"], ["--context-length must be positive", "got -128"]),
+        (["--steps", "0"], ["--steps", "positive", "0"]),
+        (["--steps", "-3"], ["--steps", "positive", "-3"]),
+        (["--warmup", "1", "-2"], ["--warmup", "negative", "-2"]),
+        (["--timeout", "0"], ["--timeout", "positive", "0"]),
+        (["--timeout", "nan"], ["--timeout", "nan"]),
+        (["--timeout", "inf"], ["--timeout", "inf"]),
+        (["--dtype", "fp32", "tf32"], ["--dtype tf32", "the CPU has none"]),
+        (["--size"], ["--size"]),
+        (["--dtype"], ["--dtype"]),
+        (["--warmup"], ["--warmup"]),
+        (["--mode"], ["--mode"]),
+    ],
+    ids=" ".join,
+)
+def test_bad_values(refused, arguments, pieces, tmp_path):
+    message = refused(*arguments, "--out", tmp_path / "new")
+    for piece in pieces:
+        assert piece in message
+    assert not (tmp_path / "new").exists()
+
+
+def test_cuda_without_a_device(refused, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    message = refused("--device", "cuda")
+    assert "--device cuda" in message
+    assert "--device cpu" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pieces"),
+    [
+        (["--dtype", "fp8"], ["fp8", "--dtype", "fp32", "autocast-bf16"]),
+        (["--mode", "train"], ["train", "--mode", "forward", "step"]),
+        (["--steps", "many"], ["many", "--steps"]),
+        (["--stepz", "3"], ["--stepz", "--steps"]),
+    ],
+    ids=" ".join,
+)
+def test_what_the_parser_refuses(command, monkeypatch, arguments, pieces):
+    monkeypatch.setattr(benchmark, "run_sweep", lambda *args, **kwargs: pytest.fail("something was run"))
+    code, out, err = command("--device", "cpu", *arguments)
+    assert code == 2
+    assert out == ""
+    for piece in pieces:
+        assert piece in err
+
+
+@pytest.fixture
+def earlier(tmp_path):
+    """The CSV of an earlier run."""
+    columns = sweep.cell_columns(benchmark.ModelCell)
+    file = RowFile(tmp_path / "earlier" / "benchmark_model.csv", columns)
+    file.append([dict.fromkeys(columns, 1) | {"schema_version": 1} | Metric("step", "ms", [1.0, 2.0]).statistics()])
+    return file.path
+
+
+def other_version(path):
+    path.write_text(path.read_text().replace("\n1,", "\n77,"))
+    return "77"
+
+
+def torn(path):
+    path.write_bytes(path.read_bytes()[:-9])
+    return "torn line"
+
+
+def foreign(path):
+    path.write_text("epoch,loss\n1,0.5\n")
+    return "epoch"
+
+
+def another_benchmarks(path):
+    path.unlink()
+    RowFile(path, ["device", "subject", "rounds"])
+    return "size"
+
+
+@pytest.mark.parametrize("spoil", [other_version, torn, foreign, another_benchmarks])
+@pytest.mark.parametrize("option", ["--out", "--compare"])
+def test_files_that_cannot_be_continued_or_compared(refused, earlier, spoil, option):
+    piece = spoil(earlier)
+    before = earlier.read_bytes()
+    message = refused("--size", "tiny", option, earlier.parent if option == "--out" else earlier)
+    assert piece in message
+    assert str(earlier) in message
+    assert earlier.read_bytes() == before
+
+
+def test_a_file_to_compare_with_must_exist(refused, tmp_path):
+    assert str(tmp_path / "missing.csv") in refused("--size", "tiny", "--compare", tmp_path / "missing.csv")
+    assert str(tmp_path) in refused("--size", "tiny", "--compare", tmp_path)
+
+
+@pytest.mark.parametrize("below", ["", "below", "below/further"])
+def test_out_must_be_a_folder(refused, tmp_path, below):
+    (tmp_path / "file").write_text("kept")
+    message = refused("--size", "tiny", "--out", tmp_path / "file" / below)
+    assert str(tmp_path / "file") in message
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_real_run_prints_a_table_and_ends_in_json(first_run):
+    code, out, err, folder = first_run
+    assert code == 0, err
+    *table, last = out.splitlines()
+    assert any(re.match(r"\| tiny +\|.*\| ok +\|$", line) for line in table), out
+    assert "batch 2, context 64, dtype fp32" in table[0]
+    summary = json.loads(last)
+    assert summary.keys() == {"benchmark", "ok", "cells", "csv"}
+    assert summary["benchmark"] == "benchmark_model"
+    assert summary["csv"] == str(folder / "benchmark_model.csv")
+    cell = next(cell for cell in summary["cells"] if "tiny" in cell["cell"])
+    assert cell["status"] == "ok"
+    assert {"forward", "backward", "optimizer", "step", "tokens_per_s", "model_tflops", "peak_memory"} <= cell.keys()
+    assert cell["step"] == pytest.approx(cell["forward"] + cell["backward"] + cell["optimizer"], rel=0.5)
+    assert "Traceback" not in err
+    assert "Warning" not in err
+
+
+def test_a_real_run_leaves_rows_with_their_provenance_and_a_figure(first_run):
+    *_, folder = first_run
+    rows = read_rows(folder / "benchmark_model.csv")
+    for column in ALWAYS_KNOWN:
+        assert (rows[column].astype(str) != "").all(), column
+    assert all(json.loads(state) for column in ("state_before", "state_after") for state in rows[column])
+    assert set(rows["status"]) == {"ok"}
+    cell = rows[rows["variant"] == "eager"].set_index("metric")
+    assert {"forward", "backward", "optimizer", "step", "warmup_step", "peak_memory"} <= set(cell.index)
+    assert set(cell["batch_size"]) == {2}
+    assert set(cell["context_length"]) == {64}
+    assert [len(samples) for samples in cell.loc[["forward", "step", "warmup_step"], "samples"]] == [3, 3, 1]
+    # tokens per second follow from the step's own samples
+    tokens_per_s = sorted(2 * 64 / (ms / 1e3) for ms in cell.loc["step", "samples"])
+    assert cell.loc["tokens_per_s", "median"] == pytest.approx(tokens_per_s[1], rel=1e-5)
+    assert set(rows[rows["variant"] == "ceiling"]["metric"]) == {"matmul_ceiling", "copy_ceiling"}
+    assert (folder / "benchmark_model.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_second_run_appends_and_compares(first_run, faked, command):
+    *_, folder = first_run
+    path = folder / "benchmark_model.csv"
+    before = path.read_bytes()
+    options = ("--device", "cpu", "--size", "tiny", "--context-length", 64, "--batch-size", 2, "--mode", "step")
+    code, out, _ = command(*options, "--steps", 3, "--out", folder, "--compare", path)
+    assert code == 0
+    assert path.read_bytes().startswith(before)
+    assert (read_rows(path)["metric"] == "step").sum() == 2
+    phases = re.findall(r"\| tiny +\| (\w+) +\|.* (same|faster|slower|unclear) +\|", out)
+    assert [name for name, _ in phases] == ["forward", "step"], out
+    assert "timings in the new rows only: 0; timings in the old rows only: 2" in out

@@ -1,0 +1,190 @@
+"""Tables from hand-made rows: every cell is a line, every number is legible, no failure looks like a result."""
+
+import io
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from cs336_systems.report.tables import Table, _digits, step_table
+from tests.report.rows import ceiling, make_cell, make_frame, ms, rate
+
+STEP = (
+    ms("forward", 1.0, 1.2, 1.4),
+    ms("backward", 20.0, 22.0, 24.0),
+    ms("optimizer", 0.5, 0.5, 0.5),
+    ms("step", 1234.0, 1300.0, 1350.0),
+    rate("tokens_per_s", 98461.5),
+    rate("model_tflops", 0.04321),
+    rate("mfu", 41.26),
+    rate("matmul_ceiling_share", 55.55),
+    rate("peak_memory", 12.34),
+    rate("predicted_peak_memory", 9.876),
+)
+
+
+def line(frame: pd.DataFrame, **settings: object) -> dict:
+    """The only line of the table with these settings."""
+    for column, value in settings.items():
+        frame = frame[frame[column] == value]
+    assert len(frame) == 1
+    return frame.iloc[0].to_dict()
+
+
+def test_one_line_with_every_number():
+    table = step_table(make_frame(make_cell(*STEP)))
+    assert line(table.frame) == {
+        "size": "tiny",
+        "forward ms": "1.20 (1.04–1.36)",
+        "backward ms": "22.0 (20.4–23.6)",
+        "optimizer ms": "0.500 (0.500–0.500)",
+        "total ms": "1,300 (1,247–1,340)",
+        "tokens/s": "98,462",
+        "TFLOP/s": "0.0432",
+        "MFU %": "41.3",
+        "% of ceiling": "55.5",
+        "peak GiB": "12.3",
+        "predicted GiB": "9.88",
+        "status": "ok",
+    }
+
+
+def test_constants_move_into_the_caption_and_the_size_stays_a_column():
+    table = step_table(
+        make_frame(make_cell(*STEP, context_length=128), make_cell(*STEP, context_length=256, mode="forward"))
+    )
+    assert table.caption == "device cpu, batch 1, dtype fp32, compile off, optimizer reference, warmup 1, steps 3"
+    assert list(table.frame.columns)[:4] == ["size", "context", "mode", "forward ms"]
+    assert list(table.frame["context"]) == [128, 256]
+    assert list(table.frame["size"]) == ["tiny", "tiny"]
+
+
+def test_lines_keep_the_order_of_the_rows():
+    sizes = ["xl", "small", "medium"]
+    table = step_table(make_frame(*(make_cell(*STEP, size=size) for size in sizes)))
+    assert list(table.frame["size"]) == sizes
+
+
+@pytest.mark.parametrize("status", ["oom", "predicted-oom", "timeout", "unsupported", "error", "interrupted"])
+def test_a_failed_cell_is_a_line_with_its_reason_and_without_numbers(status):
+    frame = make_frame(make_cell(*STEP), make_cell(status=status, message="why it failed", size="10b"))
+    failed = line(step_table(frame).frame, size="10b")
+    assert failed.pop("status") == f"{status}: why it failed"
+    del failed["size"]
+    assert set(failed.values()) == {"–"}
+
+
+def test_only_failed_cells_make_a_table_too():
+    table = step_table(make_frame(make_cell(status="oom", message="no room")))
+    assert "oom: no room" in table.markdown()
+
+
+def test_a_metric_that_was_not_measured_is_a_dash():
+    only_forward = line(step_table(make_frame(make_cell(ms("forward", 1.0), ms("step", 1.0)))).frame)
+    assert only_forward["backward ms"] == only_forward["MFU %"] == only_forward["predicted GiB"] == "–"
+    assert only_forward["status"] == "ok"
+
+
+def test_ceilings_are_no_lines():
+    table = step_table(make_frame(ceiling(), make_cell(*STEP)))
+    assert len(table.frame) == 1
+    assert "777" not in table.markdown()
+
+
+@pytest.mark.parametrize("newest_is_ok", [True, False])
+def test_the_newest_outcome_of_a_cell_wins(newest_is_ok):
+    ok, failed = {"timestamp": "2026-01-01T00:00:01+00:00"}, {"timestamp": "2026-01-01T00:00:02+00:00"}
+    cells = [make_cell(*STEP, **ok), make_cell(status="error", message="broken", **failed)]
+    table = step_table(make_frame(*(reversed(cells) if newest_is_ok else cells))).frame
+    assert line(table)["status"] == ("ok" if newest_is_ok else "error: broken")
+    assert line(table)["total ms"] == ("1,300 (1,247–1,340)" if newest_is_ok else "–")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (123456.7, "123,457"),
+        (100.0, "100"),
+        (99.94, "99.9"),
+        (99.96, "100"),
+        (10.0, "10.0"),
+        (9.994, "9.99"),
+        (9.996, "10.0"),
+        (1.0, "1.00"),
+        (0.9996, "1.00"),
+        (0.5, "0.500"),
+        (0.01234, "0.0123"),
+        (0.0000123456, "0.0000123"),
+        (0.0, "0.00"),
+    ],
+)
+def test_three_digits_without_an_exponent(value, text):
+    assert _digits(value) == text
+
+
+TABLE = Table(
+    "50 % of R&D_cost #1",
+    pd.DataFrame({"size": ["a_b", "c"], "MFU %": ["1.0", "22.0"], "status": ["ok", "error: 5 % & {x} #2 \\ ~ $3 ^"]}),
+)
+
+
+def test_markdown():
+    lines = TABLE.markdown().splitlines()
+    assert lines[:2] == ["50 % of R&D_cost #1", ""]
+    assert [cell.strip() for cell in lines[2].strip("|").split("|")] == ["size", "MFU %", "status"]
+    assert [cell.endswith(":") for cell in lines[3].strip("|").split("|")] == [False, True, False]
+    assert lines[4].split("|")[2].endswith(" 1.0 ")
+    assert len(lines) == 6
+    assert Table("", TABLE.frame).markdown().startswith("| size")
+
+
+def test_markdown_keeps_a_message_in_its_cell():
+    frame = pd.DataFrame({"status": ["error: int | str\nsecond line"], "n": [3]})
+    _, _, line = Table("", frame).markdown().splitlines()
+    assert r"error: int \| str second line" in line
+
+
+def test_latex_escapes_what_is_special():
+    text = TABLE.latex()
+    assert r"\caption{50 \% of R\&D\_cost \#1}" in text
+    assert r"\begin{tabular}{lrl}" in text
+    assert r"MFU \%" in text
+    assert r"a\_b" in text
+    assert r"5 \% \& \{x\} \#2 \textbackslash" in text
+    assert r"\$3" in text
+    assert r"\toprule" in text
+
+
+def test_latex_captions_are_escaped_like_cells():
+    text = Table(r"{x} \ ~ $3 ^", TABLE.frame).latex()
+    assert r"\caption{\{x\} \textbackslash{} \textasciitilde{} \$3 \textasciicircum{}}" in text
+
+
+def test_csv():
+    lines = TABLE.csv().splitlines()
+    assert lines[0] == "size,MFU %,status"
+    assert lines[1] == "a_b,1.0,ok"
+
+
+def test_rich():
+    text = io.StringIO()
+    Console(file=text, width=120).print(TABLE.rich())
+    rendered = text.getvalue()
+    for piece in (TABLE.caption, "MFU %", "22.0", "error: 5 % & {x} #2"):
+        assert piece in rendered
+
+
+def test_rich_takes_no_message_for_markup():
+    text = io.StringIO()
+    message = "error: index [/red] out of [0, 1]"
+    Console(file=text, width=120).print(Table("sizes [a, b]", pd.DataFrame({"status": [message]})).rich())
+    assert message in text.getvalue()
+    assert "sizes [a, b]" in text.getvalue()
+
+
+def test_the_step_table_renders_in_every_format():
+    table = step_table(make_frame(make_cell(*STEP), make_cell(status="oom", message="50 % too much", size="10b")))
+    assert "| 10b" in table.markdown()
+    assert r"50 \% too much" in table.latex()
+    assert "oom: 50 % too much" in table.csv()
+    assert table.rich().row_count == 2

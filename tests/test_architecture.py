@@ -1,0 +1,151 @@
+"""The house rules as tests: the ladder of imports, quiet imports, and documents that match files and rows."""
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "cs336_systems"
+LADDER = (
+    {"config", "hardware"},
+    {"costs"},
+    {"model"},
+    {"attention", "kernels"},
+    {"training"},
+    {"distributed"},
+    {"measurement"},
+    {"report"},
+    {"benchmarks", "scripts"},
+)
+PURE = ("config", "hardware", "costs")
+SOURCES = sorted(
+    path for folder in ("cs336_systems", "benchmarks", "scripts") for path in (ROOT / folder).rglob("*.py")
+)
+
+
+def stage_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[1] if parts[0] == "cs336_systems" else parts[0]
+
+
+def stage(name: str) -> int:
+    return next(i for i, names in enumerate(LADDER) if name in names)
+
+
+def imports(path: Path) -> list[str]:
+    """Absolute names of all modules that a file imports, wherever in the file."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.append(node.module or "")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_up_the_ladder_only(path: Path) -> None:
+    if path == PACKAGE / "__init__.py":
+        assert imports(path) == []
+        return
+    own = stage_name(path)
+    for module in imports(path):
+        if not module.startswith("cs336_systems."):
+            continue
+        other = module.split(".")[1]
+        assert other == own or stage(other) < stage(own), f"{own} must not import {module}"
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if stage_name(p) in PURE], ids=lambda path: path.name)
+def test_costs_are_pure_arithmetic(path: Path) -> None:
+    assert not [module for module in imports(path) if module.split(".")[0] in ("torch", "numpy", "pandas", "triton")]
+
+
+def test_importing_touches_nothing() -> None:
+    code = """
+import os, sys, importlib, pkgutil
+before = dict(os.environ)
+import cs336_systems
+for module in pkgutil.walk_packages(cs336_systems.__path__, "cs336_systems."):
+    importlib.import_module(module.name)
+import torch
+assert not torch.cuda.is_initialized(), "a device was touched"
+assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
+assert "matplotlib.pyplot" not in sys.modules
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+
+
+def readme_tree() -> list[Path]:
+    """The paths in the README's drawing of the house."""
+    block = re.search(r"## The house\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    paths, folder = [], Path()
+    for line in block[1].splitlines():
+        name = line.split()[0]
+        if not line.startswith(" "):
+            folder = Path(name) if name.endswith("/") else Path()
+            paths.append(Path(name))
+        else:
+            paths.append(folder / name)
+    return paths
+
+
+def test_readme_tree_matches_the_files() -> None:
+    paths = readme_tree()
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    drawn = {path.parts[1] for path in paths if path.parts[0] == "cs336_systems" and len(path.parts) > 1}
+    present = {path.name for path in PACKAGE.iterdir() if path.name not in ("__init__.py", "__pycache__")}
+    assert drawn == present
+
+
+def readme_commands() -> list[list[str]]:
+    """Every benchmark or script that the README tells a user to run, as arguments after ``uv run``."""
+    commands = []
+    for block in re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL):
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            if "run" in words:
+                commands.append(words[words.index("run") + 1 :])
+    return commands
+
+
+def test_readme_opens_with_the_two_commands() -> None:
+    commands = readme_commands()
+    assert commands[:2] == [["benchmarks/benchmark_model.py", "--size", "xl"], ["pytest"]]
+    assert "run --locked pytest" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_readme_commands_parse(load_script, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_script("benchmarks/benchmark_model.py")
+    checked = 0
+    for script, *arguments in readme_commands():
+        if script == "benchmarks/benchmark_model.py":
+            assert model.make_cells(model.parse_options(arguments))
+            checked += 1
+        elif script != "pytest":
+            assert (ROOT / script).exists()
+    assert checked >= 5
+
+
+def test_readme_library_example_runs() -> None:
+    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    result = subprocess.run([sys.executable, "-c", block[1]], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "tensor(" in result.stdout
+
+
+def test_documents_hold_the_tables_that_the_rows_give() -> None:
+    result = subprocess.run(
+        [sys.executable, "scripts/report.py", "--check"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert result.returncode == 0, result.stderr
