@@ -250,5 +250,8 @@ PRECISIONS: dict[str, Precision] = {
     )
 }
 
+OPTIMIZERS = ("reference", "torch-fused")
+"""AdamW written out, or torch's fused kernel."""
+
 MODES = ("forward", "backward", "step")
 """forward: without gradients; backward: forward and backward; step: forward, backward and optimizer."""

@@ -17,11 +17,12 @@ Embedding lookups are free; the output head is not. Sequence lengths are in toke
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from cs336_systems.config import MODES, ModelConfig
 
 Convention = Literal["causal", "palm"]
+AttentionKind = Literal["materialised", "flash"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,13 @@ class ForwardFlops:
 def forward_flops(
     config: ModelConfig, batch_size: int, seq_len: int, convention: Convention = "causal"
 ) -> ForwardFlops:
-    """Model FLOPs of one forward pass over (batch_size, seq_len) tokens, by component."""
+    """Model FLOPs of one forward pass over (batch_size, seq_len) tokens, by component.
+
+    Raises:
+        ValueError: no such convention.
+    """
+    if convention not in get_args(Convention):
+        raise ValueError(f"unknown convention {convention!r}: known are {', '.join(get_args(Convention))}")
     tokens = batch_size * seq_len
     scores = config.n_layers * 4 * tokens * seq_len * config.d_model
     return ForwardFlops(
@@ -78,7 +85,7 @@ def hardware_flops(
     seq_len: int,
     mode: str,
     *,
-    attention: Literal["materialised", "flash"] = "materialised",
+    attention: AttentionKind = "materialised",
     checkpointed_blocks: int = 0,
 ) -> int:
     """Matrix-product operations executed in one pass of ``mode`` (see ``config.MODES``).
@@ -89,10 +96,12 @@ def hardware_flops(
         checkpointed_blocks: blocks whose forward runs a second time during backward.
 
     Raises:
-        ValueError: no such mode, or more checkpointed blocks than the model has.
+        ValueError: no such mode or attention, or more checkpointed blocks than the model has.
     """
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}: known are {', '.join(MODES)}")
+    if attention not in get_args(AttentionKind):
+        raise ValueError(f"unknown attention {attention!r}: known are {', '.join(get_args(AttentionKind))}")
     if not 0 <= checkpointed_blocks <= config.n_layers:
         raise ValueError(f"checkpointed_blocks must lie in 0..{config.n_layers}, got {checkpointed_blocks}")
     flash = attention == "flash"

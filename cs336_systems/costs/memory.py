@@ -19,7 +19,7 @@ Sizes are in bytes. B batch, S sequence, D d_model, F d_ff, H heads, E d_head, V
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cs336_systems.config import MODES, ModelConfig, Precision
+from cs336_systems.config import MODES, OPTIMIZERS, ModelConfig, Precision
 
 WIDE = 4
 """Norms, log-sum-exp and their saved inputs are at least fp32, whatever the parameters' dtype."""
@@ -234,10 +234,15 @@ def peak_memory(
         workspace_bytes: cuBLAS's, per thread that multiplies; ignored on the CPU.
 
     Raises:
-        ValueError: no such mode.
+        ValueError: no such mode, optimizer or device type.
     """
-    if mode not in MODES:
-        raise ValueError(f"unknown mode {mode!r}: known are {', '.join(MODES)}")
+    for name, value, known in (
+        ("mode", mode, MODES),
+        ("optimizer", optimizer, OPTIMIZERS),
+        ("device type", device_type, ("cuda", "cpu")),
+    ):
+        if value not in known:
+            raise ValueError(f"unknown {name} {value!r}: known are {', '.join(known)}")
     precision = precision.on(device_type)
     block_bytes = cuda_block_bytes if device_type == "cuda" else _exact_bytes
 

@@ -11,7 +11,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-OPTIMIZERS = ("reference", "torch-fused")
+from cs336_systems.config import OPTIMIZERS
 
 
 class AdamW(torch.optim.Optimizer):
@@ -36,13 +36,13 @@ class AdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ) -> None:
-        if lr < 0:
+        if not lr >= 0:
             raise ValueError(f"lr must not be negative, got {lr}")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas must lie in [0, 1), got {betas}")
-        if eps < 0:
+        if not eps >= 0:
             raise ValueError(f"eps must not be negative, got {eps}")
-        if weight_decay < 0:
+        if not weight_decay >= 0:
             raise ValueError(f"weight_decay must not be negative, got {weight_decay}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 

@@ -358,6 +358,8 @@ def test_an_unknown_mode_is_refused_by_name(mode):
         (MIB + 1, MIB + 512 + (20 * MIB - 19 * (MIB + 512)) // 19),  # 19 to a segment of 20 MiB
         (10_240_000, 10 * MIB),  # 9.77 MiB, two to a segment of 20 MiB
         (10 * MIB, 10 * MIB),
+        (11 * MIB - 512, 11 * MIB - 512),
+        (11 * MIB, 12 * MIB),  # exactly 1 MiB left, which is not cut off
         (40_960_000, 40 * MIB),  # 39.06 MiB alone in 40 MiB, 0.94 left
         (81_920_000, 81_920_000),  # 78.125 MiB alone in 80 MiB, 1.875 left and cut off
         (3 * MIB, 3 * MIB),  # six to a segment, 2 MiB left and cut off
