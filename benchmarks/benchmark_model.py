@@ -28,8 +28,9 @@ from cs336_systems.hardware import find_hardware
 from cs336_systems.measurement.ceilings import measure_ceilings
 from cs336_systems.measurement.clock import WHOLE, time_phases
 from cs336_systems.measurement.memory import PeakMeter, cublas_workspace_bytes, free_bytes
+from cs336_systems.measurement.process import PredictedOutOfMemory
 from cs336_systems.measurement.record import Metric, RowFile, read_rows
-from cs336_systems.measurement.sweep import Outcome, PredictedOutOfMemory, cell_columns, outcome_rows, run_sweep
+from cs336_systems.measurement.sweep import Outcome, cell_columns, outcome_rows, run_sweep
 from cs336_systems.report.compare import compare
 from cs336_systems.report.console import Format, complain, exit_with, finish, show
 from cs336_systems.report.figures import draw_step_figure

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.measurement import sweep
+from cs336_systems.measurement import process, sweep
 from cs336_systems.measurement.record import Metric, RowFile, read_rows
 from tests.measurement.cells import fake_ceiling, fake_model
 
@@ -148,17 +148,18 @@ def test_the_table_as_csv(faked, command):
 
 def press_ctrl_c_in_cell(number, monkeypatch):
     """From now on the ``number``-th cell, counted from 1, is interrupted while it is waited for."""
-    really_receive, seen = sweep._receive, []
+    really_converse, seen = process._converse, []
 
-    def receive(report, receiver, deadline):
+    def converse(report, connection, cell, deadline):
         seen.append(None)
         if len(seen) == number:
-            receiver.poll(10)
-            report |= receiver.recv()
+            connection.send(cell)
+            connection.poll(10)
+            report |= connection.recv()
             raise KeyboardInterrupt
-        really_receive(report, receiver, deadline)
+        really_converse(report, connection, cell, deadline)
 
-    monkeypatch.setattr(sweep, "_receive", receive)
+    monkeypatch.setattr(process, "_converse", converse)
 
 
 @pytest.mark.parametrize("number", [1, 3])

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from cs336_systems.measurement.memory import PeakMeter
+from cs336_systems.measurement.process import PredictedOutOfMemory, Unsupported
 from cs336_systems.measurement.record import Metric
-from cs336_systems.measurement.sweep import PredictedOutOfMemory, Unsupported
 
 MIB = 1024**2
 

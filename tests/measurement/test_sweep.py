@@ -13,7 +13,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from cs336_systems.measurement import sweep
+from cs336_systems.measurement import process, sweep
 from cs336_systems.measurement.record import STATUSES, RowFile, read_rows, schema_columns
 from cs336_systems.measurement.sweep import cell_columns, outcome_rows, run_cell, run_sweep
 from tests.measurement.cells import Cell, calls, measure
@@ -118,7 +118,7 @@ def test_ok():
     ],
 )
 def test_failed_cells_are_one_row_without_a_metric(what, status, message, monkeypatch, capsys):
-    monkeypatch.setattr(sweep, "_oom_kills", lambda: 5)
+    monkeypatch.setattr(process, "_oom_kills", lambda: 5)
     outcome = run(what)
     assert (outcome.status, outcome.message) == (status, message)
     (row,) = outcome.rows
@@ -147,14 +147,14 @@ def test_a_nan_is_an_error_that_names_the_metric():
 
 def test_a_kill_is_oom_if_the_kernel_counted_one(monkeypatch):
     counter = iter([5, 6])
-    monkeypatch.setattr(sweep, "_oom_kills", lambda: next(counter))
+    monkeypatch.setattr(process, "_oom_kills", lambda: next(counter))
     outcome = run("SIGKILL")
     assert (outcome.status, outcome.message) == ("oom", "killed by the kernel's out-of-memory killer")
 
 
 def test_a_crash_is_no_oom_even_if_the_kernel_killed_something_else(monkeypatch):
     counter = iter([5, 6])
-    monkeypatch.setattr(sweep, "_oom_kills", lambda: next(counter))
+    monkeypatch.setattr(process, "_oom_kills", lambda: next(counter))
     assert run("os._exit").status == "error"
 
 
@@ -177,7 +177,7 @@ def test_every_cell_has_a_process_of_its_own():
     assert is_gone(int(first.median("pid")))
 
 
-def sweep_cells(cells, folder, console=None):
+def sweep_cells(cells, folder, console=None, share=None):
     return run_sweep(
         "bench",
         cells,
@@ -187,7 +187,25 @@ def sweep_cells(cells, folder, console=None):
         describe=lambda cell: cell.what,
         cost=lambda cell: 1.0,
         console=console or Console(file=io.StringIO()),
+        share=share,
     )
+
+
+def test_cells_share_a_process_until_one_leaves_it_in_doubt(tmp_path):
+    endings = ("process", "unsupported", "process", "exception", "process")
+    outcomes = list(sweep_cells([Cell(what) for what in endings], tmp_path, share=lambda cell: cell.device))
+    assert [outcome.status for outcome in outcomes] == ["ok", "unsupported", "ok", "error", "ok"]
+    first, second, fresh = (outcome.median("pid") for outcome in outcomes[::2])
+    assert first == second != fresh
+    assert [outcome.median("calls") for outcome in outcomes[::2]] == [1, 3, 1]
+    assert is_gone(int(first))
+    assert is_gone(int(fresh))
+
+
+def test_cells_that_differ_in_what_they_share_have_their_own_process(tmp_path):
+    cells = [Cell("process", seed=seed) for seed in (1, 1, 2)]
+    first, second, third = sweep_cells(cells, tmp_path, share=lambda cell: cell.seed)
+    assert first.median("pid") == second.median("pid") != third.median("pid")
 
 
 def test_rows_are_on_disk_before_the_next_cell_starts_and_a_failure_stops_nothing(tmp_path):
