@@ -41,7 +41,7 @@ class Options:
 
     rounds: int = 10
     """Alternating rounds per kernel; each yields one ratio."""
-    device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+    device: Literal["cpu", "cuda"] = "cuda"
     """Where to run."""
     seed: int = 0
     """Of the data."""
@@ -117,6 +117,8 @@ def measure_command(device: str) -> list[Metric]:
         wall = time.perf_counter() - started
         rows = read_rows(Path(folder) / "benchmark_model.csv")
     steps = rows[rows["metric"].isin(["step", "warmup_step"])]
+    if steps.empty:
+        raise RuntimeError(f"the command measured no step: {', '.join(rows['message'])}")
     timed = sum(sum(samples) for samples in steps["samples"]) / 1e3
     return [
         Metric("command", "s", [wall]),
@@ -142,7 +144,8 @@ def overhead_table(rows: pd.DataFrame) -> Table:
 
 def main() -> int:
     """Run every cell, print the table."""
-    options = tyro.cli(Options, description=__doc__)
+    default = Options() if torch.cuda.is_available() else Options(device="cpu")
+    options = tyro.cli(Options, default=default, description=__doc__)
     csv = options.out / f"{BENCHMARK}.csv" if options.out else None
     if options.rounds < 1:
         return complain(BENCHMARK, f"--rounds must be positive, got {options.rounds}")

@@ -21,6 +21,7 @@ import torch
 import tyro
 from rich.console import Console
 
+from cs336_systems.attention.dispatch import IMPLEMENTATIONS
 from cs336_systems.config import PRECISIONS, Precision, resolve_size
 from cs336_systems.costs.flops import hardware_flops, model_flops
 from cs336_systems.costs.memory import adamw_state_bytes, adamw_traffic_bytes, parameter_bytes, peak_memory
@@ -28,14 +29,14 @@ from cs336_systems.hardware import find_hardware
 from cs336_systems.measurement.ceilings import measure_ceilings
 from cs336_systems.measurement.clock import WHOLE, time_phases
 from cs336_systems.measurement.memory import PeakMeter, cublas_workspace_bytes, free_bytes
-from cs336_systems.measurement.process import PredictedOutOfMemory
+from cs336_systems.measurement.process import PredictedOutOfMemory, Unsupported
 from cs336_systems.measurement.record import Metric, RowFile, read_rows
 from cs336_systems.measurement.sweep import Outcome, cell_columns, outcome_rows, run_sweep
 from cs336_systems.report.compare import compare
 from cs336_systems.report.console import Format, complain, exit_with, finish, show
 from cs336_systems.report.figures import draw_step_figure
 from cs336_systems.report.tables import CEILING, step_table
-from cs336_systems.training import TrainingSetup, assemble
+from cs336_systems.training import TrainingSetup, assemble, unsupported_attention
 from cs336_systems.training.precision import unsupported_reason
 
 BENCHMARK = "benchmark_model"
@@ -57,7 +58,8 @@ class Options:
     """What does a training step of this model cost on this machine?"""
 
     size: tuple[str, ...] = ("small",)
-    """Named model sizes: the handout's (tiny, small, medium, large, xl, 2.7b, 10b), llama3-*, qwen2.5-*."""
+    """Named model sizes: tiny; the handout's small, medium, large, xl, 2.7b (xl-2026), 10b; leaderboard-8b; llama3-1b,
+    llama3-8b; qwen2.5-0.5b, -1.5b, -3b, -7b, -14b."""
     context_length: tuple[int, ...] = (512,)
     """Tokens per sequence."""
     batch_size: tuple[int, ...] = (4,)
@@ -66,14 +68,18 @@ class Options:
     """forward: without gradients; backward: forward and backward; step: forward, backward and optimizer."""
     dtype: tuple[Dtype, ...] = ("fp32",)
     """How numbers are stored and multiplied."""
+    attention: tuple[str, ...] = ("reference",)
+    """Implementations: reference, reference-compiled, tiled, flash, sdpa-flash, sdpa-cudnn, sdpa-efficient, flex."""
     compile: tuple[Switch, ...] = ("off",)
-    """torch.compile of model and loss; --compile alone means on."""
+    """torch.compile of each block and of the loss; --compile alone means on."""
     optimizer: tuple[OptimizerName, ...] = ("reference",)
     """AdamW written out, or torch's fused kernel."""
     warmup: tuple[int, ...] = (5,)
     """Steps before the recorded ones."""
     steps: int = 10
     """Recorded steps."""
+    repeat: int = 1
+    """Times that the whole grid is run, so that repeats of a cell are interleaved with the other cells."""
     device: Literal["cpu", "cuda"] = "cuda"
     """Where to run."""
     seed: int = 0
@@ -99,11 +105,13 @@ class ModelCell:
     batch_size: int
     context_length: int
     dtype: str
+    attention: str
     compile: str
     optimizer: str
     mode: str
     warmup: int
     steps: int
+    repeat: int
     seed: int
 
     @property
@@ -150,6 +158,10 @@ def make_cells(options: Options) -> list[ModelCell]:
     for name, values in (("context-length", options.context_length), ("batch-size", options.batch_size)):
         if bad := [value for value in values if value < 1]:
             raise ValueError(f"--{name} must be positive, got {bad[0]}")
+    if not 0 <= options.seed < 2**63 or options.repeat < 1:
+        raise ValueError(
+            f"--seed must lie in 0..2^63-1 and --repeat be positive, got {options.seed} and {options.repeat}"
+        )
     if options.steps < 1 or min(options.warmup) < 0:
         raise ValueError(
             f"--steps must be positive and --warmup not negative, got {options.steps} and {min(options.warmup)}"
@@ -160,6 +172,9 @@ def make_cells(options: Options) -> list[ModelCell]:
     for dtype in options.dtype:
         if reason := unsupported_reason(PRECISIONS[dtype], device):
             raise ValueError(f"--dtype {dtype}: {reason}")
+    for attention in options.attention:
+        if attention not in IMPLEMENTATIONS:
+            raise ValueError(f"--attention {attention}: known are {', '.join(IMPLEMENTATIONS)}")
     sizes = [resolve_size(size).name for size in options.size]
     for size, context_length in itertools.product(sizes, options.context_length):
         resolve_size(size).at_context(context_length)
@@ -168,20 +183,28 @@ def make_cells(options: Options) -> list[ModelCell]:
         options.batch_size,
         options.context_length,
         options.dtype,
+        options.attention,
         options.compile or ("on",),
         options.optimizer,
         options.mode,
         options.warmup,
     )
-    return [ModelCell(options.device, *values, options.steps, options.seed) for values in grid]
+    cells = list(grid)
+    return [
+        ModelCell(options.device, *values, options.steps, repeat, options.seed)
+        for repeat in range(options.repeat)
+        for values in cells
+    ]
 
 
 def measure_ceiling(cell: CeilingCell) -> list[Metric]:
-    """The machine's matmul and copy ceilings in the cell's dtype."""
+    """The machine's matmul and copy ceilings in the cell's dtype, and the memory that is free for cells."""
+    free = free_bytes(torch.device(cell.device))
     ceilings = measure_ceilings(PRECISIONS[cell.dtype], torch.device(cell.device))
     return [
         Metric("matmul_ceiling", "TFLOP/s", ceilings.matmul_tflops),
         Metric("copy_ceiling", "GB/s", ceilings.copy_gb_per_s),
+        Metric("free_memory", "GiB", [free / GIB]),
     ]
 
 
@@ -197,11 +220,15 @@ def measure_model(cell: ModelCell, *, ceilings: dict[str, dict[str, float]], for
     predicted = _predicted_bytes(cell, precision, device)
     free = free_bytes(device)
     if predicted > free and not force:
-        raise PredictedOutOfMemory(f"needs {predicted / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
+        least = "at least " if cell.compile == "on" or cell.attention != "reference" else ""
+        raise PredictedOutOfMemory(f"needs {least}{predicted / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
 
     meter = PeakMeter(device)
     compiled = cell.compile == "on"
-    step = assemble(TrainingSetup(config, precision, cell.device, cell.optimizer, compiled, seed=cell.seed))
+    setup = TrainingSetup(config, precision, cell.device, cell.optimizer, compiled, cell.attention, seed=cell.seed)
+    if reason := unsupported_attention(setup):
+        raise Unsupported(f"attention {cell.attention}: {reason}")
+    step = assemble(setup)
     shape = (cell.batch_size, cell.context_length)
     token_ids, targets = (torch.randint(config.vocab_size, shape, device=device) for _ in range(2))
     times = time_phases(step.phases(cell.mode, token_ids, targets), device=device, warmup=cell.warmup, steps=cell.steps)
@@ -213,16 +240,16 @@ def measure_model(cell: ModelCell, *, ceilings: dict[str, dict[str, float]], for
     if times.warmup_ms:
         metrics.append(Metric("warmup_step", "ms", times.warmup_ms))
     metrics.append(Metric("peak_memory", "GiB", [meter.peak_bytes() / GIB]))
-    if not compiled:
+    if not compiled and cell.attention == "reference":
         metrics.append(Metric("predicted_peak_memory", "GiB", [predicted / GIB]))
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return metrics + _rates(cell, times.samples_ms, device_name, ceilings.get(cell.dtype, {}))
 
 
 def _predicted_bytes(cell: ModelCell, precision: Precision, device: torch.device) -> int:
-    """Predicted peak of an eager cell; for a compiled one the states alone, a lower bound."""
+    """Predicted peak of an eager reference cell; for any other the states alone, a lower bound."""
     config = resolve_size(cell.size).at_context(cell.context_length)
-    if cell.compile == "on":
+    if cell.compile == "on" or cell.attention != "reference":
         states = {"forward": 0, "backward": parameter_bytes(config, precision)}
         step = parameter_bytes(config, precision) + adamw_state_bytes(config, precision)
         return parameter_bytes(config, precision) + states.get(cell.mode, step)
@@ -248,7 +275,8 @@ def _rates(
     needed = {"forward": model_flops(*work, "forward"), "backward": model_flops(*work, "backward")}
     needed[WHOLE] = needed["forward"] + (needed["backward"] if whole == "step" else 0)
     palm = model_flops(*work, whole, "palm")
-    executed = hardware_flops(*work, cell.mode)
+    tiled = not cell.attention.startswith("reference")
+    executed = hardware_flops(*work, cell.mode, attention="flash" if tiled else "materialised")
     hardware = find_hardware(device_name)
     peak = hardware.peak(precision.matmul_dtype) if hardware else None
 
@@ -284,17 +312,23 @@ def describe(cell: ModelCell) -> str:
         return f"ceilings of this machine in {cell.dtype}"
     return (
         f"{cell.size} batch {cell.batch_size} context {cell.context_length} {cell.dtype} {cell.mode}"
-        f"{' compiled' if cell.compile == 'on' else ''}"
+        f"{f' {cell.attention}' if cell.attention != 'reference' else ''}{' compiled' if cell.compile == 'on' else ''}"
     )
 
 
-def cost(cell: ModelCell) -> float:
-    """Relative cost of a cell: executed FLOPs, plus a constant for starting a process and filling parameters."""
+def expected_seconds(cell: ModelCell, *, ceilings: dict[str, dict[str, float]]) -> float:
+    """What a cell should take: a process, filling the parameters, and its steps at half of the measured ceiling."""
     if isinstance(cell, CeilingCell):
-        return 1e12
+        return 5.0
     config = resolve_size(cell.size).at_context(cell.context_length)
-    flops = hardware_flops(config, cell.batch_size, cell.context_length, cell.mode)
-    return flops * (cell.warmup + cell.steps) + 2e3 * config.n_parameters + 1e12
+    measured = ceilings.get(cell.dtype, {})
+    free = measured.get("free_memory", math.inf) * GIB
+    if _predicted_bytes(cell, PRECISIONS[cell.dtype], torch.device(cell.device)) > free:
+        return 0.5
+    flops = hardware_flops(config, cell.batch_size, cell.context_length, cell.mode) * (cell.warmup + cell.steps)
+    steps = flops / (0.5e12 * measured.get("matmul_ceiling", 0.1))
+    filling = config.n_parameters / (2e10 if cell.device == "cuda" else 7e7)
+    return (4.0 if cell.device == "cuda" else 1.0) + steps + filling + (10.0 if cell.compile == "on" else 0.0)
 
 
 def run(options: Options, cells: list[ModelCell], row_file: RowFile | None, outcomes: list[Outcome]) -> None:
@@ -304,7 +338,7 @@ def run(options: Options, cells: list[ModelCell], row_file: RowFile | None, outc
         OSError: rows could not be written; ``outcomes`` holds them all.
     """
     ceiling_cells = [
-        CeilingCell(options.device, "", 0, 0, dtype, "", "", "", 0, 0, options.seed)
+        CeilingCell(options.device, "", 0, 0, dtype, "", "", "", "", 0, 0, 0, options.seed)
         for dtype in dict.fromkeys(options.dtype)
     ]
     ceilings: dict[str, dict[str, float]] = {}
@@ -314,12 +348,12 @@ def run(options: Options, cells: list[ModelCell], row_file: RowFile | None, outc
         row_file=row_file,
         timeout_s=options.timeout,
         describe=describe,
-        cost=cost,
+        cost=functools.partial(expected_seconds, ceilings=ceilings),
         console=Console(stderr=True),
     )
     for outcome in sweep(ceiling_cells, measure_ceiling):
         outcomes.append(outcome)
-        medians = {metric: outcome.median(metric) for metric in ("matmul_ceiling", "copy_ceiling")}
+        medians = {metric: outcome.median(metric) for metric in ("matmul_ceiling", "copy_ceiling", "free_memory")}
         ceilings[outcome.cell.dtype] = {name: value for name, value in medians.items() if value is not None}
     if outcomes[-1].status != "interrupted":
         outcomes.extend(sweep(cells, functools.partial(measure_model, ceilings=ceilings, force=options.force)))
@@ -356,7 +390,7 @@ def main() -> int:
         return complain(BENCHMARK, f"{error.filename}: {error.strerror}")
     if note := small_defaults_note(options):
         print(note, file=sys.stderr)
-    write_error = None
+    write_error: OSError | None = None
     try:
         run(options, cells, row_file, outcomes)
     except OSError as error:
@@ -372,7 +406,10 @@ def main() -> int:
             BENCHMARK, f"rows could not be written to {csv}: {write_error.strerror}; every earlier row is there"
         )
     if csv:
-        draw_step_figure(read_rows(csv), csv.with_suffix(".png"))
+        try:
+            draw_step_figure(read_rows(csv), csv.with_suffix(".png"))
+        except OSError as error:
+            return complain(BENCHMARK, f"the figure could not be written: {error.filename}: {error.strerror}")
     return finish(BENCHMARK, outcomes, describe, HEADLINES, csv)
 
 

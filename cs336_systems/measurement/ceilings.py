@@ -31,7 +31,7 @@ def measure_ceilings(precision: Precision, device: torch.device) -> Ceilings:
     size = 8192 if on_gpu else 2048
     dtype = _MATMUL_DTYPES[precision.matmul_dtype]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    warmup, samples = (5, 20) if on_gpu else (1, 10)
+    warmup, samples = (5, 20) if on_gpu else (3, 10)
     with matmul_precision(precision):
         matmul_ms = time_kernel(lambda: a @ b, device=device, warmup=warmup, samples=samples)
 

@@ -54,8 +54,14 @@ Measure = Callable[[Any], list[Metric]]
 Report = dict[str, Any]
 """``status``, ``message``, ``metrics``, and what is known of ``provenance``, ``state_before``, ``state_after``."""
 
+_PRELOADED = ("torch._dynamo",)
+"""Imported by every optimizer's constructor, and slow: three seconds a cell unless the server has done it once."""
+
 _EXIT_GRACE_S = 10.0
 """A process without further work may take this long to clean up before it is killed."""
+
+_OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""How errors of other types say that memory has run out."""
 
 _MESSAGE_WIDTH = 200
 """Characters of an unexpected error that go into its row; the traceback on stderr has the rest."""
@@ -77,9 +83,8 @@ class CellProcess:
 
     def __init__(self, measure: Measure) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            sorted(name for name in sys.modules if name.startswith(("cs336_systems.", "tyro")))
-        )
+        ours = sorted(name for name in sys.modules if name.startswith(("cs336_systems.", "tyro")))
+        context.set_forkserver_preload([*ours, *_PRELOADED])
         self._connection, self._far_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(self._far_end, measure))
         self.usable = True
@@ -198,6 +203,6 @@ def _classify(error: BaseException) -> Report:
     if isinstance(error, Unsupported):
         return {"status": "unsupported", "message": str(error)}
     message = textwrap.shorten(f"{type(error).__name__}: {error}".splitlines()[0], _MESSAGE_WIDTH, placeholder=" ...")
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
         return {"status": "oom", "message": message}
     return {"status": "error", "message": message, "traceback": traceback.format_exc()}

@@ -13,7 +13,9 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterable, Sequence
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,10 @@ class RowFile:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(lines)
         data = text.getvalue().encode()
+        with _without_interruption():
+            self._append(data)
+
+    def _append(self, data: bytes) -> None:
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         try:
             size = os.fstat(descriptor).st_size
@@ -130,11 +136,21 @@ class RowFile:
                 while data:
                     data = data[os.write(descriptor, data) :]
                 os.fsync(descriptor)
-            except BaseException:  # Ctrl-C tears lines, too
+            except BaseException:
                 os.ftruncate(descriptor, size)
                 raise
         finally:
             os.close(descriptor)
+
+
+@contextmanager
+def _without_interruption() -> Iterator[None]:
+    """Hold Ctrl-C back until what is inside is done: half a row is worth nothing."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _check_file(path: Path, columns: Sequence[str] | None = None) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 import pandas as pd
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from cs336_systems.measurement.process import Cell, CellProcess, Measure, Report
 from cs336_systems.measurement.provenance import timestamp
@@ -88,6 +89,14 @@ def _rows(benchmark: str, outcome: Outcome, report: Report) -> list[Row]:
     return [shared | metric.statistics() for metric in outcome.metrics] or [shared]
 
 
+class _Countdown(ProgressColumn):
+    """Time until the sweep should end, or nothing once that has passed."""
+
+    def render(self, task: Task) -> Text:
+        left = round(task.fields["ends"] - time.perf_counter())
+        return Text(f"about {timedelta(seconds=left)} left" if left > 0 else "any moment")
+
+
 def run_sweep(
     benchmark: str,
     cells: Sequence[Cell],
@@ -105,7 +114,8 @@ def run_sweep(
     Args:
         row_file: where rows are appended; None keeps them in memory only.
         describe: a short name of a cell for the progress display.
-        cost: what a cell should cost, in any unit; the remaining time is extrapolated by cost, not by count.
+        cost: seconds that a cell should take; what is left is the sum over the cells to come, scaled by how the
+            finished ones compared with theirs.
         console: where progress goes; on anything but a terminal, one plain line per finished cell.
         share: successive cells with equal values share a process while none of them leaves it in doubt; by default
             every cell has its own.
@@ -117,7 +127,7 @@ def run_sweep(
         TextColumn("{task.description}"),
         BarColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"),
+        _Countdown(),
         console=console,
         disable=not console.is_terminal,
         transient=True,
@@ -127,7 +137,7 @@ def run_sweep(
     process: CellProcess | None = None
     try:
         with progress:
-            task = progress.add_task("", total=sum(costs), left="")
+            task = progress.add_task("", total=sum(costs), ends=started + sum(costs))
             for i, cell in enumerate(cells):
                 place = f"[{i + 1}/{len(cells)}] {describe(cell)}"
                 progress.update(task, description=place)
@@ -146,8 +156,9 @@ def run_sweep(
                 )
                 if outcome.status == "interrupted":
                     return
-                seconds_left = (time.perf_counter() - started) / sum(costs[: i + 1]) * sum(costs[i + 1 :])
-                progress.update(task, advance=costs[i], left=f"about {timedelta(seconds=round(seconds_left))} left")
+                now = time.perf_counter()
+                seconds_left = (now - started) / sum(costs[: i + 1]) * sum(costs[i + 1 :])
+                progress.update(task, advance=costs[i], ends=now + seconds_left)
     finally:
         if process is not None:
             process.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from rich.console import Console
+from rich.measure import Measurement
 
 from cs336_systems.measurement.sweep import Outcome
 from cs336_systems.report.tables import Table
@@ -18,11 +19,17 @@ INTERRUPTED = 130
 
 
 def show(table: Table, form: Format) -> None:
-    """Print a table on stdout; ``auto`` draws it on a terminal and writes Markdown elsewhere."""
+    """Print a table on stdout; ``auto`` draws it on a terminal (stacked on a narrow one) and writes Markdown elsewhere."""
     if form == "auto" and sys.stdout.isatty():
-        Console().print(table.rich())
+        console = Console()
+        drawn = table.rich()
+        if Measurement.get(console, console.options.update(max_width=10_000), drawn).maximum <= console.width:
+            console.print(drawn)
+        else:
+            print(table.stacked())
     else:
         print({"latex": table.latex, "csv": table.csv}.get(form, table.markdown)())
+    print()
 
 
 def complain(benchmark: str, message: str) -> int:
@@ -32,7 +39,7 @@ def complain(benchmark: str, message: str) -> int:
 
 
 def exit_with(benchmark: str, main: Callable[[], int]) -> NoReturn:
-    """Run a command's ``main`` and exit with its code; Ctrl-C at any moment is one sentence, not a traceback."""
+    """Run a command's ``main`` and exit with its code; Ctrl-C outside a cell is one sentence, not a traceback."""
     try:
         code = main()
     except KeyboardInterrupt:
@@ -48,7 +55,12 @@ def finish(
     metrics: Sequence[str],
     csv: Path | None,
 ) -> int:
-    """Print the last line of stdout, one JSON object with the medians of ``metrics``; returns the exit code."""
+    """Print the last line of stdout, one JSON object with the medians of ``metrics``.
+
+    Returns:
+        The exit code: 130 after Ctrl-C, 1 if a cell ended in an error or timeout, 0 otherwise (memory that does not
+        suffice and requests that are unsupported are answers).
+    """
     cells = [
         {"cell": describe(outcome.cell), "status": outcome.status}
         | {name: median for name in metrics if (median := outcome.median(name)) is not None}
@@ -56,4 +68,6 @@ def finish(
     ]
     ok = sum(outcome.status == "ok" for outcome in outcomes)
     print(json.dumps({"benchmark": benchmark, "ok": ok, "cells": cells, "csv": str(csv) if csv else None}))
-    return INTERRUPTED if outcomes and outcomes[-1].status == "interrupted" else 0
+    if outcomes and outcomes[-1].status == "interrupted":
+        return INTERRUPTED
+    return int(any(outcome.status in ("error", "timeout") for outcome in outcomes))

@@ -17,6 +17,7 @@ SETTINGS = (
     "batch_size",
     "context_length",
     "dtype",
+    "attention",
     "compile",
     "optimizer",
     "mode",
@@ -58,12 +59,27 @@ class Table:
             table.add_row(*(Text(str(cell)) for cell in line))  # brackets in a message are no markup
         return table
 
+    def stacked(self) -> str:
+        """For a narrow terminal: one block per line of the table, one value per line of the block."""
+        width = max((len(column) for column in self.frame.columns), default=0)
+        blocks = [
+            "\n".join(f"{column:<{width}}  {value}" for column, value in line.items())
+            for line in self.frame.to_dict("records")
+        ]
+        return "\n\n".join([self.caption, *blocks] if self.caption else blocks)
+
     def csv(self) -> str:
         """Comma-separated, header first, without the caption."""
         return self.frame.to_csv(index=False)
 
     def _alignment(self) -> list[Literal["left", "right"]]:
-        words = {"size", "dtype", "mode", "status", "device", "optimizer", "variant", "phase", "verdict", "metric"}
+        words = {"size", "dtype", "mode", "status", "device", "optimizer", "variant", "phase", "verdict", "metric"} | {
+            "attention",
+            "compile",
+            "impl",
+            "kernel",
+            "subject",
+        }
         return ["left" if column in words else "right" for column in self.frame.columns]
 
 
@@ -81,7 +97,7 @@ def _escape_latex(text: str) -> str:
 def step_table(rows: pd.DataFrame) -> Table:
     """One line per cell: time of each phase and of the whole step, rates, memory predicted and measured, status.
 
-    Where the rows hold a cell several times, its newest outcome wins.
+    Where the rows hold a cell several times, the repeats of its newest run are pooled and older runs left out.
 
     Args:
         rows: of ``benchmark_model.py``, as ``read_rows`` returns them or as collected in memory.
@@ -90,13 +106,26 @@ def step_table(rows: pd.DataFrame) -> Table:
     settings = [column for column in ("gpu", *SETTINGS) if column in rows.columns]
     lines = []
     for _, cell in rows.groupby(settings, sort=False, dropna=False):
-        cell = cell[cell["timestamp"] == cell["timestamp"].iloc[-1]]
+        cell = _newest_run(cell)
         first = cell.iloc[0]
-        metrics = {row["metric"]: row for _, row in cell.iterrows() if row["metric"]}
+        metrics = {name: _pooled(rows) for name, rows in cell.groupby("metric", sort=False) if name}
         lines.append({column: first[column] for column in settings} | _step_line(metrics, first))
     frame = pd.DataFrame(lines)
     caption, varying = settings_split(frame, settings)
     return Table(caption, frame[varying + [c for c in frame.columns if c not in settings]].rename(columns=_LABELS))
+
+
+def _newest_run(cell: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a cell from the last process that measured it, and from the earlier repeats of the same command."""
+    last = cell.iloc[-1]
+    same = cell[(cell["argv"] == last["argv"]) & (cell["status"] == last["status"])]
+    newest = same.drop_duplicates(["repeat", "metric"], keep="last") if "repeat" in same else same
+    return newest if last["status"] == "ok" else newest.iloc[-1:]
+
+
+def _pooled(rows: pd.DataFrame) -> pd.Series:
+    """One metric of several repeats: the median of their medians, between the lowest p10 and the highest p90."""
+    return pd.Series({"median": rows["median"].median(), "p10": rows["p10"].min(), "p90": rows["p90"].max()})
 
 
 def _step_line(metrics: dict[str, pd.Series], first: pd.Series) -> dict[str, str]:
@@ -104,11 +133,11 @@ def _step_line(metrics: dict[str, pd.Series], first: pd.Series) -> dict[str, str
         row = metrics.get(name)
         if row is None:
             return "–"
-        return f"{_digits(row['median'])} ({_digits(row['p10'])}–{_digits(row['p90'])})"
+        return f"{digits(row['median'])} ({digits(row['p10'])}–{digits(row['p90'])})"
 
     def median(name: str, form: str = "") -> str:
         row = metrics.get(name)
-        return "–" if row is None else f"{row['median']:{form}}" if form else _digits(row["median"])
+        return "–" if row is None else f"{row['median']:{form}}" if form else digits(row["median"])
 
     status = first["status"] if first["status"] == "ok" else f"{first['status']}: {first['message']}"
     return {
@@ -116,7 +145,7 @@ def _step_line(metrics: dict[str, pd.Series], first: pd.Series) -> dict[str, str
         "backward ms": spread("backward"),
         "optimizer ms": spread("optimizer"),
         "total ms": spread("step"),
-        "tokens/s": median("tokens_per_s", ",.0f"),
+        "tokens/s": median("tokens_per_s"),
         "TFLOP/s": median("model_tflops"),
         "MFU %": median("mfu", ".1f"),
         "% of ceiling": median("matmul_ceiling_share", ".1f"),
@@ -138,11 +167,11 @@ def median_of(rows: pd.DataFrame, metric: str) -> float:
     return float(found["median"].iloc[-1])
 
 
-def settings_split(frame: pd.DataFrame, settings: list[str]) -> tuple[str, list[str]]:
-    """Settings that every line shares, as a caption, and the names of those that vary; the size is always a column."""
+def settings_split(frame: pd.DataFrame, settings: list[str], always: str = "size") -> tuple[str, list[str]]:
+    """Settings that every line shares, as a caption, and the names of those that vary; ``always`` counts as varying."""
     if frame.empty:
         return "", settings
-    constant = [column for column in settings if column != "size" and frame[column].nunique(dropna=False) == 1]
+    constant = [column for column in settings if column != always and frame[column].nunique(dropna=False) == 1]
     varying = [column for column in settings if column not in constant]
     caption = ", ".join(
         f"{_LABELS.get(column, column)} {frame[column].iloc[0]}" for column in constant if frame[column].iloc[0] != ""
@@ -150,7 +179,7 @@ def settings_split(frame: pd.DataFrame, settings: list[str]) -> tuple[str, list[
     return caption, varying
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
     """Three significant digits, without an exponent."""
     exponent = int(f"{value:.2e}".partition("e")[2])
     return f"{value:,.{max(0, 2 - exponent)}f}"

@@ -1,21 +1,23 @@
 """From a description to a runnable training step: the one place where optimisations are applied, in one order.
 
-1. the operations are chosen and handed to the model as a value;
+1. the operations are chosen, attention by name, and handed to the model as a value;
 2. the model is built in the precision's parameter dtype, on its device;
 3. blocks and loss are compiled, if asked: each block by itself, as torchtitan does, because equal blocks then share one
    compilation and the time to compile does not grow with depth;
 4. the optimizer is made over the parameters as they now are.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from cs336_systems.attention.dispatch import attention_op
+from cs336_systems.attention.dispatch import unsupported_reason as attention_reason
 from cs336_systems.config import PRECISIONS, ModelConfig, Precision
 from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
 from cs336_systems.training.loss import cross_entropy
 from cs336_systems.training.optimizer import make_optimizer
-from cs336_systems.training.precision import parameter_dtype, unsupported_reason
+from cs336_systems.training.precision import matmul_dtype, parameter_dtype, unsupported_reason
 from cs336_systems.training.step import TrainStep
 
 
@@ -28,21 +30,45 @@ class TrainingSetup:
     device: str = "cpu"
     optimizer: str = "reference"
     compile: bool = False
+    attention: str = "reference"
+    """One of ``attention.dispatch.IMPLEMENTATIONS``; the reference is the operation that ``ops`` brings."""
     ops: ModelOps = REFERENCE_OPS
     seed: int = 0
+
+
+def unsupported_attention(setup: TrainingSetup) -> str | None:
+    """Why the setup's attention cannot serve its model on its device, in one sentence, or None if it can.
+
+    Raises:
+        ValueError: there is no such attention.
+    """
+    config = setup.config
+    dtype = matmul_dtype(setup.precision)
+    q, k, v = (
+        torch.empty(
+            1, heads, config.context_length, config.d_head, device=setup.device, dtype=dtype, requires_grad=True
+        )
+        for heads in (config.n_heads, config.kv_heads, config.kv_heads)
+    )
+    return attention_reason(setup.attention, q, k, v, causal=True)
 
 
 def assemble(setup: TrainingSetup) -> TrainStep:
     """Build the model, apply what the setup asks for, and return its training step.
 
     Raises:
-        ValueError: the device cannot run the precision, or the optimizer is unknown.
+        ValueError: the device cannot run the precision or the attention, or the optimizer is unknown.
     """
     device = torch.device(setup.device)
     if reason := unsupported_reason(setup.precision, device):
         raise ValueError(reason)
+    if reason := unsupported_attention(setup):
+        raise ValueError(f"attention {setup.attention!r} cannot serve this model: {reason}")
+    ops = setup.ops
+    if setup.attention != "reference":
+        ops = replace(ops, attention=attention_op(setup.attention))
     torch.manual_seed(setup.seed)
-    model = TransformerLM(setup.config, setup.ops, device=device, dtype=parameter_dtype(setup.precision))
+    model = TransformerLM(setup.config, ops, device=device, dtype=parameter_dtype(setup.precision))
     loss_function = cross_entropy
     if setup.compile:
         for block in model.layers:

@@ -22,6 +22,11 @@ def parameter_dtype(precision: Precision) -> torch.dtype:
     return torch.bfloat16 if precision.name == "bf16" else torch.float32
 
 
+def matmul_dtype(precision: Precision) -> torch.dtype:
+    """Dtype of what enters a matrix product, and attention."""
+    return _AUTOCAST_DTYPES.get(precision.name, parameter_dtype(precision))
+
+
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager:
     """The context for the forward pass: ``torch.autocast`` for the autocast precisions, else nothing."""
     if not precision.autocast:

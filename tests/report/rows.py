@@ -4,33 +4,30 @@ import pandas as pd
 
 from cs336_systems.measurement.record import Metric, Row, parse_samples, schema_columns
 
-CELL_COLUMNS = (
-    "device",
-    "size",
-    "batch_size",
-    "context_length",
-    "dtype",
-    "compile",
-    "optimizer",
-    "mode",
-    "warmup",
-    "steps",
-)
-
 SETTINGS = {
     "device": "cpu",
     "size": "tiny",
     "batch_size": 1,
     "context_length": 128,
     "dtype": "fp32",
+    "attention": "reference",
     "compile": "off",
     "optimizer": "reference",
     "mode": "step",
     "warmup": 1,
     "steps": 3,
+    "repeat": 0,
 }
 
-PROVENANCE = {"gpu": "", "host": "a CPU, 2 cores", "driver": "", "cuda": "", "torch": "2.11.0", "triton": "3.6.0"}
+PROVENANCE = {
+    "gpu": "",
+    "host": "a CPU, 2 cores",
+    "driver": "",
+    "cuda": "",
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+    "argv": "",
+}
 
 
 def ms(name: str, *samples: float) -> Metric:
@@ -55,7 +52,7 @@ def make_cell(
 def make_frame(*cells: list[Row]) -> pd.DataFrame:
     """The cells' rows as ``read_rows`` would return them."""
     frame = pd.DataFrame([row for cell in cells for row in cell])
-    return parse_samples(frame.reindex(columns=schema_columns(CELL_COLUMNS)))
+    return parse_samples(frame.reindex(columns=schema_columns(SETTINGS)))
 
 
 def ceiling() -> list[Row]:

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from cs336_systems.report.tables import Table, _digits, step_table
+from cs336_systems.report.tables import Table, digits, step_table
 from tests.report.rows import ceiling, make_cell, make_frame, ms, rate
 
 STEP = (
@@ -119,7 +119,7 @@ def test_the_newest_outcome_of_a_cell_wins(newest_is_ok):
     ],
 )
 def test_three_digits_without_an_exponent(value, text):
-    assert _digits(value) == text
+    assert digits(value) == text
 
 
 TABLE = Table(

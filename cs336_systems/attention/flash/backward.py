@@ -1,0 +1,441 @@
+"""FlashAttention-2, backward: dq, dk and dv from q, k, v, o, do and the log-sum-exp.
+
+Method (Dao 2023, algorithm 2, split in two). With P = exp(S - lse), recomputed tile by tile, and S = scale q k^T,
+
+    dv = P^T do;    dP = do v^T;    delta = rowsum(o * do);    dS = P * (dP - delta);
+    dq = scale dS k;    dk = scale dS^T q.
+
+Three kernels:
+
+* preprocess: one pass over o and do gives delta; lse goes to base 2, so that the loops need not convert it.
+* dk and dv: one program per tile of keys of one key/value head. It walks over the queries that see its keys, in every
+  query head of its group, so that grouped heads are summed in registers. It computes the transposes, S^T = k q^T and
+  dP^T = v do^T, directly: as left operands of the next products they then stay in registers. (Transposing a product's
+  result instead gives wrong gradients on Hopper with 3.4 <= Triton < 3.7.1.)
+* dq: one program per tile of queries, walking over the keys, as in the forward pass.
+
+Why two: S and dP are computed twice, seven matmuls instead of five, which caps this form at 5/7 of the speed of one
+that adds dq from many programs. In exchange no two programs write the same element: the same bits every run, no fp32
+buffer for dq, and no zeroing or rounding pass.
+
+Masks: only a causal diagonal masks scores in the dk and dv kernel. Queries past the end, and queries that see no key,
+get lse = +inf, so P = exp2(S - inf) is 0 there; keys past the end produce rows that are not stored.
+
+Registers are what limits the tiles. In the dk and dv kernel delta varies along a transposed tile's columns, so each
+thread would hold 16 of its values through the matmul; dP^T accumulates onto -delta instead, before S^T is computed.
+Seen by compiling for sm_90 (d64, 64 x 64, 2 stages): 212 registers, where dP^T after P^T do takes 242.
+Both loops are pipelined alike: with num_stages=1 on the masked one, ptxas serialises every wgmma of the kernel (C7515).
+
+Precision: P and dS are rounded to the inputs' dtype for their products; all sums are fp32.
+
+Shape legend: B batch, H query heads, K key/value heads, Q queries, N keys, D head dim.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cs336_systems.attention.flash.launch import input_precision, with_short_rows
+from cs336_systems.attention.flash.primitives import LOG2_E, load_row_values, load_tile, store_tile, visible
+from cs336_systems.attention.flash.tiles import Tile, tile_for
+
+PREPROCESS_ROWS = 32
+
+
+@triton.jit
+def flash_preprocess_kernel(
+    o,
+    do,
+    lse,
+    lse_log2,
+    delta,
+    stride_ob,
+    stride_oh,
+    stride_o,
+    stride_dob,
+    stride_doh,
+    stride_do,
+    n_heads,
+    n_queries,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """delta = rowsum(o * do), and lse in base 2 with +inf for rows that see no key: both (B, H, Q), fp32."""
+    n_tiles = tl.cdiv(n_queries, BLOCK_Q)
+    first_query = tl.program_id(0) % n_tiles * BLOCK_Q
+    batch_head = tl.program_id(0) // n_tiles
+    batch = (batch_head // n_heads).to(tl.int64)
+    head = (batch_head % n_heads).to(tl.int64)
+    o += batch * stride_ob + head * stride_oh
+    do += batch * stride_dob + head * stride_doh
+    o_tile = load_tile(o, first_query, n_queries, stride_o, BLOCK_Q, D, BLOCK_D, CHECK_ROWS=True)
+    do_tile = load_tile(do, first_query, n_queries, stride_do, BLOCK_Q, D, BLOCK_D, CHECK_ROWS=True)
+    queries = first_query + tl.arange(0, BLOCK_Q)
+    inside = queries < n_queries
+    rows = batch_head.to(tl.int64) * n_queries + queries
+    tl.store(delta + rows, tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1), mask=inside)
+    natural = tl.load(lse + rows, mask=inside, other=0.0)
+    tl.store(lse_log2 + rows, tl.where(natural == float("-inf"), float("inf"), natural * LOG2_E), mask=inside)
+
+
+@triton.jit
+def add_query_tile(
+    dk,
+    dv,
+    k_tile,
+    v_tile,
+    q,
+    do,
+    lse_log2,
+    delta,
+    stride_q,
+    stride_do,
+    first_query,
+    first_key,
+    n_queries,
+    n_keys,
+    scale_log2,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add one query tile's share to dk (unscaled) and dv of one key tile."""
+    queries = first_query + tl.arange(0, BLOCK_Q)
+    q_tile = load_tile(q, first_query, n_queries, stride_q, BLOCK_Q, D, BLOCK_D, CHECK_ROWS=MASKED)
+    do_tile = load_tile(do, first_query, n_queries, stride_do, BLOCK_Q, D, BLOCK_D, CHECK_ROWS=MASKED)
+    lse_tile = load_row_values(lse_log2, first_query, n_queries, float("inf"), BLOCK_Q, CHECK_ROWS=MASKED)
+    delta_tile = load_row_values(delta, first_query, n_queries, 0.0, BLOCK_Q, CHECK_ROWS=MASKED)
+    # tl.dot starts from -delta, so that what arrives is dP - delta.
+    minus_delta = tl.broadcast_to(-delta_tile[None, :], (BLOCK_K, BLOCK_Q))
+    dp_minus_delta_t = tl.dot(v_tile, tl.trans(do_tile), minus_delta, input_precision=PRECISION)
+    scores_t = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+    p_t = tl.exp2(scores_t * scale_log2 - lse_tile[None, :])
+    if MASKED and CAUSAL:
+        keys = first_key + tl.arange(0, BLOCK_K)
+        p_t = tl.where(visible(queries[None, :], keys[:, None], n_keys, n_queries, CAUSAL), p_t, 0.0)
+    dv = tl.dot(p_t.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
+    ds_t = p_t * dp_minus_delta_t
+    dk = tl.dot(ds_t.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def flash_dkdv_kernel(
+    q,
+    k,
+    v,
+    do,
+    lse_log2,
+    delta,
+    dk,
+    dv,
+    stride_qb,
+    stride_qh,
+    stride_q,
+    stride_kb,
+    stride_kh,
+    stride_k,
+    stride_vb,
+    stride_vh,
+    stride_v,
+    stride_dob,
+    stride_doh,
+    stride_do,
+    stride_dkb,
+    stride_dkh,
+    stride_dk,
+    stride_dvb,
+    stride_dvh,
+    stride_dv,
+    n_kv_heads,
+    group,
+    n_queries,
+    n_keys,
+    scale,
+    scale_log2,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dk and dv (B, K, N, D); one program per key tile. Causal: the first tiles are the longest, and start first."""
+    n_tiles = tl.cdiv(n_keys, BLOCK_K)
+    first_key = tl.program_id(0) % n_tiles * BLOCK_K
+    batch_head = tl.program_id(0) // n_tiles
+    batch = (batch_head // n_kv_heads).to(tl.int64)
+    kv_head = (batch_head % n_kv_heads).to(tl.int64)
+    k += batch * stride_kb + kv_head * stride_kh
+    v += batch * stride_vb + kv_head * stride_vh
+
+    # Query tiles: from ``first`` some meet the diagonal, from ``full`` on all rows see all keys, and from ``full_end``
+    # on, which is at most one tile, rows are missing.
+    total = tl.cdiv(n_queries, BLOCK_Q)
+    if CAUSAL:
+        shift = n_keys - n_queries
+        first = tl.maximum(first_key - shift, 0) // BLOCK_Q
+        full = tl.minimum(tl.cdiv(tl.maximum(first_key + BLOCK_K - 1 - shift, 0), BLOCK_Q), total)
+    else:
+        first = 0
+        full = 0
+    full_end = tl.maximum(full, n_queries // BLOCK_Q)
+    n_diagonal = full - first
+    n_masked = n_diagonal + total - full_end
+
+    k_tile = load_tile(k, first_key, n_keys, stride_k, BLOCK_K, D, BLOCK_D, CHECK_ROWS=True)
+    v_tile = load_tile(v, first_key, n_keys, stride_v, BLOCK_K, D, BLOCK_D, CHECK_ROWS=True)
+    dk_sum = tl.zeros((BLOCK_K, BLOCK_D), dtype=tl.float32)
+    dv_sum = tl.zeros((BLOCK_K, BLOCK_D), dtype=tl.float32)
+    for member in range(group):
+        head = kv_head * group + member
+        q_head = q + batch * stride_qb + head * stride_qh
+        do_head = do + batch * stride_dob + head * stride_doh
+        row_offset = (batch * n_kv_heads * group + head) * n_queries
+        for i in tl.range(0, n_masked):
+            first_query = tl.where(i < n_diagonal, first + i, full_end + i - n_diagonal) * BLOCK_Q
+            dk_sum, dv_sum = add_query_tile(
+                dk_sum, dv_sum, k_tile, v_tile, q_head, do_head, lse_log2 + row_offset, delta + row_offset, stride_q,
+                stride_do, first_query, first_key, n_queries, n_keys, scale_log2,
+                D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, True, PRECISION,
+            )  # fmt: skip
+        for first_query in tl.range(full * BLOCK_Q, full_end * BLOCK_Q, BLOCK_Q):
+            dk_sum, dv_sum = add_query_tile(
+                dk_sum, dv_sum, k_tile, v_tile, q_head, do_head, lse_log2 + row_offset, delta + row_offset, stride_q,
+                stride_do, first_query, first_key, n_queries, n_keys, scale_log2,
+                D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, False, PRECISION,
+            )  # fmt: skip
+    dk += batch * stride_dkb + kv_head * stride_dkh
+    dv += batch * stride_dvb + kv_head * stride_dvh
+    store_tile(dk, dk_sum * scale, first_key, n_keys, stride_dk, BLOCK_K, D, BLOCK_D)
+    store_tile(dv, dv_sum, first_key, n_keys, stride_dv, BLOCK_K, D, BLOCK_D)
+
+
+@triton.jit
+def add_keys(
+    dq,
+    q_tile,
+    do_tile,
+    lse_tile,
+    delta_tile,
+    k,
+    v,
+    stride_k,
+    stride_v,
+    first_query,
+    first_key,
+    end_key,
+    n_queries,
+    n_keys,
+    scale_log2,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add the share of the keys from first_key up to end_key to dq (unscaled) of one query tile."""
+    for start in tl.range(first_key, end_key, BLOCK_K):
+        k_tile = load_tile(k, start, n_keys, stride_k, BLOCK_K, D, BLOCK_D, CHECK_ROWS=MASKED)
+        v_tile = load_tile(v, start, n_keys, stride_v, BLOCK_K, D, BLOCK_D, CHECK_ROWS=MASKED)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        p = tl.exp2(scores * scale_log2 - lse_tile[:, None])
+        if MASKED:
+            queries = first_query + tl.arange(0, BLOCK_Q)
+            keys = start + tl.arange(0, BLOCK_K)
+            p = tl.where(visible(queries[:, None], keys[None, :], n_keys, n_queries, CAUSAL), p, 0.0)
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+        ds = p * (dp - delta_tile[:, None])
+        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit
+def flash_dq_kernel(
+    q,
+    k,
+    v,
+    do,
+    lse_log2,
+    delta,
+    dq,
+    stride_qb,
+    stride_qh,
+    stride_q,
+    stride_kb,
+    stride_kh,
+    stride_k,
+    stride_vb,
+    stride_vh,
+    stride_v,
+    stride_dob,
+    stride_doh,
+    stride_do,
+    stride_dqb,
+    stride_dqh,
+    stride_dq,
+    n_heads,
+    group,
+    n_queries,
+    n_keys,
+    scale,
+    scale_log2,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq (B, H, Q, D); one program per query tile, causal ones from the longest down."""
+    n_tiles = tl.cdiv(n_queries, BLOCK_Q)
+    tile = tl.program_id(0) % n_tiles
+    if CAUSAL:
+        tile = n_tiles - 1 - tile
+    batch_head = tl.program_id(0) // n_tiles
+    batch = (batch_head // n_heads).to(tl.int64)
+    head = (batch_head % n_heads).to(tl.int64)
+    q += batch * stride_qb + head * stride_qh
+    k += batch * stride_kb + (head // group) * stride_kh
+    v += batch * stride_vb + (head // group) * stride_vh
+    do += batch * stride_dob + head * stride_doh
+    dq += batch * stride_dqb + head * stride_dqh
+    lse_log2 += batch_head.to(tl.int64) * n_queries
+    delta += batch_head.to(tl.int64) * n_queries
+
+    first_query = tile * BLOCK_Q
+    if CAUSAL:
+        shift = n_keys - n_queries
+        unmasked_end = tl.maximum(first_query + shift + 1, 0) // BLOCK_K * BLOCK_K
+        end = tl.minimum(first_query + BLOCK_Q, n_queries) + shift
+    else:
+        unmasked_end = n_keys // BLOCK_K * BLOCK_K
+        end = n_keys
+
+    q_tile = load_tile(q, first_query, n_queries, stride_q, BLOCK_Q, D, BLOCK_D, CHECK_ROWS=True)
+    do_tile = load_tile(do, first_query, n_queries, stride_do, BLOCK_Q, D, BLOCK_D, CHECK_ROWS=True)
+    lse_tile = load_row_values(lse_log2, first_query, n_queries, float("inf"), BLOCK_Q, CHECK_ROWS=True)
+    delta_tile = load_row_values(delta, first_query, n_queries, 0.0, BLOCK_Q, CHECK_ROWS=True)
+    dq_sum = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
+    dq_sum = add_keys(
+        dq_sum, q_tile, do_tile, lse_tile, delta_tile, k, v, stride_k, stride_v, first_query, 0, unmasked_end,
+        n_queries, n_keys, scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, False, PRECISION,
+    )  # fmt: skip
+    dq_sum = add_keys(
+        dq_sum, q_tile, do_tile, lse_tile, delta_tile, k, v, stride_k, stride_v, first_query, unmasked_end, end,
+        n_queries, n_keys, scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, True, PRECISION,
+    )  # fmt: skip
+    store_tile(dq, dq_sum * scale, first_query, n_queries, stride_dq, BLOCK_Q, D, BLOCK_D)
+
+
+def launch_preprocess(o_BHQD: Tensor, do_BHQD: Tensor, lse_BHQ: Tensor) -> tuple[Tensor, Tensor]:
+    """(lse_log2, delta), both (B, H, Q) and fp32, of a contiguous natural lse."""
+    batch, n_heads, n_queries, d_head = o_BHQD.shape
+    lse_log2, delta = torch.empty_like(lse_BHQ), torch.empty_like(lse_BHQ)
+    with torch.cuda.device_of(o_BHQD):
+        flash_preprocess_kernel[(triton.cdiv(n_queries, PREPROCESS_ROWS) * batch * n_heads,)](
+            o_BHQD,
+            do_BHQD,
+            lse_BHQ,
+            lse_log2,
+            delta,
+            *o_BHQD.stride()[:3],
+            *do_BHQD.stride()[:3],
+            n_heads,
+            n_queries,
+            D=d_head,
+            BLOCK_Q=PREPROCESS_ROWS,
+            BLOCK_D=triton.next_power_of_2(d_head),
+        )
+    return lse_log2, delta
+
+
+def launch_backward(
+    q_BHQD: Tensor,
+    k_BKND: Tensor,
+    v_BKND: Tensor,
+    o_BHQD: Tensor,
+    lse_BHQ: Tensor,
+    do_BHQD: Tensor,
+    causal: bool,
+    scale: float,
+    wants_dq: bool = True,
+    wants_dkdv: bool = True,
+    dq_tile: Tile | None = None,
+    dkdv_tile: Tile | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dq, dk, dv), each laid out like its tensor, or None where it is not wanted (dk and dv come together).
+
+    The tiles override the table's.
+    """
+    q, k, v, o, do = (with_short_rows(x) for x in (q_BHQD, k_BKND, v_BKND, o_BHQD, do_BHQD))
+    batch, n_heads, n_queries, d_head = q.shape
+    n_kv_heads, n_keys = k.shape[1:3]
+    dq = torch.empty_like(q) if wants_dq else None
+    dk = torch.empty_like(k) if wants_dkdv else None
+    dv = torch.empty_like(v) if wants_dkdv else None
+    if q.numel() == 0 or k.numel() == 0:
+        for gradient in (dq, dk, dv):
+            if gradient is not None:
+                gradient.zero_()
+        return dq, dk, dv
+
+    lse_log2, delta = launch_preprocess(o, do, lse_BHQ.contiguous())
+    group = n_heads // n_kv_heads
+    common = {
+        "D": d_head,
+        "BLOCK_D": triton.next_power_of_2(d_head),
+        "CAUSAL": causal,
+        "PRECISION": input_precision(),
+    }
+    inputs = (q, k, v, do, lse_log2, delta)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
+    scales = (scale, scale * LOG2_E.value)
+    with torch.cuda.device_of(q):
+        if dk is not None and dv is not None:
+            tile = dkdv_tile or tile_for("dkdv", d_head, q.element_size())
+            flash_dkdv_kernel[(triton.cdiv(n_keys, tile.block_k) * batch * n_kv_heads,)](
+                *inputs,
+                dk,
+                dv,
+                *strides,
+                *dk.stride()[:3],
+                *dv.stride()[:3],
+                n_kv_heads,
+                group,
+                n_queries,
+                n_keys,
+                *scales,
+                BLOCK_Q=tile.block_q,
+                BLOCK_K=tile.block_k,
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+                **common,
+            )
+        if dq is not None:
+            tile = dq_tile or tile_for("dq", d_head, q.element_size())
+            flash_dq_kernel[(triton.cdiv(n_queries, tile.block_q) * batch * n_heads,)](
+                *inputs,
+                dq,
+                *strides,
+                *dq.stride()[:3],
+                n_heads,
+                group,
+                n_queries,
+                n_keys,
+                *scales,
+                BLOCK_Q=tile.block_q,
+                BLOCK_K=tile.block_k,
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+                **common,
+            )
+    return dq, dk, dv

@@ -1,0 +1,194 @@
+"""FlashAttention-2, forward: o = softmax(scale q k^T) v and its log-sum-exp, without the score matrix.
+
+Method (Dao 2023, algorithm 1). One program owns a tile of queries and walks over the keys, tile by tile. It keeps the
+largest score so far, m, the sum of exp(score - m), l, and the unnormalised output, acc. A new tile S = q k^T gives
+
+    m' = max(m, rowmax S);    P = exp(S - m');    l' = l exp(m - m') + rowsum P;    acc' = acc exp(m - m') + P v
+
+and after the last tile o = acc / l and lse = m + log l. S and P live in registers, or shared memory, only.
+
+In base 2: the hardware has exp2, so scale * log2(e) is one factor, applied together with the subtraction in one fused
+multiply-add per score; m is kept in those units and lse leaves in natural ones.
+
+The order of work. Causal programs stop at their diagonal: tiles above it are never loaded. The keys that every row of
+the tile sees come first, in a loop without masks; a second loop takes the diagonal and what is left at the end.
+Programs of one head are neighbours, so that its keys stay in L2, and causal ones are numbered from the longest down, so
+that the last ones to start are the shortest. Each key/value head serves ``group`` consecutive query heads.
+
+Precision: products accumulate in fp32; P is rounded to the inputs' dtype for P v; m, l, lse are fp32.
+
+A row that sees no key (causal, more queries than keys) has o = 0 and lse = -inf.
+
+Limits: head dims 16 to 256; tiles fit the shared memory of an H100 or H200 (227 KiB), larger ones need not fit others.
+
+Shape legend: B batch, H query heads, K key/value heads, Q queries, N keys, D head dim.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cs336_systems.attention.flash.launch import input_precision, with_short_rows
+from cs336_systems.attention.flash.primitives import LN_2, LOG2_E, load_tile, store_tile, visible
+from cs336_systems.attention.flash.tiles import Tile, tile_for
+
+
+@triton.jit
+def attend_keys(
+    acc,
+    row_max,
+    row_sum,
+    q_tile,
+    k,
+    v,
+    stride_k,
+    stride_v,
+    first_query,
+    first_key,
+    end_key,
+    n_queries,
+    n_keys,
+    scale_log2,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Take the keys from first_key up to end_key into (acc, row_max, row_sum)."""
+    for start in tl.range(first_key, end_key, BLOCK_K):
+        k_tile = load_tile(k, start, n_keys, stride_k, BLOCK_K, D, BLOCK_D, CHECK_ROWS=MASKED)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if MASKED:
+            queries = first_query + tl.arange(0, BLOCK_Q)
+            keys = start + tl.arange(0, BLOCK_K)
+            seen = visible(queries[:, None], keys[None, :], n_keys, n_queries, CAUSAL)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        # -inf - -inf is NaN: a row that has seen nothing yet subtracts 0.
+        subtracted = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
+        p = tl.exp2(scores * scale_log2 - subtracted[:, None])
+        rescale = tl.exp2(row_max - subtracted)
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+        acc = acc * rescale[:, None]
+        v_tile = load_tile(v, start, n_keys, stride_v, BLOCK_K, D, BLOCK_D, CHECK_ROWS=MASKED)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def flash_forward_kernel(
+    q,
+    k,
+    v,
+    o,
+    lse,
+    stride_qb,
+    stride_qh,
+    stride_q,
+    stride_kb,
+    stride_kh,
+    stride_k,
+    stride_vb,
+    stride_vh,
+    stride_v,
+    stride_ob,
+    stride_oh,
+    stride_o,
+    n_heads,
+    group,
+    n_queries,
+    n_keys,
+    scale_log2,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """o (B, H, Q, D) and lse (B, H, Q); one program per query tile of one head."""
+    n_tiles = tl.cdiv(n_queries, BLOCK_Q)
+    tile = tl.program_id(0) % n_tiles
+    if CAUSAL:
+        tile = n_tiles - 1 - tile
+    batch_head = tl.program_id(0) // n_tiles
+    batch = (batch_head // n_heads).to(tl.int64)
+    head = (batch_head % n_heads).to(tl.int64)
+    q += batch * stride_qb + head * stride_qh
+    k += batch * stride_kb + (head // group) * stride_kh
+    v += batch * stride_vb + (head // group) * stride_vh
+    o += batch * stride_ob + head * stride_oh
+    lse += batch_head.to(tl.int64) * n_queries
+
+    first_query = tile * BLOCK_Q
+    if CAUSAL:
+        shift = n_keys - n_queries
+        unmasked_end = tl.maximum(first_query + shift + 1, 0) // BLOCK_K * BLOCK_K
+        end = tl.minimum(first_query + BLOCK_Q, n_queries) + shift
+    else:
+        unmasked_end = n_keys // BLOCK_K * BLOCK_K
+        end = n_keys
+
+    q_tile = load_tile(q, first_query, n_queries, stride_q, BLOCK_Q, D, BLOCK_D, CHECK_ROWS=True)
+    acc = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
+    row_max = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros((BLOCK_Q,), dtype=tl.float32)
+    acc, row_max, row_sum = attend_keys(
+        acc, row_max, row_sum, q_tile, k, v, stride_k, stride_v, first_query, 0, unmasked_end, n_queries, n_keys,
+        scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, False, PRECISION,
+    )  # fmt: skip
+    acc, row_max, row_sum = attend_keys(
+        acc, row_max, row_sum, q_tile, k, v, stride_k, stride_v, first_query, unmasked_end, end, n_queries, n_keys,
+        scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, True, PRECISION,
+    )  # fmt: skip
+
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # saw no key: acc is 0 and row_max -inf, which is the answer
+    store_tile(o, acc / row_sum[:, None], first_query, n_queries, stride_o, BLOCK_Q, D, BLOCK_D)
+    queries = first_query + tl.arange(0, BLOCK_Q)
+    tl.store(lse + queries, row_max * LN_2 + tl.log(row_sum), mask=queries < n_queries)
+
+
+def launch_forward(
+    q_BHQD: Tensor, k_BKND: Tensor, v_BKND: Tensor, causal: bool, scale: float, tile: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    """o (B, H, Q, D) laid out like q, and lse (B, H, Q) in fp32; ``tile`` overrides the table's."""
+    q, k, v = (with_short_rows(x) for x in (q_BHQD, k_BKND, v_BKND))
+    batch, n_heads, n_queries, d_head = q.shape
+    n_kv_heads, n_keys = k.shape[1:3]
+    o = torch.empty_like(q)
+    lse = torch.empty(batch, n_heads, n_queries, dtype=torch.float32, device=q.device)
+    if o.numel() == 0 or n_keys == 0:
+        return o.zero_(), lse.fill_(float("-inf"))
+    tile = tile or tile_for("forward", d_head, q.element_size())
+    grid = (triton.cdiv(n_queries, tile.block_q) * batch * n_heads,)
+    with torch.cuda.device_of(q):  # Triton launches on the current device, which may be another
+        flash_forward_kernel[grid](
+            q,
+            k,
+            v,
+            o,
+            lse,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *o.stride()[:3],
+            n_heads,
+            n_heads // n_kv_heads,
+            n_queries,
+            n_keys,
+            scale * LOG2_E.value,
+            D=d_head,
+            BLOCK_Q=tile.block_q,
+            BLOCK_K=tile.block_k,
+            BLOCK_D=triton.next_power_of_2(d_head),
+            CAUSAL=causal,
+            PRECISION=input_precision(),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    return o, lse

@@ -1,0 +1,71 @@
+"""The small device functions that the forward and backward kernels share.
+
+Layout: every matrix is one head's (rows, D), its columns contiguous, its rows ``stride`` elements apart. Where a tile
+starts is computed in int64, once per tile and as a scalar, so tensors may pass 2^31 elements; offsets inside a tile
+are int32 (the launchers copy a tensor whose row stride is too large for that).
+
+Tiles have power-of-two sizes. ``BLOCK_D`` is the head dim rounded up; where the two are equal the column mask is never
+built. Rows are checked only where the caller says that a tile may reach past the end.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tile_offsets(stride, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """int32 offsets (ROWS, BLOCK_D) of a tile's elements from its first."""
+    return tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def load_tile(
+    head,
+    first_row,
+    n_rows,
+    stride,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+):
+    """Rows first_row to first_row + ROWS of one head as (ROWS, BLOCK_D), zero where the head has no such element."""
+    pointers = head + tl.cast(first_row, tl.int64) * stride + tile_offsets(stride, ROWS, BLOCK_D)
+    rows = first_row + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK_D)
+    if CHECK_ROWS and D < BLOCK_D:
+        tile = tl.load(pointers, mask=(rows[:, None] < n_rows) & (columns[None, :] < D), other=0.0)
+    elif CHECK_ROWS:
+        tile = tl.load(pointers, mask=rows[:, None] < n_rows, other=0.0)
+    elif D < BLOCK_D:
+        tile = tl.load(pointers, mask=columns[None, :] < D, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def store_tile(head, tile, first_row, n_rows, stride, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write what exists of a (ROWS, BLOCK_D) tile, rounded to the tensor's dtype."""
+    pointers = head + tl.cast(first_row, tl.int64) * stride + tile_offsets(stride, ROWS, BLOCK_D)
+    rows = first_row + tl.arange(0, ROWS)
+    inside = rows[:, None] < n_rows
+    if D < BLOCK_D:
+        inside = inside & (tl.arange(0, BLOCK_D)[None, :] < D)
+    tl.store(pointers, tile.to(head.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_row_values(head, first_row, n_rows, other: tl.constexpr, ROWS: tl.constexpr, CHECK_ROWS: tl.constexpr):
+    """One number per row, (ROWS,), and ``other`` for rows past the end."""
+    rows = first_row + tl.arange(0, ROWS)
+    return tl.load(head + rows, mask=rows < n_rows, other=other) if CHECK_ROWS else tl.load(head + rows)
+
+
+@triton.jit
+def visible(queries, keys, n_keys, n_queries, CAUSAL: tl.constexpr):
+    """Whether a query sees a key, for broadcastable index blocks; causal: the last query sees the last key."""
+    return keys <= queries + (n_keys - n_queries) if CAUSAL else keys < n_keys

@@ -1,0 +1,101 @@
+"""What every attention of this package accepts, checked in one place.
+
+Inputs are (batch, sequence, d_head), which is one head, or (batch, heads, sequence, d_head). Keys and values may have
+fewer heads than queries (grouped-query attention, Ainslie et al. 2023): key/value head h serves the query heads
+h * group to (h + 1) * group - 1. Queries and keys may differ in number; a causal mask is then aligned to the last key:
+query i sees the keys j <= i + n_keys - n_queries, so that the last query sees every key.
+
+    shape = validate(q, k, v, scale=None)
+    shape.group, shape.default_scale
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The sizes of one attention; ``heads`` counts query heads and is 1 for inputs without a head dimension."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    n_queries: int
+    n_keys: int
+    d_head: int
+    four_d: bool = True
+    """Whether the inputs have a head dimension."""
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def offset(self) -> int:
+        """Position of query 0 among the keys, the last query standing at the last key; negative with fewer keys."""
+        return self.n_keys - self.n_queries
+
+    @property
+    def default_scale(self) -> float:
+        """1 / sqrt(d_head), by which scores are multiplied unless the caller says otherwise."""
+        return 1.0 / math.sqrt(self.d_head)
+
+    @property
+    def scores(self) -> tuple[int, int, int, int]:
+        """(batch, heads, n_queries, n_keys), the shape of all scores."""
+        return self.batch, self.heads, self.n_queries, self.n_keys
+
+
+def validate(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> AttentionShape:
+    """The shape of an attention: q (batch[, heads], n_queries, d_head), k and v (batch[, kv_heads], n_keys, d_head).
+
+    Raises:
+        ValueError: one sentence with the offending values, for inputs that no implementation here can take.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in (("q", q), ("k", k), ("v", v))}
+    listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
+        raise ValueError(
+            f"q, k and v must all be (batch, sequence, d_head) or (batch, heads, sequence, d_head): {listed}"
+        )
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        raise ValueError(f"q, k and v must not be empty: {listed}")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(f"q, k and v must have the same batch size: {listed}")
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"k and v must have the same length: {listed}")
+    if not q.shape[-1] == k.shape[-1] == v.shape[-1]:
+        raise ValueError(f"q, k and v must have the same head dimension: {listed}")
+    heads, kv_heads = (q.shape[1], k.shape[1]) if q.ndim == 4 else (1, 1)
+    if q.ndim == 4 and k.shape[1] != v.shape[1]:
+        raise ValueError(f"k and v must have the same number of heads: {listed}")
+    if heads % kv_heads:
+        raise ValueError(f"the {kv_heads} key/value heads must divide the {heads} query heads: {listed}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have the same dtype: q {q.dtype}, k {k.dtype}, v {v.dtype}")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q, k and v must be one of {', '.join(str(dtype) for dtype in DTYPES)}: {q.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on the same device: q {q.device}, k {k.device}, v {v.device}")
+    if scale is not None and not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"the scale must be finite and positive: {scale}")
+    return AttentionShape(
+        batch=q.shape[0],
+        heads=heads,
+        kv_heads=kv_heads,
+        n_queries=q.shape[-2],
+        n_keys=k.shape[-2],
+        d_head=q.shape[-1],
+        four_d=q.ndim == 4,
+    )
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """``dtype`` or fp32, whichever is wider: what sums, softmaxes and the log-sum-exp are kept in."""
+    return torch.promote_types(dtype, torch.float32)

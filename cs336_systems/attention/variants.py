@@ -1,0 +1,408 @@
+"""Attention variants as values: masks and score modifications for FlexAttention (Dong et al. 2024), with oracles.
+
+A ``Variant`` holds two small functions for ``torch.nn.attention.flex_attention``, which compiles them into its kernel:
+``mask_mod`` says whether a query sees a key, ``score_mod`` changes a score. Beside each stands the same rule as a
+formula on whole tensors that does not call the mod; ``dense_mask``, ``dense_scores`` and ``dense_attention`` use only
+those, so that a mistake in either shows.
+
+Variants combine: ``a & b`` sees what both see and applies a's score modification, then b's; ``a | b`` sees what either
+sees (masks only). So ``document(ids) & causal()`` packs sequences, and ``causal() & softcap(50.0)`` is Gemma 2.
+
+Mods receive positions: the last query stands at the last key, so query i has position i + n_keys - n_queries, and
+causal means the same here as in the rest of this package.
+
+FlexAttention's kernel visits blocks of 128 x 128 scores and skips those that the mask empties; ``block_sparsity`` says
+how many. ``variant_attention`` builds the block mask on every call unless it is given one: give one in a loop or under
+a clock, as building evaluates the mask on every score.
+
+Limits: on a CPU, FlexAttention has no backward to q, k and v (torch 2.11), and uncompiled it holds all scores in
+memory. ``dense_attention`` gives every gradient everywhere, and holds all scores, too.
+
+    variant = sliding_window(256) & softcap(30.0)
+    o = variant_attention(q, k, v, variant, block_mask=make_block_mask(variant, validate(q, k, v), q.device))
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention, or_masks
+
+from cs336_systems.attention.reference import attend, causal_mask, scaled_scores
+from cs336_systems.attention.shapes import AttentionShape, validate
+
+BLOCK_SIZE = 128
+"""Rows and columns of a block of scores: FlexAttention's default, which its kernels' tiles divide."""
+
+RECOMPILE_LIMIT = 256
+"""Variants and shapes that one process may compile. Dynamo stops at 8 by default; each variant is a compilation."""
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(batch, head, query position, key position), integer scalars -> bool."""
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(score, batch, head, query position, key position) -> score."""
+
+MaskFormula = Callable[[AttentionShape, torch.device], Tensor]
+"""All of a mask, broadcastable to (batch, heads, n_queries, n_keys)."""
+
+ScoreFormula = Callable[[Tensor], Tensor]
+"""All scores (batch, heads, n_queries, n_keys) -> the same, modified."""
+
+Check = Callable[[AttentionShape], None]
+"""Raises ValueError for a shape that the mods' tensors do not fit."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One attention variant; make one with the functions below, combine them with ``&`` and ``|``."""
+
+    name: str
+    mask_mod: MaskMod | None = None
+    """None: every key is seen."""
+    score_mod: ScoreMod | None = None
+    """None: scores stay as they are."""
+    mask_formula: MaskFormula | None = None
+    score_formula: ScoreFormula | None = None
+    tensors: tuple[Tensor, ...] = ()
+    """What the mods read, document ids or a learned table."""
+    checks: tuple[Check, ...] = ()
+    mask_per_batch: bool = False
+    """Whether the mask differs within a batch; never between heads."""
+
+    def __and__(self, other: "Variant") -> "Variant":
+        """What both see; this one's score modification, then the other's."""
+        return Variant(
+            name=f"{self.name} & {other.name}",
+            mask_mod=_merge(self.mask_mod, other.mask_mod, and_masks),
+            score_mod=_merge(self.score_mod, other.score_mod, _chain_mods),
+            mask_formula=_merge(self.mask_formula, other.mask_formula, _intersection),
+            score_formula=_merge(self.score_formula, other.score_formula, _chain_formulas),
+            **self._shared(other),
+        )
+
+    def __or__(self, other: "Variant") -> "Variant":
+        """What either sees.
+
+        Raises:
+            ValueError: one of them modifies scores, which has no meaning for a score that only the other sees.
+        """
+        for variant in (self, other):
+            if variant.score_mod is not None:
+                raise ValueError(f"only masks can be joined with |, and {variant.name!r} modifies scores")
+        either = self.mask_mod is not None and other.mask_mod is not None  # else everything is seen
+        return Variant(
+            name=f"({self.name} | {other.name})",
+            mask_mod=_merge(self.mask_mod, other.mask_mod, or_masks) if either else None,
+            mask_formula=_merge(self.mask_formula, other.mask_formula, _union) if either else None,
+            **self._shared(other),
+        )
+
+    def _shared(self, other: "Variant") -> dict[str, Any]:
+        return {
+            "tensors": self.tensors + other.tensors,
+            "checks": self.checks + other.checks,
+            "mask_per_batch": self.mask_per_batch or other.mask_per_batch,
+        }
+
+
+def full() -> Variant:
+    """Every query sees every key."""
+    return Variant("full")
+
+
+def causal() -> Variant:
+    """A query sees the keys up to its own position."""
+    return Variant("causal", mask_mod=lambda b, h, q, k: k <= q, mask_formula=causal_mask)
+
+
+def sliding_window(window: int) -> Variant:
+    """A query sees itself and the ``window`` - 1 keys before it (Beltagy et al. 2020; Mistral 7B).
+
+    Raises:
+        ValueError: a window below 1.
+    """
+    if window < 1:
+        raise ValueError(f"a sliding window must hold at least the query itself: {window}")
+
+    def formula(shape: AttentionShape, device: torch.device) -> Tensor:
+        return causal_mask(shape, device).triu(shape.offset - window + 1)
+
+    return Variant(f"window {window}", mask_mod=lambda b, h, q, k: (k <= q) & (q - k < window), mask_formula=formula)
+
+
+def document(ids: Tensor) -> Variant:
+    """A query sees the keys of its own document, for packed sequences; ids (batch, n_keys), any integers."""
+
+    def formula(shape: AttentionShape, device: torch.device) -> Tensor:
+        _, consecutive = ids.unique(return_inverse=True)
+        members = F.one_hot(consecutive).double()
+        same = (members @ members.mT > 0)[:, None]
+        return F.pad(same, (0, 0, -shape.offset, 0))  # crops the rows without a query, or adds rows that see nothing
+
+    return Variant(
+        "document",
+        mask_mod=lambda b, h, q, k: (q >= 0) & (ids[b, q.clamp(min=0)] == ids[b, k]),
+        mask_formula=formula,
+        tensors=(ids,),
+        checks=(_fits("document ids", ids, lambda shape: (shape.batch, shape.n_keys)),),
+        mask_per_batch=True,
+    )
+
+
+def prefix_lm(lengths: Tensor) -> Variant:
+    """Every query sees the first ``lengths[batch]`` keys, and beyond them it is causal (Raffel et al. 2020, fig. 4)."""
+
+    def formula(shape: AttentionShape, device: torch.device) -> Tensor:
+        masks = causal_mask(shape, device).repeat(shape.batch, 1, 1, 1)
+        for mask, length in zip(masks, lengths.tolist(), strict=True):
+            mask[..., :length] = True
+        return masks
+
+    return Variant(
+        "prefix-LM",
+        mask_mod=lambda b, h, q, k: (k <= q) | (k < lengths[b]),
+        mask_formula=formula,
+        tensors=(lengths,),
+        checks=(_fits("prefix lengths", lengths, lambda shape: (shape.batch,)),),
+        mask_per_batch=True,
+    )
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """(heads,) slopes of Press et al. 2022, section 3: 2^(-8/n), 2^(-16/n), ... for n heads, n a power of two.
+
+    For another number, those of the next lower power of two, then every second of twice that, as in the authors' code.
+    """
+    lower = 2 ** int(math.log2(heads))
+    slopes = [2 ** (-8 * i / lower) for i in range(1, lower + 1)]
+    between = [2 ** (-4 * i / lower) for i in range(1, 2 * lower + 1, 2)]
+    return torch.tensor(slopes + between[: heads - lower])
+
+
+def alibi(slopes: Tensor) -> Variant:
+    """Score - slope[head] |query - key| (Press et al. 2022); slopes (heads,). No mask: combine with ``causal()``."""
+
+    def formula(scores: Tensor) -> Tensor:
+        return scores - slopes[:, None, None] * _distances(scores).abs()
+
+    return Variant(
+        "ALiBi",
+        score_mod=lambda score, b, h, q, k: score - slopes[h] * (q - k).abs(),
+        score_formula=formula,
+        tensors=(slopes,),
+        checks=(_fits("ALiBi slopes", slopes, lambda shape: (shape.heads,)),),
+    )
+
+
+def relative_bias(table: Tensor) -> Variant:
+    """Score + table[head, clip(key - query) + max_distance], clipped to +-max_distance (Shaw et al. 2018, T5 per head).
+
+    ``table`` is (heads, 2 max_distance + 1), learned: it receives a gradient.
+
+    Raises:
+        ValueError: a table with an even number of columns, which has no middle.
+    """
+    if table.ndim != 2 or table.shape[1] % 2 == 0:
+        raise ValueError(f"a table of relative biases must be (heads, 2 max_distance + 1): {tuple(table.shape)}")
+    max_distance = table.shape[1] // 2
+
+    def formula(scores: Tensor) -> Tensor:
+        buckets = torch.arange(-max_distance, max_distance + 1, device=scores.device)
+        nearest = (buckets + _distances(scores)[..., None]).abs().argmin(dim=-1)
+        return scores + torch.einsum("qkd,hd->hqk", F.one_hot(nearest, len(buckets)).to(table.dtype), table)
+
+    return Variant(
+        f"relative bias {max_distance}",
+        score_mod=lambda score, b, h, q, k: score + table[h, (k - q).clamp(-max_distance, max_distance) + max_distance],
+        score_formula=formula,
+        tensors=(table,),
+        checks=(_fits("the relative biases", table, lambda shape: (shape.heads, 2 * max_distance + 1)),),
+    )
+
+
+def softcap(cap: float) -> Variant:
+    """cap tanh(score / cap), which keeps scores within +-cap (Gemma 2, Riviere et al. 2024, section 2).
+
+    Raises:
+        ValueError: a cap that is not finite and positive.
+    """
+    if not (math.isfinite(cap) and cap > 0):
+        raise ValueError(f"a soft cap must be finite and positive: {cap}")
+
+    def formula(scores: Tensor) -> Tensor:
+        return cap * (2.0 * torch.sigmoid(2.0 * scores / cap) - 1.0)
+
+    return Variant(
+        f"softcap {cap:g}",
+        score_mod=lambda score, b, h, q, k: cap * torch.tanh(score / cap),
+        score_formula=formula,
+    )
+
+
+def make_block_mask(
+    variant: Variant, shape: AttentionShape, device: torch.device | str = "cpu", block_size: int = BLOCK_SIZE
+) -> BlockMask | None:
+    """The variant's mask as the blocks that FlexAttention visits; None where every key is seen.
+
+    Evaluates the mask on all n_queries n_keys scores, once for all heads: time and memory that belong outside a loop.
+    """
+    _check(variant, shape, torch.device(device))
+    if variant.mask_mod is None:
+        return None
+    mask_mod = _mask_of_indices(variant.mask_mod, shape.offset)
+    batch = shape.batch if variant.mask_per_batch else None
+    return create_block_mask(mask_mod, batch, None, shape.n_queries, shape.n_keys, device, block_size)
+
+
+def block_sparsity(variant: Variant, shape: AttentionShape, block_size: int = BLOCK_SIZE) -> float:
+    """Percent of the blocks of scores that FlexAttention skips, of ceil(n_queries / block) ceil(n_keys / block) a head.
+
+    ``BlockMask.sparsity`` divides by the unpadded matrix instead, and is negative where blocks stick out of it.
+    """
+    device = variant.tensors[0].device if variant.tensors else "cpu"
+    mask = make_block_mask(variant, shape, device, block_size)
+    if mask is None:
+        return 0.0
+    assert mask.full_kv_num_blocks is not None  # create_block_mask lists full blocks apart from those it must mask
+    visited_per_row = (mask.kv_num_blocks + mask.full_kv_num_blocks).double()
+    return 100.0 * (1.0 - visited_per_row.mean().item() / math.ceil(shape.n_keys / block_size))
+
+
+def variant_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    variant: Variant,
+    *,
+    scale: float | None = None,
+    compiled: bool | None = None,
+    block_mask: BlockMask | None = None,
+) -> Tensor:
+    """FlexAttention of one variant; shapes as in ``shapes.validate``, o like q. A query that sees no key gives 0.
+
+    Args:
+        compiled: fused kernel or PyTorch operations; None compiles unless on a CPU, where that takes half a minute.
+        block_mask: of this variant and these lengths, from ``make_block_mask``; built here if None.
+
+    Raises:
+        ValueError: as ``shapes.validate``; a variant whose tensors do not fit the shape or the device; gradients that
+            FlexAttention cannot give on a CPU.
+    """
+    shape = validate(q, k, v, scale=scale)
+    _check(variant, shape, q.device)
+    if compiled is None:
+        compiled = q.device.type != "cpu"
+    if q.device.type == "cpu":
+        learned = (q, k, v, *variant.tensors) if compiled else (q, k, v)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learned):
+            raise ValueError(
+                f"FlexAttention has no backward on a CPU for {variant.name!r}: "
+                "call it under torch.no_grad(), on another device, or use dense_attention"
+            )
+        q, k, v = q.detach(), k.detach(), v.detach()
+    if not shape.four_d:
+        q, k, v = q[:, None], k[:, None], v[:, None]
+    if block_mask is None:
+        block_mask = make_block_mask(variant, shape, q.device)
+    score_mod = None if variant.score_mod is None else _score_of_indices(variant.score_mod, shape.offset)
+    with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+        o = _flex(compiled)(q, k, v, score_mod, block_mask, scale, enable_gqa=shape.group > 1)
+    return o if shape.four_d else o[:, 0]
+
+
+def dense_mask(variant: Variant, shape: AttentionShape, device: torch.device | str = "cpu") -> Tensor:
+    """(batch, heads, n_queries, n_keys), True where a query sees a key, from the variant's own formula."""
+    device = torch.device(device)
+    _check(variant, shape, device)
+    if variant.mask_formula is None:
+        return torch.ones(shape.scores, dtype=torch.bool, device=device)
+    return variant.mask_formula(shape, device).expand(shape.scores)
+
+
+def dense_scores(variant: Variant, scores: Tensor) -> Tensor:
+    """Scaled scores (batch, heads, n_queries, n_keys) as the variant modifies them, before its mask."""
+    return scores if variant.score_formula is None else variant.score_formula(scores)
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, variant: Variant, *, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """The oracle: (o, lse) as ``reference_attention`` returns them, with every score in memory and every gradient."""
+    shape = validate(q, k, v, scale=scale)
+    if not shape.four_d:
+        o, lse = dense_attention(q[:, None], k[:, None], v[:, None], variant, scale=scale)
+        return o[:, 0], lse[:, 0]
+    scores = dense_scores(variant, scaled_scores(q, k, shape, scale))
+    return attend(scores, dense_mask(variant, shape, q.device), v, shape)
+
+
+@functools.cache
+def _flex(compiled: bool) -> Any:
+    """FlexAttention; compiled with fullgraph, so that what cannot be compiled raises instead of running unfused."""
+    return torch.compile(flex_attention, fullgraph=True) if compiled else flex_attention
+
+
+def _check(variant: Variant, shape: AttentionShape, device: torch.device) -> None:
+    for check in variant.checks:
+        check(shape)
+    for tensor in variant.tensors:
+        if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
+            raise ValueError(f"the tensors of {variant.name!r} are on {tensor.device}, not on {device}")
+
+
+def _fits(what: str, tensor: Tensor, wanted: Callable[[AttentionShape], tuple[int, ...]]) -> Check:
+    """A check that the tensor has the wanted shape."""
+
+    def check(shape: AttentionShape) -> None:
+        if tuple(tensor.shape) != wanted(shape):
+            raise ValueError(f"{what} must have shape {wanted(shape)} for this attention: {tuple(tensor.shape)}")
+
+    return check
+
+
+def _mask_of_indices(mod: MaskMod, offset: int) -> MaskMod:
+    """A mod of positions as FlexAttention calls it, with query indices."""
+    return (lambda b, h, q, k: mod(b, h, q + offset, k)) if offset else mod
+
+
+def _score_of_indices(mod: ScoreMod, offset: int) -> ScoreMod:
+    """A mod of positions as FlexAttention calls it, with query indices."""
+    return (lambda score, b, h, q, k: mod(score, b, h, q + offset, k)) if offset else mod
+
+
+def _merge(first: T | None, second: T | None, join: Callable[[T, T], T]) -> T | None:
+    """``join`` of both, or the one that there is."""
+    if first is None or second is None:
+        return second if first is None else first
+    return join(first, second)
+
+
+def _chain_mods(first: ScoreMod, second: ScoreMod) -> ScoreMod:
+    return lambda score, b, h, q, k: second(first(score, b, h, q, k), b, h, q, k)
+
+
+def _chain_formulas(first: ScoreFormula, second: ScoreFormula) -> ScoreFormula:
+    return lambda scores: second(first(scores))
+
+
+def _intersection(first: MaskFormula, second: MaskFormula) -> MaskFormula:
+    return lambda shape, device: first(shape, device) & second(shape, device)
+
+
+def _union(first: MaskFormula, second: MaskFormula) -> MaskFormula:
+    return lambda shape, device: first(shape, device) | second(shape, device)
+
+
+def _distances(scores: Tensor) -> Tensor:
+    """(n_queries, n_keys) position of the query minus that of the key."""
+    n_queries, n_keys = scores.shape[-2:]
+    positions = torch.arange(n_keys, device=scores.device)
+    return torch.arange(n_keys - n_queries, n_keys, device=scores.device)[:, None] - positions

@@ -1,0 +1,33 @@
+"""Tables of attention benchmarks: one line per implementation and shape."""
+
+import pandas as pd
+
+from cs336_systems.report.tables import Table, digits, settings_split
+
+_SETTINGS = ("gpu", "device", "grid", "dtype", "batch_size", "heads", "d_head", "length", "causal", "impl")
+
+
+def attention_table(rows: pd.DataFrame) -> Table:
+    """Time, rate, memory and largest error of every cell of ``benchmark_attention.py`` rows; failures as they are."""
+    settings = [column for column in _SETTINGS if column in rows.columns]
+    lines = []
+    for _, cell in rows.groupby(settings, sort=False, dropna=False):
+        first = cell.iloc[0]
+        median = {row["metric"]: row["median"] for _, row in cell.iterrows() if row["metric"]}
+        errors = [value for name, value in median.items() if name.startswith("error_")]
+        line = {column: first[column] for column in settings}
+        for name in ("forward", "backward", "both"):
+            line[f"{name} ms"] = digits(median[name]) if name in median else "–"
+        for name in ("forward", "backward", "both"):
+            line[f"{name} TFLOP/s"] = digits(median[f"{name}_tflops"]) if name in median else "–"
+        line |= {
+            "kept GiB": digits(median["kept_for_backward"]) if median else "–",
+            "peak GiB": digits(median["peak_memory"]) if median else "–",
+            "predicted GiB": digits(median["predicted_peak_memory"]) if median else "–",
+            "largest error": f"{max(errors):.1e}" if errors else "–",
+            "status": "ok" if first["status"] == "ok" else f"{first['status']}: {first['message']}",
+        }
+        lines.append(line)
+    frame = pd.DataFrame(lines)
+    caption, varying = settings_split(frame, settings, always="impl")
+    return Table(caption, frame[varying + [column for column in frame.columns if column not in settings]])

@@ -1,0 +1,3 @@
+from tests.kernels.interpreter import interpret_without_gpu
+
+interpret_without_gpu()

@@ -1,0 +1,119 @@
+"""What flash attention is checked against: the formula in fp64, and the error that the same dtype's eager code makes.
+
+Tolerances are derived. The exact answer is the fp64 formula on the same (already rounded) inputs. The budget is twice
+the error of the eager formula in the inputs' dtype, plus a floor for where eager code is exact by luck (a softmax over
+one key, say): every term of the sums rounded once, eps * sum |terms|. The backward pass recomputes P = exp(S - lse) from
+an fp32 lse, so each of its terms also carries the relative error eps_fp32 * max |S|.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cs336_systems.attention.flash import FlashAttention
+
+
+class Results(NamedTuple):
+    """Output, log-sum-exp and gradients."""
+
+    o: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """(o, lse) of 4-D inputs, in their dtype; rows that see no key give 0 and -inf."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = (q @ k.mT) * scale
+    if causal:
+        n_queries, n_keys = scores.shape[-2:]
+        seen = torch.ones(n_queries, n_keys, dtype=torch.bool, device=q.device).tril(n_keys - n_queries)
+        scores = scores.masked_fill(~seen, float("-inf"))
+    blind = (scores == float("-inf")).all(-1, keepdim=True)
+    p = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
+    lse = torch.logsumexp(scores.detach().to(torch.promote_types(scores.dtype, torch.float32)), dim=-1)
+    return p @ v, lse
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float, dtype: torch.dtype) -> Results:
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
+    o, lse = formula(q, k, v, causal, scale)
+    return Results(o.detach(), lse, *torch.autograd.grad(o, (q, k, v), do.to(dtype)))
+
+
+def floors(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float) -> Results:
+    """Largest sum of rounded terms of each result, from the absolute values of its factors in fp64."""
+    eps, eps_fp32 = torch.finfo(q.dtype).eps, torch.finfo(torch.float32).eps
+    group = q.shape[1] // k.shape[1]
+    q, k, v, do = (x.detach().double() for x in (q, k, v, do))
+    k_each, v_each = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = (q @ k_each.mT).abs() * scale
+    o, lse = formula(q, k, v, causal, scale)
+    identity = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
+    p, _ = formula(q, k, identity, causal, scale)
+    ds = p * (do.abs() @ v_each.abs().mT + (o.abs() * do.abs()).sum(-1, keepdim=True))
+    terms = (p @ v_each.abs(), ds @ k_each.abs() * scale, ds.mT @ q.abs() * scale, p.mT @ do.abs())
+    relative = eps + eps_fp32 * scores.max()
+    for_o, for_dq, for_dk, for_dv = (relative * group * term.max() for term in terms)
+    return Results(for_o, eps_fp32 * (1 + scores.max()), for_dq, for_dk, for_dv)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float | None) -> Results:
+    """Of views of the arguments that keep their strides; 3-D ones come back as 4-D."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    o = FlashAttention.apply(q, k, v, causal, scale)
+    (lse,) = (x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1])
+    return Results(o.detach(), lse, *torch.autograd.grad(o, (q, k, v), do))
+
+
+def error(actual: Tensor, exact: Tensor) -> float:
+    """Largest absolute difference; infinities must be equal, NaN fails."""
+    assert actual.shape == exact.shape, (actual.shape, exact.shape)
+    assert not actual.isnan().any()
+    infinite = exact.isinf()
+    assert torch.equal(actual.isinf(), infinite)
+    difference = (actual.double() - exact).masked_fill(infinite, 0.0)
+    return difference.abs().max().item() if difference.numel() else 0.0
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float | None = None) -> Results:
+    """Compare output, log-sum-exp and gradients of 4-D inputs with fp64; prints every error beside its budget."""
+    actual = flash(q, k, v, do, causal, scale)
+    used_scale = q.shape[-1] ** -0.5 if scale is None else scale
+    exact = eager(q, k, v, do, causal, used_scale, torch.float64)
+    same_dtype = eager(q, k, v, do, causal, used_scale, q.dtype)
+    floor = floors(q, k, v, do, causal, used_scale)
+    for name, value, truth, other, least in zip(Results._fields, actual, exact, same_dtype, floor, strict=True):
+        assert value.dtype == (torch.float32 if name == "lse" else q.dtype)
+        budget = 2 * error(other, truth) + least.item()
+        print(f"{name}: error {error(value, truth):.2e}, eager {error(other, truth):.2e}, allowed {budget:.2e}")
+        assert error(value, truth) <= budget, name
+    return actual
+
+
+def random(shape: Sequence[int], dtype: torch.dtype, device: str, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def make(
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    batch: int = 1,
+    heads: int = 1,
+    kv_heads: int | None = None,
+    n_queries: int = 17,
+    n_keys: int | None = None,
+    d_head: int = 16,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random contiguous 4-D q, k, v, do."""
+    kv = (batch, kv_heads or heads, n_queries if n_keys is None else n_keys, d_head)
+    query = (batch, heads, n_queries, d_head)
+    q, k, v, do = (random(shape, dtype, device, seed) for seed, shape in enumerate((query, kv, kv, query)))
+    return q, k, v, do

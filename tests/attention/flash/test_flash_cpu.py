@@ -1,0 +1,220 @@
+"""The kernels in Triton's interpreter, in fp32, and everything of the Function that needs no kernel."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.attention.flash import FlashAttention, flash_attention
+from cs336_systems.attention.flash import forward as forward_module
+from cs336_systems.attention.flash.function import backward_op, forward_op
+from cs336_systems.attention.flash.tiles import Tile, tile_for
+from tests.attention.flash.oracle import check, flash, make
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here: see test_flash_gpu.py")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unequal 16 x 32 tiles: short sequences then have whole, diagonal and partial tiles."""
+    monkeypatch.setattr(forward_module, "tile_for", lambda *key: Tile(32, 16, 4, 1))
+    monkeypatch.setattr("cs336_systems.attention.flash.backward.tile_for", lambda *key: Tile(16, 32, 4, 1))
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is not written stays NaN."""
+    for name in ("empty", "empty_like"):
+        original = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name, lambda *args, original=original, **kwargs: original(*args, **kwargs).fill_(float("nan"))
+        )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(1, 1), (64, 64), (45, 45), (33, 70), (70, 33), (1, 50), (50, 1)])
+@pytest.mark.usefixtures("poisoned")
+def test_lengths(n_queries: int, n_keys: int, causal: bool) -> None:
+    check(*make("cpu", n_queries=n_queries, n_keys=n_keys), causal)
+
+
+@pytest.mark.parametrize("d_head", [20, 80, 96])
+@pytest.mark.usefixtures("poisoned")
+def test_head_dims_that_are_padded(d_head: int) -> None:
+    check(*make("cpu", n_queries=35, d_head=d_head), True)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_heads(kv_heads: int) -> None:
+    check(*make("cpu", batch=2, heads=4, kv_heads=kv_heads, n_queries=20, n_keys=34), True)
+
+
+def test_rows_that_see_no_key() -> None:
+    o, lse, dq, *_ = check(*make("cpu", n_queries=40, n_keys=7), True)
+    assert (o[:, :, :33] == 0).all()
+    assert (lse[:, :, :33] == float("-inf")).all()
+    assert (dq[:, :, :33] == 0).all()
+
+
+def test_scale() -> None:
+    check(*make("cpu", n_queries=20), True, scale=0.7)
+
+
+def test_large_scores() -> None:
+    q, k, v, do = make("cpu", n_queries=40)
+    check(100 * q, 100 * k, v, do, True)
+
+
+def test_three_dimensions_are_one_head() -> None:
+    q, k, v, do = make("cpu", batch=3, n_queries=20)
+    one_head = flash(q, k, v, do, True, None)
+    flat = flash(*(x.squeeze(1) for x in (q, k, v, do)), True, None)
+    for a, b in zip(one_head, flat, strict=True):
+        assert torch.equal(a.squeeze(1), b)
+
+
+def strided(x: Tensor) -> list[Tensor]:
+    """The values of x in other layouts: heads inside rows, columns apart, a slice of a wider tensor."""
+    wide = torch.cat((x, x), dim=-1)
+    return [x.transpose(1, 2).contiguous().transpose(1, 2), x.mT.contiguous().mT, wide[..., : x.shape[-1]]]
+
+
+def test_strides() -> None:
+    tensors = make("cpu", batch=2, heads=2, n_queries=20)
+    expected = flash(*tensors, True, None)
+    layouts = [strided(x) for x in tensors]
+    for turn in range(2):
+        views = [layout[(2 * turn + i) % 3] for i, layout in enumerate(layouts)]
+        for a, b in zip(expected, flash(*views, True, None), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_output_keeps_the_layout_of_q() -> None:
+    q, k, v, _ = (strided(x)[0] for x in make("cpu", heads=2))
+    assert flash_attention(q, k, v, causal=True).stride() == q.stride()
+
+
+def test_expanded_gradient() -> None:
+    q, k, v, _ = make("cpu")
+    q.requires_grad_()
+    flash_attention(q, k, v, causal=False).sum().backward()
+    assert q.grad is not None
+    assert q.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"heads": 0}, {"n_queries": 0, "n_keys": 3}, {"n_keys": 0}])
+def test_nothing_to_do(sizes: dict[str, int]) -> None:
+    o, lse, *gradients = flash(*make("cpu", **sizes), True, None)
+    assert not o.any()
+    assert (lse == float("-inf")).all()
+    assert not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize(
+    "wanted", [(True, False, False), (False, True, False), (False, False, True), (False, True, True)]
+)
+def test_gradients_that_nobody_wants(wanted: tuple[bool, bool, bool]) -> None:
+    q, k, v, do = make("cpu")
+    expected = flash(q, k, v, do, True, None)[2:]
+    inputs = [x.detach().requires_grad_(want) for x, want in zip((q, k, v), wanted, strict=True)]
+    FlashAttention.apply(*inputs, True).backward(do)
+    for x, want, gradient in zip(inputs, wanted, expected, strict=True):
+        assert torch.equal(x.grad, gradient) if want else x.grad is None
+
+
+def test_backward_twice_as_torch_does() -> None:
+    q, k, v, do = make("cpu")
+    q.requires_grad_()
+    o = FlashAttention.apply(q, k, v)
+    (first,) = torch.autograd.grad(o, q, do, retain_graph=True)
+    (second,) = torch.autograd.grad(o, q, do)
+    assert torch.equal(first, second)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(o, q, do)
+
+
+def test_second_derivative_is_refused() -> None:
+    q, k, v, do = make("cpu")
+    q.requires_grad_()
+    do.requires_grad_()
+    (dq,) = torch.autograd.grad(FlashAttention.apply(q, k, v), q, do, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+def test_twice_in_one_graph() -> None:
+    q, k, v, do = make("cpu", n_queries=20)
+    leaf = q.clone().requires_grad_()
+    flash_attention(flash_attention(leaf, k, v, causal=True), k, v, causal=True).backward(do)
+    once = q.clone().requires_grad_()
+    middle = flash_attention(once, k, v, causal=True).detach().requires_grad_()
+    flash_attention(middle, k, v, causal=True).backward(do)
+    flash_attention(once, k, v, causal=True).backward(middle.grad)
+    assert torch.equal(leaf.grad, once.grad)
+
+
+def test_operators_pass_opcheck() -> None:
+    q, k, v, do = (strided(x)[i % 2] for i, x in enumerate(make("cpu", heads=2, n_queries=5)))
+    torch.library.opcheck(forward_op, (q, k, v, True, 0.25))
+    o, lse = forward_op(q, k, v, True, 0.25)
+    torch.library.opcheck(backward_op, (q, k, v, o, lse, do, True, 0.25, True, False))
+
+
+def test_compiles_without_graph_breaks() -> None:
+    inputs = make("cpu", batch=2, n_queries=10)
+    q, k, v, do = (x.squeeze(1) for x in inputs)
+    expected = flash(q, k, v, do, True, None)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attention(q, k, v, causal=True) * 1.0
+
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = attend(*leaves)
+    assert torch.equal(o, expected.o)
+    for a, b in zip(torch.autograd.grad(o, leaves, do), expected[2:], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtypes", "message"),
+    [
+        (((2, 4), (2, 4), (2, 4)), None, r"got q \(2, 4\), k \(2, 4\), v \(2, 4\)"),
+        (((2, 4, 16), (2, 1, 4, 16), (2, 1, 4, 16)), None, r"must be \(batch, seq, d\) or"),
+        (((2, 4, 16), (2, 4, 16), (2, 5, 16)), None, "k and v must have the same shape"),
+        (((2, 4, 16), (3, 4, 16), (3, 4, 16)), None, "must share batch size and head dim"),
+        (((2, 4, 16), (2, 4, 32), (2, 4, 32)), None, "must share batch size and head dim"),
+        (((2, 4, 8), (2, 4, 8), (2, 4, 8)), None, "must lie in 16..256, got 8"),
+        (((2, 4, 264), (2, 4, 264), (2, 4, 264)), None, "must lie in 16..256, got 264"),
+        (((2, 6, 4, 16), (2, 4, 4, 16), (2, 4, 4, 16)), None, "4 key/value heads do not divide 6 query heads"),
+        (((2, 2, 4, 16), (2, 4, 4, 16), (2, 4, 4, 16)), None, "4 key/value heads do not divide 2 query heads"),
+        (((2, 2, 4, 16), (2, 0, 4, 16), (2, 0, 4, 16)), None, "0 key/value heads do not divide 2 query heads"),
+        (((2, 4, 16),) * 3, ("float64",) * 3, "got torch.float64"),
+        (((2, 4, 16),) * 3, ("float32", "float32", "float16"), "torch.float32, torch.float32, torch.float16"),
+    ],
+)
+def test_refusals(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...] | None, message: str) -> None:
+    dtypes = dtypes or ("float32",) * 3
+    q, k, v = (torch.zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in zip(shapes, dtypes, strict=True))
+    with pytest.raises(ValueError, match=message):
+        flash_attention(q, k, v, causal=False)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_scales_that_are_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match="scale must be positive and finite"):
+        flash_attention(*make("cpu")[:3], causal=False, scale=scale)
+
+
+def test_devices_must_be_one() -> None:
+    q, k, v, _ = make("cpu")
+    with pytest.raises(ValueError, match="on one device, got cpu, meta, cpu"):
+        flash_attention(q, k.to("meta"), v, causal=False)
+
+
+def test_a_tile_for_every_head_dim() -> None:
+    for kernel in ("forward", "dkdv", "dq"):
+        for d_head in (16, 17, 64, 80, 128, 200, 256):
+            for element_size in (2, 4):
+                tile = tile_for(kernel, d_head, element_size)
+                assert tile.block_q & (tile.block_q - 1) == 0 <= tile.block_q - 16
+                assert tile.block_k & (tile.block_k - 1) == 0 <= tile.block_k - 16

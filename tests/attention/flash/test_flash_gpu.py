@@ -1,0 +1,161 @@
+"""The compiled kernels on a GPU: every dtype, head dim and awkward length against fp64, determinism, torch.compile."""
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.attention.flash import flash_attention
+from cs336_systems.attention.flash.function import backward_op, forward_op
+from tests.attention.flash.oracle import check, error, flash, make
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LENGTHS = [(1, 1), (17, 17), (127, 127), (128, 128), (129, 129), (300, 300), (129, 300), (300, 129), (1, 300)]
+
+
+@pytest.fixture(autouse=True)
+def ieee_products() -> object:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is not written stays NaN."""
+    for name in ("empty", "empty_like"):
+        original = getattr(torch, name)
+
+        def poison(*args: object, original: object = original, **kwargs: object) -> Tensor:
+            tensor = original(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        monkeypatch.setattr(torch, name, poison)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d_head", [16, 32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_head_dims(dtype: torch.dtype, d_head: int, causal: bool) -> None:
+    check(*make("cuda", dtype, batch=2, heads=2, n_queries=300, d_head=d_head), causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d_head", [64, 128])
+@pytest.mark.parametrize(("n_queries", "n_keys"), LENGTHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lengths(dtype: torch.dtype, n_queries: int, n_keys: int, d_head: int, causal: bool) -> None:
+    check(*make("cuda", dtype, heads=2, n_queries=n_queries, n_keys=n_keys, d_head=d_head), causal)
+
+
+def test_tf32_only_where_torch_allows_it() -> None:
+    tensors = make("cuda", n_queries=256, d_head=64)
+    exact = flash(*tensors, False, None).o
+    torch.set_float32_matmul_precision("high")
+    rounded = flash(*tensors, False, None).o
+    difference = error(rounded, exact.double())
+    assert 0 < difference < 2**-10 * 4 * exact.abs().max().item()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_grouped_heads(kv_heads: int) -> None:
+    check(*make("cuda", torch.bfloat16, batch=2, heads=8, kv_heads=kv_heads, n_queries=200, d_head=64), True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_scores(dtype: torch.dtype) -> None:
+    q, k, v, do = make("cuda", dtype, n_queries=200, d_head=64)
+    check(30 * q, 30 * k, v, do, True, scale=1.0)
+
+
+def test_scale() -> None:
+    check(*make("cuda", torch.bfloat16, n_queries=200, d_head=64), True, scale=0.5)
+
+
+def test_rows_that_see_no_key() -> None:
+    o, lse, dq, *_ = check(*make("cuda", torch.bfloat16, n_queries=300, n_keys=70, d_head=64), True)
+    assert (o[:, :, :230] == 0).all()
+    assert (lse[:, :, :230] == float("-inf")).all()
+    assert (dq[:, :, :230] == 0).all()
+
+
+def strided(x: Tensor) -> list[Tensor]:
+    """The values of x in other layouts: heads inside rows, columns apart, an odd slice of a wider tensor."""
+    wide = torch.cat((x[..., :3], x, x), dim=-1)
+    return [x.transpose(1, 2).contiguous().transpose(1, 2), x.mT.contiguous().mT, wide[..., 3 : 3 + x.shape[-1]]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides(dtype: torch.dtype) -> None:
+    tensors = make("cuda", dtype, batch=2, heads=3, n_queries=150, d_head=64)
+    expected = flash(*tensors, True, None)
+    layouts = [strided(x) for x in tensors]
+    for turn in range(3):
+        views = [layout[(turn + i) % 3] for i, layout in enumerate(layouts)]
+        for a, b in zip(expected, flash(*views, True, None), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("d_head", [64, 128])
+def test_the_same_bits_every_run(d_head: int) -> None:
+    tensors = make("cuda", torch.bfloat16, batch=2, heads=8, kv_heads=2, n_queries=1000, d_head=d_head)
+    first = flash(*tensors, True, None)
+    for _ in range(2):
+        for a, b in zip(first, flash(*tensors, True, None), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_operators_pass_opcheck() -> None:
+    q, k, v, do = (strided(x)[i % 3] for i, x in enumerate(make("cuda", torch.bfloat16, heads=2, n_queries=70)))
+    torch.library.opcheck(forward_op, (q, k, v, True, 0.25))
+    o, lse = forward_op(q, k, v, True, 0.25)
+    torch.library.opcheck(backward_op, (q, k, v, o, lse, do, True, 0.25, True, False))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_without_graph_breaks(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the compiler makes tensors, too
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda q, k, v: flash_attention(2 * q, k, v, causal=True) + 1, fullgraph=True, dynamic=dynamic
+    )
+    for n_queries in (70, 130):
+        q, k, v, do = make("cuda", torch.bfloat16, heads=4, kv_heads=2, n_queries=n_queries, d_head=64)
+        for inputs, gradient in (((q, k, v), do), ((q[:, 0], k[:, 0], v[:, 0]), do[:, 0])):
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            o, expected = compiled(*leaves), flash_attention(2 * leaves[0], *leaves[1:], causal=True) + 1
+            assert torch.equal(o, expected)
+            actual_gradients = torch.autograd.grad(o, leaves, gradient)
+            for a, b in zip(actual_gradients, torch.autograd.grad(expected, leaves, gradient), strict=True):
+                assert torch.equal(a, b)
+
+
+def test_the_current_device_need_not_be_the_tensors() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    check(*make("cuda:1", torch.bfloat16, n_queries=100, d_head=64), True)
+
+
+def test_spans_beyond_int32() -> None:
+    """Heads 2^31 elements apart, and rows 2^24 apart: views into memory that is mostly never touched."""
+    gib = 2**30
+    if torch.cuda.mem_get_info()[0] < 20 * gib:
+        pytest.skip("needs 20 GiB of free GPU memory")
+    q, k, v, do = make("cuda", torch.bfloat16, heads=2, n_queries=140, d_head=64)
+    expected = flash(q, k, v, do, True, None)
+    memory = torch.zeros(2**31 + 2**20, dtype=torch.bfloat16, device="cuda")
+    far_heads = memory.as_strided(k.shape, (2**31, 2**31, 64, 1))
+    far_heads.copy_(k)
+    far_rows = memory.as_strided(v.shape, (2**31, 128, 2**23 + 2**20, 1), storage_offset=2**16)
+    far_rows.copy_(v)
+    for a, b in zip(expected, flash(q, far_heads, far_rows, do, True, None), strict=True):
+        assert torch.equal(a, b)
+    del memory, far_heads, far_rows
+    gc.collect()
+    torch.cuda.empty_cache()

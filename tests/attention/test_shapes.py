@@ -1,0 +1,64 @@
+"""What attention accepts, what it refuses, and the sizes that it reads off its inputs."""
+
+import re
+
+import pytest
+import torch
+
+from cs336_systems.attention.shapes import DTYPES, AttentionShape, accumulator_dtype, validate
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype, device=device)
+
+
+def test_sizes_of_one_head_and_of_grouped_heads():
+    assert validate(zeros(2, 5, 8), zeros(2, 7, 8), zeros(2, 7, 8)) == AttentionShape(2, 1, 1, 5, 7, 8, four_d=False)
+    shape = validate(zeros(2, 6, 5, 16), zeros(2, 3, 7, 16), zeros(2, 3, 7, 16), scale=0.5)
+    assert shape == AttentionShape(2, 6, 3, 5, 7, 16, four_d=True)
+    assert (shape.group, shape.offset, shape.default_scale, shape.scores) == (2, 2, 0.25, (2, 6, 5, 7))
+    assert validate(zeros(1, 9, 4), zeros(1, 2, 4), zeros(1, 2, 4)).offset == -7
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_floating_dtypes_are_taken_and_accumulate_in_at_least_fp32(dtype):
+    x = zeros(1, 2, 3, dtype=dtype)
+    assert validate(x, x, x)
+    assert accumulator_dtype(dtype) == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "message"),
+    [
+        (zeros(3, 4), zeros(3, 4), zeros(3, 4), "must all be (batch, sequence, d_head) or .*q (3, 4)"),
+        (zeros(1, 2, 3, 4, 5), *[zeros(1, 2, 3, 4, 5)] * 2, "must all be (batch, sequence, d_head) or "),
+        (zeros(1, 2, 3, 4), *[zeros(1, 3, 4)] * 2, "must all be .*q (1, 2, 3, 4), k (1, 3, 4)"),
+        (zeros(1, 3, 4), zeros(1, 3, 4), zeros(1, 1, 3, 4), "must all be .*v (1, 1, 3, 4)"),
+        (zeros(1, 0, 4), *[zeros(1, 3, 4)] * 2, "must not be empty: q (1, 0, 4)"),
+        (zeros(1, 3, 4), *[zeros(1, 0, 4)] * 2, "must not be empty: .*k (1, 0, 4)"),
+        (zeros(2, 3, 4), *[zeros(1, 3, 4)] * 2, "same batch size: q (2, 3, 4), k (1, 3, 4)"),
+        (zeros(2, 3, 4), zeros(2, 3, 4), zeros(1, 3, 4), "same batch size: .*v (1, 3, 4)"),
+        (zeros(1, 3, 4), zeros(1, 5, 4), zeros(1, 6, 4), "same length: .*k (1, 5, 4), v (1, 6, 4)"),
+        (zeros(1, 3, 4), *[zeros(1, 3, 8)] * 2, "same head dimension: q (1, 3, 4), k (1, 3, 8)"),
+        (zeros(1, 3, 4), zeros(1, 3, 4), zeros(1, 3, 8), "same head dimension: .*v (1, 3, 8)"),
+        (zeros(1, 4, 3, 4), zeros(1, 2, 3, 4), zeros(1, 4, 3, 4), "k and v must have the same number of heads"),
+        (zeros(1, 4, 3, 4), *[zeros(1, 3, 3, 4)] * 2, "the 3 key/value heads must divide the 4 query heads"),
+        (zeros(1, 2, 3, 4), *[zeros(1, 4, 3, 4)] * 2, "the 4 key/value heads must divide the 2 query heads"),
+        (zeros(1, 3, 4), zeros(1, 3, 4).double(), zeros(1, 3, 4), "same dtype: q torch.float32, k torch.float64"),
+        (zeros(1, 3, 4), zeros(1, 3, 4), zeros(1, 3, 4).half(), "same dtype: .*v torch.float16"),
+        (*[zeros(1, 3, 4).int()] * 3, "must be one of torch.float64, .*: torch.int32"),
+        (*[zeros(1, 3, 4, dtype=torch.complex64)] * 3, "must be one of .*: torch.complex64"),
+        (zeros(1, 3, 4), zeros(1, 3, 4, device="meta"), zeros(1, 3, 4), "same device: q cpu, k meta"),
+        (zeros(1, 3, 4), zeros(1, 3, 4), zeros(1, 3, 4, device="meta"), "same device: .*v meta"),
+    ],
+)
+def test_what_does_not_fit_is_named(q, k, v, message):
+    with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\*", ".*")):
+        validate(q, k, v)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_scales_are_finite_and_positive(scale):
+    x = zeros(1, 2, 3)
+    with pytest.raises(ValueError, match=f"the scale must be finite and positive: {scale}"):
+        validate(x, x, x, scale=scale)

@@ -1,0 +1,342 @@
+"""Every FlexAttention variant against its own dense formula, the formulas against rules spelt out, and the errors."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask, flex_attention
+
+from cs336_systems.attention import AttentionShape, reference_attention, variants
+from cs336_systems.attention.variants import (
+    Variant,
+    alibi,
+    alibi_slopes,
+    block_sparsity,
+    causal,
+    dense_attention,
+    dense_mask,
+    dense_scores,
+    document,
+    full,
+    make_block_mask,
+    prefix_lm,
+    relative_bias,
+    sliding_window,
+    softcap,
+    variant_attention,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+SHAPE = AttentionShape(batch=2, heads=4, kv_heads=2, n_queries=23, n_keys=23, d_head=16)
+DECODE = AttentionShape(batch=2, heads=4, kv_heads=2, n_queries=9, n_keys=23, d_head=16)
+FEW_KEYS = AttentionShape(batch=2, heads=4, kv_heads=2, n_queries=29, n_keys=23, d_head=16)
+IDS = torch.tensor([[7] * 5 + [2] * 11 + [7] * 7, [0] * 22 + [1]])
+PREFIXES = torch.tensor([6, 0])
+SLOPES = alibi_slopes(4)
+TABLE = torch.linspace(-2, 2, 4 * 9).reshape(4, 9)
+
+
+def make_variants(ids: Tensor, prefixes: Tensor, slopes: Tensor, table: Tensor) -> dict[str, Variant]:
+    """Every variant and ways to combine them, by name."""
+    made = [
+        full(),
+        causal(),
+        sliding_window(1),
+        sliding_window(5),
+        document(ids),
+        prefix_lm(prefixes),
+        alibi(slopes),
+        relative_bias(table),
+        softcap(1.5),
+        document(ids) & causal(),
+        sliding_window(4) | prefix_lm(prefixes),
+        (sliding_window(4) | prefix_lm(prefixes)) & document(ids),
+        causal() | full(),
+        causal() & alibi(slopes),
+        causal() & softcap(1.5),
+        relative_bias(table) & softcap(1.5),
+        softcap(1.5) & relative_bias(table),
+        sliding_window(7) & alibi(slopes) & softcap(2.0) & document(ids),
+    ]
+    return {variant.name: variant for variant in made}
+
+
+VARIANTS = make_variants(IDS, PREFIXES, SLOPES.double(), TABLE.double())
+each_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+each_shape = pytest.mark.parametrize("shape", [SHAPE, DECODE, FEW_KEYS], ids=["square", "decode", "few keys"])
+
+
+def inputs(shape: AttentionShape, dtype: torch.dtype = torch.float64, device: str = "cpu") -> list[Tensor]:
+    """q, k, v and the gradient of o; scores of a few units, so that caps and biases matter."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(shape.heads, shape.n_queries), *[(shape.kv_heads, shape.n_keys)] * 2, (shape.heads, shape.n_queries)]
+    made = [torch.randn(shape.batch, *size, shape.d_head, dtype=torch.float64, generator=generator) for size in sizes]
+    made[0] = 2 * made[0]
+    return [x.to(device, dtype) for x in made]
+
+
+def test_names_are_distinct():
+    assert len(VARIANTS) == 18
+    assert list(VARIANTS)[11] == "(window 4 | prefix-LM) & document"
+
+
+@each_variant
+def test_output_matches_the_dense_oracle(variant):
+    q, k, v, _ = inputs(SHAPE)
+    expected, _ = dense_attention(q, k, v, variant)
+    # 23 products of values below 10 and of 16 terms each, rounded 2^-53: 4e-13; a soft cap's slope is at most 1.
+    torch.testing.assert_close(variant_attention(q, k, v, variant), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [DECODE, FEW_KEYS], ids=["decode", "few keys"])
+@pytest.mark.parametrize("name", ["causal", "document", "window 7 & ALiBi & softcap 2 & document", "relative bias 4"])
+def test_the_last_query_stands_at_the_last_key(shape, name):
+    q, k, v, _ = inputs(shape)
+    actual = variant_attention(q, k, v, VARIANTS[name], scale=0.3)
+    expected, lse = dense_attention(q, k, v, VARIANTS[name], scale=0.3)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    blind = lse.isneginf()
+    assert blind.any() == (shape is FEW_KEYS and name != "relative bias 4")
+    assert (actual[blind] == 0).all()
+
+
+def test_causal_is_the_causal_of_the_reference():
+    q, k, v, _ = inputs(FEW_KEYS)
+    for actual, expected in zip(
+        dense_attention(q, k, v, causal()), reference_attention(q, k, v, causal=True), strict=True
+    ):
+        assert torch.equal(actual, expected)
+
+
+def test_one_head_needs_no_head_dimension():
+    q, k, v = (x[:, 0] for x in inputs(SHAPE)[:3])
+    variant = document(IDS) & causal()
+    o, lse = dense_attention(q, k, v, variant)
+    assert o.shape == q.shape
+    assert lse.shape == q.shape[:-1]
+    torch.testing.assert_close(variant_attention(q, k, v, variant), o, rtol=0, atol=1e-12)
+
+
+RULES = {
+    "full": lambda b, q, k: True,
+    "causal": lambda b, q, k: k <= q,
+    "window 1": lambda b, q, k: k == q,
+    "window 5": lambda b, q, k: k in range(q - 4, q + 1),
+    "document": lambda b, q, k: q >= 0 and int(IDS[b, q]) == int(IDS[b, k]),
+    "prefix-LM": lambda b, q, k: k <= q or k < (6, 0)[b],
+}
+RULES["document & causal"] = lambda b, q, k: RULES["document"](b, q, k) and RULES["causal"](b, q, k)
+RULES["(window 4 | prefix-LM)"] = lambda b, q, k: k in range(q - 3, q + 1) or RULES["prefix-LM"](b, q, k)
+
+
+@each_shape
+@pytest.mark.parametrize("name", RULES)
+def test_masks_are_the_rules_spelt_out(name, shape):
+    variant = VARIANTS[name]
+    expected = torch.tensor(
+        [
+            [[RULES[name](b, q + shape.offset, k) for k in range(shape.n_keys)] for q in range(shape.n_queries)]
+            for b in range(shape.batch)
+        ]
+    )
+    mask = dense_mask(variant, shape)
+    assert mask.shape == shape.scores
+    for head in range(shape.heads):
+        assert torch.equal(mask[:, head], expected)
+    block_mask = make_block_mask(variant, shape)
+    if block_mask is None:
+        assert expected.all()
+    else:
+        of_mod = create_mask(block_mask.mask_mod, shape.batch, 1, shape.n_queries, shape.n_keys, device="cpu")
+        assert torch.equal(of_mod[:, 0], expected)
+
+
+def test_alibi_slopes_are_those_of_the_paper():
+    assert torch.equal(alibi_slopes(8), torch.tensor([2.0**-i for i in range(1, 9)]))
+    assert torch.equal(alibi_slopes(1), torch.tensor([2.0**-8]))
+    first_of_sixteen = [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]  # the authors' answer to 12 heads: 8 and every second of 16
+    torch.testing.assert_close(alibi_slopes(12), torch.tensor([2.0**-i for i in range(1, 9)] + first_of_sixteen))
+
+
+def test_score_formulas_at_single_scores():
+    scores = inputs(SHAPE)[0] @ inputs(SHAPE)[0].mT
+    b, h, q, k = 1, 2, 17, 4
+    score = scores[b, h, q, k].item()
+    far = TABLE[h, 0].item()  # 13 keys back is clipped to 4 back
+    expected = {
+        "ALiBi": score - 13 * 2.0**-6,
+        "relative bias 4": score + far,
+        "softcap 1.5": 1.5 * math.tanh(score / 1.5),
+        "relative bias 4 & softcap 1.5": 1.5 * math.tanh((score + far) / 1.5),
+        "softcap 1.5 & relative bias 4": 1.5 * math.tanh(score / 1.5) + far,
+    }
+    for name, value in expected.items():
+        assert dense_scores(VARIANTS[name], scores)[b, h, q, k].item() == pytest.approx(value, abs=1e-14)
+    assert dense_scores(VARIANTS["relative bias 4"], scores)[b, h, 4, 17] == scores[b, h, 4, 17] + TABLE[h, 8]
+    assert dense_scores(VARIANTS["relative bias 4"], scores)[b, h, 9, 8] == scores[b, h, 9, 8] + TABLE[h, 3]
+
+
+@pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if variant.score_mod is not None])
+@each_shape
+def test_gradients_of_score_mods_match_the_formulas(name, shape):
+    """A mod is elementwise in its indices, so broadcast indices evaluate, and differentiate, all of it at once."""
+    table = TABLE.double().requires_grad_()
+    variant = relative_bias(table) & VARIANTS[name]
+    scores = torch.randn(shape.scores, dtype=torch.float64, requires_grad=True)
+    batch, head, query, key = (
+        torch.arange(size).view([-1 if axis == i else 1 for axis in range(4)]) for i, size in enumerate(shape.scores)
+    )
+    of_mod = variant.score_mod(scores, batch, head, query + shape.offset, key)
+    of_formula = dense_scores(variant, scores)
+    upstream = torch.randn(shape.scores, dtype=torch.float64)
+    actual, expected = (torch.autograd.grad(y, (scores, table), upstream) for y in (of_mod, of_formula))
+    torch.testing.assert_close(of_mod, of_formula, rtol=0, atol=1e-13)
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)  # a table entry sums up to 2 29 23 gradients
+
+
+def test_a_learned_table_has_its_gradient_on_a_cpu():
+    q, k, v, do = inputs(SHAPE)
+    table = TABLE.double().requires_grad_()
+    variant = causal() & relative_bias(table)
+    (actual,) = torch.autograd.grad(variant_attention(q, k, v, variant), table, do)
+    (expected,) = torch.autograd.grad(dense_attention(q, k, v, variant)[0], table, do)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
+
+
+def test_gradients_that_flex_attention_lacks_are_refused_on_a_cpu():
+    q, k, v, _ = inputs(SHAPE)
+    with pytest.raises(ValueError, match="no backward on a CPU for 'causal'.*torch.no_grad.*dense_attention"):
+        variant_attention(q, k.requires_grad_(), v, causal())
+    with torch.no_grad():
+        assert not variant_attention(q, k, v, causal()).requires_grad
+    learned = relative_bias(TABLE.double().requires_grad_())
+    with pytest.raises(ValueError, match="no backward on a CPU for 'relative bias 4'"):
+        variant_attention(q, k.detach(), v, learned, compiled=True)
+
+
+def test_one_compiled_function_serves_every_variant(monkeypatch):
+    """More variants than Dynamo's limit of 8, two of each kind: none may run another's graph."""
+    traced = torch.compile(flex_attention, backend="eager", fullgraph=True)
+    monkeypatch.setattr(variants, "_flex", lambda compiled: traced)
+    q, k, v, _ = inputs(SHAPE)
+    ids = IDS.flip(0)
+    others = [
+        sliding_window(9),
+        document(ids),
+        document(ids) & sliding_window(3),
+        softcap(0.5),
+        causal() & softcap(3.0),
+    ]
+    for variant in [*list(VARIANTS.values())[::3], *others]:
+        actual = variant_attention(q, k, v, variant, compiled=True)
+        torch.testing.assert_close(actual, dense_attention(q, k, v, variant)[0], rtol=0, atol=1e-12)
+
+
+def test_a_block_mask_can_be_made_once():
+    q, k, v, _ = inputs(DECODE)
+    variant = document(IDS) & causal()
+    mask = make_block_mask(variant, DECODE)
+    actual = variant_attention(q, k, v, variant, block_mask=mask)
+    assert torch.equal(actual, variant_attention(q, k, v, variant))
+    with pytest.raises(ValueError, match="block_mask was created for"):
+        variant_attention(q[:, :, 1:], k, v, variant, block_mask=mask)
+
+
+def long(n_queries: int, n_keys: int, batch: int = 1) -> AttentionShape:
+    return AttentionShape(batch, 2, 2, n_queries, n_keys, 64)
+
+
+@pytest.mark.parametrize(
+    ("variant", "shape", "visited", "blocks"),
+    [
+        (full(), long(1024, 1024), 64, 64),
+        (causal(), long(1024, 1024), 36, 64),
+        (causal(), long(300, 300), 6, 9),  # blocks stick out of the matrix
+        (causal(), long(128, 1024), 8, 8),
+        (sliding_window(129), long(1024, 1024), 15, 64),
+        (sliding_window(130), long(1024, 1024), 21, 64),
+        (document(torch.arange(1024)[None] // 256), long(1024, 1024), 16, 64),
+        (document(torch.arange(1024)[None] // 256) & causal(), long(1024, 1024), 12, 64),
+        (prefix_lm(torch.tensor([0, 256])), long(1024, 1024, batch=2), 36 + 37, 128),
+        (causal() & softcap(3.0), long(1024, 1024), 36, 64),
+    ],
+    ids=lambda value: value.name if isinstance(value, Variant) else None,
+)
+def test_skipped_blocks_are_counted(variant, shape, visited, blocks):
+    assert block_sparsity(variant, shape) == pytest.approx(100 * (1 - visited / blocks))
+
+
+def test_smaller_blocks_skip_more():
+    assert block_sparsity(causal(), long(1024, 1024), block_size=64) == pytest.approx(100 * (1 - 136 / 256))
+
+
+def test_score_modifications_are_not_joined_with_or():
+    with pytest.raises(ValueError, match="only masks can be joined with |, and 'softcap 2' modifies scores"):
+        causal() | softcap(2.0)
+    with pytest.raises(ValueError, match="'ALiBi' modifies scores"):
+        alibi(SLOPES) | causal()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sliding_window(0), "at least the query itself: 0"),
+        (lambda: softcap(0.0), "finite and positive: 0.0"),
+        (lambda: softcap(math.inf), "finite and positive: inf"),
+        (lambda: relative_bias(torch.zeros(4, 8)), r"2 max_distance \+ 1\): \(4, 8\)"),
+        (lambda: dense_mask(document(IDS[:, 1:]), SHAPE), r"document ids must have shape \(2, 23\).*: \(2, 22\)"),
+        (
+            lambda: dense_mask(causal() & prefix_lm(PREFIXES[:1]), SHAPE),
+            r"prefix lengths must have shape \(2,\).*\(1,\)",
+        ),
+        (lambda: make_block_mask(prefix_lm(PREFIXES[:1]), SHAPE), "prefix lengths must have shape"),
+        (
+            lambda: variant_attention(*inputs(SHAPE)[:3], alibi(alibi_slopes(2))),
+            r"slopes must have shape \(4,\).*\(2,\)",
+        ),
+        (
+            lambda: variant_attention(*inputs(SHAPE)[:3], relative_bias(TABLE[:3])),
+            r"must have shape \(4, 9\).*\(3, 9\)",
+        ),
+        (lambda: variant_attention(*inputs(SHAPE)[:3], alibi(SLOPES.to("meta"))), "'ALiBi' are on meta, not on cpu"),
+        (lambda: variant_attention(*inputs(SHAPE)[:3], causal(), scale=-1.0), "the scale must be finite and positive"),
+    ],
+)
+def test_what_does_not_fit_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("offset", [0, 70])
+def test_compiled_kernels_are_within_the_budget_of_bf16(name, offset):
+    """Forward and every gradient against fp64 on the same bf16 inputs, at most twice the error of the dense formula."""
+    shape = AttentionShape(batch=2, heads=4, kv_heads=2, n_queries=333 - offset, n_keys=333, d_head=64)
+    rounded = inputs(shape, torch.bfloat16, "cuda")
+    ids = torch.stack([torch.arange(333, device="cuda") // size for size in (50, 111)])
+
+    def results(attention: Callable[..., Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        slopes, table = (x.to("cuda", torch.promote_types(dtype, torch.float32)) for x in (SLOPES, TABLE))
+        variant = make_variants(ids, 20 * PREFIXES.cuda(), slopes, table.requires_grad_())[name]
+        leaves = {key: x.to(dtype).requires_grad_() for key, x in zip(("q", "k", "v"), rounded, strict=False)}
+        o = attention(*leaves.values(), variant)
+        if "relative" in name:
+            leaves["table"] = table
+        gradients = torch.autograd.grad(o, list(leaves.values()), rounded[3].to(dtype))
+        return {"o": o} | {f"d{key}": gradient for key, gradient in zip(leaves, gradients, strict=True)}
+
+    oracle = results(lambda *args: dense_attention(*args)[0], torch.float64)
+    eager = results(lambda *args: dense_attention(*args)[0], torch.bfloat16)
+    ours = results(variant_attention, torch.bfloat16)
+    for key, exact in oracle.items():
+        budget, error = (torch.linalg.vector_norm(x[key].double() - exact) for x in (eager, ours))
+        norm = torch.linalg.vector_norm(exact)
+        print(f"{name} {key}: error {error / norm:.2e}, eager {budget / norm:.2e}")
+        assert error <= 2 * budget + torch.finfo(torch.bfloat16).eps * max(norm, 1.0)  # dq of window 1 is zero
