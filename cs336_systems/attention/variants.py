@@ -314,7 +314,7 @@ def variant_attention(
         block_mask = make_block_mask(variant, shape, q.device)
     score_mod = None if variant.score_mod is None else _score_of_indices(variant.score_mod, shape.offset)
     with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-        o = _flex(compiled)(q, k, v, score_mod, block_mask, scale, enable_gqa=shape.group > 1)
+        o = _flex(compiled)(q, k, v, score_mod, block_mask, scale, enable_gqa=True)
     return o if shape.four_d else o[:, 0]
 
 

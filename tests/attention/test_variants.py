@@ -263,6 +263,12 @@ def long(n_queries: int, n_keys: int, batch: int = 1) -> AttentionShape:
         (document(torch.arange(1024)[None] // 256), long(1024, 1024), 16, 64),
         (document(torch.arange(1024)[None] // 256) & causal(), long(1024, 1024), 12, 64),
         (prefix_lm(torch.tensor([0, 256])), long(1024, 1024, batch=2), 36 + 37, 128),
+        (
+            causal() & document(torch.arange(1024) // torch.tensor([[256], [1024]])),
+            long(1024, 1024, batch=2),
+            12 + 36,
+            128,
+        ),
         (causal() & softcap(3.0), long(1024, 1024), 36, 64),
     ],
     ids=lambda value: value.name if isinstance(value, Variant) else None,

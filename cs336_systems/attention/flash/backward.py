@@ -31,6 +31,9 @@ Precision: P and dS are rounded to the inputs' dtype for their products; all sum
 Shape legend: B batch, H query heads, K key/value heads, Q queries, N keys, D head dim.
 """
 
+# mypy: allow-untyped-defs
+# A kernel's arguments are Triton values; the host functions below are typed.
+
 import torch
 import triton
 import triton.language as tl

@@ -24,6 +24,9 @@ Limits: head dims 16 to 256; tiles fit the shared memory of an H100 or H200 (227
 Shape legend: B batch, H query heads, K key/value heads, Q queries, N keys, D head dim.
 """
 
+# mypy: allow-untyped-defs
+# A kernel's arguments are Triton values; the host functions below are typed.
+
 import torch
 import triton
 import triton.language as tl

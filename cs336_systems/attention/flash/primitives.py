@@ -8,6 +8,9 @@ Tiles have power-of-two sizes. ``BLOCK_D`` is the head dim rounded up; where the
 built. Rows are checked only where the caller says that a tile may reach past the end.
 """
 
+# mypy: allow-untyped-defs
+# A kernel's arguments are Triton values.
+
 import triton
 import triton.language as tl
 

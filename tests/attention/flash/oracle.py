@@ -2,8 +2,8 @@
 
 Tolerances are derived. The exact answer is the fp64 formula on the same (already rounded) inputs. The budget is twice
 the error of the eager formula in the inputs' dtype, plus a floor for where eager code is exact by luck (a softmax over
-one key, say): every term of the sums rounded once, eps * sum |terms|. The backward pass recomputes P = exp(S - lse) from
-an fp32 lse, so each of its terms also carries the relative error eps_fp32 * max |S|.
+one key, say): every term of the sums rounded once, eps * sum |terms|. The backward pass recomputes P = exp(S - lse)
+from an fp32 lse, so each of its terms also carries the relative error eps_fp32 * max |S|.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def floors(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: flo
     q, k, v, do = (x.detach().double() for x in (q, k, v, do))
     k_each, v_each = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = (q @ k_each.mT).abs() * scale
-    o, lse = formula(q, k, v, causal, scale)
+    o, _ = formula(q, k, v, causal, scale)
     identity = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
     p, _ = formula(q, k, identity, causal, scale)
     ds = p * (do.abs() @ v_each.abs().mT + (o.abs() * do.abs()).sum(-1, keepdim=True))
