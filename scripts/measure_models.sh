@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measure what profiles/results/<gpu>/ holds for benchmark_model.py and benchmark_harness.py, on one GPU.
 #
-#   scripts/measure_models.sh FOLDER PART...      # parts: grid context-512 compiled optimizers warmup harness
+#   scripts/measure_models.sh FOLDER PART...      # parts: grid context-512 compiled optimizers warmup harness attention
 #
 # On an H200 the grid takes about seven minutes, the other parts together about twelve. PYTHON picks the interpreter
 # (default: uv run). Each part appends to its own folder below FOLDER.
@@ -23,12 +23,15 @@ for part in "$@"; do
       model --size small medium large xl 2.7b --dtype autocast-bf16 --mode step --compile off on --repeat 3 --out "$out" ;;
     optimizers)
       model --size small xl 2.7b --optimizer reference torch-fused --mode step --out "$out" ;;
+    attention)
+      "${python[@]}" benchmarks/benchmark_attention.py --format csv --grid training \
+        --impl flash sdpa-flash sdpa-cudnn flex --out "$out" ;;
     warmup)
       model --size small xl --warmup 0 1 2 5 --mode step --out "$out" ;;
     harness)
       "${python[@]}" benchmarks/benchmark_harness.py --format csv --out "$out" ;;
     *)
-      echo "unknown part '$part': parts are grid, context-512, compiled, optimizers, warmup and harness" >&2
+      echo "unknown part '$part': parts are grid, context-512, compiled, optimizers, warmup, harness and attention" >&2
       exit 2 ;;
   esac
 done

@@ -24,10 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
+from cs336_systems.attention import variants
 from cs336_systems.attention.shapes import AttentionShape, validate
 from cs336_systems.attention.tiled import TiledFlashAttention
+from cs336_systems.attention.variants import RECOMPILE_LIMIT
 from cs336_systems.model.ops import attention as materialised_attention
 
 IMPLEMENTATIONS = (
@@ -155,12 +157,13 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | Non
 
 
 @functools.cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, dynamic=False)
+def _compiled_reference() -> Callable:
+    return torch.compile(_reference, dynamic=False, fullgraph=True)
 
 
 def _reference_compiled(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
-    return _compiled(_reference)(q, k, v, causal, scale)
+    with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):  # beyond it, torch would run the eager code
+        return _compiled_reference()(q, k, v, causal, scale)
 
 
 def _tiled(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
@@ -183,19 +186,16 @@ def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool, sc
 
 
 @functools.lru_cache(maxsize=32)
-def _causal_blocks(n_queries: int, n_keys: int, device: str) -> BlockMask:
+def _causal_blocks(shape: AttentionShape, device: torch.device) -> BlockMask:
     """Which blocks of scores a causal mask leaves, made once per shape: making it is not part of attention."""
-    offset = n_keys - n_queries
-    return create_block_mask(
-        lambda batch, head, query, key: key <= query + offset, None, None, n_queries, n_keys, device=device
-    )
+    return variants.make_block_mask(variants.causal(), shape, device)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
-    mask = _causal_blocks(q.shape[-2], k.shape[-2], str(q.device)) if causal else None
-    grouped = q.ndim == 4 and q.shape[1] != k.shape[1]
-    o = _compiled(flex_attention)(_four_d(q), _four_d(k), _four_d(v), block_mask=mask, scale=scale, enable_gqa=grouped)
-    return o if q.ndim == 4 else o.squeeze(1)
+    if not causal:
+        return variants.variant_attention(q, k, v, variants.full(), scale=scale)
+    blocks = _causal_blocks(validate(q, k, v), q.device)
+    return variants.variant_attention(q, k, v, variants.causal(), scale=scale, block_mask=blocks)
 
 
 _SERVE: dict[str, Callable[[Tensor, Tensor, Tensor, bool, float | None], Tensor]] = {
