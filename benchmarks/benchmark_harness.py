@@ -96,17 +96,10 @@ def measure(cell: HarnessCell) -> list[Metric]:
     torch.manual_seed(cell.seed)
     device = torch.device(cell.device)
     operation = make_operation(cell.subject, device)
-    ours, theirs, count = [], [], 100
-    for i in range(cell.rounds):
-        # As many samples on either side, and each side first in every other round: both then see the same heat.
-        clocks: list[Callable[[], None]] = [
-            lambda count=count: ours.append(median(time_kernel(operation, device=device, samples=count))),
-            lambda: theirs.append(do_bench(operation, warmup=10, rep=50, return_mode="all")),
-        ]
-        for clock in clocks[:: 1 if i % 2 else -1]:
-            clock()
-        count = len(theirs[-1])
-    theirs = [median(samples) for samples in theirs]
+    ours, theirs = [], []
+    for _ in range(cell.rounds):
+        ours.append(median(time_kernel(operation, device=device, warmup=10, samples=100)))
+        theirs.append(do_bench(operation, warmup=10, rep=50, return_mode="median"))
     return [
         Metric("time_kernel", "ms", ours),
         Metric("do_bench", "ms", theirs),

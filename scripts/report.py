@@ -99,7 +99,7 @@ def memory_table() -> str:
             cells = wide[(wide["size"] == size) & (wide["mode"] == mode)]
             if cells.empty:
                 continue
-            worst = cells.loc[cells["error"].abs().idxmax()]
+            worst = cells.iloc[cells["error"].abs().argmax()]
             lines.append(
                 {
                     "size": size,
@@ -133,31 +133,28 @@ def warmup_table() -> str:
 
 
 def harness_table() -> str:
-    """Our clock beside do_bench, and the command's overhead."""
+    """Our clock beside do_bench and the command's overhead, one column for each run of the part."""
     rows = rows_of("harness", "benchmark_harness")
+    runs = [rows[rows["commit"] == commit] for commit in rows["commit"].unique()]
     lines = []
-    for subject, group in rows.groupby("subject", sort=False):
-        value = {row["metric"]: row["median"] for _, row in group.iterrows()}
-        if "do_bench" in value:
+    for subject in rows["subject"].unique():
+        of_subject = [run[run["subject"] == subject] for run in runs]
+        if (of_subject[0]["metric"] == "do_bench").any():
             lines.append(
-                {
-                    "kernel": subject,
-                    "time_kernel, ms": f"{value['time_kernel']:.4f}",
-                    "do_bench, ms": f"{value['do_bench']:.4f}",
-                    "ratio, median of ten rounds (p10–p90)": _spread(group, "time_kernel_over_do_bench"),
-                }
+                {"kernel": subject, "do_bench, ms": f"{median_of(of_subject[0], 'do_bench'):.4f}"}
+                | {f"time_kernel / do_bench, run {i + 1}": _spread(run) for i, run in enumerate(of_subject)}
             )
-    command = rows[rows["metric"].isin(["command", "timed_steps", "overhead"])].set_index("metric")["median"]
-    text = Table("", pd.DataFrame(lines)).markdown()
-    return (
-        f"{text}\n\n`benchmark_model.py --size small --mode step` took {command['command']:.1f} s, of which "
-        f"{command['timed_steps']:.1f} s were timed steps. The other {command['overhead']:.1f} s import libraries, measure "
-        f"the ceilings, and start and fill two processes on the GPU."
-    )
+    spent = [tuple(median_of(run, metric) for metric in ("command", "timed_steps", "overhead")) for run in runs]
+    sentences = [
+        f"In run {i + 1}, `benchmark_model.py --size small --mode step` took {command:.1f} s, of which {timed:.1f} s "
+        f"were timed steps; {overhead:.1f} s went into imports, the ceilings, and starting and filling processes."
+        for i, (command, timed, overhead) in enumerate(spent)
+    ]
+    return "\n\n".join([Table("", pd.DataFrame(lines)).markdown(), *sentences])
 
 
-def _spread(rows: pd.DataFrame, metric: str) -> str:
-    row = rows[rows["metric"] == metric].iloc[-1]
+def _spread(rows: pd.DataFrame) -> str:
+    row = rows[rows["metric"] == "time_kernel_over_do_bench"].iloc[-1]
     return f"{row['median']:.3f} ({row['p10']:.3f}–{row['p90']:.3f})"
 
 
@@ -199,8 +196,8 @@ def findings() -> str:
     ratios = [value("backward", size, "fp32") / value("forward", size, "fp32") for size in HANDOUT_SIZES[:5]]
     optimizer = value("optimizer", large, "autocast-bf16") / value("step", large, "autocast-bf16")
     repeated = rows_of("compiled")
-    repeated = repeated[repeated["metric"] == "step"].groupby(["size", "compile"])["median"].median()
-    compiled = [repeated[size, "off"] / repeated[size, "on"] for size in (small, large)]
+    repeats = repeated[repeated["metric"] == "step"].groupby(["size", "compile"])["median"].median()
+    compiled = [repeats[size, "off"] / repeats[size, "on"] for size in (small, large)]
     fused = rows_of("optimizers")
     fused = fused[fused["size"] == large]
     fusing = median_of(fused[fused["optimizer"] == "reference"], "optimizer") / median_of(
@@ -220,12 +217,12 @@ def findings() -> str:
         f"bf16 autocast speeds forward and backward up {passes[0]:.1f} (small) to {passes[1]:.1f} times (2.7b) and the "
         f"step {speedups[0]:.1f} to {speedups[1]:.1f} times, though its peak is {peaks:.0f} times higher: MFU falls to "
         f"{mfu['autocast-bf16'][0]:.0f} and {mfu['autocast-bf16'][1]:.0f} %. In the small model work does not set the "
-        f"time: four times the tokens (context 512 for 128) take {flat[1]:.0f} ms instead of {flat[0]:.0f}, which points "
-        f"to launches (an inference; a profile will tell).",
+        f"time: four times the tokens (context 512 for 128) take {flat[1]:.0f} ms instead of {flat[0]:.0f}, which "
+        f"points to launches (an inference; a profile will tell).",
         f"The optimizer multiplies no matrices, so it does not shrink with the dtype: {100 * optimizer:.0f} % of the "
         f"2.7b autocast step. Torch's fused kernel is {fusing:.1f} times as fast as the formula written out.",
-        "Compiling the blocks makes the autocast step "
-        f"{compiled[0]:.1f} (small) and {compiled[1]:.1f} times (2.7b) as fast (medians of three interleaved processes each).",
+        f"Compiling the blocks makes the autocast step {compiled[0]:.1f} (small) and {compiled[1]:.1f} times (2.7b) as "
+        f"fast, medians of three interleaved processes.",
     )
     return "\n".join(f"- {line}" for line in lines)
 

@@ -73,7 +73,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, impl: str, scale
 
 
 def attention_op(impl: str) -> Callable[..., Tensor]:
-    """``impl`` as a ``ModelOps`` takes it, (q, k, v, *, causal) -> o, for callers that have asked ``unsupported_reason``.
+    """``impl`` as a ``ModelOps`` takes it, (q, k, v, *, causal) -> o; ask ``unsupported_reason`` first, once.
 
     Raises:
         ValueError: there is no such implementation.
@@ -186,7 +186,7 @@ def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool, sc
 
 
 @functools.lru_cache(maxsize=32)
-def _causal_blocks(shape: AttentionShape, device: torch.device) -> BlockMask:
+def _causal_blocks(shape: AttentionShape, device: torch.device) -> BlockMask | None:
     """Which blocks of scores a causal mask leaves, made once per shape: making it is not part of attention."""
     return variants.make_block_mask(variants.causal(), shape, device)
 

@@ -1,8 +1,8 @@
 """FLOPs and bytes of attention by itself, for benchmarks of implementations rather than of models.
 
-FLOPs follow the FlashAttention convention (Dao 2023, section 4.1): forward 4 B H S_q S_k D, half of it if causal; backward
-2.5 times that, since the scores are computed again; both 3.5 times. The same count is used for implementations that keep
-the probabilities instead, so that TFLOP/s compare times.
+FLOPs follow the FlashAttention convention (Dao 2023, section 4.1): forward 4 B H S_q S_k D, half of it if causal;
+backward 2.5 times that, since the scores are computed again; both 3.5 times. The same count is used for implementations
+that keep the probabilities instead, so that TFLOP/s compare times.
 
 Bytes: materialised attention needs three score matrices at the height of its backward (probabilities, their gradient,
 the scores' gradient); tiled implementations need their inputs, outputs and gradients, and two numbers per query.

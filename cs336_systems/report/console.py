@@ -19,7 +19,7 @@ INTERRUPTED = 130
 
 
 def show(table: Table, form: Format) -> None:
-    """Print a table on stdout; ``auto`` draws it on a terminal (stacked on a narrow one) and writes Markdown elsewhere."""
+    """Print a table on stdout; ``auto`` draws on a terminal (stacked on a narrow one) and writes Markdown elsewhere."""
     if form == "auto" and sys.stdout.isatty():
         console = Console()
         drawn = table.rich()

@@ -108,7 +108,7 @@ def step_table(rows: pd.DataFrame) -> Table:
     for _, cell in rows.groupby(settings, sort=False, dropna=False):
         cell = _newest_run(cell)
         first = cell.iloc[0]
-        metrics = {name: _pooled(rows) for name, rows in cell.groupby("metric", sort=False) if name}
+        metrics = {name: _pooled(cell[cell["metric"] == name]) for name in cell["metric"].unique() if name}
         lines.append({column: first[column] for column in settings} | _step_line(metrics, first))
     frame = pd.DataFrame(lines)
     caption, varying = settings_split(frame, settings)

@@ -198,7 +198,7 @@ def test_failed_ceilings_do_not_stop_the_cells(command, monkeypatch):
     monkeypatch.setattr(benchmark, "measure_ceiling", os._exit)
     monkeypatch.setattr(benchmark, "measure_model", fake_model)
     code, out, _ = command("--device", "cpu", "--size", "tiny", "--mode", "step")
-    assert code == 0
+    assert code == 1
     assert [cell["status"] for cell in json.loads(out.splitlines()[-1])["cells"]] == ["error", "ok"]
 
 
@@ -209,6 +209,9 @@ def test_failed_ceilings_do_not_stop_the_cells(command, monkeypatch):
         (["--size", "tiny", "nonsense"], ["'nonsense'", "known sizes are"]),
         (["--size", "llama3-8b", "--context-length", "128", "9000"], ["9000", "8192", "llama3-8b"]),
         (["--batch-size", "0"], ["--batch-size must be positive", "got 0"]),
+        (["--attention", "flashy"], ["flashy", "sdpa-cudnn"]),
+        (["--repeat", "0"], ["--repeat", "got 0 and 0"]),
+        (["--seed", "99999999999999999999999"], ["--seed", "99999999999999999999999"]),
         (["--batch-size", "4", "-1"], ["--batch-size must be positive", "got -1"]),
         (["--context-length", "0"], ["--context-length must be positive", "got 0"]),
         (["--context-length", "-128"], ["--context-length must be positive", "got -128"]),
@@ -346,7 +349,11 @@ def test_a_real_run_leaves_rows_with_their_provenance_and_a_figure(first_run):
     # tokens per second follow from the step's own samples
     tokens_per_s = sorted(2 * 64 / (ms / 1e3) for ms in cell.loc["step", "samples"])
     assert cell.loc["tokens_per_s", "median"] == pytest.approx(tokens_per_s[1], rel=1e-5)
-    assert set(rows[rows["variant"] == "ceiling"]["metric"]) == {"matmul_ceiling", "copy_ceiling"}
+    assert set(rows[rows["variant"] == "ceiling"]["metric"]) == {
+        "matmul_ceiling",
+        "copy_ceiling",
+        "free_memory",
+    }
     assert (folder / "benchmark_model.png").read_bytes().startswith(b"\x89PNG")
 
 

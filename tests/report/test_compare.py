@@ -9,7 +9,6 @@ from cs336_systems.measurement.record import read_rows
 from cs336_systems.report.compare import compare, ratio_interval, verdict
 from tests.report.rows import ceiling, make_cell, make_frame, ms
 
-
 RESULTS = Path(__file__).resolve().parents[2] / "profiles" / "results" / "h200"
 
 
@@ -100,7 +99,7 @@ def test_one_line_per_shared_phase():
             "new ms": "1.000",
             "new / old": "0.500",
             "processes": "1, 1",
-            "95 % interval": "0.427–0.585",
+            "95 % interval": "0.417–0.600",
             "verdict": "faster",
         },
         {
@@ -110,7 +109,7 @@ def test_one_line_per_shared_phase():
             "new ms": "5.000",
             "new / old": "1.250",
             "processes": "1, 1",
-            "95 % interval": "1.068–1.463",
+            "95 % interval": "1.042–1.500",
             "verdict": "slower",
         },
     ]

@@ -53,7 +53,10 @@ def test_constants_move_into_the_caption_and_the_size_stays_a_column():
     table = step_table(
         make_frame(make_cell(*STEP, context_length=128), make_cell(*STEP, context_length=256, mode="forward"))
     )
-    assert table.caption == "device cpu, batch 1, dtype fp32, compile off, optimizer reference, warmup 1, steps 3"
+    assert (
+        table.caption
+        == "device cpu, batch 1, dtype fp32, attention reference, compile off, optimizer reference, warmup 1, steps 3"
+    )
     assert list(table.frame.columns)[:4] == ["size", "context", "mode", "forward ms"]
     assert list(table.frame["context"]) == [128, 256]
     assert list(table.frame["size"]) == ["tiny", "tiny"]
