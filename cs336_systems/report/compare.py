@@ -22,9 +22,9 @@ MARGIN = 0.02
 """Differences below this are called none."""
 
 PROCESS_NOISE = 0.2
-"""How far apart the medians of processes that measure one cell may lie. Of 60 timings that the committed H200 rows hold
-several times, half agree within 0.016 (cells that keep the GPU busy) and 57 within 0.2; the other three, up to 0.61, are
-compiled cells that wait for launches."""
+"""How far apart the medians of processes that measure one cell may lie. Of 60 timings that the committed H200 rows
+hold several times, half agree within 0.016 (cells that keep the GPU busy) and 57 within 0.2; the other three, up to
+0.61, are compiled cells that wait for launches."""
 
 _ENOUGH_PROCESSES = 3
 _RESAMPLES = 2000
