@@ -319,7 +319,7 @@ def describe(cell: ModelCell) -> str:
 def expected_seconds(cell: ModelCell, *, ceilings: dict[str, dict[str, float]]) -> float:
     """What a cell should take: a process, filling the parameters, and its steps at half of the measured ceiling."""
     if isinstance(cell, CeilingCell):
-        return 5.0
+        return 5.0 if cell.device == "cuda" else 10.0
     config = resolve_size(cell.size).at_context(cell.context_length)
     measured = ceilings.get(cell.dtype, {})
     free = measured.get("free_memory", math.inf) * GIB
