@@ -20,7 +20,8 @@ for part in "$@"; do
     context-512)
       model --size "${sizes[@]}" --dtype fp32 autocast-bf16 tf32 bf16 --mode forward step --out "$out" ;;
     compiled)
-      model --size small medium large xl 2.7b --dtype autocast-bf16 --mode step --compile off on --repeat 3 --out "$out" ;;
+      model --size "${sizes[@]}" --dtype fp32 --mode step --compile off on --out "$out"
+      model --size "${sizes[@]}" --dtype autocast-bf16 --mode step --compile off on --repeat 3 --out "$out" ;;
     optimizers)
       model --size small xl 2.7b --optimizer reference torch-fused --mode step --out "$out" ;;
     attention)

@@ -196,6 +196,7 @@ def findings() -> str:
     ratios = [value("backward", size, "fp32") / value("forward", size, "fp32") for size in HANDOUT_SIZES[:5]]
     optimizer = value("optimizer", large, "autocast-bf16") / value("step", large, "autocast-bf16")
     repeated = rows_of("compiled")
+    repeated = repeated[repeated["dtype"] == "autocast-bf16"]
     repeats = repeated[repeated["metric"] == "step"].groupby(["size", "compile"])["median"].median()
     compiled = [repeats[size, "off"] / repeats[size, "on"] for size in (small, large)]
     fused = rows_of("optimizers")
