@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import tyro
 from rich.console import Console
 from torch import Tensor
 
@@ -32,7 +31,7 @@ from cs336_systems.measurement.process import PredictedOutOfMemory, Unsupported
 from cs336_systems.measurement.record import Metric, RowFile
 from cs336_systems.measurement.sweep import Outcome, cell_columns, outcome_rows, run_sweep
 from cs336_systems.report.attention import attention_table
-from cs336_systems.report.console import Format, complain, exit_with, finish, show
+from cs336_systems.report.console import Format, check_device, complain, exit_with, finish, parse_for_device, show
 
 BENCHMARK = "benchmark_attention"
 GIB = 1024**3
@@ -112,11 +111,7 @@ def default_options(device: str) -> Options:
 
 def parse_options(arguments: list[str] | None = None) -> Options:
     """Options from the command line, with the defaults of the device that they name."""
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    options = tyro.cli(Options, args=arguments, default=default_options(found), description=__doc__)
-    if options.device != found:
-        options = tyro.cli(Options, args=arguments, default=default_options(options.device), description=__doc__)
-    return options
+    return parse_for_device(default_options, arguments, __doc__)
 
 
 def make_cells(options: Options) -> list[AttentionCell]:
@@ -125,8 +120,7 @@ def make_cells(options: Options) -> list[AttentionCell]:
     Raises:
         ValueError: a value that no cell can have.
     """
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    check_device(options.device)
     for impl in options.impl:
         if impl not in IMPLEMENTATIONS:
             raise ValueError(f"--impl {impl}: known are {', '.join(IMPLEMENTATIONS)}")

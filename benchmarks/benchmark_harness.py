@@ -27,7 +27,7 @@ from cs336_systems.measurement.clock import time_kernel
 from cs336_systems.measurement.process import Unsupported
 from cs336_systems.measurement.record import Metric, RowFile, read_rows
 from cs336_systems.measurement.sweep import Outcome, cell_columns, outcome_rows, run_sweep
-from cs336_systems.report.console import Format, complain, exit_with, finish, show
+from cs336_systems.report.console import Format, check_device, complain, exit_with, finish, show
 from cs336_systems.report.tables import Table
 
 BENCHMARK = "benchmark_harness"
@@ -149,9 +149,8 @@ def main() -> int:
     csv = options.out / f"{BENCHMARK}.csv" if options.out else None
     if options.rounds < 1:
         return complain(BENCHMARK, f"--rounds must be positive, got {options.rounds}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        return complain(BENCHMARK, "--device cuda: torch finds no CUDA device here; use --device cpu")
     try:
+        check_device(options.device)
         row_file = RowFile(csv, cell_columns(HarnessCell)) if csv else None
     except ValueError as error:
         return complain(BENCHMARK, str(error))

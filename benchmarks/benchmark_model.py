@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import torch
-import tyro
 from rich.console import Console
 
 from cs336_systems.attention.dispatch import IMPLEMENTATIONS
@@ -33,7 +32,7 @@ from cs336_systems.measurement.process import PredictedOutOfMemory, Unsupported
 from cs336_systems.measurement.record import Metric, RowFile, read_rows
 from cs336_systems.measurement.sweep import Outcome, cell_columns, outcome_rows, run_sweep
 from cs336_systems.report.compare import compare
-from cs336_systems.report.console import Format, complain, exit_with, finish, show
+from cs336_systems.report.console import Format, check_device, complain, exit_with, finish, parse_for_device, show
 from cs336_systems.report.figures import draw_step_figure
 from cs336_systems.report.tables import CEILING, step_table
 from cs336_systems.training import TrainingSetup, assemble, unsupported_attention
@@ -137,11 +136,7 @@ def default_options(device: str) -> Options:
 
 def parse_options(arguments: list[str] | None = None) -> Options:
     """Options from the command line, with the defaults of the device that they name."""
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    options = tyro.cli(Options, args=arguments, default=default_options(found), description=__doc__)
-    if options.device != found:
-        options = tyro.cli(Options, args=arguments, default=default_options(options.device), description=__doc__)
-    return options
+    return parse_for_device(default_options, arguments, __doc__)
 
 
 def make_cells(options: Options) -> list[ModelCell]:
@@ -150,8 +145,7 @@ def make_cells(options: Options) -> list[ModelCell]:
     Raises:
         ValueError: a value that no cell can have: unknown size, context beyond the model's, dtype the device lacks.
     """
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    check_device(options.device)
     for name in ("size", "context_length", "batch_size", "mode", "dtype", "optimizer", "warmup"):
         if not getattr(options, name):
             raise ValueError(f"--{name.replace('_', '-')} needs at least one value, got none")

@@ -4,8 +4,10 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
+import torch
+import tyro
 from rich.console import Console
 from rich.measure import Measurement
 
@@ -16,6 +18,34 @@ Format = Literal["auto", "markdown", "latex", "csv"]
 
 BAD_INPUT = 2
 INTERRUPTED = 130
+
+
+class HasDevice(Protocol):
+    """Options of a benchmark: a frozen dataclass for tyro, with at least a device."""
+
+    @property
+    def device(self) -> str: ...
+
+
+Options = TypeVar("Options", bound=HasDevice)
+
+
+def parse_for_device(
+    default_options: Callable[[str], Options], arguments: list[str] | None, description: str | None
+) -> Options:
+    """Options from the command line, with the defaults of the device that they name, else of the one found here."""
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    default = default_options(found)
+    options = tyro.cli(type(default), args=arguments, default=default, description=description)
+    if options.device == found:
+        return options
+    return tyro.cli(type(default), args=arguments, default=default_options(options.device), description=description)
+
+
+def check_device(device: str) -> None:
+    """Raise ValueError if ``--device`` asks for CUDA and there is none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no CUDA device here; use --device cpu")
 
 
 def show(table: Table, form: Format) -> None:
