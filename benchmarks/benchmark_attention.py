@@ -30,7 +30,7 @@ from cs336_systems.measurement.memory import PeakMeter, free_bytes
 from cs336_systems.measurement.process import PredictedOutOfMemory, Unsupported
 from cs336_systems.measurement.record import Metric, RowFile
 from cs336_systems.measurement.sweep import Outcome, cell_columns, outcome_rows, run_sweep
-from cs336_systems.report.attention import attention_table
+from cs336_systems.report.attention import TILE, attention_table, tile_table
 from cs336_systems.report.console import Format, check_device, complain, exit_with, finish, parse_for_device, show
 
 BENCHMARK = "benchmark_attention"
@@ -60,13 +60,15 @@ class Options:
     impl: tuple[str, ...] = ()
     """Implementations; by default those that the grid compares."""
     length: tuple[int, ...] = ()
-    """Only these sequence lengths of the grids pytorch and flash; by default all."""
+    """Only these sequence lengths of the grids; by default all."""
     d_head: tuple[int, ...] = ()
-    """Only these head dimensions of the grids pytorch and flash; by default all."""
+    """Only these head dimensions of the grids; by default all."""
     dtype: tuple[Literal["fp32", "bf16"], ...] = ()
     """By default fp32 for pytorch, both for flash, bf16 for training."""
     device: Literal["cpu", "cuda"] = "cuda"
     """Where to run."""
+    autotune: bool = False
+    """Search the tiles of flash again at each shape, list them, and measure with the fastest."""
     seed: int = 0
     """Of the data."""
     out: Path | None = None
@@ -90,6 +92,7 @@ class AttentionCell:
     batch_size: int
     heads: int
     causal: bool
+    autotune: bool
     seed: int
 
     @property
@@ -133,13 +136,15 @@ def make_cells(options: Options) -> list[AttentionCell]:
         kept = [
             (batch, heads, length, d_head)
             for batch, heads, length, d_head in shapes
-            if grid == "training"
-            or ((not options.length or length in options.length) and (not options.d_head or d_head in options.d_head))
+            if (not options.length or length in options.length) and (not options.d_head or d_head in options.d_head)
         ]
         for impl, dtype in itertools.product(options.impl or impls, options.dtype or dtypes):
             for batch, heads, length, d_head in sorted(kept, key=lambda shape: shape[3]):
+                autotune = options.autotune and impl == "flash"
                 cells.append(
-                    AttentionCell(options.device, grid, impl, dtype, d_head, length, batch, heads, causal, options.seed)
+                    AttentionCell(
+                        options.device, grid, impl, dtype, d_head, length, batch, heads, causal, autotune, options.seed
+                    )
                 )
     if not cells:
         raise ValueError(
@@ -179,6 +184,7 @@ def measure(cell: AttentionCell) -> list[Metric]:
     inputs = tuple(x.requires_grad_() for x in (q, k, v))
     if reason := unsupported_reason(cell.impl, q, k, v, causal=cell.causal):
         raise Unsupported(reason)
+    searched = tune(q, k, v, do, causal=cell.causal) if cell.autotune else []
 
     def forward() -> Tensor:
         return attention(q, k, v, causal=cell.causal, impl=cell.impl)
@@ -198,6 +204,7 @@ def measure(cell: AttentionCell) -> list[Metric]:
         Metric("peak_memory", "GiB", [meter.peak_bytes() / GIB]),
         Metric("predicted_peak_memory", "GiB", [needed / GIB]),
         *errors(cell, q, k, v, do, o, gradients),
+        *searched,
     ]
     del gradients
     flops = {"forward": work.forward_flops, "backward": work.backward_flops}
@@ -216,6 +223,20 @@ def measure(cell: AttentionCell) -> list[Metric]:
         if peak:
             shares = [100 * flops[name] / (ms / 1e3) / peak for ms in samples]
             metrics.append(Metric(f"{name}_peak_share", "% of datasheet peak", shares, derived=True))
+    return metrics
+
+
+def tune(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool) -> list[Metric]:
+    """Search the tiles of flash at this shape and let this process use the fastest; one metric per tile timed."""
+    from cs336_systems.attention.flash.tiles import use_tile
+    from cs336_systems.measurement.tile_search import search_tiles  # Triton is not on every machine
+
+    metrics = []
+    for timing in search_tiles(
+        *(x.detach() if x.dim() == 4 else x.detach()[:, None] for x in (q, k, v, do)), causal=causal
+    ):
+        use_tile(timing.kernel, q.shape[-1], q.element_size(), timing.best)
+        metrics += [Metric(f"{TILE}{timing.kernel} {tile}", "ms", times) for tile, times in timing.samples_ms.items()]
     return metrics
 
 
@@ -285,6 +306,8 @@ def main() -> int:
     rows = outcome_rows(outcomes)
     for grid in dict.fromkeys(rows["grid"]):
         show(attention_table(rows[rows["grid"] == grid]), options.format)
+    if options.autotune:
+        show(tile_table(rows), options.format)
     metrics = ("forward", "backward", "both", "both_tflops", "peak_memory")
     return finish(BENCHMARK, outcomes, describe, metrics, csv)
 

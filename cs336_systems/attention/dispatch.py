@@ -17,6 +17,7 @@ torch's kernels accept is asked of torch, since the rules change with its versio
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 
@@ -27,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
 from cs336_systems.attention import variants
-from cs336_systems.attention.shapes import AttentionShape, validate
+from cs336_systems.attention.shapes import AttentionShape, exceeds_device, kernel_limits, validate
 from cs336_systems.attention.tiled import TiledFlashAttention
 from cs336_systems.attention.variants import RECOMPILE_LIMIT
 from cs336_systems.model.ops import attention as materialised_attention
@@ -101,22 +102,18 @@ def unsupported_reason(
     shape = validate(q, k, v, scale=scale)
     if impl.startswith("reference") and causal and shape.offset < 0:
         return f"it has no row for queries that see no key, got {shape.n_queries} queries and {shape.n_keys} keys"
+    if impl.startswith("reference"):
+        scores_bytes = math.prod(shape.scores) * q.element_size()
+        if reason := exceeds_device(scores_bytes, q.device):
+            return f"its scores need {reason}"
+    if impl in ("flash", "flex") and q.device.type != "cuda":
+        return f"{impl} is compiled for CUDA devices, the inputs are on {q.device.type}"
     if impl == "flash":
-        return _flash_reason(q)
-    if impl == "flex" and q.device.type != "cuda":
-        return f"flex is compiled for CUDA devices, the inputs are on {q.device.type}"
+        return kernel_limits(q)
+    if impl == "flex" and shape.batch == 0:
+        return "FlexAttention takes no empty batch"
     if impl in _SDPA_BACKENDS:
         return _sdpa_reason(impl, q, k, v, causal, shape)
-    return None
-
-
-def _flash_reason(q: Tensor) -> str | None:
-    if q.device.type != "cuda":
-        return f"Triton kernels run on CUDA devices, the inputs are on {q.device.type}"
-    if q.dtype == torch.float64:
-        return "the kernels multiply in fp32, bf16 or fp16, the inputs are torch.float64"
-    if not 16 <= q.shape[-1] <= 256:
-        return f"head dimensions 16 to 256 are supported, got {q.shape[-1]}"
     return None
 
 

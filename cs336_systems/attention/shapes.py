@@ -7,6 +7,9 @@ query i sees the keys j <= i + n_keys - n_queries, so that the last query sees e
 
     shape = validate(q, k, v, scale=None)
     shape.group, shape.default_scale
+
+A batch may be empty. What only the Triton kernels ask for stands here too, in ``kernel_limits``, so that the dispatch
+can give their reasons on a machine without Triton.
 """
 
 import math
@@ -16,6 +19,8 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIN_D_HEAD, MAX_D_HEAD = 16, 256
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,8 @@ def validate(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> 
         raise ValueError(
             f"q, k and v must all be (batch, sequence, d_head) or (batch, heads, sequence, d_head): {listed}"
         )
-    if 0 in (*q.shape, *k.shape, *v.shape):
-        raise ValueError(f"q, k and v must not be empty: {listed}")
+    if 0 in (*q.shape[1:], *k.shape[1:], *v.shape[1:]):
+        raise ValueError(f"only the batch of q, k and v may be empty: {listed}")
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         raise ValueError(f"q, k and v must have the same batch size: {listed}")
     if k.shape[-2] != v.shape[-2]:
@@ -85,7 +90,7 @@ def validate(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> 
         raise ValueError(f"q, k and v must be on the same device: q {q.device}, k {k.device}, v {v.device}")
     if scale is not None and not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"the scale must be finite and positive: {scale}")
-    return AttentionShape(
+    shape = AttentionShape(
         batch=q.shape[0],
         heads=heads,
         kv_heads=kv_heads,
@@ -94,6 +99,26 @@ def validate(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> 
         d_head=q.shape[-1],
         four_d=q.ndim == 4,
     )
+    if reason := exceeds_device(q.numel() * q.element_size(), q.device):
+        raise ValueError(f"the output alone needs {reason}: {listed}")
+    return shape
+
+
+def exceeds_device(n_bytes: int, device: torch.device) -> str | None:
+    """``n_bytes`` and the memory of a GPU that has less, as the end of a sentence; else, or while compiling, None."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return None
+    total = torch.cuda.get_device_properties(device).total_memory
+    return f"{n_bytes / 2**30:.1f} GiB and the device has {total / 2**30:.1f} GiB" if n_bytes > total else None
+
+
+def kernel_limits(q: Tensor) -> str | None:
+    """Why the Triton kernels cannot take valid inputs like ``q``, in one sentence, or None if they can."""
+    if q.dtype not in KERNEL_DTYPES:
+        return f"the kernels multiply in {', '.join(str(dtype) for dtype in KERNEL_DTYPES)}, the inputs are {q.dtype}"
+    if not MIN_D_HEAD <= q.shape[-1] <= MAX_D_HEAD:
+        return f"head dimensions {MIN_D_HEAD} to {MAX_D_HEAD} are supported, got {q.shape[-1]}"
+    return None
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

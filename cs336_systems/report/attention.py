@@ -4,6 +4,9 @@ import pandas as pd
 
 from cs336_systems.report.tables import Table, digits, settings_split
 
+TILE = "tile "
+"""How the names of metrics begin that time one tile of one kernel."""
+
 _SETTINGS = ("gpu", "device", "grid", "dtype", "batch_size", "heads", "d_head", "length", "causal", "impl")
 
 
@@ -31,3 +34,20 @@ def attention_table(rows: pd.DataFrame) -> Table:
     frame = pd.DataFrame(lines)
     caption, varying = settings_split(frame, settings, always="impl")
     return Table(caption, frame[varying + [column for column in frame.columns if column not in settings]])
+
+
+def tile_table(rows: pd.DataFrame) -> Table:
+    """Every tile that ``--autotune`` timed, fastest first for each kernel and shape, beside the committed table's."""
+    tiles = rows[rows["metric"].astype(str).str.startswith(TILE)]
+    lines = []
+    for shape, at_shape in tiles.groupby(["dtype", "batch_size", "heads", "d_head", "length"], sort=False):
+        named = at_shape["metric"].str.removeprefix(TILE).str.split(" ", n=1, expand=True)
+        for kernel, of_kernel in at_shape.assign(kernel=named[0], tile=named[1]).groupby("kernel", sort=False):
+            committed = of_kernel["median"].iloc[0]
+            for _, row in of_kernel.sort_values("median").iterrows():
+                lines.append(
+                    dict(zip(("dtype", "batch", "heads", "d", "length"), shape, strict=True))
+                    | {"kernel": kernel, "tile": row["tile"], "ms": digits(row["median"])}
+                    | {"of the committed tile's": f"{row['median'] / committed:.3f}"}
+                )
+    return Table("tiles of flash; the committed one has ratio 1", pd.DataFrame(lines))

@@ -37,6 +37,44 @@ def test_inputs_without_heads(impl):
     torch.testing.assert_close(attention(q, k, v, causal=True, impl=impl), wanted, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("impl", ON_A_CPU)
+def test_an_empty_batch(impl):
+    leaves = [x.detach()[:0].requires_grad_() for x in inputs()]
+    o = attention(*leaves, causal=True, impl=impl)
+    assert o.shape == (0, 4, 33, 16)
+    assert [x.shape for x in torch.autograd.grad(o, leaves, o)] == [x.shape for x in leaves]
+
+
+def test_scores_beyond_the_device_are_refused_with_both_figures(monkeypatch):
+    monkeypatch.setattr("cs336_systems.attention.dispatch.exceeds_device", lambda n_bytes, device: f"{n_bytes} of 5 B")
+    reason = unsupported_reason("reference", *inputs(dtype=torch.float32), causal=True)
+    assert reason == f"its scores need {2 * 4 * 33 * 33 * 4} of 5 B"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_needs_more_than_the_gpu_has_is_refused_before_any_launch():
+    small = torch.zeros(1, 1, 64, device="cuda", dtype=torch.bfloat16)
+    long = small.expand(1, 2**20, 64)
+    with pytest.raises(ValueError, match=r"its scores need 2048\.0 GiB and the device has \d+\.\d GiB"):
+        attention(long, long, long, causal=True, impl="reference")
+    huge = small.expand(1, 2**32, 64)
+    with pytest.raises(ValueError, match=r"the output alone needs 512\.0 GiB and the device has"):
+        attention(huge, small, small, causal=False, impl="flash")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("impl", [impl for impl in IMPLEMENTATIONS if impl != "flex"])
+def test_an_empty_batch_on_a_gpu(impl):
+    leaves = [x.detach()[:0].to("cuda", torch.bfloat16).requires_grad_() for x in inputs()]
+    if (reason := unsupported_reason(impl, *leaves, causal=True)) is None:
+        o = attention(*leaves, causal=True, impl=impl)
+        assert [x.shape for x in torch.autograd.grad(o, leaves, o)] == [x.shape for x in leaves]
+    else:
+        assert impl.startswith("sdpa"), reason
+
+
 @pytest.mark.parametrize("impl", NEED_CUDA)
 def test_what_needs_a_gpu_says_so_and_does_not_fall_back(impl):
     leaves = inputs(dtype=torch.float32)

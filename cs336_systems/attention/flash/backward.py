@@ -385,10 +385,7 @@ def launch_backward(
     dq = torch.empty_like(q) if wants_dq else None
     dk = torch.empty_like(k) if wants_dkdv else None
     dv = torch.empty_like(v) if wants_dkdv else None
-    if q.numel() == 0 or k.numel() == 0:
-        for gradient in (dq, dk, dv):
-            if gradient is not None:
-                gradient.zero_()
+    if batch == 0:
         return dq, dk, dv
 
     lse_log2, delta = launch_preprocess(o, do, lse_BHQ.contiguous())
@@ -417,10 +414,7 @@ def launch_backward(
                 n_queries,
                 n_keys,
                 *scales,
-                BLOCK_Q=tile.block_q,
-                BLOCK_K=tile.block_k,
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
+                **tile.launch_options(),
                 **common,
             )
         if dq is not None:
@@ -435,10 +429,7 @@ def launch_backward(
                 n_queries,
                 n_keys,
                 *scales,
-                BLOCK_Q=tile.block_q,
-                BLOCK_K=tile.block_k,
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
+                **tile.launch_options(),
                 **common,
             )
     return dq, dk, dv

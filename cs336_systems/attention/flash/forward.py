@@ -165,8 +165,8 @@ def launch_forward(
     n_kv_heads, n_keys = k.shape[1:3]
     o = torch.empty_like(q)
     lse = torch.empty(batch, n_heads, n_queries, dtype=torch.float32, device=q.device)
-    if o.numel() == 0 or n_keys == 0:
-        return o.zero_(), lse.fill_(float("-inf"))
+    if batch == 0:
+        return o, lse
     tile = tile or tile_for("forward", d_head, q.element_size())
     grid = (triton.cdiv(n_queries, tile.block_q) * batch * n_heads,)
     with torch.cuda.device_of(q):  # Triton launches on the current device, which may be another
@@ -186,12 +186,9 @@ def launch_forward(
             n_keys,
             scale * LOG2_E.value,
             D=d_head,
-            BLOCK_Q=tile.block_q,
-            BLOCK_K=tile.block_k,
             BLOCK_D=triton.next_power_of_2(d_head),
             CAUSAL=causal,
             PRECISION=input_precision(),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            **tile.launch_options(),
         )
     return o, lse

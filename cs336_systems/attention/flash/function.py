@@ -19,9 +19,7 @@ from torch.autograd.function import once_differentiable
 from cs336_systems.attention.flash.backward import launch_backward
 from cs336_systems.attention.flash.forward import flash_forward_kernel, launch_forward
 from cs336_systems.attention.flash.launch import with_short_rows
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MIN_D_HEAD, MAX_D_HEAD = 16, 256
+from cs336_systems.attention.shapes import kernel_limits, validate
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> float:
@@ -30,31 +28,14 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> float:
     Raises:
         ValueError: inputs that the kernels cannot take; the message holds the values.
     """
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.dim() not in (3, 4) or k.dim() != q.dim() or v.dim() != q.dim():
-        raise ValueError(f"q, k and v must be (batch, seq, d) or (batch, heads, seq, d), got {shapes}")
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have the same shape, got {shapes}")
-    if k.shape[0] != q.shape[0] or k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"q, k and v must share batch size and head dim, got {shapes}")
-    if not MIN_D_HEAD <= q.shape[-1] <= MAX_D_HEAD:
-        raise ValueError(f"the head dim must lie in {MIN_D_HEAD}..{MAX_D_HEAD}, got {q.shape[-1]}")
-    if q.dim() == 4 and q.shape[1] != k.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1] or q.shape[1] == 0):
-        raise ValueError(f"{k.shape[1]} key/value heads do not divide {q.shape[1]} query heads")
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
-        allowed = ", ".join(str(dtype) for dtype in DTYPES)
-        raise ValueError(f"q, k and v must share one dtype of {allowed}, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
+    shape = validate(q, k, v, scale=scale)
+    if reason := kernel_limits(q):
+        raise ValueError(reason)
     if not q.is_cuda and isinstance(flash_forward_kernel, triton.JITFunction):
         raise ValueError(
             f"the Triton kernels need CUDA tensors (or TRITON_INTERPRET=1 before they are imported), got {q.device}"
         )
-    if scale is None:
-        return q.shape[-1] ** -0.5
-    if not 0 < scale < float("inf"):
-        raise ValueError(f"scale must be positive and finite, got {scale}")
-    return scale
+    return shape.default_scale if scale is None else scale
 
 
 @torch.library.custom_op("cs336_systems::flash_attention_forward", mutates_args=())

@@ -13,6 +13,8 @@ fp32 entries are for IEEE products, which run as scalar multiply-adds and need m
 
 from dataclasses import dataclass
 
+KERNELS = ("forward", "dkdv", "dq")
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -25,6 +27,18 @@ class Tile:
     num_warps: int
     num_stages: int
     """Depth of the software pipeline that loads tiles ahead."""
+
+    def launch_options(self) -> dict[str, int]:
+        """Keyword arguments of a kernel's launch."""
+        return {
+            "BLOCK_Q": self.block_q,
+            "BLOCK_K": self.block_k,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.block_q}x{self.block_k}, {self.num_warps} warps, {self.num_stages} stages"
 
 
 TILES: dict[tuple[str, int, int], Tile] = {
@@ -51,6 +65,14 @@ TILES: dict[tuple[str, int, int], Tile] = {
 
 
 def tile_for(kernel: str, d_head: int, element_size: int) -> Tile:
-    """The table's tile for ``kernel`` (forward, dkdv or dq), a head dim up to 256, and 2 or 4 bytes per element."""
-    bucket = 64 if d_head <= 64 else 128 if d_head <= 128 else 256
-    return TILES[kernel, bucket, element_size]
+    """The table's tile for one of ``KERNELS``, a head dim up to 256, and 2 or 4 bytes per element."""
+    return TILES[kernel, _bucket(d_head), element_size]
+
+
+def use_tile(kernel: str, d_head: int, element_size: int, tile: Tile) -> None:
+    """Let this process launch ``kernel`` with ``tile`` instead of the table's, for all head dims of the bucket."""
+    TILES[kernel, _bucket(d_head), element_size] = tile
+
+
+def _bucket(d_head: int) -> int:
+    return 64 if d_head <= 64 else 128 if d_head <= 128 else 256
