@@ -2,17 +2,18 @@
 
 import pandas as pd
 
+from cs336_systems.measurement.attention import TILE
 from cs336_systems.report.tables import Table, digits, settings_split
 
-TILE = "tile "
-"""How the names of metrics begin that time one tile of one kernel."""
+_SETTINGS = ("gpu", "device", "grid", "dtype", "batch_size", "heads", "d_head", "length", "causal", "mask", "impl")
 
-_SETTINGS = ("gpu", "device", "grid", "dtype", "batch_size", "heads", "d_head", "length", "causal", "impl")
+_EXTRA = {"seen_scores": "scores seen %", "skipped_blocks": "blocks skipped %", "mask_memory": "mask GiB"}
 
 
 def attention_table(rows: pd.DataFrame) -> Table:
     """Time, rate, memory and largest error of every cell of ``benchmark_attention.py`` rows; failures as they are."""
     settings = [column for column in _SETTINGS if column in rows.columns]
+    extra = [name for name in _EXTRA if (rows["metric"] == name).any()]
     lines = []
     for _, cell in rows.groupby(settings, sort=False, dropna=False):
         first = cell.iloc[0]
@@ -23,6 +24,7 @@ def attention_table(rows: pd.DataFrame) -> Table:
             line[f"{name} ms"] = digits(median[name]) if name in median else "–"
         for name in ("forward", "backward", "both"):
             line[f"{name} TFLOP/s"] = digits(median[f"{name}_tflops"]) if name in median else "–"
+        line |= {_EXTRA[name]: digits(median[name]) if name in median else "–" for name in extra}
         line |= {
             "kept GiB": digits(median["kept_for_backward"]) if median else "–",
             "peak GiB": digits(median["peak_memory"]) if median else "–",
