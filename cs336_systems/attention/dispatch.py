@@ -110,8 +110,8 @@ def unsupported_reason(
         return f"{impl} is compiled for CUDA devices, the inputs are on {q.device.type}"
     if impl == "flash":
         return kernel_limits(q)
-    if impl == "flex" and shape.batch == 0:
-        return "FlexAttention takes no empty batch"
+    if impl in ("flex", "sdpa-cudnn") and shape.batch == 0:
+        return "it takes no empty batch"
     if impl in _SDPA_BACKENDS:
         return _sdpa_reason(impl, q, k, v, causal, shape)
     return None

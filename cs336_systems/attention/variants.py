@@ -346,8 +346,12 @@ def dense_attention(
 
 @functools.cache
 def _flex(compiled: bool) -> Any:
-    """FlexAttention; compiled with fullgraph, so that what cannot be compiled raises instead of running unfused."""
-    return torch.compile(flex_attention, fullgraph=True) if compiled else flex_attention
+    """FlexAttention; compiled with fullgraph, so that what cannot be compiled raises instead of running unfused.
+
+    Shapes are static: with symbolic ones, the mods that hold a number (softcap, relative bias) fail to compile in torch
+    2.11 once a second number has made it symbolic, too.
+    """
+    return torch.compile(flex_attention, fullgraph=True, dynamic=False) if compiled else flex_attention
 
 
 def _check(variant: Variant, shape: AttentionShape, device: torch.device) -> None:

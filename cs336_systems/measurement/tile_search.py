@@ -23,7 +23,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from cs336_systems.attention.flash.backward import launch_backward
 from cs336_systems.attention.flash.forward import launch_forward
-from cs336_systems.attention.flash.tiles import KERNELS, Tile, tile_for
+from cs336_systems.attention.flash.tiles import KERNELS, Tile, committed_tile
 from cs336_systems.measurement.clock import time_kernel
 
 _MIN_VALUES, _MAX_VALUES = 48, 192
@@ -47,7 +47,7 @@ class TileTiming:
 def candidates(kernel: str, d_head: int, element_size: int) -> list[Tile]:
     """Tiles worth timing, the table's first."""
     block_d = next_power_of_2(d_head)
-    found = [tile_for(kernel, d_head, element_size)]
+    found = [committed_tile(kernel, d_head, element_size)]
     owned, walked = ((64, 128), (32, 64, 128)) if element_size == 2 else ((16, 32, 64), (16, 32, 64))
     for own, step, num_warps, num_stages in itertools.product(owned, walked, (4, 8), (2, 3)):
         block_q, block_k = (step, own) if kernel == "dkdv" else (own, step)

@@ -1,9 +1,11 @@
-"""The tile of each kernel: a small table, chosen by hand, so that nothing is tuned while a user waits.
+"""The tile of each kernel: a small committed table, so that nothing is tuned while a user waits.
 
-Keyed by kernel, head-dim bucket and element size. None of the entries has been timed yet. They were chosen by compiling
-for sm_90 (Triton 3.6, causal; "N registers, M blocks" means per thread, and blocks of one SM), on three grounds:
+Keyed by kernel, head-dim bucket and element size. Half-precision entries up to head dim 128 were timed on an H200 with
+``benchmark_attention.py --autotune`` (bf16, causal, length 16,384; ``profiles/results/h200/tiles`` has every candidate);
+percent are against the next best kind of tile there. The others were chosen by compiling for sm_90 (Triton 3.6, causal;
+"N registers, M blocks" means per thread, and blocks of one SM). What decides:
 
-* no spills, except where an entry says so;
+* no spills, as a rule;
 * wgmma, which needs 64 rows per group of four warps; below that Triton falls back to the slower mma instructions;
 * more than one block on an SM where registers allow: Triton waits for each matmul before it goes on to the softmax, so
   only another block keeps the tensor cores busy meanwhile.
@@ -43,14 +45,14 @@ class Tile:
 
 TILES: dict[tuple[str, int, int], Tile] = {
     # (kernel, head dim up to, bytes per element)
-    ("forward", 64, 2): Tile(128, 64, 4, 3),  # 246 registers, 2 blocks; 128 x 128 spills at 4 warps
-    ("forward", 128, 2): Tile(128, 128, 8, 3),  # 255 registers, 1 block; 64 x 128 at 4 warps spills
+    ("forward", 64, 2): Tile(64, 64, 4, 3),  # 1.26 ms; 128 x 64 at 4 or 8 warps +8 %, 64 x 128 +6 %
+    ("forward", 128, 2): Tile(128, 128, 8, 3),  # 4.20 ms; 128 x 64 +1 %, 64 x 64 at 4 warps +6 %
     ("forward", 256, 2): Tile(128, 64, 8, 2),  # 255 registers, 1 block; 64 x 64 at 4 warps spills
-    ("dkdv", 64, 2): Tile(64, 64, 4, 2),  # 212 registers, 2 blocks; 128 x 64 and 32 x 128 at 4 warps spill
-    ("dkdv", 128, 2): Tile(64, 128, 8, 2),  # 255 registers and 8 bytes spilled, 1 block; 64 x 64 at 4 warps spills more
+    ("dkdv", 64, 2): Tile(128, 64, 4, 2),  # 2.20 ms, though it spills; 64 x 64 in 3 stages +4 %, in 2 +14 %
+    ("dkdv", 128, 2): Tile(64, 128, 8, 3),  # 7.41 ms; 64 x 64 at 4 warps +4 %, 2 stages +11 %
     ("dkdv", 256, 2): Tile(32, 32, 4, 2),  # 253 registers, 2 blocks, mma instead of wgmma; 32 x 64 spills
-    ("dq", 64, 2): Tile(128, 64, 8, 3),  # 126 registers, 2 blocks
-    ("dq", 128, 2): Tile(128, 64, 8, 2),  # 225 registers, 1 block; 128 x 128 spills
+    ("dq", 64, 2): Tile(128, 64, 8, 3),  # 1.37 ms; 64 x 128 at 4 warps -3 %, but +7 % at B8 H16 S2048
+    ("dq", 128, 2): Tile(128, 64, 8, 3),  # 5.19 ms; 64 x 64 at 4 warps +7 %, 2 stages +23 %
     ("dq", 256, 2): Tile(64, 64, 8, 2),  # 253 registers, 1 block; 64 x 32 at 4 warps spills
     ("forward", 64, 4): Tile(32, 32, 4, 2),  # 103 registers; 64 x 32 spills
     ("forward", 128, 4): Tile(32, 16, 4, 2),  # 194 registers; 32 x 32 spills
@@ -63,16 +65,24 @@ TILES: dict[tuple[str, int, int], Tile] = {
     ("dq", 256, 4): Tile(32, 32, 8, 2),  # 188 registers
 }
 
+_replaced: dict[tuple[str, int, int], Tile] = {}
+
 
 def tile_for(kernel: str, d_head: int, element_size: int) -> Tile:
-    """The table's tile for one of ``KERNELS``, a head dim up to 256, and 2 or 4 bytes per element."""
-    return TILES[kernel, _bucket(d_head), element_size]
+    """What to launch one of ``KERNELS`` with: head dims up to 256, 2 or 4 bytes per element."""
+    key = _key(kernel, d_head, element_size)
+    return _replaced.get(key, TILES[key])
+
+
+def committed_tile(kernel: str, d_head: int, element_size: int) -> Tile:
+    """The table's, whatever this process uses."""
+    return TILES[_key(kernel, d_head, element_size)]
 
 
 def use_tile(kernel: str, d_head: int, element_size: int, tile: Tile) -> None:
     """Let this process launch ``kernel`` with ``tile`` instead of the table's, for all head dims of the bucket."""
-    TILES[kernel, _bucket(d_head), element_size] = tile
+    _replaced[_key(kernel, d_head, element_size)] = tile
 
 
-def _bucket(d_head: int) -> int:
-    return 64 if d_head <= 64 else 128 if d_head <= 128 else 256
+def _key(kernel: str, d_head: int, element_size: int) -> tuple[str, int, int]:
+    return kernel, 64 if d_head <= 64 else 128 if d_head <= 128 else 256, element_size
