@@ -63,8 +63,7 @@ def validate(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> 
     Raises:
         ValueError: one sentence with the offending values, for inputs that no implementation here can take.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in (("q", q), ("k", k), ("v", v))}
-    listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    listed = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
         raise ValueError(
             f"q, k and v must all be (batch, sequence, d_head) or (batch, heads, sequence, d_head): {listed}"

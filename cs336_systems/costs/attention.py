@@ -4,8 +4,9 @@ FLOPs follow the FlashAttention convention (Dao 2023, section 4.1): forward 4 B 
 backward 2.5 times that, since the scores are computed again; both 3.5 times. The same count is used for implementations
 that keep the probabilities instead, so that TFLOP/s compare times.
 
-Bytes: materialised attention needs three score matrices at the height of its backward (probabilities, their gradient,
-the scores' gradient); tiled implementations need their inputs, outputs and gradients, and two numbers per query.
+Bytes: eager materialised attention needs four score matrices at the height of its backward (probabilities, their
+gradient, the product of the two that torch's CUDA softmax keeps, the scores' gradient), compiled two, since the last
+three share one; tiled implementations need their inputs, outputs and gradients, and two numbers per query.
 """
 
 from dataclasses import dataclass
@@ -43,11 +44,11 @@ class AttentionWork:
         keys = self.batch_size * self.kv_heads * self.n_keys * self.d_head
         return 2 * bytes_per_element * (2 * queries + 2 * keys)
 
-    def materialised_bytes(self, bytes_per_element: int) -> int:
+    def materialised_bytes(self, bytes_per_element: int, *, compiled: bool = False) -> int:
         """Peak of forward and backward with every score in memory, the scaled queries and the mask included."""
         queries = self.batch_size * self.heads * self.n_queries * self.d_head
         mask = self.n_queries * self.n_keys if self.causal else 0
-        scores = 3 * self.n_scores * bytes_per_element
+        scores = (2 if compiled else 4) * self.n_scores * bytes_per_element
         return self.tensor_bytes(bytes_per_element) + scores + queries * bytes_per_element + mask
 
     def tiled_bytes(self, bytes_per_element: int) -> int:

@@ -107,7 +107,10 @@ def measure(cell: AttentionCell) -> list[Metric]:
         PredictedOutOfMemory: the predicted peak is more than what is free.
     """
     device, dtype, work = torch.device(cell.device), DTYPES[cell.dtype], cell.work
-    needed = (work.materialised_bytes if cell.impl in MATERIALISED else work.tiled_bytes)(dtype.itemsize)
+    if cell.impl in MATERIALISED:
+        needed = work.materialised_bytes(dtype.itemsize, compiled=cell.impl == "reference-compiled")
+    else:
+        needed = work.tiled_bytes(dtype.itemsize)
     free = free_bytes(device)
     if needed > free:
         raise PredictedOutOfMemory(f"needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")

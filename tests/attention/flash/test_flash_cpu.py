@@ -156,12 +156,14 @@ def test_operators_pass_opcheck() -> None:
     torch.library.opcheck(backward_op, (q, k, v, o, lse, do, True, 0.25, True, False))
 
 
-def test_compiles_without_graph_breaks() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_without_graph_breaks(dynamic: bool) -> None:
+    torch.compiler.reset()
     inputs = make("cpu", batch=2, n_queries=10)
     q, k, v, do = (x.squeeze(1) for x in inputs)
     expected = flash(q, k, v, do, True, None)
 
-    @torch.compile(fullgraph=True, backend="aot_eager")
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=dynamic)
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flash_attention(q, k, v, causal=True) * 1.0
 
