@@ -25,7 +25,7 @@ memory. ``dense_attention`` gives every gradient everywhere, and holds all score
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -57,6 +57,10 @@ ScoreFormula = Callable[[Tensor], Tensor]
 Check = Callable[[AttentionShape], None]
 """Raises ValueError for a shape that the mods' tensors do not fit."""
 
+_ONE_STAGE = {"num_stages": 1}
+"""A table read for every score is loaded ahead like keys and values: three stages of it need 240 KiB of shared memory,
+and an H200 has 227."""
+
 T = TypeVar("T")
 
 
@@ -76,6 +80,8 @@ class Variant:
     checks: tuple[Check, ...] = ()
     mask_per_batch: bool = False
     """Whether the mask differs within a batch; never between heads."""
+    kernel_options: dict[str, Any] = field(default_factory=dict)
+    """What FlexAttention's kernel needs to be told for this variant."""
 
     def __and__(self, other: "Variant") -> "Variant":
         """What both see; this one's score modification, then the other's."""
@@ -110,6 +116,7 @@ class Variant:
             "tensors": self.tensors + other.tensors,
             "checks": self.checks + other.checks,
             "mask_per_batch": self.mask_per_batch or other.mask_per_batch,
+            "kernel_options": self.kernel_options | other.kernel_options,
         }
 
 
@@ -225,6 +232,7 @@ def relative_bias(table: Tensor) -> Variant:
         score_formula=formula,
         tensors=(table,),
         checks=(_fits("the relative biases", table, lambda shape: (shape.heads, 2 * max_distance + 1)),),
+        kernel_options=_ONE_STAGE,
     )
 
 
@@ -314,7 +322,8 @@ def variant_attention(
         block_mask = make_block_mask(variant, shape, q.device)
     score_mod = None if variant.score_mod is None else _score_of_indices(variant.score_mod, shape.offset)
     with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-        o = _flex(compiled)(q, k, v, score_mod, block_mask, scale, enable_gqa=True)
+        options = variant.kernel_options or None
+        o = _flex(compiled)(q, k, v, score_mod, block_mask, scale, enable_gqa=True, kernel_options=options)
     return o if shape.four_d else o[:, 0]
 
 
