@@ -4,6 +4,7 @@
     uv run benchmarks/benchmark_model.py --size small medium --context-length 256 512 --dtype fp32 bf16
     uv run benchmarks/benchmark_model.py --size xl --mode forward --out results/
     uv run benchmarks/benchmark_model.py --size small --compare results/benchmark_model.csv
+    uv run benchmarks/benchmark_model.py --size small --checkpoint none full every-3 keep-matmuls --mode step
 
 Options that take several values make a grid; every cell of it runs in a process of its own. Parameters, tokens and
 targets are random. Each cell's peak memory is predicted first, and a cell that cannot fit is reported, not run.
@@ -13,29 +14,34 @@ import functools
 import itertools
 import math
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from rich.console import Console
 
 from cs336_systems.attention.dispatch import IMPLEMENTATIONS
 from cs336_systems.config import PRECISIONS, Precision, resolve_size
-from cs336_systems.costs.flops import hardware_flops, model_flops
-from cs336_systems.costs.memory import adamw_state_bytes, adamw_traffic_bytes, parameter_bytes, peak_memory
-from cs336_systems.hardware import find_hardware
+from cs336_systems.costs.checkpointing import KEEP_MATMULS, canonical_policy
+from cs336_systems.costs.flops import AttentionKind, hardware_flops
+from cs336_systems.costs.memory import adamw_state_bytes, parameter_bytes, peak_memory
+from cs336_systems.costs.planner import cheapest_policy
 from cs336_systems.measurement.ceilings import measure_ceilings
-from cs336_systems.measurement.clock import WHOLE, time_phases
+from cs336_systems.measurement.clock import time_phases
 from cs336_systems.measurement.memory import PeakMeter, cublas_workspace_bytes, free_bytes
 from cs336_systems.measurement.process import PredictedOutOfMemory, Unsupported
-from cs336_systems.measurement.record import Metric, RowFile, read_rows
+from cs336_systems.measurement.record import Metric, RowFile
 from cs336_systems.measurement.sweep import Outcome, cell_columns, outcome_rows, run_sweep
 from cs336_systems.report.compare import compare
 from cs336_systems.report.console import Format, check_device, complain, exit_with, finish, parse_for_device, show
 from cs336_systems.report.figures import draw_step_figure
-from cs336_systems.report.tables import CEILING, step_table
+from cs336_systems.report.frontier import draw_frontier
+from cs336_systems.report.rates import step_rates
+from cs336_systems.report.tables import CEILING, read_model_rows, step_table
 from cs336_systems.training import TrainingSetup, assemble, unsupported_attention
+from cs336_systems.training.activation_checkpointing import unsupported_reason as checkpointing_reason
 from cs336_systems.training.precision import unsupported_reason
 
 BENCHMARK = "benchmark_model"
@@ -71,6 +77,11 @@ class Options:
     """Implementations: reference, reference-compiled, tiled, flash, sdpa-flash, sdpa-cudnn, sdpa-efficient, flex."""
     compile: tuple[Switch, ...] = ("off",)
     """torch.compile of each block and of the loss; --compile alone means on."""
+    checkpoint: tuple[str, ...] = ("none",)
+    """Activation checkpointing: none; full (every block); every-K (segments of K blocks); first-M (the first M blocks);
+    recursive (halves of halves); keep-matmuls, keep-attention (full, but keeping their results)."""
+    memory_budget_gib: float | None = None
+    """Choose each cell's checkpointing: the least recomputation whose predicted peak fits."""
     optimizer: tuple[OptimizerName, ...] = ("reference",)
     """AdamW written out, or torch's fused kernel."""
     warmup: tuple[int, ...] = (5,)
@@ -106,6 +117,7 @@ class ModelCell:
     dtype: str
     attention: str
     compile: str
+    checkpoint: str
     optimizer: str
     mode: str
     warmup: int
@@ -116,6 +128,16 @@ class ModelCell:
     @property
     def variant(self) -> str:
         return "compiled" if self.compile == "on" else "eager"
+
+    @property
+    def predictable(self) -> bool:
+        """Whether the prediction of memory is of this cell: it knows the reference attention, run eagerly."""
+        return self.compile == "off" and self.attention == "reference"
+
+    @property
+    def attention_kind(self) -> AttentionKind:
+        """How its attention is counted."""
+        return "materialised" if self.attention.startswith("reference") else "flash"
 
 
 @dataclass(frozen=True)
@@ -146,7 +168,7 @@ def make_cells(options: Options) -> list[ModelCell]:
         ValueError: a value that no cell can have: unknown size, context beyond the model's, dtype the device lacks.
     """
     check_device(options.device)
-    for name in ("size", "context_length", "batch_size", "mode", "dtype", "optimizer", "warmup"):
+    for name in ("size", "context_length", "batch_size", "mode", "dtype", "checkpoint", "optimizer", "warmup"):
         if not getattr(options, name):
             raise ValueError(f"--{name.replace('_', '-')} needs at least one value, got none")
     for name, values in (("context-length", options.context_length), ("batch-size", options.batch_size)):
@@ -169,26 +191,63 @@ def make_cells(options: Options) -> list[ModelCell]:
     for attention in options.attention:
         if attention not in IMPLEMENTATIONS:
             raise ValueError(f"--attention {attention}: known are {', '.join(IMPLEMENTATIONS)}")
+    policies = dict.fromkeys(canonical_policy(policy) for policy in options.checkpoint)
+    if (budget := options.memory_budget_gib) is not None:
+        if list(policies) != ["none"]:
+            raise ValueError(f"--memory-budget-gib chooses the policy itself, got --checkpoint {' '.join(policies)}")
+        if not 0 < budget < math.inf:
+            raise ValueError(f"--memory-budget-gib must be positive and finite, got {budget:g}")
     sizes = [resolve_size(size).name for size in options.size]
     for size, context_length in itertools.product(sizes, options.context_length):
         resolve_size(size).at_context(context_length)
-    grid = itertools.product(
+    grid: Iterator[Any] = itertools.product(
+        (options.device,),
         sizes,
         options.batch_size,
         options.context_length,
         options.dtype,
         options.attention,
         options.compile or ("on",),
+        policies,
         options.optimizer,
         options.mode,
         options.warmup,
+        (options.steps,),
+        (0,),
+        (options.seed,),
     )
-    cells = list(grid)
-    return [
-        ModelCell(options.device, *values, options.steps, repeat, options.seed)
-        for repeat in range(options.repeat)
-        for values in cells
-    ]
+    cells = [ModelCell(*values) for values in grid]
+    return [replace(cell, repeat=repeat) for repeat in range(options.repeat) for cell in cells]
+
+
+def fit_to_budget(cells: list[ModelCell], budget_gib: float) -> tuple[list[ModelCell], list[str]]:
+    """The cells with the policy that the planner picks for each, and a sentence for every distinct pick.
+
+    Raises:
+        ValueError: no policy fits a cell.
+    """
+    fitted, notes = [], []
+    for cell in cells:
+        device = torch.device(cell.device)
+        choice = cheapest_policy(
+            resolve_size(cell.size).at_context(cell.context_length),
+            cell.batch_size,
+            cell.context_length,
+            PRECISIONS[cell.dtype],
+            cell.mode,
+            int(budget_gib * GIB),
+            optimizer=cell.optimizer,
+            attention=cell.attention_kind,
+            selective=checkpointing_reason(KEEP_MATMULS, cell.attention) is None,
+            device_type=device.type,
+            workspace_bytes=cublas_workspace_bytes(device),
+        )
+        fitted.append(replace(cell, checkpoint=choice.policy))
+        limit = (
+            "" if cell.predictable else " (the peak is that of eager reference attention: this cell should need less)"
+        )
+        notes.append(f"{describe(cell)} within {budget_gib:g} GiB, least recomputation: {choice}{limit}")
+    return fitted, list(dict.fromkeys(notes))
 
 
 def measure_ceiling(cell: CeilingCell) -> list[Metric]:
@@ -214,12 +273,20 @@ def measure_model(cell: ModelCell, *, ceilings: dict[str, dict[str, float]], for
     predicted = _predicted_bytes(cell, precision, device)
     free = free_bytes(device)
     if predicted > free and not force:
-        least = "at least " if cell.compile == "on" or cell.attention != "reference" else ""
+        least = "" if cell.predictable else "at least "
         raise PredictedOutOfMemory(f"needs {least}{predicted / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
 
     meter = PeakMeter(device)
-    compiled = cell.compile == "on"
-    setup = TrainingSetup(config, precision, cell.device, cell.optimizer, compiled, cell.attention, seed=cell.seed)
+    setup = TrainingSetup(
+        config,
+        precision,
+        cell.device,
+        cell.optimizer,
+        cell.compile == "on",
+        cell.attention,
+        cell.checkpoint,
+        seed=cell.seed,
+    )
     if reason := unsupported_attention(setup):
         raise Unsupported(f"attention {cell.attention}: {reason}")
     step = assemble(setup)
@@ -234,16 +301,33 @@ def measure_model(cell: ModelCell, *, ceilings: dict[str, dict[str, float]], for
     if times.warmup_ms:
         metrics.append(Metric("warmup_step", "ms", times.warmup_ms))
     metrics.append(Metric("peak_memory", "GiB", [meter.peak_bytes() / GIB]))
-    if not compiled and cell.attention == "reference":
+    if cell.predictable:
         metrics.append(Metric("predicted_peak_memory", "GiB", [predicted / GIB]))
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return metrics + _rates(cell, times.samples_ms, device_name, ceilings.get(cell.dtype, {}))
+    executed = hardware_flops(
+        config,
+        *shape,
+        cell.mode,
+        attention=cell.attention_kind,
+        checkpoint=cell.checkpoint,
+        compiled=cell.compile == "on",
+    )
+    return metrics + step_rates(
+        config,
+        precision,
+        cell.batch_size,
+        cell.mode,
+        times.samples_ms,
+        executed,
+        device_name,
+        ceilings.get(cell.dtype, {}),
+    )
 
 
 def _predicted_bytes(cell: ModelCell, precision: Precision, device: torch.device) -> int:
     """Predicted peak of an eager reference cell; for any other the states alone, a lower bound."""
     config = resolve_size(cell.size).at_context(cell.context_length)
-    if cell.compile == "on" or cell.attention != "reference":
+    if not cell.predictable:
         states = {"forward": 0, "backward": parameter_bytes(config, precision)}
         step = parameter_bytes(config, precision) + adamw_state_bytes(config, precision)
         return parameter_bytes(config, precision) + states.get(cell.mode, step)
@@ -254,50 +338,10 @@ def _predicted_bytes(cell: ModelCell, precision: Precision, device: torch.device
         precision,
         cell.mode,
         optimizer=cell.optimizer,
+        checkpoint=cell.checkpoint,
         device_type=device.type,
         workspace_bytes=cublas_workspace_bytes(device),
     ).n_bytes
-
-
-def _rates(
-    cell: ModelCell, samples_ms: dict[str, list[float]], device_name: str, ceilings: dict[str, float]
-) -> list[Metric]:
-    """What follows from the times: tokens/s, model TFLOP/s, shares of peak and ceiling, the optimizer's bandwidth."""
-    config, precision = resolve_size(cell.size).at_context(cell.context_length), PRECISIONS[cell.dtype]
-    work = (config, cell.batch_size, cell.context_length)
-    whole = "forward" if cell.mode == "forward" else "step"
-    needed = {"forward": model_flops(*work, "forward"), "backward": model_flops(*work, "backward")}
-    needed[WHOLE] = needed["forward"] + (needed["backward"] if whole == "step" else 0)
-    palm = model_flops(*work, whole, "palm")
-    tiled = not cell.attention.startswith("reference")
-    executed = hardware_flops(*work, cell.mode, attention="flash" if tiled else "materialised")
-    hardware = find_hardware(device_name)
-    peak = hardware.peak(precision.matmul_dtype) if hardware else None
-
-    def rate(name: str, unit: str, amount: float, phase: str = WHOLE) -> Metric:
-        return Metric(name, unit, [amount / (ms / 1e3) for ms in samples_ms[phase]], derived=True)
-
-    metrics = [
-        rate("tokens_per_s", "1/s", cell.batch_size * cell.context_length),
-        rate("model_tflops", "TFLOP/s", needed[WHOLE] / 1e12),
-    ]
-    for phase in ("forward", "backward"):
-        if phase in samples_ms:
-            metrics.append(rate(f"{phase}_model_tflops", "TFLOP/s", needed[phase] / 1e12, phase))
-    if peak:
-        metrics.append(rate("mfu", "% of datasheet peak, causal", 100 * needed[WHOLE] / peak))
-        metrics.append(rate("mfu_palm", "% of datasheet peak, full attention", 100 * palm / peak))
-        metrics.append(rate("hfu", "% of datasheet peak, executed", 100 * executed / peak))
-    if "matmul_ceiling" in ceilings:
-        share = needed[WHOLE] / (ceilings["matmul_ceiling"] * 1e12)
-        metrics.append(rate("matmul_ceiling_share", "% of measured matmul, causal", 100 * share))
-    if "optimizer" in samples_ms:
-        traffic = adamw_traffic_bytes(config, precision)
-        metrics.append(rate("optimizer_bandwidth", "GB/s", traffic / 1e9, "optimizer"))
-        if "copy_ceiling" in ceilings:
-            share = traffic / (ceilings["copy_ceiling"] * 1e9)
-            metrics.append(rate("optimizer_copy_share", "% of measured copy", 100 * share, "optimizer"))
-    return metrics
 
 
 def describe(cell: ModelCell) -> str:
@@ -307,6 +351,7 @@ def describe(cell: ModelCell) -> str:
     return (
         f"{cell.size} batch {cell.batch_size} context {cell.context_length} {cell.dtype} {cell.mode}"
         f"{f' {cell.attention}' if cell.attention != 'reference' else ''}{' compiled' if cell.compile == 'on' else ''}"
+        f"{f' checkpoint {cell.checkpoint}' if cell.checkpoint != 'none' else ''}"
     )
 
 
@@ -319,8 +364,8 @@ def expected_seconds(cell: ModelCell, *, ceilings: dict[str, dict[str, float]]) 
     free = measured.get("free_memory", math.inf) * GIB
     if _predicted_bytes(cell, PRECISIONS[cell.dtype], torch.device(cell.device)) > free:
         return 0.5
-    flops = hardware_flops(config, cell.batch_size, cell.context_length, cell.mode) * (cell.warmup + cell.steps)
-    steps = flops / (0.5e12 * measured.get("matmul_ceiling", 0.1))
+    flops = hardware_flops(config, cell.batch_size, cell.context_length, cell.mode, checkpoint=cell.checkpoint)
+    steps = (cell.warmup + cell.steps) * flops / (0.5e12 * measured.get("matmul_ceiling", 0.1))
     filling = config.n_parameters / (2e10 if cell.device == "cuda" else 7e7)
     return (4.0 if cell.device == "cuda" else 1.0) + steps + filling + (10.0 if cell.compile == "on" else 0.0)
 
@@ -332,7 +377,7 @@ def run(options: Options, cells: list[ModelCell], row_file: RowFile | None, outc
         OSError: rows could not be written; ``outcomes`` holds them all.
     """
     ceiling_cells = [
-        CeilingCell(options.device, "", 0, 0, dtype, "", "", "", "", 0, 0, 0, options.seed)
+        CeilingCell(options.device, "", 0, 0, dtype, "", "", "", "", "", 0, 0, 0, options.seed)
         for dtype in dict.fromkeys(options.dtype)
     ]
     ceilings: dict[str, dict[str, float]] = {}
@@ -375,14 +420,17 @@ def main() -> int:
     outcomes: list[Outcome] = []
     csv = options.out / f"{BENCHMARK}.csv" if options.out else None
     try:
-        cells = make_cells(options)
-        before = read_rows(options.compare, cell_columns(ModelCell)) if options.compare else None
+        cells, notes = make_cells(options), [small_defaults_note(options)]
+        if options.memory_budget_gib is not None:
+            cells, choices = fit_to_budget(cells, options.memory_budget_gib)
+            notes += choices
+        before = read_model_rows(options.compare, cell_columns(ModelCell)) if options.compare else None
         row_file = RowFile(csv, cell_columns(ModelCell)) if csv else None
     except ValueError as error:
         return complain(BENCHMARK, str(error))
     except OSError as error:
         return complain(BENCHMARK, f"{error.filename}: {error.strerror}")
-    if note := small_defaults_note(options):
+    for note in filter(None, notes):
         print(note, file=sys.stderr)
     write_error: OSError | None = None
     try:
@@ -401,7 +449,8 @@ def main() -> int:
         )
     if csv:
         try:
-            draw_step_figure(read_rows(csv), csv.with_suffix(".png"))
+            draw_step_figure(read_model_rows(csv), csv.with_suffix(".png"))
+            draw_frontier(read_model_rows(csv), csv.with_name(f"{BENCHMARK}_frontier.png"))
         except OSError as error:
             return complain(BENCHMARK, f"the figure could not be written: {error.filename}: {error.strerror}")
     return finish(BENCHMARK, outcomes, describe, HEADLINES, csv)

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Measure what profiles/results/<gpu>/ holds for benchmark_model.py and benchmark_harness.py, on one GPU.
 #
-#   scripts/measure_models.sh FOLDER PART...      # parts: grid context-512 compiled optimizers warmup harness attention
+#   scripts/measure_models.sh FOLDER PART...
 #
-# On an H200 the grid takes about seven minutes, the other parts together about twelve. PYTHON picks the interpreter
-# (default: uv run). Each part appends to its own folder below FOLDER.
+# Parts: grid context-512 compiled optimizers warmup harness attention checkpointing. On an H200 the grid takes about seven
+# minutes, checkpointing about three, the others together about twelve. PYTHON picks the interpreter (default: uv run).
+# Each part appends to its own folder below FOLDER.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_models.sh FOLDER PART...}
 shift
@@ -24,6 +25,11 @@ for part in "$@"; do
       model --size "${sizes[@]}" --dtype autocast-bf16 --mode step --compile off on --repeat 3 --out "$out" ;;
     optimizers)
       model --size small xl 2.7b --optimizer reference torch-fused --mode step --out "$out" ;;
+    checkpointing)
+      model --size 2.7b --context-length 2048 --dtype autocast-bf16 --mode step --warmup 2 --out "$out" \
+        --checkpoint none full every-2 every-4 every-8 first-16 first-24 keep-matmuls keep-attention recursive
+      model --size 2.7b --context-length 1024 --dtype autocast-bf16 --mode step --warmup 2 --out "$out" \
+        --checkpoint none full keep-matmuls ;;
     attention)
       "${python[@]}" benchmarks/benchmark_attention.py --format csv --grid training \
         --impl flash sdpa-flash sdpa-cudnn flex --out "$out" ;;
@@ -32,7 +38,8 @@ for part in "$@"; do
     harness)
       "${python[@]}" benchmarks/benchmark_harness.py --format csv --out "$out" ;;
     *)
-      echo "unknown part '$part': parts are grid, context-512, compiled, optimizers, warmup, harness and attention" >&2
+      echo "unknown part '$part': parts are grid, context-512, compiled, optimizers, warmup, harness, attention," \
+        "checkpointing" >&2
       exit 2 ;;
   esac
 done

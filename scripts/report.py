@@ -18,7 +18,7 @@ from cs336_systems.measurement.record import read_rows
 from cs336_systems.report.attention import attention_table
 from cs336_systems.report.figures import draw_step_figure
 from cs336_systems.report.markers import render
-from cs336_systems.report.tables import CEILING, Table, median_of, step_table
+from cs336_systems.report.tables import CEILING, Table, median_of, read_model_rows, step_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "profiles" / "results" / "h200"
@@ -41,7 +41,8 @@ EARLIER_WORK = {
 @functools.cache
 def rows_of(part: str, benchmark: str = "benchmark_model") -> pd.DataFrame:
     """The committed rows of one part of scripts/measure_models.sh."""
-    return read_rows(RESULTS / part / f"{benchmark}.csv")
+    read = read_model_rows if benchmark == "benchmark_model" else read_rows
+    return read(RESULTS / part / f"{benchmark}.csv")
 
 
 def context_512_table() -> str:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from cs336_systems.config import MODES, ModelConfig
+from cs336_systems.costs.checkpointing import KEEP_ATTENTION, KEEP_MATMULS, canonical_policy, make_plan, runs_again
 
 Convention = Literal["causal", "palm"]
 AttentionKind = Literal["materialised", "flash"]
@@ -86,30 +87,46 @@ def hardware_flops(
     mode: str,
     *,
     attention: AttentionKind = "materialised",
-    checkpointed_blocks: int = 0,
+    checkpoint: str = "none",
+    compiled: bool = False,
 ) -> int:
     """Matrix-product operations executed in one pass of ``mode`` (see ``config.MODES``).
 
     Args:
         attention: ``materialised`` computes all scores and keeps the probabilities for backward; ``flash`` skips the
             masked half and recomputes the scores in backward.
-        checkpointed_blocks: blocks whose forward runs a second time during backward.
+        checkpoint: the policy that says what runs again in backward (see ``costs/checkpointing.py``).
+        compiled: whether each block is one compiled function, which cannot stop before its last product.
 
     Raises:
-        ValueError: no such mode or attention, or more checkpointed blocks than the model has.
+        ValueError: no such mode, attention or policy.
     """
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}: known are {', '.join(MODES)}")
     if attention not in get_args(AttentionKind):
         raise ValueError(f"unknown attention {attention!r}: known are {', '.join(get_args(AttentionKind))}")
-    if not 0 <= checkpointed_blocks <= config.n_layers:
-        raise ValueError(f"checkpointed_blocks must lie in 0..{config.n_layers}, got {checkpointed_blocks}")
     flash = attention == "flash"
     forward = forward_flops(config, batch_size, seq_len, "causal" if flash else "palm")
+    again = _recomputed_flops(config, batch_size * seq_len, forward, flash, canonical_policy(checkpoint), compiled)
     if mode == "forward":
         return forward.total
     backward = 2 * (forward.total - forward.attention) + (
         5 * forward.attention // 2 if flash else 2 * forward.attention
     )
-    blocks = forward.projections + forward.attention + forward.feed_forward
-    return forward.total + backward + blocks * checkpointed_blocks // config.n_layers
+    return forward.total + backward + again
+
+
+def _recomputed_flops(
+    config: ModelConfig, tokens: int, forward: ForwardFlops, flash: bool, checkpoint: str, compiled: bool
+) -> int:
+    """Products that backward runs a second time: blocks, less what a policy kept and what nobody needs."""
+    if checkpoint == KEEP_MATMULS:
+        return 0
+    blocks, segments = runs_again(make_plan(checkpoint, config.n_layers))
+    attention = forward.attention // config.n_layers
+    block = (forward.projections + forward.feed_forward) // config.n_layers + attention
+    if checkpoint == KEEP_ATTENTION:
+        block -= attention if flash else attention // 2
+    elif compiled:
+        segments = 0
+    return blocks * block - segments * 2 * tokens * config.d_ff * config.d_model

@@ -1,28 +1,35 @@
-"""Bytes that a training step needs: states, saved activations tensor by tensor, and the peak.
+"""Bytes that a training step needs: its states, and its peak.
 
-States follow from the parameter count. Activations are listed: ``block_saved_tensors`` names every tensor that autograd
-keeps for one block of the reference model (materialised attention, no checkpointing), and the sum equals what
-``saved_tensors_hooks`` counts. The peak is the largest of a few moments, each the sum of what is alive then:
+States follow from the parameter count, activations are listed in ``costs/activations.py``. The peak is the largest of
+a few moments, each the sum of what is alive then:
 
     forward   attention or feed-forward of a block, or the loss over the vocabulary, above the parameters
-    backward  the loss's backward (all activations alive), attention of the last block, of the first block (almost all
-              gradients alive), or the end (all gradients)
+    backward  the loss (all that forward left), feed-forward or attention of a block (the gradients of later blocks
+              alive, and what the checkpointing policy keeps or has recomputed), or the end (all gradients)
     step      the same above parameters and optimizer state, or the optimizer's own temporaries
 
 On CUDA, ``torch.cuda.max_memory_allocated`` counts blocks, not tensors: the caching allocator's rounding and cuBLAS's
 workspaces are part of the prediction there. Limits: eager execution; fragmentation and the CUDA context come on top
-(``nvidia-smi`` shows them, ``max_memory_allocated`` does not); compiled models save less.
-
-Sizes are in bytes. B batch, S sequence, D d_model, F d_ff, H heads, E d_head, V vocabulary; tokens T = B S.
+(``nvidia-smi`` shows them, ``max_memory_allocated`` does not); compiled models save less. Sizes are in bytes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cs336_systems.config import MODES, OPTIMIZERS, ModelConfig, Precision
-
-WIDE = 4
-"""Norms, log-sum-exp and their saved inputs are at least fp32, whatever the parameters' dtype."""
+from cs336_systems.costs.activations import (
+    WIDE,
+    SavedTensor,
+    Transients,
+    attention_saved_tensors,
+    block_cast_bytes,
+    feed_forward_saved_tensors,
+    head_cast_bytes,
+    head_saved_tensors,
+    qkv_cast_bytes,
+    selected_tensors,
+)
+from cs336_systems.costs.checkpointing import canonical_policy, kept_in_backward, make_plan
 
 MIB = 1024**2
 
@@ -48,28 +55,6 @@ def cuda_block_bytes(n_bytes: int) -> int:
 
 def _exact_bytes(n_bytes: int) -> int:
     return n_bytes
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """One tensor that autograd keeps from forward to backward."""
-
-    name: str
-    kept_by: str
-    shape: tuple[int, ...]
-    bytes_per_element: int
-
-    @property
-    def n_bytes(self) -> int:
-        n_bytes = self.bytes_per_element
-        for size in self.shape:
-            n_bytes *= size
-        return n_bytes
-
-
-def total_bytes(tensors: Iterable[SavedTensor]) -> int:
-    """Sum over the tensors."""
-    return sum(tensor.n_bytes for tensor in tensors)
 
 
 def parameter_bytes(config: ModelConfig, precision: Precision) -> int:
@@ -104,107 +89,6 @@ def rotary_bytes(config: ModelConfig) -> int:
     return 2 * config.context_length * (config.d_head // 2) * WIDE
 
 
-def _norm_saved(name: str, tokens: int, d_model: int, precision: Precision) -> list[SavedTensor]:
-    """RMSNorm keeps its (widened) input, the inverse RMS, and the normalised input that its gain multiplies."""
-    return [
-        SavedTensor(f"{name} input", "square, multiply", (tokens, d_model), WIDE),
-        SavedTensor(f"{name} inverse rms", "rsqrt, multiply", (tokens, 1), WIDE),
-        SavedTensor(f"{name} normalised", "multiply by gain", (tokens, d_model), precision.parameter_bytes),
-    ]
-
-
-def _linear_inputs(name: str, readers: list[str], tokens: int, width: int, precision: Precision) -> list[SavedTensor]:
-    """One tensor shared by its readers; under autocast each reader makes and keeps a cast of its own."""
-    if precision.autocast:
-        return [
-            SavedTensor(f"{name}, cast for {reader}", reader, (tokens, width), precision.matmul_bytes)
-            for reader in readers
-        ]
-    return [SavedTensor(name, ", ".join(readers), (tokens, width), precision.matmul_bytes)]
-
-
-def attention_saved_tensors(
-    config: ModelConfig, batch_size: int, seq_len: int, precision: Precision
-) -> list[SavedTensor]:
-    """What the attention half of one block keeps: norm, projections, scores."""
-    tokens, d_model, narrow = batch_size * seq_len, config.d_model, precision.matmul_bytes
-    heads = (batch_size, config.n_heads, seq_len, config.d_head)
-    scores = (batch_size, config.n_heads, seq_len, seq_len)
-    kept = [
-        *_norm_saved("ln1", tokens, d_model, precision),
-        *_linear_inputs("ln1 output", ["q_proj", "k_proj", "v_proj"], tokens, d_model, precision),
-        SavedTensor("q, rotated and scaled", "q k^T", heads, narrow),
-        SavedTensor("k, rotated", "q k^T", heads, narrow),
-        SavedTensor("v", "probabilities v", heads, narrow),
-        SavedTensor("causal mask", "masked_fill", (seq_len, seq_len), 1),
-        SavedTensor("probabilities", "softmax", scores, precision.softmax_bytes),
-        SavedTensor("attention output", "output_proj", (tokens, d_model), narrow),
-    ]
-    if precision.softmax_bytes != narrow:
-        kept.append(SavedTensor("probabilities, cast", "probabilities v", scores, narrow))
-    return kept
-
-
-def feed_forward_saved_tensors(
-    config: ModelConfig, batch_size: int, seq_len: int, precision: Precision
-) -> list[SavedTensor]:
-    """What the feed-forward half of one block keeps: norm and SwiGLU."""
-    tokens, d_model, narrow = batch_size * seq_len, config.d_model, precision.matmul_bytes
-    inner = (tokens, config.d_ff)
-    return [
-        *_norm_saved("ln2", tokens, d_model, precision),
-        *_linear_inputs("ln2 output", ["w1", "w3"], tokens, d_model, precision),
-        SavedTensor("gate", "silu", inner, narrow),
-        SavedTensor("silu(gate)", "multiply", inner, narrow),
-        SavedTensor("up", "multiply", inner, narrow),
-        SavedTensor("silu(gate) * up", "w2", inner, narrow),
-    ]
-
-
-def block_saved_tensors(config: ModelConfig, batch_size: int, seq_len: int, precision: Precision) -> list[SavedTensor]:
-    """Every activation that one Transformer block keeps for backward (parameters and their casts excluded)."""
-    return [
-        *attention_saved_tensors(config, batch_size, seq_len, precision),
-        *feed_forward_saved_tensors(config, batch_size, seq_len, precision),
-    ]
-
-
-def head_saved_tensors(config: ModelConfig, batch_size: int, seq_len: int, precision: Precision) -> list[SavedTensor]:
-    """What the final norm, the output head and the cross entropy keep."""
-    tokens = batch_size * seq_len
-    return [
-        *_norm_saved("ln_final", tokens, config.d_model, precision),
-        *_linear_inputs("ln_final output", ["lm_head"], tokens, config.d_model, precision),
-        SavedTensor("logits, fp32", "logsumexp", (tokens, config.vocab_size), WIDE),
-        SavedTensor("log-sum-exp", "logsumexp", (tokens,), WIDE),
-    ]
-
-
-def block_cast_bytes(config: ModelConfig, precision: Precision) -> int:
-    """Low-precision copies of one block's matrices that autocast makes in forward and autograd keeps.
-
-    Biases are cast as well, but adding one keeps nothing for backward.
-    """
-    if not precision.autocast:
-        return 0
-    norms = 2 * config.d_model
-    biases = config.d_model + 2 * config.d_kv if config.qkv_bias else 0
-    return (config.n_block_parameters - norms - biases) * precision.matmul_bytes
-
-
-def head_cast_bytes(config: ModelConfig, precision: Precision) -> int:
-    """The same for the output head."""
-    return config.vocab_size * config.d_model * precision.matmul_bytes if precision.autocast else 0
-
-
-def saved_bytes(config: ModelConfig, batch_size: int, seq_len: int, precision: Precision) -> int:
-    """All activations that forward leaves for backward, casts of weights included."""
-    block = total_bytes(block_saved_tensors(config, batch_size, seq_len, precision))
-    head = total_bytes(head_saved_tensors(config, batch_size, seq_len, precision))
-    casts = config.n_layers * block_cast_bytes(config, precision) + head_cast_bytes(config, precision)
-    return config.n_layers * block + head + casts
-
-
 @dataclass(frozen=True)
 class PeakMemory:
     """The largest moment of a pass, and every moment that was considered, in bytes alive."""
@@ -222,6 +106,7 @@ def peak_memory(
     mode: str,
     *,
     optimizer: str = "reference",
+    checkpoint: str = "none",
     device_type: str = "cuda",
     workspace_bytes: int = CUBLAS_WORKSPACE_BYTES,
 ) -> PeakMemory:
@@ -229,12 +114,13 @@ def peak_memory(
 
     Args:
         optimizer: ``reference`` holds one temporary as large as the largest parameter; ``torch-fused`` holds none.
+        checkpoint: the policy that says what is kept for backward (see ``costs/checkpointing.py``).
         device_type: ``cuda`` counts the allocator's blocks, workspaces and autocast's fp32 softmax; ``cpu`` counts
             tensors.
         workspace_bytes: cuBLAS's, per thread that multiplies; ignored on the CPU.
 
     Raises:
-        ValueError: no such mode, optimizer or device type.
+        ValueError: no such mode, optimizer, policy or device type.
     """
     for name, value, known in (
         ("mode", mode, MODES),
@@ -243,114 +129,95 @@ def peak_memory(
     ):
         if value not in known:
             raise ValueError(f"unknown {name} {value!r}: known are {', '.join(known)}")
-    precision = precision.on(device_type)
-    block_bytes = cuda_block_bytes if device_type == "cuda" else _exact_bytes
-
-    def states(sizes: list[int]) -> int:
-        return sum(block_bytes(size * precision.parameter_bytes) for size in sizes)
-
-    def saved(tensors: list[SavedTensor]) -> int:
-        return sum(block_bytes(tensor.n_bytes) for tensor in tensors)
-
-    block_parameters = states(block_parameter_sizes(config))
-    outer_parameters = states(outer_parameter_sizes(config))
-    parameters = outer_parameters + config.n_layers * block_parameters
-    base = parameters + rotary_bytes(config)
+    checkpoint = canonical_policy(checkpoint)
+    step = _Step(config, batch_size, seq_len, precision.on(device_type), checkpoint, device_type)
+    base = step.parameters + rotary_bytes(config)
     if device_type == "cuda":
         base += workspace_bytes * (1 if mode == "forward" else 2)
+    above = step.forward_moments() if mode == "forward" else step.backward_moments()
     if mode == "step":
-        base += 2 * parameters
-    transient = _Transients(config, batch_size, seq_len, precision)
-
-    if mode == "forward":
-        base += transient.casts_all
-        moments = {
-            "attention": base + transient.attention_forward,
-            "feed-forward": base + transient.feed_forward_forward,
-            "loss": base + transient.loss_forward,
-        }
-    else:
-        attention = saved(attention_saved_tensors(config, batch_size, seq_len, precision))
-        feed_forward = saved(feed_forward_saved_tensors(config, batch_size, seq_len, precision))
-        block = attention + feed_forward + block_cast_bytes(config, precision)
-        head = saved(head_saved_tensors(config, batch_size, seq_len, precision)) + head_cast_bytes(config, precision)
-        head_gradient = states([config.vocab_size * config.d_model])
-        # Embedding and head each bring a gradient for a tied matrix; torch adds them in place only if autocast made a
-        # fresh copy of the head's (torch/csrc/autograd/input_buffer.cpp, accumulate).
-        tied_gradients = (1 if precision.autocast else 2) * head_gradient if config.tie_embeddings else 0
-        before_last = base + (config.n_layers - 1) * block + head_gradient
-        before_first = base + (config.n_layers - 1) * block_parameters + head_gradient
-        moments = {
-            "loss backward": base + config.n_layers * block + head + transient.loss_backward,
-            "last block's feed-forward backward": before_last + block + transient.feed_forward_backward,
-            "last block's attention backward": before_last + attention + transient.attention_backward,
-            "first block's feed-forward backward": before_first + block + transient.feed_forward_backward,
-            "first block's attention backward": before_first + attention + transient.attention_backward,
-            "end of backward": base + parameters + tied_gradients,
-        }
-        if mode == "step":
-            largest = states([max(config.vocab_size, config.d_ff) * config.d_model])
-            moments["optimizer"] = base + parameters + (largest if optimizer == "reference" else 0)
+        base += 2 * step.parameters
+        above["optimizer"] = step.parameters + (step.largest_parameter if optimizer == "reference" else 0)
+    moments = {name: base + n_bytes for name, n_bytes in above.items()}
     moment = max(moments, key=lambda name: moments[name])
     return PeakMemory(moment, moments[moment], moments)
 
 
-class _Transients:
-    """Tensors alive for a moment only, each property read off the reference operations line by line."""
+class _Step:
+    """Bytes alive above parameters and optimizer state, moment by moment."""
 
-    def __init__(self, config: ModelConfig, batch_size: int, seq_len: int, precision: Precision) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        seq_len: int,
+        precision: Precision,
+        checkpoint: str,
+        device_type: str,
+    ) -> None:
         self.config = config
         self.precision = precision
-        self.tokens = batch_size * seq_len
-        self.n_scores = batch_size * config.n_heads * seq_len**2
-        self.n_residual = self.tokens * config.d_model
-        self.n_inner = self.tokens * config.d_ff
-        self.n_logits = self.tokens * config.vocab_size
-        self.n_mask = seq_len**2
-        self.casts_all = config.n_layers * block_cast_bytes(config, precision) + head_cast_bytes(config, precision)
+        self.checkpoint = checkpoint
+        self.block_bytes: Callable[[int], int] = cuda_block_bytes if device_type == "cuda" else _exact_bytes
+        self.transient = Transients(config, batch_size, seq_len, precision)
+        work = (config, batch_size, seq_len, precision)
+        self.block_parameters = self._states(block_parameter_sizes(config))
+        self.parameters = self._states(outer_parameter_sizes(config)) + config.n_layers * self.block_parameters
+        self.largest_parameter = self._states([max(config.vocab_size, config.d_ff) * config.d_model])
 
-    @property
-    def attention_forward(self) -> int:
-        """Probabilities times v: residual, norm output, q, k, v (and its contiguous copy), output; scores twice."""
-        wide, narrow, softmax = (
-            self.precision.parameter_bytes,
-            self.precision.matmul_bytes,
-            self.precision.softmax_bytes,
-        )
-        cast = narrow if softmax != narrow else 0
-        scores = self.n_scores * (narrow + softmax + cast)
-        return 2 * self.n_residual * wide + 5 * self.n_residual * narrow + scores + self.n_mask
+        self.casts = block_cast_bytes(config, precision)
+        self.qkv_casts = qkv_cast_bytes(config, precision)
+        attention = self._saved(attention_saved_tensors(*work))
+        self.block = attention + self._saved(feed_forward_saved_tensors(*work)) + self.casts
+        self.attention = attention + self.qkv_casts
+        self.head = self._saved(head_saved_tensors(*work)) + head_cast_bytes(config, precision)
 
-    @property
-    def feed_forward_forward(self) -> int:
-        """SwiGLU: residual, norm output; gate, silu(gate), up and the product."""
-        wide, narrow = self.precision.parameter_bytes, self.precision.matmul_bytes
-        return 2 * self.n_residual * wide + 4 * self.n_inner * narrow
+        self.input = self.block_bytes(self.transient.n_residual * precision.parameter_bytes)
+        selected = selected_tensors(*work, checkpoint)
+        self.selected = self._saved(selected)
+        self.selected_after_scores = self._saved(selected[4:])
+        # Recomputation stops before w2's product, whose kept result nobody fetches.
+        self.unfetched = self._saved(selected[8:])
 
-    @property
-    def loss_forward(self) -> int:
-        """Log-sum-exp: last residual, fp32 logits and their exponentials; narrow logits are gone by then."""
-        return self.n_residual * self.precision.parameter_bytes + self.n_logits * 2 * WIDE
+    def _states(self, sizes: list[int]) -> int:
+        return sum(self.block_bytes(size * self.precision.parameter_bytes) for size in sizes)
 
-    @property
-    def loss_backward(self) -> int:
-        """Gradient of the target's logit, then of log-sum-exp with one temporary, all in fp32."""
-        return 3 * self.n_logits * WIDE
+    def _saved(self, tensors: list[SavedTensor]) -> int:
+        return sum(self.block_bytes(tensor.n_bytes) for tensor in tensors)
 
-    @property
-    def feed_forward_backward(self) -> int:
-        """Residual gradient; gradients of the product and of its two factors, and w2's weight gradient."""
-        wide, narrow = self.precision.parameter_bytes, self.precision.matmul_bytes
-        weight = self.config.d_ff * self.config.d_model * narrow
-        return self.n_residual * wide + 3 * self.n_inner * narrow + weight
+    def forward_moments(self) -> dict[str, int]:
+        """Without gradients."""
+        casts = self.transient.casts_all
+        return {
+            "attention": casts + self.transient.attention_forward,
+            "feed-forward": casts + self.transient.feed_forward_forward,
+            "loss": casts + self.transient.loss_forward,
+        }
 
-    @property
-    def attention_backward(self) -> int:
-        """Gradients of residual and v, the feed-forward's weight gradients, gradients of probabilities and scores."""
-        wide, narrow, softmax = (
-            self.precision.parameter_bytes,
-            self.precision.matmul_bytes,
-            self.precision.softmax_bytes,
-        )
-        weights = (3 * self.config.d_ff + self.config.d_model) * self.config.d_model * wide
-        return self.n_residual * (wide + narrow) + 2 * self.n_scores * softmax + weights
+    def backward_moments(self) -> dict[str, int]:
+        """Forward with gradients, and backward."""
+        config, transient = self.config, self.transient
+        head_gradient = self._states([config.vocab_size * config.d_model])
+        # Embedding and head each bring a gradient for a tied matrix; torch adds them in place only if autocast made a
+        # fresh copy of the head's (torch/csrc/autograd/input_buffer.cpp, accumulate).
+        tied_gradients = (1 if self.precision.autocast else 2) * head_gradient if config.tie_embeddings else 0
+        moments = {"end of backward": self.parameters + tied_gradients}
+        for kept in kept_in_backward(make_plan(self.checkpoint, config.n_layers)):
+            # A block widens its input for its first norm, and keeps that; it is the input itself if that is wide.
+            inputs = kept.inputs - kept.blocks if self.precision.parameter_bytes == WIDE else kept.inputs
+            waiting = len(kept.inputs - {kept.block})
+            alive = len(kept.blocks) * self.block + len(inputs) * self.input + waiting * self.selected
+            if kept.block is None:
+                # Autocast holds every cast that it made until forward ends, also those of blocks that run again.
+                cached = (config.n_layers - len(kept.blocks)) * self.casts
+                if config.n_layers - 1 in kept.inputs:
+                    to_come = self.input + self.selected_after_scores + self.casts - self.qkv_casts
+                    moments["last block's attention"] = alive + cached - to_come + transient.attention_forward
+                moments["loss"] = alive + cached + self.head + transient.n_logits * WIDE
+                moments["loss backward"] = alive + self.head + transient.loss_backward
+            else:
+                alive += head_gradient + (config.n_layers - 1 - kept.block) * self.block_parameters + self.unfetched
+                in_attention = alive - self.block + self.attention
+                moments[f"block {kept.block}, feed-forward backward"] = alive + transient.feed_forward_backward
+                moments[f"block {kept.block}, attention backward"] = in_attention + transient.attention_backward
+        return moments

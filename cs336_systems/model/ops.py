@@ -10,7 +10,7 @@ norms and rotations are computed in at least fp32 and return the input's dtype, 
 Shape legend: B batch, S sequence, D d_model, F d_ff, H query heads, K key/value heads, E d_head, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +80,13 @@ def attention(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, *, causal: bool) -
     return torch.softmax(scores, dim=-1) @ v
 
 
+def stack(blocks: Sequence[Callable[..., Tensor]], x_BSD: Tensor, cos_SE2: Tensor, sin_SE2: Tensor) -> Tensor:
+    """Run the blocks, (x, cos, sin) -> x each, one after the other: (B, S, D) -> (B, S, D)."""
+    for block in blocks:
+        x_BSD = block(x_BSD, cos_SE2, sin_SE2)
+    return x_BSD
+
+
 @dataclass(frozen=True)
 class ModelOps:
     """One function per operation of the model; each documents its shapes at its reference above."""
@@ -90,6 +97,7 @@ class ModelOps:
     rotary: Callable[..., Tensor] = rotary
     swiglu: Callable[..., Tensor] = swiglu
     attention: Callable[..., Tensor] = attention
+    stack: Callable[..., Tensor] = stack
 
 
 REFERENCE_OPS = ModelOps()

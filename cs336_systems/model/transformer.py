@@ -90,6 +90,7 @@ class TransformerLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.ops = ops
         self.token_embeddings = Embedding(config.vocab_size, config.d_model, ops, device=device, dtype=dtype)
         self.rotary = RotaryEmbedding(config, device=device, dtype=dtype)
         self.layers = nn.ModuleList(
@@ -124,7 +125,5 @@ class TransformerLM(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         cos, sin = self.rotary(token_ids.shape[-1])
-        x = self.token_embeddings(token_ids)
-        for block in self.layers.children():
-            x = block(x, cos, sin)
+        x = self.ops.stack(list(self.layers.children()), self.token_embeddings(token_ids), cos, sin)
         return self.lm_head(self.ln_final(x))

@@ -19,7 +19,7 @@ from cs336_systems.report.tables import CEILING
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^vPX*"
 _DASHES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
-_FIXED = ("device", "batch_size", "optimizer", "warmup")
+_FIXED = ("device", "batch_size", "checkpoint", "optimizer", "warmup")
 _SHARES = {
     "mfu": "MFU: % of the dtype's datasheet peak\n(model FLOPs, causal)",
     "matmul_ceiling_share": "% of the measured matmul ceiling\n(model FLOPs, causal)",
@@ -30,7 +30,8 @@ def draw_step_figure(rows: pd.DataFrame, path: Path) -> bool:
     """Time of the whole pass (left) and share of the limit (right) of step rows; returns whether it drew.
 
     The x axis is context length if several were measured, else model size. Where the rows hold several modes, the
-    largest is drawn; where they hold several batch sizes, optimizers or warm-ups, the one with the most points.
+    largest is drawn; where they hold several batch sizes, checkpointing policies, optimizers or warm-ups, the one with
+    the most points.
     """
     rows = _one_setting(rows[(rows["status"] == "ok") & (rows["variant"] != CEILING)])
     if rows.empty:
@@ -60,10 +61,9 @@ def draw_step_figure(rows: pd.DataFrame, path: Path) -> bool:
     first = rows.iloc[0]
     where = first["gpu"] or first["host"]
     context = "" if x == "context_length" else f", context {first['context_length']}"
-    figure.suptitle(
-        f"{first['mode'].capitalize()} on {where}: batch {first['batch_size']}{context}, AdamW {first['optimizer']}",
-        fontsize=11,
-    )
+    policy = "" if first["checkpoint"] == "none" else f", checkpoint {first['checkpoint']}"
+    settings = f"batch {first['batch_size']}{context}, AdamW {first['optimizer']}{policy}"
+    figure.suptitle(f"{first['mode'].capitalize()} on {where}: {settings}", fontsize=11)
     figure.savefig(path, dpi=150)
     return True
 
@@ -74,7 +74,8 @@ def _one_setting(rows: pd.DataFrame) -> pd.DataFrame:
         return rows
     rows = rows[rows["mode"] == max(rows["mode"].unique(), key=MODES.index)]
     for column in _FIXED:
-        rows = rows[rows[column] == rows[column].mode().iloc[0]]
+        most = rows[column].mode()
+        rows = rows[rows[column] == ("none" if (most == "none").any() else most.iloc[0])]
     return rows.drop_duplicates(["size", "context_length", "dtype", "compile", "metric"], keep="last")
 
 

@@ -4,12 +4,16 @@
 in a document is the same table. Conventions that a number depends on stand in its column's name.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pandas as pd
 import rich.table
 from rich.text import Text
+
+from cs336_systems.measurement.record import read_rows
 
 SETTINGS = (
     "device",
@@ -19,6 +23,7 @@ SETTINGS = (
     "dtype",
     "attention",
     "compile",
+    "checkpoint",
     "optimizer",
     "mode",
     "warmup",
@@ -28,6 +33,12 @@ SETTINGS = (
 
 CEILING = "ceiling"
 """Variant of the rows that hold the ceilings measured in the same run."""
+
+BEFORE_THE_COLUMN = {"checkpoint": "none"}
+"""Settings that rows measured before they existed lack, with the value that those cells had."""
+
+_UNSAID = ("", "none")
+"""Values of a setting that a caption leaves out: it does not apply, or is not used."""
 
 _LABELS = {"batch_size": "batch", "context_length": "context"}
 
@@ -76,9 +87,26 @@ class Table:
         words = {"size", "dtype", "mode", "status", "device", "optimizer", "variant", "phase", "verdict", "metric"} | {
             "attention",
             "compile",
+            "checkpoint",
             "impl",
             "kernel",
             "subject",
+            "class",
+            "stage",
+            "module",
+            "direction",
+            "pass",
+            "category",
+            "source",
+            "kept by",
+            "parameter",
+            "how",
+            "accumulator",
+            "dtype of terms",
+            "explanation",
+            "tensor",
+            "fp16",
+            "bf16",
         }
         return ["left" if column in words else "right" for column in self.frame.columns]
 
@@ -92,6 +120,17 @@ _LATEX = {character: f"\\{character}" for character in "&%_#${}"} | {
 
 def _escape_latex(text: str) -> str:
     return "".join(_LATEX.get(character, character) for character in text)
+
+
+def read_model_rows(path: Path, cell_columns: Iterable[str] = ()) -> pd.DataFrame:
+    """Rows of ``benchmark_model.py``, of whatever age: settings that came later have their value from before.
+
+    Raises:
+        ValueError: as ``read_rows``, for any other column that is missing.
+        OSError: the file cannot be read.
+    """
+    rows = read_rows(path, [column for column in cell_columns if column not in BEFORE_THE_COLUMN])
+    return rows.assign(**{name: value for name, value in BEFORE_THE_COLUMN.items() if name not in rows.columns})
 
 
 def step_table(rows: pd.DataFrame) -> Table:
@@ -174,7 +213,9 @@ def settings_split(frame: pd.DataFrame, settings: list[str], always: str = "size
     constant = [column for column in settings if column != always and frame[column].nunique(dropna=False) == 1]
     varying = [column for column in settings if column not in constant]
     caption = ", ".join(
-        f"{_LABELS.get(column, column)} {frame[column].iloc[0]}" for column in constant if frame[column].iloc[0] != ""
+        f"{_LABELS.get(column, column)} {frame[column].iloc[0]}"
+        for column in constant
+        if frame[column].iloc[0] not in _UNSAID
     )
     return caption, varying
 

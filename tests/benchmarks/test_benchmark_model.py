@@ -226,6 +226,15 @@ def test_failed_ceilings_do_not_stop_the_cells(command, monkeypatch):
         (["--dtype"], ["--dtype"]),
         (["--warmup"], ["--warmup"]),
         (["--mode"], ["--mode"]),
+        (["--checkpoint"], ["--checkpoint"]),
+        (["--checkpoint", "full", "every-0"], ["'every-0'", "none, full, recursive, keep-matmuls", "every-K"]),
+        (["--memory-budget-gib", "0"], ["--memory-budget-gib", "positive", "got 0"]),
+        (["--memory-budget-gib", "nan"], ["--memory-budget-gib", "got nan"]),
+        (["--memory-budget-gib", "9", "--checkpoint", "full"], ["--memory-budget-gib chooses", "--checkpoint full"]),
+        (
+            ["--memory-budget-gib", "0.5", "--mode", "step"],
+            ["fits 0.5 GiB for small", "smallest predicted peak is 1.9"],
+        ),
     ],
     ids=" ".join,
 )
@@ -301,6 +310,50 @@ def test_files_that_cannot_be_continued_or_compared(refused, earlier, spoil, opt
     assert piece in message
     assert str(earlier) in message
     assert earlier.read_bytes() == before
+
+
+def test_a_file_from_before_checkpointing_can_be_compared_with_but_not_continued(refused, faked, command, tmp_path):
+    columns = [column for column in sweep.cell_columns(benchmark.ModelCell) if column != "checkpoint"]
+    file = RowFile(tmp_path / "benchmark_model.csv", columns)
+    cell = {"device": "cpu", "size": "tiny", "batch_size": 1, "context_length": 128, "dtype": "fp32", "mode": "step"}
+    cell |= {"attention": "reference", "compile": "off", "optimizer": "reference", "warmup": 1, "variant": "eager"}
+    file.append([cell | {"schema_version": 1, "status": "ok"} | Metric("step", "ms", [1.0, 2.0]).statistics()])
+    message = refused("--size", "tiny", "--out", tmp_path)
+    assert "missing ['checkpoint']" in message
+    code, out, _ = command("--device", "cpu", "--size", "tiny", "--mode", "step", "--compare", file.path)
+    assert code == 0
+    assert re.search(r"\| tiny +\| step +\| +1.500 +\| +2.000 ", out), out
+
+
+def test_policies_are_columns_by_their_one_name():
+    options = benchmark.parse_options(
+        ["--device", "cpu", "--size", "tiny", "--mode", "step", "--checkpoint", "none", "every-1", "full", "every-2"]
+    )
+    cells = benchmark.make_cells(options)
+    assert [cell.checkpoint for cell in cells] == ["none", "full", "every-2"]
+    assert [benchmark.describe(cell).endswith("fp32 step checkpoint full") for cell in cells] == [False, True, False]
+
+
+def test_a_budget_picks_the_policy_of_every_cell_and_says_so(faked, command, tmp_path):
+    options = ("--size", "small", "--batch-size", 4, "--context-length", 256, 512, "--mode", "step")
+    code, _, err = command("--device", "cpu", *options, "--memory-budget-gib", 3, "--out", tmp_path)
+    assert code == 0
+    rows = read_rows(tmp_path / "benchmark_model.csv").query("metric == 'step'")
+    assert rows["checkpoint"].iloc[0] == "none"
+    assert rows["checkpoint"].iloc[1].startswith("first-")
+    picks = [line for line in err.splitlines() if "within 3 GiB, least recomputation" in line]
+    assert len(picks) == 2
+    assert re.search(r"context 256 .*: none: predicted peak 2\.\d+ GiB, 0\.0 % more FLOPs$", picks[0]), picks
+    pick = r"context 512 .*: first-\d+: predicted peak [23](\.\d+)? GiB, \d+\.\d % more FLOPs$"
+    assert re.search(pick, picks[1]), picks
+
+
+def test_a_budget_is_said_to_be_for_eager_reference_attention_where_the_cell_is_not():
+    line = "--device cpu --size tiny --mode step --compile off on --attention reference sdpa-flash --repeat 2"
+    cells, notes = benchmark.fit_to_budget(benchmark.make_cells(benchmark.parse_options(line.split())), 3)
+    assert {cell.checkpoint for cell in cells} == {"none"}
+    assert len(notes) == len(cells) / 2, "repeats are not said twice"
+    assert ["eager reference attention" in note for note in notes] == [False, True, True, True]
 
 
 def test_a_file_to_compare_with_must_exist(refused, tmp_path):

@@ -1,17 +1,17 @@
 """Counted operations against what torch dispatches, exactly; the conventions; the formulas that reports quote."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.config import MODEL_SIZES, MODES, ModelConfig
 from cs336_systems.costs.flops import forward_flops, hardware_flops, model_flops
-from cs336_systems.model import TransformerLM
+from cs336_systems.model import REFERENCE_OPS, TransformerLM
 from cs336_systems.training import cross_entropy
+from cs336_systems.training.activation_checkpointing import checkpointed_stack
 
 PLAIN = ModelConfig(name="plain", d_model=24, d_ff=40, n_layers=3, n_heads=4, vocab_size=50, context_length=64)
 GROUPED = replace(PLAIN, n_kv_heads=2, qkv_bias=True, tie_embeddings=True, n_layers=2)
@@ -30,11 +30,10 @@ CASES = [
 ]
 
 
-def dispatched_flops(config: ModelConfig, batch_size: int, seq_len: int, checkpointed: int = 0) -> tuple[int, int]:
+def dispatched_flops(config: ModelConfig, batch_size: int, seq_len: int, checkpoint: str = "none") -> tuple[int, int]:
     """Operations of forward and of backward that torch's own counter sees, on tensors without storage."""
-    model = TransformerLM(config.at_context(seq_len), device="meta")
-    for block in model.layers[:checkpointed]:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+    ops = replace(REFERENCE_OPS, stack=checkpointed_stack(checkpoint, REFERENCE_OPS.stack))
+    model = TransformerLM(config.at_context(seq_len), ops, device="meta")
     ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device="meta")
     with FlopCounterMode(display=False) as forward:
         loss = cross_entropy(model(ids), ids)
@@ -91,33 +90,54 @@ def test_flash_attention_is_three_and_a_half_forwards_of_the_causal_half(config,
     assert flash["backward"] == flash["step"]
 
 
-@pytest.mark.parametrize("checkpointed", [0, 1, 2, 3])
-def test_checkpointing_runs_one_block_forward_more_per_block(checkpointed):
-    forward, _ = dispatched_flops(PLAIN, 2, 16)
-    assert hardware_flops(PLAIN, 2, 16, "forward", checkpointed_blocks=checkpointed) == forward
-    with set_checkpoint_early_stop(False):
-        dispatched = sum(dispatched_flops(PLAIN, 2, 16, checkpointed))
-    predicted = {
-        mode: hardware_flops(PLAIN, 2, 16, mode, checkpointed_blocks=checkpointed) for mode in ("backward", "step")
-    }
-    assert predicted == {"backward": dispatched, "step": dispatched}
+POLICIES = (
+    "full",
+    "every-2",
+    "every-3",
+    "every-9",
+    "first-1",
+    "first-5",
+    "recursive",
+    "keep-matmuls",
+    "keep-attention",
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("config", [PLAIN, GROUPED, replace(PLAIN, n_layers=7)], ids=["three", "two-grouped", "seven"])
+def test_what_a_policy_runs_again_is_what_torch_dispatches(config, policy):
+    forward, backward = dispatched_flops(config, 2, 16, policy)
+    assert hardware_flops(config, 2, 16, "forward", checkpoint=policy) == forward
+    for mode in ("backward", "step"):
+        assert hardware_flops(config, 2, 16, mode, checkpoint=policy) == forward + backward
+    plain = hardware_flops(config, 2, 16, "step")
+    assert (forward + backward > plain) == (policy != "keep-matmuls")
+
+
+def test_eager_recomputation_leaves_out_the_last_matrix_of_a_segment_and_compiled_blocks_cannot():
+    """torch stops at the last saved tensor, the input of w2: w2's product is not run a second time."""
     parts = forward_flops(PLAIN, 2, 16, "palm")
-    assert 3 * (dispatched - hardware_flops(PLAIN, 2, 16, "step")) == checkpointed * (parts.total - parts.head)
+    eager, compiled = (hardware_flops(PLAIN, 2, 16, "step", checkpoint="full", compiled=flag) for flag in (False, True))
+    assert compiled - hardware_flops(PLAIN, 2, 16, "step") == parts.total - parts.head
+    assert compiled - eager == PLAIN.n_layers * 2 * 32 * PLAIN.d_ff * PLAIN.d_model
+    with set_checkpoint_early_stop(False):
+        assert sum(dispatched_flops(PLAIN, 2, 16, "full")) == compiled
+    for policy in ("keep-matmuls", "keep-attention"):
+        selective = {hardware_flops(PLAIN, 2, 16, "step", checkpoint=policy, compiled=flag) for flag in (False, True)}
+        assert len(selective) == 1, "what nobody needs is no part of a compiled backward"
 
 
-def test_checkpointing_that_stops_early_leaves_out_the_last_matrix_only():
-    """torch stops recomputing at the last saved tensor, the input of w2: w2's product is not run a second time."""
-    tokens = 2 * 16
-    w2 = 2 * tokens * PLAIN.d_ff * PLAIN.d_model
-    with set_checkpoint_early_stop(True):
-        dispatched = sum(dispatched_flops(PLAIN, 2, 16, checkpointed=3))
-    assert dispatched == hardware_flops(PLAIN, 2, 16, "step", checkpointed_blocks=3) - 3 * w2
-
-
-def test_checkpointing_with_flash_runs_the_causal_half_again():
+def test_checkpointing_with_flash_runs_the_causal_half_again_unless_it_is_kept():
     parts = forward_flops(PLAIN, 2, 16)
-    once, twice = (hardware_flops(PLAIN, 2, 16, "step", attention="flash", checkpointed_blocks=n) for n in (0, 3))
-    assert twice - once == parts.total - parts.head
+
+    def again(policy: str) -> int:
+        plain = hardware_flops(PLAIN, 2, 16, "step", attention="flash")
+        return hardware_flops(PLAIN, 2, 16, "step", attention="flash", checkpoint=policy, compiled=True) - plain
+
+    w2 = PLAIN.n_layers * 2 * 32 * PLAIN.d_ff * PLAIN.d_model
+    assert again("full") == parts.total - parts.head
+    assert again("keep-attention") == parts.projections + parts.feed_forward - w2
+    assert again("keep-matmuls") == 0
 
 
 @pytest.mark.parametrize("name", ["small", "2.7b", "leaderboard-8b", "llama3-8b", "qwen2.5-1.5b"])
@@ -147,7 +167,6 @@ def test_an_unknown_mode_is_refused_by_name(mode):
         hardware_flops(PLAIN, 1, 8, mode)
 
 
-@pytest.mark.parametrize("checkpointed", [-1, 4])
-def test_more_checkpointed_blocks_than_blocks_are_refused(checkpointed):
-    with pytest.raises(ValueError, match=rf"checkpointed_blocks must lie in 0\.\.3, got {checkpointed}"):
-        hardware_flops(PLAIN, 1, 8, "step", checkpointed_blocks=checkpointed)
+def test_an_unknown_policy_is_refused_by_name():
+    with pytest.raises(ValueError, match="unknown checkpoint policy 'half'"):
+        hardware_flops(PLAIN, 1, 8, "forward", checkpoint="half")

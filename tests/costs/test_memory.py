@@ -19,21 +19,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cs336_systems.config import MODEL_SIZES, MODES, PRECISIONS, ModelConfig, Precision, resolve_size
+from cs336_systems.costs.activations import block_cast_bytes, block_saved_tensors, saved_bytes, total_bytes
 from cs336_systems.costs.memory import (
     CUBLAS_WORKSPACE_BYTES,
     MIB,
     adamw_state_bytes,
     adamw_traffic_bytes,
-    block_cast_bytes,
     block_parameter_sizes,
-    block_saved_tensors,
     cuda_block_bytes,
     outer_parameter_sizes,
     parameter_bytes,
     peak_memory,
     rotary_bytes,
-    saved_bytes,
-    total_bytes,
 )
 from cs336_systems.model import TransformerLM
 from cs336_systems.training import TrainingSetup, assemble, cross_entropy
@@ -217,10 +214,12 @@ class LiveBytes(TorchDispatchMode):
         self.now -= n_bytes
 
 
-def alive_at_peak(config: ModelConfig, batch_size: int, seq_len: int, precision: str, mode: str) -> int:
+def alive_at_peak(
+    config: ModelConfig, batch_size: int, seq_len: int, precision: str, mode: str, checkpoint: str = "none"
+) -> int:
     """Peak of live bytes of the pass of ``mode`` that finds its state in place: a step's second."""
     with FakeTensorMode(), LiveBytes() as live:
-        step = assemble(TrainingSetup(config, precision=PRECISIONS[precision]))
+        step = assemble(TrainingSetup(config, precision=PRECISIONS[precision], checkpoint=checkpoint))
         ids = torch.zeros(batch_size, seq_len, dtype=torch.int64)
         for _ in range(2 if mode == "step" else 1):
             live.peak = live.now
@@ -277,6 +276,38 @@ def test_peak_is_what_is_alive_on_a_cpu(size, context_length, precision, mode):
         assert 1 - 1e-3 <= ratio <= 1.10
     else:
         assert 0.99 <= ratio <= 1.01
+
+
+POLICIES = ("full", "every-2", "every-3", "every-9", "first-2", "recursive", "keep-matmuls", "keep-attention")
+
+
+@pytest.mark.parametrize("checkpoint", POLICIES)
+@pytest.mark.parametrize(
+    ("size", "context_length", "precision", "mode"),
+    [
+        ("small", 512, "fp32", "step"),
+        ("small", 512, "bf16", "backward"),
+        ("small", 512, "autocast-bf16", "backward"),
+        ("xl", 2048, "autocast-bf16", "backward"),
+    ],
+)
+def test_peak_under_checkpointing_is_what_is_alive(size, context_length, precision, mode, checkpoint):
+    """Within 1 %, or up to 3 % higher where the loss sets the peak: log-sum-exp's temporary passes no dispatcher."""
+    config = replace(MODEL_SIZES[size].at_context(context_length), n_layers=3)
+    alive = alive_at_peak(config, 4, context_length, precision, mode, checkpoint)
+    peak = peak_memory(config, 4, context_length, PRECISIONS[precision], mode, checkpoint=checkpoint, device_type="cpu")
+    print(f"predicted {peak.n_bytes / GIB:.4f} GiB ({peak.moment}), alive {alive / GIB:.4f} GiB")
+    assert 0.99 <= peak.n_bytes / alive <= (1.03 if peak.moment == "loss" else 1.01)
+
+
+def test_checkpointing_changes_neither_forward_nor_states():
+    def peak(mode: str, checkpoint: str, **kwargs) -> int:
+        return peak_memory(PLAIN, 1, 4, PRECISIONS["bf16"], mode, checkpoint=checkpoint, **kwargs).n_bytes
+
+    for checkpoint in POLICIES:
+        assert peak("forward", checkpoint) == peak("forward", "none")
+    with pytest.raises(ValueError, match="unknown checkpoint policy 'half'"):
+        peak("forward", "half")
 
 
 def allocated_at_peak(config: ModelConfig, precision: str, mode: str, optimizer: str) -> int:

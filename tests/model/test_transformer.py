@@ -83,6 +83,7 @@ def test_every_operation_goes_through_model_ops():
         "rotary": 2 * n_layers,
         "attention": n_layers,
         "swiglu": n_layers,
+        "stack": 1,
     }
 
 

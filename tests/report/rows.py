@@ -12,6 +12,7 @@ SETTINGS = {
     "dtype": "fp32",
     "attention": "reference",
     "compile": "off",
+    "checkpoint": "none",
     "optimizer": "reference",
     "mode": "step",
     "warmup": 1,

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cs336_systems.measurement.record import read_rows
 from cs336_systems.report.compare import compare, ratio_interval, verdict
+from cs336_systems.report.tables import read_model_rows
 from tests.report.rows import ceiling, make_cell, make_frame, ms
 
 RESULTS = Path(__file__).resolve().parents[2] / "profiles" / "results" / "h200"
@@ -50,7 +50,7 @@ def test_two_draws_of_one_machine_do_not_differ():
 
 def test_repeats_of_one_cell_in_the_committed_rows_do_not_differ():
     """Eager cells of two parts that were measured minutes apart by the same code."""
-    new, old = (read_rows(RESULTS / part / "benchmark_model.csv") for part in ("context-512", "grid"))
+    new, old = (read_model_rows(RESULTS / part / "benchmark_model.csv") for part in ("context-512", "grid"))
     verdicts = compare(new, old).frame["verdict"]
     assert len(verdicts) >= 30
     assert set(verdicts) == {"unclear"}

@@ -6,8 +6,9 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from cs336_systems.report.tables import Table, digits, step_table
-from tests.report.rows import ceiling, make_cell, make_frame, ms, rate
+from cs336_systems.measurement.record import RowFile
+from cs336_systems.report.tables import Table, digits, read_model_rows, step_table
+from tests.report.rows import SETTINGS, ceiling, make_cell, make_frame, ms, rate
 
 STEP = (
     ms("forward", 1.0, 1.2, 1.4),
@@ -191,3 +192,25 @@ def test_the_step_table_renders_in_every_format():
     assert r"50 \% too much" in table.latex()
     assert "oom: 50 % too much" in table.csv()
     assert table.rich().row_count == 2
+
+
+def test_checkpointing_is_a_column_where_it_varies_and_unsaid_where_there_is_none():
+    plain, full = (make_cell(*STEP, checkpoint=policy) for policy in ("none", "full"))
+    both = step_table(make_frame(plain, full))
+    assert list(both.frame["checkpoint"]) == ["none", "full"]
+    alone = step_table(make_frame(plain))
+    assert "checkpoint" not in alone.frame
+    assert "checkpoint" not in alone.caption
+    assert "checkpoint full" in step_table(make_frame(full)).caption
+
+
+def test_rows_from_before_checkpointing_are_read_as_without_it(tmp_path):
+    older = [column for column in SETTINGS if column != "checkpoint"]
+    file = RowFile(tmp_path / "benchmark_model.csv", older)
+    file.append(make_cell(*STEP))
+    assert "checkpoint" not in file.path.read_text()
+    rows = read_model_rows(file.path, SETTINGS)
+    assert set(rows["checkpoint"]) == {"none"}
+    assert len(step_table(pd.concat([rows, make_frame(make_cell(*STEP, checkpoint="full"))])).frame) == 2
+    with pytest.raises(ValueError, match="lacks the columns colour"):
+        read_model_rows(file.path, [*SETTINGS, "colour"])

@@ -1,0 +1,234 @@
+"""Activations of the reference model, tensor by tensor: what forward keeps for backward, and what lives for a moment.
+
+The lists name every tensor that autograd keeps for one block (materialised attention) and for the head, and their sums
+equal what ``saved_tensors_hooks`` counts; ``selected_tensors`` are what a selective checkpointing policy keeps besides.
+``Transients`` holds what is alive only while an operation runs; ``costs/memory.py`` adds both up to a peak.
+
+Sizes are in bytes. B batch, S sequence, D d_model, F d_ff, H heads, E d_head, V vocabulary; tokens T = B S.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cs336_systems.config import ModelConfig, Precision
+from cs336_systems.costs.checkpointing import KEEP_ATTENTION, KEEP_MATMULS
+
+WIDE = 4
+"""Norms, log-sum-exp and their saved inputs are at least fp32, whatever the parameters' dtype."""
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor that autograd keeps from forward to backward."""
+
+    name: str
+    kept_by: str
+    shape: tuple[int, ...]
+    bytes_per_element: int
+
+    @property
+    def n_bytes(self) -> int:
+        n_bytes = self.bytes_per_element
+        for size in self.shape:
+            n_bytes *= size
+        return n_bytes
+
+
+def total_bytes(tensors: Iterable[SavedTensor]) -> int:
+    """Sum over the tensors."""
+    return sum(tensor.n_bytes for tensor in tensors)
+
+
+def _norm_saved(name: str, tokens: int, d_model: int, precision: Precision) -> list[SavedTensor]:
+    """RMSNorm keeps its (widened) input, the inverse RMS, and the normalised input that its gain multiplies."""
+    return [
+        SavedTensor(f"{name} input", "square, multiply", (tokens, d_model), WIDE),
+        SavedTensor(f"{name} inverse rms", "rsqrt, multiply", (tokens, 1), WIDE),
+        SavedTensor(f"{name} normalised", "multiply by gain", (tokens, d_model), precision.parameter_bytes),
+    ]
+
+
+def _linear_inputs(name: str, readers: list[str], tokens: int, width: int, precision: Precision) -> list[SavedTensor]:
+    """One tensor shared by its readers; under autocast each reader makes and keeps a cast of its own."""
+    if precision.autocast:
+        return [
+            SavedTensor(f"{name}, cast for {reader}", reader, (tokens, width), precision.matmul_bytes)
+            for reader in readers
+        ]
+    return [SavedTensor(name, ", ".join(readers), (tokens, width), precision.matmul_bytes)]
+
+
+def attention_saved_tensors(
+    config: ModelConfig, batch_size: int, seq_len: int, precision: Precision
+) -> list[SavedTensor]:
+    """What the attention half of one block keeps: norm, projections, scores."""
+    tokens, d_model, narrow = batch_size * seq_len, config.d_model, precision.matmul_bytes
+    heads = (batch_size, config.n_heads, seq_len, config.d_head)
+    scores = (batch_size, config.n_heads, seq_len, seq_len)
+    kept = [
+        *_norm_saved("ln1", tokens, d_model, precision),
+        *_linear_inputs("ln1 output", ["q_proj", "k_proj", "v_proj"], tokens, d_model, precision),
+        SavedTensor("q, rotated and scaled", "q k^T", heads, narrow),
+        SavedTensor("k, rotated", "q k^T", heads, narrow),
+        SavedTensor("v", "probabilities v", heads, narrow),
+        SavedTensor("causal mask", "masked_fill", (seq_len, seq_len), 1),
+        SavedTensor("probabilities", "softmax", scores, precision.softmax_bytes),
+        SavedTensor("attention output", "output_proj", (tokens, d_model), narrow),
+    ]
+    if precision.softmax_bytes != narrow:
+        kept.append(SavedTensor("probabilities, cast", "probabilities v", scores, narrow))
+    return kept
+
+
+def feed_forward_saved_tensors(
+    config: ModelConfig, batch_size: int, seq_len: int, precision: Precision
+) -> list[SavedTensor]:
+    """What the feed-forward half of one block keeps: norm and SwiGLU."""
+    tokens, d_model, narrow = batch_size * seq_len, config.d_model, precision.matmul_bytes
+    inner = (tokens, config.d_ff)
+    return [
+        *_norm_saved("ln2", tokens, d_model, precision),
+        *_linear_inputs("ln2 output", ["w1", "w3"], tokens, d_model, precision),
+        SavedTensor("gate", "silu", inner, narrow),
+        SavedTensor("silu(gate)", "multiply", inner, narrow),
+        SavedTensor("up", "multiply", inner, narrow),
+        SavedTensor("silu(gate) * up", "w2", inner, narrow),
+    ]
+
+
+def block_saved_tensors(config: ModelConfig, batch_size: int, seq_len: int, precision: Precision) -> list[SavedTensor]:
+    """Every activation that one Transformer block keeps for backward (parameters and their casts excluded)."""
+    return [
+        *attention_saved_tensors(config, batch_size, seq_len, precision),
+        *feed_forward_saved_tensors(config, batch_size, seq_len, precision),
+    ]
+
+
+def selected_tensors(
+    config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, checkpoint: str
+) -> list[SavedTensor]:
+    """Results that a selective policy keeps for one block besides its input, in the order in which they are made."""
+    tokens, narrow = batch_size * seq_len, precision.matmul_bytes
+    heads = (batch_size, config.n_heads, seq_len, config.d_head)
+
+    def product(name: str, shape: tuple[int, ...]) -> SavedTensor:
+        return SavedTensor(name, checkpoint, shape, narrow)
+
+    attention = product("probabilities v", heads)
+    if checkpoint == KEEP_ATTENTION:
+        return [attention]
+    if checkpoint != KEEP_MATMULS:
+        return []
+    return [
+        product("q_proj x", (tokens, config.d_model)),
+        product("k_proj x", (tokens, config.d_kv)),
+        product("v_proj x", (tokens, config.d_kv)),
+        product("q k^T", (batch_size, config.n_heads, seq_len, seq_len)),
+        attention,
+        product("output_proj x", (tokens, config.d_model)),
+        product("w1 x", (tokens, config.d_ff)),
+        product("w3 x", (tokens, config.d_ff)),
+        product("w2 x", (tokens, config.d_model)),
+    ]
+
+
+def head_saved_tensors(config: ModelConfig, batch_size: int, seq_len: int, precision: Precision) -> list[SavedTensor]:
+    """What the final norm, the output head and the cross entropy keep."""
+    tokens = batch_size * seq_len
+    return [
+        *_norm_saved("ln_final", tokens, config.d_model, precision),
+        *_linear_inputs("ln_final output", ["lm_head"], tokens, config.d_model, precision),
+        SavedTensor("logits, fp32", "logsumexp", (tokens, config.vocab_size), WIDE),
+        SavedTensor("log-sum-exp", "logsumexp", (tokens,), WIDE),
+    ]
+
+
+def block_cast_bytes(config: ModelConfig, precision: Precision) -> int:
+    """Low-precision copies of one block's matrices that autocast makes in forward and autograd keeps.
+
+    Biases are cast as well, but adding one keeps nothing for backward.
+    """
+    if not precision.autocast:
+        return 0
+    norms = 2 * config.d_model
+    biases = config.d_model + 2 * config.d_kv if config.qkv_bias else 0
+    return (config.n_block_parameters - norms - biases) * precision.matmul_bytes
+
+
+def qkv_cast_bytes(config: ModelConfig, precision: Precision) -> int:
+    """Of those, what is left when backward has reached the scores: the matrices of queries, keys and values."""
+    return (config.d_model + 2 * config.d_kv) * config.d_model * precision.matmul_bytes if precision.autocast else 0
+
+
+def head_cast_bytes(config: ModelConfig, precision: Precision) -> int:
+    """The same for the output head."""
+    return config.vocab_size * config.d_model * precision.matmul_bytes if precision.autocast else 0
+
+
+def saved_bytes(config: ModelConfig, batch_size: int, seq_len: int, precision: Precision) -> int:
+    """All activations that forward leaves for backward, casts of weights included."""
+    block = total_bytes(block_saved_tensors(config, batch_size, seq_len, precision))
+    head = total_bytes(head_saved_tensors(config, batch_size, seq_len, precision))
+    casts = config.n_layers * block_cast_bytes(config, precision) + head_cast_bytes(config, precision)
+    return config.n_layers * block + head + casts
+
+
+class Transients:
+    """Tensors alive for a moment only, each property read off the reference operations line by line."""
+
+    def __init__(self, config: ModelConfig, batch_size: int, seq_len: int, precision: Precision) -> None:
+        self.config = config
+        self.precision = precision
+        self.tokens = batch_size * seq_len
+        self.n_scores = batch_size * config.n_heads * seq_len**2
+        self.n_residual = self.tokens * config.d_model
+        self.n_inner = self.tokens * config.d_ff
+        self.n_logits = self.tokens * config.vocab_size
+        self.n_mask = seq_len**2
+        self.casts_all = config.n_layers * block_cast_bytes(config, precision) + head_cast_bytes(config, precision)
+
+    @property
+    def attention_forward(self) -> int:
+        """Probabilities times v: residual, norm output, q, k, v (and its contiguous copy), output; scores twice."""
+        wide, narrow, softmax = (
+            self.precision.parameter_bytes,
+            self.precision.matmul_bytes,
+            self.precision.softmax_bytes,
+        )
+        cast = narrow if softmax != narrow else 0
+        scores = self.n_scores * (narrow + softmax + cast)
+        return 2 * self.n_residual * wide + 5 * self.n_residual * narrow + scores + self.n_mask
+
+    @property
+    def feed_forward_forward(self) -> int:
+        """SwiGLU: residual, norm output; gate, silu(gate), up and the product."""
+        wide, narrow = self.precision.parameter_bytes, self.precision.matmul_bytes
+        return 2 * self.n_residual * wide + 4 * self.n_inner * narrow
+
+    @property
+    def loss_forward(self) -> int:
+        """Log-sum-exp: last residual, fp32 logits and their exponentials; narrow logits are gone by then."""
+        return self.n_residual * self.precision.parameter_bytes + self.n_logits * 2 * WIDE
+
+    @property
+    def loss_backward(self) -> int:
+        """Gradient of the target's logit, then of log-sum-exp with one temporary, all in fp32."""
+        return 3 * self.n_logits * WIDE
+
+    @property
+    def feed_forward_backward(self) -> int:
+        """Residual gradient; gradients of the product and its two factors, less the product itself; w2's gradient."""
+        wide, narrow = self.precision.parameter_bytes, self.precision.matmul_bytes
+        weight = self.config.d_ff * self.config.d_model * narrow
+        return self.n_residual * wide + 2 * self.n_inner * narrow + weight
+
+    @property
+    def attention_backward(self) -> int:
+        """Gradients of residual, v, probabilities and scores, of the later matrices, less the saved v and output."""
+        wide, narrow, softmax = (
+            self.precision.parameter_bytes,
+            self.precision.matmul_bytes,
+            self.precision.softmax_bytes,
+        )
+        weights = (3 * self.config.d_ff + self.config.d_model) * self.config.d_model * wide
+        return self.n_residual * (wide - narrow) + 2 * self.n_scores * softmax + weights

@@ -1,0 +1,138 @@
+"""What runs a second time: activation-checkpointing policies as plans, which training executes and the costs count.
+
+A plan says for the blocks of a model, in order, what each leaves for backward. An ``int`` is a block that runs and
+keeps its activations. A tuple is a segment that keeps its input alone; backward runs it once more before going through
+it, and what it leaves then is again a plan. For four blocks:
+
+    none             0, 1, 2, 3
+    every-3          (0, 1, 2), (3,)
+    full             (0,), (1,), (2,), (3,)         every block by itself: every-1
+    first-2          (0,), (1,), 2, 3               the first ones, as the last ones' activations are used at once
+    recursive        ((0,), 1), (2,), 3             halves of halves: at most log2(n) inputs and one block at a time
+    keep-matmuls     as full; each block also keeps the results of its matrix products
+    keep-attention   as full; each block also keeps the result of its attention
+
+Segments, and segments inside segments, are Chen et al. 2016 ("Training deep nets with sublinear memory cost", sections
+4.2 and 4.4). ``recursive`` is the bisection that Griewank & Walther 2000 ("revolve") refine: it never drops the right
+half of a half, because backward needs it next, so that each level costs half a forward.
+
+A Transformer block keeps 20 times its input or more, so long segments hardly pay: the optimum of n inputs / k + k
+blocks, k = sqrt(n input / block), is near or below 1, where ``full`` is. ``first-m`` goes from none to full in steps.
+
+A fused attention is one operator and counts as a matrix product that returns its result. With the reference attention,
+``keep-matmuls`` keeps the scores as well, and ``keep-attention`` keeps the product with the values: backward also needs
+the probabilities, so scores and softmax run again, and only that one product is spared.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Plan: TypeAlias = "tuple[int | Plan, ...]"
+
+KEEP_MATMULS = "keep-matmuls"
+KEEP_ATTENTION = "keep-attention"
+SELECTIVE = (KEEP_MATMULS, KEEP_ATTENTION)
+"""Policies under which a block keeps the results of some operations besides its input."""
+
+_NAMED = ("none", "full", "recursive", *SELECTIVE)
+_COUNTED = re.compile(r"(every|first)-([1-9]\d{0,8})")
+
+
+def canonical_policy(policy: str) -> str:
+    """The one name of a policy: every-1 is full.
+
+    Raises:
+        ValueError: there is no such policy; the message lists what is allowed.
+    """
+    if policy not in _NAMED and not _COUNTED.fullmatch(policy):
+        raise ValueError(
+            f"unknown checkpoint policy {policy!r}: known are {', '.join(_NAMED)}, every-K (segments of K blocks) and "
+            f"first-M (the first M blocks) with positive K and M"
+        )
+    return "full" if policy == "every-1" else policy
+
+
+def make_plan(policy: str, n_layers: int) -> Plan:
+    """The plan of a policy for ``n_layers`` blocks; a last segment may be shorter, and all blocks may be one.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    policy = canonical_policy(policy)
+    if policy == "none":
+        return tuple(range(n_layers))
+    if policy == "recursive":
+        return _halved(0, n_layers)
+    counted = _COUNTED.fullmatch(policy)
+    if counted and counted[1] == "first":
+        return tuple((i,) if i < int(counted[2]) else i for i in range(n_layers))
+    length = int(counted[2]) if counted else 1
+    return tuple(tuple(range(start, min(start + length, n_layers))) for start in range(0, n_layers, length))
+
+
+def _halved(start: int, stop: int) -> Plan:
+    if stop - start == 1:
+        return (start,)
+    middle = (start + stop) // 2
+    return (_halved(start, middle), *_halved(middle, stop))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is alive at one moment of backward, by index of block."""
+
+    block: int | None
+    """The block that backward is about to go through; None before the first, while the loss is computed."""
+    blocks: frozenset[int]
+    """Blocks whose activations are alive."""
+    inputs: frozenset[int]
+    """Blocks whose input is kept as the input of a segment."""
+
+
+def kept_in_backward(plan: Plan) -> Iterator[Kept]:
+    """What a plan keeps at the end of forward, then when backward reaches each block, last block first."""
+    yield Kept(None, _blocks(plan), _inputs(plan))
+    yield from _backward(plan, frozenset(), frozenset())
+
+
+def _backward(plan: Plan, blocks: frozenset[int], inputs: frozenset[int]) -> Iterator[Kept]:
+    """Backward through ``plan`` while ``blocks`` and ``inputs`` of earlier parts are alive."""
+    for i, part in reversed(list(enumerate(plan))):
+        earlier_blocks, earlier_inputs = blocks | _blocks(plan[:i]), inputs | _inputs(plan[:i])
+        if isinstance(part, int):
+            yield Kept(part, earlier_blocks | {part}, earlier_inputs)
+        else:
+            yield from _backward(part, earlier_blocks, earlier_inputs | {_first(part)})
+
+
+def _blocks(plan: Plan) -> frozenset[int]:
+    return frozenset(part for part in plan if isinstance(part, int))
+
+
+def _inputs(plan: Plan) -> frozenset[int]:
+    return frozenset(_first(part) for part in plan if not isinstance(part, int))
+
+
+def _first(part: "int | Plan") -> int:
+    return part if isinstance(part, int) else _first(part[0])
+
+
+def runs_again(plan: Plan) -> tuple[int, int]:
+    """(blocks, segments) that run once more in backward, each as often as it does.
+
+    Eager recomputation stops at the last tensor that backward needs, which is the input of the segment's last matrix:
+    that product is left out once per segment.
+    """
+    blocks = segments = 0
+    for part in plan:
+        if not isinstance(part, int):
+            inner_blocks, inner_segments = runs_again(part)
+            blocks += _length(part) + inner_blocks
+            segments += 1 + inner_segments
+    return blocks, segments
+
+
+def _length(plan: Plan) -> int:
+    return sum(1 if isinstance(part, int) else _length(part) for part in plan)

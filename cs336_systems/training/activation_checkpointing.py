@@ -1,0 +1,141 @@
+"""Run blocks so that backward needs less memory: the activations that a policy drops are computed a second time.
+
+What is dropped and run again is a plan (``costs/checkpointing.py`` defines the policies and cites them). Here a plan is
+executed: an ``int`` runs a block, a tuple goes through ``torch.utils.checkpoint``, which keeps the segment's input and
+calls it again in backward, segments inside segments likewise. The gradients have the same bits as without it, as long
+as the operations are deterministic and draw no random numbers: those would be drawn anew. Segments of which some or all
+parameters are frozen, and inputs without gradients, are fine.
+
+Selective policies also keep the results of some operations (``create_selective_checkpoint_contexts``): every matrix
+product, or attention alone. They watch operators, so they must see them: under ``torch.compile`` the whole checkpointed
+block is one compiled function, since a block compiled by itself would hide what it calls. Other policies stay outside.
+
+    stack = checkpointed_stack("every-4", REFERENCE_OPS.stack)
+    model = TransformerLM(config, replace(REFERENCE_OPS, stack=stack))       # the same parameters by the same names
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from cs336_systems.costs.checkpointing import KEEP_ATTENTION, KEEP_MATMULS, SELECTIVE, Plan, canonical_policy, make_plan
+
+Block = Callable[..., Tensor]
+Stack = Callable[..., Tensor]
+"""(blocks, x, cos, sin) -> x, as ``ModelOps.stack``."""
+
+FUSED_ATTENTION = (
+    "cs336_systems::flash_attention_forward",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+)
+"""Attentions that are one operator."""
+
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+_WITH_VISIBLE_PRODUCTS = ("reference", "flash", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
+
+
+def checkpointed_stack(policy: str, stack: Stack, *, compiled: bool = False) -> Stack:
+    """``stack`` under a policy.
+
+    Args:
+        stack: runs the blocks that it is given, one after the other.
+        compiled: compile each block with its checkpoint inside; for selective policies only, as the others leave that
+            to the blocks.
+
+    Raises:
+        ValueError: there is no such policy, or ``compiled`` with one that is not selective.
+    """
+    policy = canonical_policy(policy)
+    if policy in SELECTIVE:
+        return _selective_stack(policy, stack, compiled)
+    if compiled:
+        raise ValueError(f"checkpoint policy {policy!r} runs compiled blocks and is not compiled itself")
+    return stack if policy == "none" else functools.partial(_run_policy, policy, stack)
+
+
+def unsupported_reason(policy: str, attention: str) -> str | None:
+    """Why a policy cannot be had with the named attention, in one sentence, or None if it can.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    if canonical_policy(policy) not in SELECTIVE or attention in _WITH_VISIBLE_PRODUCTS:
+        return None
+    return (
+        f"{policy} keeps results of operators, and those of attention {attention!r} are hidden or many; it can be had "
+        f"with {', '.join(_WITH_VISIBLE_PRODUCTS)}"
+    )
+
+
+def _run_policy(policy: str, stack: Stack, blocks: Sequence[Block], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _run_plan(make_plan(policy, len(blocks)), stack, blocks, x, cos, sin)
+
+
+def _run_plan(plan: Plan, stack: Stack, blocks: Sequence[Block], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    for part in plan:
+        if isinstance(part, int):
+            x = stack([blocks[part]], x, cos, sin)
+        else:
+            segment = functools.partial(_run_plan, part, stack, blocks)
+            x = checkpoint(segment, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+    return x
+
+
+def _selective_stack(policy: str, stack: Stack, compiled: bool) -> Stack:
+    """Every block by itself, with a fresh pair of contexts each time it is run."""
+    contexts = _CONTEXTS[policy]
+
+    def run_block(block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+    run = torch.compile(run_block, fullgraph=True, dynamic=False) if compiled else run_block
+
+    def run_blocks(blocks: Sequence[Block], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return stack([functools.partial(run, block) for block in blocks], x, cos, sin)
+
+    return run_blocks
+
+
+class _Keep:
+    """Decides for one block, operator by operator, whose results are kept.
+
+    ``keep-attention`` must tell the reference's two batched products apart: the one after the softmax is the one with
+    the values. Backward calls the operators in forward's order, so that it decides alike there.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self.matmuls = policy == KEEP_MATMULS
+        self.after_softmax = False
+
+    def __call__(self, _context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        name = op.name()
+        keep = name in FUSED_ATTENTION or (name in _PRODUCTS and (self.matmuls or self._with_values(name)))
+        if name == "aten::_softmax":
+            self.after_softmax = True
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _with_values(self, name: str) -> bool:
+        found = self.after_softmax and name == "aten::bmm"
+        if found:
+            self.after_softmax = False
+        return found
+
+
+def _keep_matmuls_contexts() -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(_Keep(KEEP_MATMULS))
+
+
+def _keep_attention_contexts() -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(_Keep(KEEP_ATTENTION))
+
+
+_CONTEXTS = {KEEP_MATMULS: _keep_matmuls_contexts, KEEP_ATTENTION: _keep_attention_contexts}
+"""A function for each policy: torch.compile tells functions apart by their code, not by what they close over, and would
+run one policy's graph for the other."""
