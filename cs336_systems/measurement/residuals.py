@@ -1,0 +1,334 @@
+"""What a block keeps for its backward pass: every tensor, who keeps it, and how large it is.
+
+``torch.autograd.graph.saved_tensors_hooks`` sees each tensor that an operation saves; the graph then tells which node
+saved it under which name, and the Python stack which line of the model asked for it. A compiled block saves what its
+partitioner chose to; there the compiler's forward graph, whose outputs these tensors are, names operation and line.
+
+    residuals = block_residuals(MODEL_SIZES["small"], 4, 512, PRECISIONS["fp32"], torch.device("cpu"))
+    residuals.activation_mib, residuals.gradient_mib
+    residuals.tensors                      # one line per storage
+
+One line stands for one storage, however many views of it are saved. Its ``kind`` says whose it is:
+
+    activation       made by forward (or its input), kept for backward: what ``costs/memory.py`` predicts
+    parameter copy   a parameter in another dtype, made by autocast; recognised by its values
+    parameter        alive anyway
+    table            alive anyway: rotary tables, token ids, targets
+
+Works on CPU and CUDA. Limits: tensors that are alive only during forward or backward are not seen here.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.config import ModelConfig, Precision
+from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
+from cs336_systems.model.layers import RMSNorm, RotaryEmbedding
+from cs336_systems.model.transformer import TransformerBlock
+from cs336_systems.training.loss import cross_entropy
+from cs336_systems.training.precision import autocast, matmul_precision, parameter_dtype
+
+MIB = 1024**2
+
+KINDS = ACTIVATION, PARAMETER_COPY, PARAMETER, TABLE = "activation", "parameter copy", "parameter", "table"
+
+_PROJECT = "cs336_systems/"
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """What one forward pass kept and what its backward pass left behind."""
+
+    tensors: pd.DataFrame
+    """``kind, module, kept_by, source, shape, dtype, mib, percent, saves``; the largest first within a kind.
+    ``percent`` is of the activations, ``saves`` counts the operations that saved a view of the storage."""
+    gradients: pd.DataFrame
+    """``parameter, shape, dtype, mib`` of every gradient after backward."""
+
+    def mib(self, kind: str) -> float:
+        """Sum over one kind.
+
+        Raises:
+            ValueError: no such kind.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"unknown kind {kind!r}: known are {', '.join(KINDS)}")
+        return float(self.tensors.loc[self.tensors["kind"] == kind, "mib"].sum())
+
+    @property
+    def activation_mib(self) -> float:
+        """All that exists for the sake of backward only, copies of parameters left out."""
+        return self.mib(ACTIVATION)
+
+    @property
+    def gradient_mib(self) -> float:
+        """All gradients of parameters."""
+        return float(self.gradients["mib"].sum())
+
+    def largest(self, n: int = 5) -> pd.DataFrame:
+        """The activations that take the most."""
+        return self.tensors[self.tensors["kind"] == ACTIVATION].head(n)
+
+
+def block_residuals(
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    precision: Precision,
+    device: torch.device,
+    *,
+    ops: ModelOps = REFERENCE_OPS,
+    compile: bool = False,
+) -> Residuals:
+    """Residuals of one ``TransformerBlock`` of the model, on random input that requires a gradient.
+
+    Raises:
+        ValueError: ``seq_len`` is beyond the config's context length.
+    """
+    dtype = parameter_dtype(precision)
+    block = TransformerBlock(config, ops, device=device, dtype=dtype)
+    rotary = RotaryEmbedding(config, device=device, dtype=dtype)
+    with torch.no_grad():
+        for module in (*block.modules(), rotary):
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+    x = torch.randn(batch_size, seq_len, config.d_model, device=device, dtype=dtype, requires_grad=True)
+    cos, sin = rotary(seq_len)
+    return module_residuals(block, (x, cos, sin), precision, tables={"cos": cos, "sin": sin}, compile=compile)
+
+
+def norm_residuals(
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    precision: Precision,
+    device: torch.device,
+    *,
+    ops: ModelOps = REFERENCE_OPS,
+    compile: bool = False,
+) -> Residuals:
+    """Residuals of one ``RMSNorm`` of the model by itself, on random input that requires a gradient."""
+    dtype = parameter_dtype(precision)
+    norm = RMSNorm(config.d_model, config.rms_norm_eps, ops, device=device, dtype=dtype)
+    norm.reset_parameters()
+    x = torch.randn(batch_size, seq_len, config.d_model, device=device, dtype=dtype, requires_grad=True)
+    return module_residuals(norm, (x,), precision, compile=compile)
+
+
+def model_residuals(
+    config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, device: torch.device
+) -> Residuals:
+    """Residuals of the whole model and its loss, eager, on random tokens.
+
+    Raises:
+        ValueError: ``seq_len`` is beyond the config's context length.
+    """
+    model = TransformerLM(config, device=device, dtype=parameter_dtype(precision))
+    ids, targets = (torch.randint(config.vocab_size, (batch_size, seq_len), device=device) for _ in range(2))
+    tables = {"token ids": ids, "targets": targets}
+    return _account(lambda: cross_entropy(model(ids), targets), model, precision, device, tables)
+
+
+def module_residuals(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    precision: Precision,
+    *,
+    tables: Mapping[str, Tensor] | None = None,
+    compile: bool = False,
+) -> Residuals:
+    """Residuals of ``module(*inputs)``, a tensor; ``tables`` are inputs that would exist without backward."""
+    tables, device = tables or {}, inputs[0].device
+    if not compile:
+        return _account(lambda: module(*inputs), module, precision, device, tables)
+    compiled = torch.compile(module, fullgraph=True, dynamic=False)
+    with _compiled_outputs() as outputs:
+        return _account(lambda: compiled(*inputs), module, precision, device, tables, outputs)
+
+
+@dataclass
+class _Save:
+    """One tensor as an operation saved it."""
+
+    tensor: Tensor
+    module: str
+    source: str
+    kept_by: str = ""
+
+
+def _account(
+    forward: Callable[[], Tensor],
+    module: nn.Module,
+    precision: Precision,
+    device: torch.device,
+    tables: Mapping[str, Tensor],
+    compiled_outputs: Sequence[torch.fx.Node] | None = None,
+) -> Residuals:
+    """Run forward under the hooks, name every save, run backward, tabulate."""
+    saves: list[_Save] = []
+    unpacked: list[_Save] = []
+    path: list[str] = []
+
+    def pack(tensor: Tensor) -> _Save:
+        saves.append(_Save(tensor, path[-1] if path else "", _source()))
+        return saves[-1]
+
+    def unpack(save: _Save) -> Tensor:
+        unpacked.append(save)
+        return save.tensor
+
+    tracking = nullcontext() if compiled_outputs is not None else _tracked_modules(module, path)
+    with matmul_precision(precision):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack), tracking, autocast(precision, device):
+            output = forward()
+        _name_savers(output, unpacked)
+        if compiled_outputs is not None:
+            _name_compiled(saves, compiled_outputs)
+        tensors = _table(saves, module, tables)
+        output.backward(torch.randn_like(output))
+    gradients = [
+        (name, tuple(grad.shape), _short(grad.dtype), grad.nbytes / MIB)
+        for name, parameter in module.named_parameters()
+        if (grad := parameter.grad) is not None
+    ]
+    return Residuals(tensors, pd.DataFrame(gradients, columns=["parameter", "shape", "dtype", "mib"]))
+
+
+def _source() -> str:
+    """The innermost line of the model or the training code that is running, as ``model/ops.py:40 rms_norm``."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and (frame.f_code.co_filename == __file__ or _PROJECT not in frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename.rpartition(_PROJECT)[2]}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+@contextmanager
+def _tracked_modules(module: nn.Module, path: list[str]) -> Iterator[None]:
+    """Keep the names of the modules that are running in ``path``, the innermost last."""
+    handles = []
+    for name, part in module.named_modules():
+        handles.append(part.register_forward_pre_hook(lambda part, args, name=name: path.append(name)))
+        handles.append(part.register_forward_hook(lambda part, args, output: (path.pop(), None)[1]))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _name_savers(output: Tensor, unpacked: list[_Save]) -> None:
+    """Ask each node of the graph for what it saved: unpacking tells which saves these were."""
+    seen: set[Any] = set()
+    frontier = [output.grad_fn]
+    while frontier:
+        node = frontier.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        frontier += [function for function, _ in node.next_functions]
+        operation = re.sub(r"Backward\d*$", "", node.name())
+        for attribute in (name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"):
+            unpacked.clear()
+            getattr(node, attribute)
+            for save in unpacked:
+                save.kept_by = f"{operation}.{attribute.removeprefix('_saved_')}"
+
+
+@contextmanager
+def _compiled_outputs() -> Iterator[list[torch.fx.Node]]:
+    """Yield a list that fills with what the next compiled forward graph returns for its backward graph.
+
+    Earlier compilations are forgotten, so that there is a next one; a pass without an identifier, as here, is never
+    served from the caches on disk.
+    """
+    import torch._inductor.config as inductor  # slow to import, and most runs compile nothing
+
+    outputs: list[torch.fx.Node] = []
+
+    def read(graph: torch.fx.Graph) -> None:
+        returned = graph.output_node().args[0]
+        if not outputs and isinstance(returned, list | tuple):
+            outputs.extend(node for node in returned[1:] if isinstance(node, torch.fx.Node))
+
+    torch.compiler.reset()
+    with inductor.patch(post_grad_custom_pre_pass=read):
+        yield outputs
+
+
+def _name_compiled(saves: Sequence[_Save], outputs: Sequence[torch.fx.Node]) -> None:
+    """Operation and line of each save of a compiled module: it saves its graph's outputs in order."""
+    if [tuple(save.tensor.shape) for save in saves] != [tuple(node.meta["val"].shape) for node in outputs]:
+        return
+    for save, node in zip(saves, outputs, strict=True):
+        save.kept_by = str(node.meta.get("original_aten") or "input").removeprefix("aten.").removesuffix(".default")
+        places = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', node.meta.get("stack_trace") or "")
+        own = [(file.rpartition(_PROJECT)[2], line, name) for file, line, name in places if _PROJECT in file]
+        save.source = "{}:{} {}".format(*own[-1]) if own else ""
+
+
+def _table(saves: Sequence[_Save], module: nn.Module, tables: Mapping[str, Tensor]) -> pd.DataFrame:
+    """One line per storage: see ``Residuals.tensors``."""
+    parameters = {_address(parameter): name for name, parameter in module.named_parameters()}
+    known = {_address(tensor): name for name, tensor in [*module.named_buffers(), *tables.items()]}
+    groups: dict[int, list[_Save]] = {}
+    for save in saves:
+        groups.setdefault(_address(save.tensor), []).append(save)
+    lines = []
+    for address, group in groups.items():
+        whole = max((save.tensor for save in group), key=lambda tensor: (tensor.nbytes, tensor.ndim))
+        name = parameters.get(address) or known.get(address)
+        kind = PARAMETER if address in parameters else TABLE if address in known else ACTIVATION
+        if kind == ACTIVATION and (original := _copied_parameter(whole, module)):
+            kind, name = PARAMETER_COPY, original
+        lines.append(
+            {
+                "kind": kind,
+                "module": name or group[0].module,
+                "kept_by": ", ".join(dict.fromkeys(save.kept_by for save in group)),
+                "source": "; ".join(dict.fromkeys(save.source for save in group)),
+                "shape": tuple(whole.shape),
+                "dtype": _short(whole.dtype),
+                "mib": whole.untyped_storage().nbytes() / MIB,
+                "percent": 0.0,
+                "saves": len(group),
+            }
+        )
+    frame = pd.DataFrame(lines)
+    activations = frame["kind"] == ACTIVATION
+    frame.loc[activations, "percent"] = 100 * frame["mib"] / frame.loc[activations, "mib"].sum()
+    order = frame["kind"].map(KINDS.index)
+    return (
+        frame.assign(order=order)
+        .sort_values(["order", "mib"], ascending=[True, False], kind="stable")[list(frame.columns)]
+        .reset_index(drop=True)
+    )
+
+
+def _copied_parameter(tensor: Tensor, module: nn.Module) -> str | None:
+    """Name of the parameter whose values ``tensor`` holds in another dtype, as it lies in memory or transposed."""
+    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+    for name, parameter in module.named_parameters():
+        if parameter.dtype != tensor.dtype and parameter.numel() == flat.numel():
+            cast = parameter.detach().to(tensor.dtype)
+            if torch.equal(flat, cast.flatten()) or torch.equal(flat, cast.mT.flatten() if cast.ndim > 1 else cast):
+                return name
+    return None
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
