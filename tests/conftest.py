@@ -1,4 +1,4 @@
-"""Fixtures that several folders share."""
+"""Fixtures that several folders share; and Triton's interpreter, chosen before anything imports Triton."""
 
 import importlib.util
 import sys
@@ -8,6 +8,9 @@ from types import ModuleType
 
 import pytest
 
+from tests.kernels.interpreter import interpret_without_gpu
+
+interpret_without_gpu()
 ROOT = Path(__file__).resolve().parents[1]
 
 

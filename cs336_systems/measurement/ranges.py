@@ -1,0 +1,343 @@
+"""Names on the time line: which module, direction, phase and attention stage every launch belongs to.
+
+A range is emitted twice, as NVTX for nsys and as ``record_function`` for torch.profiler, so that one annotation serves
+both. Nothing is attached unless it is asked for, so a step that is not profiled runs no line of this file:
+
+    with annotate(step.model):                                        # modules and attention's stages, both directions
+        time_phases(ranged_phases(step.phases(...), warmup=5), ...)   # phases, and "warmup" or "step" around them
+
+Forward ranges carry the module's qualified name (``layers.0.attn``), backward ones ``layers.0.attn (backward)``.
+
+**Backward.** Autograd runs a graph's nodes in the reverse of the order in which they were made. Each ranged call puts
+one marker node before its first operation and one behind its last; run backwards, the second opens the range and the
+first closes it, on whatever thread autograd uses, and ranges nest as they did in forward. The markers are tied to each
+other and to the outputs, not to the inputs: a module whose inputs need no gradient, such as the embedding, is ranged
+like any other (torch's own backward hooks would close it before its work begins). They launch nothing, copy nothing and
+save nothing. Outputs pass through a marker as aliases: code that modifies a module's output in place does not work
+under ``annotate``, as it does not under torch's backward hooks.
+
+**Exceptions.** What forward leaves open when it raises is closed on the way out. What a failed backward leaves open on
+autograd's thread is closed when the next one begins.
+
+**Compiled modules** are ranged as a whole, forward and backward, from outside the compiled code; their insides are not:
+a range would break the graph, and the fused kernels in there belong to no single module. Where a compiled function
+calls modules, their ranges are left out of it.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import nvtx
+import torch
+from torch import Tensor, nn
+from torch.autograd.profiler import record_function
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from cs336_systems.model import ModelOps
+
+BACKWARD = " (backward)"
+"""Suffix of the ranges that backward opens."""
+
+STEP, WARMUP = "step", "warmup"
+"""Ranges around the phases of a recorded step and of a warm-up step."""
+
+SCORES, SOFTMAX, VALUES = "scores matmul", "softmax", "values matmul"
+"""Ranges of attention's stages, inside the module's."""
+
+
+class _Range:
+    """One open range on the thread that opened it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.record = record_function(name) if torch.autograd._profiler_enabled() else None
+
+
+class _OpenRanges(threading.local):
+    """The open ranges of each thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Range] = []
+
+
+_open_ranges = _OpenRanges()
+
+
+def _open(name: str) -> _Range:
+    opened = _Range(name)
+    nvtx.push_range(name)
+    if opened.record is not None:
+        opened.record.__enter__()
+    _open_ranges.stack.append(opened)
+    return opened
+
+
+def _close(opened: _Range) -> None:
+    """Close a range of this thread and all that were left open inside it; nothing if it is closed already."""
+    stack = _open_ranges.stack
+    if opened not in stack:
+        return
+    while True:
+        innermost = stack.pop()
+        if innermost.record is not None:
+            innermost.record.__exit__(None, None, None)
+        nvtx.pop_range()
+        if innermost is opened:
+            return
+
+
+@contextmanager
+def ranged(name: str) -> Iterator[None]:
+    """A range of this name around what is inside, for nsys and for torch.profiler, closed whatever happens."""
+    opened = _open(name)
+    try:
+        yield
+    finally:
+        _close(opened)
+
+
+@functools.cache
+def _anchor(device: torch.device) -> tuple[Tensor, Tensor]:
+    """An empty leaf on the device, which markers hang on, and an empty gradient for it."""
+    return torch.empty(0, device=device, requires_grad=True), torch.empty(0, device=device)
+
+
+class _Call:
+    """One ranged call, from its forward to its backward."""
+
+    def __init__(self, name: str, outermost: bool) -> None:
+        self.name = name
+        self.outermost = outermost
+        self.forward: _Range | None = None
+        self.backward: _Range | None = None
+        self.marker: Tensor | None = None
+        self.anchor_gradient: Tensor | None = None
+
+    def begin(self, device: torch.device) -> None:
+        """Before the first operation."""
+        if torch.is_grad_enabled():
+            anchor, self.anchor_gradient = _anchor(device)
+            self.marker = _First.apply(anchor, self)
+        self.forward = _open(self.name)
+
+    def end(self, output: Any) -> Any:
+        """After the last operation; returns the output, as the aliases that are to be used instead."""
+        self.abandon()
+        marker, self.marker = self.marker, None
+        if marker is None:
+            return output
+        if isinstance(output, Tensor):
+            return _Last.apply(marker, self, output)[0] if output.requires_grad else output
+        leaves, structure = tree_flatten(output)
+        wrapped = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not wrapped:
+            return output
+        for i, alias in zip(wrapped, _Last.apply(marker, self, *(leaves[i] for i in wrapped)), strict=True):
+            leaves[i] = alias
+        return tree_unflatten(leaves, structure)
+
+    def abandon(self) -> None:
+        """Close forward's range; all that there is to do if forward raised."""
+        if self.forward is not None:
+            _close(self.forward)
+
+    def begin_backward(self) -> None:
+        if self.outermost:
+            for stale in [opened for opened in _open_ranges.stack if opened.name == self.name + BACKWARD]:
+                _close(stale)
+        self.backward = _open(self.name + BACKWARD)
+
+    def end_backward(self) -> None:
+        if self.backward is not None:
+            _close(self.backward)
+
+
+class _First(torch.autograd.Function):
+    """Made before a call's first operation, so it runs after the last one of its backward.
+
+    Its tensor is empty, but on the call's device: autograd chooses the thread of a node by the device of its gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, call: _Call) -> Tensor:
+        ctx.call = call
+        return anchor.view_as(anchor)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, None]:
+        ctx.call.end_backward()
+        return None, None
+
+
+class _Last(torch.autograd.Function):
+    """Made after a call's last operation, so it runs before the first one of its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, marker: Tensor, call: _Call, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.call.begin_backward()
+        return ctx.call.anchor_gradient, None, *gradients
+
+
+def ranged_call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)`` in a range of this name, and its backward in one with ``BACKWARD`` appended.
+
+    The first tensor among ``args`` says on which device backward will run.
+    """
+    call = _Call(name, outermost=False)
+    call.begin(next((arg.device for arg in args if isinstance(arg, Tensor)), torch.device("cpu")))
+    try:
+        return call.end(function(*args, **kwargs))
+    finally:
+        call.abandon()
+
+
+class Annotation:
+    """The hooks that ``annotate`` attached; ``remove`` (or leaving the ``with``) takes them off again."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def remove(self) -> None:
+        """Detach everything; safe to call twice."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> "Annotation":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def attach(self, module: nn.Module, name: str, device: torch.device, outermost: bool) -> None:
+        """Range one module's calls."""
+        calls: list[_Call] = []
+
+        def before(module: nn.Module, args: tuple) -> None:
+            if torch.compiler.is_compiling():
+                return
+            calls.append(_Call(name, outermost))
+            calls[-1].begin(device)
+
+        def after(module: nn.Module, args: tuple, output: Any) -> Any:
+            if torch.compiler.is_compiling() or not calls:  # no calls: another hook raised before ours
+                return None
+            return calls.pop().end(output)  # output is None if forward raised
+
+        handles = [
+            module.register_forward_pre_hook(before),
+            module.register_forward_hook(after, always_call=True),
+        ]
+        self._undo.extend(handle.remove for handle in handles)
+
+    def range_attention(self, module: nn.Module, ops: ModelOps) -> None:
+        """Give a module ranged operations in place of its own."""
+        module.ops = ranged_ops(ops)  # type: ignore[assignment]
+        self._undo.append(lambda: setattr(module, "ops", ops))
+
+    def attach_compiled(self, module: nn.Module, name: str) -> None:
+        """Range a compiled module's calls: its hooks are compiled into it, so the compiled callable is wrapped."""
+        compiled = module._compiled_call_impl
+        assert compiled is not None
+        module._compiled_call_impl = lambda *args, **kwargs: ranged_call(name, compiled, *args, **kwargs)
+        self._undo.append(lambda: setattr(module, "_compiled_call_impl", compiled))
+
+
+def annotate(model: nn.Module) -> Annotation:
+    """Range every call of every module of ``model``, the stages of its attention, and their backward.
+
+    It lasts until the returned annotation is removed. The model itself is named by its class; a compiled module is
+    ranged as a whole. A model that holds a compiled one must be annotated after it was compiled.
+    """
+    annotation = Annotation()
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    compiled: list[str] = []
+    for path, module in model.named_modules():
+        if any(path.startswith(f"{outer}.") or not outer for outer in compiled):
+            continue
+        name = path or type(model).__name__
+        if module._compiled_call_impl is not None:
+            compiled.append(path)
+            annotation.attach_compiled(module, name)
+        else:
+            annotation.attach(module, name, device, outermost=not path)
+            if isinstance(ops := getattr(module, "ops", None), ModelOps):
+                annotation.range_attention(module, ops)
+    return annotation
+
+
+class _Stages(TorchFunctionMode):
+    """Range attention's products and its softmax as they are called; everything else passes through."""
+
+    _MATMULS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
+    _SOFTMAXES = (torch.softmax, Tensor.softmax, torch.nn.functional.softmax)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = SCORES
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._MATMULS:
+            return ranged_call(self.product, func, *args, **kwargs)
+        if func in self._SOFTMAXES:
+            self.product = VALUES
+            return ranged_call(SOFTMAX, func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def ranged_ops(ops: ModelOps) -> ModelOps:
+    """The same operations, with the stages of eager attention ranged: the product before softmax, it, the one after.
+
+    The attention that runs is the one in ``ops``, call by call, so its numbers are the same bits. A fused attention has
+    no such calls to range; the range of its module is all there is. Inside a compiled module this is ``ops.attention``.
+    """
+
+    def attention(*args: Tensor, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return ops.attention(*args, **kwargs)
+        with _Stages():
+            return ops.attention(*args, **kwargs)
+
+    return replace(ops, attention=attention)
+
+
+def ranged_phases(phases: Mapping[str, Callable[[], None]], *, warmup: int) -> dict[str, Callable[[], None]]:
+    """The phases of a step, each in a range of its name; around them ``WARMUP``, after ``warmup`` times ``STEP``.
+
+    The outer range opens with the first phase and closes with the last, or when a phase raises, so that a timing loop
+    that knows nothing of ranges (``time_phases``) can run them.
+    """
+    names = list(phases)
+    passes = 0
+    outer: _Range | None = None
+
+    def wrap(name: str, phase: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            nonlocal passes, outer
+            if name == names[0]:
+                outer = _open(WARMUP if passes < warmup else STEP)
+                passes += 1
+            assert outer is not None, f"phase {name} ran before {names[0]}"
+            finished = False
+            try:
+                with ranged(name):
+                    phase()
+                finished = True
+            finally:
+                if name == names[-1] or not finished:
+                    _close(outer)
+
+        return run
+
+    return {name: wrap(name, phase) for name, phase in phases.items()}

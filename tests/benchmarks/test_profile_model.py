@@ -1,0 +1,300 @@
+"""The command as a user meets it: one real run on the CPU, then its grid, its endings and its refusals."""
+
+import gzip
+import importlib
+import json
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336_systems.measurement.profiling import ROUNDS
+from cs336_systems.measurement.ranges import STEP
+from cs336_systems.measurement.record import Metric, read_rows
+from cs336_systems.measurement.sweep import Outcome
+from cs336_systems.measurement.traces import kineto, nsys
+from cs336_systems.measurement.traces.kernels import MATMUL, kernel_class
+from cs336_systems.measurement.traces.tables import TraceError
+from cs336_systems.measurement.workload import PreparedStep
+
+ROOT = Path(__file__).resolve().parents[2]
+FIXTURES = ROOT / "tests" / "measurement" / "traces" / "fixtures"
+
+benchmark = importlib.import_module("benchmarks.profile_model")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started_run(tmp_path_factory):
+    """(process, its folder) of one real run, started with the first test as it takes a while."""
+    folder = tmp_path_factory.mktemp("first")
+    options = ["--device", "cpu", "--profiler", "kineto", "--raw", str(folder / "raw"), "--out", str(folder / "out")]
+    process = subprocess.Popen(
+        [sys.executable, "benchmarks/profile_model.py", *options],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process, folder
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def first_run(started_run):
+    """(exit code, stdout, stderr, folder) of that run."""
+    process, folder = started_run
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out, err, folder
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """Runs ``main`` with these arguments; returns exit code, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["profile_model.py", *map(str, arguments)])
+        try:
+            code = benchmark.main()
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def refused(command, monkeypatch):
+    """Runs ``main`` on bad input, of which nothing may be run; returns the sentence on stderr."""
+
+    def run(*arguments: object) -> str:
+        with monkeypatch.context() as context:
+            context.setattr(benchmark, "run_sweep", lambda *args, **kwargs: pytest.fail("something was run"))
+            code, out, err = command(*arguments)
+        assert code == 2
+        assert out == ""
+        assert len(err.splitlines()) == 1, err
+        return err.removeprefix("profile_model: ").strip()
+
+    return run
+
+
+def make_cells(line: str) -> list:
+    return benchmark.make_cells(benchmark.parse_options(line.split()))
+
+
+def test_the_grid_is_the_product_of_all_sets_modes_innermost(monkeypatch):
+    line = (
+        "--device cpu --size tiny small --context-length 64 128 --dtype fp32 bf16 --compile off on --mode step forward"
+    )
+    cells = make_cells(line)
+    assert len(cells) == len(set(cells)) == 2**5
+    assert [cell.mode for cell in cells[:4]] == ["step", "forward"] * 2
+    assert len({cell.name for cell in cells}) == 2**4
+    assert {cell.variant for cell in cells} == {"kineto"}
+
+
+def test_names_tell_workloads_apart():
+    (cell,) = make_cells("--device cpu --mode step --size XL-2026 --attention tiled --compile --optimizer torch-fused")
+    assert cell.name == "2.7b-b1-c128-fp32-tiled-compiled-fused-kineto"
+    assert cell.recorded.warmup == 1
+    assert cell.recorded.steps == 2
+
+
+def test_a_torn_or_foreign_file_is_one_sentence(refused, tmp_path):
+    torn = tmp_path / "torn.json.gz"
+    torn.write_bytes((FIXTURES / "kineto.json.gz").read_bytes()[:-2000])
+    assert f"{torn} cannot be read as a Chrome trace" in refused("--device", "cpu", "--read", torn)
+    foreign = tmp_path / "foreign.sqlite"
+    foreign.write_bytes(b"no database" * 300)
+    assert f"{foreign} cannot be read as an nsys export" in refused("--device", "cpu", "--read", foreign)
+    assert "nowhere.sqlite: no such file" in refused("--device", "cpu", "--read", tmp_path / "nowhere.sqlite")
+
+
+def test_an_nsys_export_is_shown(command, tmp_path):
+    path = tmp_path / "golden.sqlite"
+    path.write_bytes(gzip.decompress((FIXTURES / "nsys.sqlite.gz").read_bytes()))
+    code, out, _ = command("--device", "cpu", "--read", path, "--format", "csv")
+    assert code == 0
+    assert "softmax_warp_backward" in out
+    assert json.loads(out.splitlines()[-1])["ranges"] == 219
+
+
+@pytest.mark.parametrize(
+    ("line", "pieces"),
+    [
+        ("--profiler nsys", ["--profiler nsys records CUDA work", "--profiler kineto"]),
+        ("--size smal", ["'smal'", "did you mean small"]),
+        ("--steps 0", ["--steps must be positive, got 0"]),
+        ("--recorded-steps 0", ["--recorded-steps must be positive, got 0"]),
+        ("--batch-size 2 -1", ["--batch-size must be positive, got -1"]),
+        ("--warmup -1", ["--warmup", "-1"]),
+        ("--attention flashy", ["flashy", "sdpa-cudnn"]),
+        ("--dtype tf32", ["--dtype tf32"]),
+        ("--timeout nan", ["--timeout", "nan"]),
+        ("--mode", ["--mode needs at least one value"]),
+    ],
+)
+def test_bad_values(refused, tmp_path, line, pieces):
+    message = refused("--device", "cpu", "--out", tmp_path / "new", *line.split())
+    for piece in pieces:
+        assert piece in message
+    assert not (tmp_path / "new").exists()
+
+
+def test_one_profiler_at_a_time(refused, command, monkeypatch):
+    code, out, err = command("--device", "cpu", "--profiler", "nsys", "kineto")
+    assert (code, out) == (2, "")
+    assert "kineto" in err
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    assert "already runs under nsys" in refused("--device", "cpu")
+
+
+def test_without_nsys_it_says_how_to_get_it(refused, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    message = refused("--device", "cuda", "--profiler", "nsys")
+    assert "developer.nvidia.com/nsight-systems" in message
+    assert "--profiler kineto" in message
+
+
+def fake_recording(trace: Path):
+    """``nsys.record`` that finds this export instead of running anything."""
+
+    def record(program, report):
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.with_suffix(".sqlite").write_bytes(gzip.decompress(trace.read_bytes()))
+        times = {phase: [5.0, 6.0, 7.0] for phase in ("forward", "backward", "optimizer", "step")}
+        return nsys.Recording(report.with_suffix(".sqlite"), f"Generating report\n{json.dumps(times)}\ndone\n")
+
+    return record
+
+
+def test_a_cell_recorded_by_nsys(monkeypatch, tmp_path):
+    monkeypatch.setattr(nsys, "record", fake_recording(FIXTURES / "nsys.sqlite.gz"))
+    (cell,) = make_cells("--device cpu --mode step --context-length 16")
+    cell = benchmark.replace(cell, profiler="nsys")
+    metrics = {metric.name: metric for metric in benchmark.measure_profile(cell, raw=tmp_path, out=None)}
+    assert metrics["recorded_step"].samples == [5.0, 6.0, 7.0]
+    assert metrics["operations"].samples == [322]
+    assert metrics["matmul_share"].samples[0] == pytest.approx(81, abs=1)
+    assert cell.recorded.warmup == cell.warmup
+
+
+def test_memory_is_another_profiler(monkeypatch, tmp_path):
+    (cell,) = make_cells("--device cpu --profiler memory --mode step --context-length 16")
+    metrics = {metric.name: metric for metric in benchmark.measure_profile(cell, raw=tmp_path, out=tmp_path / "out")}
+    assert metrics["eager_block_activations_mib"].unit == "MiB"
+    assert len(list((tmp_path / "out").glob("memory-tiny-*.md"))) == 1
+
+
+def test_a_program_that_prints_no_times_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(nsys, "record", lambda program, report: nsys.Recording(report, "Generating report\n"))
+    (cell,) = make_cells("--device cpu --mode forward --context-length 16")
+    with pytest.raises(TraceError, match="printed no times"):
+        benchmark.measure_profile(benchmark.replace(cell, profiler="nsys"), raw=tmp_path, out=None)
+
+
+def test_the_cells_that_succeeded_get_their_digest(command, monkeypatch, tmp_path):
+    def sweep_here(name, cells, measure, **_):
+        for cell in cells:
+            outcome = Outcome(cell, "error", "no kernels", rows=[{"gpu": "", "host": "this one"}])
+            with suppress(TraceError):
+                outcome.metrics, outcome.status = measure(cell), "ok"
+            yield outcome
+
+    monkeypatch.setattr(benchmark, "run_sweep", sweep_here)
+    monkeypatch.setattr(benchmark, "measure_profile", fail_in_forward)
+    code, out, _ = command("--device", "cpu", "--raw", tmp_path, "--out", tmp_path / "out")
+    assert code == 1
+    cells = json.loads(out.splitlines()[-1])["cells"]
+    assert [cell["status"] for cell in cells] == ["error", "ok"]
+    (page,) = (tmp_path / "out").glob("*.md")
+    assert "mode step" in page.read_text()
+    assert "mode forward" not in page.read_text()
+
+
+def fail_in_forward(cell, *, raw, out):
+    """Stands in for ``measure_profile``."""
+    if cell.mode == "forward":
+        raise TraceError("no kernels")
+    path = cell.trace_path(raw)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes((FIXTURES / "kineto.json.gz").read_bytes())
+    phases = ("forward", "backward", "optimizer", "step")
+    return [
+        Metric(f"{how}_{phase}", "ms", [5.0]) for how in ("unprofiled", "annotated", "recorded") for phase in phases
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_backward_is_attributed_on_a_gpu(tmp_path):
+    (cell,) = make_cells("--device cuda --mode step --size small --context-length 128 --steps 2 --recorded-steps 2")
+    benchmark.measure_profile(cell, raw=tmp_path, out=None)
+    trace = kineto.read(cell.trace_path(tmp_path))
+    backward = trace.instances("backward", inside="step")
+    held = trace.operations(backward)
+    assert (held["launch_tid"] != backward["tid"].iloc[0]).mean() > 0.9
+    product = trace.operations(trace.instances("layers.3.ffn.w2 (backward)", inside=STEP))
+    assert sum(kernel_class(name) == MATMUL for name in product["name"]) == 2 * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_annotation_changes_no_kernel_on_a_gpu(tmp_path):
+    """The same number of kernels, copies and fills with ranges and without."""
+    (cell,) = make_cells("--device cuda --mode step --size small --context-length 128")
+    prepared = PreparedStep(cell.workload)
+    counts = []
+    for annotated in (False, True):
+        prepared.run(2, 1, annotated=annotated)
+        path = tmp_path / f"{annotated}.json"
+        with kineto.recording(path, prepared.device):
+            prepared.run(0, 2, annotated=annotated)
+        counts.append(len(kineto.read(path).ops))
+    assert counts[0] == counts[1] > 100
+
+
+def test_a_bare_run_on_a_cpu_ends_in_a_digest_and_json(first_run):
+    code, out, err, folder = first_run
+    assert code == 0, err
+    summary = json.loads(out.splitlines()[-1])
+    assert summary["ok"] == 2
+    assert [cell["status"] for cell in summary["cells"]] == ["ok", "ok"]
+    name = "tiny-b1-c128-fp32-kineto"
+    written = {path.name for path in (folder / "out").iterdir()}
+    pictures = {f"{name}-forward.png", f"{name}-step.png"}
+    assert written == {f"{name}.md", f"{name}-kernels.csv", f"{name}-ranges.csv", "profile_model.csv", *pictures}
+    assert {path.name for path in (folder / "raw" / name).iterdir()} == {"forward.json.gz", "step.json.gz"}
+    page = (folder / "out" / f"{name}.md").read_text()
+    assert "sections about the GPU (limits, idle time, communication) are absent" in page
+    assert re.search(r"^\| inference forward ", page, re.MULTILINE)
+    assert re.search(r"^\| softmax +\| backward ", page, re.MULTILINE)
+    assert str(folder / "out" / f"{name}.md") in out
+
+
+def test_rows_hold_what_measuring_costs(first_run):
+    rows = read_rows(first_run[3] / "out" / "profile_model.csv")
+    step = rows[rows["mode"] == "step"].set_index("metric")
+    assert {"unprofiled_step", "annotated_step", "recorded_step", "annotated_backward"} <= set(step.index)
+    assert step.loc["unprofiled_step", "n"] == ROUNDS * 3
+    assert step.loc["recorded_step", "n"] == 2
+    assert step.loc["annotation_ratio", "n"] == ROUNDS
+    assert step.loc["matmul_share", "median"] > 0
+    assert "idle" not in step.index
+
+
+def test_the_trace_of_the_run_can_be_read_again(first_run, command):
+    path = first_run[3] / "raw" / "tiny-b1-c128-fp32-kineto" / "step.json.gz"
+    code, out, _ = command("--device", "cpu", "--read", path)
+    assert code == 0
+    assert "layers.1.ffn.w2 (backward)" in out
+    assert "aten::mm" in out
+    assert json.loads(out.splitlines()[-1])["ops"] > 1000
