@@ -41,6 +41,7 @@ TRAINING_SHAPES = (
 )
 """(batch, heads, length, d_head); the first is the 2025 leaderboard's."""
 
+CPU_LENGTHS = (256, 1024)
 VARIANT_SHAPE = (4, 16, 4096, 64)
 
 
@@ -76,7 +77,7 @@ def default_options(device: str) -> Options:
     """The defaults on a device; a CPU gets the short lengths."""
     if device == "cuda":
         return Options()
-    return Options(device="cpu", length=(256, 1024))
+    return Options(device="cpu", length=CPU_LENGTHS)
 
 
 def parse_options(arguments: list[str] | None = None) -> Options:
@@ -127,7 +128,11 @@ def make_cells(options: Options) -> list[AttentionCell]:
                 )
             )
     if not cells:
-        raise ValueError(f"no cell of the grids {', '.join(options.grid)} has the values asked for")
+        lengths = f", with lengths {', '.join(map(str, options.length))}" if options.length else ""
+        raise ValueError(
+            f"no cell of --grid {' '.join(options.grid)} has the values asked for{lengths} (a CPU takes "
+            f"{' and '.join(map(str, CPU_LENGTHS))} unless --length says more; training and variants have longer ones)"
+        )
     return cells
 
 

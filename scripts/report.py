@@ -13,16 +13,18 @@ import pandas as pd
 import tyro
 
 from cs336_systems.config import HANDOUT_SIZES
+from cs336_systems.costs.attention import AttentionWork
 from cs336_systems.hardware import find_hardware
 from cs336_systems.measurement.record import read_rows
-from cs336_systems.report.attention import attention_table
+from cs336_systems.report.attention import account_table, attention_table, comparison_table, length_table, tile_table
+from cs336_systems.report.attention_figures import draw_scaling
 from cs336_systems.report.figures import draw_step_figure
 from cs336_systems.report.markers import render
 from cs336_systems.report.tables import CEILING, Table, median_of, read_model_rows, step_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "profiles" / "results" / "h200"
-DOCUMENTS = (ROOT / "README.md", ROOT / "profiles" / "h200.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "profiles" / "h200.md", ROOT / "profiles" / "attention.md")
 FIGURES = {
     ROOT / "profiles" / "figures" / "h200_grid.png": ("grid",),
     ROOT / "profiles" / "figures" / "h200_context_512.png": ("context-512", "compiled"),
@@ -42,7 +44,18 @@ EARLIER_WORK = {
 def rows_of(part: str, benchmark: str = "benchmark_model") -> pd.DataFrame:
     """The committed rows of one part of scripts/measure_models.sh."""
     read = read_model_rows if benchmark == "benchmark_model" else read_rows
-    return read(RESULTS / part / f"{benchmark}.csv")
+    plain = RESULTS / part / f"{benchmark}.csv"
+    return read(plain if plain.exists() else plain.with_suffix(".csv.gz"))
+
+
+def attention_rows(part: str) -> pd.DataFrame:
+    """The committed rows of one part of scripts/measure_attention.sh."""
+    return rows_of(f"attention-{part}", "benchmark_attention")
+
+
+def flash_rows() -> pd.DataFrame:
+    """Both halves of the flash grid."""
+    return pd.concat([attention_rows("flash-bf16"), attention_rows("flash-fp32")])
 
 
 def context_512_table() -> str:
@@ -159,9 +172,25 @@ def _spread(rows: pd.DataFrame) -> str:
     return f"{row['median']:.3f} ({row['p10']:.3f}–{row['p90']:.3f})"
 
 
-def attention_block() -> str:
-    """Every fast attention at training shapes, in one run."""
-    return attention_table(rows_of("attention", "benchmark_attention")).markdown()
+def attention_model_table() -> str:
+    """Whole training steps under each attention."""
+    return step_table(rows_of("attention-model")).markdown()
+
+
+def attention_account() -> str:
+    """The smallest configuration of the handout's grid, carried on, that does not fit."""
+    return account_table(AttentionWork(8, 1, 1, 65_536, 65_536, 16, causal=False), bytes_per_element=4).markdown()
+
+
+def scaling_figures() -> dict[Path, pd.DataFrame]:
+    """Figures of attention against length, and the rows that they show."""
+    folder = ROOT / "profiles" / "figures"
+    bf16, pytorch = attention_rows("flash-bf16"), attention_rows("pytorch")
+    return {
+        folder / "h200_attention_bf16_d64.png": bf16[bf16["d_head"] == 64],
+        folder / "h200_attention_bf16_d128.png": bf16[bf16["d_head"] == 128],
+        folder / "h200_attention_pytorch_d64.png": pytorch[pytorch["d_head"] == 64],
+    }
 
 
 def ceilings_table() -> str:
@@ -247,7 +276,18 @@ BLOCKS = {
     "h200-warmup": warmup_table,
     "h200-harness": harness_table,
     "h200-ceilings": ceilings_table,
-    "h200-attention": attention_block,
+    "attention-training": lambda: attention_table(attention_rows("training")).markdown(),
+    "attention-comparison": lambda: comparison_table(attention_rows("training")).markdown(),
+    "attention-pytorch": lambda: attention_table(attention_rows("pytorch")).markdown(),
+    "attention-account": attention_account,
+    "attention-variants": lambda: attention_table(attention_rows("variants")).markdown(),
+    "attention-tiles": lambda: tile_table(attention_rows("tiles"), most=3).markdown(),
+    "attention-flash-both": lambda: length_table(flash_rows(), "both").markdown(),
+    "attention-flash-forward": lambda: length_table(flash_rows(), "forward").markdown(),
+    "attention-flash-tflops": lambda: length_table(flash_rows(), "both_tflops").markdown(),
+    "attention-flash-memory": lambda: length_table(flash_rows(), "peak_memory").markdown(),
+    "attention-flash-error": lambda: length_table(flash_rows(), "error_dq").markdown(),
+    "attention-model": attention_model_table,
 }
 
 
@@ -277,7 +317,9 @@ def main() -> int:
     for path, parts in FIGURES.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         draw_step_figure(pd.concat([rows_of(part) for part in parts]), path)
-    print(f"rendered {', '.join(stale) or 'nothing: all tables were current'}; drew {len(FIGURES)} figures")
+    for path, rows in scaling_figures().items():
+        draw_scaling(rows, path)
+    print(f"rendered {', '.join(stale) or 'nothing: all tables were current'}; drew the figures")
     return 0
 
 

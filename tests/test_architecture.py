@@ -107,6 +107,10 @@ def test_readme_tree_matches_the_files() -> None:
     assert drawn == present
 
 
+NEED_A_GPU_MACHINE = ("training", "variants", "nsys")
+"""Values of options that ask for what machines without a GPU lack: long shapes, nsys."""
+
+
 def readme_commands() -> list[list[str]]:
     """Every benchmark or script that the README tells a user to run, as arguments after ``uv run``."""
     commands = []
@@ -125,15 +129,17 @@ def test_readme_opens_with_the_two_commands() -> None:
 
 
 def test_readme_commands_parse(load_script, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load_script("benchmarks/benchmark_model.py")
-    checked = 0
+    checked = set()
     for script, *arguments in readme_commands():
-        if script == "benchmarks/benchmark_model.py":
-            assert model.make_cells(model.parse_options(arguments))
-            checked += 1
-        elif script != "pytest":
-            assert (ROOT / script).exists()
-    assert checked >= 5
+        if script == "pytest":
+            continue
+        assert (ROOT / script).exists()
+        if script.startswith("benchmarks/") and hasattr(module := load_script(script), "parse_options"):
+            options = module.parse_options(arguments)
+            if not set(arguments) & set(NEED_A_GPU_MACHINE):
+                assert module.make_cells(options)
+            checked.add(script)
+    assert len(checked) >= 3
 
 
 def test_readme_library_example_runs() -> None:

@@ -10,6 +10,7 @@ zero, never a gap. Metrics that follow from another's samples (tokens/s from ste
 """
 
 import csv
+import gzip
 import io
 import json
 import os
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pandas as pd
@@ -153,9 +154,14 @@ def _without_interruption() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _opened(path: Path) -> BinaryIO:
+    """A CSV, or one compressed with gzip once it was complete, as some committed ones are."""
+    return io.BytesIO(gzip.decompress(path.read_bytes())) if path.suffix == ".gz" else path.open("rb")
+
+
 def _check_file(path: Path, columns: Sequence[str] | None = None) -> None:
     """Raise ValueError unless ``path`` is a whole CSV of this schema version (and of ``columns``, if given)."""
-    with path.open("rb") as file:
+    with _opened(path) as file:
         header = file.readline().decode(errors="replace").rstrip().split(",")
         version = file.readline(32).decode(errors="replace").split(",")[0]
         size = file.seek(0, os.SEEK_END)

@@ -2,11 +2,13 @@
 
 import pandas as pd
 
+from cs336_systems.costs.attention import AttentionWork
 from cs336_systems.measurement.attention import TILE
 from cs336_systems.report.tables import Table, digits, settings_split
 
 _SETTINGS = ("gpu", "device", "grid", "dtype", "batch_size", "heads", "d_head", "length", "causal", "mask", "impl")
 
+PASSES = ("forward", "backward", "both")
 _EXTRA = {"seen_scores": "scores seen %", "skipped_blocks": "blocks skipped %", "mask_memory": "mask GiB"}
 
 
@@ -20,9 +22,9 @@ def attention_table(rows: pd.DataFrame) -> Table:
         median = {row["metric"]: row["median"] for _, row in cell.iterrows() if row["metric"]}
         errors = [value for name, value in median.items() if name.startswith("error_")]
         line = {column: first[column] for column in settings}
-        for name in ("forward", "backward", "both"):
+        for name in PASSES:
             line[f"{name} ms"] = digits(median[name]) if name in median else "–"
-        for name in ("forward", "backward", "both"):
+        for name in PASSES:
             line[f"{name} TFLOP/s"] = digits(median[f"{name}_tflops"]) if name in median else "–"
         line |= {_EXTRA[name]: digits(median[name]) if name in median else "–" for name in extra}
         line |= {
@@ -38,18 +40,72 @@ def attention_table(rows: pd.DataFrame) -> Table:
     return Table(caption, frame[varying + [column for column in frame.columns if column not in settings]])
 
 
-def tile_table(rows: pd.DataFrame) -> Table:
-    """Every tile that ``--autotune`` timed, fastest first for each kernel and shape, beside the committed table's."""
+def comparison_table(rows: pd.DataFrame, ours: str = "flash") -> Table:
+    """Forward, backward and both of ``ours`` at each shape of one run, and every other's time over it."""
+    settings = ["batch_size", "heads", "length", "d_head"]
+    ran = rows[(rows["status"] == "ok") & rows["metric"].isin(PASSES)]
+    lines = []
+    for shape, at_shape in ran.groupby(settings, sort=False):
+        times = at_shape.pivot_table(index="metric", columns="impl", values="median", sort=False)
+        for name in PASSES:
+            line = dict(zip(("batch", "heads", "length", "d"), shape, strict=True)) | {"pass": name}
+            line[f"{ours} ms"] = digits(times.loc[name, ours])
+            for impl in times.columns.drop(ours):
+                line[f"{impl} / {ours}"] = f"{times.loc[name, impl] / times.loc[name, ours]:.2f}"
+            lines.append(line)
+    return Table("", pd.DataFrame(lines))
+
+
+def length_table(rows: pd.DataFrame, metric: str) -> Table:
+    """The median of one metric for every implementation (columns) at every dtype, head dim and length (lines).
+
+    A cell that has no such metric says how it ended instead; one that was not measured is empty.
+    """
+    impls = list(dict.fromkeys(rows["impl"]))
+    lines = []
+    for (dtype, d_head, length), cells in rows.groupby(["dtype", "d_head", "length"], sort=True):
+        line = {"dtype": dtype, "d": d_head, "length": f"{length:,}"}
+        for impl in impls:
+            own = cells[cells["impl"] == impl]
+            found = own[own["metric"] == metric]["median"]
+            ended = "" if own.empty else own["status"].iloc[-1]
+            line[impl] = digits(found.iloc[-1]) if len(found) else ended
+        lines.append(line)
+    return Table("", pd.DataFrame(lines))
+
+
+def account_table(work: AttentionWork, bytes_per_element: int) -> Table:
+    """What materialised attention needs at its peak, tensor by tensor, eager and compiled."""
+    scores = work.n_scores * bytes_per_element
+    inputs = work.tensor_bytes(bytes_per_element)
+    eager, compiled = (work.materialised_bytes(bytes_per_element, compiled=how) for how in (False, True))
+    lines = [
+        ("one score matrix", scores, scores),
+        ("score matrices at the height of backward", 4 * scores, 2 * scores),
+        ("q, k, v, o and their gradients", inputs, inputs),
+        ("scaled queries, mask", eager - 4 * scores - inputs, compiled - 2 * scores - inputs),
+        ("all", eager, compiled),
+    ]
+    return Table(
+        f"Batch {work.batch_size}, {work.heads} head, length {work.n_queries:,}, d {work.d_head}; GiB.",
+        pd.DataFrame(
+            {"tensor": what, "eager": digits(a / 2**30), "compiled": digits(b / 2**30)} for what, a, b in lines
+        ),
+    )
+
+
+def tile_table(rows: pd.DataFrame, most: int | None = None) -> Table:
+    """The tiles that ``--autotune`` timed, fastest first for each kernel and shape; ``most`` of them."""
     tiles = rows[rows["metric"].astype(str).str.startswith(TILE)]
     lines = []
     for shape, at_shape in tiles.groupby(["dtype", "batch_size", "heads", "d_head", "length"], sort=False):
         named = at_shape["metric"].str.removeprefix(TILE).str.split(" ", n=1, expand=True)
         for kernel, of_kernel in at_shape.assign(kernel=named[0], tile=named[1]).groupby("kernel", sort=False):
-            committed = of_kernel["median"].iloc[0]
-            for _, row in of_kernel.sort_values("median").iterrows():
+            by_time = of_kernel.sort_values("median")
+            for _, row in by_time.head(most or len(by_time)).iterrows():
                 lines.append(
                     dict(zip(("dtype", "batch", "heads", "d", "length"), shape, strict=True))
                     | {"kernel": kernel, "tile": row["tile"], "ms": digits(row["median"])}
-                    | {"of the committed tile's": f"{row['median'] / committed:.3f}"}
+                    | {"of the fastest": f"{row['median'] / by_time['median'].iloc[0]:.3f}"}
                 )
-    return Table("tiles of flash; the committed one has ratio 1", pd.DataFrame(lines))
+    return Table("", pd.DataFrame(lines))

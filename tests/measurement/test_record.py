@@ -2,10 +2,12 @@
 
 import csv
 import errno
+import gzip
 import math
 import os
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from cs336_systems.measurement.record import SCHEMA_VERSION, Metric, RowFile, read_rows, schema_columns
@@ -253,3 +255,12 @@ def test_a_path_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(OSError, match="file"):
         RowFile(tmp_path / "file" / "b.csv", CELL_COLUMNS)
+
+
+def test_a_compressed_csv_reads_like_the_plain_one(row_file, path, tmp_path):
+    packed = tmp_path / "rows.csv.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    pd.testing.assert_frame_equal(read_rows(packed), read_rows(path))
+    packed.write_bytes(gzip.compress(b"a,b\n1,2\n"))
+    with pytest.raises(ValueError, match="not a CSV of this suite"):
+        read_rows(packed)

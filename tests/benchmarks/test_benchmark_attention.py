@@ -1,0 +1,67 @@
+"""The attention benchmark's command: its grids, its refusals, and a small run on the CPU."""
+
+import json
+
+import pytest
+
+from cs336_systems.attention.dispatch import IMPLEMENTATIONS
+from cs336_systems.measurement.attention import VARIANTS
+from cs336_systems.measurement.record import read_rows
+
+
+@pytest.fixture(scope="module")
+def benchmark(load_script):
+    return load_script("benchmarks/benchmark_attention.py")
+
+
+def cells_of(benchmark, *arguments):
+    return benchmark.make_cells(benchmark.parse_options(["--device", "cpu", *arguments]))
+
+
+def test_every_grid_has_the_cells_of_its_shapes(benchmark):
+    lengths = [str(2**power) for power in range(7, 17)]
+    flash = cells_of(benchmark, "--grid", "flash", "--length", *lengths)
+    assert len(flash) == len(IMPLEMENTATIONS) * 2 * 4 * 10
+    assert all(cell.causal and cell.batch_size == 1 and not cell.heads for cell in flash)
+    pytorch = cells_of(benchmark, "--grid", "pytorch", "--length", "256", "1024", "4096", "8192", "16384")
+    assert {(cell.batch_size, cell.d_head, cell.length) for cell in pytorch} == {
+        (8, d, length) for d in (16, 32, 64, 128) for length in (256, 1024, 4096, 8192, 16384)
+    }
+    variants = cells_of(benchmark, "--grid", "variants", "--length", "4096")
+    assert {(cell.impl, cell.mask) for cell in variants} == {
+        (impl, mask) for impl in ("flex", "sdpa-dense-mask") for mask in VARIANTS
+    }
+    training = cells_of(benchmark, "--grid", "training", "--length", "2048", "--impl", "flash", "--autotune")
+    assert [(cell.impl, cell.autotune, cell.heads) for cell in training] == [("flash", True, 16)]
+    assert not any(cell.autotune for cell in cells_of(benchmark, "--impl", "reference", "--autotune"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--impl", "falsh"], "--impl falsh: known are reference, .*sdpa-dense-mask"),
+        (["--length", "0"], "--length must be positive, got 0"),
+        (["--d-head", "-1"], "--d-head must be positive, got -1"),
+        (["--length", "77"], "no cell of --grid pytorch flash has the values asked for, with lengths 77"),
+        (["--grid", "variants", "--impl", "flash"], "no cell of --grid variants .*longer ones"),
+    ],
+)
+def test_bad_values_are_named(benchmark, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        cells_of(benchmark, *arguments)
+
+
+def test_a_small_run_on_a_cpu(benchmark, tmp_path, monkeypatch, capsys):
+    cells = ["--grid", "flash", "--impl", "reference", "tiled", "sdpa-flash", "flash", "--length", "256"]
+    shape = ["--d-head", "16", "--dtype", "fp32", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", ["x", *cells, *shape, "--out", str(tmp_path), "--format", "csv"])
+    assert benchmark.main() == 0
+    out = capsys.readouterr().out
+    last = json.loads(out.strip().splitlines()[-1])
+    assert [cell["status"] for cell in last["cells"]] == ["ok", "ok", "ok", "unsupported"]
+    rows = read_rows(tmp_path / "benchmark_attention.csv")
+    errors = rows[rows["metric"].str.startswith("error_")]
+    assert len(errors) == 3 * 4
+    assert errors["median"].max() < 2e-6
+    assert "flash is compiled for CUDA devices" in rows[rows["impl"] == "flash"]["message"].iloc[0]
+    assert (rows[rows["metric"] == "both"]["n"] >= 10).all()
