@@ -93,7 +93,7 @@ def test_operators_are_cut_where_the_work_is_done(tmp_path):
     [
         (b"", "cannot be read as a Chrome trace"),
         (b"SQLite format 3\0", "cannot be read as a Chrome trace"),
-        (gzip.compress(b'{"traceEvents": []}')[:-9], "cannot be read as a Chrome trace"),
+        (gzip.compress(b'{"traceEvents": []}', mtime=0)[:-9], "cannot be read as a Chrome trace"),
         (b'{"traceEvents": [', "cannot be read as a Chrome trace"),
         (b"[1, 2]", "has no list of traceEvents"),
         (b'{"other": 1}', "has no list of traceEvents"),
