@@ -53,6 +53,9 @@ class MemoryProfile:
     """``torch.cuda.max_memory_allocated`` of the watched pass."""
     unwatched_peak_bytes: int
     """The same of the pass before it, unwatched; 0 if that ran out of memory."""
+    unwatched_requested_bytes: int
+    """What that pass had asked for at its peak: unlike the allocator's blocks, which depend on what is cached, the same
+    in every pass; 0 likewise."""
     peak_reserved_bytes: int
     """``torch.cuda.max_memory_reserved``: what the process held of the device."""
     path: Path
@@ -83,7 +86,7 @@ def profile_memory(
     shape = (batch_size, setup.config.context_length)
     token_ids, targets = (torch.randint(setup.config.vocab_size, shape, device=device) for _ in range(2))
     phases = step.phases(mode, token_ids, targets)
-    unwatched_peak = 0
+    unwatched_peak = unwatched_requested = 0
     out_of_memory = ""
     try:
         for _ in range(2):
@@ -92,6 +95,7 @@ def profile_memory(
                 phase()
         synchronize(device)
         unwatched_peak = torch.cuda.max_memory_allocated(device)
+        unwatched_requested = torch.cuda.memory_stats(device)["requested_bytes.all.peak"]
     except torch.OutOfMemoryError:
         step.optimizer.zero_grad(set_to_none=True)
         phases = step.phases(mode, token_ids, targets)
@@ -122,6 +126,7 @@ def profile_memory(
         history,
         peak_allocated_bytes=peak,
         unwatched_peak_bytes=unwatched_peak,
+        unwatched_requested_bytes=unwatched_requested,
         peak_reserved_bytes=torch.cuda.max_memory_reserved(device),
         path=path,
         out_of_memory=out_of_memory,

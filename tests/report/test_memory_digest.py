@@ -31,7 +31,7 @@ GIB, MIB = 1024**3, 1024**2
 def profile():
     history = reconstruct(simulated_snapshot(SETUP, 2, "step"))
     peak = history.peak().n_bytes + ROUNDING
-    return MemoryProfile(SETUP, 2, "step", history, peak, peak, 2 * peak, Path("raw/x.pickle"))
+    return MemoryProfile(SETUP, 2, "step", history, peak, peak, peak, 2 * peak, Path("raw/x.pickle"))
 
 
 @pytest.fixture(scope="module")
