@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Record the digests that profiles/digests/<gpu>/ holds: where time and memory go, on one GPU.
+#
+#   scripts/measure_profiles.sh FOLDER PART...    # parts: nsys nsys-autocast kineto memory
+#
+# On an H200 nsys takes about five minutes, kineto four, memory three. PYTHON picks the interpreter (default: uv run). Raw
+# traces and snapshots stay in profiles/raw; every part writes its pages, CSVs and pictures to its own folder below FOLDER.
+set -euo pipefail
+folder=${1:?usage: scripts/measure_profiles.sh FOLDER PART...}
+shift
+read -r -a python <<<"${PYTHON:-uv run}"
+profile() { "${python[@]}" benchmarks/profile_model.py --format csv --warmup 3 --out "$folder/$part" "$@"; }
+
+for part in "$@"; do
+  case "$part" in
+    nsys)
+      profile --profiler nsys --size small large --context-length 128 512 1024 ;;
+    nsys-autocast)
+      profile --profiler nsys --size small large --context-length 512 --dtype autocast-bf16 ;;
+    kineto)
+      profile --profiler kineto --size small large --context-length 512 --dtype fp32 autocast-bf16 ;;
+    memory)
+      profile --profiler memory --size 2.7b --context-length 128 2048 --mode forward step --dtype fp32 autocast-bf16 ;;
+    *)
+      echo "unknown part '$part': parts are nsys, nsys-autocast, kineto and memory" >&2
+      exit 2 ;;
+  esac
+done
