@@ -19,3 +19,41 @@ def get_flashattention_autograd_function_triton() -> type[torch.autograd.Functio
     from cs336_systems.attention.flash import FlashAttention
 
     return FlashAttention
+
+
+def get_ddp(module: torch.nn.Module) -> torch.nn.Module:
+    """2026: data parallelism that sends each gradient as soon as it is ready."""
+    from cs336_systems.distributed.ddp import OverlappedDDP
+
+    return OverlappedDDP(module)
+
+
+def ddp_on_after_backward(ddp_model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """2026: between backward and the optimizer's step."""
+    ddp_model.finish_gradient_synchronization()
+
+
+def get_ddp_individual_parameters(module: torch.nn.Module) -> torch.nn.Module:
+    """2025: the same under another name."""
+    return get_ddp(module)
+
+
+def ddp_individual_parameters_on_after_backward(ddp_model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """2025: between backward and the optimizer's step."""
+    ddp_model.finish_gradient_synchronization()
+
+
+def get_ddp_bucketed(module: torch.nn.Module, bucket_size_mb: float | None) -> torch.nn.Module:
+    """2025: data parallelism in buckets of at most this many MiB; None for a single bucket."""
+    from cs336_systems.distributed.ddp import BucketedDDP
+
+    return BucketedDDP(module, bucket_size_mb)
+
+
+def ddp_bucketed_on_after_backward(ddp_model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """2025: between backward and the optimizer's step."""
+    ddp_model.finish_gradient_synchronization()
+
+
+def ddp_bucketed_on_train_batch_start(ddp_model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """2025: before each step; there is nothing to do."""
