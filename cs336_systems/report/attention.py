@@ -46,12 +46,12 @@ def comparison_table(rows: pd.DataFrame, ours: str = "flash") -> Table:
     ran = rows[(rows["status"] == "ok") & rows["metric"].isin(PASSES)]
     lines = []
     for shape, at_shape in ran.groupby(settings, sort=False):
-        times = at_shape.pivot_table(index="metric", columns="impl", values="median", sort=False)
+        impls = [str(impl) for impl in at_shape["impl"].unique() if impl != ours]
+        times = {(row["metric"], row["impl"]): float(row["median"]) for _, row in at_shape.iterrows()}
         for name in PASSES:
             line = dict(zip(("batch", "heads", "length", "d"), shape, strict=True)) | {"pass": name}
-            line[f"{ours} ms"] = digits(times.loc[name, ours])
-            for impl in times.columns.drop(ours):
-                line[f"{impl} / {ours}"] = f"{times.loc[name, impl] / times.loc[name, ours]:.2f}"
+            line[f"{ours} ms"] = digits(times[name, ours])
+            line |= {f"{impl} / {ours}": f"{times[name, impl] / times[name, ours]:.2f}" for impl in impls}
             lines.append(line)
     return Table("", pd.DataFrame(lines))
 

@@ -1,8 +1,8 @@
 """The tile of each kernel: a small committed table, so that nothing is tuned while a user waits.
 
 Keyed by kernel, head-dim bucket and element size. Half-precision entries up to head dim 128 were timed on an H200 with
-``benchmark_attention.py --autotune`` (bf16, causal, length 16,384; profiles/results/h200/attention-tiles has every candidate);
-percent are against the entry. The others were chosen by compiling for sm_90 (Triton 3.6, causal;
+``benchmark_attention.py --autotune`` (bf16, causal, length 16,384); profiles/results/h200/attention-tiles has every
+candidate, and percent are against the entry. The others were chosen by compiling for sm_90 (Triton 3.6, causal;
 "N registers, M blocks" means per thread, and blocks of one SM). What decides:
 
 * no spills, as a rule;
