@@ -57,3 +57,27 @@ def ddp_bucketed_on_after_backward(ddp_model: torch.nn.Module, optimizer: torch.
 
 def ddp_bucketed_on_train_batch_start(ddp_model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """2025: before each step; there is nothing to do."""
+
+
+def get_sharded_optimizer(params, optimizer_cls: type[torch.optim.Optimizer], **kwargs) -> torch.optim.Optimizer:
+    """Both: an optimizer whose state is divided among the ranks."""
+    from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+
+    return ShardedOptimizer(params, optimizer_cls, **kwargs)
+
+
+def get_fsdp(module: torch.nn.Module, compute_dtype: torch.dtype | None = None) -> torch.nn.Module:
+    """2026: fully sharded data parallelism; the module runs in ``compute_dtype``, shards keep their own dtype."""
+    from cs336_systems.distributed.fsdp import FSDP
+
+    return FSDP(module, compute_dtype)
+
+
+def fsdp_on_after_backward(fsdp_model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """2026: between backward and the optimizer's step."""
+    fsdp_model.finish_gradient_synchronization()
+
+
+def fsdp_gather_full_params(fsdp_model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """2026: every parameter whole, by its name in the wrapped module."""
+    return fsdp_model.gather_full_params()

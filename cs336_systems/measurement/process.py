@@ -180,7 +180,7 @@ def _measure(connection: Connection, measure: Measure, cell: Cell) -> None:
             metric.statistics()
         report: Report = {"status": "ok", "message": "", "metrics": metrics}
     except BaseException as error:
-        report = _classify(error)
+        report = classify(error)
     with suppress(Exception):
         report["state_after"] = device_state(device)
     gc.collect()
@@ -196,7 +196,7 @@ def _die_with_parent() -> None:
         os.killpg(os.getpid(), signal.SIGKILL)
 
 
-def _classify(error: BaseException) -> Report:
+def classify(error: BaseException) -> Report:
     """Status and one-line message of what ended a measurement."""
     if isinstance(error, PredictedOutOfMemory):
         return {"status": "predicted-oom", "message": str(error)}

@@ -67,11 +67,11 @@ def _outcome(benchmark: str, process: CellProcess, cell: Cell, timeout_s: float)
     report = process.run(cell, timeout_s)
     seconds = time.perf_counter() - started
     outcome = Outcome(cell, report["status"], report["message"], report["metrics"], seconds=seconds)
-    outcome.rows = _rows(benchmark, outcome, report)
+    outcome.rows = make_rows(benchmark, outcome, report)
     return outcome
 
 
-def _rows(benchmark: str, outcome: Outcome, report: Report) -> list[Row]:
+def make_rows(benchmark: str, outcome: Outcome, report: Report) -> list[Row]:
     cell = outcome.cell
     shared: Row = {
         "schema_version": SCHEMA_VERSION,

@@ -107,6 +107,8 @@ class Table:
             "tensor",
             "fp16",
             "bf16",
+            "collective",
+            "backend",
         }
         return ["left" if column in words else "right" for column in self.frame.columns]
 

@@ -1,0 +1,253 @@
+"""What does a collective cost on this machine, and does a ring of equal links explain it?
+
+    uv run benchmarks/benchmark_collectives.py                       # two ranks on a CPU; 2, 4 and 6 GPUs, if there
+    uv run benchmarks/benchmark_collectives.py --world-size 2 4 --size-mb 1 100 --out results/
+    uv run torchrun --nproc-per-node 4 benchmarks/benchmark_collectives.py --dtype fp32 bf16 --out results/
+    torchrun benchmarks/benchmark_collectives.py                              # a world of one: calls that send nothing
+
+Time is that of the slowest rank in every sample, a sample the mean of ``--calls`` calls one after another (nccl-tests
+does so too: the host's launch latency is hidden but for the first). Sizes are total bytes, MB is 1e6 bytes; algbw and
+busbw are those of nccl-tests. After timing, each collective runs once more and every element of every rank is checked.
+Beside each time stands what a ring would take whose latency and bandwidth are fitted to all times of the same world and
+run, and beside each busbw its share of the link's datasheet bandwidth.
+"""
+
+import itertools
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from cs336_systems.costs.communication import COLLECTIVES, algbw, busbw
+from cs336_systems.distributed.collectives import Exchange
+from cs336_systems.distributed.process_group import Rank, launched_world_size
+from cs336_systems.measurement.ranks import reports, run_ranked_sweep, time_phases_of_ranks
+from cs336_systems.measurement.record import Metric, RowFile, read_rows
+from cs336_systems.measurement.sweep import cell_columns, outcome_rows
+from cs336_systems.report.collectives import collectives_table, draw_collectives
+from cs336_systems.report.console import Format, check_device, complain, exit_with, finish, parse_for_device, show
+
+BENCHMARK = "benchmark_collectives"
+HEADLINES = ("time", "algbw", "busbw", "wrong_elements")
+"""Metrics of the JSON line."""
+
+CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_ALIGNMENT = 128
+"""Bytes of which every rank's part is a multiple, so that no part begins in the middle of a memory sector."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What does a collective cost on this machine?"""
+
+    collective: tuple[CollectiveName, ...] = COLLECTIVES  # type: ignore[assignment]
+    """Which to time."""
+    size_mb: tuple[float, ...] = (1, 10, 100, 1000)
+    """Total sizes in MB of 1e6 bytes; rounded down to what the ranks divide into parts of whole 128 bytes."""
+    dtype: tuple[Literal["fp32", "bf16"], ...] = ("fp32",)
+    """Of the tensors."""
+    world_size: tuple[int, ...] | None = None
+    """Ranks on this machine, each number a world of its own; by default 2, 4 and 6 GPUs as far as there are any, or two
+    ranks on a CPU. Under torchrun it is torchrun's number."""
+    calls: int = 5
+    """Calls per sample."""
+    warmup: int = 5
+    """Samples before the recorded ones."""
+    steps: int = 20
+    """Recorded samples."""
+    device: Literal["cpu", "cuda"] = "cuda"
+    """Where to run: cuda with NCCL, cpu with gloo."""
+    seed: int = 0
+    """Recorded only: the tensors hold a fixed pattern."""
+    out: Path | None = None
+    """Folder to which rows are appended (benchmark_collectives.csv) and where their figure is drawn."""
+    format: Format = "auto"
+    """Of the table: auto draws it on a terminal and writes Markdown elsewhere."""
+    timeout: float = 300.0
+    """Seconds after which a collective, and a cell, is given up."""
+
+
+@dataclass(frozen=True)
+class CollectiveCell:
+    """One collective of one size in one world; the fields are columns."""
+
+    device: str
+    world_size: int
+    dtype: str
+    collective: str
+    size_mb: float
+    total_bytes: int
+    calls: int
+    warmup: int
+    steps: int
+    seed: int
+
+    @property
+    def variant(self) -> str:
+        return "nccl" if self.device == "cuda" else "gloo"
+
+
+def default_options(device: str) -> Options:
+    """The defaults on a device; without a GPU they shrink, so that a bare command ends in under a minute."""
+    if device == "cuda":
+        return Options()
+    return Options(device="cpu", size_mb=(1, 10), calls=1, warmup=1, steps=10)
+
+
+def parse_options(arguments: list[str] | None = None) -> Options:
+    """Options from the command line, with the defaults of the device that they name."""
+    return parse_for_device(default_options, arguments, __doc__)
+
+
+def world_sizes(options: Options) -> tuple[int, ...]:
+    """Which worlds to measure.
+
+    Raises:
+        ValueError: the launcher has started another number of ranks than was asked for.
+    """
+    present = launched_world_size()
+    if present is not None:
+        if options.world_size not in (None, (present,)):
+            raise ValueError(
+                f"--world-size {' '.join(map(str, options.world_size or ()))}: the launcher has started {present} ranks"
+            )
+        return (present,)
+    if options.world_size is not None:
+        return options.world_size
+    if options.device == "cpu":
+        return (2,)
+    return tuple(n for n in (2, 4, 6) if n <= torch.cuda.device_count()) or (1,)
+
+
+def make_cells(options: Options) -> list[CollectiveCell]:
+    """The grid.
+
+    Raises:
+        ValueError: a value that no cell can have.
+    """
+    check_device(options.device)
+    worlds = world_sizes(options)
+    for name, values in (
+        ("collective", options.collective),
+        ("size-mb", options.size_mb),
+        ("dtype", options.dtype),
+        ("world-size", worlds),
+    ):
+        if not values:
+            raise ValueError(f"--{name} needs at least one value, got none")
+    if bad := [n for n in worlds if n < 1]:
+        raise ValueError(f"--world-size must be positive, got {bad[0]}")
+    if options.calls < 1 or options.steps < 1 or options.warmup < 0:
+        raise ValueError(
+            "--calls and --steps must be positive and --warmup not negative, "
+            f"got {options.calls}, {options.steps} and {options.warmup}"
+        )
+    if not 0 < options.timeout <= 1e6:
+        raise ValueError(f"--timeout must be positive and at most 1e6 seconds, got {options.timeout:g}")
+    cells = []
+    for n, dtype, collective, size_mb in itertools.product(worlds, options.dtype, options.collective, options.size_mb):
+        parts = int(size_mb * 1e6) // (n * _ALIGNMENT) if 0 < size_mb <= 8000 else 0
+        if parts < 1:
+            raise ValueError(f"--size-mb must lie between {n * _ALIGNMENT / 1e6:g} and 8000, got {size_mb:g}")
+        total_bytes = parts * n * _ALIGNMENT
+        counts = (options.calls, options.warmup, options.steps)
+        cells.append(CollectiveCell(options.device, n, dtype, collective, size_mb, total_bytes, *counts, options.seed))
+    return cells
+
+
+def measure_collective(cell: CollectiveCell, rank: Rank) -> list[Metric]:
+    """Time one collective on all ranks, then check it."""
+    dtype = DTYPES[cell.dtype]
+    exchange = Exchange(cell.collective, cell.total_bytes // dtype.itemsize, dtype, rank)
+
+    def calls() -> None:
+        for _ in range(cell.calls):
+            exchange.run()
+
+    phases = {"reset": exchange.reset, "calls": calls}  # summed again and again, in-place results would overflow
+    times = time_phases_of_ranks(phases, rank, warmup=cell.warmup, steps=cell.steps)
+    exchange.reset()
+    exchange.run()
+    wrong = torch.tensor([exchange.wrong_elements()], device=rank.device)
+    dist.all_reduce(wrong)
+    seconds = [ms / 1e3 / cell.calls for ms in times.samples_ms["calls"]]
+    return [
+        Metric("time", "ms", [1e3 * s for s in seconds]),
+        Metric("algbw", "GB/s", [algbw(cell.total_bytes, s) / 1e9 for s in seconds], derived=True),
+        Metric(
+            "busbw",
+            "GB/s",
+            [busbw(cell.collective, cell.world_size, cell.total_bytes, s) / 1e9 for s in seconds],
+            derived=True,
+        ),
+        Metric("wrong_elements", "", [wrong.item()]),
+    ]
+
+
+def describe(cell: CollectiveCell) -> str:
+    """A cell in a few words, for the progress display."""
+    return f"{cell.collective} {cell.size_mb:g} MB {cell.dtype} on {cell.world_size} ranks ({cell.variant})"
+
+
+def small_defaults_note(options: Options) -> str:
+    """A sentence that names the options which stand at the smaller defaults of a machine without a GPU, if any do."""
+    if options.device != "cpu":
+        return ""
+    small, usual = default_options("cpu"), default_options("cuda")
+
+    def shown(value: Any) -> str:
+        return " ".join(f"{item:g}" for item in value) if isinstance(value, tuple) else str(value)
+
+    shrunk = [n for n in ("size_mb", "calls", "warmup", "steps") if getattr(options, n) == getattr(small, n)]
+    parts = [f"--{name.replace('_', '-')} {shown(getattr(small, name))}" for name in shrunk]
+    usually = [shown(getattr(usual, name)) for name in shrunk]
+    return f"On a CPU the defaults shrink: {', '.join(parts)} (on a GPU {', '.join(usually)})." if parts else ""
+
+
+def main() -> int:
+    """Parse, check everything that can be checked before running, run, print."""
+    options = parse_options()
+    csv = options.out / f"{BENCHMARK}.csv" if options.out else None
+    try:
+        cells = make_cells(options)
+        row_file = RowFile(csv, cell_columns(CollectiveCell)) if csv and reports() else None
+    except ValueError as error:
+        return complain(BENCHMARK, str(error))
+    except OSError as error:
+        return complain(BENCHMARK, f"{error.filename}: {error.strerror}")
+    if reports() and (note := small_defaults_note(options)):
+        print(note, file=sys.stderr)
+    try:
+        outcomes = run_ranked_sweep(
+            BENCHMARK,
+            cells,
+            measure_collective,
+            world_size=None,
+            device=options.device,
+            row_file=row_file,
+            timeout_s=options.timeout,
+            describe=describe,
+        )
+    except (ValueError, OSError) as error:
+        return complain(BENCHMARK, str(error))
+    if not reports():
+        return 0
+    show(collectives_table(outcome_rows(outcomes)), options.format)
+    if csv:
+        try:
+            draw_collectives(read_rows(csv), csv.with_suffix(".png"))
+        except OSError as error:
+            return complain(BENCHMARK, f"the figure could not be written: {error.filename}: {error.strerror}")
+    code = finish(BENCHMARK, outcomes, describe, HEADLINES, csv)
+    wrong = [describe(outcome.cell) for outcome in outcomes if outcome.median("wrong_elements")]
+    if wrong:
+        print(f"{BENCHMARK}: wrong elements in {', '.join(wrong)}", file=sys.stderr)
+    return code or int(bool(wrong))
+
+
+if __name__ == "__main__":
+    exit_with(BENCHMARK, main)

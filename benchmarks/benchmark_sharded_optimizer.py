@@ -1,0 +1,229 @@
+"""What does sharding the optimizer state save, and what does it cost? Memory by category and moment, and time.
+
+    uv run benchmarks/benchmark_sharded_optimizer.py                            # tiny, two gloo ranks; one GPU per rank
+    uv run benchmarks/benchmark_sharded_optimizer.py --size xl --world-size 2 --repeat 3 --out results/
+    uv run torchrun --nproc-per-node 2 benchmarks/benchmark_sharded_optimizer.py --size xl --repeat 3 --out results/
+    torchrun benchmarks/benchmark_sharded_optimizer.py --sharding replicated owned                 # a world of one rank
+
+Four ways to hold the state of AdamW (``measurement/sharding.py`` says how each is set up and read): replicated (plain
+data parallelism), owned (the handout's sharded optimizer), scattered (ZeRO stage 1), and torch's
+ZeroRedundancyOptimizer. ``--repeat`` runs all of them in turn, several times, so that the comparison is of neighbours;
+ratios are to replicated of the same repeat. Batch sizes are per rank. Time is that of the slowest rank in every step.
+"""
+
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from cs336_systems.config import PRECISIONS, resolve_size
+from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB
+from cs336_systems.measurement.ranks import reports, resolve_world_size, run_ranked_sweep
+from cs336_systems.measurement.record import RowFile, read_rows
+from cs336_systems.measurement.sharding import SHARDINGS, measure_sharding
+from cs336_systems.measurement.sweep import cell_columns, outcome_rows
+from cs336_systems.report.console import Format, check_device, complain, exit_with, finish, parse_for_device, show
+from cs336_systems.report.sharded_memory import draw_memory, memory_table, time_table
+from cs336_systems.training.precision import unsupported_reason
+
+BENCHMARK = "benchmark_sharded_optimizer"
+HEADLINES = (
+    *("forward", "backward", "optimizer", "step"),
+    *("after_step_optimizer_state", "predicted_optimizer_state", "after_step_allocated", "before_step_peak"),
+)
+"""Metrics of the JSON line."""
+
+Sharding = Literal["replicated", "owned", "scattered", "torch-zero"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What does sharding the optimizer state save, and what does it cost?"""
+
+    sharding: tuple[Sharding, ...] = SHARDINGS  # type: ignore[assignment]
+    """Ways to hold the optimizer state."""
+    size: tuple[str, ...] = ("xl",)
+    """Named model sizes."""
+    context_length: tuple[int, ...] = (512,)
+    """Tokens per sequence."""
+    batch_size: tuple[int, ...] = (4,)
+    """Sequences per rank and step."""
+    dtype: tuple[Literal["fp32", "tf32", "bf16", "autocast-bf16"], ...] = ("fp32",)
+    """How numbers are stored and multiplied."""
+    optimizer: tuple[Literal["reference", "torch-fused"], ...] = ("torch-fused",)
+    """AdamW written out, or torch's fused kernel."""
+    bucket_size_mb: tuple[float, ...] = (DEFAULT_BUCKET_SIZE_MB,)
+    """MiB of the buckets in which gradients and parameters travel (not torch-zero's parameters: one per rank)."""
+    world_size: int | None = None
+    """Ranks on this machine: by default one per GPU, or two on a CPU. Under torchrun it is torchrun's number."""
+    warmup: int = 3
+    """Steps before the recorded ones, besides the two in which memory is read."""
+    steps: int = 10
+    """Recorded steps."""
+    repeat: int = 1
+    """Times that the whole grid is run, so that repeats of a cell are interleaved with the other cells."""
+    device: Literal["cpu", "cuda"] = "cuda"
+    """Where to run: cuda with NCCL, cpu with gloo."""
+    seed: int = 0
+    """Of parameters and tokens."""
+    out: Path | None = None
+    """Folder to which rows are appended (benchmark_sharded_optimizer.csv) and where their figure is drawn."""
+    format: Format = "auto"
+    """Of the tables: auto draws them on a terminal and writes Markdown elsewhere."""
+    timeout: float = 600.0
+    """Seconds after which a collective, and a cell, is given up."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to hold the state of one model; the fields are columns."""
+
+    device: str
+    world_size: int
+    size: str
+    batch_size: int
+    context_length: int
+    dtype: str
+    optimizer: str
+    bucket_size_mb: float
+    sharding: str
+    warmup: int
+    steps: int
+    repeat: int
+    seed: int
+
+    @property
+    def variant(self) -> str:
+        return self.sharding
+
+
+def default_options(device: str) -> Options:
+    """The defaults on a device; without a GPU they shrink, so that a bare command ends in under a minute."""
+    if device == "cuda":
+        return Options()
+    return Options(
+        device="cpu", size=("tiny",), context_length=(128,), batch_size=(1,), bucket_size_mb=(0.1,), warmup=1, steps=5
+    )
+
+
+def parse_options(arguments: list[str] | None = None) -> Options:
+    """Options from the command line, with the defaults of the device that they name."""
+    return parse_for_device(default_options, arguments, __doc__)
+
+
+def make_cells(options: Options) -> list[Cell]:
+    """The grid, the ways to hold state innermost, so that those that are compared are neighbours.
+
+    Raises:
+        ValueError: a value that no cell can have.
+    """
+    check_device(options.device)
+    world_size = resolve_world_size(options.world_size, torch.cuda.device_count() if options.device == "cuda" else 2)
+    sets = ("sharding", "size", "context_length", "batch_size", "dtype", "optimizer", "bucket_size_mb")
+    for name in sets:
+        if not getattr(options, name):
+            raise ValueError(f"--{name.replace('_', '-')} needs at least one value, got none")
+    for name in ("context_length", "batch_size", "bucket_size_mb"):
+        if bad := [value for value in getattr(options, name) if not value > 0]:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {bad[0]}")
+    if options.steps < 1 or options.repeat < 1 or options.warmup < 0:
+        raise ValueError(
+            "--steps and --repeat must be positive and --warmup not negative, "
+            f"got {options.steps}, {options.repeat} and {options.warmup}"
+        )
+    if not 0 < options.timeout <= 1e6:
+        raise ValueError(f"--timeout must be positive and at most 1e6 seconds, got {options.timeout:g}")
+    for dtype in options.dtype:
+        if reason := unsupported_reason(PRECISIONS[dtype], torch.device(options.device)):
+            raise ValueError(f"--dtype {dtype}: {reason}")
+    sizes = [resolve_size(size).name for size in options.size]
+    for size, context_length in itertools.product(sizes, options.context_length):
+        resolve_size(size).at_context(context_length)
+    grid: Iterator[Any] = itertools.product(
+        (options.device,),
+        (world_size,),
+        sizes,
+        options.batch_size,
+        options.context_length,
+        options.dtype,
+        options.optimizer,
+        options.bucket_size_mb,
+        options.sharding,
+        (options.warmup,),
+        (options.steps,),
+        (0,),
+        (options.seed,),
+    )
+    cells = [Cell(*values) for values in grid]
+    return [replace(cell, repeat=repeat) for repeat in range(options.repeat) for cell in cells]
+
+
+def describe(cell: Cell) -> str:
+    """A cell in a few words, for the progress display."""
+    return (
+        f"{cell.size} batch {cell.batch_size} context {cell.context_length} {cell.dtype} AdamW {cell.optimizer} "
+        f"{cell.sharding} on {cell.world_size} ranks"
+    )
+
+
+def small_defaults_note(options: Options) -> str:
+    """A sentence that names the options which stand at the smaller defaults of a machine without a GPU, if any do."""
+    if options.device != "cpu":
+        return ""
+    small, usual = default_options("cpu"), default_options("cuda")
+
+    def shown(value: Any) -> str:
+        return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+    names = ("size", "batch_size", "context_length", "bucket_size_mb", "warmup", "steps")
+    shrunk = [name for name in names if getattr(options, name) == getattr(small, name)]
+    parts = [f"--{name.replace('_', '-')} {shown(getattr(small, name))}" for name in shrunk]
+    usually = [shown(getattr(usual, name)) for name in shrunk]
+    return f"On a CPU the defaults shrink: {', '.join(parts)} (on a GPU {', '.join(usually)})." if parts else ""
+
+
+def main() -> int:
+    """Parse, check everything that can be checked before running, run, print."""
+    options = parse_options()
+    csv = options.out / f"{BENCHMARK}.csv" if options.out else None
+    try:
+        cells = make_cells(options)
+        row_file = RowFile(csv, cell_columns(Cell)) if csv and reports() else None
+    except ValueError as error:
+        return complain(BENCHMARK, str(error))
+    except OSError as error:
+        return complain(BENCHMARK, f"{error.filename}: {error.strerror}")
+    if reports() and (note := small_defaults_note(options)):
+        print(note, file=sys.stderr)
+    try:
+        outcomes = run_ranked_sweep(
+            BENCHMARK,
+            cells,
+            measure_sharding,
+            world_size=options.world_size,
+            device=options.device,
+            row_file=row_file,
+            timeout_s=options.timeout,
+            describe=describe,
+        )
+    except (ValueError, OSError) as error:
+        return complain(BENCHMARK, str(error))
+    if not reports():
+        return 0
+    rows = outcome_rows(outcomes)
+    show(time_table(rows), options.format)
+    show(memory_table(rows), options.format)
+    if csv:
+        try:
+            draw_memory(read_rows(csv), csv.with_suffix(".png"))
+        except OSError as error:
+            return complain(BENCHMARK, f"the figure could not be written: {error.filename}: {error.strerror}")
+    return finish(BENCHMARK, outcomes, describe, HEADLINES, csv)
+
+
+if __name__ == "__main__":
+    exit_with(BENCHMARK, main)

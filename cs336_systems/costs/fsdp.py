@@ -1,0 +1,143 @@
+"""What fully sharded data parallelism holds and sends: bytes per rank of states, bytes per step of collectives.
+
+On W ranks, with P bytes of parameters of two or more dimensions in the dtype that is communicated and G of their
+gradients in theirs, a step of U units sends
+
+    all-gather        forward, and backward but for the last unit, which is still whole      (2 - share of the last) P
+    reduce-scatter    backward                                                                G
+    all-reduce        gradients of what is not sharded, and a count per parameter             small
+
+of which a ring moves (W-1)/W through every link (twice for the all-reduce): half as much again as the all-reduce of
+data parallelism. States are 1/W of the whole, rows rounded up: a shard has ceil(rows / W) rows on the fullest rank.
+Rajbhandari et al. 2020, sections 5.3 and 7.2. Sizes are in bytes; alignment of buffers (up to 256 bytes per parameter)
+is left out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, prod
+
+from cs336_systems.config import ModelConfig
+
+Shape = tuple[int, ...]
+
+COUNT_BYTES = 4
+"""Of the number, per trainable parameter, that says how many ranks have its gradient."""
+
+
+def is_sharded(shape: Shape) -> bool:
+    return len(shape) > 1
+
+
+def shard_elements(shape: Shape, world_size: int) -> int:
+    """Elements that the fullest rank holds of a parameter."""
+    return ceil(shape[0] / world_size) * prod(shape[1:]) if is_sharded(shape) else prod(shape)
+
+
+def model_units(config: ModelConfig) -> list[list[Shape]]:
+    """Parameter shapes of the reference model, unit by unit in the order of forward: embedding, blocks, norm, head.
+
+    A tied head is in no list; the embedding's unit then stays whole until backward has passed it.
+    """
+    d_model, d_kv, d_ff = config.d_model, config.d_kv, config.d_ff
+    attention = [(d_model, d_model), (d_kv, d_model), (d_kv, d_model), (d_model, d_model)]
+    biases = [(d_model,), (d_kv,), (d_kv,)] if config.qkv_bias else []
+    block: list[Shape] = [
+        (d_model,),
+        *attention,
+        *biases,
+        (d_model,),
+        (d_ff, d_model),
+        (d_model, d_ff),
+        (d_ff, d_model),
+    ]
+    embedding: list[Shape] = [(config.vocab_size, d_model)]
+    head: list[list[Shape]] = [] if config.tie_embeddings else [list(embedding)]
+    return [embedding, *([list(block) for _ in range(config.n_layers)]), [(d_model,)], *head]
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """What the fullest rank holds between steps, and the largest units that it holds whole for a while."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    two_largest_units: int
+    """Whole copies of two neighbouring units, the one that runs and the one gathered ahead, at most."""
+
+    @property
+    def total(self) -> int:
+        """Parameters, gradients and optimizer state."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def state_bytes(
+    units: Sequence[Sequence[Shape]],
+    world_size: int,
+    *,
+    parameter_bytes: int = 4,
+    compute_bytes: int = 4,
+    per_parameter: int = 2,
+) -> StateBytes:
+    """States of the fullest rank.
+
+    Args:
+        parameter_bytes: per element of shards, gradients and optimizer state.
+        compute_bytes: per element of the whole copies.
+        per_parameter: optimizer tensors like each parameter: 2 for AdamW.
+    """
+    held = parameter_bytes * sum(shard_elements(shape, world_size) for unit in units for shape in unit)
+    wholes = [compute_bytes * _padded(unit, world_size) for unit in units]
+    wholes = [whole for whole in wholes if whole]
+    pairs = [a + b for a, b in pairwise(wholes)] or wholes or [0]
+    return StateBytes(held, held, per_parameter * held, max(pairs))
+
+
+def _padded(unit: Sequence[Shape], world_size: int) -> int:
+    """Elements of a unit's sharded parameters, padded to equal shards."""
+    return sum(world_size * shard_elements(shape, world_size) for shape in unit if is_sharded(shape))
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Collectives of one step: how many of each, bytes of their whole messages, and what a rank sends on a ring."""
+
+    counts: dict[str, int]
+    messages: dict[str, int]
+    sent_per_rank: float
+
+
+def step_traffic(
+    units: Sequence[Sequence[Shape]],
+    world_size: int,
+    *,
+    compute_bytes: int = 4,
+    gradient_bytes: int = 4,
+    first: bool = False,
+) -> StepTraffic:
+    """Communication of one step in which every unit runs once and every parameter is trained.
+
+    Args:
+        compute_bytes: per element of a gathered weight.
+        gradient_bytes: per element of a gradient that is reduced; replicated gradients travel in fp32.
+        first: whether it is the first step, before the order of the units is known: it gathers the last one twice.
+    """
+    sizes = [size for unit in units if (size := _padded(unit, world_size))]
+    replicated = sum(prod(shape) for unit in units for shape in unit if not is_sharded(shape))
+    n_parameters = sum(len(unit) for unit in units)
+    gathered = 2 * sum(sizes) - (0 if first or not sizes else sizes[-1])
+    messages = {
+        "all-gather": compute_bytes * gathered,
+        "reduce-scatter": gradient_bytes * sum(sizes),
+        "all-reduce": 4 * replicated + COUNT_BYTES * n_parameters,
+    }
+    counts = {
+        "all-gather": max(0, 2 * len(sizes) - (not first)),
+        "reduce-scatter": len(sizes),
+        "all-reduce": 1,
+    }
+    share = (world_size - 1) / world_size
+    sent = share * (messages["all-gather"] + messages["reduce-scatter"] + 2 * messages["all-reduce"])
+    return StepTraffic(counts, messages, sent)

@@ -1,0 +1,145 @@
+"""The five collectives of data parallelism over flat tensors, each with a way to check its result element by element.
+
+    collective        before: rank r holds     after: rank r holds                     total bytes N
+    all_reduce        x_r, N bytes             sum over ranks of x, in place           of the tensor
+    all_gather        x_r, N / n bytes         x_0 ... x_{n-1} one after another       of the result
+    reduce_scatter    x_r, N bytes             part r of the sum over ranks of x       of the input
+    broadcast         x_0 on rank 0, N bytes   x_0, in place                           of the tensor
+    all_to_all        x_r, N bytes             part r of x_0 ... x_{n-1}               of the input
+
+Total bytes are those of nccl-tests; what the links carry is ``busbw_factor`` times as much (costs/communication.py).
+
+``Exchange`` is one collective with its tensors. They hold small integers in a pattern of a period that no power of two
+divides and that is another one on every rank, so that a chunk which is missing, doubled, shifted or from the wrong rank
+shows; sums stay exact in bf16 up to 21 ranks. A wrong element is one that differs at all.
+
+Backends: NCCL has all five. So has gloo in torch 2.11, in fp32, bf16 and fp16, on CPU tensors; its ``reduce_scatter``
+takes as long as an ``all_reduce`` or longer (two ranks, 10 MB: 14.1 against 9.5 ms), where a ring would take half.
+
+    exchange = Exchange("all_gather", 1_000_000, torch.float32, rank)
+    exchange.reset()
+    exchange.run()
+    assert exchange.wrong_elements() == 0
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cs336_systems.costs.communication import COLLECTIVES
+from cs336_systems.distributed.process_group import Rank, per_rank
+
+_PERIOD = 13
+_EXACT_INTEGERS = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
+"""Up to which integer a dtype holds every one."""
+
+
+def all_reduce(tensor: Tensor) -> None:
+    """Sum over ranks, in place."""
+    dist.all_reduce(tensor)
+
+
+def all_gather(output: Tensor, part: Tensor) -> None:
+    """Every rank's ``part``, one after another, into ``output`` of world size times its length."""
+    dist.all_gather_into_tensor(output, part)
+
+
+def reduce_scatter(part: Tensor, tensor: Tensor) -> None:
+    """This rank's part of the sum over ranks of ``tensor``, into ``part``."""
+    dist.reduce_scatter_tensor(part, tensor)
+
+
+def broadcast(tensor: Tensor) -> None:
+    """Rank 0's tensor, on every rank, in place."""
+    dist.broadcast(tensor, src=0)
+
+
+def all_to_all(output: Tensor, tensor: Tensor) -> None:
+    """Part i of ``tensor`` goes to rank i; ``output`` holds what the ranks sent to this one, in their order."""
+    dist.all_to_all_single(output, tensor)
+
+
+class Exchange:
+    """One collective of a given size on this rank's device.
+
+    Args:
+        collective: one of ``costs.communication.COLLECTIVES``.
+        n_elements: of total bytes, see the top of this file; the world size divides it.
+        dtype: floating point.
+
+    Raises:
+        ValueError: no such collective, an ``n_elements`` that does not divide, or a world whose sums are beyond the
+            integers that ``dtype`` holds exactly.
+    """
+
+    def __init__(self, collective: str, n_elements: int, dtype: torch.dtype, rank: Rank) -> None:
+        if collective not in COLLECTIVES:
+            raise ValueError(f"unknown collective {collective!r}: known are {', '.join(COLLECTIVES)}")
+        if rank.world_size * (_PERIOD - 1) > _EXACT_INTEGERS[dtype]:
+            raise ValueError(f"{dtype} cannot hold sums over {rank.world_size} ranks exactly")
+        self.collective = collective
+        self.rank = rank
+        self.part = per_rank(n_elements, rank.world_size, "number of elements")
+        self.n_elements = n_elements
+        self.total_bytes = n_elements * dtype.itemsize
+        n_sent = self.part if collective == "all_gather" else n_elements
+        self._pattern = _pattern(0, n_sent, rank.rank, rank.device).to(dtype)
+        self.sent = torch.empty_like(self._pattern)
+        n_received = {"reduce_scatter": self.part}.get(collective, n_elements)
+        in_place = collective in ("all_reduce", "broadcast")
+        self.received = self.sent if in_place else torch.empty(n_received, dtype=dtype, device=rank.device)
+
+    def reset(self) -> None:
+        """Put the tensors back to what they hold before the collective."""
+        if self.received is not self.sent:
+            self.received.fill_(-1.0)
+        self.sent.copy_(self._pattern)
+
+    def run(self) -> None:
+        """The collective, once."""
+        match self.collective:
+            case "all_reduce":
+                all_reduce(self.sent)
+            case "all_gather":
+                all_gather(self.received, self.sent)
+            case "reduce_scatter":
+                reduce_scatter(self.received, self.sent)
+            case "broadcast":
+                broadcast(self.sent)
+            case "all_to_all":
+                all_to_all(self.received, self.sent)
+
+    def wrong_elements(self) -> int:
+        """Elements of this rank's result that are not what one ``run`` after ``reset`` must give; NaN is wrong."""
+        return sum(
+            int((self.received[start : start + len(expected)] != expected).sum())
+            for start, expected in self._expected()
+        )
+
+    def _expected(self) -> list[tuple[int, Tensor]]:
+        """The right result in pieces: where each begins, and its elements."""
+        n, part, own, device = self.rank.world_size, self.part, self.rank.rank, self.rank.device
+        match self.collective:
+            case "all_reduce":
+                return [(0, _sum_of_patterns(0, self.n_elements, n, device))]
+            case "reduce_scatter":
+                return [(0, _sum_of_patterns(own * part, part, n, device))]
+            case "broadcast":
+                return [(0, _pattern(0, self.n_elements, 0, device))]
+            case "all_gather":
+                return [(other * part, _pattern(0, part, other, device)) for other in range(n)]
+            case _:
+                return [(other * part, _pattern(own * part, part, other, device)) for other in range(n)]
+
+
+def _pattern(start: int, length: int, rank: int, device: torch.device) -> Tensor:
+    """Elements ``start`` to ``start + length`` of what a rank sends: integers below ``_PERIOD``, as float32."""
+    first = start + 5 * rank
+    return torch.arange(first, first + length, dtype=torch.int32, device=device).remainder_(_PERIOD).float()
+
+
+def _sum_of_patterns(start: int, length: int, world_size: int, device: torch.device) -> Tensor:
+    total = _pattern(start, length, 0, device)
+    for rank in range(1, world_size):
+        total += _pattern(start, length, rank, device)
+    return total

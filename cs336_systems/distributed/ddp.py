@@ -1,0 +1,290 @@
+"""Distributed data parallel, four times: replicas that see different data and step with the same averaged gradients.
+
+Two decisions make the ladder. How many gradients share a collective? Each collective has a latency, so fewer cost less.
+When does it start? What starts during backward runs beside it, and only the rest is waited for.
+
+                      one gradient each      many gradients each
+    after backward    NaiveDDP               FlatDDP
+    during backward   OverlappedDDP          BucketedDDP(module, bucket_size_mb)
+
+All four are used alike. They average, as torch's DDP does: with equal shares of a batch and a mean loss the result is
+the gradient of the whole batch.
+
+    model = BucketedDDP(model, bucket_size_mb=25)      # weights and buffers become rank 0's
+    loss_function(model(x), y).backward()
+    model.finish_gradient_synchronization()            # from here on .grad is the average: clip now
+    optimizer.step()
+    optimizer.zero_grad()
+
+    with model.no_sync():                              # accumulate: gradients stay local, nothing is sent
+        loss_function(model(x), y).backward()
+
+**Every rank issues the same collectives in the same order**, whatever its data makes it do; otherwise ranks would hang
+or mix gradients up. Buckets start in a fixed order, each when its last gradient is ready and all before it have
+started; ``finish_gradient_synchronization`` starts those that backward did not. The order is at first the reverse of
+construction, then the one in which rank 0's first backward made gradients ready.
+
+**Parameters without a gradient.** A rank that does not use a parameter contributes zeros: the gradient is the sum over
+the ranks that use it, divided by the number of all ranks. One that no rank uses keeps ``grad`` None, and the optimizer
+skips it as it does in one process. To tell the two apart, ranks exchange a byte per parameter each step; the host waits
+for the answer only where something was unused. A bucket with an unused parameter, and those behind it, start late on
+that rank: right, but less hidden.
+
+Collectives per step, with P trainable parameters: P (naive, overlapped), one per dtype and device (flat), one per
+bucket (bucketed), and always one for those bytes. Besides: one for the order, once, at the end of the first step
+(overlapped, bucketed); one per dtype of buffers before each forward that trains.
+
+**Limits.** One backward per synchronisation; more belong into ``no_sync`` (a second one raises). Parameters must not be
+unfrozen later (raises). Gradients must be dense, without double backward. Buffers are not broadcast in ``eval()``,
+under ``no_grad`` or in ``no_sync``, so that one rank alone may evaluate.
+
+Method: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+"""
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs336_systems.distributed.buckets import MIB, Bucket, broadcast_from_rank_0, partition
+from cs336_systems.distributed.process_group import check_same_across_ranks
+
+
+class _Average:
+    """The average over ranks of a contiguous tensor, in place, under way from construction until ``wait``.
+
+    Args:
+        dtype: in which it travels and is added up; the tensor's own if None.
+    """
+
+    def __init__(self, tensor: Tensor, dtype: torch.dtype | None) -> None:
+        self.tensor = tensor
+        self.sent = tensor if dtype is None else tensor.to(dtype)
+        self.divided = tensor.is_cuda and dist.get_backend() == "nccl"  # gloo knows no AVG
+        operation = dist.ReduceOp.AVG if self.divided else dist.ReduceOp.SUM
+        self.work = dist.all_reduce(self.sent, op=operation, async_op=True)
+
+    def wait(self) -> None:
+        """Afterwards the tensor is the average for whatever the current stream does next."""
+        assert self.work is not None
+        self.work.wait()
+        if not self.divided:
+            self.sent.div_(dist.get_world_size())
+        if self.sent is not self.tensor:
+            self.tensor.copy_(self.sent)
+
+
+class _ReadyHook:
+    """Tells the wrapper of a gradient without keeping it alive: Python cannot collect cycles through tensors' hooks."""
+
+    def __init__(self, wrapper: "DDP") -> None:
+        self.wrapper = weakref.ref(wrapper)
+
+    def __call__(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        if (wrapper := self.wrapper()) is not None:
+            wrapper._gradient_is_ready(parameter)
+
+
+class DDP(nn.Module):
+    """What the four share; they choose ``capacity_bytes`` and ``during_backward``.
+
+    Args:
+        module: any module, whole on every rank and on its device, of the same structure everywhere; it stays reachable
+            as ``.module``, and the names in ``state_dict`` start with it.
+        capacity_bytes: most that a bucket holds, unless one gradient is larger; with 0 each has its own.
+        during_backward: whether a bucket starts when its last gradient is ready, or after backward.
+        communication_dtype: in which gradients travel and are added up, their own if None. ``torch.bfloat16`` halves
+            the bytes of fp32 gradients, at its rounding.
+        broadcast_buffers: whether a forward that trains takes over rank 0's buffers first.
+
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError: ranks differ in names, shapes, dtypes, memory formats or options (every rank raises); a tensor is on
+            the meta device or wrapped already; ``communication_dtype`` is not a floating-point one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        capacity_bytes: float,
+        during_backward: bool,
+        communication_dtype: torch.dtype | None = None,
+        broadcast_buffers: bool = True,
+    ) -> None:
+        super().__init__()
+        if not dist.is_initialized():
+            raise RuntimeError(f"{type(self).__name__} needs a process group: join one first")
+        options = (type(self).__name__, capacity_bytes, communication_dtype, broadcast_buffers)
+        check_same_across_ranks([str(options), *_description(module)], "modules and options of data parallelism")
+        if communication_dtype is not None and not communication_dtype.is_floating_point:
+            raise ValueError(f"communication_dtype must be a floating-point dtype, got {communication_dtype}")
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if tensor.is_meta:
+                raise ValueError(f"{name} is on the meta device: give it storage and values first")
+            hooks = (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()
+            if any(isinstance(hook, _ReadyHook) and hook.wrapper() is not None for hook in hooks):
+                raise ValueError(f"{name} is averaged by another wrapper already")
+        broadcast_from_rank_0([*module.parameters(), *module.buffers()])
+
+        self.module = module
+        self._during_backward = during_backward
+        self._capacity_bytes = capacity_bytes
+        self._communication_dtype = communication_dtype
+        self._broadcast_buffers = broadcast_buffers
+        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._trainable = [parameter for parameter in self._names if parameter.requires_grad]
+        self._frozen = [parameter for parameter in self._names if not parameter.requires_grad]
+        self._synchronizing = True
+        self._ready: dict[nn.Parameter, None] = {}
+        """The parameters whose gradients the current backward has made, in that order."""
+        self._under_way: list[_Average] = []
+        self._n_started = 0
+        self._order_is_final = not during_backward
+        self._make_buckets(self._trainable[::-1])
+        for parameter in self._trainable:
+            parameter.register_post_accumulate_grad_hook(_ReadyHook(self))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, after rank 0's buffers have been taken over where that is due."""
+        if self._broadcast_buffers and self._synchronizing and self.training and torch.is_grad_enabled():
+            broadcast_from_rank_0(self.module.buffers())
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward only accumulates, and ``finish_gradient_synchronization`` does nothing."""
+        before, self._synchronizing = self._synchronizing, False
+        try:
+            yield
+        finally:
+            self._synchronizing = before
+
+    @torch.no_grad()
+    def finish_gradient_synchronization(self) -> None:
+        """Between backward and the optimizer's step, on every rank: make every gradient the average over ranks.
+
+        On a GPU the host does not wait, unless a parameter was unused; the current stream does.
+
+        Raises:
+            RuntimeError: a parameter that was frozen at construction no longer is.
+        """
+        if not self._synchronizing or not self._trainable:
+            return
+        if unfrozen := [self._names[parameter] for parameter in self._frozen if parameter.requires_grad]:
+            raise RuntimeError(f"{unfrozen[0]} was frozen when it was wrapped, and its gradient is not averaged")
+        used = [parameter.grad is not None for parameter in self._trainable]
+        for bucket in self._buckets[self._n_started :]:
+            self._start(bucket)
+            if not self._during_backward:
+                self._under_way.pop().wait()
+        used_anywhere = self._exchange(used)
+        for average in self._under_way:
+            average.wait()
+        for parameter, is_used in zip(self._trainable, used_anywhere, strict=True):
+            if not is_used:
+                parameter.grad = None
+        if not self._order_is_final:
+            self._agree_on_order()
+        self._under_way.clear()
+        self._ready.clear()
+        self._n_started = 0
+        for bucket in self._buckets:
+            bucket.reset()
+
+    def _gradient_is_ready(self, parameter: nn.Parameter) -> None:
+        """Backward has accumulated into the parameter's ``grad``."""
+        if not self._synchronizing:
+            return
+        if parameter in self._ready:
+            raise RuntimeError(
+                f"a second backward reached {self._names[parameter]} before finish_gradient_synchronization(): "
+                "call that after each backward, and accumulate inside no_sync()"
+            )
+        self._ready[parameter] = None
+        self._bucket_of[parameter].gradient_is_ready(parameter)
+        if self._during_backward:
+            while self._n_started < len(self._buckets) and not self._buckets[self._n_started].waiting_for:
+                self._start(self._buckets[self._n_started])
+
+    def _start(self, bucket: Bucket) -> None:
+        self._n_started += 1
+        self._under_way.append(_Average(bucket.gather(), self._communication_dtype))
+
+    def _exchange(self, used: list[bool]) -> list[bool]:
+        """Which of the trainable parameters have a gradient on any rank."""
+        device = self._trainable[0].device
+        if all(used):  # filled and compared on the device: nothing for the host to wait for
+            dist.all_reduce(torch.ones(len(used), dtype=torch.uint8, device=device), op=dist.ReduceOp.MAX)
+            return used
+        flags = torch.tensor(used, dtype=torch.uint8, device=device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return flags.bool().tolist()
+
+    def _agree_on_order(self) -> None:
+        """Order the buckets as rank 0's backward made gradients ready; what it did not use comes last."""
+        current = [parameter for bucket in self._buckets for parameter in bucket.parameters]
+        order = [*self._ready, *(parameter for parameter in current if parameter not in self._ready)]
+        positions = {parameter: i for i, parameter in enumerate(self._trainable)}
+        agreed = torch.tensor([positions[parameter] for parameter in order], device=self._trainable[0].device)
+        dist.broadcast(agreed, src=0)
+        self._make_buckets([self._trainable[i] for i in agreed.tolist()])
+        self._order_is_final = True
+
+    def _make_buckets(self, order: Sequence[nn.Parameter]) -> None:
+        self._buckets = [Bucket(group) for group in partition(order, self._capacity_bytes)]
+        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
+
+
+def _description(module: nn.Module) -> list[str]:
+    """A line per parameter and buffer, equal on ranks that can work together."""
+    return [
+        f"{name} {tuple(tensor.shape)} {tensor.dtype} strides {tensor.stride()} on {tensor.device.type}"
+        f"{', trained' if tensor.requires_grad else ''}"
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    ]
+
+
+class NaiveDDP(DDP):
+    """One collective per gradient, one after the other, once backward has ended. Keyword arguments as for ``DDP``."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, capacity_bytes=0, during_backward=False, **options)
+
+
+class FlatDDP(DDP):
+    """All gradients (of a dtype and device) in one collective, once backward has ended. Keyword arguments as above."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, capacity_bytes=math.inf, during_backward=False, **options)
+
+
+class OverlappedDDP(DDP):
+    """One collective per gradient, started as soon as the gradient is ready. Keyword arguments as above."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, capacity_bytes=0, during_backward=True, **options)
+
+
+class BucketedDDP(DDP):
+    """One collective per bucket, started as soon as the bucket's last gradient is ready. Keyword arguments as above.
+
+    Args:
+        bucket_size_mb: most that a bucket holds, in MiB as for torch's ``bucket_cap_mb``; None for no limit. Small
+            buckets start early and leave little to wait for at the end; large ones use the links better.
+
+    Raises:
+        ValueError: the size is not positive.
+    """
+
+    def __init__(self, module: nn.Module, bucket_size_mb: float | None = 25.0, **options: Any) -> None:
+        if bucket_size_mb is not None and not bucket_size_mb > 0:
+            raise ValueError(f"bucket_size_mb must be positive, got {bucket_size_mb}")
+        capacity = math.inf if bucket_size_mb is None else bucket_size_mb * MIB
+        super().__init__(module, capacity_bytes=capacity, during_backward=True, **options)

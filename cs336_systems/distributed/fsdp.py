@@ -1,0 +1,205 @@
+"""Fully sharded data parallelism: parameters, gradients and optimizer state split over the ranks (ZeRO-3).
+
+    model = FSDP(model, compute_dtype=torch.bfloat16, units=lambda module: isinstance(module, TransformerBlock))
+    optimizer = torch.optim.AdamW(model.parameters())      # sees shards, so its state is sharded too
+    loss_function(model(inputs), targets).backward()       # gathers weights, frees them, reduces gradients
+    model.finish_gradient_synchronization()
+    clip_grad_norm_(model, 1.0)
+    optimizer.step()
+
+Every parameter of two or more dimensions is sharded along its first (``fsdp_parameters.py``); units of the module
+gather theirs just ahead of use, in forward and again in backward (``fsdp_units.py``, ``fsdp_schedule.py``). A step
+sends what an all-reduce of the gradients would and half as much again: two all-gathers and a reduce-scatter.
+Rajbhandari et al. 2020 (ZeRO), section 5; Zhao et al. 2023 (PyTorch FSDP); the layout per parameter and the
+bounded look-ahead are those of ``torch.distributed.fsdp.fully_shard``.
+
+Precision: shards, their gradients and the optimizer keep the dtype that the module was built in, fp32 as a rule. With
+``compute_dtype`` the module runs as if it had been cast to it, inputs included, buffers not; weights are cast before
+they travel. Gradients are widened before they travel (``reduce_dtype`` chooses otherwise): the sum over ranks of bf16
+gradients would round at every addition.
+
+Gradients are averages over the ranks, as if each rank's loss were the mean over an equal part of the global batch.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup
+from cs336_systems.distributed.fsdp_schedule import Schedule
+from cs336_systems.distributed.fsdp_units import Initialise, Predicate, shard_module
+from cs336_systems.distributed.process_group import check_same_across_ranks
+
+
+class FSDP(nn.Module):
+    """A module of any kind with its parameters sharded over the ranks of a process group.
+
+    Args:
+        module: whole, on this rank's device, or on ``meta``. Its parameters are replaced; rank 0's values count.
+        compute_dtype: in which the module runs and weights are communicated; None for the parameters' own.
+        reduce_dtype: in which gradients are communicated; None for the parameters' own.
+        prefetch: units whose weights are gathered ahead of the one that runs; 0 gathers when a unit is called.
+        units: says of a module whether its parameters are to be gathered together, as those of a block; None divides
+            the module by default (see ``fsdp_units.py``).
+        initialise: gives values to the parameters and buffers that a module from ``meta`` holds itself; by default the
+            module's ``reset_parameters``. With equal seeds the model is the one that a single process would build.
+        device: where a module from ``meta`` goes; by default this rank's GPU under NCCL, else the CPU.
+        process_group: the default group if None.
+
+    Raises:
+        ValueError: the module has no parameters, lies on several devices, or differs between ranks; an argument is out
+            of range.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        reduce_dtype: torch.dtype | None = None,
+        prefetch: int = 1,
+        units: Predicate | None = None,
+        initialise: Initialise | None = None,
+        device: torch.device | str | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        if prefetch < 0:
+            raise ValueError(f"prefetch must not be negative, got {prefetch}")
+        for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
+            if dtype is not None and not dtype.is_floating_point:
+                raise ValueError(f"{name} must be a floating-point dtype, got {dtype}")
+        described = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
+        if not described:
+            raise ValueError(f"{type(module).__name__} has no parameters to shard")
+        self.process_group: dist.ProcessGroup = process_group or dist.distributed_c10d._get_default_group()
+        check_same_across_ranks(described, "the model's parameters", self.process_group)
+        self.compute_dtype = compute_dtype
+        self.device = _device(module, device, self.process_group)
+        layout = shard_module(
+            module,
+            predicate=units,
+            initialise=initialise,
+            compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+            device=self.device,
+            process_group=self.process_group,
+        )
+        self.module = module
+        self.units = layout.units
+        self.groups: list[ShardedGroup] = layout.groups
+        self.replicated: list[ManagedParameter] = layout.replicated.parameters
+        self._schedule = Schedule(layout.groups, layout.replicated, prefetch)
+        for unit in layout.units:
+            unit.run_by(self._schedule)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward; floating-point inputs are cast to ``compute_dtype``."""
+        if self.compute_dtype is not None:
+            args, kwargs = tree_map(self._cast, (args, kwargs))
+        self._schedule.begin_forward()
+        output = self.module(*args, **kwargs)
+        self._schedule.end_forward()
+        return output
+
+    def _cast(self, value: Any) -> Any:
+        return value.to(self.compute_dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside accumulate whole gradients on this rank and communicate none.
+
+        The next backward outside, or ``finish_gradient_synchronization``, averages the sum.
+        """
+        before = self._schedule.synchronize
+        self._schedule.synchronize = False
+        try:
+            yield
+        finally:
+            self._schedule.synchronize = before
+
+    def finish_gradient_synchronization(self) -> None:
+        """Wait until every parameter's ``grad`` is the average over the ranks; between backward and optimizer step."""
+        self._schedule.finish(self.device)
+
+    @torch.no_grad()
+    def gather_full_params(self) -> dict[str, Tensor]:
+        """Every parameter whole, in the shards' dtype, under its names in the wrapped module; a collective.
+
+        The tensors are the caller's. Names that share a parameter share its tensor.
+        """
+        wholes: dict[str, Tensor] = {}
+        for group in self.groups:
+            for parameter, whole in zip(group.parameters, group.full(), strict=True):
+                wholes |= dict.fromkeys(parameter.names, whole)
+        for replicated in self.replicated:
+            wholes |= dict.fromkeys(replicated.names, replicated.kept.detach().clone())
+        return {name: wholes[name] for name, _ in self.module.named_parameters(remove_duplicate=False)}
+
+    def managed_parameters(self) -> list[ManagedParameter]:
+        """All parameters, sharded ones first; the same list on every rank."""
+        return [*(parameter for group in self.groups for parameter in group.parameters), *self.replicated]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "FSDP":
+        """``nn.Module._apply``, which ``to`` and ``half`` call: the shards lie in buffers that it would leave behind.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"FSDP({type(self.module).__name__}) cannot be moved or cast: do so before wrapping")
+
+
+def _device(module: nn.Module, device: torch.device | str | None, process_group: dist.ProcessGroup) -> torch.device:
+    """Where the shards live."""
+    if device is not None:
+        return torch.empty(0, device=device).device  # with an index, as parameters have it
+    found = next((parameter.device for parameter in module.parameters() if not parameter.is_meta), None)
+    if found is not None:
+        return found
+    if dist.get_backend(process_group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+@torch.no_grad()
+def clip_grad_norm_(fsdp: FSDP, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale all gradients so that their joint norm is at most ``max_norm``; one all-reduce of one number.
+
+    After ``finish_gradient_synchronization``. Every rank scales by the same factor, max_norm / (norm + 1e-6) if that is
+    below one, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    Args:
+        norm_type: p of the p-norm; ``math.inf`` for the largest absolute value.
+
+    Returns:
+        The norm before clipping, a scalar on the device.
+
+    Raises:
+        ValueError: ``max_norm`` or ``norm_type`` is not positive.
+    """
+    if not (max_norm > 0 and norm_type > 0):
+        raise ValueError(f"max_norm and norm_type must be positive, got {max_norm} and {norm_type}")
+    sharded = [p.kept.grad for group in fsdp.groups for p in group.parameters if p.kept.grad is not None]
+    whole = [p.kept.grad for p in fsdp.replicated if p.kept.grad is not None]
+    ours, everyones = (
+        torch.as_tensor(
+            nn.utils.get_total_norm([gradient for gradient in gradients if gradient.numel()], norm_type),
+            device=fsdp.device,
+            dtype=torch.float32,
+        )
+        for gradients in (sharded, whole)
+    )
+    if norm_type == torch.inf:
+        dist.all_reduce(ours, dist.ReduceOp.MAX, group=fsdp.process_group)
+        norm = torch.maximum(ours, everyones)
+    else:
+        ours = ours**norm_type
+        dist.all_reduce(ours, group=fsdp.process_group)
+        norm = (ours + everyones**norm_type) ** (1 / norm_type)
+    nn.utils.clip_grads_with_norm_(fsdp.parameters(), max_norm, norm)
+    return norm

@@ -1,0 +1,220 @@
+"""ZeRO stage 1 underneath ``ShardedOptimizer``: gradients reduce-scattered under backward, parameters all-gathered.
+
+Buffers hold parameters in the order in which their gradients become ready (last first). Each is reduce-scattered as
+soon as all its gradients have arrived and the buffers before it have started, so that every rank sends in the same
+order whatever its data makes it use. The reduced gradients replace this rank's shard of its own gradients in place:
+reducing needs no memory beyond the gradients, and ``.grad`` is scratch memory until it is cleared.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cs336_systems.distributed.shards import FlatBuffer, Layout, Piece, flat_buffers
+
+
+class ScatteredWave:
+    """One flat buffer, of which this rank updates one shard, and the gradients that belong to it."""
+
+    def __init__(self, buffer: FlatBuffer, rank: int, world_size: int) -> None:
+        self.buffer = buffer
+        self.rank, self.world_size = rank, world_size
+        self.shard = buffer.flat.chunk(world_size)[rank]
+        self.arrived: set[Tensor] = set()
+        """Parameters whose gradient backward has made since they were cleared."""
+        self._n_expected = 0
+        self.absent: set[Tensor] = set()
+        """Parameters without a gradient on this rank when reducing started."""
+        self.unused: set[Tensor] = set()
+        """Parameters, of this wave among others, that no rank has a gradient of."""
+        self.launched = False
+        self._reduction: dist.Work | None = None
+        self._gradients: Tensor | None = None
+        self._gradient_views: dict[Tensor, Tensor] = {}
+        self.pieces: dict[Tensor, list[Piece]] = {}
+        views, cuts = buffer.views_of(buffer.flat), buffer.cuts(world_size)
+        for parameter, view, spans in zip(buffer.parameters, views, cuts, strict=True):
+            begin = view.storage_offset()
+            self.pieces[parameter] = [
+                Piece(owner, start, stop, buffer.flat[begin + start : begin + stop] if owner == rank else None)
+                for owner, start, stop in spans
+            ]
+
+    def arrive(self, parameter: Tensor) -> None:
+        """Note that backward has made a parameter's gradient."""
+        if not self.arrived:
+            self._n_expected = sum(p.requires_grad for p in self.buffer.parameters)
+        self.arrived.add(parameter)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the gradients of all trainable parameters have arrived."""
+        if not self.arrived:
+            return not any(parameter.requires_grad for parameter in self.buffer.parameters)
+        return len(self.arrived) == self._n_expected
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether a parameter's ``.grad`` is this wave's view, and not one that backward or somebody else made."""
+        return parameter.grad is not None and parameter.grad is self._gradient_views.get(parameter)
+
+    @property
+    def current(self) -> bool:
+        """Whether what is reduced, or being so, are the gradients that the parameters have now."""
+        return self.launched and all(
+            self.holds(parameter) if parameter.grad is not None else parameter in self.absent
+            for parameter in self.buffer.parameters
+        )
+
+    def forget(self, *, free: bool) -> None:
+        """Begin anew: no gradient has arrived. ``free`` also gives up their memory."""
+        self.finish()
+        self.arrived.clear()
+        self.launched = False
+        if free:
+            self._gradients, self._gradient_views = None, {}
+            for pieces in self.pieces.values():
+                for piece in pieces:
+                    if piece.tensor is not None:
+                        piece.tensor.grad = None
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Start the reduce-scatter; every ``.grad`` becomes a view of what is reduced, an absent one counts as zero."""
+        self.launched = True
+        self.absent = {parameter for parameter in self.buffer.parameters if parameter.grad is None}
+        if not self.buffer.trainable:
+            return
+        self.finish()
+        if self._gradients is None:
+            self._gradients = torch.empty_like(self.buffer.flat)
+            self._gradient_views = dict(zip(self.buffer.parameters, self.buffer.views_of(self._gradients), strict=True))
+        views = self._gradient_views
+        present = [parameter for parameter in views if parameter not in self.absent and not self.holds(parameter)]
+        if present:
+            torch._foreach_copy_([views[p] for p in present], [p.grad for p in present if p.grad is not None])
+        if self.absent:
+            torch._foreach_zero_([views[parameter] for parameter in self.absent])
+        for parameter in present:
+            parameter.grad = views[parameter]
+        mine = self._gradients.chunk(self.world_size)[self.rank]
+        self._reduction = dist.reduce_scatter_tensor(mine, self._gradients, async_op=True)
+
+    def finish(self) -> None:
+        """Wait for the reduce-scatter, if one is under way, and make the mean of the sum."""
+        if self._reduction is None:
+            return
+        self._reduction.wait()
+        self._reduction = None
+        assert self._gradients is not None
+        self._gradients.chunk(self.world_size)[self.rank].div_(self.world_size)
+
+    def prepare(self) -> list[Tensor]:
+        self.buffer.hold()
+        mine = [
+            (parameter, piece.tensor)
+            for parameter, pieces in self.pieces.items()
+            for piece in pieces
+            if piece.tensor is not None
+        ]
+        if self._gradients is None:
+            return [tensor for _, tensor in mine]
+        self.finish()
+        shard = self._gradients.chunk(self.world_size)[self.rank]
+        begin = self.shard.storage_offset()
+        for parameter, tensor in mine:
+            offset = tensor.storage_offset() - begin
+            tensor.grad = None if parameter in self.unused else shard[offset : offset + tensor.numel()]
+        return [tensor for _, tensor in mine]
+
+    def send(self) -> list[dist.Work]:
+        if not self.buffer.trainable:
+            return []
+        return [dist.all_gather_into_tensor(self.buffer.flat, self.shard, async_op=True)]
+
+
+class GradientScatter:
+    """Starts each wave's reduce-scatter when its last gradient arrives, in the order of the waves on every rank.
+
+    Its hooks do not keep it alive: when the optimizer goes, they do nothing.
+    """
+
+    def __init__(self) -> None:
+        self.waves: list[ScatteredWave] = []
+        self.enabled = True
+        self._wave_of: dict[Tensor, ScatteredWave] = {}
+        self._next = 0
+        self._exchanged: tuple[list[bool], Tensor] | None = None
+
+    def layout(self, parameters: Sequence[Tensor], rank: int, world_size: int, bucket_bytes: int) -> Layout:
+        """Lay out parameters, last first, and watch their gradients."""
+        waves = []
+        for buffer in flat_buffers(reversed(parameters), bucket_bytes, world_size):
+            wave = ScatteredWave(buffer, rank, world_size)
+            waves.append(wave)
+            for parameter in buffer.parameters:
+                self._wave_of[parameter] = wave
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(_weakly(self._gradient_arrived))
+        self.waves += waves
+        return Layout(list(waves), {parameter: self._wave_of[parameter].pieces[parameter] for parameter in parameters})
+
+    def _gradient_arrived(self, parameter: Tensor) -> None:
+        wave = self._wave_of[parameter]
+        if wave.launched:
+            if wave.holds(parameter):
+                raise RuntimeError(
+                    "backward added to gradients that are reduced already: run all but the last backward of a step "
+                    "inside no_sync(), and clear gradients with the optimizer's zero_grad()"
+                )
+            self.forget(free=True)
+        if not self.enabled:
+            return
+        wave.arrive(parameter)
+        while self._next < len(self.waves) and self.waves[self._next].complete:
+            self.waves[self._next].reduce()
+            self._next += 1
+
+    def reduce_the_rest(self) -> list[dist.Work]:
+        """Start what backward has not: waves with unused parameters, and gradients that were set by hand.
+
+        What no rank has a gradient of stays without one, so that the optimizer skips it. The ranks exchange a byte per
+        parameter to know; only a rank that lacks a gradient needs the answer, and waits for it.
+        """
+        for wave in self.waves:
+            if not wave.current:
+                wave.reduce()
+        self._next = len(self.waves)
+        parameters = list(self._wave_of)
+        absent = [parameter in self._wave_of[parameter].absent for parameter in parameters]
+        if self._exchanged is None or self._exchanged[0] != absent:  # a copy to the device waits for backward
+            device = next((p.device for p in parameters if p.requires_grad), parameters[0].device)
+            self._exchanged = (absent, torch.tensor(absent, device=device).logical_not().to(torch.uint8))
+        used = self._exchanged[1].clone()
+        exchange = dist.all_reduce(used, op=dist.ReduceOp.MAX, async_op=True)
+        if any(parameter.requires_grad for parameter, is_absent in zip(parameters, absent, strict=True) if is_absent):
+            exchange.wait()
+            absent = [not is_used for is_used in used.tolist()]
+        unused = {parameter for parameter, is_absent in zip(parameters, absent, strict=True) if is_absent}
+        for wave in self.waves:
+            wave.unused = unused
+        return [exchange]
+
+    def forget(self, *, free: bool) -> None:
+        """Gradients have been cleared: ``free`` if set to None, else to zero."""
+        for wave in self.waves:
+            wave.forget(free=free)
+        self._next = 0
+
+
+def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """The method as a hook, as long as its object lives."""
+    return partial(_call_if_alive, weakref.WeakMethod(method))
+
+
+def _call_if_alive(reference: "weakref.WeakMethod[Callable[[Tensor], None]]", tensor: Tensor) -> None:
+    if (method := reference()) is not None:
+        method(tensor)

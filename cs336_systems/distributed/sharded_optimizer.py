@@ -1,0 +1,320 @@
+"""An optimizer whose state is divided among the ranks: each updates its share of the parameters and sends the result.
+
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)             # gradients averaged by DDP
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, reduce_gradients="reduce-scatter")
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+Two forms; with P bytes of parameters and W ranks on a ring, and AdamW's two moments:
+
+                        gradients before step()     bytes per link and step    memory per rank
+    plain DDP           all-reduced by DDP          2 (W-1)/W P                P + P + 2 P
+    default             all-reduced by DDP          2 (W-1)/W P + P            P + P + 2 P/W, up to a tensor more
+    "reduce-scatter"    each rank's own: no DDP     2 (W-1)/W P                P + P + 2 P/W
+
+The default is the CS336 handout's: whole tensors have owners, balanced by bytes, who broadcast what they updated.
+``"reduce-scatter"`` is ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1): each rank receives the sum of only those
+gradients that it needs (divided by W, as DDP does), updates its slices, and all ranks gather the parameters. It sends
+as much as plain DDP: half of what the default sends on two ranks, two thirds on many. ``shards.py`` and
+``scattered.py`` have the layouts, ``costs/sharding.py`` the arithmetic.
+
+What the optimizer class must be like: it updates each parameter by itself (no LBFGS), and element by element for
+``"reduce-scatter"`` (SGD, Adam, AdamW; not Adafactor, Muon or LAMB). ``step`` runs it once per wave of flat buffers, so
+that sending one overlaps with updating the next. With ``"reduce-scatter"``, ``.grad`` is scratch memory between
+backward and ``zero_grad``, and several backwards of a step go under ``no_sync()``, but for the last. Limits:
+``torch.amp.GradScaler`` and gradient clipping need whole gradients, thus the default form; parameters must be dense,
+be on their device before, and begin equal on all ranks (DDP sees to that; without it, seed alike or broadcast).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB
+from cs336_systems.distributed.optimizer_state import check_state_fits, state_of_piece, whole_state
+from cs336_systems.distributed.process_group import check_same_across_ranks
+from cs336_systems.distributed.scattered import GradientScatter
+from cs336_systems.distributed.shards import Layout, Piece, Wave, local_layout, owned_layout
+
+REDUCE_SCATTER = "reduce-scatter"
+
+_NOT_OPTIONS = ("params", "param_names")
+_CONFIGURATION = ("optimizer_cls", "reduce_gradients", "bucket_size_mb", "rank", "world_size", "_kwargs", "_batches")
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """``optimizer_cls(params, **kwargs)``, with the state of each rank's share only.
+
+    ``param_groups`` are the whole model's, and what schedulers write there is what the step uses. ``state`` is this
+    rank's: its keys are what it updates, parameters or, with ``"reduce-scatter"``, one-dimensional slices of them.
+
+    Args:
+        params: as for every ``torch.optim.Optimizer``; the same on every rank, in the same order.
+        optimizer_cls: such as ``torch.optim.AdamW``.
+        reduce_gradients: None if the gradients are averaged over the ranks before ``step``; ``"reduce-scatter"`` if
+            that is left to this class.
+        bucket_size_mb: most MiB of parameters that one collective sends, unless one is larger.
+        kwargs: for ``optimizer_cls``.
+
+    Raises:
+        ValueError: there are no parameters, a parameter is sparse, an argument is not as above, or ranks were given
+            different parameters (on every rank).
+        TypeError: as ``optimizer_cls`` and ``torch.optim.Optimizer`` raise it.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_cls: type[torch.optim.Optimizer],
+        *,
+        reduce_gradients: str | None = None,
+        bucket_size_mb: float = DEFAULT_BUCKET_SIZE_MB,
+        **kwargs: Any,
+    ) -> None:
+        if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer)):
+            raise ValueError(f"optimizer_cls must be a subclass of torch.optim.Optimizer, got {optimizer_cls!r}")
+        if reduce_gradients not in (None, REDUCE_SCATTER):
+            raise ValueError(f"reduce_gradients must be None or {REDUCE_SCATTER!r}, got {reduce_gradients!r}")
+        if not 0 < bucket_size_mb < math.inf:
+            raise ValueError(f"bucket_size_mb must be positive and finite, got {bucket_size_mb}")
+        self.optimizer_cls = optimizer_cls
+        self.reduce_gradients = reduce_gradients
+        self.bucket_size_mb = bucket_size_mb
+        distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if distributed else 0
+        self.world_size = dist.get_world_size() if distributed else 1
+        self._kwargs = kwargs
+        self._prepare_layout()
+        super().__init__(params, optimizer_cls([{"params": []}], **kwargs).defaults)
+        self._batches = [len(self.param_groups)]
+        self._check_agreement(self.param_groups)
+        self._lay_out(self.param_groups)
+
+    def _prepare_layout(self) -> None:
+        self.local: torch.optim.Optimizer | None = None
+        """The optimizer of this rank's share; its param_groups correspond to these one by one."""
+        self._waves: list[Wave] = []
+        self._pieces: dict[Tensor, list[Piece]] = {}
+        self._group_of: dict[Tensor, int] = {}
+        self._loads = [0] * self.world_size
+        scattered = self.reduce_gradients == REDUCE_SCATTER and self.world_size > 1
+        self._scatter = GradientScatter() if scattered else None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, such as layers that are no longer frozen; called with the same on every rank.
+
+        Raises:
+            ValueError: a parameter is sparse or in a group already, or ranks were given different ones.
+            TypeError: it is no group of tensors.
+        """
+        super().add_param_group(param_group)
+        added = self.param_groups[-1:]
+        try:
+            for parameter in added[0]["params"]:
+                if parameter.layout != torch.strided:
+                    raise ValueError(f"parameters must be dense to share a flat buffer, got layout {parameter.layout}")
+            if self.local is not None:
+                self._check_agreement(added)
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+        if self.local is not None:
+            self._batches.append(1)
+            self._lay_out(added)
+
+    def _check_agreement(self, groups: Sequence[dict[str, Any]]) -> None:
+        if self.world_size == 1:
+            return
+        options = f"{self.optimizer_cls.__name__} {self.reduce_gradients} {self.bucket_size_mb}"
+        described = [
+            f"{options}, group {i}: {tuple(p.shape)} {p.dtype}{' frozen' * (not p.requires_grad)}"
+            for i, group in enumerate(groups)
+            for p in group["params"]
+        ]
+        check_same_across_ranks(described, "parameters to shard")
+
+    def _lay_out(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Divide the parameters of new groups and give this rank's pieces to its optimizer."""
+        new = dict.fromkeys(parameter for group in groups for parameter in group["params"])
+        layout = self._layout(list(new))
+        self._waves += layout.waves
+        self._pieces |= layout.pieces
+        first = 0 if self.local is None else len(self.local.param_groups)
+        local_groups = []
+        for i, group in enumerate(groups, start=first):
+            pieces = [piece for parameter in dict.fromkeys(group["params"]) for piece in self._pieces[parameter]]
+            tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
+            self._group_of |= dict.fromkeys(tensors, i)
+            local_groups.append({**_options(group), "params": tensors})
+        if self.local is None:
+            self.local = self.optimizer_cls(local_groups, **self._kwargs)
+        else:
+            for local_group in local_groups:
+                self.local.add_param_group(local_group)
+        self.state = self.local.state
+
+    def _layout(self, parameters: list[Tensor]) -> Layout:
+        bucket_bytes = int(self.bucket_size_mb * 1024**2)
+        if self.world_size == 1:
+            return local_layout(parameters)
+        if self._scatter is not None:
+            return self._scatter.layout(parameters, self.rank, self.world_size, bucket_bytes)
+        return owned_layout(parameters, self.rank, self.world_size, bucket_bytes, self._loads)
+
+    @overload
+    def step(self, closure: None = None, **kwargs: Any) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float], **kwargs: Any) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:
+        """Update all parameters on all ranks, which must all call it; returns the closure's loss if one is given.
+
+        Args:
+            closure: evaluates the model and its gradients anew; called once.
+            kwargs: for the ``step`` of ``optimizer_cls``.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        sent = self._scatter.reduce_the_rest() if self._scatter is not None else []
+        assert self.local is not None
+        for group, local_group in zip(self.param_groups, self.local.param_groups, strict=True):
+            local_group.update(_options(group))
+        for wave in self._waves:
+            self._update(wave.prepare(), kwargs)
+            sent += wave.send()
+        for work in sent:
+            work.wait()
+        for group, local_group in zip(self.param_groups, self.local.param_groups, strict=True):
+            group.update(_options(local_group))
+        return loss
+
+    def _update(self, tensors: list[Tensor], kwargs: dict[str, Any]) -> None:
+        """Step this rank's optimizer over some of its tensors only."""
+        if not tensors:
+            return
+        assert self.local is not None
+        groups = self.local.param_groups
+        everything = [group["params"] for group in groups]
+        for i, group in enumerate(groups):
+            group["params"] = [tensor for tensor in tensors if self._group_of[tensor] == i]
+        try:
+            self.local.step(**kwargs)
+        finally:
+            for group, params in zip(groups, everything, strict=True):
+                group["params"] = params
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters, on this rank."""
+        super().zero_grad(set_to_none)
+        if self._scatter is not None:
+            self._scatter.forget(free=set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward accumulate gradients without reducing them; does nothing unless this class reduces them."""
+        if self._scatter is None:
+            yield
+            return
+        before, self._scatter.enabled = self._scatter.enabled, False
+        try:
+            yield
+        finally:
+            self._scatter.enabled = before
+
+    def state_dict(self, *, to: int | None = None) -> dict[str, Any]:
+        """The whole state in ``torch.optim``'s own format, as copies on the CPU; every rank must call it.
+
+        It loads into a ``ShardedOptimizer`` of any form and world size, and into a plain ``optimizer_cls``.
+
+        Args:
+            to: the only rank that gets it, for saving; the others get an empty dict. By default all ranks do, which
+                takes the memory of the whole state once per rank.
+        """
+        keep = to is None or to == self.rank
+        whole = whole_state(self._pieces, self.state, self.world_size, keep=keep)
+        if not keep:
+            return {}
+        mine, self.state = self.state, whole
+        try:
+            return super().state_dict()
+        finally:
+            self.state = mine
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take options and this rank's share of a state that ``state_dict`` or a plain ``optimizer_cls`` returned.
+
+        Raises:
+            ValueError: it holds no parameter groups (another rank got them), or belongs to other parameters; nothing
+                has changed then.
+        """
+        if "param_groups" not in state_dict or "state" not in state_dict:
+            raise ValueError(f"a state dict needs state and param_groups, got keys {sorted(state_dict)}")
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        by_parameter = {
+            parameter: state_dict["state"][number]
+            for number, parameter in zip(numbers, parameters, strict=False)
+            if number in state_dict["state"]
+        }
+        for parameter, state in by_parameter.items():
+            check_state_fits(state, parameter)
+        super().load_state_dict({**state_dict, "state": {}})
+        assert self.local is not None
+        packed = self.local.state_dict()
+        tensors = self._local_tensors()
+        ids = [number for group in packed["param_groups"] for number in group["params"]]
+        id_of = dict(zip(tensors, ids, strict=True))
+        packed["state"] = {
+            id_of[piece.tensor]: state_of_piece(state, parameter, piece)
+            for parameter, state in by_parameter.items()
+            for piece in self._pieces[parameter]
+            if piece.tensor is not None
+        }
+        for group, local_group in zip(self.param_groups, packed["param_groups"], strict=True):
+            local_group.update(_options(group))
+        self.local.load_state_dict(packed)
+        self.state = self.local.state
+
+    def _local_tensors(self) -> list[Tensor]:
+        assert self.local is not None
+        return [tensor for group in self.local.param_groups for tensor in group["params"]]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: this rank's share, to be restored on the same rank of a world of the same size."""
+        return {
+            "defaults": self.defaults,
+            "param_groups": self.param_groups,
+            "shares": [self.state.get(tensor) for tensor in self._local_tensors()],
+            **{name: getattr(self, name) for name in _CONFIGURATION},
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "shares" not in state:  # torch's load_state_dict replaces state and param_groups through this
+            super().__setstate__(state)
+            return
+        shares = state["shares"]
+        super().__setstate__({key: value for key, value in state.items() if key != "shares"})
+        self._prepare_layout()
+        start = 0
+        for n_groups in self._batches:
+            self._lay_out(self.param_groups[start : start + n_groups])
+            start += n_groups
+        for tensor, share in zip(self._local_tensors(), shares, strict=True):
+            if share:
+                self.state[tensor] = share
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        place = f"{self.optimizer_cls.__name__}, rank {self.rank} of {self.world_size}"
+        return super().__repr__().replace(f"{name} (", f"{name} of {place} (", 1)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group says besides its parameters."""
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}

@@ -1,0 +1,195 @@
+"""Who updates which parameters, and how the results travel: flat buffers, waves, and whole tensors with owners.
+
+Parameters move into flat buffers once, at construction (``param.data`` becomes a view), so that a collective sends many
+tensors without copying any. A *wave* is what is updated and sent together: while its collectives run, the next one is
+updated. Two layouts serve ``ShardedOptimizer``:
+
+    owned       (here) each parameter has one owner, each buffer the parameters of one owner. A wave is one buffer of
+                every owner: all of them update theirs at the same time, then each broadcasts.
+    scattered   (scattered.py) buffers are cut into equal shards, one per rank, wherever the cut falls. A wave is one
+                buffer: its gradients are reduce-scattered, each rank updates its slices, the shards are all-gathered.
+
+Every rank must lay out the same parameters in the same order: the collectives follow from it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cs336_systems.costs.sharding import BucketPlan, greedy_partition, plan_buckets
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """The elements ``start`` to ``stop`` of a parameter, in memory order, which ``rank`` updates.
+
+    ``tensor`` is what that rank's optimizer sees: the parameter, or a one-dimensional view of it; None elsewhere.
+    """
+
+    rank: int
+    start: int
+    stop: int
+    tensor: Tensor | None
+
+
+class Wave(Protocol):
+    """Parameters that are updated and sent together."""
+
+    def prepare(self) -> list[Tensor]:
+        """What this rank has to update, gradients in place."""
+
+    def send(self) -> list[dist.Work]:
+        """Start telling the other ranks, without waiting."""
+
+
+@dataclass
+class Layout:
+    """Waves in the order in which every rank runs them, and where each parameter's pieces are."""
+
+    waves: list[Wave]
+    pieces: dict[Tensor, list[Piece]]
+
+
+def in_memory_order(flat: Tensor, like: Tensor) -> Tensor:
+    """A view of the first elements of ``flat`` with the shape and memory format of ``like``."""
+    return flat.as_strided(like.shape, torch.empty_like(like.detach(), device="meta").stride())
+
+
+class FlatBuffer:
+    """Parameters of one dtype and device as views of one flat tensor."""
+
+    def __init__(self, parameters: Sequence[Tensor], plan: BucketPlan) -> None:
+        self.parameters = list(parameters)
+        self._plan = plan
+        itemsize = parameters[0].element_size()
+        self._offsets = [offset // itemsize for offset in plan.offsets]
+        self.flat = torch.zeros(plan.n_bytes // itemsize, dtype=parameters[0].dtype, device=parameters[0].device)
+        self._views = self.views_of(self.flat)
+        self.hold()
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """``flat``, which is as long as this buffer, seen as one tensor like each parameter."""
+        return [in_memory_order(flat[o:], p) for o, p in zip(self._offsets, self.parameters, strict=True)]
+
+    def cuts(self, world_size: int) -> list[list[tuple[int, int, int]]]:
+        """For each parameter its (rank, start, stop), in elements, when the buffer is cut in equal shards."""
+        itemsize = self.flat.element_size()
+        sizes = [parameter.nbytes for parameter in self.parameters]
+        return [
+            [(rank, start // itemsize, stop // itemsize) for rank, start, stop in spans]
+            for spans in self._plan.pieces(sizes, world_size)
+        ]
+
+    def hold(self) -> None:
+        """Make every parameter a view of the buffer again, if somebody gave it other memory.
+
+        Raises:
+            ValueError: a parameter has been moved to another device or dtype.
+        """
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.data_ptr() == view.data_ptr():
+                continue
+            if (parameter.dtype, parameter.device) != (view.dtype, view.device):
+                raise ValueError(
+                    f"a parameter moved from {view.dtype} on {view.device} to {parameter.dtype} on {parameter.device} "
+                    "after its sharded optimizer was made; make the optimizer last"
+                )
+            view.copy_(parameter.detach())
+            parameter.data = view
+
+    @property
+    def trainable(self) -> bool:
+        """Whether a step can change anything in it: the same answer on every rank."""
+        return any(_is_trainable(parameter) for parameter in self.parameters)
+
+
+def _is_trainable(parameter: Tensor) -> bool:
+    return parameter.requires_grad or parameter.grad is not None
+
+
+def flat_buffers(parameters: Iterable[Tensor], bucket_bytes: int, shards: int) -> list[FlatBuffer]:
+    """Flat buffers over parameters in order; dtypes, devices, and what is frozen now, are kept apart.
+
+    Buffers are in the order of their last parameters, so those whose parameters become ready early come early.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[int, Tensor]]] = {}
+    for place, parameter in enumerate(parameters):
+        kind = (parameter.dtype, parameter.device, parameter.requires_grad)
+        kinds.setdefault(kind, []).append((place, parameter))
+    planned = [
+        ([members[i] for i in plan.members], plan)
+        for members in kinds.values()
+        for plan in plan_buckets([parameter.nbytes for _, parameter in members], bucket_bytes, shards)
+    ]
+    planned.sort(key=lambda entry: entry[0][-1][0])
+    return [FlatBuffer([parameter for _, parameter in members], plan) for members, plan in planned]
+
+
+def local_layout(parameters: Sequence[Tensor]) -> Layout:
+    """World size 1: everything is updated here, nothing travels, no memory moves."""
+    pieces = {parameter: [Piece(0, 0, parameter.numel(), parameter)] for parameter in parameters}
+    return Layout([_LocalWave(list(parameters))], pieces)
+
+
+@dataclass
+class _LocalWave:
+    tensors: list[Tensor]
+
+    def prepare(self) -> list[Tensor]:
+        return self.tensors
+
+    def send(self) -> list[dist.Work]:
+        return []
+
+
+def owned_layout(
+    parameters: Sequence[Tensor], rank: int, world_size: int, bucket_bytes: int, loads: list[int]
+) -> Layout:
+    """Whole parameters to owners, balanced by bytes; trainable ones first, as the others have no state.
+
+    Args:
+        loads: bytes of trainable parameters that each rank has already; what is added here is added there.
+    """
+    owners: dict[Tensor, int] = {}
+    for trainable in (True, False):
+        chosen = [parameter for parameter in parameters if parameter.requires_grad is trainable]
+        sizes = [parameter.nbytes for parameter in chosen]
+        owners |= zip(chosen, greedy_partition(sizes, world_size, loads if trainable else ()), strict=True)
+    for parameter, owner in owners.items():
+        loads[owner] += parameter.nbytes * parameter.requires_grad
+    by_owner = [
+        flat_buffers((parameter for parameter in parameters if owners[parameter] == owner), bucket_bytes, 1)
+        for owner in range(world_size)
+    ]
+    waves: list[Wave] = [
+        _OwnedWave([(owner, buffer) for owner, buffer in enumerate(buffers) if buffer is not None], rank)
+        for buffers in zip_longest(*by_owner)
+    ]
+    pieces = {
+        parameter: [Piece(owners[parameter], 0, parameter.numel(), parameter if owners[parameter] == rank else None)]
+        for parameter in parameters
+    }
+    return Layout(waves, pieces)
+
+
+@dataclass
+class _OwnedWave:
+    """One buffer of every owner that still has one."""
+
+    buffers: list[tuple[int, FlatBuffer]]
+    rank: int
+
+    def prepare(self) -> list[Tensor]:
+        for _, buffer in self.buffers:
+            buffer.hold()
+        return [parameter for owner, buffer in self.buffers if owner == self.rank for parameter in buffer.parameters]
+
+    def send(self) -> list[dist.Work]:
+        return [
+            dist.broadcast(buffer.flat, src=owner, async_op=True) for owner, buffer in self.buffers if buffer.trainable
+        ]

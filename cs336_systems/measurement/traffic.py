@@ -1,0 +1,57 @@
+"""What a piece of code sends to other ranks, seen from outside: every collective with its kind, bytes and dtype.
+
+    with Traffic() as traffic:
+        loss.backward()
+    sum(event.n_bytes for event in traffic.sent)
+
+It watches c10d's operators as they are dispatched, on this thread and on autograd's, so that Python's wrappers, torch's
+own DDP (whose reducer is C++) and functional collectives count alike. Matrix products are listed in between, which
+shows what was sent before backward had ended. It slows what it watches down; code inside ``torch.compile`` must be
+compiled already.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+MATMUL = "matmul"
+
+_MATMULS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One collective by c10d's name for it (``allreduce``, ``broadcast``, ...), or a matrix product (no bytes)."""
+
+    kind: str
+    n_bytes: int
+    """Of the tensors that the operator is given first: for an all-reduce or a broadcast what it reduces or sends."""
+    dtype: torch.dtype
+
+
+class Traffic(TorchDispatchMode):
+    """Lists the collectives that the code inside issues, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            tensors = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)]
+            if tensors:
+                kind = func._overloadpacket.__name__.rstrip("_")
+                self.events.append(Event(kind, sum(tensor.nbytes for tensor in tensors), tensors[0].dtype))
+        elif func._overloadpacket in _MATMULS:
+            self.events.append(Event(MATMUL, 0, args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def sent(self) -> list[Event]:
+        """The collectives alone."""
+        return [event for event in self.events if event.kind != MATMUL]

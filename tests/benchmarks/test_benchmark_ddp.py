@@ -1,0 +1,94 @@
+"""benchmark_ddp.py: its grid, what it refuses, and its table from rows; one real run lies in tests/measurement."""
+
+import dataclasses
+
+import pytest
+
+from cs336_systems.measurement.record import Metric
+from cs336_systems.measurement.sweep import Outcome, make_rows, outcome_rows
+from cs336_systems.report.data_parallel import data_parallel_table
+
+
+@pytest.fixture
+def benchmark(load_script, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return load_script("benchmarks/benchmark_ddp.py")
+
+
+def cells(benchmark, *arguments):
+    return benchmark.make_cells(benchmark.parse_options(["--device", "cpu", *arguments]))
+
+
+def test_bucket_sizes_multiply_only_the_rungs_that_have_them(benchmark):
+    made = cells(benchmark, "--bucket-size-mb", "1", "10", "--world-size", "1", "2")
+    assert [(cell.ddp, cell.bucket_size_mb) for cell in made if cell.world_size == 2] == [
+        *(("naive", None), ("flat", None), ("overlapped", None)),
+        *(("bucketed", 1.0), ("bucketed", 10.0), ("torch", 1.0), ("torch", 10.0)),
+    ]
+    assert len(made) == 14
+    assert len({cell.name for cell in made}) == 14
+
+
+def test_defaults_of_a_cpu(benchmark):
+    made = cells(benchmark)
+    assert {(cell.size, cell.world_size, cell.context_length) for cell in made} == {("tiny", 2, 128)}
+    assert "--size tiny" in benchmark.small_defaults_note(benchmark.parse_options(["--device", "cpu"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--world-size", "0"), "--world-size must be positive, got 0"),
+        (("--bucket-size-mb", "-1"), "--bucket-size-mb must be positive, got -1"),
+        (("--batch-size", "0"), "--batch-size must be positive, got 0"),
+        (("--steps", "0"), "--steps must be positive and --warmup not negative, got 0, 1"),
+        (("--seed", "-1"), "--seed must lie in 0..2^31-1, got -1"),
+        (("--timeout", "0"), "--timeout must be positive"),
+        (("--size", "enormous"), "enormous"),
+    ],
+)
+def test_bad_input(benchmark, arguments, message):
+    with pytest.raises(ValueError, match=message.replace("^", r"\^")):
+        cells(benchmark, *arguments)
+
+
+def test_a_launcher_decides_the_world(benchmark, monkeypatch):
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert {cell.world_size for cell in cells(benchmark)} == {4}
+    with pytest.raises(ValueError, match="--world-size 2: the launcher has started 4 ranks"):
+        cells(benchmark, "--world-size", "2")
+
+
+def outcome(cell, step_ms):
+    tokens = cell.world_size * 512
+    metrics = [
+        Metric("step", "ms", [step_ms]),
+        Metric("local_step", "ms", [step_ms - 1]),
+        Metric("exposed", "ms", [1.0], derived=True),
+        Metric("exposed_share", "%", [100 / step_ms], derived=True),
+        Metric("tokens_per_s", "1/s", [tokens / step_ms * 1e3], derived=True),
+    ]
+    made = Outcome(cell, "ok", metrics=metrics)
+    made.rows = make_rows("benchmark_ddp", made, {})
+    return made
+
+
+def test_the_table_scales_against_one_rank_of_the_same_rung(benchmark):
+    one, two = cells(benchmark, "--ddp", "bucketed", "--world-size", "1", "2")
+    naive = dataclasses.replace(two, ddp="naive", bucket_size_mb=None)
+    failed = Outcome(naive, "oom", "no room")
+    failed.rows = make_rows("benchmark_ddp", failed, {"metrics": []})
+    table = data_parallel_table(outcome_rows([outcome(one, 10.0), outcome(two, 12.5), failed]))
+    assert table.frame["scaling %"].tolist() == ["100.0", "80.0", ""]
+    assert table.frame["bucket MiB"].tolist() == ["25", "25", ""]
+    assert table.frame["exposed %"].tolist() == ["10.0", "8.0", "–"]
+    assert table.frame["status"].tolist() == ["ok", "ok", "oom: no room"]
+    assert "batch" in table.caption

@@ -1,0 +1,83 @@
+"""The FSDP benchmark: its grid, what it refuses, and the table of a real, tiny measurement on two ranks."""
+
+from dataclasses import asdict
+
+import pandas as pd
+import pytest
+
+from cs336_systems.distributed.process_group import Rank, spawn
+from cs336_systems.measurement.fully_sharded import measure_fully_sharded
+from cs336_systems.report.fully_sharded import fully_sharded_table
+
+TINY = ["--device", "cpu", "--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", "0"]
+
+
+@pytest.fixture(scope="module")
+def script(load_script):
+    return load_script("benchmarks/benchmark_fsdp.py")
+
+
+def measure_all(rank: Rank, cells):
+    return [measure_fully_sharded(cell, rank, trace=None) for cell in cells]
+
+
+@pytest.fixture(scope="module")
+def rows(script):
+    """Ours, FSDP2 and DDP on two ranks, as a CSV would hold them."""
+    cells = script.make_cells(script.parse_options([*TINY, "--dtype", "bf16-compute", "--checkpoint", "full"]))
+    measured = spawn(measure_all, 2, cells, timeout_s=90)[0]
+    where = {"gpu": "", "status": "ok", "message": ""}
+    return pd.DataFrame(
+        asdict(cell) | where | metric.statistics()
+        for cell, metrics in zip(cells, measured, strict=True)
+        for metric in metrics
+    )
+
+
+def medians(rows, implementation):
+    own = rows[rows["fsdp"] == implementation]
+    return dict(zip(own["metric"], own["median"], strict=True))
+
+
+def test_the_grid_interleaves_implementations_and_gives_look_ahead_to_ours_alone(script):
+    cells = script.make_cells(script.parse_options([*TINY, "--repeat", "2", "--prefetch", "0", "1"]))
+    kinds = [("ours", 0), ("ours", 1), ("torch", None), ("ddp", None)]
+    assert [(cell.fsdp, cell.prefetch) for cell in cells] == kinds * 2
+    assert [cell.repeat for cell in cells] == [0] * 4 + [1] * 4
+    assert {cell.world_size for cell in cells} == {2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prefetch", "-1"], "--prefetch must not be negative, got -1"),
+        (["--batch-size", "0"], "--batch-size must be positive, got 0"),
+        (["--steps", "0"], "--steps and --repeat must be positive and --warmup not negative, got 0, 1 and 0"),
+        (["--attention", "none"], "--attention none: known are"),
+        (["--size", "huge"], "unknown model size 'huge'"),
+    ],
+)
+def test_bad_values_are_named(script, arguments, message):
+    with pytest.raises(ValueError) as caught:
+        script.make_cells(script.parse_options([*TINY, *arguments]))
+    assert message in str(caught.value)
+
+
+def test_states_and_traffic_are_as_predicted_and_every_gather_is_waited_for_once(rows):
+    ours, torch, ddp = (medians(rows, name) for name in ("ours", "torch", "ddp"))
+    assert abs(ours["state_error"]) < 0.1
+    assert ours["sent"] == pytest.approx(ours["predicted_sent"])
+    assert ours["sent"] == pytest.approx(torch["sent"], rel=0.01)
+    assert ours["gathers"] == 7  # four units, forward and backward, less the head, which stays
+    assert 0 <= ours["late_gathers"] <= 7
+    assert ddp["parameters"] == pytest.approx(2 * ours["parameters"], rel=0.01)
+
+
+def test_the_table_has_a_line_per_implementation_and_their_ratio(rows):
+    frame = fully_sharded_table(rows).frame
+    assert list(frame["implementation"]) == ["ours", "torch", "ddp"]
+    assert float(frame["/ FSDP2"][0]) == pytest.approx(
+        medians(rows, "ours")["step"] / medians(rows, "torch")["step"], abs=1e-3
+    )
+    assert list(frame["/ FSDP2"][1:2]) == ["–"]
+    assert list(frame["status"]) == ["ok"] * 3

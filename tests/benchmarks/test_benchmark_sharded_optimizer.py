@@ -1,0 +1,95 @@
+"""The sharded optimizer's benchmark: its grid, what it refuses, and tables and figure of a real, tiny measurement."""
+
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+
+from cs336_systems.distributed.process_group import Rank, spawn
+from cs336_systems.measurement.record import Metric
+from cs336_systems.measurement.sharding import SHARDINGS, measure_sharding
+from cs336_systems.report.sharded_memory import draw_memory, memory_table, time_table
+
+TINY = ["--device", "cpu", "--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", "0"]
+
+
+@pytest.fixture(scope="module")
+def script(load_script):
+    return load_script("benchmarks/benchmark_sharded_optimizer.py")
+
+
+def measure_all(rank: Rank, cells: list) -> list[list[Metric]]:
+    return [measure_sharding(cell, rank) for cell in cells]
+
+
+@pytest.fixture(scope="module")
+def rows(script) -> pd.DataFrame:
+    """Two repeats of all four ways on two ranks, as a CSV would hold them, and one that failed."""
+    cells = script.make_cells(script.parse_options([*TINY, "--repeat", "2"]))
+    plain = [SimpleNamespace(**asdict(cell)) for cell in cells]  # the script's class is not importable over there
+    measured = spawn(measure_all, 2, plain, timeout_s=60)[0]
+    where = {"gpu": "", "host": "a CPU", "status": "ok", "message": ""}
+    lines = [
+        asdict(cell) | where | metric.statistics()
+        for cell, metrics in zip(cells, measured, strict=True)
+        for metric in metrics
+    ]
+    failed = asdict(cells[0]) | where | {"size": "small", "status": "oom", "message": "too large", "metric": ""}
+    return pd.DataFrame([*lines, failed])
+
+
+def test_repeats_are_outermost_and_ways_innermost(script):
+    cells = script.make_cells(script.parse_options([*TINY, "--repeat", "2", "--batch-size", "1", "2"]))
+    assert [cell.repeat for cell in cells] == [0] * 8 + [1] * 8
+    assert [cell.sharding for cell in cells[:4]] == list(SHARDINGS)
+    assert {cell.world_size for cell in cells} == {2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch-size", "0"], "--batch-size must be positive, got 0"),
+        (["--bucket-size-mb", "-1"], "--bucket-size-mb must be positive, got -1.0"),
+        (["--steps", "0"], "--steps and --repeat must be positive"),
+        (["--world-size", "0"], "--world-size must be positive, got 0"),
+        (["--timeout", "0"], "--timeout must be positive"),
+        (["--size", "huge"], "unknown model size 'huge'"),
+        (["--dtype", "tf32"], "--dtype tf32: tf32 needs a CUDA device"),
+    ],
+)
+def test_bad_input_is_one_sentence(script, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        script.make_cells(script.parse_options(["--device", "cpu", *arguments]))
+
+
+def test_measured_bytes_are_the_predicted_ones(rows):
+    """Within the 3 % asked for; on a CPU the sums are exact, and step counters are what is left over."""
+    for _, cell in rows[rows["status"] == "ok"].groupby(["sharding", "repeat"]):
+        medians = cell.set_index("metric")["median"]
+        for measured, predicted in (
+            ("initialised_parameters", "predicted_parameters"),
+            ("before_step_gradients", "predicted_gradients"),
+            ("after_step_optimizer_state", "predicted_optimizer_state"),
+        ):
+            assert medians[measured] == pytest.approx(medians[predicted], rel=2e-3)
+        assert medians["initialised_optimizer_state"] == 0
+        assert medians["after_forward_gradients"] == 0
+
+
+def test_tables(rows):
+    times, memory = time_table(rows), memory_table(rows)
+    for table in (times, memory):
+        assert list(table.frame["how"]) == [*SHARDINGS, "replicated"]
+        assert table.frame["status"].iloc[-1] == "oom: too large"
+        assert "world_size 2" in table.caption
+    assert times.frame["ratio to replicated"].iloc[0] == "1.000"
+    assert times.frame["ratio to replicated"].iloc[-1] == "–"
+    assert "activations GiB" not in memory.frame  # a CPU does not say
+
+
+def test_figure(rows, tmp_path):
+    assert draw_memory(rows, tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").stat().st_size > 10_000
+    assert not draw_memory(rows[rows["status"] != "ok"], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()

@@ -1,0 +1,47 @@
+"""FSDP's arithmetic on shapes that can be added up by hand, and on the model; tests/distributed compares it to FSDP."""
+
+from math import prod
+
+import pytest
+
+from cs336_systems.config import MODEL_SIZES
+from cs336_systems.costs.fsdp import model_units, shard_elements, state_bytes, step_traffic
+
+
+def test_rows_are_rounded_up_and_vectors_whole():
+    assert [shard_elements((5, 3), world_size) for world_size in (1, 2, 4, 8)] == [15, 9, 6, 3]
+    assert shard_elements((7,), 2) == shard_elements((), 2) * 7 == 7
+
+
+def test_a_step_by_hand():
+    units = [[(4, 2)], [(3, 2), (5,)], [(2, 2)]]
+    traffic = step_traffic(units, 2, compute_bytes=2)
+    assert traffic.counts == {"all-gather": 5, "reduce-scatter": 3, "all-reduce": 1}
+    assert traffic.messages == {
+        "all-gather": 2 * (2 * (8 + 8) + 4),
+        "reduce-scatter": 4 * 20,
+        "all-reduce": 4 * (5 + 4),
+    }
+    assert traffic.sent_per_rank == 0.5 * (72 + 80 + 2 * 36)
+    assert step_traffic(units, 2, compute_bytes=2, first=True).counts["all-gather"] == 6
+    state = state_bytes(units, 2, compute_bytes=2)
+    assert state.parameters == state.gradients == state.optimizer / 2 == 4 * (4 + 4 + 5 + 2)
+    assert state.two_largest_units == 2 * 16
+    assert state.total == 4 * state.parameters
+
+
+@pytest.mark.parametrize("size", ["xl", "2.7b", "qwen2.5-0.5b"])
+def test_the_model_has_all_its_parameters_and_a_share_of_its_states(size):
+    config = MODEL_SIZES[size]
+    units = model_units(config)
+    assert sum(prod(shape) for unit in units for shape in unit) == config.n_parameters
+    assert state_bytes(units, 1).parameters == 4 * config.n_parameters
+    for world_size in (2, 4):
+        assert 1 <= state_bytes(units, world_size).parameters * world_size / (4 * config.n_parameters) < 1.001
+
+
+def test_it_sends_half_as_much_again_as_data_parallelism():
+    config = MODEL_SIZES["2.7b"]
+    sent = step_traffic(model_units(config), 2).sent_per_rank
+    all_reduce = 2 * 0.5 * 4 * config.n_parameters
+    assert 1.48 < sent / all_reduce < 1.5

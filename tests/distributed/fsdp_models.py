@@ -1,0 +1,109 @@
+"""Modules that hold what FSDP stumbles over, and how a shard's neighbours are put together again."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Block(nn.Module):
+    """x -> x + a two-layer network of norm(x); d is odd, so that no world divides it."""
+
+    def __init__(self, d, **kwargs):
+        super().__init__()
+        self.norm = nn.LayerNorm(d, **kwargs)
+        self.up = nn.Linear(d, 3 * d, **kwargs)
+        self.down = nn.Linear(3 * d, d, **kwargs)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    """Ids (batch, seq) -> scores (batch, seq, 11): embedding, four blocks, head, by default tied to the embedding."""
+
+    def __init__(self, d=7, n_blocks=4, tied=True, **kwargs):
+        super().__init__()
+        self.embedding = nn.Embedding(11, d, **kwargs)
+        self.blocks = nn.ModuleList(Block(d, **kwargs) for _ in range(n_blocks))
+        self.head = nn.Linear(d, 11, bias=False, **kwargs)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Menagerie(nn.Module):
+    """Ids (batch, seq) -> (batch, seq, 1), through every kind of parameter and of use.
+
+    A row that most ranks have nothing of; a module run twice; frozen, unused and tied weights; a parameter that
+    depends on the call; lists of parameters; weights that a parent reads; nested outputs; an LSTM's flat weights.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.twice = nn.Linear(6, 6)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.recurrent = nn.LSTM(6, 6, batch_first=True)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.listed = nn.ParameterList(torch.randn(6, 6) for _ in range(2))
+        self.unused = nn.Linear(6, 6)
+        self.pair = Pair()
+        self.scale = nn.Parameter(torch.rand(6))
+        self.offset = nn.Parameter(torch.rand(()))
+        self.one_row = nn.Linear(6, 1)
+        self.register_buffer("shift", torch.rand(6))
+
+    def forward(self, ids, second=True):
+        x = self.twice(self.embedding(ids)) + self.shift
+        x = torch.tanh(self.frozen(self.twice(x)))
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = x + self.recurrent(x)[0]
+        x = x @ self.listed[0] + x @ self.listed[1]
+        parts = self.pair(x, second)
+        return self.one_row(parts["sum"] * self.scale + self.offset + parts["more"][0])
+
+
+class Pair(nn.Module):
+    """Two matrices of which a call may leave out the second; returns tensors in a dict and a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(6, 6))
+        self.second = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x, second):
+        y = torch.tanh(x @ self.first)
+        return {"sum": torch.tanh(y @ self.second) if second else y, "more": [y]}
+
+
+def full_gradients(fsdp):
+    """Every gradient whole, by name; None where there is none."""
+    found = {}
+    for parameter in fsdp.managed_parameters():
+        gradient = None if parameter.kept.grad is None else parameter.kept.grad.clone()
+        if gradient is not None and gradient.dim() > 1:
+            rows = -(-parameter.shape[0] // dist.get_world_size())
+            padded = gradient.new_zeros(rows, *parameter.shape[1:])
+            padded[: len(gradient)] = gradient
+            parts = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, padded)
+            gradient = torch.cat(parts)[: parameter.shape[0]]
+        found |= dict.fromkeys(parameter.names, gradient)
+    return found
+
+
+def same_on_all_ranks(tensors):
+    """Whether these named tensors have the same bits everywhere."""
+    equal = True
+    for tensor in tensors.values():
+        other = tensor.clone()
+        dist.broadcast(other, 0)
+        equal &= torch.equal(other, tensor)
+    verdict = torch.tensor(int(equal))
+    dist.all_reduce(verdict, dist.ReduceOp.MIN)
+    return bool(verdict)

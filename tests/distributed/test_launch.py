@@ -1,0 +1,114 @@
+"""torchrun and the launch recipes: two agents on one machine act as two nodes, and an error reaches the user."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "scripts" / "launch"
+TORCHRUN = f"{sys.executable} -m torch.distributed.run"
+PROGRAM = [str(ROOT / "tests" / "distributed" / "worlds.py")]
+AWKWARD = ["two words", "$HOME 'quoted' \"twice\"", "--size", ""]
+"""Arguments that a careless recipe would split or expand."""
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(command, **variables):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHRUN": TORCHRUN} | variables
+    return subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def output_of(process):
+    """(exit code, stdout, stderr), of a process that must end."""
+    try:
+        stdout, stderr = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    return process.returncode, stdout, stderr
+
+
+def said_by_ranks(stdout):
+    return sorted(json.loads(line) for line in stdout.splitlines() if line.startswith("["))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def static_agents():
+    """Two agents of the plain recipe, told which node they are; rank 1 raises. Started early: imports are slow."""
+    nodes = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "1"}
+    command = ["bash", str(RECIPES / "multi_node.sh"), *PROGRAM, "raise", "1"]
+    agents = [start(command, **nodes, NODE_RANK=str(number)) for number in range(2)]
+    yield agents
+    for agent in agents:
+        agent.kill()
+        agent.wait()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def slurm_job(tmp_path_factory):
+    """The Slurm recipe with stand-ins for two of Slurm's commands: ``srun`` starts its command once per node."""
+    folder = tmp_path_factory.mktemp("slurm")
+    hostnames = '#!/bin/sh\n[ "$*" = "show hostnames node[0-1]" ] && echo 127.0.0.1 && echo another\n'
+    (folder / "scontrol").write_text(hostnames)
+    (folder / "srun").write_text('#!/bin/bash\nshift\n"$@" & first=$!\n"$@" & wait $first && wait $!\n')
+    for command in ("scontrol", "srun"):
+        (folder / command).chmod(0o755)
+    spooled = folder / "slurm_script"
+    spooled.write_text((RECIPES / "slurm.sh").read_text().replace("20000 + SLURM_JOB_ID % 10000", str(free_port())))
+    variables = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NODELIST": "node[0-1]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "NPROC_PER_NODE": "1",
+    }
+    job = start(["bash", str(spooled), *PROGRAM, "group", *AWKWARD], **variables)
+    yield job
+    job.kill()
+    job.wait()
+
+
+def test_static_rendezvous_makes_two_nodes_and_tells_the_first_error(static_agents):
+    for number, (code, stdout, stderr) in enumerate([output_of(agent) for agent in static_agents]):
+        assert said_by_ranks(stdout) == [[number, 0, 2, 21, "1"]] * 2, stderr
+        assert code == 1
+        assert ("ArithmeticError: rank 1 cannot go on" in stderr) == (number == 1)
+
+
+def test_c10d_rendezvous_under_slurm_makes_two_nodes(slurm_job):
+    code, stdout, stderr = output_of(slurm_job)
+    assert code == 0, stderr
+    assert said_by_ranks(stdout) == [[number, 0, 2, 21, *AWKWARD] for number in (0, 0, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("script", "variables", "message"),
+    [
+        ("multi_node.sh", {}, "NNODES is not set"),
+        ("multi_node.sh", {"NNODES": "2"}, "MASTER_ADDR is not set"),
+        ("multi_node.sh", {"NNODES": "2", "MASTER_ADDR": "here"}, "NODE_RANK is not set"),
+        ("multi_node.sh", {"NNODES": "2", "MASTER_ADDR": "here", "RENDEZVOUS": "etcd"}, "static or c10d, got 'etcd'"),
+        ("slurm.sh", {}, "this is a batch script"),
+    ],
+)
+def test_recipes_name_what_is_missing(script, variables, message):
+    code, _, stderr = output_of(start(["bash", str(RECIPES / script), "script.py"], **variables))
+    assert code != 0
+    assert message in stderr
+
+
+def test_a_recipe_needs_something_to_run():
+    code, _, stderr = output_of(start(["bash", str(RECIPES / "multi_node.sh")], NNODES="1", MASTER_ADDR="here"))
+    assert (code, stderr) == (2, "multi_node.sh: nothing to run; give a script and its arguments\n")
