@@ -1,0 +1,109 @@
+"""How often should a large job save? Time between failures, goodput against checkpoint interval, and the optimum.
+
+Nodes fail independently at a constant rate, so a job on n of them sees exponential gaps of mean M = 1 / (rate n): with
+10 failures per 1000 node-days a node lasts 100 days and a thousand of them 2.4 hours. A job that works ``interval``
+seconds, then spends ``save`` seconds on a checkpoint, and after a failure ``restart`` seconds until it runs again from
+the last one needs for such a segment on average (Daly 2006; failures may also strike while saving and
+restarting)
+
+    E = M exp(restart / M) (exp((interval + save) / M) - 1)        goodput = interval / E
+
+Optima: Young (1974) takes sqrt(2 save M), right while save and interval are short against M; Daly's higher order form
+adds (1/3 sqrt(save / 2M) + save / 18 M) of it and subtracts ``save``, and is M from save = 2 M on. The exact optimum
+solves exp((interval + save) / M) (1 - interval / M) = 1, found here by bisection; it does not depend on the restart.
+
+Sources: J. W. Young, "A first order approximation to the optimum checkpoint interval", 1974; J. T. Daly, "A higher
+order estimate of the optimum checkpoint interval for restart dumps", 2006. The rate is of the order that clusters
+report: 6.5 and 2.3 failures per 1000 node-days on two of Meta's (Kokolis et al., "Revisiting reliability in large-scale
+machine learning research clusters", 2024). Limits: a saved checkpoint is good, saving blocks training, and a spare node
+is at hand. Seconds.
+"""
+
+import math
+from dataclasses import dataclass
+
+DAY = 86_400.0
+FAILURES_PER_1000_NODE_DAYS = 10.0
+
+
+def mean_time_between_failures(n_nodes: int, per_1000_node_days: float = FAILURES_PER_1000_NODE_DAYS) -> float:
+    """Seconds between failures of a job on ``n_nodes``.
+
+    Raises:
+        ValueError: no nodes, or no failures.
+    """
+    if n_nodes < 1:
+        raise ValueError(f"number of nodes must be positive, got {n_nodes}")
+    if not per_1000_node_days > 0:
+        raise ValueError(f"failures per 1000 node-days must be positive, got {per_1000_node_days}")
+    return 1000 / (per_1000_node_days * n_nodes) * DAY
+
+
+@dataclass(frozen=True)
+class Job:
+    """What failures and checkpoints cost a job, in seconds.
+
+    Raises:
+        ValueError: a time is not positive, or the restart negative.
+    """
+
+    mtbf_s: float
+    save_s: float
+    """For which training stops at each checkpoint."""
+    restart_s: float = 0.0
+    """From a failure until training runs again, without the work that is done again."""
+
+    def __post_init__(self) -> None:
+        if not self.mtbf_s > 0:
+            raise ValueError(f"mean time between failures must be positive, got {self.mtbf_s}")
+        if not self.save_s > 0:
+            raise ValueError(f"time to save must be positive, got {self.save_s}")
+        if self.restart_s < 0:
+            raise ValueError(f"time to restart must not be negative, got {self.restart_s}")
+
+    def expected_segment_s(self, interval_s: float) -> float:
+        """Seconds that ``interval_s`` of work and its checkpoint take on average, infinite where they overflow.
+
+        Raises:
+            ValueError: the interval is not positive.
+        """
+        if not interval_s > 0:
+            raise ValueError(f"checkpoint interval must be positive, got {interval_s}")
+        try:
+            return self.mtbf_s * math.exp(self.restart_s / self.mtbf_s) * math.expm1(self._segment(interval_s))
+        except OverflowError:
+            return math.inf
+
+    def _segment(self, interval_s: float) -> float:
+        return (interval_s + self.save_s) / self.mtbf_s
+
+    def goodput(self, interval_s: float) -> float:
+        """Share of time that becomes work kept; ValueError as ``expected_segment_s``."""
+        return interval_s / self.expected_segment_s(interval_s)
+
+    @property
+    def young_s(self) -> float:
+        """Young's first-order optimum."""
+        return math.sqrt(2 * self.save_s * self.mtbf_s)
+
+    @property
+    def daly_s(self) -> float:
+        """Daly's higher-order optimum."""
+        if self.save_s >= 2 * self.mtbf_s:
+            return self.mtbf_s
+        part = self.save_s / (2 * self.mtbf_s)
+        return self.young_s * (1 + math.sqrt(part) / 3 + part / 9) - self.save_s
+
+    @property
+    def optimal_s(self) -> float:
+        """The interval of highest goodput: the root of the derivative's sign, between 0 and M."""
+        low, high = 0.0, self.mtbf_s
+        for _ in range(200):
+            middle = (low + high) / 2
+            if self._segment(middle) + math.log1p(-middle / self.mtbf_s) > 0:
+                low = middle
+            else:
+                high = middle
+            if high - low <= 1e-12 * high:
+                break
+        return (low + high) / 2

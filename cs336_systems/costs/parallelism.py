@@ -1,0 +1,243 @@
+"""When does communication outlast computation? Data parallel, FSDP and tensor parallel, for one feed-forward layer.
+
+Each form cuts the same work in another way and pays in another currency: data parallelism and FSDP move weights (or
+their gradients), tensor parallelism moves activations. With B tokens in the global batch, an SwiGLU layer of m = 3
+matrices between widths D and F, e bytes per element, and N devices, a device does and sends (ring collectives of
+``costs/communication.py``):
+
+    form             pass      FLOPs       collectives                              bytes sent per device
+    data parallel    forward   2 m BDF/N   -                                        0
+                     backward  4 m BDF/N   all-reduce of the weight gradients       2 e m DF (N-1)/N
+    FSDP             forward   2 m BDF/N   all-gather of weights                    e m DF (N-1)/N
+                     backward  4 m BDF/N   all-gather, reduce-scatter of gradients  2 e m DF (N-1)/N
+    tensor parallel  forward   2 m BDF/N   all-reduce of the output                 2 e BD (N-1)/N
+                     backward  4 m BDF/N   all-reduce of the input's gradient       2 e BD (N-1)/N
+
+Compute takes FLOPs / C, communication bytes / W, and the two overlap: a pass is bound by communication once the second
+is longer. The shares (N-1)/N cancel against the N below the FLOPs, which leaves exact limits:
+
+    data parallel backward, FSDP both ways    N - 1 <= 2 B W / (e C)       tokens per device >= C/W, for two bytes
+    tensor parallel forward                   N - 1 <= m F W / (e C)       whatever the batch
+    tensor parallel backward                  N - 1 <= 2 m F W / (e C)
+
+W is a device's egress: the bytes per second that it sends. A ring in one direction over NVLink has the link's bandwidth
+in one direction (450 GB/s on an H100, half of the advertised 900). A TPU's torus axis has a neighbour on each side and
+rings run both ways, so that W is twice the bandwidth of one link, which the scaling book calls bidirectional. The book
+takes (N-1)/N for 1 (``large_rings``); limits are then lower by one device. Its layer has m = 2 matrices and gathers
+activations before, and scatters sums after, which moves what an all-reduce does.
+
+Tensor parallelism computes, with W1 and W2 cut by columns, W3 by rows, and i for what a device has its part of,
+
+    forward    x1_i = x W1_i,  x2_i = x W2_i,  z_i = f(x1_i) x2_i,  y = all-reduce(z_i W3_i)
+    backward   dz_i = dy W3_i^T,  dW3_i = z_i^T dy,  dx2_i = dz_i f(x1_i),  dx1_i = dz_i x2_i f'(x1_i)
+               dW1_i = x^T dx1_i,  dW2_i = x^T dx2_i,  dx = all-reduce(dx1_i W1_i^T + dx2_i W2_i^T)
+
+Both terms of dx are added before they are sent: one all-reduce of (B, D) per pass, and twice the products.
+
+Conventions: CS336 2026 handout, section 8; "How to scale your model", chapter 5
+(jax-ml.github.io/scaling-book/training).
+Limits: peaks, no latency; attention, embeddings and norms are left out.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from cs336_systems.costs.communication import cost
+from cs336_systems.hardware import GB_PER_S, TERA, Hardware, find_hardware
+
+Form = Literal["data-parallel", "fsdp", "tensor-parallel"]
+Pass = Literal["forward", "backward"]
+
+FORMS: tuple[Form, ...] = ("data-parallel", "fsdp", "tensor-parallel")
+PASSES: tuple[Pass, ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator in a cluster: what it computes, holds and sends."""
+
+    name: str
+    flops_per_s: float
+    """Dense bf16 peak, C."""
+    memory_bytes: float
+    egress_bytes_per_s: float
+    """W inside the fast domain: NVLink in one direction; on a TPU both directions of one torus axis."""
+    domain_size: int
+    """Devices behind one switch, or in one pod."""
+    network_bytes_per_s: float
+    """What one device sends outside its domain."""
+    source: str
+
+    def egress(self, world_size: int) -> float:
+        """W of a ring over so many devices.
+
+        Beyond one domain, rings leave it by every device's network card in turn, so that a domain's cards together
+        carry what each device's link carries inside: the smaller of the two counts.
+        """
+        if world_size <= self.domain_size:
+            return self.egress_bytes_per_s
+        return min(self.egress_bytes_per_s, self.domain_size * self.network_bytes_per_s)
+
+
+def _gpu(key: str, device_name: str, domain_size: int, network: float, source: str) -> Device:
+    hardware = find_hardware(device_name)
+    assert isinstance(hardware, Hardware), device_name
+    peak, memory, link = hardware.peak("bf16"), hardware.memory_bytes, hardware.link_bytes_per_s
+    assert peak is not None, device_name
+    assert memory is not None, device_name
+    assert link is not None, device_name
+    return Device(key, peak, memory, link, domain_size, network, f"{hardware.datasheet}; {source}")
+
+
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        # Eight GPUs behind NVSwitches and a 400 Gbit/s ConnectX-7 card for each.
+        _gpu("h100", "NVIDIA H100 80GB HBM3", 8, 50 * GB_PER_S, "https://www.nvidia.com/en-us/data-center/dgx-h100/"),
+        _gpu("h200", "NVIDIA H200", 8, 50 * GB_PER_S, "https://www.nvidia.com/en-us/data-center/dgx-h200/"),
+        _gpu("b200", "NVIDIA B200", 8, 50 * GB_PER_S, "https://www.nvidia.com/en-us/data-center/dgx-b200/"),
+        # C and W as both CS336 handouts and chapter 5 of the scaling book take them (Google publishes 459 TFLOP/s and
+        # 4,800 Gbit/s of links per chip: 1e11 bytes/s for each of six); memory is Google's 95 GB; a pod has 16 x 20 x
+        # 28 chips, and 25 GB/s per host of four leave it.
+        Device(
+            "tpu-v5p",
+            460 * TERA,
+            95e9,
+            2 * 9e10,
+            8960,
+            25 * GB_PER_S / 4,
+            "https://cloud.google.com/tpu/docs/v5p; https://jax-ml.github.io/scaling-book/tpus",
+        ),
+    )
+}
+
+
+def find_device(name: str) -> Device:
+    """A preset by name; ValueError for any other, with all that there are."""
+    if name not in DEVICES:
+        raise ValueError(f"unknown device {name!r}: known are {', '.join(DEVICES)}")
+    return DEVICES[name]
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """One feed-forward layer: the matrices between two widths.
+
+    Raises:
+        ValueError: a size is not positive.
+    """
+
+    d_model: int
+    d_ff: int
+    n_matrices: int = 3
+    """3 for SwiGLU (the 2026 handout), 2 for an up- and a down-projection (the scaling book, the 2025 handout)."""
+    bytes_per_element: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "d_ff", "n_matrices", "bytes_per_element"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+    @property
+    def n_parameters(self) -> int:
+        return self.n_matrices * self.d_model * self.d_ff
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.n_parameters * self.bytes_per_element
+
+    def activation_bytes(self, tokens: float) -> float:
+        """The layer's input, or its output, for so many tokens."""
+        return tokens * self.d_model * self.bytes_per_element
+
+    def flops(self, tokens: float, which: Pass) -> float:
+        """Matrix-product operations on all devices together; backward has two products for each of forward's."""
+        return (2 if which == "forward" else 4) * self.n_parameters * tokens
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """One pass of one layer on one device."""
+
+    flops: float
+    collectives: tuple[tuple[str, float], ...]
+    """(collective, total bytes) in order; bytes as ``costs/communication.py`` counts them."""
+    sent_bytes: float
+    """What the device sends for them."""
+
+    def compute_s(self, device: Device) -> float:
+        return self.flops / device.flops_per_s
+
+    def communication_s(self, egress_bytes_per_s: float) -> float:
+        return self.sent_bytes / egress_bytes_per_s
+
+
+def pass_cost(
+    form: Form, layer: FeedForward, tokens: float, world_size: int, which: Pass, *, large_rings: bool = False
+) -> PassCost:
+    """What one device computes and sends in one pass of ``layer`` over a global batch of ``tokens``.
+
+    Args:
+        large_rings: take the share (N-1)/N for 1, as the scaling book does.
+
+    Raises:
+        ValueError: no such form or pass, no devices, or no tokens.
+    """
+    _check(form, which)
+    if world_size < 1:
+        raise ValueError(f"world size must be positive, got {world_size}")
+    if not tokens > 0:
+        raise ValueError(f"tokens must be positive, got {tokens}")
+    collectives = _collectives(form, layer, tokens, which) if world_size > 1 else ()
+    share = world_size / (world_size - 1) if large_rings and world_size > 1 else 1.0
+    sent = sum(cost(name, world_size, total).wire_bytes for name, total in collectives) * share
+    return PassCost(layer.flops(tokens, which) / world_size, collectives, sent)
+
+
+def _collectives(form: Form, layer: FeedForward, tokens: float, which: Pass) -> tuple[tuple[str, float], ...]:
+    weights, activations = float(layer.weight_bytes), layer.activation_bytes(tokens)
+    if form == "tensor-parallel":
+        return (("all_reduce", activations),)
+    if form == "data-parallel":
+        return (("all_reduce", weights),) if which == "backward" else ()
+    gather = ("all_gather", weights)
+    return (gather, ("reduce_scatter", weights)) if which == "backward" else (gather,)
+
+
+def largest_world(
+    form: Form,
+    layer: FeedForward,
+    tokens: float,
+    which: Pass,
+    flops_per_s: float,
+    egress_bytes_per_s: float,
+    *,
+    large_rings: bool = False,
+) -> float:
+    """Devices up to which communication hides behind computation, the global batch fixed; infinite without any.
+
+    Raises:
+        ValueError: no such form or pass.
+    """
+    _check(form, which)
+    intensity = layer.bytes_per_element * flops_per_s / egress_bytes_per_s
+    if form == "data-parallel" and which == "forward":
+        return math.inf
+    if form == "tensor-parallel":
+        limit = layer.n_matrices * layer.d_ff / intensity * (1 if which == "forward" else 2)
+    else:
+        limit = 2 * tokens / intensity
+    return limit if large_rings else limit + 1
+
+
+def least_tokens_per_device(layer: FeedForward, flops_per_s: float, egress_bytes_per_s: float) -> float:
+    """Local batch at which the weights that data parallelism or FSDP moves just hide, in a large ring: e C / (2 W)."""
+    return layer.bytes_per_element * flops_per_s / (2 * egress_bytes_per_s)
+
+
+def _check(form: str, which: str) -> None:
+    if form not in FORMS:
+        raise ValueError(f"unknown form {form!r} of parallelism: known are {', '.join(FORMS)}")
+    if which not in PASSES:
+        raise ValueError(f"unknown pass {which!r}: known are {', '.join(PASSES)}")
