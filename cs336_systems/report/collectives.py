@@ -4,6 +4,7 @@ One link, a latency and a bandwidth, is fitted to all times of a world (``costs.
 prediction in each line is not of that line alone: where it is off, the collective is not the ring that the model has.
 """
 
+import math
 from pathlib import Path
 
 import pandas as pd
@@ -56,12 +57,18 @@ def collectives_table(rows: pd.DataFrame) -> Table:
     frame = pd.DataFrame(lines)
     caption, varying = settings_split(frame, _SETTINGS, always="collective")
     fitted = "; ".join(
-        f"{world_size} ranks: {digits(link.alpha_s * 1e6)} µs per message, {digits(link.bytes_per_s / 1e9)} GB/s"
+        f"{world_size} ranks: {digits(link.alpha_s * 1e6)} µs per message, {_bandwidth(link)}"
         for (_, _, _, world_size), link in links.items()
     )
     caption += f". Ring fitted to all times of a world: {fitted}." if fitted else ""
     shown = frame[varying + [column for column in frame.columns if column not in _SETTINGS]]
     return Table(caption, shown.rename(columns=_LABELS))
+
+
+def _bandwidth(link: Link) -> str:
+    if math.isinf(link.bytes_per_s):
+        return "times that do not grow with the bytes (too few or too noisy points for a bandwidth)"
+    return f"{digits(link.bytes_per_s / 1e9)} GB/s"
 
 
 def _line(metrics: dict[str, pd.Series], first: pd.Series, link: Link | None) -> dict[str, str]:

@@ -47,6 +47,13 @@ def test_the_fit_is_of_the_newest_times_and_one_link_per_world(rows):
         assert link.bytes_per_s == pytest.approx(LINK.bytes_per_s, rel=1e-4)
 
 
+def test_times_that_do_not_grow_have_no_bandwidth():
+    small, large = rows_of("all_reduce", 2, 0.01), rows_of("all_reduce", 2, 1.0)
+    large[0] |= {"median": small[0]["median"] / 2}
+    assert "2 ranks: " in (caption := collectives_table(frame(small, large)).caption)
+    assert "times that do not grow with the bytes" in caption
+
+
 def test_the_table_has_a_line_per_cell(rows):
     table = collectives_table(rows)
     assert "2 ranks: 5.00 µs per message, 300 GB/s; 4 ranks: 5.00 µs per message, 300 GB/s" in table.caption
