@@ -3,7 +3,7 @@
 #
 #   scripts/measure_models.sh FOLDER PART...
 #
-# Parts: grid context-512 compiled optimizers warmup harness attention checkpointing. On an H200 the grid takes about seven
+# Parts: grid context-512 compiled optimizers warmup harness checkpointing. On an H200 the grid takes about seven
 # minutes, checkpointing about three, the others together about twelve. PYTHON picks the interpreter (default: uv run).
 # Each part appends to its own folder below FOLDER.
 set -euo pipefail
@@ -30,16 +30,13 @@ for part in "$@"; do
         --checkpoint none full every-2 every-4 every-8 first-16 first-24 keep-matmuls keep-attention recursive
       model --size 2.7b --context-length 1024 --dtype autocast-bf16 --mode step --warmup 2 --out "$out" \
         --checkpoint none full keep-matmuls ;;
-    attention)
-      "${python[@]}" benchmarks/benchmark_attention.py --format csv --grid training \
-        --impl flash sdpa-flash sdpa-cudnn flex --out "$out" ;;
     warmup)
       model --size small xl --warmup 0 1 2 5 --mode step --out "$out" ;;
     harness)
       "${python[@]}" benchmarks/benchmark_harness.py --format csv --out "$out" ;;
     *)
-      echo "unknown part '$part': parts are grid, context-512, compiled, optimizers, warmup, harness, attention," \
-        "checkpointing" >&2
+      echo "unknown part '$part': parts are grid, context-512, compiled, optimizers, warmup, harness," \
+        "checkpointing; attention has measure_attention.sh" >&2
       exit 2 ;;
   esac
 done

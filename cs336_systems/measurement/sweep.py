@@ -72,6 +72,7 @@ def _outcome(benchmark: str, process: CellProcess, cell: Cell, timeout_s: float)
 
 
 def make_rows(benchmark: str, outcome: Outcome, report: Report) -> list[Row]:
+    """A row for each metric of the outcome, or the one row of a cell without any; ``report`` says where it ran."""
     cell = outcome.cell
     shared: Row = {
         "schema_version": SCHEMA_VERSION,
