@@ -164,6 +164,8 @@ class GradientScatter:
 
     def _gradient_arrived(self, parameter: Tensor) -> None:
         wave = self._wave_of[parameter]
+        if not wave.buffer.holds(parameter):  # another optimizer has taken it, or step() will take it back
+            return
         if wave.launched:
             if wave.holds(parameter):
                 raise RuntimeError(

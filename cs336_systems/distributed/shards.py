@@ -69,7 +69,7 @@ class FlatBuffer:
         itemsize = parameters[0].element_size()
         self._offsets = [offset // itemsize for offset in plan.offsets]
         self.flat = torch.zeros(plan.n_bytes // itemsize, dtype=parameters[0].dtype, device=parameters[0].device)
-        self._views = self.views_of(self.flat)
+        self._views = dict(zip(self.parameters, self.views_of(self.flat), strict=True))
         self.hold()
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
@@ -85,14 +85,18 @@ class FlatBuffer:
             for spans in self._plan.pieces(sizes, world_size)
         ]
 
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether one of the parameters is a view of the buffer, not moved by another optimizer or by hand."""
+        return parameter.data_ptr() == self._views[parameter].data_ptr()
+
     def hold(self) -> None:
         """Make every parameter a view of the buffer again, if somebody gave it other memory.
 
         Raises:
             ValueError: a parameter has been moved to another device or dtype.
         """
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.data_ptr() == view.data_ptr():
+        for parameter, view in self._views.items():
+            if self.holds(parameter):
                 continue
             if (parameter.dtype, parameter.device) != (view.dtype, view.device):
                 raise ValueError(

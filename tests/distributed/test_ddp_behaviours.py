@@ -23,7 +23,7 @@ def gradients(model):
 
 def averaged(tensor):
     """The mean of a tensor over ranks."""
-    tensor = tensor.clone()
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(tensor)
     return tensor / dist.get_world_size()
 

@@ -297,6 +297,20 @@ def later_freezing_and_moving(rank: Rank) -> None:
             optimizer.step()
 
 
+def a_replaced_optimizer_stays_silent(rank: Rank) -> None:
+    """One that others still refer to while a second has taken its parameters: only the second reduces gradients."""
+    model = nn.Linear(8, 8, bias=False)
+    first = sharded(model, "reduce-scatter")
+    second = sharded(model, "reduce-scatter")
+    for optimizer in (second, first):  # whoever steps takes the parameters back
+        optimizer.step()
+        optimizer.zero_grad()
+        with CollectiveLog() as log:
+            model(torch.ones(2, 8)).sum().backward()
+        assert [name for name, _ in log.sent] == ["reduce_scatter_base"]
+        optimizer.zero_grad()
+
+
 def copies_and_pickles(rank: Rank) -> None:
     """A deep copy of model and optimizer, and an unpickled pair, go on alike."""
     for form in FORMS:
@@ -386,6 +400,7 @@ CHECKS = (
     unused_here_or_everywhere,
     clearing_and_accumulating,
     later_freezing_and_moving,
+    a_replaced_optimizer_stays_silent,
     copies_and_pickles,
     saved_state_is_whole,
     constructor_errors,
