@@ -31,8 +31,10 @@ def loss_of(output, targets):
 
 
 def batches(n, n_words=11, shape=(4, 5)):
+    """The same numbers on every device."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(n_words, shape, generator=generator) for _ in range(n)]
+    drawn = [torch.randint(n_words, shape, generator=generator, device="cpu") for _ in range(n)]
+    return [ids.to(torch.get_default_device()) for ids in drawn]
 
 
 def own_rows(batch, rank):
