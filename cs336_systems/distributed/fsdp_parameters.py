@@ -59,6 +59,8 @@ class ManagedParameter:
 class ShardedParameter(ManagedParameter):
     """A parameter that is split over the ranks."""
 
+    offset_bytes: int = 0
+    """Where the whole begins in the group's buffer."""
     accumulated: Tensor | None = None
     """Whole gradient of backward passes under ``no_sync``, in the dtype in which it will be reduced."""
 
@@ -175,7 +177,8 @@ class ShardedGroup:
             kept = nn.Parameter(_alias(self._shards, start, rows.shape), whole.requires_grad)
             kept.detach().copy_(rows)
             working = nn.Parameter(_alias(self._wholes, whole_start, whole.shape), whole.requires_grad)
-            parameter = ShardedParameter(name, kept, working, whole.shape)
+            offset = whole_start * self._wholes.element_size()
+            parameter = ShardedParameter(name, kept, working, whole.shape, offset_bytes=offset)
             self.parameters.append(parameter)
             self.shard_slots[parameter] = (start, start + size)
         self._wholes.untyped_storage().resize_(0)
@@ -217,6 +220,17 @@ class ShardedGroup:
             self._work.wait()
             self._work = None
             del self._source
+
+    def check_in_place(self) -> None:
+        """After a module has run with the whole copies.
+
+        Raises:
+            RuntimeError: the module has given one other memory, in which no later gather would arrive.
+        """
+        start = self._wholes.data_ptr()
+        for parameter in self.parameters:
+            if parameter.shape.numel() and parameter.working.data_ptr() != start + parameter.offset_bytes:
+                raise RuntimeError(f"{parameter.names[0]} was moved to other memory while its module ran")
 
     def release(self) -> None:
         """Give the memory of the whole copies back."""

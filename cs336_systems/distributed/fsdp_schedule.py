@@ -131,6 +131,8 @@ class Schedule:
         returned = False
         try:
             output = call(*args, **kwargs)
+            for group in unit.groups:
+                group.check_in_place()
             returned = True
         finally:
             unit.show_kept()

@@ -223,7 +223,14 @@ def shard_module(
         process_group=process_group,
     )
     managed |= dict(zip(vectors, replicated.parameters, strict=True))
+    for owner in module.modules():
+        if isinstance(owner, nn.RNNBase):  # on a GPU it would move weights that are new to it into cuDNN's own buffer
+            owner.flatten_parameters = _leave_in_place  # type: ignore[method-assign]
     return Layout(_units(module, places, managed, groups), list(groups.values()), replicated)
+
+
+def _leave_in_place() -> None:
+    """Instead of ``RNNBase.flatten_parameters``."""
 
 
 def _as_sets(members: dict[tuple[Any, ...], list[nn.Parameter]]) -> dict[tuple[Any, ...], set[nn.Parameter]]:

@@ -209,6 +209,19 @@ def an_error_inside_leaves_shards_in_place(rank):
     fsdp.finish_gradient_synchronization()
 
 
+class Moving(nn.Linear):
+    """Takes other memory while it runs, as cuDNN's recurrent layers do by themselves."""
+
+    def forward(self, x):
+        self.weight.data = self.weight.data.clone()
+        return super().forward(x)
+
+
+def weights_that_a_module_moves_are_told(rank):
+    with pytest.raises(RuntimeError, match="inner.weight was moved to other memory while its module ran"):
+        FSDP(nn.ModuleDict({"inner": Moving(4, 4)}), units=None).module["inner"](torch.ones(2, 4))
+
+
 def half_precision_equals_the_same_arithmetic_in_one_process(rank):
     """Weights in bf16, a gradient per rank, its average, and the update in fp32: the same bits for two ranks."""
     torch.manual_seed(0)
@@ -346,6 +359,7 @@ ON_TWO = [
     accumulation_equals_one_large_batch,
     unusual_orders_of_passes,
     an_error_inside_leaves_shards_in_place,
+    weights_that_a_module_moves_are_told,
     half_precision_equals_the_same_arithmetic_in_one_process,
     clipping_bites,
     ranks_start_from_rank_0,
