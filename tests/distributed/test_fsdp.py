@@ -117,7 +117,8 @@ def parity_of_the_language_model_in_fp32(rank):
 
 
 def parity_of_every_kind_of_parameter(rank):
-    for optimizer in (SGD, ADAMW):
+    gentle = (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1})  # the losses are in the tens
+    for optimizer in (gentle, ADAMW):
         check_parity(rank, Menagerie, optimizer, square_loss, calls=lambda i: (i % 3 != 1,))
 
 
