@@ -30,6 +30,7 @@ from cs336_systems.measurement.record import RowFile
 from cs336_systems.measurement.sweep import Outcome, cell_columns, outcome_rows, run_sweep
 from cs336_systems.report.attention import attention_table, tile_table
 from cs336_systems.report.console import Format, check_device, complain, exit_with, finish, parse_for_device, show
+from cs336_systems.report.options import check_positive
 
 BENCHMARK = "benchmark_attention"
 TRAINING_SHAPES = (
@@ -96,9 +97,7 @@ def make_cells(options: Options) -> list[AttentionCell]:
     for impl in options.impl:
         if impl not in known:
             raise ValueError(f"--impl {impl}: known are {', '.join(known)}")
-    for name, values in (("length", options.length), ("d-head", options.d_head)):
-        if bad := [value for value in values if value < 1]:
-            raise ValueError(f"--{name} must be positive, got {bad[0]}")
+    check_positive(options, "length", "d_head")
     cells: list[AttentionCell] = []
     for name in options.grid:
         grid = _grid(name)
@@ -159,7 +158,7 @@ def _grid(name: str) -> Grid:
     if name == "variants":
         impls = VARIANT_IMPLEMENTATIONS
         return Grid(impls, ("bf16",), [VARIANT_SHAPE], causal=False, masks=VARIANTS, allowed=impls)
-    fast = ("flash", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex")
+    fast = ("flash", "hopper", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex")
     return Grid(fast, ("bf16",), list(TRAINING_SHAPES), causal=True)
 
 

@@ -12,27 +12,32 @@ Beside each time stands what a ring would take whose latency and bandwidth are f
 run, and beside each busbw its share of the link's datasheet bandwidth.
 """
 
+import functools
 import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from cs336_systems.costs.communication import COLLECTIVES, algbw, busbw
 from cs336_systems.distributed.collectives import Exchange
-from cs336_systems.distributed.process_group import Rank, launched_world_size
-from cs336_systems.measurement.ranks import reports, run_ranked_sweep, time_phases_of_ranks
-from cs336_systems.measurement.record import Metric, RowFile, read_rows
-from cs336_systems.measurement.sweep import cell_columns, outcome_rows
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.measurement.ranks import resolve_world_sizes, time_phases_of_ranks
+from cs336_systems.measurement.record import Metric, read_rows
+from cs336_systems.measurement.sweep import Outcome, outcome_rows
 from cs336_systems.report.collectives import collectives_table, draw_collectives
-from cs336_systems.report.console import Format, check_device, complain, exit_with, finish, parse_for_device, show
-
-BENCHMARK = "benchmark_collectives"
-HEADLINES = ("time", "algbw", "busbw", "wrong_elements")
-"""Metrics of the JSON line."""
+from cs336_systems.report.console import Format, check_device, exit_with, parse_for_device, show
+from cs336_systems.report.options import (
+    check_given,
+    check_not_negative,
+    check_positive,
+    check_timeout,
+    small_defaults_note,
+)
+from cs336_systems.report.ranked import RankedBenchmark
 
 CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -103,26 +108,6 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     return parse_for_device(default_options, arguments, __doc__)
 
 
-def world_sizes(options: Options) -> tuple[int, ...]:
-    """Which worlds to measure.
-
-    Raises:
-        ValueError: the launcher has started another number of ranks than was asked for.
-    """
-    present = launched_world_size()
-    if present is not None:
-        if options.world_size not in (None, (present,)):
-            raise ValueError(
-                f"--world-size {' '.join(map(str, options.world_size or ()))}: the launcher has started {present} ranks"
-            )
-        return (present,)
-    if options.world_size is not None:
-        return options.world_size
-    if options.device == "cpu":
-        return (2,)
-    return tuple(n for n in (2, 4, 6) if n <= torch.cuda.device_count()) or (1,)
-
-
 def make_cells(options: Options) -> list[CollectiveCell]:
     """The grid.
 
@@ -130,24 +115,12 @@ def make_cells(options: Options) -> list[CollectiveCell]:
         ValueError: a value that no cell can have.
     """
     check_device(options.device)
-    worlds = world_sizes(options)
-    for name, values in (
-        ("collective", options.collective),
-        ("size-mb", options.size_mb),
-        ("dtype", options.dtype),
-        ("world-size", worlds),
-    ):
-        if not values:
-            raise ValueError(f"--{name} needs at least one value, got none")
-    if bad := [n for n in worlds if n < 1]:
-        raise ValueError(f"--world-size must be positive, got {bad[0]}")
-    if options.calls < 1 or options.steps < 1 or options.warmup < 0:
-        raise ValueError(
-            "--calls and --steps must be positive and --warmup not negative, "
-            f"got {options.calls}, {options.steps} and {options.warmup}"
-        )
-    if not 0 < options.timeout <= 1e6:
-        raise ValueError(f"--timeout must be positive and at most 1e6 seconds, got {options.timeout:g}")
+    check_given(options, "collective", "size_mb", "dtype")
+    check_positive(options, "calls", "steps")
+    check_not_negative(options, "warmup")
+    check_timeout(options.timeout)
+    gpus = tuple(n for n in (2, 4, 6) if n <= torch.cuda.device_count()) or (1,)
+    worlds = resolve_world_sizes(options.world_size, gpus if options.device == "cuda" else (2,))
     cells = []
     for n, dtype, collective, size_mb in itertools.product(worlds, options.dtype, options.collective, options.size_mb):
         parts = int(size_mb * 1e6) // (n * _ALIGNMENT) if 0 < size_mb <= 8000 else 0
@@ -193,61 +166,29 @@ def describe(cell: CollectiveCell) -> str:
     return f"{cell.collective} {cell.size_mb:g} MB {cell.dtype} on {cell.world_size} ranks ({cell.variant})"
 
 
-def small_defaults_note(options: Options) -> str:
-    """A sentence that names the options which stand at the smaller defaults of a machine without a GPU, if any do."""
-    if options.device != "cpu":
-        return ""
-    small, usual = default_options("cpu"), default_options("cuda")
+def present(outcomes: list[Outcome], csv: Path | None, form: Format) -> int:
+    """Show the table and draw the figure; 1 if an element was wrong."""
+    show(collectives_table(outcome_rows(outcomes)), form)
+    if csv:
+        draw_collectives(read_rows(csv), csv.with_suffix(".png"))
+    wrong = [describe(outcome.cell) for outcome in outcomes if outcome.median("wrong_elements")]
+    if wrong:
+        print(f"{BENCHMARK.name}: wrong elements in {', '.join(wrong)}", file=sys.stderr)
+    return int(bool(wrong))
 
-    def shown(value: Any) -> str:
-        return " ".join(f"{item:g}" for item in value) if isinstance(value, tuple) else str(value)
 
-    shrunk = [n for n in ("size_mb", "calls", "warmup", "steps") if getattr(options, n) == getattr(small, n)]
-    parts = [f"--{name.replace('_', '-')} {shown(getattr(small, name))}" for name in shrunk]
-    usually = [shown(getattr(usual, name)) for name in shrunk]
-    return f"On a CPU the defaults shrink: {', '.join(parts)} (on a GPU {', '.join(usually)})." if parts else ""
+BENCHMARK = RankedBenchmark(
+    "benchmark_collectives", CollectiveCell, measure_collective, describe, ("time", "algbw", "busbw", "wrong_elements")
+)
 
 
 def main() -> int:
-    """Parse, check everything that can be checked before running, run, print."""
+    """Parse, check everything that can be checked before running, run; rank 0 presents."""
     options = parse_options()
-    csv = options.out / f"{BENCHMARK}.csv" if options.out else None
-    try:
-        cells = make_cells(options)
-        row_file = RowFile(csv, cell_columns(CollectiveCell)) if csv and reports() else None
-    except ValueError as error:
-        return complain(BENCHMARK, str(error))
-    except OSError as error:
-        return complain(BENCHMARK, f"{error.filename}: {error.strerror}")
-    if reports() and (note := small_defaults_note(options)):
-        print(note, file=sys.stderr)
-    try:
-        outcomes = run_ranked_sweep(
-            BENCHMARK,
-            cells,
-            measure_collective,
-            world_size=None,
-            device=options.device,
-            row_file=row_file,
-            timeout_s=options.timeout,
-            describe=describe,
-        )
-    except (ValueError, OSError) as error:
-        return complain(BENCHMARK, str(error))
-    if not reports():
-        return 0
-    show(collectives_table(outcome_rows(outcomes)), options.format)
-    if csv:
-        try:
-            draw_collectives(read_rows(csv), csv.with_suffix(".png"))
-        except OSError as error:
-            return complain(BENCHMARK, f"the figure could not be written: {error.filename}: {error.strerror}")
-    code = finish(BENCHMARK, outcomes, describe, HEADLINES, csv)
-    wrong = [describe(outcome.cell) for outcome in outcomes if outcome.median("wrong_elements")]
-    if wrong:
-        print(f"{BENCHMARK}: wrong elements in {', '.join(wrong)}", file=sys.stderr)
-    return code or int(bool(wrong))
+    note = small_defaults_note(options, default_options, "size_mb", "calls", "warmup", "steps")
+    show_outcomes = functools.partial(present, form=options.format)
+    return BENCHMARK.run(options, lambda: make_cells(options), show_outcomes, note)
 
 
 if __name__ == "__main__":
-    exit_with(BENCHMARK, main)
+    exit_with(BENCHMARK.name, main)

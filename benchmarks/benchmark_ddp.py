@@ -13,29 +13,29 @@ After the run every parameter must be the same bits on all ranks, or the cell fa
 
 import functools
 import itertools
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
-from cs336_systems.config import PRECISIONS, resolve_size
-from cs336_systems.distributed.process_group import launched_world_size
 from cs336_systems.measurement.data_parallel import SIZED, DataParallelCell, measure_data_parallel
-from cs336_systems.measurement.ranks import reports, run_ranked_sweep
-from cs336_systems.measurement.record import RowFile, read_rows
-from cs336_systems.measurement.sweep import Outcome, cell_columns, outcome_rows
-from cs336_systems.measurement.traces import kineto
-from cs336_systems.measurement.traces.tables import TraceError
-from cs336_systems.report.console import Format, check_device, complain, exit_with, finish, parse_for_device, show
+from cs336_systems.measurement.ranks import resolve_world_sizes
+from cs336_systems.measurement.record import read_rows
+from cs336_systems.measurement.sweep import Outcome, outcome_rows
+from cs336_systems.report.console import Format, check_device, exit_with, parse_for_device, show
 from cs336_systems.report.data_parallel import data_parallel_table
-from cs336_systems.report.timeline import draw_timeline
-from cs336_systems.training.precision import unsupported_reason
-
-BENCHMARK = "benchmark_ddp"
-HEADLINES = ("step", "backward", "local_step", "exposed", "exposed_share", "hidden_share", "tokens_per_s", "sent")
-"""Metrics of the JSON line."""
+from cs336_systems.report.options import (
+    check_dtypes,
+    check_given,
+    check_not_negative,
+    check_positive,
+    check_seed,
+    check_timeout,
+    resolved_sizes,
+    small_defaults_note,
+)
+from cs336_systems.report.ranked import RankedBenchmark, draw_traces
 
 Rung = Literal["naive", "flat", "overlapped", "bucketed", "torch"]
 Dtype = Literal["fp32", "tf32", "bf16", "autocast-bf16"]
@@ -98,22 +98,6 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     return parse_for_device(default_options, arguments, __doc__)
 
 
-def world_sizes(options: Options) -> tuple[int, ...]:
-    """Which worlds to measure.
-
-    Raises:
-        ValueError: the launcher has started another number of ranks than was asked for.
-    """
-    present = launched_world_size()
-    if present is None:
-        default = torch.cuda.device_count() if options.device == "cuda" else 2
-        return options.world_size if options.world_size is not None else (default,)
-    if options.world_size not in (None, (present,)):
-        asked = " ".join(map(str, options.world_size or ()))
-        raise ValueError(f"--world-size {asked}: the launcher has started {present} ranks")
-    return (present,)
-
-
 def make_cells(options: Options) -> list[DataParallelCell]:
     """The grid, the rungs of one model next to each other.
 
@@ -121,29 +105,24 @@ def make_cells(options: Options) -> list[DataParallelCell]:
         ValueError: a value that no cell can have.
     """
     check_device(options.device)
-    worlds = world_sizes(options)
-    sets: dict[str, tuple[Any, ...]] = {
-        name: getattr(options, name)
-        for name in ("ddp", "bucket_size_mb", "communication_dtype", "size", "context_length", "batch_size", "dtype")
-    } | {"optimizer": options.optimizer, "world_size": worlds}
-    for name, values in sets.items():
-        if not values:
-            raise ValueError(f"--{name.replace('_', '-')} needs at least one value, got none")
-    for name in ("bucket_size_mb", "context_length", "batch_size", "world_size"):
-        if bad := [value for value in sets[name] if not value > 0]:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {bad[0]:g}")
-    if options.steps < 1 or options.warmup < 0:
-        raise ValueError(f"--steps must be positive and --warmup not negative, got {options.steps}, {options.warmup}")
-    if not 0 <= options.seed < 2**31:
-        raise ValueError(f"--seed must lie in 0..2^31-1, got {options.seed}")
-    if not 0 < options.timeout <= 1e6:
-        raise ValueError(f"--timeout must be positive and at most 1e6 seconds, got {options.timeout:g}")
-    for dtype in options.dtype:
-        if reason := unsupported_reason(PRECISIONS[dtype], torch.device(options.device)):
-            raise ValueError(f"--dtype {dtype}: {reason}")
-    sizes = [resolve_size(size).name for size in options.size]
-    for size, context_length in itertools.product(sizes, options.context_length):
-        resolve_size(size).at_context(context_length)
+    names = (
+        "ddp",
+        "bucket_size_mb",
+        "communication_dtype",
+        "size",
+        "context_length",
+        "batch_size",
+        "dtype",
+        "optimizer",
+    )
+    check_given(options, *names)
+    check_positive(options, "bucket_size_mb", "context_length", "batch_size", "steps")
+    check_not_negative(options, "warmup")
+    check_seed(options.seed, bits=31)
+    check_timeout(options.timeout)
+    check_dtypes(options.dtype, options.device)
+    worlds = resolve_world_sizes(options.world_size, (torch.cuda.device_count() if options.device == "cuda" else 2,))
+    sizes = resolved_sizes(options.size, options.context_length)
     rungs = [(r, mb) for r in options.ddp for mb in (options.bucket_size_mb if r in SIZED else (None,))]
     grid = itertools.product(
         worlds,
@@ -188,73 +167,28 @@ def describe(cell: DataParallelCell) -> str:
     )
 
 
-def draw_traces(outcomes: list[Outcome], folder: Path) -> list[str]:
-    """A picture beside each recording, of its last step; a sentence for each, or on why there is none."""
-    notes = []
-    for cell in (outcome.cell for outcome in outcomes if outcome.status == "ok"):
-        path = folder / f"{cell.name}.json.gz"
-        picture = folder / f"{cell.name}.png"
-        try:
-            trace = kineto.read(path)
-            draw_timeline(trace, ["forward", "backward", "optimizer"], describe(cell), picture)
-        except (TraceError, OSError) as error:
-            notes.append(f"no picture of {describe(cell)}: {error}")
-            continue
-        limits = "" if trace.has_gpu else " (no GPU sections; what gloo sends shows as ranges of its threads)"
-        notes.append(f"{picture}{limits}")
-    return notes
-
-
-def small_defaults_note(options: Options) -> str:
-    """A sentence that names the options which stand at the smaller defaults of a machine without a GPU, if any do."""
-    if options.device != "cpu":
-        return ""
-    small, usual = default_options("cpu"), default_options("cuda")
-
-    def shown(value: Any) -> str:
-        return str(value[0] if isinstance(value, tuple) else value)
-
-    names = ("size", "context_length", "batch_size", "warmup", "steps")
-    shrunk = [name for name in names if getattr(options, name) == getattr(small, name)]
-    parts = [f"--{name.replace('_', '-')} {shown(getattr(small, name))}" for name in shrunk]
-    usually = [shown(getattr(usual, name)) for name in shrunk]
-    return f"On a CPU the defaults shrink: {', '.join(parts)} (on a GPU {', '.join(usually)})." if parts else ""
+BENCHMARK = RankedBenchmark(
+    "benchmark_ddp",
+    DataParallelCell,
+    measure_data_parallel,
+    describe,
+    ("step", "backward", "local_step", "exposed", "exposed_share", "hidden_share", "tokens_per_s", "sent"),
+)
 
 
 def main() -> int:
-    """Parse, check everything that can be checked before running, run; rank 0 prints."""
+    """Parse, check everything that can be checked before running, run; rank 0 presents."""
     options = parse_options()
-    csv = options.out / f"{BENCHMARK}.csv" if options.out else None
-    try:
-        cells = make_cells(options)
-        row_file = RowFile(csv, cell_columns(DataParallelCell)) if csv and reports() else None
-    except ValueError as error:
-        return complain(BENCHMARK, str(error))
-    except OSError as error:
-        return complain(BENCHMARK, f"{error.filename}: {error.strerror}")
-    if reports() and (note := small_defaults_note(options)):
-        print(note, file=sys.stderr)
-    try:
-        outcomes = run_ranked_sweep(
-            BENCHMARK,
-            cells,
-            functools.partial(measure_data_parallel, trace=options.trace),
-            world_size=None,
-            device=options.device,
-            row_file=row_file,
-            timeout_s=options.timeout,
-            describe=describe,
-        )
-        if not reports():
-            return 0
+    note = small_defaults_note(options, default_options, "size", "context_length", "batch_size", "warmup", "steps")
+
+    def present(outcomes: list[Outcome], csv: Path | None) -> None:
         show(data_parallel_table(read_rows(csv) if csv else outcome_rows(outcomes)), options.format)
-    except (ValueError, OSError) as error:
-        return complain(BENCHMARK, str(error))
-    if options.trace is not None:
-        for note in draw_traces(outcomes, options.trace):
-            print(note, file=sys.stderr)
-    return finish(BENCHMARK, outcomes, describe, HEADLINES, csv)
+        if options.trace is not None:
+            draw_traces(outcomes, options.trace, describe)
+
+    benchmark = replace(BENCHMARK, measure=functools.partial(measure_data_parallel, trace=options.trace))
+    return benchmark.run(options, lambda: make_cells(options), present, note)
 
 
 if __name__ == "__main__":
-    exit_with(BENCHMARK, main)
+    exit_with(BENCHMARK.name, main)

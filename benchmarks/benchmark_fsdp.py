@@ -12,33 +12,30 @@ against prediction by kind; for every gather of ours the time is measured that i
 
 import functools
 import itertools
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
-from cs336_systems.attention.dispatch import IMPLEMENTATIONS
-from cs336_systems.config import PRECISIONS, resolve_size
-from cs336_systems.distributed.process_group import launched_world_size
 from cs336_systems.measurement.fully_sharded import BF16_COMPUTE, OURS, FullyShardedCell, measure_fully_sharded
-from cs336_systems.measurement.ranks import reports, run_ranked_sweep
-from cs336_systems.measurement.record import RowFile, read_rows
-from cs336_systems.measurement.sweep import Outcome, cell_columns, outcome_rows
-from cs336_systems.measurement.traces import kineto
-from cs336_systems.measurement.traces.tables import TraceError
-from cs336_systems.report.console import Format, check_device, complain, exit_with, finish, parse_for_device, show
+from cs336_systems.measurement.ranks import resolve_world_sizes
+from cs336_systems.measurement.record import read_rows
+from cs336_systems.measurement.sweep import Outcome, outcome_rows
+from cs336_systems.report.console import Format, check_device, exit_with, parse_for_device, show
 from cs336_systems.report.fully_sharded import fully_sharded_table
-from cs336_systems.report.timeline import draw_timeline
-from cs336_systems.training.precision import unsupported_reason
-
-BENCHMARK = "benchmark_fsdp"
-HEADLINES = (
-    *("step", "tokens_per_s", "parameters", "gradients", "optimizer_state", "state_error", "peak_memory", "sent"),
-    *("gathers", "late_gathers", "gather_wait", "hidden_share"),
+from cs336_systems.report.options import (
+    check_attention,
+    check_dtypes,
+    check_given,
+    check_not_negative,
+    check_positive,
+    check_seed,
+    check_timeout,
+    resolved_sizes,
+    small_defaults_note,
 )
-"""Metrics of the JSON line."""
+from cs336_systems.report.ranked import RankedBenchmark, draw_traces
 
 Implementation = Literal["ours", "torch", "ddp"]
 Switch = Literal["off", "on"]
@@ -103,22 +100,6 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     return parse_for_device(default_options, arguments, __doc__)
 
 
-def world_sizes(options: Options) -> tuple[int, ...]:
-    """Which worlds to measure.
-
-    Raises:
-        ValueError: the launcher has started another number of ranks than was asked for.
-    """
-    present = launched_world_size()
-    if present is None:
-        default = torch.cuda.device_count() if options.device == "cuda" else 2
-        return options.world_size if options.world_size is not None else (default,)
-    if options.world_size not in (None, (present,)):
-        asked = " ".join(map(str, options.world_size or ()))
-        raise ValueError(f"--world-size {asked}: the launcher has started {present} ranks")
-    return (present,)
-
-
 def make_cells(options: Options) -> list[FullyShardedCell]:
     """The grid, the implementations of one model next to each other.
 
@@ -137,38 +118,18 @@ def make_cells(options: Options) -> list[FullyShardedCell]:
         "checkpoint",
         "optimizer",
     )
-    sets: dict[str, tuple[Any, ...]] = {name: getattr(options, name) for name in names}
-    sets["world_size"] = world_sizes(options)
-    for name, values in sets.items():
-        if not values:
-            raise ValueError(f"--{name.replace('_', '-')} needs at least one value, got none")
-    for name in ("context_length", "batch_size", "world_size"):
-        if bad := [value for value in sets[name] if value < 1]:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {bad[0]}")
-    if min(options.prefetch) < 0:
-        raise ValueError(f"--prefetch must not be negative, got {min(options.prefetch)}")
-    if options.steps < 1 or options.warmup < 0 or options.repeat < 1:
-        raise ValueError(
-            "--steps and --repeat must be positive and --warmup not negative, "
-            f"got {options.steps}, {options.repeat} and {options.warmup}"
-        )
-    if not 0 <= options.seed < 2**31:
-        raise ValueError(f"--seed must lie in 0..2^31-1, got {options.seed}")
-    if not 0 < options.timeout <= 1e6:
-        raise ValueError(f"--timeout must be positive and at most 1e6 seconds, got {options.timeout:g}")
-    if BF16_COMPUTE in options.dtype and (
-        reason := unsupported_reason(PRECISIONS["autocast-bf16"], torch.device(options.device))
-    ):
-        raise ValueError(f"--dtype {BF16_COMPUTE}: {reason}")
-    for attention in options.attention:
-        if attention not in IMPLEMENTATIONS:
-            raise ValueError(f"--attention {attention}: known are {', '.join(IMPLEMENTATIONS)}")
-    sizes = [resolve_size(size).name for size in options.size]
-    for size, context_length in itertools.product(sizes, options.context_length):
-        resolve_size(size).at_context(context_length)
+    check_given(options, *names)
+    check_positive(options, "context_length", "batch_size", "steps", "repeat")
+    check_not_negative(options, "prefetch", "warmup")
+    check_seed(options.seed, bits=31)
+    check_timeout(options.timeout)
+    check_dtypes(["autocast-bf16"] if BF16_COMPUTE in options.dtype else [], options.device)
+    check_attention(options.attention)
+    worlds = resolve_world_sizes(options.world_size, (torch.cuda.device_count() if options.device == "cuda" else 2,))
+    sizes = resolved_sizes(options.size, options.context_length)
     sided = [(name, ahead) for name in options.fsdp for ahead in (options.prefetch if name == OURS else (None,))]
     grid = itertools.product(
-        sets["world_size"],
+        worlds,
         sizes,
         options.batch_size,
         options.context_length,
@@ -226,56 +187,31 @@ def describe(cell: FullyShardedCell) -> str:
     )
 
 
-def draw_traces(outcomes: list[Outcome], folder: Path) -> list[str]:
-    """A picture beside each recording, of its last step; a sentence for each, or on why there is none."""
-    notes = []
-    for cell in (outcome.cell for outcome in outcomes if outcome.status == "ok"):
-        picture = folder / f"{cell.name}.png"
-        try:
-            trace = kineto.read(folder / f"{cell.name}.json.gz")
-            draw_timeline(trace, ["forward", "backward", "optimizer"], describe(cell), picture)
-        except (TraceError, OSError) as error:
-            notes.append(f"no picture of {describe(cell)}: {error}")
-            continue
-        limits = "" if trace.has_gpu else " (no GPU sections: a CPU's trace shows calls, not what gloo's threads send)"
-        notes.append(f"{picture}{limits}")
-    return notes
+BENCHMARK = RankedBenchmark(
+    "benchmark_fsdp",
+    FullyShardedCell,
+    measure_fully_sharded,
+    describe,
+    (
+        *("step", "tokens_per_s", "parameters", "gradients", "optimizer_state", "state_error", "peak_memory", "sent"),
+        *("gathers", "late_gathers", "gather_wait", "hidden_share"),
+    ),
+)
 
 
 def main() -> int:
-    """Parse, check everything that can be checked before running, run; rank 0 prints."""
+    """Parse, check everything that can be checked before running, run; rank 0 presents."""
     options = parse_options()
-    csv = options.out / f"{BENCHMARK}.csv" if options.out else None
-    try:
-        cells = make_cells(options)
-        row_file = RowFile(csv, cell_columns(FullyShardedCell)) if csv and reports() else None
-    except ValueError as error:
-        return complain(BENCHMARK, str(error))
-    except OSError as error:
-        return complain(BENCHMARK, f"{error.filename}: {error.strerror}")
-    if reports() and options.device == "cpu":
-        print("On a CPU the defaults shrink: the tiny model, batch 1, context 128, few steps.", file=sys.stderr)
-    try:
-        outcomes = run_ranked_sweep(
-            BENCHMARK,
-            cells,
-            functools.partial(measure_fully_sharded, trace=options.trace),
-            world_size=None,
-            device=options.device,
-            row_file=row_file,
-            timeout_s=options.timeout,
-            describe=describe,
-        )
-        if not reports():
-            return 0
+    note = small_defaults_note(options, default_options, "size", "context_length", "batch_size", "warmup", "steps")
+
+    def present(outcomes: list[Outcome], csv: Path | None) -> None:
         show(fully_sharded_table(read_rows(csv) if csv else outcome_rows(outcomes)), options.format)
-    except (ValueError, OSError) as error:
-        return complain(BENCHMARK, str(error))
-    if options.trace is not None:
-        for note in draw_traces(outcomes, options.trace):
-            print(note, file=sys.stderr)
-    return finish(BENCHMARK, outcomes, describe, HEADLINES, csv)
+        if options.trace is not None:
+            draw_traces(outcomes, options.trace, describe)
+
+    benchmark = replace(BENCHMARK, measure=functools.partial(measure_fully_sharded, trace=options.trace))
+    return benchmark.run(options, lambda: make_cells(options), present, note)
 
 
 if __name__ == "__main__":
-    exit_with(BENCHMARK, main)
+    exit_with(BENCHMARK.name, main)

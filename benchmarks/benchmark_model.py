@@ -22,7 +22,6 @@ from typing import Any, Literal, get_args
 import torch
 from rich.console import Console
 
-from cs336_systems.attention.dispatch import IMPLEMENTATIONS
 from cs336_systems.config import PRECISIONS, Precision, resolve_size
 from cs336_systems.costs.checkpointing import KEEP_MATMULS, canonical_policy
 from cs336_systems.costs.flops import AttentionKind, hardware_flops
@@ -38,11 +37,21 @@ from cs336_systems.report.compare import compare
 from cs336_systems.report.console import Format, check_device, complain, exit_with, finish, parse_for_device, show
 from cs336_systems.report.figures import draw_step_figure
 from cs336_systems.report.frontier import draw_frontier
+from cs336_systems.report.options import (
+    check_attention,
+    check_dtypes,
+    check_given,
+    check_not_negative,
+    check_positive,
+    check_seed,
+    check_timeout,
+    resolved_sizes,
+    small_defaults_note,
+)
 from cs336_systems.report.rates import step_rates
 from cs336_systems.report.tables import CEILING, read_model_rows, step_table
 from cs336_systems.training import TrainingSetup, assemble, unsupported_attention
 from cs336_systems.training.activation_checkpointing import unsupported_reason as checkpointing_reason
-from cs336_systems.training.precision import unsupported_reason
 
 BENCHMARK = "benchmark_model"
 GIB = 1024**3
@@ -74,7 +83,8 @@ class Options:
     dtype: tuple[Dtype, ...] = ("fp32",)
     """How numbers are stored and multiplied."""
     attention: tuple[str, ...] = ("reference",)
-    """Implementations: reference, reference-compiled, tiled, flash, sdpa-flash, sdpa-cudnn, sdpa-efficient, flex."""
+    """Implementations: reference, reference-compiled, tiled, flash, hopper, sdpa-flash, sdpa-cudnn, sdpa-efficient,
+    flex."""
     compile: tuple[Switch, ...] = ("off",)
     """torch.compile of each block and of the loss; --compile alone means on."""
     checkpoint: tuple[str, ...] = ("none",)
@@ -168,38 +178,20 @@ def make_cells(options: Options) -> list[ModelCell]:
         ValueError: a value that no cell can have: unknown size, context beyond the model's, dtype the device lacks.
     """
     check_device(options.device)
-    for name in ("size", "context_length", "batch_size", "mode", "dtype", "checkpoint", "optimizer", "warmup"):
-        if not getattr(options, name):
-            raise ValueError(f"--{name.replace('_', '-')} needs at least one value, got none")
-    for name, values in (("context-length", options.context_length), ("batch-size", options.batch_size)):
-        if bad := [value for value in values if value < 1]:
-            raise ValueError(f"--{name} must be positive, got {bad[0]}")
-    if not 0 <= options.seed < 2**63 or options.repeat < 1:
-        raise ValueError(
-            f"--seed must lie in 0..2^63-1 and --repeat be positive, got {options.seed} and {options.repeat}"
-        )
-    if options.steps < 1 or min(options.warmup) < 0:
-        raise ValueError(
-            f"--steps must be positive and --warmup not negative, got {options.steps} and {min(options.warmup)}"
-        )
-    if not 0 < options.timeout <= 1e6:
-        raise ValueError(f"--timeout must be positive and at most 1e6 seconds, got {options.timeout:g}")
-    device = torch.device(options.device)
-    for dtype in options.dtype:
-        if reason := unsupported_reason(PRECISIONS[dtype], device):
-            raise ValueError(f"--dtype {dtype}: {reason}")
-    for attention in options.attention:
-        if attention not in IMPLEMENTATIONS:
-            raise ValueError(f"--attention {attention}: known are {', '.join(IMPLEMENTATIONS)}")
+    check_given(options, "size", "context_length", "batch_size", "mode", "dtype", "checkpoint", "optimizer", "warmup")
+    check_positive(options, "context_length", "batch_size", "steps", "repeat")
+    check_not_negative(options, "warmup")
+    check_seed(options.seed)
+    check_timeout(options.timeout)
+    check_dtypes(options.dtype, options.device)
+    check_attention(options.attention)
     policies = dict.fromkeys(canonical_policy(policy) for policy in options.checkpoint)
     if (budget := options.memory_budget_gib) is not None:
         if list(policies) != ["none"]:
             raise ValueError(f"--memory-budget-gib chooses the policy itself, got --checkpoint {' '.join(policies)}")
         if not 0 < budget < math.inf:
             raise ValueError(f"--memory-budget-gib must be positive and finite, got {budget:g}")
-    sizes = [resolve_size(size).name for size in options.size]
-    for size, context_length in itertools.product(sizes, options.context_length):
-        resolve_size(size).at_context(context_length)
+    sizes = resolved_sizes(options.size, options.context_length)
     grid: Iterator[Any] = itertools.product(
         (options.device,),
         sizes,
@@ -398,29 +390,14 @@ def run(options: Options, cells: list[ModelCell], row_file: RowFile | None, outc
         outcomes.extend(sweep(cells, functools.partial(measure_model, ceilings=ceilings, force=options.force)))
 
 
-def small_defaults_note(options: Options) -> str:
-    """A sentence that names the options which stand at the smaller defaults of a machine without a GPU, if any do."""
-    if options.device != "cpu":
-        return ""
-    small, usual = default_options("cpu"), default_options("cuda")
-    names = ("batch_size", "context_length", "warmup", "steps")
-    shrunk = {name: getattr(small, name) for name in names if getattr(options, name) == getattr(small, name)}
-    parts = [
-        f"--{name.replace('_', '-')} {value[0] if isinstance(value, tuple) else value}"
-        for name, value in shrunk.items()
-    ]
-    usually = [getattr(usual, name) for name in shrunk]
-    instead = [str(value[0] if isinstance(value, tuple) else value) for value in usually]
-    return f"On a CPU the defaults shrink: {', '.join(parts)} (on a GPU {', '.join(instead)})." if parts else ""
-
-
 def main() -> int:
     """Parse, check everything that can be checked before running, run, print."""
     options = parse_options()
     outcomes: list[Outcome] = []
     csv = options.out / f"{BENCHMARK}.csv" if options.out else None
     try:
-        cells, notes = make_cells(options), [small_defaults_note(options)]
+        cells = make_cells(options)
+        notes = [small_defaults_note(options, default_options, "batch_size", "context_length", "warmup", "steps")]
         if options.memory_budget_gib is not None:
             cells, choices = fit_to_budget(cells, options.memory_budget_gib)
             notes += choices

@@ -11,8 +11,8 @@ ZeroRedundancyOptimizer. ``--repeat`` runs all of them in turn, several times, s
 ratios are to replicated of the same repeat. Batch sizes are per rank. Time is that of the slowest rank in every step.
 """
 
+import functools
 import itertools
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,22 +20,24 @@ from typing import Any, Literal
 
 import torch
 
-from cs336_systems.config import PRECISIONS, resolve_size
 from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB
-from cs336_systems.measurement.ranks import reports, resolve_world_size, run_ranked_sweep
-from cs336_systems.measurement.record import RowFile, read_rows
+from cs336_systems.measurement.ranks import resolve_world_sizes
+from cs336_systems.measurement.record import read_rows
 from cs336_systems.measurement.sharding import SHARDINGS, measure_sharding
-from cs336_systems.measurement.sweep import cell_columns, outcome_rows
-from cs336_systems.report.console import Format, check_device, complain, exit_with, finish, parse_for_device, show
-from cs336_systems.report.sharded_memory import draw_memory, memory_table, time_table
-from cs336_systems.training.precision import unsupported_reason
-
-BENCHMARK = "benchmark_sharded_optimizer"
-HEADLINES = (
-    *("forward", "backward", "optimizer", "step"),
-    *("after_step_optimizer_state", "predicted_optimizer_state", "after_step_allocated", "before_step_peak"),
+from cs336_systems.measurement.sweep import Outcome, outcome_rows
+from cs336_systems.report.console import Format, check_device, exit_with, parse_for_device, show
+from cs336_systems.report.options import (
+    check_dtypes,
+    check_given,
+    check_not_negative,
+    check_positive,
+    check_seed,
+    check_timeout,
+    resolved_sizes,
+    small_defaults_note,
 )
-"""Metrics of the JSON line."""
+from cs336_systems.report.ranked import RankedBenchmark
+from cs336_systems.report.sharded_memory import draw_memory, memory_table, time_table
 
 Sharding = Literal["replicated", "owned", "scattered", "torch-zero"]
 
@@ -58,8 +60,9 @@ class Options:
     """AdamW written out, or torch's fused kernel."""
     bucket_size_mb: tuple[float, ...] = (DEFAULT_BUCKET_SIZE_MB,)
     """MiB of the buckets in which gradients and parameters travel (not torch-zero's parameters: one per rank)."""
-    world_size: int | None = None
-    """Ranks on this machine: by default one per GPU, or two on a CPU. Under torchrun it is torchrun's number."""
+    world_size: tuple[int, ...] | None = None
+    """Ranks on this machine, each number a world of its own; by default all GPUs, or two ranks on a CPU. Under torchrun
+    it is torchrun's number."""
     warmup: int = 3
     """Steps before the recorded ones, besides the two in which memory is read."""
     steps: int = 10
@@ -122,30 +125,17 @@ def make_cells(options: Options) -> list[Cell]:
         ValueError: a value that no cell can have.
     """
     check_device(options.device)
-    world_size = resolve_world_size(options.world_size, torch.cuda.device_count() if options.device == "cuda" else 2)
-    sets = ("sharding", "size", "context_length", "batch_size", "dtype", "optimizer", "bucket_size_mb")
-    for name in sets:
-        if not getattr(options, name):
-            raise ValueError(f"--{name.replace('_', '-')} needs at least one value, got none")
-    for name in ("context_length", "batch_size", "bucket_size_mb"):
-        if bad := [value for value in getattr(options, name) if not value > 0]:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {bad[0]}")
-    if options.steps < 1 or options.repeat < 1 or options.warmup < 0:
-        raise ValueError(
-            "--steps and --repeat must be positive and --warmup not negative, "
-            f"got {options.steps}, {options.repeat} and {options.warmup}"
-        )
-    if not 0 < options.timeout <= 1e6:
-        raise ValueError(f"--timeout must be positive and at most 1e6 seconds, got {options.timeout:g}")
-    for dtype in options.dtype:
-        if reason := unsupported_reason(PRECISIONS[dtype], torch.device(options.device)):
-            raise ValueError(f"--dtype {dtype}: {reason}")
-    sizes = [resolve_size(size).name for size in options.size]
-    for size, context_length in itertools.product(sizes, options.context_length):
-        resolve_size(size).at_context(context_length)
+    check_given(options, "sharding", "size", "context_length", "batch_size", "dtype", "optimizer", "bucket_size_mb")
+    check_positive(options, "context_length", "batch_size", "bucket_size_mb", "steps", "repeat")
+    check_not_negative(options, "warmup")
+    check_seed(options.seed)
+    check_timeout(options.timeout)
+    check_dtypes(options.dtype, options.device)
+    worlds = resolve_world_sizes(options.world_size, (torch.cuda.device_count() if options.device == "cuda" else 2,))
+    sizes = resolved_sizes(options.size, options.context_length)
     grid: Iterator[Any] = itertools.product(
         (options.device,),
-        (world_size,),
+        worlds,
         sizes,
         options.batch_size,
         options.context_length,
@@ -170,60 +160,36 @@ def describe(cell: Cell) -> str:
     )
 
 
-def small_defaults_note(options: Options) -> str:
-    """A sentence that names the options which stand at the smaller defaults of a machine without a GPU, if any do."""
-    if options.device != "cpu":
-        return ""
-    small, usual = default_options("cpu"), default_options("cuda")
+def present(outcomes: list[Outcome], csv: Path | None, form: Format) -> None:
+    """Show the tables of time and of memory, and draw the memory of all rows of the file."""
+    rows = outcome_rows(outcomes)
+    show(time_table(rows), form)
+    show(memory_table(rows), form)
+    if csv:
+        draw_memory(read_rows(csv), csv.with_suffix(".png"))
 
-    def shown(value: Any) -> str:
-        return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
-    names = ("size", "batch_size", "context_length", "bucket_size_mb", "warmup", "steps")
-    shrunk = [name for name in names if getattr(options, name) == getattr(small, name)]
-    parts = [f"--{name.replace('_', '-')} {shown(getattr(small, name))}" for name in shrunk]
-    usually = [shown(getattr(usual, name)) for name in shrunk]
-    return f"On a CPU the defaults shrink: {', '.join(parts)} (on a GPU {', '.join(usually)})." if parts else ""
+BENCHMARK = RankedBenchmark(
+    "benchmark_sharded_optimizer",
+    Cell,
+    measure_sharding,
+    describe,
+    (
+        *("forward", "backward", "optimizer", "step"),
+        *("after_step_optimizer_state", "predicted_optimizer_state", "after_step_allocated", "before_step_peak"),
+    ),
+)
 
 
 def main() -> int:
-    """Parse, check everything that can be checked before running, run, print."""
+    """Parse, check everything that can be checked before running, run; rank 0 presents."""
     options = parse_options()
-    csv = options.out / f"{BENCHMARK}.csv" if options.out else None
-    try:
-        cells = make_cells(options)
-        row_file = RowFile(csv, cell_columns(Cell)) if csv and reports() else None
-    except ValueError as error:
-        return complain(BENCHMARK, str(error))
-    except OSError as error:
-        return complain(BENCHMARK, f"{error.filename}: {error.strerror}")
-    if reports() and (note := small_defaults_note(options)):
-        print(note, file=sys.stderr)
-    try:
-        outcomes = run_ranked_sweep(
-            BENCHMARK,
-            cells,
-            measure_sharding,
-            world_size=options.world_size,
-            device=options.device,
-            row_file=row_file,
-            timeout_s=options.timeout,
-            describe=describe,
-        )
-    except (ValueError, OSError) as error:
-        return complain(BENCHMARK, str(error))
-    if not reports():
-        return 0
-    rows = outcome_rows(outcomes)
-    show(time_table(rows), options.format)
-    show(memory_table(rows), options.format)
-    if csv:
-        try:
-            draw_memory(read_rows(csv), csv.with_suffix(".png"))
-        except OSError as error:
-            return complain(BENCHMARK, f"the figure could not be written: {error.filename}: {error.strerror}")
-    return finish(BENCHMARK, outcomes, describe, HEADLINES, csv)
+    note = small_defaults_note(
+        options, default_options, "size", "context_length", "batch_size", "bucket_size_mb", "warmup", "steps"
+    )
+    show_outcomes = functools.partial(present, form=options.format)
+    return BENCHMARK.run(options, lambda: make_cells(options), show_outcomes, note)
 
 
 if __name__ == "__main__":
-    exit_with(BENCHMARK, main)
+    exit_with(BENCHMARK.name, main)

@@ -26,8 +26,7 @@ import pandas as pd
 import torch
 from rich.console import Console
 
-from cs336_systems.attention.dispatch import IMPLEMENTATIONS
-from cs336_systems.config import PRECISIONS, resolve_size
+from cs336_systems.config import PRECISIONS
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.memory import peak_memory
 from cs336_systems.measurement.memory import cublas_workspace_bytes, free_bytes
@@ -43,10 +42,19 @@ from cs336_systems.measurement.workload import Workload
 from cs336_systems.report.console import Format, check_device, complain, exit_with, finish, parse_for_device, show
 from cs336_systems.report.digest import write_digest
 from cs336_systems.report.memory_digest import write_memory_digest
+from cs336_systems.report.options import (
+    check_attention,
+    check_dtypes,
+    check_given,
+    check_not_negative,
+    check_positive,
+    check_seed,
+    check_timeout,
+    resolved_sizes,
+)
 from cs336_systems.report.profile_tables import Profile, class_table, overhead_table, phase_table
 from cs336_systems.report.tables import Table, digits
 from cs336_systems.training import unsupported_attention
-from cs336_systems.training.precision import unsupported_reason
 
 BENCHMARK = "profile_model"
 HEADLINES = (
@@ -185,34 +193,16 @@ def make_cells(options: Options) -> list[ProfileCell]:
         raise ValueError("--profiler nsys records CUDA work, there is none with --device cpu; use --profiler kineto")
     if options.profiler == "nsys" and shutil.which("nsys") is None:
         raise ValueError(f"--profiler nsys: {nsys.MISSING} (--profiler kineto)")
-    for name in ("size", "context_length", "batch_size", "mode", "dtype", "attention", "checkpoint", "optimizer"):
-        if not getattr(options, name):
-            raise ValueError(f"--{name.replace('_', '-')} needs at least one value, got none")
-    counts: dict[str, tuple[int, ...]] = {
-        "steps": (options.steps,),
-        "recorded-steps": (options.recorded_steps,),
-        "context-length": options.context_length,
-        "batch-size": options.batch_size,
-    }
-    for name, values in counts.items():
-        if bad := [value for value in values if value < 1]:
-            raise ValueError(f"--{name} must be positive, got {bad[0]}")
-    if options.warmup < 0 or not 0 <= options.seed < 2**63:
-        raise ValueError(
-            f"--warmup must not be negative and --seed lie in 0..2^63-1, got {options.warmup} and {options.seed}"
-        )
-    if not 0 < options.timeout <= 1e6:
-        raise ValueError(f"--timeout must be positive and at most 1e6 seconds, got {options.timeout:g}")
-    for dtype in options.dtype:
-        if reason := unsupported_reason(PRECISIONS[dtype], torch.device(options.device)):
-            raise ValueError(f"--dtype {dtype}: {reason}")
-    for attention in options.attention:
-        if attention not in IMPLEMENTATIONS:
-            raise ValueError(f"--attention {attention}: known are {', '.join(IMPLEMENTATIONS)}")
+    names = ("size", "context_length", "batch_size", "mode", "dtype", "attention", "checkpoint", "optimizer")
+    check_given(options, *names)
+    check_positive(options, "steps", "recorded_steps", "context_length", "batch_size")
+    check_not_negative(options, "warmup")
+    check_seed(options.seed)
+    check_timeout(options.timeout)
+    check_dtypes(options.dtype, options.device)
+    check_attention(options.attention)
     policies = dict.fromkeys(canonical_policy(policy) for policy in options.checkpoint)
-    sizes = [resolve_size(size).name for size in options.size]
-    for size, context_length in itertools.product(sizes, options.context_length):
-        resolve_size(size).at_context(context_length)
+    sizes = resolved_sizes(options.size, options.context_length)
     grid = itertools.product(
         sizes,
         options.batch_size,

@@ -229,7 +229,7 @@ class PreparedReplica:
             run()
 
 
-def measure_data_parallel(cell: DataParallelCell, rank: Rank, *, trace: Path | None) -> list[Metric]:
+def measure_data_parallel(cell: DataParallelCell, rank: Rank, *, trace: Path | None = None) -> list[Metric]:
     """Everything about one cell; ``trace`` is a folder for a recording of rank 0.
 
     Raises:

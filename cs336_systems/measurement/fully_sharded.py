@@ -245,7 +245,7 @@ def sent_bytes(events: Iterable[Event], world_size: int) -> float:
     )
 
 
-def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | None) -> list[Metric]:
+def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | None = None) -> list[Metric]:
     """Everything about one cell; ``trace`` is a folder for a recording of rank 0.
 
     Raises:

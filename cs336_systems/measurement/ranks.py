@@ -6,7 +6,7 @@ a cell that raises is a row, and the ranks leave their group and join a new one 
 another does not hear of it within ``_AGREEMENT_GRACE_S`` (NCCL's waiting kernels do not see that a peer has left), the
 row is written and the run ends; so it does, without a row, when a rank is killed, for torchrun then ends the others.
 
-    outcomes = run_ranked_sweep("benchmark_ddp", cells, measure, world_size=options.world_size, ...)
+    outcomes = run_ranked_sweep("benchmark_ddp", cells, measure, device=options.device, ...)
     if not reports():
         return 0                                   # torchrun: rank 0 alone has outcomes, prints and writes
 """
@@ -34,7 +34,6 @@ from cs336_systems.distributed.process_group import (
     check_same_across_ranks,
     is_peer_lost,
     joined,
-    launched,
     launched_world_size,
     launcher_store,
     spawn,
@@ -64,20 +63,24 @@ def reports() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def resolve_world_size(requested: int | None, default: int) -> int:
-    """The launcher's world size; without a launcher ``--world-size``, else the default.
+def resolve_world_sizes(requested: tuple[int, ...] | None, default: tuple[int, ...]) -> tuple[int, ...]:
+    """The launcher's world size; without a launcher those of ``--world-size``, else the default ones.
 
     Raises:
-        ValueError: the launcher has started another number of ranks than requested, or described none properly.
+        ValueError: the launcher has started another number of ranks than requested, or described none properly; or the
+            request is empty or not positive.
     """
     present = launched_world_size()
-    if present is None:
-        if requested is not None and requested < 1:
-            raise ValueError(f"--world-size must be positive, got {requested}")
-        return default if requested is None else requested
-    if requested not in (None, present):
-        raise ValueError(f"--world-size {requested}: the launcher has started {present} ranks")
-    return present
+    if requested is not None:
+        if not requested:
+            raise ValueError("--world-size needs at least one value, got none")
+        if min(requested) < 1:
+            raise ValueError(f"--world-size must be positive, got {min(requested)}")
+        if present is not None and requested != (present,):
+            raise ValueError(f"--world-size {' '.join(map(str, requested))}: the launcher has started {present} ranks")
+    if present is not None:
+        return (present,)
+    return default if requested is None else requested
 
 
 def time_phases_of_ranks(
@@ -112,7 +115,6 @@ def run_ranked_sweep(
     cells: Sequence[RankedCell],
     measure: MeasureRanked,
     *,
-    world_size: int | None,
     device: str,
     row_file: RowFile | None,
     timeout_s: float,
@@ -122,7 +124,6 @@ def run_ranked_sweep(
 
     Args:
         measure: a module-level function, run on every rank; it reduces over ranks what has to be reduced.
-        world_size: what ``--world-size`` asks for, None if it was not given; cells hold what it was resolved to.
         row_file: of the process that ``reports``; None on the others.
         timeout_s: how long a collective may wait and, without a launcher, how long a cell may take.
 
@@ -130,12 +131,11 @@ def run_ranked_sweep(
         One outcome per cell, up to an interruption (Ctrl-C); nothing on ranks other than 0 of a launcher.
 
     Raises:
-        ValueError: the launcher has started another number of ranks than requested, or the device is not there.
+        ValueError: a launcher has described its ranks badly, or the device is not there.
         RankFailed: under a launcher, a cell has failed on this rank but not on all: its row is written.
     """
-    resolve_world_size(world_size, 1)
     sweep = _Sweep(benchmark, cells, measure, device, row_file, timeout_s, describe)
-    if not launched():
+    if launched_world_size() is None:
         return _run_in_spawned_ranks(sweep)
     return record(_run_as_a_rank)(sweep) or []  # torchrun shows the error of the rank that failed first
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cs336_systems.measurement.record import read_rows
+from cs336_systems.report import ranked
 
 benchmark = importlib.import_module("benchmarks.benchmark_collectives")
 
@@ -59,8 +60,8 @@ def test_wrong_elements_fail_the_command(monkeypatch, capsys):
                 row["median"] = 3.0
         return [outcome]
 
-    real = benchmark.run_ranked_sweep
-    monkeypatch.setattr(benchmark, "run_ranked_sweep", wrong)
+    real = ranked.run_ranked_sweep
+    monkeypatch.setattr(ranked, "run_ranked_sweep", wrong)
     options = ["--collective", "all_reduce", "--size-mb", "0.01", "--steps", "1", "--world-size", "1"]
     code, _, err = run(monkeypatch, capsys, *options)
     assert code == 1
@@ -93,7 +94,7 @@ def test_under_a_launcher_the_world_is_the_launchers(launcher):
         (["--size-mb", "0.0001"], "--size-mb must lie between 0.000256 and 8000, got 0.0001"),
         (["--size-mb", "9000"], "got 9000"),
         (["--size-mb", "nan"], "got nan"),
-        (["--steps", "0"], "--calls and --steps must be positive"),
+        (["--steps", "0"], "--steps must be positive, got 0"),
         (["--timeout", "-1"], "--timeout must be positive"),
         (["--collective"], "--collective needs at least one value"),
     ],

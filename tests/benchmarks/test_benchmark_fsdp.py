@@ -52,7 +52,7 @@ def test_the_grid_interleaves_implementations_and_gives_look_ahead_to_ours_alone
     [
         (["--prefetch", "-1"], "--prefetch must not be negative, got -1"),
         (["--batch-size", "0"], "--batch-size must be positive, got 0"),
-        (["--steps", "0"], "--steps and --repeat must be positive and --warmup not negative, got 0, 1 and 0"),
+        (["--steps", "0"], "--steps must be positive, got 0"),
         (["--attention", "none"], "--attention none: known are"),
         (["--size", "huge"], "unknown model size 'huge'"),
     ],

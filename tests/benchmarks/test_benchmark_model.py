@@ -210,7 +210,7 @@ def test_failed_ceilings_do_not_stop_the_cells(command, monkeypatch):
         (["--size", "llama3-8b", "--context-length", "128", "9000"], ["9000", "8192", "llama3-8b"]),
         (["--batch-size", "0"], ["--batch-size must be positive", "got 0"]),
         (["--attention", "flashy"], ["flashy", "sdpa-cudnn"]),
-        (["--repeat", "0"], ["--repeat", "got 0 and 0"]),
+        (["--repeat", "0"], ["--repeat", "got 0"]),
         (["--seed", "99999999999999999999999"], ["--seed", "99999999999999999999999"]),
         (["--batch-size", "4", "-1"], ["--batch-size must be positive", "got -1"]),
         (["--context-length", "0"], ["--context-length must be positive", "got 0"]),

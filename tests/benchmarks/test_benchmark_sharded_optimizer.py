@@ -50,8 +50,8 @@ def test_repeats_are_outermost_and_ways_innermost(script):
     ("arguments", "message"),
     [
         (["--batch-size", "0"], "--batch-size must be positive, got 0"),
-        (["--bucket-size-mb", "-1"], "--bucket-size-mb must be positive, got -1.0"),
-        (["--steps", "0"], "--steps and --repeat must be positive"),
+        (["--bucket-size-mb", "-1"], "--bucket-size-mb must be positive, got -1"),
+        (["--steps", "0"], "--steps must be positive, got 0"),
         (["--world-size", "0"], "--world-size must be positive, got 0"),
         (["--timeout", "0"], "--timeout must be positive"),
         (["--size", "huge"], "unknown model size 'huge'"),

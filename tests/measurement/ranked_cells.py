@@ -85,7 +85,6 @@ def main() -> int:
         "script",
         [Cell(what, 3 if what == "other world" else 2) for what in whats],
         measure,
-        world_size=None,
         device="cpu",
         row_file=RowFile(csv, cell_columns(Cell)) if reports() else None,
         timeout_s=60,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.distributed.process_group import spawn
-from cs336_systems.measurement.ranks import reports, resolve_world_size, run_ranked_sweep
+from cs336_systems.measurement.ranks import reports, resolve_world_sizes, run_ranked_sweep
 from cs336_systems.measurement.record import RowFile, read_rows
 from cs336_systems.measurement.sweep import cell_columns
 from tests.measurement.ranked_cells import SLEEP_S, Cell, disagree, measure
@@ -23,7 +23,6 @@ def sweep(whats, timeout_s=60.0, row_file=None, world_size=2):
         "bench",
         cells,
         measure,
-        world_size=None,
         device="cpu",
         row_file=row_file,
         timeout_s=timeout_s,
@@ -93,18 +92,20 @@ def test_under_a_launcher_failed_cells_are_rows_and_the_rest_still_runs(tmp_path
 
 
 def test_the_world_size_is_the_launchers_or_the_one_asked_for(monkeypatch):
-    assert resolve_world_size(None, 2) == 2
-    assert resolve_world_size(4, 2) == 4
+    assert resolve_world_sizes(None, (2,)) == (2,)
+    assert resolve_world_sizes((4, 1), (2,)) == (4, 1)
     assert reports()
     with pytest.raises(ValueError, match="--world-size must be positive, got 0"):
-        resolve_world_size(0, 2)
+        resolve_world_sizes((1, 0), (2,))
+    with pytest.raises(ValueError, match="--world-size needs at least one value"):
+        resolve_world_sizes((), (2,))
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "x"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "1")
-    assert resolve_world_size(None, 2) == resolve_world_size(3, 2) == 3
+    assert resolve_world_sizes(None, (2,)) == resolve_world_sizes((3,), (2,)) == (3,)
     assert not reports()
     with pytest.raises(ValueError, match="--world-size 2: the launcher has started 3 ranks"):
-        resolve_world_size(2, 2)
+        resolve_world_sizes((2,), (2,))
 
 
 def test_a_row_names_the_cells_own_columns():
