@@ -33,7 +33,7 @@ from cs336_systems.measurement.ranges import ranged_phases
 from cs336_systems.measurement.ranks import time_phases_of_ranks
 from cs336_systems.measurement.record import Metric
 from cs336_systems.measurement.traces import kineto
-from cs336_systems.measurement.traces.queries import overlap
+from cs336_systems.measurement.traces.queries import overlap, slowdown
 from cs336_systems.measurement.traffic import Traffic
 from cs336_systems.training import TrainingSetup, assemble
 
@@ -215,9 +215,9 @@ class PreparedReplica:
         if diverged:
             raise FloatingPointError("the loss is not finite on every rank")
 
-    def record(self, path: Path) -> None:
+    def record(self, path: Path, *, communicate: bool) -> None:
         """Run one warm-up step and a few more, recorded by torch.profiler on rank 0 to ``path``."""
-        phases = ranged_phases(self.phases(communicate=True), warmup=1)
+        phases = ranged_phases(self.phases(communicate=communicate), warmup=1)
 
         def run() -> None:
             time_phases_of_ranks(phases, self.rank, warmup=1, steps=_RECORDED_STEPS)
@@ -262,10 +262,11 @@ def measure_data_parallel(cell: DataParallelCell, rank: Rank, *, trace: Path | N
         Metric("peak_memory", "GiB, the most of any rank", [peak.item()]),
     ]
     if trace is not None:
-        path = trace / f"{cell.name}.json.gz"
-        replica.record(path)
+        path, local_path = trace / f"{cell.name}.json.gz", trace / f"{cell.name}-{LOCAL}.json.gz"
+        replica.record(path, communicate=True)
+        replica.record(local_path, communicate=False)
         if rank.rank == 0:
-            metrics += _overlap_metrics(path)
+            metrics += _overlap_metrics(path, local_path)
     return metrics
 
 
@@ -282,8 +283,11 @@ def _check_memory(cell: DataParallelCell, rank: Rank) -> None:
         raise PredictedOutOfMemory(f"needs at least {needed:.1f} GiB, {free / GIB:.1f} GiB are free")
 
 
-def _overlap_metrics(path: Path) -> list[Metric]:
-    """From a GPU's trace: communication, and how much of it ran beside other kernels. A CPU's trace cannot tell."""
+def _overlap_metrics(path: Path, local_path: Path) -> list[Metric]:
+    """From a GPU's traces of steps with communication and without; a CPU's trace cannot tell.
+
+    Communication, how much of it ran beside other kernels, by how much it slowed those, and the kernels that it adds.
+    """
     trace = kineto.read(path)
     if not trace.has_gpu:
         return []
@@ -291,7 +295,10 @@ def _overlap_metrics(path: Path) -> list[Metric]:
     if found.empty:
         return []
     total, hidden = found["communication_ms"].sum(), found["hidden_ms"].sum()
+    classes = slowdown(kineto.read(local_path), trace)
     return [
         Metric("communication", "ms of kernels per step, from the trace", [total]),
         Metric("hidden_share", "% of communication, from the trace", [100 * hidden / total]),
+        Metric("slowed", "ms of other kernels per step", [(classes["beside_ms"] - classes["alone_ms"]).sum()]),
+        Metric("added_kernels", "ms of other kernels per step", [classes["added_ms"].sum()]),
     ]

@@ -24,7 +24,8 @@ def data_parallel_table(rows: pd.DataFrame) -> Table:
     """Times with their 10th and 90th percentile, exposed communication, throughput, and scaling from one rank.
 
     ``scaling %`` is tokens/s over as many times those of the same rung on one rank, where the rows hold that cell; of
-    cells measured several times the last counts. ``exposed`` is the step less the step without communication.
+    cells measured several times the last counts. ``exposed`` is the step less the step without communication;
+    ``hidden`` and ``slowed`` (other kernels, by communication beside them) are read from traces.
     """
     settings = [column for column in SETTINGS if column in rows.columns]
     filled = rows.assign(bucket_size_mb=[_bucket(value) for value in rows["bucket_size_mb"]])
@@ -75,6 +76,7 @@ def _line(metrics: dict[str, pd.Series], last: pd.Series) -> dict[str, str]:
         "exposed ms": median("exposed", ".2f"),
         "exposed %": median("exposed_share", ".1f"),
         "hidden %": median("hidden_share", ".1f"),
+        "slowed ms": median("slowed", ".2f"),
         "tokens/s": median("tokens_per_s", ",.0f"),
         "collectives": median("collectives", ".0f"),
         "sent MiB": median("sent"),

@@ -5,6 +5,7 @@
     class_shares(...)                                          matmul against the rest
     limits(trace)                                              is the step bound by compute, memory or overhead?
     overlap(trace)                                             communication hidden behind compute, by stream
+    slowdown(alone, beside)                                    what communication costs the kernels it runs beside
 
 Three durations of a range, because each misleads somewhere: *summed* adds up its operations, and counts time twice
 where streams overlap; *unioned* is the time during which any of them runs; *projected* is from the first one's start to
@@ -219,3 +220,40 @@ def overlap(trace: Trace) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+def slowdown(alone: Trace, beside: Trace) -> pd.DataFrame:
+    """The kernels of a step without communication against the same kernels beside it, by class.
+
+    The k-th kernel of a name in one step is taken for the k-th of that name in the other, so products of different
+    shapes are not mixed. What only one of the steps has (copies into buckets, say) stands in ``added_ms``, negative
+    where it is the step alone that has it. Communication itself is left out.
+
+    Columns: kernel_class, count, alone_ms, beside_ms, added_ms (per step).
+    """
+    paired = pd.merge(
+        _numbered(alone), _numbered(beside), on=["name", "number"], how="outer", suffixes=("_alone", "_beside")
+    )
+    paired["kernel_class"] = paired["name"].map(kernel_class)
+    both = paired["ns_alone"].notna() & paired["ns_beside"].notna()
+    paired["added"] = (paired["ns_beside"].fillna(0) - paired["ns_alone"].fillna(0)).where(~both, 0)
+    matched = paired.where(both)
+    table = pd.DataFrame(
+        {
+            "count": matched.groupby(paired["kernel_class"])["name"].count(),
+            "alone_ms": matched.groupby(paired["kernel_class"])["ns_alone"].sum() / MS,
+            "beside_ms": matched.groupby(paired["kernel_class"])["ns_beside"].sum() / MS,
+            "added_ms": paired.groupby("kernel_class")["added"].sum() / MS,
+        }
+    )
+    return table.reindex([label for label in CLASSES if label in table.index]).reset_index(names="kernel_class")
+
+
+def _numbered(trace: Trace) -> pd.DataFrame:
+    """Name, number among those of its name in a step, and mean nanoseconds of every kernel but communication."""
+    ops = trace.operations(trace.instances(STEP))
+    ops = ops[ops["name"].map(kernel_class) != COMMUNICATION].sort_values("start", kind="stable")
+    ops = ops.assign(number=ops.groupby(["instance", "name"]).cumcount(), ns=ops["end"] - ops["start"])
+    return (
+        ops.groupby(["name", "number"], as_index=False)["ns"].sum().assign(ns=lambda each: each["ns"] / n_steps(trace))
+    )

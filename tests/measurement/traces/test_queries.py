@@ -9,6 +9,7 @@ from cs336_systems.measurement.traces.queries import (
     n_steps,
     overlap,
     range_table,
+    slowdown,
     times,
 )
 from cs336_systems.measurement.traces.tables import TraceError
@@ -142,6 +143,23 @@ def test_overlap_of_communication_with_compute(trace_of):
 
 def test_no_communication_is_an_empty_table(two_steps):
     assert overlap(two_steps).empty
+
+
+def test_slowdown_pairs_the_same_kernels_of_two_steps(trace_of):
+    def steps(*ops):
+        shifted = [(name, t + start, t + end, CALLER, t, *stream) for t in (0, 50) for name, start, end, *stream in ops]
+        return trace_of(ms(*shifted), ms_ranges(("step", 0, 20, CALLER), ("step", 50, 70, CALLER)))
+
+    alone = steps(("gemm", 1, 2), ("gemm", 3, 7), ("softmax", 8, 9))
+    beside = steps(
+        ("gemm", 1, 2), ("gemm", 3, 9), (ALL_REDUCE, 4, 8, 9), ("elementwise_kernel", 9, 10), ("softmax", 11, 13)
+    )
+    found = {row.pop("kernel_class"): row for row in slowdown(alone, beside).to_dict("records")}
+    assert found == {
+        "matmul": {"count": 2, "alone_ms": 5, "beside_ms": 7, "added_ms": 0},
+        "softmax": {"count": 1, "alone_ms": 1, "beside_ms": 2, "added_ms": 0},
+        "elementwise": {"count": 0, "alone_ms": 0, "beside_ms": 0, "added_ms": 1},
+    }
 
 
 def test_a_trace_without_steps_says_so(trace_of):
