@@ -147,12 +147,9 @@ def measure(cell: AttentionCell) -> list[Metric]:
         "backward": served.share_of_scores * work.backward_flops,
     }
     flops["both"] = flops["forward"] + flops["backward"]
-    samples_ms = {
-        "forward": timed(forward, device),
-        "backward": timed(functools.partial(torch.autograd.grad, o, inputs, do, retain_graph=True), device),
-    }
-    del o  # its graph holds what forward kept, which ``both`` needs room for
-    samples_ms["both"] = timed(both, device)
+    backward_ms = timed(functools.partial(torch.autograd.grad, o, inputs, do, retain_graph=True), device)
+    del o  # its graph holds what forward kept, which the others need room for
+    samples_ms = {"forward": timed(forward, device), "backward": backward_ms, "both": timed(both, device)}
     hardware = find_hardware(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
     peak = hardware.peak("bf16" if cell.dtype == "bf16" else "fp32") if hardware else None
     for name, samples in samples_ms.items():

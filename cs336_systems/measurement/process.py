@@ -18,6 +18,7 @@ import gc
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -59,6 +60,13 @@ _PRELOADED = ("torch._dynamo",)
 
 _EXIT_GRACE_S = 10.0
 """A process without further work may take this long to clean up before it is killed."""
+
+_CUDA_OUT_OF_MEMORY = re.compile(
+    r"Tried to allocate (\S+ \S+)\. .* total capacity of (\S+ \S+) of which .*"
+    r"Of the allocated memory (\S+ \S+) is allocated by PyTorch, and (\S+ \S+) is reserved by PyTorch but unallocated",
+    re.DOTALL,
+)
+"""What torch's allocator says of itself."""
 
 _OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """How errors of other types say that memory has run out."""
@@ -202,6 +210,10 @@ def classify(error: BaseException) -> Report:
         return {"status": "predicted-oom", "message": str(error)}
     if isinstance(error, Unsupported):
         return {"status": "unsupported", "message": str(error)}
+    if found := _CUDA_OUT_OF_MEMORY.search(str(error)):
+        asked, whole, allocated, cached = found.groups()
+        message = f"asked for {asked} of {whole}, {allocated} in tensors and {cached} in free pieces too small"
+        return {"status": "oom", "message": message}
     message = textwrap.shorten(f"{type(error).__name__}: {error}".splitlines()[0], _MESSAGE_WIDTH, placeholder=" ...")
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
         return {"status": "oom", "message": message}

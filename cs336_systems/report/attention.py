@@ -30,7 +30,7 @@ def attention_table(rows: pd.DataFrame) -> Table:
         line |= {
             "kept GiB": digits(median["kept_for_backward"]) if median else "–",
             "peak GiB": digits(median["peak_memory"]) if median else "–",
-            "predicted GiB": digits(median["predicted_peak_memory"]) if median else "–",
+            "predicted GiB": digits(median["predicted_peak_memory"]) if "predicted_peak_memory" in median else "–",
             "largest error": f"{max(errors):.1e}" if errors else "–",
             "status": "ok" if first["status"] == "ok" else f"{first['status']}: {first['message']}",
         }

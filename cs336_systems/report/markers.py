@@ -28,3 +28,9 @@ def render(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
     if stray := _MARKER.findall(_BLOCK.sub("", text)):
         raise ValueError(f"marker without a partner: {stray[0]}")
     return rendered
+
+
+def stale_blocks(text: str, rendered: str) -> list[str]:
+    """Names of the blocks that rendering has changed."""
+    pairs = zip(_BLOCK.finditer(text), _BLOCK.finditer(rendered), strict=True)
+    return [old["name"] for old, new in pairs if old[0] != new[0]]

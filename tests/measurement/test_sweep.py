@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from rich.console import Console
 
 from cs336_systems.measurement import process, sweep
@@ -130,6 +131,18 @@ def test_failed_cells_are_one_row_without_a_metric(what, status, message, monkey
         assert what != "exception" or "second line" in printed
     else:
         assert printed == ""
+
+
+def test_a_gpus_refusal_tells_tensors_from_fragments():
+    text = (
+        "CUDA out of memory. Tried to allocate 32.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 10.91 GiB "
+        "is free. Including non-PyTorch memory, this process has 128.88 GiB memory in use. Of the allocated memory "
+        "96.03 GiB is allocated by PyTorch, and 31.98 GiB is reserved by PyTorch but unallocated. If reserved but"
+    )
+    assert process.classify(torch.OutOfMemoryError(text)) == {
+        "status": "oom",
+        "message": "asked for 32.00 GiB of 139.80 GiB, 96.03 GiB in tensors and 31.98 GiB in free pieces too small",
+    }
 
 
 def test_the_allocators_refusal_is_oom():

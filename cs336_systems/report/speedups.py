@@ -1,0 +1,39 @@
+"""How many times as fast one precision is as another, phase by phase, against model size, as PNG."""
+
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from cs336_systems.report.figures import OKABE_ITO
+
+_STYLES = {"forward": ("o", "-"), "backward": ("s", "--"), "optimizer": ("^", ":"), "step": ("D", "-.")}
+
+
+def draw_speedups(rows: pd.DataFrame, path: Path, slow: str = "fp32", fast: str = "autocast-bf16") -> bool:
+    """A line per phase, sizes in the order of the rows; returns whether it drew.
+
+    Args:
+        rows: of ``benchmark_model.py``, of one setting but for size and dtype.
+    """
+    rows = rows[(rows["status"] == "ok") & (rows["mode"] == "step") & (rows["compile"] == "off")]
+    times = rows.pivot_table(index="size", columns=["dtype", "metric"], values="median", aggfunc="last", sort=False)
+    if slow not in times or fast not in times:
+        return False
+    figure = Figure(figsize=(6.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for i, (phase, (marker, dashes)) in enumerate(_STYLES.items()):
+        ratio = (times[slow][phase] / times[fast][phase]).dropna()
+        label = "whole step" if phase == "step" else phase
+        axes.plot(ratio.index, ratio, marker=marker, ls=dashes, color=OKABE_ITO[i], label=label)
+    axes.axhline(1, color="0.6", lw=0.8)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("model size")
+    axes.set_ylabel(f"time in {slow} / time in {fast}")
+    first = rows.iloc[0]
+    axes.set_title(f"{first['gpu']}: batch {first['batch_size']}, context {first['context_length']}", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)
+    return True

@@ -1,0 +1,1 @@
+"""The written answers: committed rows and calculators as tables and quoted numbers inside documents."""
