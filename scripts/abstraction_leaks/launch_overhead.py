@@ -315,9 +315,9 @@ def _draw(axes: Axes, found: dict[str, pd.DataFrame], rows: pd.DataFrame) -> Non
         if (size := turn(table)) is not None:
             bytes_kib = width * (size**2 if operation == "matmul" else size) / 1024
             height = float(table[ISSUE].iloc[0]) if GRAPH in table else 2 * float(table[EAGER].min())
-            label = f"{operation}, turn at n = {size:,.0f}"
-            axes.plot(bytes_kib, height, "*", color="black", markersize=13, markerfacecolor=("black", "white")[i % 2])
-            axes.annotate(label, (bytes_kib, height), xytext=(9, -11), textcoords="offset points", fontsize=8)
+            label = f"{operation} turns at n = {float(f'{size:.3g}'):,.0f}"
+            face = ("black", "white")[i % 2]
+            axes.plot(bytes_kib, height, "*", color="black", markersize=13, markerfacecolor=face, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
