@@ -11,13 +11,13 @@ folder=${1:?usage: scripts/measure_attention.sh FOLDER PART...}
 shift
 read -r -a python <<<"${PYTHON:-uv run}"
 attention() { "${python[@]}" benchmarks/benchmark_attention.py --format csv --out "$out" "$@"; }
-fast=(reference reference-compiled flash sdpa-flash sdpa-cudnn sdpa-efficient flex)
+fast=(reference reference-compiled flash hopper sdpa-flash sdpa-cudnn sdpa-efficient flex)
 
 for part in "$@"; do
   out="$folder/attention-$part"
   case "$part" in
     training)
-      attention --grid training --impl flash sdpa-flash sdpa-cudnn flex ;;
+      attention --grid training --impl flash hopper sdpa-flash sdpa-cudnn flex ;;
     pytorch)
       attention --grid pytorch ;;
     variants)
@@ -29,7 +29,7 @@ for part in "$@"; do
       attention --grid training --impl flash --length 2048 16384 --autotune ;;
     model)
       "${python[@]}" benchmarks/benchmark_model.py --format csv --out "$out" --size small xl --context-length 2048 \
-        --dtype bf16 --mode step --attention reference reference-compiled flash sdpa-flash sdpa-cudnn sdpa-efficient flex ;;
+        --dtype bf16 --mode step --attention reference reference-compiled flash hopper sdpa-flash sdpa-cudnn sdpa-efficient flex ;;
     *)
       echo "unknown part '$part': parts are training, pytorch, variants, flash-bf16, flash-fp32, tiles and model" >&2
       exit 2 ;;

@@ -7,6 +7,7 @@
     reference-compiled   the same through torch.compile
     tiled                FlashAttention-2 in plain PyTorch, tile by tile         any device and dtype
     flash                FlashAttention-2 in Triton                              CUDA
+    hopper               the same for Hopper GPUs, in Gluon                      H100, H200: bf16/fp16, head dims to 128
     sdpa-flash           torch's FlashAttention-2                                CUDA bf16/fp16; the CPU's own
     sdpa-cudnn           cuDNN through torch                                     CUDA bf16/fp16
     sdpa-efficient       torch's memory-efficient kernel                         CUDA
@@ -28,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
 from cs336_systems.attention import variants
-from cs336_systems.attention.shapes import AttentionShape, exceeds_device, kernel_limits, validate
+from cs336_systems.attention.shapes import AttentionShape, exceeds_device, hopper_limits, kernel_limits, validate
 from cs336_systems.attention.tiled import TiledFlashAttention
 from cs336_systems.attention.variants import RECOMPILE_LIMIT
 from cs336_systems.model.ops import attention as materialised_attention
@@ -38,6 +39,7 @@ IMPLEMENTATIONS = (
     "reference-compiled",
     "tiled",
     "flash",
+    "hopper",
     "sdpa-flash",
     "sdpa-cudnn",
     "sdpa-efficient",
@@ -106,10 +108,12 @@ def unsupported_reason(
         scores_bytes = math.prod(shape.scores) * q.element_size()
         if reason := exceeds_device(scores_bytes, q.device):
             return f"its scores need {reason}"
-    if impl in ("flash", "flex") and q.device.type != "cuda":
+    if impl in ("flash", "hopper", "flex") and q.device.type != "cuda":
         return f"{impl} is compiled for CUDA devices, the inputs are on {q.device.type}"
     if impl == "flash":
         return kernel_limits(q)
+    if impl == "hopper":
+        return hopper_limits(q)
     if impl in ("flex", "sdpa-cudnn") and shape.batch == 0:
         return "it takes no empty batch"
     if impl in _SDPA_BACKENDS:
@@ -173,6 +177,12 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -
     return flash_attention(q, k, v, causal=causal, scale=scale)
 
 
+def _hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+    from cs336_systems.attention.hopper import hopper_attention
+
+    return hopper_attention(q, k, v, causal=causal, scale=scale)
+
+
 def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
     grouped = q.ndim == 4 and q.shape[1] != k.shape[1]
     with sdpa_kernel(backend):
@@ -200,6 +210,7 @@ _SERVE: dict[str, Callable[[Tensor, Tensor, Tensor, bool, float | None], Tensor]
     "reference-compiled": _reference_compiled,
     "tiled": _tiled,
     "flash": _flash,
+    "hopper": _hopper,
     "flex": _flex,
     **{impl: functools.partial(_sdpa, backend) for impl, backend in _SDPA_BACKENDS.items()},
 }

@@ -20,7 +20,8 @@ from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MIN_D_HEAD, MAX_D_HEAD = 16, 256
+HOPPER_DTYPES = (torch.bfloat16, torch.float16)
+MIN_D_HEAD, MAX_D_HEAD, MAX_HOPPER_D_HEAD = 16, 256, 128
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,28 @@ def kernel_limits(q: Tensor) -> str | None:
         return f"the kernels multiply in {', '.join(str(dtype) for dtype in KERNEL_DTYPES)}, the inputs are {q.dtype}"
     if not MIN_D_HEAD <= q.shape[-1] <= MAX_D_HEAD:
         return f"head dimensions {MIN_D_HEAD} to {MAX_D_HEAD} are supported, got {q.shape[-1]}"
+    return None
+
+
+def hopper_limits(q: Tensor) -> str | None:
+    """Why the Hopper kernels cannot take valid inputs like ``q``, in one sentence, or None if they can."""
+    alternative = 'impl="flash" takes them'
+    if q.dtype not in HOPPER_DTYPES:
+        return (
+            f"the Hopper kernels multiply in torch.bfloat16 and torch.float16, the inputs are {q.dtype}; {alternative}"
+        )
+    if not MIN_D_HEAD <= q.shape[-1] <= MAX_HOPPER_D_HEAD or q.shape[-1] % 8:
+        return (
+            f"the Hopper kernels take head dimensions {MIN_D_HEAD} to {MAX_HOPPER_D_HEAD} in steps of 8, got "
+            f"{q.shape[-1]}; {alternative}"
+        )
+    if q.device.type != "cuda":
+        return f"the Hopper kernels need a CUDA device of compute capability 9.0, the inputs are on {q.device.type}"
+    if (capability := torch.cuda.get_device_capability(q.device)) != (9, 0):
+        return (
+            f"the Hopper kernels need a CUDA device of compute capability 9.0, this one has "
+            f"{capability[0]}.{capability[1]}; {alternative}"
+        )
     return None
 
 

@@ -30,6 +30,7 @@ Stack = Callable[..., Tensor]
 
 FUSED_ATTENTION = (
     "cs336_systems::flash_attention_forward",
+    "cs336_systems::hopper_attention_forward",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_cudnn_attention",
@@ -38,7 +39,7 @@ FUSED_ATTENTION = (
 """Attentions that are one operator."""
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
-_WITH_VISIBLE_PRODUCTS = ("reference", "flash", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
+_WITH_VISIBLE_PRODUCTS = ("reference", "flash", "hopper", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient")
 
 
 def checkpointed_stack(policy: str, stack: Stack, *, compiled: bool = False) -> Stack:

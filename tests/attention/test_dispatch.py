@@ -7,7 +7,7 @@ from cs336_systems.attention.dispatch import IMPLEMENTATIONS, attention, attenti
 from cs336_systems.attention.reference import reference_attention
 
 ON_A_CPU = ("reference", "tiled", "sdpa-flash")
-NEED_CUDA = ("flash", "sdpa-cudnn", "sdpa-efficient", "flex")
+NEED_CUDA = ("flash", "hopper", "sdpa-cudnn", "sdpa-efficient", "flex")
 
 
 def inputs(*, kv_heads=4, n_queries=33, n_keys=33, dtype=torch.float64):

@@ -1,0 +1,91 @@
+"""FlashAttention for Hopper GPUs (H100, H200) in Gluon: forward and backward as a conversation between warps.
+
+Why not Triton alone: on Hopper it waits for every wgmma before it goes on, so that inside a program softmax and matmuls
+take turns. The tensor cores of an SM need 512 clocks for the two products of a 64 x 128 tile of scores at head dim 64,
+and its exponential units need 512 clocks for the same tile: taking turns halves the speed. Gluon names the parts that
+Triton hides, so that they can overlap: copies (TMA), matmuls in flight (wgmma), barriers in shared memory, and warps
+with different programs (``warp_specialize``).
+
+    o = hopper_attention(q, k, v, causal=True)        # or HopperFlashAttention.apply(q, k, v, True)
+
+The formulas are those of ``attention/flash`` (Dao 2023); what is new is who does what and when, after FlashAttention-3
+(Shah et al. 2024). One program per SM, of one *producer* warp that only copies, and *consumers* of four warps that only
+compute, each on 64 rows. ``schedules.py`` holds the sizes.
+
+FORWARD. A consumer owns 64 queries and walks over the keys from the last tile (the diagonal, if causal) to the first.
+Time runs downwards; "full" and "empty" are the barriers of a ring slot (``primitives.Ring``).
+
+    producer                        consumer c (2 or 3 of them, each at its own pace)
+    --------                        ------------------------------------------------------------------
+    await Q_c empty; copy Q_c  ---> await Q_c full
+    await K empty; copy K_0    ---> await K_0 full;  S_0 = Q K_0^T;  let K_0 go;  P_0 = softmax step
+    await V empty; copy V_0         await K_1 full;  for i = 1, 2, ...
+    await K empty; copy K_1    --->     start S_i = Q K_i^T                            \\ both in flight:
+    await V empty; copy V_1    --->     await V_i-1 full;  start O += P_i-1 V_i-1      / S_i comes first
+    ...                                 await S_i;         let K_i go
+       (empty needs all                 softmax step on S_i     <- under the P V product, and under the
+        consumers' letting go)                                     products of the other consumers
+                                        await K_i+1 full
+                                        await O;           let V_i-1 go;  rescale O
+                                    let Q_c go;  last P V;  o, lse -> shared memory -> copied out
+
+P never leaves the registers: the layout in which S arrives is the one in which the next product takes it. Scores are
+masked only in tiles that the diagonal or the end crosses. The order of the tiles (``plans.QueryPlan``): heads in
+sections that fit the L2 cache; inside a section longest tiles first. A program takes one, or (``persistent``) one after
+another: when the producer has fetched all of a tile, it draws the next from a counter in memory and announces it to the
+consumers through a ring of numbers, so that fetching goes on while they finish.
+
+BACKWARD. A program owns 128 keys, 64 per consumer, and walks over the query tiles that see them. Five products:
+
+    S^T = K Q^T     dP^T = V dO^T     dV += P^T dO     dK += dS^T Q     dQ = dS K
+
+The transposes are computed directly, so that P^T and dS^T are left operands where they are, in registers. Only dQ sums
+over keys, across both consumers, so dS^T also goes to shared memory, and dQ to fp32 sums in global memory, added there
+by the copy engine. Three kernels: ``preprocess`` (delta = rowsum(o dO), lse in base 2, zeroed sums), this one, and
+``postprocess`` (scale and round dQ). One step i of consumer c, with what the tensor cores have meanwhile:
+
+    wait for S^T(i)                          start dP^T(i)
+    P = exp2(S^T - lse), mask                under dP^T(i)
+                                             start dV += P dO(i)
+    wait for dP^T(i)
+    dS = P (dP^T - delta) -> dS slot i % 2   under dV
+    arrive at dS_full[i % 2]                 start dK += dS Q(i)
+    wait there for the other consumer        start dQ(i) = dS K: half of it, over all 128 keys
+    wait for dV, dK; let Q(i), dO(i) go      await Q(i + 1), dO(i + 1) full; start S^T(i + 1)
+    wait for dQ(i); dQ -> add to global      under S^T(i + 1)
+
+With ``late_dq``, dQ(i - 1) starts beside dP^T(i) instead: exp2 then runs under two products, and a consumer asks for
+dS of the other a step after it was written, so that the two can drift apart. It takes the registers that dQ occupies
+through the softmax, which head dim 64 has.
+
+Why no wait is forever (and no slot is overwritten early):
+
+* Every wait on a ring is for a turn of a slot, and turns are counted by steps that both sides compute from the same
+  numbers. Producer: turn t of a slot needs t complete phases of ``empty``; consumers complete one per turn. Consumers:
+  turn t needs t + 1 complete phases of ``full``; the producer completes one per turn. A barrier can be at most one
+  phase ahead of a waiter, because the next phase needs the waiter's own arrival first: one bit of parity tells them
+  apart.
+* The producer copies in the order in which consumers wait: Q, K_0, V_0, K_1, V_1, ... Forward, a consumer that waits
+  for K_i+1 still holds V_i-1, and V_i comes before K_i+1: two slots are the least. What the slowest consumer waits for
+  is always in a slot that all have let go, so it moves, and then the next slowest.
+* Consumers wait for each other only at ``dS_full``: both arrive there once per step, before they wait. Two slots are
+  enough: a consumer writes slot i % 2 again at step i + 2, after it has passed the barrier of step i + 1; the other one
+  arrived there after its dQ(i) was done.
+* Copies to global memory are awaited by the warps that started them, before their shared memory is written again.
+* The matmul that prefetches S^T beyond the last step waits for nothing, and its result is not read, whatever the slot
+  holds by then.
+* ``take_turns``: consumer c waits until its left neighbour has started as many blocks of matmuls as it is about to (the
+  first consumer: one fewer), and what the neighbour waited for was there for both.
+* ``deterministic``: key tile t adds to a dQ tile after t - 1 has. Key tiles of a head are taken in that order, by
+  programs that are running when they take them, so the one waited for is being worked on or done.
+
+Precision as in ``attention/flash``: fp32 sums and softmax, P and dS rounded to the inputs' dtype. dQ is summed over key
+tiles in the order in which programs finish, so its last bits vary from run to run unless ``deterministic``.
+
+Limits: compute capability 9.0; bf16 and fp16; head dims up to 128 in steps of 8 (the copy engine pads to 64 or 128).
+All else raises and names ``impl="flash"``.
+"""
+
+from cs336_systems.attention.hopper.function import HopperFlashAttention, hopper_attention
+
+__all__ = ["HopperFlashAttention", "hopper_attention"]

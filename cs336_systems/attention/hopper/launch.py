@@ -1,0 +1,68 @@
+"""What the launchers do on the host: tensors that the copy engine can read, their descriptors, the order of work.
+
+A descriptor says where a tensor lies, in up to five dimensions of any strides, and which box of it one copy moves.
+Boxes that reach past an end are filled with zeros on the way in and cut on the way out: no kernel checks rows or
+columns.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+ALIGNMENT_BYTES = 16
+"""Of the first element and of every stride but the last."""
+MAX_STRIDE_BYTES = 2**40
+
+L2_BUDGET_BYTES = 32 * 1024**2
+"""What the heads of one section may read again and again; the L2 cache has 50 MiB, in two halves."""
+
+_ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+def has_copyable_strides(x: Tensor) -> bool:
+    """Whether the copy engine can read ``x`` where it lies, but for the alignment of its first element."""
+    step = ALIGNMENT_BYTES // x.element_size()
+    return x.stride(-1) == 1 and all(
+        size == 1 or (stride > 0 and stride % step == 0 and stride * x.element_size() < MAX_STRIDE_BYTES)
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    )
+
+
+def copyable(x: Tensor) -> Tensor:
+    """``x``, or a contiguous copy if the copy engine cannot read it where it lies."""
+    if has_copyable_strides(x) and x.data_ptr() % ALIGNMENT_BYTES == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def empty_result(x: Tensor) -> Tensor:
+    """Memory for a result of the shape of ``x``, laid out like it if the copy engine can write that."""
+    return (
+        torch.empty_like(x) if has_copyable_strides(x) else torch.empty_like(x, memory_format=torch.contiguous_format)
+    )
+
+
+def descriptor(x: Tensor, box: Sequence[int]) -> TensorDescriptor:
+    """How the copy engine moves boxes of ``x``, two- or four-dimensional, to and from swizzled shared memory."""
+    strides = [
+        # The stride of a dimension of one is never used, but must be aligned.
+        stride if size > 1 else ALIGNMENT_BYTES
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    ]
+    layout = gl.NVMMASharedLayout.get_default_for(list(box), _ELEMENT[x.dtype])
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(box), layout)
+
+
+@cache
+def n_multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def section_heads(bytes_per_head: int, n_batch_heads: int) -> int:
+    """How many heads to work on at a time, so that what their tiles share stays in the L2 cache."""
+    return min(max(L2_BUDGET_BYTES // bytes_per_head, 1), n_batch_heads)

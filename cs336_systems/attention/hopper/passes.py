@@ -1,0 +1,140 @@
+"""What the Hopper backward does before and after its main kernel: passes over memory, in plain Triton.
+
+    preprocess    reads o, do, lse; writes lse and delta in the order in which they are read again, and zeros for dq
+    postprocess   reads the fp32 sums of dq; writes dq
+
+Queries are padded to a multiple of 128 in what is written in between, so that no step reads past a head's end.
+
+Shape legend: B batch, H query heads, Q queries, D head dim.
+"""
+
+# mypy: allow-untyped-defs
+# A kernel's arguments are Triton values; the host functions below are typed.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cs336_systems.attention.hopper.primitives import LOG2_E
+
+PASS_ROWS = 64
+"""Rows per program."""
+PADDED_ROWS = 128
+"""The longest query tile of a step."""
+
+
+@triton.jit
+def hopper_preprocess_kernel(
+    o,
+    do,
+    lse,
+    stats,
+    dq,
+    stride_ob,
+    stride_oh,
+    stride_o,
+    stride_dob,
+    stride_doh,
+    stride_do,
+    n_heads,
+    n_queries,
+    padded,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOG2_E: tl.constexpr,
+):
+    """stats (B H, 2, padded): lse in base 2, and minus delta = -rowsum(o * do); and zeros for dq (B H, padded, D).
+
+    Queries that do not exist, and queries that see no key, get lse = +inf, so that exp2(S - lse) is 0 there.
+    """
+    n_tiles = padded // ROWS
+    rows = tl.program_id(0) % n_tiles * ROWS + tl.arange(0, ROWS)
+    batch_head = (tl.program_id(0) // n_tiles).to(tl.int64)
+    batch, head = batch_head // n_heads, batch_head % n_heads
+    columns = tl.arange(0, BLOCK_D)
+    row_exists = rows < n_queries
+    exists = row_exists[:, None] & (columns < D)[None, :]
+    o += batch * stride_ob + head * stride_oh
+    do += batch * stride_dob + head * stride_doh
+    o_tile = tl.load(o + rows[:, None].to(tl.int64) * stride_o + columns, mask=exists, other=0.0)
+    do_tile = tl.load(do + rows[:, None].to(tl.int64) * stride_do + columns, mask=exists, other=0.0)
+    minus_delta = -tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    natural = tl.load(lse + batch_head * n_queries + rows, mask=row_exists, other=float("-inf"))
+    stats += batch_head * 2 * padded + rows
+    tl.store(stats, tl.where(natural == float("-inf"), float("inf"), natural * LOG2_E))
+    tl.store(stats + padded, minus_delta)
+    dq += (batch_head * padded + rows)[:, None] * BLOCK_D + columns
+    tl.store(dq, tl.zeros((ROWS, BLOCK_D), tl.float32))
+
+
+@triton.jit
+def hopper_postprocess_kernel(
+    summed,
+    dq,
+    stride_dqb,
+    stride_dqh,
+    stride_dq,
+    n_heads,
+    n_queries,
+    padded,
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """dq (B, H, Q, D) in its dtype from the fp32 sums (B H, padded, BLOCK_D)."""
+    n_tiles = tl.cdiv(n_queries, ROWS)
+    rows = tl.program_id(0) % n_tiles * ROWS + tl.arange(0, ROWS)
+    batch_head = (tl.program_id(0) // n_tiles).to(tl.int64)
+    batch, head = batch_head // n_heads, batch_head % n_heads
+    columns = tl.arange(0, BLOCK_D)
+    sums = tl.load(summed + (batch_head * padded + rows)[:, None] * BLOCK_D + columns)
+    dq += batch * stride_dqb + head * stride_dqh + rows[:, None].to(tl.int64) * stride_dq + columns
+    exists = (rows < n_queries)[:, None] & (columns < D)[None, :]
+    tl.store(dq, (sums * scale).to(dq.dtype.element_ty), mask=exists)
+
+
+def launch_preprocess(o_BHQD: Tensor, do_BHQD: Tensor, lse_BHQ: Tensor, block_d: int) -> tuple[Tensor, Tensor, int]:
+    """(stats, zeroed dq sums, queries per head in both); see the kernel."""
+    batch, n_heads, n_queries, d_head = o_BHQD.shape
+    padded = triton.cdiv(n_queries, PADDED_ROWS) * PADDED_ROWS
+    stats = torch.empty(batch * n_heads * 2, padded, dtype=torch.float32, device=o_BHQD.device)
+    dq_sums = torch.empty(batch * n_heads * padded, block_d, dtype=torch.float32, device=o_BHQD.device)
+    with torch.cuda.device_of(o_BHQD):
+        hopper_preprocess_kernel[(padded // PASS_ROWS * batch * n_heads,)](
+            o_BHQD,
+            do_BHQD,
+            lse_BHQ.contiguous(),
+            stats,
+            dq_sums,
+            *o_BHQD.stride()[:3],
+            *do_BHQD.stride()[:3],
+            n_heads,
+            n_queries,
+            padded,
+            D=d_head,
+            BLOCK_D=block_d,
+            ROWS=PASS_ROWS,
+            LOG2_E=LOG2_E.value,
+        )
+    return stats, dq_sums, padded
+
+
+def launch_postprocess(dq_sums: Tensor, dq_BHQD: Tensor, padded: int, scale: float) -> None:
+    """Write dq from its sums."""
+    batch, n_heads, n_queries, d_head = dq_BHQD.shape
+    with torch.cuda.device_of(dq_BHQD):
+        hopper_postprocess_kernel[(triton.cdiv(n_queries, PASS_ROWS) * batch * n_heads,)](
+            dq_sums,
+            dq_BHQD,
+            *dq_BHQD.stride()[:3],
+            n_heads,
+            n_queries,
+            padded,
+            scale,
+            D=d_head,
+            BLOCK_D=dq_sums.shape[1],
+            ROWS=PASS_ROWS,
+        )

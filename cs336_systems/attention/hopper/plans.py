@@ -1,0 +1,185 @@
+"""Who does what in which order: query tiles of the forward kernel, key tiles of the backward kernel.
+
+Producers and consumers of a program do the same arithmetic on the same position, and so agree without a word.
+"""
+
+# mypy: allow-untyped-defs
+# A kernel's arguments are Triton values.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+
+
+@gluon.jit
+def item_in_section(position, n_tiles, n_heads, section_heads):
+    """(rank of the tile, head) at a position. Heads are taken section by section; in one, all heads' tiles by rank."""
+    section_items = section_heads * n_tiles
+    first_head = position // section_items * section_heads
+    heads_here = gl.minimum(section_heads, n_heads - first_head)
+    within = position % section_items
+    return within // heads_here, first_head + within % heads_here
+
+
+@aggregate
+class QueryPlan:
+    """Which query tile is at which position of the order in which programs take them.
+
+    Positions go section by section; a section is ``section_heads`` query heads whose keys and values fit the L2 cache
+    together. Inside a section the longest tiles of all its heads come first. Program p takes position p, and a
+    persistent one, when it has loaded that, the next that nobody has taken.
+    """
+
+    n_queries: gl.tensor
+    n_keys: gl.tensor
+    n_heads: gl.tensor
+    n_batch_heads: gl.tensor
+    group: gl.tensor
+    section_heads: gl.tensor
+    PERSISTENT: gl.constexpr
+    CAUSAL: gl.constexpr
+    BLOCK_Q: gl.constexpr
+    BLOCK_K: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, n_queries, n_keys, n_heads, n_batch_heads, group, section_heads, PERSISTENT, CAUSAL, BLOCK_Q, BLOCK_K
+    ):
+        self.n_queries = n_queries
+        self.n_keys = n_keys
+        self.n_heads = n_heads
+        self.n_batch_heads = n_batch_heads
+        self.group = group
+        self.section_heads = section_heads
+        self.PERSISTENT = gl.constexpr(PERSISTENT)
+        self.CAUSAL = gl.constexpr(CAUSAL)
+        self.BLOCK_Q = gl.constexpr(BLOCK_Q)
+        self.BLOCK_K = gl.constexpr(BLOCK_K)
+
+    @gluon.jit
+    def n_tiles(self):
+        return gl.cdiv(self.n_queries, self.BLOCK_Q)
+
+    @gluon.jit
+    def n_items(self):
+        return self.n_tiles() * self.n_batch_heads
+
+    @gluon.jit
+    def item(self, position):
+        """(batch, head, first query, key tiles) of a query tile.
+
+        One whose queries see no key still gets one key tile, all of it masked.
+        """
+        rank, batch_head = item_in_section(position, self.n_tiles(), self.n_batch_heads, self.section_heads)
+        if self.CAUSAL:
+            first_query = (self.n_tiles() - 1 - rank) * self.BLOCK_Q
+            last_query = gl.minimum(first_query + self.BLOCK_Q, self.n_queries)
+            end = last_query + self.n_keys - self.n_queries
+        else:
+            first_query = rank * self.BLOCK_Q
+            end = self.n_keys
+        n_key_tiles = gl.maximum(gl.cdiv(end, self.BLOCK_K), 1)
+        return batch_head // self.n_heads, batch_head % self.n_heads, first_query, n_key_tiles
+
+    @gluon.jit
+    def n_clear(self, first_query):
+        """How many key tiles all queries from ``first_query`` on see entirely: those need no mask."""
+        keys = gl.maximum(first_query + self.n_keys - self.n_queries + 1, 0) if self.CAUSAL else self.n_keys
+        return keys // self.BLOCK_K
+
+
+@aggregate
+class KeyTile:
+    """128 keys and the query tiles that see them, in every query head that they serve."""
+
+    batch: gl.tensor
+    kv_head: gl.tensor
+    first_key: gl.tensor
+    first_tile: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, batch, kv_head, first_key, first_tile):
+        self.batch = batch
+        self.kv_head = kv_head
+        self.first_key = first_key
+        self.first_tile = first_tile
+
+
+@aggregate
+class KeyPlan:
+    """Which key tile is at which position of the order in which programs take them.
+
+    As in ``QueryPlan``, but what the heads of a section share are queries, output gradients and dq.
+    """
+
+    n_queries: gl.tensor
+    n_keys: gl.tensor
+    n_heads: gl.tensor
+    n_batch_heads: gl.tensor
+    group: gl.tensor
+    section_heads: gl.tensor
+    padded: gl.tensor
+    PERSISTENT: gl.constexpr
+    CAUSAL: gl.constexpr
+    BLOCK_Q: gl.constexpr
+    BLOCK_K: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, n_queries, n_keys, n_heads, n_batch_heads, group, section_heads, padded,
+        PERSISTENT, CAUSAL, BLOCK_Q, BLOCK_K,
+    ):  # fmt: skip
+        self.n_queries = n_queries
+        self.n_keys = n_keys
+        self.n_heads = n_heads
+        self.n_batch_heads = n_batch_heads
+        self.group = group
+        self.section_heads = section_heads
+        self.padded = padded
+        self.PERSISTENT = gl.constexpr(PERSISTENT)
+        self.CAUSAL = gl.constexpr(CAUSAL)
+        self.BLOCK_Q = gl.constexpr(BLOCK_Q)
+        self.BLOCK_K = gl.constexpr(BLOCK_K)
+
+    @gluon.jit
+    def n_items(self):
+        return gl.cdiv(self.n_keys, self.BLOCK_K) * self.n_batch_heads
+
+    @gluon.jit
+    def key_tile(self, position):
+        n_key_tiles = gl.cdiv(self.n_keys, self.BLOCK_K)
+        rank, batch_head = item_in_section(position, n_key_tiles, self.n_batch_heads, self.section_heads)
+        first_key = rank * self.BLOCK_K
+        first_tile = rank * 0
+        if self.CAUSAL:
+            first_tile = gl.maximum(first_key - (self.n_keys - self.n_queries), 0) // self.BLOCK_Q
+        n_kv_heads = self.n_heads // self.group
+        return KeyTile(batch_head // n_kv_heads, batch_head % n_kv_heads, first_key, first_tile)
+
+    @gluon.jit
+    def n_tiles(self):
+        return gl.cdiv(self.n_queries, self.BLOCK_Q)
+
+    @gluon.jit
+    def n_steps(self, work):
+        return self.group * (self.n_tiles() - work.first_tile)
+
+    @gluon.jit
+    def after(self, work, head, tile, head_step):
+        """The (head, tile) that follows: the next tile, or the first one of the next head, ``head_step`` further."""
+        last = tile + 1 == self.n_tiles()
+        return gl.where(last, head + head_step, head), gl.where(last, work.first_tile, tile + 1)
+
+    @gluon.jit
+    def first_row(self, work):
+        """Of the first query head in the statistics and the sums of dq, which have ``padded`` rows per head."""
+        return (work.batch * self.n_heads + work.kv_head * self.group) * self.padded
+
+    @gluon.jit
+    def first_clear(self, first_key, n_keys_here: gl.constexpr):
+        """The first query tile that needs no mask for these keys."""
+        if self.CAUSAL:
+            clear = gl.cdiv(gl.maximum(first_key + n_keys_here - 1 - (self.n_keys - self.n_queries), 0), self.BLOCK_Q)
+        else:
+            clear = gl.where(first_key + n_keys_here > self.n_keys, self.n_tiles(), 0)
+        return clear

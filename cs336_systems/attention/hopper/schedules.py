@@ -1,0 +1,96 @@
+"""The tile and the depth of each kernel: a small committed table, so that nothing is tuned while a user waits.
+
+Keyed by kernel and head-dim bucket. What decides, on a GPU with 227 KiB of shared memory and 65,536 registers per SM:
+
+* one program per SM: two or three consumer warpgroups of 64 rows and the producer take all registers, 240 a thread with
+  two consumers and 160 with three;
+* a consumer must not spill: forward, 64 scores + 32 P + 32 next P and D/2 of the output; backward, BLOCK_Q of S^T and
+  dP^T together, D of dk and dv together, 16 to 32 of dq, and the operands of matmuls in flight;
+* deeper rings cost nothing but shared memory.
+"""
+
+from dataclasses import dataclass
+
+MAX_REGISTERS_WITH = {2: 168, 3: 128}
+"""Registers per thread at launch for two consumers (12 warps) and for three (16), which setmaxnreg then moves."""
+
+
+@dataclass(frozen=True)
+class ForwardSchedule:
+    """How one program goes through its query tiles."""
+
+    block_k: int
+    """Keys per tile."""
+    consumers: int
+    """Warpgroups with 64 query rows each."""
+    stages: int
+    """Slots of the key and of the value ring, at least 2."""
+    persistent: bool = False
+    """One program per SM with many query tiles, or one program per query tile."""
+    take_turns: bool = False
+    """Consumers start their matmuls in a fixed order, so that each has its softmax under the others' matmuls."""
+    early_scores: bool = False
+    """Start the next S before waiting for O; O then gets its P V later, under the next softmax."""
+    shared_exp2: bool = False
+    """Compute a quarter of the exponentials by multiply-adds, which have time left."""
+
+    def __post_init__(self) -> None:
+        assert self.stages >= 2, self.stages
+
+    @property
+    def worker_registers(self) -> int:
+        """Registers per thread of a consumer."""
+        return {2: 240, 3: 160}[self.consumers]
+
+    def __str__(self) -> str:
+        return (
+            f"{64 * self.consumers}x{self.block_k}, {self.stages} stages{', persistent' if self.persistent else ''}"
+            f"{', in turns' if self.take_turns else ''}{', early scores' if self.early_scores else ''}"
+            f"{', shared exp2' if self.shared_exp2 else ''}"
+        )
+
+
+@dataclass(frozen=True)
+class BackwardSchedule:
+    """How one program goes through the queries that see its 128 keys."""
+
+    block_q: int
+    """Queries per step, 64 or 128."""
+    stages: int
+    """Slots of the ring of queries and output gradients, at least 2."""
+    block_k: int = 128
+    """Keys per program, 64 for each of the two consumers."""
+    late_dq: bool = False
+    """Multiply dS and K one step late, under the next step's softmax; costs the registers of dq there."""
+    left_in_registers: bool = False
+    """Keep K and V, the left operands of S^T and dP^T, in registers instead of reading them from shared memory."""
+
+    persistent: bool = False
+    """One program per SM with many key tiles, or one program per key tile."""
+    key_stages: int = 1
+    """Slots of the rings of keys and values; a second one lets the next key tile's arrive early."""
+
+    def __post_init__(self) -> None:
+        assert self.stages >= 2, self.stages
+
+    def __str__(self) -> str:
+        return (
+            f"{self.block_q}x{self.block_k}, {self.stages} stages{', late dq' if self.late_dq else ''}"
+            f"{', K and V in registers' if self.left_in_registers else ''}{', persistent' if self.persistent else ''}"
+        )
+
+
+# Timed on an H200 (bf16, causal, batch 1, length 16,384; 16 heads of 64 or 32 heads of 128).
+FORWARD: dict[int, ForwardSchedule] = {
+    64: ForwardSchedule(128, 3, 2),  # 1.19 ms; two consumers +4 %
+    128: ForwardSchedule(128, 2, 2),  # 3.45 ms; 128 x 64 +34 %, 192 x 64 +13 %
+}
+BACKWARD: dict[int, BackwardSchedule] = {
+    64: BackwardSchedule(64, 3),  # 3.26 ms, passes before and after included
+    128: BackwardSchedule(64, 2),  # 9.57 ms, likewise
+}
+
+
+def padded_head_dim(d_head: int) -> int:
+    """Columns of a tile: the copy engine fills those that a head does not have with zeros, and does not write them."""
+    return 64 if d_head <= 64 else 128

@@ -1,0 +1,268 @@
+"""The Hopper kernels on a Hopper GPU: head dims, awkward and random shapes against fp64, determinism, compiling."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.attention.hopper import hopper_attention
+from cs336_systems.attention.hopper.backward import launch_backward
+from cs336_systems.attention.hopper.forward import launch_forward
+from cs336_systems.attention.hopper.function import HopperFlashAttention, backward_op, forward_op
+from cs336_systems.attention.hopper.schedules import BackwardSchedule, ForwardSchedule
+from tests.attention.flash.oracle import Results, eager, error, floors, make
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+DTYPES = [torch.bfloat16, torch.float16]
+LENGTHS = [(1, 1), (17, 17), (127, 127), (128, 128), (129, 129), (300, 300), (129, 300), (300, 129), (1, 300)]
+FORWARD_SCHEDULES = [
+    ForwardSchedule(128, 2, 2),
+    ForwardSchedule(128, 3, 3, persistent=True),
+    ForwardSchedule(64, 2, 3, take_turns=True),
+    ForwardSchedule(128, 3, 2, persistent=True, take_turns=True),
+    ForwardSchedule(128, 2, 2, persistent=True, early_scores=True),
+    ForwardSchedule(128, 3, 2, shared_exp2=True),
+]
+BACKWARD_SCHEDULES = [
+    BackwardSchedule(64, 2),
+    BackwardSchedule(128, 2),
+    BackwardSchedule(64, 3, late_dq=True),
+    BackwardSchedule(64, 3, left_in_registers=True, persistent=True),
+    BackwardSchedule(64, 3, late_dq=True, left_in_registers=True, persistent=True, key_stages=2),
+]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is not written stays NaN."""
+    for name in ("empty", "empty_like"):
+        original = getattr(torch, name)
+
+        def poison(*args: object, original: object = original, **kwargs: object) -> Tensor:
+            tensor = original(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        monkeypatch.setattr(torch, name, poison)
+
+
+def hopper(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float | None, deterministic: bool = False
+) -> Results:
+    """Of views of the arguments that keep their strides."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    o = HopperFlashAttention.apply(q, k, v, causal, scale, deterministic)
+    (lse,) = (x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1])
+    return Results(o.detach(), lse, *torch.autograd.grad(o, (q, k, v), do))
+
+
+def compare(actual: Results, q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float) -> None:
+    """Against fp64, within twice the error of eager code in the inputs' dtype plus the floors of ``oracle.py``."""
+    exact = eager(q, k, v, do, causal, scale, torch.float64)
+    same_dtype = eager(q, k, v, do, causal, scale, q.dtype)
+    floor = floors(q, k, v, do, causal, scale)
+    for name, value, truth, other, least in zip(Results._fields, actual, exact, same_dtype, floor, strict=True):
+        assert value.dtype == (torch.float32 if name == "lse" else q.dtype)
+        budget = 2 * error(other, truth) + least.item()
+        print(f"{name}: error {error(value, truth):.2e}, eager {error(other, truth):.2e}, allowed {budget:.2e}")
+        assert error(value, truth) <= budget, name
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float | None = None) -> Results:
+    actual = hopper(q, k, v, do, causal, scale)
+    compare(actual, q, k, v, do, causal, q.shape[-1] ** -0.5 if scale is None else scale)
+    return actual
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d_head", [16, 32, 64, 80, 96, 120, 128])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_head_dims(dtype: torch.dtype, d_head: int, causal: bool) -> None:
+    check(*make("cuda", dtype, batch=2, heads=2, n_queries=300, d_head=d_head), causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d_head", [64, 128])
+@pytest.mark.parametrize(("n_queries", "n_keys"), LENGTHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lengths(dtype: torch.dtype, n_queries: int, n_keys: int, d_head: int, causal: bool) -> None:
+    check(*make("cuda", dtype, heads=2, n_queries=n_queries, n_keys=n_keys, d_head=d_head), causal)
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_random_shapes(part: int) -> None:
+    """200 in all: enough heads for several rounds of the persistent grid among them."""
+    choose = random.Random(part)
+    for _ in range(25):
+        kv_heads, group = choose.choice([1, 2, 3, 8]), choose.choice([1, 1, 2, 4])
+        n_queries = choose.randint(1, 700)
+        n_keys = n_queries if choose.random() < 0.5 else choose.randint(1, 700)
+        causal, dtype, d_head = choose.random() < 0.7, choose.choice(DTYPES), choose.choice([64, 128, 128, 72])
+        sizes = {"batch": choose.randint(1, 4), "heads": kv_heads * group, "kv_heads": kv_heads}
+        print(sizes, n_queries, n_keys, d_head, causal, dtype)
+        check(*make("cuda", dtype, **sizes, n_queries=n_queries, n_keys=n_keys, d_head=d_head), causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("schedule", FORWARD_SCHEDULES, ids=str)
+def test_forward_schedules(schedule: ForwardSchedule, causal: bool) -> None:
+    q, k, v, do = make("cuda", torch.bfloat16, batch=3, heads=48, kv_heads=24, n_queries=500, n_keys=650, d_head=64)
+    o, lse = launch_forward(q, k, v, causal, 0.125, schedule)
+    compare(Results(o, lse, *launch_backward(q, k, v, o, lse, do, causal, 0.125)), q, k, v, do, causal, 0.125)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("schedule", BACKWARD_SCHEDULES, ids=str)
+def test_backward_schedules(schedule: BackwardSchedule, causal: bool) -> None:
+    q, k, v, do = make("cuda", torch.bfloat16, batch=3, heads=48, kv_heads=24, n_queries=500, n_keys=650, d_head=64)
+    o, lse = launch_forward(q, k, v, causal, 0.125)
+    gradients = launch_backward(q, k, v, o, lse, do, causal, 0.125, schedule=schedule)
+    compare(Results(o, lse, *gradients), q, k, v, do, causal, 0.125)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_grouped_heads(kv_heads: int) -> None:
+    check(*make("cuda", torch.bfloat16, batch=2, heads=8, kv_heads=kv_heads, n_queries=200, d_head=64), True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_scores(dtype: torch.dtype) -> None:
+    q, k, v, do = make("cuda", dtype, n_queries=200, d_head=64)
+    check(30 * q, 30 * k, v, do, True, scale=1.0)
+
+
+def test_scale() -> None:
+    check(*make("cuda", torch.bfloat16, n_queries=200, d_head=64), True, scale=0.5)
+
+
+def test_rows_that_see_no_key() -> None:
+    o, lse, dq, *_ = check(*make("cuda", torch.bfloat16, n_queries=300, n_keys=70, d_head=64), True)
+    assert (o[:, :, :230] == 0).all()
+    assert (lse[:, :, :230] == float("-inf")).all()
+    assert (dq[:, :, :230] == 0).all()
+
+
+def strided(x: Tensor) -> list[Tensor]:
+    """The values of x in other layouts: heads inside rows, columns apart, odd and even slices of wider tensors."""
+    wide = torch.cat((x[..., :3], x, x), dim=-1)
+    twice = torch.cat((x, x), dim=-1)
+    return [
+        x.transpose(1, 2).contiguous().transpose(1, 2),
+        x.mT.contiguous().mT,
+        wide[..., 3 : 3 + x.shape[-1]],
+        twice[..., x.shape[-1] :],
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides(dtype: torch.dtype) -> None:
+    tensors = make("cuda", dtype, batch=2, heads=3, n_queries=150, d_head=64)
+    expected = hopper(*tensors, True, None, deterministic=True)
+    layouts = [strided(x) for x in tensors]
+    for turn in range(4):
+        views = [layout[(turn + i) % 4] for i, layout in enumerate(layouts)]
+        for a, b in zip(expected, hopper(*views, True, None, deterministic=True), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_an_expanded_gradient() -> None:
+    q, k, v, _ = make("cuda", torch.bfloat16, heads=2, n_queries=100, d_head=64)
+    do = torch.ones((), dtype=torch.bfloat16, device="cuda").expand(q.shape)
+    check(q, k, v, do, True)
+
+
+def test_output_keeps_the_layout_of_q() -> None:
+    q, k, v, _ = (strided(x)[0] for x in make("cuda", torch.bfloat16, heads=2, d_head=64))
+    assert hopper_attention(q, k, v, causal=True).stride() == q.stride()
+
+
+@pytest.mark.parametrize("d_head", [64, 128])
+def test_the_same_bits_every_run(d_head: int) -> None:
+    """Many programs add to each dq, so that an order left to chance would show."""
+    tensors = make("cuda", torch.bfloat16, batch=2, heads=8, kv_heads=2, n_queries=3000, d_head=d_head)
+    first = hopper(*tensors, True, None, deterministic=True)
+    for _ in range(3):
+        for a, b in zip(first, hopper(*tensors, True, None, deterministic=True), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_torch_can_ask_for_determinism() -> None:
+    q, k, v, _ = make("cuda", torch.bfloat16, heads=2, n_queries=300, d_head=64)
+    q.requires_grad_()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert HopperFlashAttention.apply(q, k, v).grad_fn.ordered
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not HopperFlashAttention.apply(q, k, v).grad_fn.ordered
+
+
+def test_three_dimensions_are_one_head() -> None:
+    q, k, v, do = make("cuda", torch.bfloat16, batch=3, n_queries=200, d_head=64)
+    one_head = hopper(q, k, v, do, True, None, deterministic=True)
+    flat = hopper(*(x.squeeze(1) for x in (q, k, v, do)), True, None, deterministic=True)
+    for a, b in zip(one_head, flat, strict=True):
+        assert torch.equal(a.squeeze(1), b)
+
+
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
+def test_gradients_that_nobody_wants(wanted: tuple[bool, bool, bool]) -> None:
+    q, k, v, do = make("cuda", torch.bfloat16, n_queries=100, d_head=64)
+    expected = hopper(q, k, v, do, True, None, deterministic=True)[2:]
+    inputs = [x.detach().requires_grad_(want) for x, want in zip((q, k, v), wanted, strict=True)]
+    HopperFlashAttention.apply(*inputs, True, None, True).backward(do)
+    for x, want, gradient in zip(inputs, wanted, expected, strict=True):
+        assert torch.equal(x.grad, gradient) if want else x.grad is None
+
+
+def test_operators_pass_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    tensors = make("cuda", torch.bfloat16, heads=2, n_queries=70, d_head=64)
+    q, k, v, do = (strided(x)[i % 4] for i, x in enumerate(tensors))
+    torch.library.opcheck(forward_op, (q, k, v, True, 0.25))
+    o, lse = forward_op(q, k, v, True, 0.25)
+    torch.library.opcheck(backward_op, (q, k, v, o, lse, do, True, 0.25, True))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_without_graph_breaks(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the compiler makes tensors, too
+    torch.compiler.reset()
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return hopper_attention(2 * q, k, v, causal=True, deterministic=True) + 1
+
+    compiled = torch.compile(plain, fullgraph=True, dynamic=dynamic)
+    for n_queries in (70, 130):
+        q, k, v, do = make("cuda", torch.bfloat16, heads=4, kv_heads=2, n_queries=n_queries, d_head=64)
+        for inputs, gradient in (((q, k, v), do), ((q[:, 0], k[:, 0], v[:, 0]), do[:, 0])):
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            o, expected = compiled(*leaves), plain(*leaves)
+            assert torch.equal(o, expected)
+            actual_gradients = torch.autograd.grad(o, leaves, gradient)
+            for a, b in zip(actual_gradients, torch.autograd.grad(expected, leaves, gradient), strict=True):
+                assert torch.equal(a, b)
+
+
+def test_the_current_device_need_not_be_the_tensors() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    check(*make("cuda:1", torch.bfloat16, n_queries=100, d_head=64), True)
+
+
+def test_heads_beyond_int32() -> None:
+    """Heads 2^31 elements apart: views into memory that is mostly zero."""
+    if torch.cuda.mem_get_info()[0] < 10 * 2**30:
+        pytest.skip("needs 10 GiB of free GPU memory")
+    q, k, v, do = make("cuda", torch.bfloat16, heads=2, n_queries=300, d_head=64)
+    expected = hopper(q, k, v, do, True, None, deterministic=True)
+    memory = torch.zeros(2**31 + 300 * 64, dtype=torch.bfloat16, device="cuda")
+    far = memory.as_strided(k.shape, (2**31, 2**31, 64, 1))
+    far.copy_(k)
+    for a, b in zip(expected, hopper(q, far, v, do, True, None, deterministic=True), strict=True):
+        assert torch.equal(a, b)
