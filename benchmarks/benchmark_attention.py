@@ -12,6 +12,7 @@ implementation, dtype and head dimension share a process, so that kernels are co
 """
 
 import itertools
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -42,7 +43,12 @@ TRAINING_SHAPES = (
 )
 """(batch, heads, length, d_head); the first is the 2025 leaderboard's."""
 
+KNOWN = tuple(dict.fromkeys(IMPLEMENTATIONS + VARIANT_IMPLEMENTATIONS))
 CPU_LENGTHS = (256, 1024)
+CPU_NOTE = (
+    "On a CPU the defaults shrink: --length 256 1024 and --d-head 64 (on a GPU all), and no reference-compiled, whose "
+    "kernels take half a minute to compile; --impl asks for it."
+)
 VARIANT_SHAPE = (4, 16, 4096, 64)
 
 
@@ -75,10 +81,11 @@ class Options:
 
 
 def default_options(device: str) -> Options:
-    """The defaults on a device; a CPU gets the short lengths."""
+    """The defaults on a device; a CPU gets one head dimension, the short lengths, and nothing that compiles."""
     if device == "cuda":
         return Options()
-    return Options(device="cpu", length=CPU_LENGTHS)
+    impls = tuple(impl for impl in KNOWN if impl != "reference-compiled")
+    return Options(device="cpu", impl=impls, length=CPU_LENGTHS, d_head=(64,))
 
 
 def parse_options(arguments: list[str] | None = None) -> Options:
@@ -93,10 +100,9 @@ def make_cells(options: Options) -> list[AttentionCell]:
         ValueError: a value that no cell can have.
     """
     check_device(options.device)
-    known = tuple(dict.fromkeys(IMPLEMENTATIONS + VARIANT_IMPLEMENTATIONS))
     for impl in options.impl:
-        if impl not in known:
-            raise ValueError(f"--impl {impl}: known are {', '.join(known)}")
+        if impl not in KNOWN:
+            raise ValueError(f"--impl {impl}: known are {', '.join(KNOWN)}")
     check_positive(options, "length", "d_head")
     cells: list[AttentionCell] = []
     for name in options.grid:
@@ -180,6 +186,9 @@ def main() -> int:
         return complain(BENCHMARK, str(error))
     except OSError as error:
         return complain(BENCHMARK, f"{error.filename}: {error.strerror}")
+    small = default_options("cpu")
+    if options.device == "cpu" and (options.impl, options.d_head) == (small.impl, small.d_head):
+        print(CPU_NOTE, file=sys.stderr)
     outcomes: list[Outcome] = []
     try:
         outcomes.extend(

@@ -19,21 +19,30 @@ def cells_of(benchmark, *arguments):
 
 
 def test_every_grid_has_the_cells_of_its_shapes(benchmark):
-    lengths = [str(2**power) for power in range(7, 17)]
-    flash = cells_of(benchmark, "--grid", "flash", "--length", *lengths)
+    def made(grid, **options):
+        return benchmark.make_cells(benchmark.Options(device="cpu", grid=(grid,), **options))
+
+    flash = made("flash")
     assert len(flash) == len(IMPLEMENTATIONS) * 2 * 4 * 10
+    assert {cell.length for cell in flash} == {2**power for power in range(7, 17)}
     assert all(cell.causal and cell.batch_size == 1 and not cell.heads for cell in flash)
-    pytorch = cells_of(benchmark, "--grid", "pytorch", "--length", "256", "1024", "4096", "8192", "16384")
+    pytorch = made("pytorch", length=(256, 1024, 4096, 8192, 16384))
     assert {(cell.batch_size, cell.d_head, cell.length) for cell in pytorch} == {
         (8, d, length) for d in (16, 32, 64, 128) for length in (256, 1024, 4096, 8192, 16384)
     }
-    variants = cells_of(benchmark, "--grid", "variants", "--length", "4096")
+    variants = made("variants")
     assert {(cell.impl, cell.mask) for cell in variants} == {
         (impl, mask) for impl in ("flex", "sdpa-dense-mask") for mask in VARIANTS
     }
-    training = cells_of(benchmark, "--grid", "training", "--length", "2048", "--impl", "flash", "--autotune")
+    training = made("training", length=(2048,), impl=("flash",), autotune=True)
     assert [(cell.impl, cell.autotune, cell.heads) for cell in training] == [("flash", True, 16)]
-    assert not any(cell.autotune for cell in cells_of(benchmark, "--impl", "reference", "--autotune"))
+    assert not any(cell.autotune for cell in made("flash", impl=("reference",), autotune=True))
+
+
+def test_a_bare_command_on_a_cpu_is_short_and_compiles_nothing(benchmark):
+    cells = cells_of(benchmark)
+    assert {(cell.d_head, cell.length) for cell in cells} == {(64, 256), (64, 1024)}
+    assert {cell.impl for cell in cells} == set(IMPLEMENTATIONS) - {"reference-compiled"}
 
 
 @pytest.mark.parametrize(
