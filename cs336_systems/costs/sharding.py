@@ -13,7 +13,7 @@ an all-reduce is a reduce-scatter and an all-gather, so ZeRO replaces the half o
 sending of parameters that the other form adds. Parameters and gradients stay whole on every rank in all three.
 
 ``owned`` cannot cut a tensor, so the fullest rank holds up to a largest tensor more than its share; ``scattered`` cuts
-anywhere. Links are those of the ring of ``communication.py``. Sizes are in bytes; the padding that aligns tensors in
+anywhere. Links are those of the ring of ``communication.py``, and the busiest one counts in each collective. Sizes are in bytes; the padding that aligns tensors in
 flat buffers is computed, not guessed.
 """
 
@@ -150,7 +150,11 @@ def step_messages(form: str, parameter_bytes: int, gradient_bytes: int | None = 
 
 
 def link_bytes_per_step(form: str, parameter_bytes: int, world_size: int, gradient_bytes: int | None = None) -> float:
-    """Bytes that cross each link of a ring in one direction, which bound the time; arguments of ``step_messages``."""
+    """Bytes of the busiest link of a ring in one direction, collective after collective; bound the time of sending.
+
+    Broadcasts of different owners leave different links idle, but run one after another: each counts in full, though
+    over a step a link carries only (W-1)/W of them. Arguments as for ``step_messages``.
+    """
     messages = step_messages(form, parameter_bytes, gradient_bytes)
     return sum(cost(collective, world_size, n_bytes).wire_bytes for collective, n_bytes in messages.items())
 

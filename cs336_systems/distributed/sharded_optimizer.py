@@ -14,8 +14,8 @@ Two forms; with P bytes of parameters and W ranks on a ring, and AdamW's two mom
 The default is the CS336 handout's: whole tensors have owners, balanced by bytes, who broadcast what they updated.
 ``"reduce-scatter"`` is ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1): each rank receives the sum of only those
 gradients that it needs (divided by W, as DDP does), updates its slices, and all ranks gather the parameters. It sends
-as much as plain DDP: half of what the default sends on two ranks, two thirds on many. ``shards.py`` and
-``scattered.py`` have the layouts, ``costs/sharding.py`` the arithmetic.
+as much as plain DDP; the default's broadcasts, one after another, come on top. ``shards.py`` and ``scattered.py`` have
+the layouts, ``costs/sharding.py`` the arithmetic: of the busiest link in each collective.
 
 What the optimizer class must be like: it updates each parameter by itself (no LBFGS), and element by element for
 ``"reduce-scatter"`` (SGD, Adam, AdamW; not Adafactor, Muon or LAMB). ``step`` runs it once per wave of flat buffers, so
