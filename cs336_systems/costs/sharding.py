@@ -13,8 +13,8 @@ an all-reduce is a reduce-scatter and an all-gather, so ZeRO replaces the half o
 sending of parameters that the other form adds. Parameters and gradients stay whole on every rank in all three.
 
 ``owned`` cannot cut a tensor, so the fullest rank holds up to a largest tensor more than its share; ``scattered`` cuts
-anywhere. Links are those of the ring of ``communication.py``, and the busiest one counts in each collective. Sizes are in bytes; the padding that aligns tensors in
-flat buffers is computed, not guessed.
+anywhere. Links are those of the ring of ``communication.py``, and the busiest one counts in each collective. Sizes are
+in bytes; the padding that aligns tensors in flat buffers is computed, not guessed.
 """
 
 from collections.abc import Sequence
