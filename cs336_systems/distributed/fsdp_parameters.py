@@ -181,6 +181,7 @@ class ShardedGroup:
             parameter = ShardedParameter(name, kept, working, whole.shape, offset_bytes=offset)
             self.parameters.append(parameter)
             self.shard_slots[parameter] = (start, start + size)
+        self._shard_views = self._slots(self._shards)
         self._wholes.untyped_storage().resize_(0)
 
     @property
@@ -211,15 +212,15 @@ class ShardedGroup:
         with self._on_stream():
             if source is not self._shards:
                 source.copy_(self._shards)
-            self._source = source
-            self._work = self.process_group.allgather_into_tensor_coalesced(self._whole_slots, self._slots(source))
+            self._sent = self._shard_views if source is self._shards else self._slots(source)
+            self._work = self.process_group.allgather_into_tensor_coalesced(self._whole_slots, self._sent)
 
     def wait(self) -> None:
         """Make the current stream (on a CPU: the caller) wait until the whole copies are there."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-            del self._source
+            del self._sent
 
     def check_in_place(self) -> None:
         """After a module has run with the whole copies.
@@ -242,7 +243,7 @@ class ShardedGroup:
         """The whole parameters in their own dtype, gathered into tensors of their own."""
         sizes = [stop - start for start, stop in self.shard_slots.values()]
         outputs = [self._shards.new_empty(size * self.world_size) for size in sizes]
-        self.process_group.allgather_into_tensor_coalesced(outputs, self._slots(self._shards)).wait()
+        self.process_group.allgather_into_tensor_coalesced(outputs, self._shard_views).wait()
         return [
             output[: parameter.shape.numel()].view(parameter.shape)
             for parameter, output in zip(self.parameters, outputs, strict=True)
