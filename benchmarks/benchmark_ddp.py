@@ -17,10 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-import torch
-
 from cs336_systems.measurement.data_parallel import SIZED, DataParallelCell, measure_data_parallel
-from cs336_systems.measurement.ranks import resolve_world_sizes
+from cs336_systems.measurement.ranks import one_rank_per_gpu, resolve_world_sizes
 from cs336_systems.measurement.record import read_rows
 from cs336_systems.measurement.sweep import Outcome, outcome_rows
 from cs336_systems.report.console import Format, check_device, exit_with, parse_for_device, show
@@ -121,7 +119,7 @@ def make_cells(options: Options) -> list[DataParallelCell]:
     check_seed(options.seed, bits=31)
     check_timeout(options.timeout)
     check_dtypes(options.dtype, options.device)
-    worlds = resolve_world_sizes(options.world_size, (torch.cuda.device_count() if options.device == "cuda" else 2,))
+    worlds = resolve_world_sizes(options.world_size, one_rank_per_gpu(options.device))
     sizes = resolved_sizes(options.size, options.context_length)
     rungs = [(r, mb) for r in options.ddp for mb in (options.bucket_size_mb if r in SIZED else (None,))]
     grid = itertools.product(

@@ -16,10 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-import torch
-
 from cs336_systems.measurement.fully_sharded import BF16_COMPUTE, OURS, FullyShardedCell, measure_fully_sharded
-from cs336_systems.measurement.ranks import resolve_world_sizes
+from cs336_systems.measurement.ranks import one_rank_per_gpu, resolve_world_sizes
 from cs336_systems.measurement.record import read_rows
 from cs336_systems.measurement.sweep import Outcome, outcome_rows
 from cs336_systems.report.console import Format, check_device, exit_with, parse_for_device, show
@@ -125,7 +123,7 @@ def make_cells(options: Options) -> list[FullyShardedCell]:
     check_timeout(options.timeout)
     check_dtypes(["autocast-bf16"] if BF16_COMPUTE in options.dtype else [], options.device)
     check_attention(options.attention)
-    worlds = resolve_world_sizes(options.world_size, (torch.cuda.device_count() if options.device == "cuda" else 2,))
+    worlds = resolve_world_sizes(options.world_size, one_rank_per_gpu(options.device))
     sizes = resolved_sizes(options.size, options.context_length)
     sided = [(name, ahead) for name in options.fsdp for ahead in (options.prefetch if name == OURS else (None,))]
     grid = itertools.product(

@@ -18,10 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB
-from cs336_systems.measurement.ranks import resolve_world_sizes
+from cs336_systems.measurement.ranks import one_rank_per_gpu, resolve_world_sizes
 from cs336_systems.measurement.record import read_rows
 from cs336_systems.measurement.sharding import SHARDINGS, measure_sharding
 from cs336_systems.measurement.sweep import Outcome, outcome_rows
@@ -131,7 +129,7 @@ def make_cells(options: Options) -> list[Cell]:
     check_seed(options.seed)
     check_timeout(options.timeout)
     check_dtypes(options.dtype, options.device)
-    worlds = resolve_world_sizes(options.world_size, (torch.cuda.device_count() if options.device == "cuda" else 2,))
+    worlds = resolve_world_sizes(options.world_size, one_rank_per_gpu(options.device))
     sizes = resolved_sizes(options.size, options.context_length)
     grid: Iterator[Any] = itertools.product(
         (options.device,),

@@ -29,11 +29,11 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.measurement.clock import WHOLE
 from cs336_systems.measurement.memory import PeakMeter, free_bytes
 from cs336_systems.measurement.process import PredictedOutOfMemory
-from cs336_systems.measurement.ranges import ranged_phases
+from cs336_systems.measurement.rank_traces import communication_metrics, record_phases_of_ranks
 from cs336_systems.measurement.ranks import time_phases_of_ranks
 from cs336_systems.measurement.record import Metric
 from cs336_systems.measurement.traces import kineto
-from cs336_systems.measurement.traces.queries import overlap, slowdown
+from cs336_systems.measurement.traces.queries import slowdown
 from cs336_systems.measurement.traffic import Traffic
 from cs336_systems.training import TrainingSetup, assemble
 
@@ -54,8 +54,6 @@ LADDER: dict[str, Callable[..., DDP]] = {
 
 LOCAL = "local"
 """Prefix of the metrics of the step without communication."""
-
-_RECORDED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -217,16 +215,7 @@ class PreparedReplica:
 
     def record(self, path: Path, *, communicate: bool) -> None:
         """Run one warm-up step and a few more, recorded by torch.profiler on rank 0 to ``path``."""
-        phases = ranged_phases(self.phases(communicate=communicate), warmup=1)
-
-        def run() -> None:
-            time_phases_of_ranks(phases, self.rank, warmup=1, steps=_RECORDED_STEPS)
-
-        if self.rank.rank == 0:
-            with kineto.recording(path, self.rank.device):
-                run()
-        else:
-            run()
+        record_phases_of_ranks(self.phases(communicate=communicate), self.rank, path)
 
 
 def measure_data_parallel(cell: DataParallelCell, rank: Rank, *, trace: Path | None = None) -> list[Metric]:
@@ -289,16 +278,12 @@ def _overlap_metrics(path: Path, local_path: Path) -> list[Metric]:
     Communication, how much of it ran beside other kernels, by how much it slowed those, and the kernels that it adds.
     """
     trace = kineto.read(path)
-    if not trace.has_gpu:
+    communication = communication_metrics(trace)
+    if not communication:
         return []
-    found = overlap(trace)
-    if found.empty:
-        return []
-    total, hidden = found["communication_ms"].sum(), found["hidden_ms"].sum()
     classes = slowdown(kineto.read(local_path), trace)
     return [
-        Metric("communication", "ms of kernels per step, from the trace", [total]),
-        Metric("hidden_share", "% of communication, from the trace", [100 * hidden / total]),
+        *communication,
         Metric("slowed", "ms of other kernels per step", [(classes["beside_ms"] - classes["alone_ms"]).sum()]),
         Metric("added_kernels", "ms of other kernels per step", [classes["added_ms"].sum()]),
     ]

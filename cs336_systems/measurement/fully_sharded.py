@@ -6,7 +6,6 @@ same seed on the same data, with fp32 masters and, under ``bf16-compute``, bf16 
 computes under bf16 autocast). Repeats of the grid interleave them.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -27,11 +26,10 @@ from cs336_systems.measurement.clock import WHOLE, synchronize
 from cs336_systems.measurement.gather_waits import GatherWaits
 from cs336_systems.measurement.memory import PeakMeter, free_bytes
 from cs336_systems.measurement.process import PredictedOutOfMemory
-from cs336_systems.measurement.ranges import ranged_phases
+from cs336_systems.measurement.rank_traces import communication_metrics, record_phases_of_ranks
 from cs336_systems.measurement.ranks import time_phases_of_ranks
 from cs336_systems.measurement.record import Metric
 from cs336_systems.measurement.traces import kineto
-from cs336_systems.measurement.traces.queries import overlap
 from cs336_systems.measurement.traffic import Event, Traffic
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
 from cs336_systems.model.transformer import TransformerBlock
@@ -46,7 +44,6 @@ OURS, TORCH, DDP = "ours", "torch", "ddp"
 BF16_COMPUTE = "bf16-compute"
 
 _DDP_BUCKET_MB = 25.0
-_RECORDED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -177,14 +174,7 @@ class PreparedModel:
 
     def record(self, path: Path) -> None:
         """Run one warm-up step and a few more, recorded by torch.profiler on rank 0 to ``path``."""
-        run = functools.partial(
-            time_phases_of_ranks, ranged_phases(self.phases(), warmup=1), self.rank, warmup=1, steps=_RECORDED_STEPS
-        )
-        if self.rank.rank == 0:
-            with kineto.recording(path, self.rank.device):
-                run()
-        else:
-            run()
+        record_phases_of_ranks(self.phases(), self.rank, path)
 
 
 def _shard_ours(model: TransformerLM, cell: FullyShardedCell, rank: Rank) -> nn.Module:
@@ -291,7 +281,7 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
         path = trace / f"{cell.name}.json.gz"
         prepared.record(path)
         if rank.rank == 0:
-            metrics += _overlap_metrics(path)
+            metrics += communication_metrics(kineto.read(path))
     return metrics
 
 
@@ -308,16 +298,3 @@ def _check_memory(needed: int, rank: Rank) -> None:
     dist.barrier()  # nobody builds a model before all have looked
     if needed * here > free:
         raise PredictedOutOfMemory(f"needs at least {needed * here / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
-
-
-def _overlap_metrics(path: Path) -> list[Metric]:
-    """From a GPU's trace: communication, and how much of it ran beside other kernels. A CPU's trace cannot tell."""
-    trace = kineto.read(path)
-    found = overlap(trace) if trace.has_gpu else None
-    if found is None or found.empty:
-        return []
-    total, hidden = found["communication_ms"].sum(), found["hidden_ms"].sum()
-    return [
-        Metric("communication", "ms of kernels per step, from the trace", [total]),
-        Metric("hidden_share", "% of communication, from the trace", [100 * hidden / total]),
-    ]

@@ -83,6 +83,11 @@ def resolve_world_sizes(requested: tuple[int, ...] | None, default: tuple[int, .
     return default if requested is None else requested
 
 
+def one_rank_per_gpu(device: str) -> tuple[int]:
+    """The usual world on this machine: all its GPUs, or two ranks on a CPU."""
+    return (torch.cuda.device_count() if device == "cuda" else 2,)
+
+
 def time_phases_of_ranks(
     phases: Mapping[str, Callable[[], None]], rank: Rank, *, warmup: int, steps: int
 ) -> PhaseTimes:

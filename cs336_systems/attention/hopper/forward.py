@@ -260,7 +260,7 @@ def hopper_forward_kernel(
     STAGES: gl.constexpr, PERSISTENT: gl.constexpr, TAKE_TURNS: gl.constexpr, EARLY_SCORES: gl.constexpr,
     SHARED_EXP2: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """o (B, H, Q, D) and lse (B, H, Q); as many programs as fit the device, each with several query tiles."""
+    """o (B, H, Q, D) and lse (B, H, Q); each program owns one query tile at a time."""
     BLOCK_K: gl.constexpr = k.block_shape[2]
     BLOCK_D: gl.constexpr = k.block_shape[3]
     dtype: gl.constexpr = k.dtype
