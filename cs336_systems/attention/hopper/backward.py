@@ -96,11 +96,8 @@ def backward_producer(plan, q, k, v, do, stats, taken, tiles):
             tma.async_copy_global_to_shared(do, [work.batch, head, row, 0], arrived, tiles.do.index(slot))
             head, tile = plan.after(work, head, tile, 1)
             step += 1
-        if plan.PERSISTENT:
-            position = gl.num_programs(0) + gl.atomic_add(taken, 1)
-            announce(tiles.items, turn, position)
-        else:
-            position = plan.n_items()
+        position = gl.num_programs(0) + gl.atomic_add(taken, 1)
+        announce(tiles.items, turn, position)
         turn += 1
 
 
@@ -254,14 +251,14 @@ def backward_consumer(
         tma.async_copy_shared_to_global(dv, [work.batch, work.kv_head, first_key, 0], out_tile)
         tma.store_wait(0)
         first_step = end_step
-        position = announced(tiles.items, turn) if plan.PERSISTENT else plan.n_items()
+        position = announced(tiles.items, turn)
         turn += 1
 
 
 @gluon.jit(do_not_specialize=["group", "section_heads"])  # a 1 would become a constant, which a Plan cannot hold
 def hopper_backward_kernel(
     q, k, v, do, stats, dq, dk, dv, turns, taken, group, section_heads, padded, scale, scale_log2, CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, PERSISTENT: gl.constexpr, ORDERED: gl.constexpr,
+    STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, ORDERED: gl.constexpr,
     LATE_DQ: gl.constexpr, LEFT_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv (B, K, N, D), and dq (B H Q, D) in fp32 without the scale; each program owns one key tile at a time."""
@@ -271,7 +268,7 @@ def hopper_backward_kernel(
     dtype: gl.constexpr = k.dtype
     plan = KeyPlan(
         q.shape[2], k.shape[2], q.shape[1], k.shape[0] * k.shape[1], group, section_heads, padded,
-        PERSISTENT, CAUSAL, BLOCK_Q, BLOCK_K,
+        CAUSAL, BLOCK_Q, BLOCK_K,
     )  # fmt: skip
     q_tiles = make_ring(dtype, BLOCK_Q, BLOCK_D, STAGES, 2)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], dtype)
@@ -339,7 +336,7 @@ def launch_backward(
     # A head reads q and do and adds to dq, which has twice their bytes.
     queries_bytes = group * n_queries * d_head * (2 * q.element_size() + dq_sums.element_size())
     items = triton.cdiv(n_keys, schedule.block_k) * batch * n_kv_heads
-    programs = min(items, n_multiprocessors(q.device)) if schedule.persistent else items
+    programs = min(items, n_multiprocessors(q.device))
     with torch.cuda.device_of(q):
         hopper_backward_kernel[(programs,)](
             descriptor(q, queries),
@@ -351,7 +348,7 @@ def launch_backward(
             descriptor(dk, half_keys),
             descriptor(dv, half_keys),
             turns,
-            torch.zeros(1 if schedule.persistent else 0, dtype=torch.int32, device=q.device),
+            torch.zeros(1, dtype=torch.int32, device=q.device),
             group,
             section_heads(queries_bytes, batch * n_kv_heads),
             padded,
@@ -360,7 +357,6 @@ def launch_backward(
             CAUSAL=causal,
             STAGES=schedule.stages,
             KEY_STAGES=schedule.key_stages,
-            PERSISTENT=schedule.persistent,
             ORDERED=ordered,
             LATE_DQ=schedule.late_dq,
             LEFT_IN_REGISTERS=schedule.left_in_registers,

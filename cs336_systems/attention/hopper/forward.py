@@ -54,7 +54,7 @@ class Tiles:
 
     items: Ring
     q: Ring
-    """A slot for each consumer, which that one alone releases."""
+    """Two slots for each consumer, which that one alone releases: of this item, and of the next."""
     k: Ring
     v: Ring
     o: gl.shared_memory_descriptor
@@ -89,71 +89,36 @@ def forward_producer(plan, q, k, v, taken, tiles):
             tiles.k.load(step, k, batch, kv_head, row)
             tiles.v.load(step, v, batch, kv_head, row)
             step += 1
-        if plan.PERSISTENT:
-            position = gl.num_programs(0) + gl.atomic_add(taken, 1)
-            announce(tiles.items, turn, position)
-        else:
-            position = plan.n_items()
+        position = gl.num_programs(0) + gl.atomic_add(taken, 1)
+        announce(tiles.items, turn, position)
         turn += 1
 
 
 @gluon.jit
-def halves(x):
-    """The left and the right columns of a product, without moving any between threads."""
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
-
-
-@gluon.jit
-def side_by_side(left, right, layout: gl.constexpr):
-    """What ``halves`` took apart."""
-    both = gl.join(left, right).permute([0, 2, 1]).reshape([left.shape[0], 2 * left.shape[1]])
-    return gl.convert_layout(both, layout, assert_trivial=True)
-
-
-@gluon.jit
-def exp2_by_fma(x):
-    """2^x for x <= 0 by multiply-adds: 2^n, n the nearest integer, in the exponent bits, times a cubic of the rest.
-
-    The cubic has the least relative error, 1e-4, a twentieth of what rounding to bf16 adds; it is exact at 0, so that
-    2^-inf is 0: -127 as an exponent leaves no bit.
-    """
-    x = gl.maximum(x, -127.0)
-    shifted = x + 12582912.0  # 3 * 2^22: its last bits are n
-    rest = x - (shifted - 12582912.0)
-    cubic = gl.fma(gl.fma(gl.fma(rest, 0.05500892, 0.24221098), rest, 0.69328293), rest, 1.0)
-    bits = cubic.to(gl.int32, bitcast=True) + shifted.to(gl.int32, bitcast=True) * 8388608
-    return bits.to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def exp2(x, SHARED: gl.constexpr):
-    """2^x for x <= 0; shared, the last quarter of the columns leaves the exponential unit to the others."""
-    if SHARED:
-        layout: gl.constexpr = x.type.layout
-        left, right = halves(x)
-        half_layout: gl.constexpr = right.type.layout
-        third, fourth = halves(right)
-        return side_by_side(gl.exp2(left), side_by_side(gl.exp2(third), exp2_by_fma(fourth), half_layout), layout)
-    else:
-        return gl.exp2(x)
-
-
-@gluon.jit
-def online_softmax(scores, row_max, row_sum, scale_log2, SHARED_EXP2: gl.constexpr):
+def online_softmax(scores, row_max, row_sum, scale_log2):
     """Take one tile of scores into the running maximum and sum: (P, row_max, row_sum, factor for what came before)."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
     # -inf - -inf is NaN: a row that has seen nothing yet subtracts 0.
     subtracted = gl.where(new_max == NEVER, 0.0, new_max)
-    p = exp2(scores * scale_log2 - subtracted[:, None], SHARED_EXP2)
+    p = gl.exp2(scores * scale_log2 - subtracted[:, None])
     rescale = gl.exp2(row_max - subtracted)
     return p, new_max, row_sum * rescale + gl.sum(p, 1), rescale
 
 
 @gluon.jit
-def forward_consumer(
-    plan, o, lse, tiles, scale_log2,
-    WHO: gl.constexpr, TAKE_TURNS: gl.constexpr, EARLY_SCORES: gl.constexpr, SHARED_EXP2: gl.constexpr,
-):  # fmt: skip
+def await_turn(tiles, blocks, WHO: gl.constexpr):
+    """What the consumer before this one has started once more than it (the first: as often), this one may start."""
+    mbarrier.wait(tiles.turns.index(WHO), blocks & 1 if WHO > 0 else blocks & 1 ^ 1)
+
+
+@gluon.jit
+def pass_turn(tiles, WHO: gl.constexpr):
+    CONSUMERS: gl.constexpr = tiles.o.shape[0]
+    mbarrier.arrive(tiles.turns.index((WHO + 1) % CONSUMERS), count=1)
+
+
+@gluon.jit
+def forward_consumer(plan, o, lse, tiles, scale_log2, WHO: gl.constexpr, TAKE_TURNS: gl.constexpr):
     """One warpgroup: 64 query rows of each item."""
     CONSUMERS: gl.constexpr = tiles.o.shape[0]
     BLOCK_K: gl.constexpr = tiles.k.tiles.shape[1]
@@ -173,8 +138,19 @@ def forward_consumer(
     turn = 0
     position = gl.program_id(0)
     while position < plan.n_items():
-        batch, head, first_query, n_key_tiles = plan.item(position)
+        batch, head, first_query, n_loaded = plan.item(position)
         first_query += WHO * ROWS
+        n_key_tiles = plan.n_key_tiles(first_query, ROWS)
+        for _ in range(n_key_tiles, n_loaded):  # tiles that only later consumers see
+            tiles.k.wait(step)
+            tiles.k.release(step)
+            tiles.v.wait(step)
+            tiles.v.release(step)
+            step += 1
+            if TAKE_TURNS:
+                await_turn(tiles, blocks, WHO)
+                pass_turn(tiles, WHO)
+                blocks += 1
         n_clear = plan.n_clear(first_query)
         queries = first_query + gl.arange(0, ROWS, rows)
         q_step = turn * CONSUMERS + WHO
@@ -189,52 +165,37 @@ def forward_consumer(
         scores = gl.where(seen, scores, NEVER)
         row_max = gl.full([ROWS], NEVER, gl.float32, rows)
         row_sum = gl.zeros([ROWS], gl.float32, rows)
-        p, row_max, row_sum, _ = online_softmax(scores, row_max, row_sum, scale_log2, SHARED_EXP2)
+        p, row_max, row_sum, _ = online_softmax(scores, row_max, row_sum, scale_log2)
         p = gl.convert_layout(p.to(dtype), p_layout)
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, o_layout)
 
         k_tile = tiles.k.wait(step + 1, n_key_tiles > 1)
-        if EARLY_SCORES:
-            product = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, use_acc=False, is_async=True)
         for i in range(1, n_key_tiles):
-            if EARLY_SCORES:
-                scores = warpgroup_mma_wait(0, (product,))
-                tiles.k.release(step + 1)
-                weighted = warpgroup_mma(p, tiles.v.wait(step), acc, is_async=True)
-            else:
-                if TAKE_TURNS:
-                    # What the consumer before it has done once more than this one (the first: as often), this one may.
-                    mbarrier.wait(tiles.turns.index(WHO), blocks & 1 if WHO > 0 else blocks & 1 ^ 1)
-                    blocks += 1
-                product = warpgroup_mma(q_tile, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-                weighted = warpgroup_mma(p, tiles.v.wait(step), acc, is_async=True)
-                if TAKE_TURNS:
-                    mbarrier.arrive(tiles.turns.index((WHO + 1) % CONSUMERS), count=1)
-                scores = warpgroup_mma_wait(1, (product,))
-                tiles.k.release(step + 1)
+            if TAKE_TURNS:
+                await_turn(tiles, blocks, WHO)
+                blocks += 1
+            product = warpgroup_mma(q_tile, k_tile.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            weighted = warpgroup_mma(p, tiles.v.wait(step), acc, is_async=True)
+            if TAKE_TURNS:
+                pass_turn(tiles, WHO)
+            scores = warpgroup_mma_wait(1, (product,))
+            tiles.k.release(step + 1)
             key_tile = n_key_tiles - 1 - i
             if key_tile >= n_clear:
                 keys = key_tile * BLOCK_K + columns
                 seen = visible(queries[:, None], keys[None, :], plan.n_queries, plan.n_keys, plan.CAUSAL)
                 scores = gl.where(seen, scores, NEVER)
-            next_p, row_max, row_sum, rescale = online_softmax(scores, row_max, row_sum, scale_log2, SHARED_EXP2)
+            next_p, row_max, row_sum, rescale = online_softmax(scores, row_max, row_sum, scale_log2)
             next_p = gl.convert_layout(next_p.to(dtype), p_layout)
             # Asked for early, because ptxas moves the wait for O up to the last branch: before the softmax, otherwise.
             k_tile = tiles.k.wait(step + 2, i + 1 < n_key_tiles)
             # p is listed so that its registers stay untouched while the matmul that reads them is in flight.
-            if EARLY_SCORES:
-                # After the last tile this multiplies whatever the slot holds, and nobody looks at the product.
-                product = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, use_acc=False, is_async=True)
-                acc, p = warpgroup_mma_wait(1, (weighted, p))
-            else:
-                acc, p = warpgroup_mma_wait(0, (weighted, p))
+            acc, p = warpgroup_mma_wait(0, (weighted, p))
             tiles.v.release(step)
             acc = acc * gl.convert_layout(rescale, o_rows)[:, None]
             p = next_p
             step += 1
 
-        if EARLY_SCORES:
-            warpgroup_mma_wait(0, (product,))
         tiles.q.release(q_step)
         weighted = warpgroup_mma(p, tiles.v.wait(step), acc, is_async=True)
         acc = warpgroup_mma_wait(0, (weighted,))
@@ -249,7 +210,7 @@ def forward_consumer(
         o_tile.store(acc.to(dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(o, [batch, head, first_query, 0], o_tile)
-        position = announced(tiles.items, turn) if plan.PERSISTENT else plan.n_items()
+        position = announced(tiles.items, turn)
         turn += 1
     tma.store_wait(0)
 
@@ -257,8 +218,7 @@ def forward_consumer(
 @gluon.jit(do_not_specialize=["group", "section_heads"])  # a 1 would become a constant, which a Plan cannot hold
 def hopper_forward_kernel(
     q, k, v, o, lse, taken, group, section_heads, scale_log2, CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr, PERSISTENT: gl.constexpr, TAKE_TURNS: gl.constexpr, EARLY_SCORES: gl.constexpr,
-    SHARED_EXP2: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """o (B, H, Q, D) and lse (B, H, Q); each program owns one query tile at a time."""
     BLOCK_K: gl.constexpr = k.block_shape[2]
@@ -266,12 +226,12 @@ def hopper_forward_kernel(
     dtype: gl.constexpr = k.dtype
     plan = QueryPlan(
         q.shape[2], k.shape[2], q.shape[1], q.shape[0] * q.shape[1], group, section_heads,
-        PERSISTENT, CAUSAL, CONSUMERS * ROWS, BLOCK_K,
+        CAUSAL, CONSUMERS * ROWS, BLOCK_K,
     )  # fmt: skip
     turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for consumer in gl.static_range(CONSUMERS):
         mbarrier.init(turns.index(consumer), count=1)
-    q_tiles = make_ring(dtype, ROWS, BLOCK_D, CONSUMERS, 1)
+    q_tiles = make_ring(dtype, ROWS, BLOCK_D, 2 * CONSUMERS, 1)
     tiles = Tiles(
         make_items(CONSUMERS),
         q_tiles,
@@ -283,8 +243,8 @@ def hopper_forward_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (forward_consumer, (plan, o, lse, tiles, scale_log2, 0, TAKE_TURNS, EARLY_SCORES, SHARED_EXP2)),
-                (forward_consumer, (plan, o, lse, tiles, scale_log2, 1, TAKE_TURNS, EARLY_SCORES, SHARED_EXP2)),
+                (forward_consumer, (plan, o, lse, tiles, scale_log2, 0, TAKE_TURNS)),
+                (forward_consumer, (plan, o, lse, tiles, scale_log2, 1, TAKE_TURNS)),
                 (forward_producer, (plan, q, k, v, taken, tiles)),
             ],
             [4, 1],
@@ -293,9 +253,9 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (forward_consumer, (plan, o, lse, tiles, scale_log2, 0, TAKE_TURNS, EARLY_SCORES, SHARED_EXP2)),
-                (forward_consumer, (plan, o, lse, tiles, scale_log2, 1, TAKE_TURNS, EARLY_SCORES, SHARED_EXP2)),
-                (forward_consumer, (plan, o, lse, tiles, scale_log2, 2, TAKE_TURNS, EARLY_SCORES, SHARED_EXP2)),
+                (forward_consumer, (plan, o, lse, tiles, scale_log2, 0, TAKE_TURNS)),
+                (forward_consumer, (plan, o, lse, tiles, scale_log2, 1, TAKE_TURNS)),
+                (forward_consumer, (plan, o, lse, tiles, scale_log2, 2, TAKE_TURNS)),
                 (forward_producer, (plan, q, k, v, taken, tiles)),
             ],
             [4, 4, 1],
@@ -325,7 +285,7 @@ def launch_forward(
     keys_and_values = 2 * n_keys * d_head * k.element_size()
     rows, keys = (1, 1, ROWS.value, block_d), (1, 1, schedule.block_k, block_d)
     items = triton.cdiv(n_queries, ROWS.value * schedule.consumers) * batch * n_heads
-    programs = min(items, n_multiprocessors(q.device)) if schedule.persistent else items
+    programs = min(items, n_multiprocessors(q.device))
     with torch.cuda.device_of(q):  # Triton launches on the current device, which may be another
         hopper_forward_kernel[(programs,)](
             descriptor(q, rows),
@@ -334,17 +294,14 @@ def launch_forward(
             descriptor(o, rows),
             lse,
             # How many positions beyond the first ones have been taken.
-            torch.zeros(1 if schedule.persistent else 0, dtype=torch.int32, device=q.device),
+            torch.zeros(1, dtype=torch.int32, device=q.device),
             group,
             section_heads(keys_and_values, batch * n_kv_heads) * group,
             scale * LOG2_E.value,
             CAUSAL=causal,
             CONSUMERS=schedule.consumers,
             STAGES=schedule.stages,
-            PERSISTENT=schedule.persistent,
             TAKE_TURNS=schedule.take_turns,
-            EARLY_SCORES=schedule.early_scores,
-            SHARED_EXP2=schedule.shared_exp2,
             WORKER_REGISTERS=schedule.worker_registers,
             num_warps=4,
             maxnreg=MAX_REGISTERS_WITH[schedule.consumers],

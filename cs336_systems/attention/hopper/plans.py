@@ -36,14 +36,13 @@ class QueryPlan:
     n_batch_heads: gl.tensor
     group: gl.tensor
     section_heads: gl.tensor
-    PERSISTENT: gl.constexpr
     CAUSAL: gl.constexpr
     BLOCK_Q: gl.constexpr
     BLOCK_K: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, n_queries, n_keys, n_heads, n_batch_heads, group, section_heads, PERSISTENT, CAUSAL, BLOCK_Q, BLOCK_K
+        self, n_queries, n_keys, n_heads, n_batch_heads, group, section_heads, CAUSAL, BLOCK_Q, BLOCK_K
     ):
         self.n_queries = n_queries
         self.n_keys = n_keys
@@ -51,7 +50,6 @@ class QueryPlan:
         self.n_batch_heads = n_batch_heads
         self.group = group
         self.section_heads = section_heads
-        self.PERSISTENT = gl.constexpr(PERSISTENT)
         self.CAUSAL = gl.constexpr(CAUSAL)
         self.BLOCK_Q = gl.constexpr(BLOCK_Q)
         self.BLOCK_K = gl.constexpr(BLOCK_K)
@@ -66,20 +64,19 @@ class QueryPlan:
 
     @gluon.jit
     def item(self, position):
-        """(batch, head, first query, key tiles) of a query tile.
-
-        One whose queries see no key still gets one key tile, all of it masked.
-        """
+        """(batch, head, first query, key tiles) of a query tile."""
         rank, batch_head = item_in_section(position, self.n_tiles(), self.n_batch_heads, self.section_heads)
-        if self.CAUSAL:
-            first_query = (self.n_tiles() - 1 - rank) * self.BLOCK_Q
-            last_query = gl.minimum(first_query + self.BLOCK_Q, self.n_queries)
-            end = last_query + self.n_keys - self.n_queries
-        else:
-            first_query = rank * self.BLOCK_Q
-            end = self.n_keys
-        n_key_tiles = gl.maximum(gl.cdiv(end, self.BLOCK_K), 1)
+        first_query = (self.n_tiles() - 1 - rank if self.CAUSAL else rank) * self.BLOCK_Q
+        n_key_tiles = self.n_key_tiles(first_query, self.BLOCK_Q)
         return batch_head // self.n_heads, batch_head % self.n_heads, first_query, n_key_tiles
+
+    @gluon.jit
+    def n_key_tiles(self, first_query, n_rows: gl.constexpr):
+        """How many key tiles these queries see: at least one, all of it masked for queries that see none."""
+        end = self.n_keys
+        if self.CAUSAL:
+            end += gl.minimum(first_query + n_rows, self.n_queries) - self.n_queries
+        return gl.maximum(gl.cdiv(gl.where(first_query < self.n_queries, end, 0), self.BLOCK_K), 1)
 
     @gluon.jit
     def n_clear(self, first_query):
@@ -119,7 +116,6 @@ class KeyPlan:
     group: gl.tensor
     section_heads: gl.tensor
     padded: gl.tensor
-    PERSISTENT: gl.constexpr
     CAUSAL: gl.constexpr
     BLOCK_Q: gl.constexpr
     BLOCK_K: gl.constexpr
@@ -127,7 +123,7 @@ class KeyPlan:
     @gluon.constexpr_function
     def __init__(
         self, n_queries, n_keys, n_heads, n_batch_heads, group, section_heads, padded,
-        PERSISTENT, CAUSAL, BLOCK_Q, BLOCK_K,
+        CAUSAL, BLOCK_Q, BLOCK_K,
     ):  # fmt: skip
         self.n_queries = n_queries
         self.n_keys = n_keys
@@ -136,7 +132,6 @@ class KeyPlan:
         self.group = group
         self.section_heads = section_heads
         self.padded = padded
-        self.PERSISTENT = gl.constexpr(PERSISTENT)
         self.CAUSAL = gl.constexpr(CAUSAL)
         self.BLOCK_Q = gl.constexpr(BLOCK_Q)
         self.BLOCK_K = gl.constexpr(BLOCK_K)

@@ -25,14 +25,8 @@ class ForwardSchedule:
     """Warpgroups with 64 query rows each."""
     stages: int
     """Slots of the key and of the value ring, at least 2."""
-    persistent: bool = False
-    """One program per SM with many query tiles, or one program per query tile."""
     take_turns: bool = False
     """Consumers start their matmuls in a fixed order, so that each has its softmax under the others' matmuls."""
-    early_scores: bool = False
-    """Start the next S before waiting for O; O then gets its P V later, under the next softmax."""
-    shared_exp2: bool = False
-    """Compute a quarter of the exponentials by multiply-adds, which have time left."""
 
     def __post_init__(self) -> None:
         assert self.stages >= 2, self.stages
@@ -44,9 +38,7 @@ class ForwardSchedule:
 
     def __str__(self) -> str:
         return (
-            f"{64 * self.consumers}x{self.block_k}, {self.stages} stages{', persistent' if self.persistent else ''}"
-            f"{', in turns' if self.take_turns else ''}{', early scores' if self.early_scores else ''}"
-            f"{', shared exp2' if self.shared_exp2 else ''}"
+            f"{64 * self.consumers}x{self.block_k}, {self.stages} stages{', in turns' if self.take_turns else ''}"
         )
 
 
@@ -64,9 +56,6 @@ class BackwardSchedule:
     """Multiply dS and K one step late, under the next step's softmax; costs the registers of dq there."""
     left_in_registers: bool = False
     """Keep K and V, the left operands of S^T and dP^T, in registers instead of reading them from shared memory."""
-
-    persistent: bool = False
-    """One program per SM with many key tiles, or one program per key tile."""
     key_stages: int = 1
     """Slots of the rings of keys and values; a second one lets the next key tile's arrive early."""
 
@@ -76,18 +65,19 @@ class BackwardSchedule:
     def __str__(self) -> str:
         return (
             f"{self.block_q}x{self.block_k}, {self.stages} stages{', late dq' if self.late_dq else ''}"
-            f"{', K and V in registers' if self.left_in_registers else ''}{', persistent' if self.persistent else ''}"
+            f"{', K and V in registers' if self.left_in_registers else ''}"
+            f"{f', {self.key_stages} key slots' if self.key_stages > 1 else ''}"
         )
 
 
 # Timed on an H200 (bf16, causal, batch 1, length 16,384; 16 heads of 64 or 32 heads of 128).
 FORWARD: dict[int, ForwardSchedule] = {
-    64: ForwardSchedule(128, 3, 2),  # 1.19 ms; two consumers +4 %
-    128: ForwardSchedule(128, 2, 2),  # 3.45 ms; 128 x 64 +34 %, 192 x 64 +13 %
+    64: ForwardSchedule(128, 3, 3, take_turns=True),
+    128: ForwardSchedule(128, 2, 2),
 }
 BACKWARD: dict[int, BackwardSchedule] = {
-    64: BackwardSchedule(64, 3),  # 3.26 ms, passes before and after included
-    128: BackwardSchedule(64, 2),  # 9.57 ms, likewise
+    64: BackwardSchedule(64, 3, late_dq=True, left_in_registers=True, key_stages=2),
+    128: BackwardSchedule(64, 2),
 }
 
 
