@@ -20,7 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from cs336_systems.attention.hopper.launch import copyable, descriptor, empty_result, n_multiprocessors, section_heads
+from cs336_systems.attention.hopper.launch import (
+    copyable,
+    counter,
+    descriptor,
+    empty_result,
+    n_multiprocessors,
+    section_heads,
+)
 from cs336_systems.attention.hopper.passes import launch_postprocess, launch_preprocess
 from cs336_systems.attention.hopper.plans import KeyPlan
 from cs336_systems.attention.hopper.primitives import (
@@ -32,6 +39,7 @@ from cs336_systems.attention.hopper.primitives import (
     finish_adds,
     make_items,
     make_ring,
+    take_item,
     tma_add,
     visible,
 )
@@ -96,7 +104,7 @@ def backward_producer(plan, q, k, v, do, stats, taken, tiles):
             tma.async_copy_global_to_shared(do, [work.batch, head, row, 0], arrived, tiles.do.index(slot))
             head, tile = plan.after(work, head, tile, 1)
             step += 1
-        position = gl.num_programs(0) + gl.atomic_add(taken, 1)
+        position = take_item(taken, plan.n_items())
         announce(tiles.items, turn, position)
         turn += 1
 
@@ -348,7 +356,7 @@ def launch_backward(
             descriptor(dk, half_keys),
             descriptor(dv, half_keys),
             turns,
-            torch.zeros(1, dtype=torch.int32, device=q.device),
+            counter(q.device),
             group,
             section_heads(queries_bytes, batch * n_kv_heads),
             padded,

@@ -22,6 +22,7 @@ from triton.language.core import _aggregate as aggregate
 
 from cs336_systems.attention.hopper.launch import (
     copyable,
+    counter,
     descriptor,
     empty_result,
     n_multiprocessors,
@@ -38,6 +39,7 @@ from cs336_systems.attention.hopper.primitives import (
     announced,
     make_items,
     make_ring,
+    take_item,
     visible,
 )
 from cs336_systems.attention.hopper.schedules import (
@@ -89,7 +91,7 @@ def forward_producer(plan, q, k, v, taken, tiles):
             tiles.k.load(step, k, batch, kv_head, row)
             tiles.v.load(step, v, batch, kv_head, row)
             step += 1
-        position = gl.num_programs(0) + gl.atomic_add(taken, 1)
+        position = take_item(taken, plan.n_items())
         announce(tiles.items, turn, position)
         turn += 1
 
@@ -205,7 +207,7 @@ def forward_consumer(plan, o, lse, tiles, scale_log2, WHO: gl.constexpr, TAKE_TU
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)  # saw no key: acc is 0 and row_max -inf, which is the answer
         lse_row = lse + (batch * plan.n_heads + head).to(gl.int64) * plan.n_queries
         gl.store(lse_row + queries, (row_max + gl.log2(row_sum)) * LN_2, mask=queries < plan.n_queries)
-        acc = acc / gl.convert_layout(row_sum, o_rows)[:, None]
+        acc = acc * gl.convert_layout(1.0 / row_sum, o_rows)[:, None]
         tma.store_wait(0)  # of the item before: its tile has left shared memory
         o_tile.store(acc.to(dtype))
         fence_async_shared()
@@ -293,8 +295,7 @@ def launch_forward(
             descriptor(v, keys),
             descriptor(o, rows),
             lse,
-            # How many positions beyond the first ones have been taken.
-            torch.zeros(1, dtype=torch.int32, device=q.device),
+            counter(q.device),
             group,
             section_heads(keys_and_values, batch * n_kv_heads) * group,
             scale * LOG2_E.value,

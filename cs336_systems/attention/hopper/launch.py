@@ -63,6 +63,22 @@ def n_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache
+def _counter_of_stream(device: torch.device, stream: int) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def counter(device: torch.device) -> Tensor:
+    """A 0 in int32 for ``primitives.take_item``, which a kernel leaves 0, so that it need not be written each time.
+
+    Kernels of one stream, which run one after another, share it. A captured graph, which may run beside them, has its
+    own.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    return _counter_of_stream(device, torch.cuda.current_stream(device).cuda_stream)
+
+
 def section_heads(bytes_per_head: int, n_batch_heads: int) -> int:
     """How many heads to work on at a time, so that what their tiles share stays in the L2 cache."""
     return min(max(L2_BUDGET_BYTES // bytes_per_head, 1), n_batch_heads)

@@ -41,9 +41,7 @@ class QueryPlan:
     BLOCK_K: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(
-        self, n_queries, n_keys, n_heads, n_batch_heads, group, section_heads, CAUSAL, BLOCK_Q, BLOCK_K
-    ):
+    def __init__(self, n_queries, n_keys, n_heads, n_batch_heads, group, section_heads, CAUSAL, BLOCK_Q, BLOCK_K):
         self.n_queries = n_queries
         self.n_keys = n_keys
         self.n_heads = n_heads

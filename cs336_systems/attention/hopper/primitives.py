@@ -141,6 +141,18 @@ def visible(queries, keys, n_queries, n_keys, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
+def take_item(taken, n_items):
+    """Producer: a position that no program has taken, or one after the last; the first ones go by program number.
+
+    ``taken`` counts the calls of all programs, one for each item. The last one leaves it 0 for the next kernel.
+    """
+    before = gl.atomic_add(taken, 1)
+    if before == n_items - 1:
+        gl.store(taken, 0)
+    return gl.num_programs(0) + before
+
+
+@gluon.jit
 def announce(items, turn, item):
     """Producer: tell the consumers which item follows that of this turn. ``items`` is a ring of single numbers."""
     slot = items.slot(turn)

@@ -30,6 +30,8 @@ class ForwardSchedule:
 
     def __post_init__(self) -> None:
         assert self.stages >= 2, self.stages
+        # The first consumer lets go one key tile that only the last one sees, and not two while it still holds values.
+        assert self.block_k >= 64 * (self.consumers - 1), self.block_k
 
     @property
     def worker_registers(self) -> int:
@@ -37,9 +39,7 @@ class ForwardSchedule:
         return {2: 240, 3: 160}[self.consumers]
 
     def __str__(self) -> str:
-        return (
-            f"{64 * self.consumers}x{self.block_k}, {self.stages} stages{', in turns' if self.take_turns else ''}"
-        )
+        return f"{64 * self.consumers}x{self.block_k}, {self.stages} stages{', in turns' if self.take_turns else ''}"
 
 
 @dataclass(frozen=True)

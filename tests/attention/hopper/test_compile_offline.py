@@ -31,6 +31,7 @@ def compile_only(kernel, *arguments, grid, warmup, **options):
     compiled[kernel.fn.__name__] = launch(kernel, *arguments, grid=grid, warmup=True, **options)
 
 JITFunction.run = compile_only
+forward.counter = backward.counter = lambda device: torch.zeros(1, dtype=torch.int32)
 forward.n_multiprocessors = lambda device: 132
 name, d_head = sys.argv[1], int(sys.argv[2])
 q = torch.zeros(1, 2, 200, d_head, dtype=torch.bfloat16)
