@@ -39,6 +39,11 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.events: list[Event] = []
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled, and its memory what it was; otherwise torch runs it eagerly under a mode."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -17,7 +17,7 @@ Time runs downwards; "full" and "empty" are the barriers of a ring slot (``primi
 
     producer                        consumer c (2 or 3 of them, each at its own pace)
     --------                        ------------------------------------------------------------------
-    await Q_c empty; copy Q_c  ---> await Q_c full
+    await Q_c empty; copy Q_c  ---> await Q_c full   (tiles that only later consumers see: let them go)
     await K empty; copy K_0    ---> await K_0 full;  S_0 = Q K_0^T;  let K_0 go;  P_0 = softmax step
     await V empty; copy V_0         await K_1 full;  for i = 1, 2, ...
     await K empty; copy K_1    --->     start S_i = Q K_i^T                            \\ both in flight:
@@ -31,9 +31,10 @@ Time runs downwards; "full" and "empty" are the barriers of a ring slot (``primi
 
 P never leaves the registers: the layout in which S arrives is the one in which the next product takes it. Scores are
 masked only in tiles that the diagonal or the end crosses. The order of the tiles (``plans.QueryPlan``): heads in
-sections that fit the L2 cache; inside a section longest tiles first. A program takes one, or (``persistent``) one after
-another: when the producer has fetched all of a tile, it draws the next from a counter in memory and announces it to the
-consumers through a ring of numbers, so that fetching goes on while they finish.
+sections that fit the L2 cache; inside a section longest tiles first. A program takes one after another: when the
+producer has fetched all of a tile, it draws the next from a counter in memory and announces it to the consumers through
+a ring of numbers. Q has two slots per consumer, so that the next tile's queries, keys and values arrive while this one
+is being finished.
 
 BACKWARD. A program owns 128 keys, 64 per consumer, and walks over the query tiles that see them. Five products:
 

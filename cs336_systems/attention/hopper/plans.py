@@ -26,8 +26,8 @@ class QueryPlan:
     """Which query tile is at which position of the order in which programs take them.
 
     Positions go section by section; a section is ``section_heads`` query heads whose keys and values fit the L2 cache
-    together. Inside a section the longest tiles of all its heads come first. Program p takes position p, and a
-    persistent one, when it has loaded that, the next that nobody has taken.
+    together. Inside a section the longest tiles of all its heads come first. Program p takes position p and, when that
+    is loaded, the next that nobody has taken.
     """
 
     n_queries: gl.tensor

@@ -239,6 +239,27 @@ def test_operators_pass_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.library.opcheck(backward_op, (q, k, v, o, lse, do, True, 0.25, True))
 
 
+def test_a_captured_graph_beside_other_launches() -> None:
+    """The counter from which programs draw their work must not be one for both."""
+    tensors = make("cuda", torch.bfloat16, batch=2, heads=80, n_queries=300, d_head=64)
+    expected = hopper(*tensors, True, None, deterministic=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = hopper(*tensors, True, None, deterministic=True)
+    beside = torch.cuda.Stream()
+    for _ in range(5):
+        for x in captured:
+            x.fill_(float("nan"))
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            graph.replay()
+        eager = hopper(*tensors, True, None, deterministic=True)
+        torch.cuda.current_stream().wait_stream(beside)
+        for a, b, c in zip(expected, captured, eager, strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(a, c)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_without_graph_breaks(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the compiler makes tensors, too
