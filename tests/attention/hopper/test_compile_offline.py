@@ -32,7 +32,7 @@ def compile_only(kernel, *arguments, grid, warmup, **options):
 
 JITFunction.run = compile_only
 forward.counter = backward.counter = lambda device: torch.zeros(1, dtype=torch.int32)
-forward.n_multiprocessors = lambda device: 132
+forward.n_multiprocessors = backward.n_multiprocessors = lambda device: 132
 name, d_head = sys.argv[1], int(sys.argv[2])
 q = torch.zeros(1, 2, 200, d_head, dtype=torch.bfloat16)
 if name == "forward":
@@ -53,7 +53,7 @@ print(json.dumps({"spilled": int(re.search(r"(\\d+) bytes spill stores", log)[1]
 
 
 @pytest.mark.parametrize(
-    ("kernel", "d_head", "most_spilled_bytes"), [("forward", 64, 0), ("backward", 64, 0), ("backward", 128, 64)]
+    ("kernel", "d_head", "most_spilled_bytes"), [("forward", 64, 0), ("backward", 64, 0), ("backward", 128, 256)]
 )
 def test_schedule_compiles_for_hopper(kernel: str, d_head: int, most_spilled_bytes: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
