@@ -7,10 +7,9 @@ it: ``kept``, the shard in the module's own dtype, which the optimizer sees, and
 their ``working`` is a cast copy, or ``kept`` itself if there is nothing to cast.
 
 Parameters that are used together form a ``ShardedGroup`` and travel in one collective. Its buffers are laid out so that
-nothing is packed or unpacked around it: every parameter has a padded slot of the rank's shards and a slot of the whole,
-and the coalesced collective moves each of them from slot to slot (NCCL launches it as one kernel). Only dtype
-changes copy: shards into ``compute_dtype`` before they are gathered, gradients into ``reduce_dtype`` before they are
-reduced.
+NCCL has nothing to pack or unpack around it: every parameter has a padded slot of the rank's shards and a slot of the
+whole, and the coalesced collective moves each of them from slot to slot in one kernel. Only dtype changes copy: shards
+into ``compute_dtype`` before they are gathered, gradients into ``reduce_dtype`` before they are reduced.
 
 Between uses the storage of the whole copies has zero bytes. Autograd saves tensors, not bytes: what it saved in forward
 is the same storage, which holds the weights again once it is resized and gathered for backward. For that each
@@ -71,6 +70,36 @@ class ShardedParameter(ManagedParameter):
         if fresh is None or old is None:
             return old if fresh is None else fresh
         return old.add_(fresh.to(dtype))
+
+
+class _PackedGather:
+    """An all-gather of several tensors as one message; ``wait`` waits for it and unpacks it."""
+
+    def __init__(self, process_group: dist.ProcessGroup, wholes: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+        world_size, sizes = process_group.size(), [shard.numel() for shard in shards]
+        self._wholes = [whole.view(world_size, size) for whole, size in zip(wholes, sizes, strict=True)]
+        packed = torch.cat(tuple(shards))
+        received = packed.new_empty(world_size, sum(sizes))
+        self._parts = received.split(sizes, dim=1)
+        self._work = dist.all_gather_into_tensor(received.view(-1), packed, group=process_group, async_op=True)
+
+    def wait(self) -> None:
+        self._work.wait()
+        torch._foreach_copy_(self._wholes, self._parts)
+
+
+def _all_gather(
+    process_group: dist.ProcessGroup, wholes: list[Tensor], shards: list[Tensor]
+) -> "dist.Work | _PackedGather":
+    """Start to gather each of the flat ``shards`` into the one of ``wholes``, in one collective for all of them.
+
+    On CPUs the message is packed here. gloo would do the same in its coalesced all-gather, but that one corrupts the
+    heap (torch 2.11): gloo's two workers note which operation they have finished in one ``std::string`` without a lock,
+    and "ALLGATHER_COALESCED", unlike the names of the other collectives used here, is too long to be stored in place.
+    """
+    if wholes[0].is_cuda:
+        return process_group.allgather_into_tensor_coalesced(wholes, shards)
+    return _PackedGather(process_group, wholes, shards)
 
 
 class Reduction:
@@ -155,7 +184,7 @@ class ShardedGroup:
         """Units that use the group at this moment."""
         self.is_gathered = False
         """Whether the whole copies are there, or on their way."""
-        self._work: dist.Work | None = None
+        self._work: dist.Work | _PackedGather | None = None
 
         shard_sizes = [-(-whole.shape[0] // world_size) * whole[:1].numel() for whole in wholes]
         shard_total, self._shard_starts = _offsets(shard_sizes)
@@ -213,7 +242,7 @@ class ShardedGroup:
             if source is not self._shards:
                 source.copy_(self._shards)
             self._sent = self._shard_views if source is self._shards else self._slots(source)
-            self._work = self.process_group.allgather_into_tensor_coalesced(self._whole_slots, self._sent)
+            self._work = _all_gather(self.process_group, self._whole_slots, self._sent)
 
     def wait(self) -> None:
         """Make the current stream (on a CPU: the caller) wait until the whole copies are there."""
@@ -243,7 +272,7 @@ class ShardedGroup:
         """The whole parameters in their own dtype, gathered into tensors of their own."""
         sizes = [stop - start for start, stop in self.shard_slots.values()]
         outputs = [self._shards.new_empty(size * self.world_size) for size in sizes]
-        self.process_group.allgather_into_tensor_coalesced(outputs, self._shard_views).wait()
+        _all_gather(self.process_group, outputs, self._shard_views).wait()
         return [
             output[: parameter.shape.numel()].view(parameter.shape)
             for parameter, output in zip(self.parameters, outputs, strict=True)

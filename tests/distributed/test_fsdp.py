@@ -153,7 +153,8 @@ def accumulation_equals_one_large_batch(rank):
             fsdp(own_rows(ids, rank)).mean().backward()
             fsdp.finish_gradient_synchronization()
             raise KeyError
-        assert {event.kind for event in log.sent} == {"allgather_into_tensor_coalesced"}
+        assert log.sent
+        assert all("allgather" in event.kind for event in log.sent)
         fsdp(own_rows(more, rank)).mean().backward()
         fsdp.finish_gradient_synchronization()
         for name, gradient in full_gradients(fsdp).items():

@@ -1,5 +1,6 @@
 """A sweep of four cells, the third of which never ends: for tests that press Ctrl-C or kill it. Run with -m."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tests.measurement.cells import Cell, measure
 
 def main() -> int:
     """Sweep into the folder named on the command line; returns the exit code of a benchmark."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has SIGINT ignored
     folder = Path(sys.argv[1])
     csv = folder / "rows.csv"
     outcomes = list(
