@@ -7,7 +7,6 @@ Shape legend: B batch, H query heads, K key/value heads, Q queries, N keys, D he
 # A kernel's arguments are Triton values; the host functions below are typed.
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from cs336_systems.attention.hopper.launch import (
+    ceil_div,
     copyable,
     counter,
     descriptor,
@@ -343,7 +343,7 @@ def launch_backward(
     dq_box = (64, block_d // 2 if schedule.block_q == 64 else block_d)
     # A head reads q and do and adds to dq, which has twice their bytes.
     queries_bytes = group * n_queries * d_head * (2 * q.element_size() + dq_sums.element_size())
-    items = triton.cdiv(n_keys, schedule.block_k) * batch * n_kv_heads
+    items = ceil_div(n_keys, schedule.block_k) * batch * n_kv_heads
     programs = min(items, n_multiprocessors(q.device))
     with torch.cuda.device_of(q):
         hopper_backward_kernel[(programs,)](

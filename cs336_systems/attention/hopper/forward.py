@@ -7,7 +7,6 @@ Shape legend: B batch, H query heads, K key/value heads, Q queries, N keys, D he
 # A kernel's arguments are Triton values; the host functions below are typed.
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from cs336_systems.attention.hopper.launch import (
+    ceil_div,
     copyable,
     counter,
     descriptor,
@@ -286,7 +286,7 @@ def launch_forward(
     group = n_heads // n_kv_heads
     keys_and_values = 2 * n_keys * d_head * k.element_size()
     rows, keys = (1, 1, ROWS.value, block_d), (1, 1, schedule.block_k, block_d)
-    items = triton.cdiv(n_queries, ROWS.value * schedule.consumers) * batch * n_heads
+    items = ceil_div(n_queries, ROWS.value * schedule.consumers) * batch * n_heads
     programs = min(items, n_multiprocessors(q.device))
     with torch.cuda.device_of(q):  # Triton launches on the current device, which may be another
         hopper_forward_kernel[(programs,)](

@@ -5,7 +5,6 @@ Boxes that reach past an end are filled with zeros on the way in and cut on the 
 columns.
 """
 
-from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -21,6 +20,11 @@ L2_BUDGET_BYTES = 32 * 1024**2
 """What the heads of one section may read again and again; the L2 cache has 50 MiB, in two halves."""
 
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+def ceil_div(n: int, d: int) -> int:
+    """n / d rounded up; ``triton.cdiv`` is made for compilers and takes microseconds."""
+    return -(-n // d)
 
 
 def has_copyable_strides(x: Tensor) -> bool:
@@ -46,15 +50,19 @@ def empty_result(x: Tensor) -> Tensor:
     )
 
 
-def descriptor(x: Tensor, box: Sequence[int]) -> TensorDescriptor:
+@cache
+def _layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(box), _ELEMENT[dtype])
+
+
+def descriptor(x: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     """How the copy engine moves boxes of ``x``, two- or four-dimensional, to and from swizzled shared memory."""
     strides = [
         # The stride of a dimension of one is never used, but must be aligned.
         stride if size > 1 else ALIGNMENT_BYTES
         for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
     ]
-    layout = gl.NVMMASharedLayout.get_default_for(list(box), _ELEMENT[x.dtype])
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(box), layout)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(box), _layout(box, x.dtype))
 
 
 @cache

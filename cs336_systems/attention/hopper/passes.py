@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cs336_systems.attention.hopper.launch import ceil_div
 from cs336_systems.attention.hopper.primitives import LOG2_E
 
 PASS_ROWS = 64
@@ -99,7 +100,7 @@ def hopper_postprocess_kernel(
 def launch_preprocess(o_BHQD: Tensor, do_BHQD: Tensor, lse_BHQ: Tensor, block_d: int) -> tuple[Tensor, Tensor, int]:
     """(stats, zeroed dq sums, queries per head in both); see the kernel."""
     batch, n_heads, n_queries, d_head = o_BHQD.shape
-    padded = triton.cdiv(n_queries, PADDED_ROWS) * PADDED_ROWS
+    padded = ceil_div(n_queries, PADDED_ROWS) * PADDED_ROWS
     stats = torch.empty(batch * n_heads * 2, padded, dtype=torch.float32, device=o_BHQD.device)
     dq_sums = torch.empty(batch * n_heads * padded, block_d, dtype=torch.float32, device=o_BHQD.device)
     with torch.cuda.device_of(o_BHQD):
@@ -126,7 +127,7 @@ def launch_postprocess(dq_sums: Tensor, dq_BHQD: Tensor, padded: int, scale: flo
     """Write dq from its sums."""
     batch, n_heads, n_queries, d_head = dq_BHQD.shape
     with torch.cuda.device_of(dq_BHQD):
-        hopper_postprocess_kernel[(triton.cdiv(n_queries, PASS_ROWS) * batch * n_heads,)](
+        hopper_postprocess_kernel[(ceil_div(n_queries, PASS_ROWS) * batch * n_heads,)](
             dq_sums,
             dq_BHQD,
             *dq_BHQD.stride()[:3],
