@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Measure what profiles/results/<gpu>/ and profiles/digests/<gpu>/ hold for several GPUs of one host.
 #
-#   scripts/measure_distributed.sh FOLDER PART...    # parts: collectives ddp sharded-optimizer fsdp traces
+#   scripts/measure_distributed.sh FOLDER PART...    # parts: collectives ddp sharded-optimizer fsdp traces fsdp-leaderboard
 #
 # RANKS names the worlds (default: 2 4), TORCHRUN the launcher (default: uv run torchrun). Between two H200s collectives
-# take half a minute, ddp five minutes, the others one or two. Each part appends to its own folder below FOLDER. Run
+# take half a minute, ddp five minutes, the others one to four. Each part appends to its own folder below FOLDER. Run
 # autocast cells on a host that does nothing else: they wait for launches.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_distributed.sh FOLDER PART...}
@@ -28,14 +28,21 @@ for part in "$@"; do
       ranks "${worlds[0]}" benchmarks/benchmark_sharded_optimizer.py --size xl 2.7b --repeat 2 ;;
     fsdp)
       for n in "${worlds[@]}"; do ranks "$n" benchmarks/benchmark_fsdp.py --size xl --dtype fp32 bf16-compute; done
-      ranks "${worlds[0]}" benchmarks/benchmark_fsdp.py --size xl --fsdp ours --prefetch 0 2 ;;
+      ranks "${worlds[0]}" benchmarks/benchmark_fsdp.py --size xl --fsdp ours --prefetch 0 2
+      ranks "${worlds[0]}" benchmarks/benchmark_fsdp.py --size 2.7b --warmup 2 --steps 5 ;;
     traces)
       ranks "${worlds[0]}" benchmarks/benchmark_ddp.py --size xl --ddp naive overlapped bucketed --warmup 1 --steps 2 \
         --trace "$folder/ddp"
       ranks "${worlds[0]}" benchmarks/benchmark_fsdp.py --size xl --fsdp ours torch --warmup 1 --steps 2 \
         --trace "$folder/fsdp" ;;
+    fsdp-leaderboard)
+      for side in "ours torch --attention hopper" "torch --attention sdpa-cudnn"; do
+        read -r -a implementations <<<"$side"
+        ranks "${worlds[0]}" benchmarks/benchmark_fsdp.py --size leaderboard-8b --context-length 32768 --batch-size 1 \
+          --dtype bf16-compute --checkpoint full --compile --warmup 1 --steps 2 --fsdp "${implementations[@]}"
+      done ;;
     *)
-      echo "unknown part '$part': parts are collectives, ddp, sharded-optimizer, fsdp and traces" >&2
+      echo "unknown part '$part': parts are collectives, ddp, sharded-optimizer, fsdp, traces and fsdp-leaderboard" >&2
       exit 2 ;;
   esac
 done

@@ -3,7 +3,7 @@
 #
 #   scripts/measure_models.sh FOLDER PART...
 #
-# Parts: grid context-512 compiled optimizers warmup harness checkpointing. On an H200 the grid takes about seven
+# Parts: grid context-512 memory-256 compiled optimizers warmup harness checkpointing. On an H200 the grid takes about seven
 # minutes, checkpointing about three, the others together about twelve. PYTHON picks the interpreter (default: uv run).
 # Each part appends to its own folder below FOLDER.
 set -euo pipefail
@@ -20,6 +20,8 @@ for part in "$@"; do
       model --size "${sizes[@]}" --context-length 128 256 512 1024 2048 --dtype fp32 autocast-bf16 --mode step --out "$out" ;;
     context-512)
       model --size "${sizes[@]}" --dtype fp32 autocast-bf16 tf32 bf16 --mode forward step --out "$out" ;;
+    memory-256)
+      model --size 2.7b --context-length 256 --dtype fp32 autocast-bf16 --mode forward --out "$out" ;;
     compiled)
       model --size "${sizes[@]}" --dtype fp32 --mode step --compile off on --out "$out"
       model --size "${sizes[@]}" --dtype autocast-bf16 --mode step --compile off on --repeat 3 --out "$out" ;;
@@ -35,8 +37,8 @@ for part in "$@"; do
     harness)
       "${python[@]}" benchmarks/benchmark_harness.py --format csv --out "$out" ;;
     *)
-      echo "unknown part '$part': parts are grid, context-512, compiled, optimizers, warmup, harness," \
-        "checkpointing; attention has measure_attention.sh" >&2
+      echo "unknown part '$part': parts are grid, context-512, memory-256, compiled, optimizers, warmup," \
+        "harness, checkpointing; attention has measure_attention.sh" >&2
       exit 2 ;;
   esac
 done

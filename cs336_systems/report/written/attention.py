@@ -41,6 +41,7 @@ def blocks(committed: Committed) -> dict[str, Callable[[], str]]:
     return {
         "attention-training": lambda: attention_table(rows("training")).markdown(),
         "attention-comparison": lambda: comparison_table(rows("training")).markdown(),
+        "attention-comparison-hopper": lambda: comparison_table(rows("training"), "hopper").markdown(),
         "attention-pytorch": lambda: attention_table(rows("pytorch")).markdown(),
         "attention-account": lambda: account_table(FIRST_TOO_LARGE, bytes_per_element=4).markdown(),
         "attention-variants": lambda: attention_table(rows("variants")).markdown(),
@@ -56,7 +57,7 @@ def blocks(committed: Committed) -> dict[str, Callable[[], str]]:
         "compiled-attention": lambda: compiled_table(rows("pytorch")).markdown(),
         "flash-bf16": lambda: flash_table(rows("flash-bf16")).markdown(),
         "flash-fp32": lambda: flash_table(rows("flash-fp32")).markdown(),
-        "flash-leaderboard": lambda: comparison_table(_leaderboard(rows("training"))).markdown(),
+        "flash-leaderboard": lambda: comparison_table(_leaderboard(rows("training")), "hopper").markdown(),
     }
 
 

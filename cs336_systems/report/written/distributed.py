@@ -71,13 +71,16 @@ def blocks(committed: Committed) -> dict[str, Callable[[], str]]:
         "ddp-all": lambda: data_parallel_table(rows(DDP)).markdown(),
         "ddp-buckets": lambda: data_parallel_table(_bucketed(rows(DDP))).markdown(),
         "ddp-predictions": lambda: ddp_predictions(_ladder(rows(DDP)), links()).markdown(),
-        "ddp-traces": lambda: traces(committed, DDP, "-naive-", "-overlapped-"),
+        "ddp-traces": lambda: traces(committed, DDP, "-naive-", "-bucketed-"),
         "sharded-memory": lambda: memory_table(rows(SHARDED)).markdown(),
         "sharded-time": lambda: time_table(rows(SHARDED)).markdown(),
         "sharded-figure": lambda: picture(SHARDED),
         "sharded-predictions": lambda: sharded_predictions(rows(SHARDED), links()).markdown(),
         "fsdp": lambda: fully_sharded_table(rows(FSDP)).markdown(),
         "fsdp-traces": lambda: traces(committed, FSDP, "-ours-"),
+        "training-leaderboard": lambda: fully_sharded_table(
+            committed.rows("fsdp-leaderboard", "benchmark_fsdp")
+        ).markdown(),
         "fsdp-predictions": lambda: fsdp_predictions(rows(FSDP), links()).markdown(),
     }
 
@@ -124,13 +127,17 @@ def terms(committed: Committed) -> dict[str, Term]:
         rows = rows[(rows["sharding"] == sharding) & (rows["metric"] == metric)]
         return _median(rows, metric)
 
-    def fsdp(metric: str, name: str, dtype: str = "fp32", ahead: str = "") -> float:
+    def fsdp(metric: str, name: str, dtype: str = "fp32", ahead: str = "any", size: str = "xl") -> float:
         rows = rows_of(committed, FSDP)
-        rows = rows[(rows["size"] == "xl") & (rows["world_size"] == 2) & (rows["fsdp"] == name)]
+        rows = rows[(rows["size"] == size) & (rows["world_size"] == 2) & (rows["fsdp"] == name)]
         rows = rows[(rows["dtype"] == dtype) & (rows["compile"] == "off")]
-        if ahead:
+        if ahead != "any":
             rows = rows[pd.to_numeric(rows["prefetch"], errors="coerce") == float(ahead)]
         return _median(rows, metric)
+
+    def leaderboard(metric: str, name: str, attention: str = "hopper") -> float:
+        rows = committed.rows("fsdp-leaderboard", "benchmark_fsdp")
+        return _median(rows[(rows["fsdp"] == name) & (rows["attention"] == attention)], metric)
 
     def link_share(name: str, ranks: str, size_mb: str) -> float:
         """Of bus bandwidth in what the link carries in one direction by its datasheet."""
@@ -197,6 +204,7 @@ def terms(committed: Committed) -> dict[str, Term]:
         "sharded": Term(sharded),
         "sharded-slowdown": Term(lambda how: sharded("step", how) / sharded("step", "replicated") - 1, "%.1f"),
         "fsdp": Term(fsdp),
+        "training-leaderboard": Term(leaderboard),
         "fsdp-difference": Term(lambda metric, one, other: fsdp(metric, one) - fsdp(metric, other), ".1f"),
         "predicted-exposed": Term(predicted_exposed),
         "messages": Term(messages, ".0f"),

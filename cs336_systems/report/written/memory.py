@@ -141,6 +141,7 @@ def peaks_table(committed: Committed) -> Table:
     for metric, rows in (
         ("peak_memory", committed.rows("grid")),
         ("peak_memory", committed.rows("context-512")),
+        ("peak_memory", committed.rows("memory-256")),
         ("peak_gib", _profiled_memory(committed)),
     ):
         own = rows[rows["size"] == LARGE]
