@@ -325,7 +325,7 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), each laid out like its tensor; ``ordered`` sums dq from the first key tile to the last.
 
-    ``schedule`` overrides the table's.
+    ``schedule`` overrides the table's. Launched on the current device, which must be the tensors'.
     """
     batch, n_heads, n_queries, d_head = q_BHQD.shape
     n_kv_heads, n_keys = k_BKND.shape[1:3]
@@ -336,8 +336,10 @@ def launch_backward(
     block_d = padded_head_dim(d_head)
     schedule = schedule or BACKWARD[block_d]
     stats, dq_sums, padded = launch_preprocess(o, do, lse_BHQ, block_d)
-    n_turns = 2 * batch * n_heads * padded // schedule.block_q if ordered else 0
-    turns = torch.zeros(n_turns, dtype=torch.int32, device=q.device)
+    taken = turns = counter(q.device)
+    if ordered:
+        n_turns = 2 * batch * n_heads * padded // schedule.block_q
+        turns = torch.zeros(n_turns, dtype=torch.int32, device=q.device)
     group = n_heads // n_kv_heads
     queries, keys, half_keys = ((1, 1, rows, block_d) for rows in (schedule.block_q, schedule.block_k, ROWS.value))
     dq_box = (64, block_d // 2 if schedule.block_q == 64 else block_d)
@@ -345,31 +347,30 @@ def launch_backward(
     queries_bytes = group * n_queries * d_head * (2 * q.element_size() + dq_sums.element_size())
     items = ceil_div(n_keys, schedule.block_k) * batch * n_kv_heads
     programs = min(items, n_multiprocessors(q.device))
-    with torch.cuda.device_of(q):
-        hopper_backward_kernel[(programs,)](
-            descriptor(q, queries),
-            descriptor(k, keys),
-            descriptor(v, keys),
-            descriptor(do, queries),
-            descriptor(stats, (2, schedule.block_q)),
-            descriptor(dq_sums, dq_box),
-            descriptor(dk, half_keys),
-            descriptor(dv, half_keys),
-            turns,
-            counter(q.device),
-            group,
-            section_heads(queries_bytes, batch * n_kv_heads),
-            padded,
-            scale,
-            scale * LOG2_E.value,
-            CAUSAL=causal,
-            STAGES=schedule.stages,
-            KEY_STAGES=schedule.key_stages,
-            ORDERED=ordered,
-            LATE_DQ=schedule.late_dq,
-            LEFT_IN_REGISTERS=schedule.left_in_registers,
-            num_warps=4,
-            maxnreg=MAX_REGISTERS_WITH[2],
-        )
+    hopper_backward_kernel[(programs,)](
+        descriptor(q, queries),
+        descriptor(k, keys),
+        descriptor(v, keys),
+        descriptor(do, queries),
+        descriptor(stats, (2, schedule.block_q)),
+        descriptor(dq_sums, dq_box),
+        descriptor(dk, half_keys),
+        descriptor(dv, half_keys),
+        turns,
+        taken,
+        group,
+        section_heads(queries_bytes, batch * n_kv_heads),
+        padded,
+        scale,
+        scale * LOG2_E.value,
+        CAUSAL=causal,
+        STAGES=schedule.stages,
+        KEY_STAGES=schedule.key_stages,
+        ORDERED=ordered,
+        LATE_DQ=schedule.late_dq,
+        LEFT_IN_REGISTERS=schedule.left_in_registers,
+        num_warps=4,
+        maxnreg=MAX_REGISTERS_WITH[2],
+    )
     launch_postprocess(dq_sums, dq, padded, scale)
     return dq, dk, dv

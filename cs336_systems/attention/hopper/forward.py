@@ -273,7 +273,10 @@ def launch_forward(
     scale: float,
     schedule: ForwardSchedule | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o (B, H, Q, D) laid out like q, and lse (B, H, Q) in fp32; ``schedule`` overrides the table's."""
+    """o (B, H, Q, D) laid out like q, and lse (B, H, Q) in fp32; ``schedule`` overrides the table's.
+
+    Launched on the current device, which must be the tensors'.
+    """
     batch, n_heads, n_queries, d_head = q_BHQD.shape
     n_kv_heads, n_keys = k_BKND.shape[1:3]
     o = empty_result(q_BHQD)
@@ -288,23 +291,22 @@ def launch_forward(
     rows, keys = (1, 1, ROWS.value, block_d), (1, 1, schedule.block_k, block_d)
     items = ceil_div(n_queries, ROWS.value * schedule.consumers) * batch * n_heads
     programs = min(items, n_multiprocessors(q.device))
-    with torch.cuda.device_of(q):  # Triton launches on the current device, which may be another
-        hopper_forward_kernel[(programs,)](
-            descriptor(q, rows),
-            descriptor(k, keys),
-            descriptor(v, keys),
-            descriptor(o, rows),
-            lse,
-            counter(q.device),
-            group,
-            section_heads(keys_and_values, batch * n_kv_heads) * group,
-            scale * LOG2_E.value,
-            CAUSAL=causal,
-            CONSUMERS=schedule.consumers,
-            STAGES=schedule.stages,
-            TAKE_TURNS=schedule.take_turns,
-            WORKER_REGISTERS=schedule.worker_registers,
-            num_warps=4,
-            maxnreg=MAX_REGISTERS_WITH[schedule.consumers],
-        )
+    hopper_forward_kernel[(programs,)](
+        descriptor(q, rows),
+        descriptor(k, keys),
+        descriptor(v, keys),
+        descriptor(o, rows),
+        lse,
+        counter(q.device),
+        group,
+        section_heads(keys_and_values, batch * n_kv_heads) * group,
+        scale * LOG2_E.value,
+        CAUSAL=causal,
+        CONSUMERS=schedule.consumers,
+        STAGES=schedule.stages,
+        TAKE_TURNS=schedule.take_turns,
+        WORKER_REGISTERS=schedule.worker_registers,
+        num_warps=4,
+        maxnreg=MAX_REGISTERS_WITH[schedule.consumers],
+    )
     return o, lse

@@ -34,7 +34,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> float:
 @torch.library.custom_op("cs336_systems::hopper_attention_forward", mutates_args=())
 def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """(o, lse) of (batch, heads, seq, d) inputs."""
-    return launch_forward(q, k, v, causal, scale)
+    with torch.cuda.device_of(q):  # Triton launches on the current device, which may be another
+        return launch_forward(q, k, v, causal, scale)
 
 
 @forward_op.register_fake
@@ -47,7 +48,8 @@ def backward_op(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float, ordered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of (batch, heads, seq, d) inputs; ``ordered`` fixes the order in which dq is summed."""
-    return launch_backward(q, k, v, o, lse, do, causal, scale, ordered)
+    with torch.cuda.device_of(q):
+        return launch_backward(q, k, v, o, lse, do, causal, scale, ordered)
 
 
 @backward_op.register_fake
@@ -97,7 +99,7 @@ class HopperFlashAttention(torch.autograd.Function):
             ctx.ordered,
         )
         wanted = zip(gradients, (q, k, v), ctx.needs_input_grad[:3], strict=True)
-        dq, dk, dv = (gradient.view(x.shape) if want else None for gradient, x, want in wanted)
+        dq, dk, dv = ((g if x.dim() == 4 else g.squeeze(1)) if want else None for g, x, want in wanted)
         return dq, dk, dv, None, None, None
 
 

@@ -103,39 +103,37 @@ def launch_preprocess(o_BHQD: Tensor, do_BHQD: Tensor, lse_BHQ: Tensor, block_d:
     padded = ceil_div(n_queries, PADDED_ROWS) * PADDED_ROWS
     stats = torch.empty(batch * n_heads * 2, padded, dtype=torch.float32, device=o_BHQD.device)
     dq_sums = torch.empty(batch * n_heads * padded, block_d, dtype=torch.float32, device=o_BHQD.device)
-    with torch.cuda.device_of(o_BHQD):
-        hopper_preprocess_kernel[(padded // PASS_ROWS * batch * n_heads,)](
-            o_BHQD,
-            do_BHQD,
-            lse_BHQ.contiguous(),
-            stats,
-            dq_sums,
-            *o_BHQD.stride()[:3],
-            *do_BHQD.stride()[:3],
-            n_heads,
-            n_queries,
-            padded,
-            D=d_head,
-            BLOCK_D=block_d,
-            ROWS=PASS_ROWS,
-            LOG2_E=LOG2_E.value,
-        )
+    hopper_preprocess_kernel[(padded // PASS_ROWS * batch * n_heads,)](
+        o_BHQD,
+        do_BHQD,
+        lse_BHQ.contiguous(),
+        stats,
+        dq_sums,
+        *o_BHQD.stride()[:3],
+        *do_BHQD.stride()[:3],
+        n_heads,
+        n_queries,
+        padded,
+        D=d_head,
+        BLOCK_D=block_d,
+        ROWS=PASS_ROWS,
+        LOG2_E=LOG2_E.value,
+    )
     return stats, dq_sums, padded
 
 
 def launch_postprocess(dq_sums: Tensor, dq_BHQD: Tensor, padded: int, scale: float) -> None:
     """Write dq from its sums."""
     batch, n_heads, n_queries, d_head = dq_BHQD.shape
-    with torch.cuda.device_of(dq_BHQD):
-        hopper_postprocess_kernel[(ceil_div(n_queries, PASS_ROWS) * batch * n_heads,)](
-            dq_sums,
-            dq_BHQD,
-            *dq_BHQD.stride()[:3],
-            n_heads,
-            n_queries,
-            padded,
-            scale,
-            D=d_head,
-            BLOCK_D=dq_sums.shape[1],
-            ROWS=PASS_ROWS,
-        )
+    hopper_postprocess_kernel[(ceil_div(n_queries, PASS_ROWS) * batch * n_heads,)](
+        dq_sums,
+        dq_BHQD,
+        *dq_BHQD.stride()[:3],
+        n_heads,
+        n_queries,
+        padded,
+        scale,
+        D=d_head,
+        BLOCK_D=dq_sums.shape[1],
+        ROWS=PASS_ROWS,
+    )
