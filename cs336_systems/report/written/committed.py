@@ -29,12 +29,19 @@ class NotMeasured(LookupError):
 
 
 class Committed:
-    """What ``profiles/`` holds of one GPU."""
+    """What ``profiles/`` holds of one machine, which the name of its GPU stands for."""
 
-    def __init__(self, profiles: Path, gpu: str) -> None:
-        self.results, self.digests = profiles / "results" / gpu, profiles / "digests" / gpu
+    def __init__(self, profiles: Path, machine: str) -> None:
+        self.results, self.digests = profiles / "results" / machine, profiles / "digests" / machine
         self.problems: list[str] = []
+        self._profiles = profiles
         self._read: dict[Path, pd.DataFrame] = {}
+
+    def beside(self, machine: str) -> "Committed":
+        """What is committed of another machine; problems are gathered here."""
+        other = Committed(self._profiles, machine)
+        other.problems = self.problems
+        return other
 
     def rows(self, part: str, benchmark: str = "benchmark_model") -> pd.DataFrame:
         """The rows of one part of the measuring recipes.

@@ -32,6 +32,9 @@ GIB, MIB = 2**30, 2**20
 COLLECTIVES, DDP, SHARDED, FSDP = "collectives", "ddp", "sharded-optimizer", "fsdp"
 """Parts; the file in each is ``benchmark_<part>.csv`` with underscores."""
 
+CPU = "cpu"
+"""The machine without a GPU on which gloo was measured."""
+
 DEFAULT_BUCKET_MIB = 25.0
 """Of ``benchmark_ddp.py``, and of torch's DDP."""
 
@@ -65,6 +68,7 @@ def blocks(committed: Committed) -> dict[str, Callable[[], str]]:
 
     return {
         "collectives": lambda: collectives_table(rows(COLLECTIVES)).markdown(),
+        "collectives-gloo": lambda: collectives_table(rows_of(committed.beside(CPU), COLLECTIVES)).markdown(),
         "collectives-figure": lambda: picture(COLLECTIVES),
         "collectives-predictions": lambda: collectives_predictions(rows(COLLECTIVES)).markdown(),
         "ddp": lambda: data_parallel_table(_ladder(rows(DDP))).markdown(),

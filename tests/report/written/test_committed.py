@@ -29,6 +29,14 @@ def test_rows_are_read_by_part(profiles):
     assert committed.problems == []
 
 
+def test_problems_of_another_machines_rows_are_told_with_the_others(profiles):
+    committed = Committed(profiles, "h200")
+    (profiles / "results" / "cpu").mkdir()
+    (profiles / "results" / "h200" / "lost").rename(profiles / "results" / "cpu" / "lost")
+    assert len(committed.beside("cpu").rows("lost")) == 2
+    assert len(committed.problems) == 1
+
+
 def test_rows_that_do_not_say_where_they_come_from_are_named(profiles):
     committed = Committed(profiles, "h200")
     committed.rows("lost")

@@ -50,6 +50,8 @@ def test_peaks_are_measured_where_a_row_says_so(tmp_path):
     write("results/h200/grid", make_frame(make_cell(ms("peak_memory", 51.3), **large)), "benchmark_model.csv")
     empty = make_frame(make_cell(ms("peak_memory", 1.0), **(large | {"size": "small"})))
     write("results/h200/context-512", empty, "benchmark_model.csv")
+    forward = large | {"context_length": 256, "mode": "forward", "dtype": "autocast-bf16"}
+    write("results/h200/memory-256", make_frame(make_cell(ms("peak_memory", 19.2), **forward)), "benchmark_model.csv")
     watched = large | {"context_length": 2048}
     write("digests/h200/memory", make_frame(make_cell(ms("peak_gib", 136.0), **watched)), "profile_model.csv")
     page = tmp_path / "digests" / "h200" / "memory" / "memory-2.7b-b4-c2048-fp32-step.md"
@@ -57,4 +59,5 @@ def test_peaks_are_measured_where_a_row_says_so(tmp_path):
     lines = peaks_table(Committed(tmp_path, "h200")).frame.set_index("context")
     assert lines.loc[128, "step fp32"].startswith("51.3 (51.")
     assert lines.loc[2048, "step fp32"].startswith("out of memory at 136 (")
+    assert lines.loc[256, "forward autocast-bf16"].startswith("19.2 (19.")
     assert lines.loc[256, "forward fp32"].startswith(PENDING)
