@@ -110,6 +110,10 @@ def terms(committed: Committed) -> dict[str, Term]:
         rows = rows[(rows["device"] == "cuda") & (rows["collective"] == name) & (rows["dtype"] == "fp32")]
         return median_of(rows[(rows["world_size"] == int(ranks)) & (rows["size_mb"] == float(size_mb))], metric)
 
+    def gloo(metric: str, ranks: str, size_mb: str) -> float:
+        rows = rows_of(committed.beside(CPU), COLLECTIVES)
+        return median_of(rows[(rows["world_size"] == int(ranks)) & (rows["size_mb"] == float(size_mb))], metric)
+
     def ddp(
         metric: str, rung: str, dtype: str = "fp32", bucket: str = "any", size: str = "xl", ranks: str = "2"
     ) -> float:
@@ -201,6 +205,7 @@ def terms(committed: Committed) -> dict[str, Term]:
 
     return {
         "collective": Term(collective),
+        "gloo": Term(gloo),
         "link-share": Term(link_share, "%.0f"),
         "ddp": Term(ddp),
         "ddp-part": Term(ddp_part),
