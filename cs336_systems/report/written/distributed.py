@@ -32,6 +32,9 @@ GIB, MIB = 2**30, 2**20
 COLLECTIVES, DDP, SHARDED, FSDP = "collectives", "ddp", "sharded-optimizer", "fsdp"
 """Parts; the file in each is ``benchmark_<part>.csv`` with underscores."""
 
+TRACES = "traces"
+"""The part of the recorded steps, with a file of each benchmark."""
+
 CPU = "cpu"
 """The machine without a GPU on which gloo was measured."""
 
@@ -75,12 +78,14 @@ def blocks(committed: Committed) -> dict[str, Callable[[], str]]:
         "ddp-all": lambda: data_parallel_table(rows(DDP)).markdown(),
         "ddp-buckets": lambda: data_parallel_table(_bucketed(rows(DDP))).markdown(),
         "ddp-predictions": lambda: ddp_predictions(_ladder(rows(DDP)), links()).markdown(),
+        "ddp-recorded": lambda: data_parallel_table(committed.rows(TRACES, "benchmark_ddp")).markdown(),
         "ddp-traces": lambda: traces(committed, DDP, "-naive-", "-bucketed-"),
         "sharded-memory": lambda: memory_table(rows(SHARDED)).markdown(),
         "sharded-time": lambda: time_table(rows(SHARDED)).markdown(),
         "sharded-figure": lambda: picture(SHARDED),
         "sharded-predictions": lambda: sharded_predictions(rows(SHARDED), links()).markdown(),
         "fsdp": lambda: fully_sharded_table(rows(FSDP)).markdown(),
+        "fsdp-recorded": lambda: fully_sharded_table(committed.rows(TRACES, "benchmark_fsdp")).markdown(),
         "fsdp-traces": lambda: traces(committed, FSDP, "-ours-"),
         "training-leaderboard": lambda: fully_sharded_table(
             committed.rows("fsdp-leaderboard", "benchmark_fsdp")
