@@ -123,7 +123,7 @@ def kernel_limits(q: Tensor) -> str | None:
 
 def hopper_limits(q: Tensor) -> str | None:
     """Why the Hopper kernels cannot take valid inputs like ``q``, in one sentence, or None if they can."""
-    alternative = 'impl="flash" takes them'
+    alternative = f'impl="{"reference" if kernel_limits(q) else "flash"}" takes them'
     if q.dtype not in HOPPER_DTYPES:
         return (
             f"the Hopper kernels multiply in torch.bfloat16 and torch.float16, the inputs are {q.dtype}; {alternative}"

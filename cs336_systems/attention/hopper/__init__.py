@@ -9,15 +9,15 @@ with different programs (``warp_specialize``).
     o = hopper_attention(q, k, v, causal=True)        # or HopperFlashAttention.apply(q, k, v, True)
 
 The formulas are those of ``attention/flash`` (Dao 2023); what is new is who does what and when, after FlashAttention-3
-(Shah et al. 2024). One program per SM, of one *producer* warp that only copies, and *consumers* of four warps that only
-compute, each on 64 rows. ``schedules.py`` holds the sizes.
+(Shah et al. 2024). One program per SM, of one *producer* warp that fetches, and *consumers* of four warps that compute,
+each on 64 rows, and write the results. ``schedules.py`` holds the sizes.
 
 FORWARD. A consumer owns 64 queries and walks over the keys from the last tile (the diagonal, if causal) to the first.
 Time runs downwards; "full" and "empty" are the barriers of a ring slot (``primitives.Ring``).
 
     producer                        consumer c (2 or 3 of them, each at its own pace)
     --------                        ------------------------------------------------------------------
-    await Q_c empty; copy Q_c  ---> await Q_c full   (tiles that only later consumers see: let them go)
+    await Q_c empty; copy Q_c  ---> let go K and V that it does not see, as they come;  await Q_c full
     await K empty; copy K_0    ---> await K_0 full;  S_0 = Q K_0^T;  let K_0 go;  P_0 = softmax step
     await V empty; copy V_0         await K_1 full;  for i = 1, 2, ...
     await K empty; copy K_1    --->     start S_i = Q K_i^T                            \\ both in flight:
@@ -27,16 +27,17 @@ Time runs downwards; "full" and "empty" are the barriers of a ring slot (``primi
         consumers' letting go)                                     products of the other consumers
                                         await K_i+1 full
                                         await O;           let V_i-1 go;  rescale O
-                                    let Q_c go;  last P V;  o, lse -> shared memory -> copied out
+                                    let Q_c go;  last P V;  store lse;  o -> shared memory -> copied out
 
 P never leaves the registers: the layout in which S arrives is the one in which the next product takes it. Scores are
-masked only in tiles that the diagonal or the end crosses. The order of the tiles (``plans.QueryPlan``): heads in
-sections that fit the L2 cache; inside a section longest tiles first. A program takes one after another: when the
-producer has fetched all of a tile, it draws the next from a counter in memory and announces it to the consumers through
-a ring of numbers. Q has two slots per consumer, so that the next tile's queries, keys and values arrive while this one
-is being finished.
+masked in the first tile that a consumer sees, and in others only where the diagonal crosses them. The order of the
+query tiles (``plans.QueryPlan``): heads in sections that fit the L2 cache; inside a section longest tiles first. A
+program takes one after another: when the producer has fetched all of a tile, it draws the next from a counter in memory
+and announces it to the consumers through a ring of numbers. Q has two slots per consumer, so that the next tile's
+queries, keys and values arrive while this one is being finished.
 
-BACKWARD. A program owns 128 keys, 64 per consumer, and walks over the query tiles that see them. Five products:
+BACKWARD. A program owns 128 keys at a time, 64 per consumer, drawn from a counter as above, and walks over the query
+tiles that see them. Five products:
 
     S^T = K Q^T     dP^T = V dO^T     dV += P^T dO     dK += dS^T Q     dQ = dS K
 
@@ -57,7 +58,8 @@ by the copy engine. Three kernels: ``preprocess`` (delta = rowsum(o dO), lse in 
 
 With ``late_dq``, dQ(i - 1) starts beside dP^T(i) instead: exp2 then runs under two products, and a consumer asks for
 dS of the other a step after it was written, so that the two can drift apart. It takes the registers that dQ occupies
-through the softmax, which head dim 64 has.
+through the softmax, which head dim 64 has. So it is with ``left_in_registers``: a consumer keeps its K and V there for
+all steps, instead of reading them from shared memory in each.
 
 Why no wait is forever (and no slot is overwritten early):
 
@@ -66,25 +68,29 @@ Why no wait is forever (and no slot is overwritten early):
   turn t needs t + 1 complete phases of ``full``; the producer completes one per turn. A barrier can be at most one
   phase ahead of a waiter, because the next phase needs the waiter's own arrival first: one bit of parity tells them
   apart.
-* The producer copies in the order in which consumers wait: Q, K_0, V_0, K_1, V_1, ... Forward, a consumer that waits
-  for K_i+1 still holds V_i-1, and V_i comes before K_i+1: two slots are the least. What the slowest consumer waits for
-  is always in a slot that all have let go, so it moves, and then the next slowest.
-* Consumers wait for each other only at ``dS_full``: both arrive there once per step, before they wait. Two slots are
-  enough: a consumer writes slot i % 2 again at step i + 2, after it has passed the barrier of step i + 1; the other one
-  arrived there after its dQ(i) was done.
+* The producer copies Q, K_0, V_0, K_1, V_1, ... Forward, a consumer that waits for K_i+1 still holds V_i-1, and V_i
+  comes before K_i+1: two slots are the least. What the slowest consumer waits for is always in a slot that all have let
+  go, so it moves, and then the next slowest. Key tiles are skipped at the start of an item, when nothing is held.
+* Backward, consumers wait for each other at ``dS_full``: both arrive there once per step, before they wait. Two slots
+  are enough: a consumer writes slot i % 2 again at step i + 2, after it has passed the barrier of step i + 1; the other
+  one arrived there after its dQ(i) was done.
 * Copies to global memory are awaited by the warps that started them, before their shared memory is written again.
 * The matmul that prefetches S^T beyond the last step waits for nothing, and its result is not read, whatever the slot
-  holds by then.
-* ``take_turns``: consumer c waits until its left neighbour has started as many blocks of matmuls as it is about to (the
-  first consumer: one fewer), and what the neighbour waited for was there for both.
-* ``deterministic``: key tile t adds to a dQ tile after t - 1 has. Key tiles of a head are taken in that order, by
-  programs that are running when they take them, so the one waited for is being worked on or done.
+  holds by then. So does the dQ of ``late_dq`` in the first step.
+* ``take_turns``: consumer c starts block j (S_j+1 and P_j V_j) when its left neighbour has, the first consumer when the
+  last one has started j - 1; who skips tile j passes turn j on. Turn j needs no tile after K_j+1. When the producer
+  waits for the slot of K_n or V_n, it is for somebody who may want turn n - 2 or an earlier one, and what those turns
+  need has been copied.
+* ``deterministic``: key tile t adds to a dQ tile after t - 1 has. Positions are taken in an order in which the key
+  tiles of a head follow each other, so the one waited for is done, being worked on, or the first of a program that has
+  yet to start, on the next free SM. Nothing here keeps two such kernels on two streams from holding the SMs that each
+  other's last programs need: use one stream.
 
 Precision as in ``attention/flash``: fp32 sums and softmax, P and dS rounded to the inputs' dtype. dQ is summed over key
-tiles in the order in which programs finish, so its last bits vary from run to run unless ``deterministic``.
+tiles in the order in which they come to it, so its last bits vary from run to run unless ``deterministic``.
 
-Limits: compute capability 9.0; bf16 and fp16; head dims up to 128 in steps of 8 (the copy engine pads to 64 or 128).
-All else raises and names ``impl="flash"``.
+Limits: compute capability 9.0; bf16 and fp16; head dims 16 to 128 in steps of 8 (the copy engine pads to 64 or 128).
+Other GPUs, dtypes and head dims raise and name what takes them.
 """
 
 from cs336_systems.attention.hopper.function import HopperFlashAttention, hopper_attention

@@ -67,7 +67,7 @@ class Tiles:
     """dS^T of two steps, (2, BLOCK_K, BLOCK_Q); each consumer writes its keys and reads all."""
     ds_full: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
-    """For each consumer, its part of a dq tile on the way out."""
+    """For each consumer, its part of a dq tile on the way out, and in the end its rows of dk, then dv."""
 
     @gluon.constexpr_function
     def __init__(self, items, k, v, q, do, stats, ds, ds_full, dq):
@@ -113,7 +113,8 @@ def backward_producer(plan, q, k, v, do, stats, taken, tiles):
 def dq_product(tiles, keys, step, valid, WHO: gl.constexpr):
     """Start this consumer's part of dS K, as soon as both consumers have written their dS^T of this step.
 
-    Of 64 queries the consumers take half of the columns each; of 128, half of the queries.
+    Of 64 queries the consumers take half of the columns each; of 128, half of the queries. Unless ``valid``, nothing is
+    waited for, and nobody looks at the product.
     """
     BLOCK_Q: gl.constexpr = tiles.ds.shape[2]
     COLUMNS: gl.constexpr = tiles.dq.shape[2]
@@ -269,7 +270,7 @@ def hopper_backward_kernel(
     STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, ORDERED: gl.constexpr,
     LATE_DQ: gl.constexpr, LEFT_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv (B, K, N, D), and dq (B H Q, D) in fp32 without the scale; each program owns one key tile at a time."""
+    """dk, dv (B, K, N, D) and dq (B H padded, BLOCK_D) (fp32, unscaled); each program owns one key tile at a time."""
     BLOCK_Q: gl.constexpr = q.block_shape[2]
     BLOCK_K: gl.constexpr = k.block_shape[2]
     BLOCK_D: gl.constexpr = k.block_shape[3]
@@ -323,7 +324,7 @@ def launch_backward(
     ordered: bool = False,
     schedule: BackwardSchedule | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), each laid out like its tensor; ``ordered`` sums dq from the first key tile to the last.
+    """(dq, dk, dv) as ``empty_result`` lays them out; ``ordered`` sums dq from the first key tile to the last.
 
     ``schedule`` overrides the table's. Launched on the current device, which must be the tensors'.
     """

@@ -109,7 +109,7 @@ def online_softmax(scores, row_max, row_sum, scale_log2):
 
 @gluon.jit
 def await_turn(tiles, blocks, WHO: gl.constexpr):
-    """What the consumer before this one has started once more than it (the first: as often), this one may start."""
+    """Wait until the consumer before this one has passed on the turn of this block; the first: of the block before."""
     mbarrier.wait(tiles.turns.index(WHO), blocks & 1 if WHO > 0 else blocks & 1 ^ 1)
 
 
@@ -143,7 +143,7 @@ def forward_consumer(plan, o, lse, tiles, scale_log2, WHO: gl.constexpr, TAKE_TU
         batch, head, first_query, n_loaded = plan.item(position)
         first_query += WHO * ROWS
         n_key_tiles = plan.n_key_tiles(first_query, ROWS)
-        for _ in range(n_key_tiles, n_loaded):  # tiles that only later consumers see
+        for _ in range(n_key_tiles, n_loaded):  # tiles that other consumers see, and this one does not
             tiles.k.wait(step)
             tiles.k.release(step)
             tiles.v.wait(step)
@@ -158,7 +158,7 @@ def forward_consumer(plan, o, lse, tiles, scale_log2, WHO: gl.constexpr, TAKE_TU
         q_step = turn * CONSUMERS + WHO
         q_tile = tiles.q.wait(q_step)
 
-        # The last key tile: nothing to overlap with yet, and the only one that every item has to mask.
+        # The last key tile: nothing to overlap with yet, and always masked.
         product = warpgroup_mma(q_tile, tiles.k.wait(step).permute((1, 0)), no_scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, (product,))
         tiles.k.release(step)
@@ -273,7 +273,7 @@ def launch_forward(
     scale: float,
     schedule: ForwardSchedule | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o (B, H, Q, D) laid out like q, and lse (B, H, Q) in fp32; ``schedule`` overrides the table's.
+    """o (B, H, Q, D) as ``empty_result`` lays it out, and lse (B, H, Q) in fp32; ``schedule`` overrides the table's.
 
     Launched on the current device, which must be the tensors'.
     """

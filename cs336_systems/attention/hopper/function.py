@@ -109,8 +109,9 @@ def hopper_attention(
     """softmax(scale q k^T) v by kernels written for Hopper GPUs: exact attention that never stores a score.
 
     q is (batch, heads, n_queries, d) and k, v are (batch, kv_heads, n_keys, d), where kv_heads divides heads; or all
-    are (batch, seq, d). Strides of batch, head and sequence are free as long as they are multiples of 16 bytes; others,
-    and a last stride other than 1, cost a copy. Returns a tensor laid out like q.
+    are (batch, seq, d). Strides of batch, head and sequence are free as long as they are positive multiples of 16
+    bytes; others, a last stride other than 1, and a first element off a 16-byte boundary, cost a copy. Returns a tensor
+    laid out like q, or contiguous where q's strides cost a copy.
 
     Args:
         causal: query i sees the keys j <= i + n_keys - n_queries, so that the last query sees all; a query that sees
@@ -120,7 +121,7 @@ def hopper_attention(
             told to use deterministic algorithms. The output always has.
 
     Raises:
-        ValueError: not a Hopper GPU, neither bf16 nor fp16, a head dim beyond 128 or no multiple of 8, or shapes that
-            do not fit together.
+        ValueError: not a Hopper GPU, neither bf16 nor fp16, a head dim that is not one of 16, 24, ... 128, or
+            shapes that do not fit together.
     """
     return HopperFlashAttention.apply(q, k, v, causal, scale, deterministic)

@@ -1,10 +1,11 @@
 """What the launchers do on the host: tensors that the copy engine can read, their descriptors, the order of work.
 
-A descriptor says where a tensor lies, in up to five dimensions of any strides, and which box of it one copy moves.
-Boxes that reach past an end are filled with zeros on the way in and cut on the way out: no kernel checks rows or
-columns.
+A descriptor says where a tensor lies, in up to five dimensions with strides of whole 16 bytes, and which box of it one
+copy moves. Boxes that reach past an end are filled with zeros on the way in and cut on the way out: no kernel checks
+rows or columns of what is copied so.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
@@ -73,14 +74,23 @@ def n_multiprocessors(device: torch.device) -> int:
 
 @cache
 def _counter_of_stream(device: torch.device, stream: int) -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    current = torch.cuda.current_stream(device)
+
+    def make() -> Tensor:
+        with torch.cuda.stream(current):
+            return torch.zeros(1, dtype=torch.int32, device=device)
+
+    # In another thread: torch.compile(mode="reduce-overhead") warms up with the memory of its graphs, in which nothing
+    # may be kept, and that memory serves the calling thread only.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(make).result()
 
 
 def counter(device: torch.device) -> Tensor:
     """A 0 in int32 for ``primitives.take_item``, which a kernel leaves 0, so that it need not be written each time.
 
-    Kernels of one stream, which run one after another, share it. A captured graph, which may run beside them, has its
-    own.
+    Kernels of one stream, which run one after another, share it. A launch that a graph captures, and that may run
+    beside them, has its own, which each replay sets to 0.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)

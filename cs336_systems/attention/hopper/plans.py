@@ -1,6 +1,6 @@
 """Who does what in which order: query tiles of the forward kernel, key tiles of the backward kernel.
 
-Producers and consumers of a program do the same arithmetic on the same position, and so agree without a word.
+Producers and consumers of a program do the same arithmetic on a position, and so need to tell each other no more.
 """
 
 # mypy: allow-untyped-defs
@@ -104,7 +104,8 @@ class KeyTile:
 class KeyPlan:
     """Which key tile is at which position of the order in which programs take them.
 
-    As in ``QueryPlan``, but what the heads of a section share are queries, output gradients and dq.
+    As in ``QueryPlan``, but of key/value heads, and what fits the L2 cache are the queries, output gradients and dq
+    that their key tiles share. Key tiles of a head come from the first to the last: if causal, the longest first.
     """
 
     n_queries: gl.tensor

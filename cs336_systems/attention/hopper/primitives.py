@@ -1,9 +1,9 @@
-"""The small device functions that the Hopper kernels share: rings of tiles, masks, one TMA instruction.
+"""The small device functions that the Hopper kernels share: rings of tiles, masks, the draw of work, adds by TMA.
 
 A ``Ring`` is how tiles travel from the producer warp to the consumers. Each of its ``STAGES`` slots has two mbarriers:
 
     full     completed by the copy engine when the bytes it was told to expect have landed
-    empty    completed when every consumer has arrived, each once, after its last read
+    empty    completed when every consumer that reads it has arrived, each once, after its last read
 
 Both count steps: step s lives in slot s % STAGES, in the (s // STAGES)-th turn of that slot. An mbarrier has one bit of
 memory: waiting for parity p returns once the phase of that parity is complete, and a fresh barrier counts as having
@@ -104,9 +104,9 @@ class Ring:
         return self.tiles.index(slot)
 
     @gluon.jit
-    def release(self, step, pred=True):
+    def release(self, step):
         """Consumer: this step's tile has been read for the last time."""
-        mbarrier.arrive(self.empty.index(self.slot(step)), count=1, pred=pred)
+        mbarrier.arrive(self.empty.index(self.slot(step)), count=1)
 
 
 @gluon.jit

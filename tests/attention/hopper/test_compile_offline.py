@@ -53,7 +53,8 @@ print(json.dumps({"spilled": int(re.search(r"(\\d+) bytes spill stores", log)[1]
 
 
 @pytest.mark.parametrize(
-    ("kernel", "d_head", "most_spilled_bytes"), [("forward", 64, 0), ("backward", 64, 0), ("backward", 128, 256)]
+    ("kernel", "d_head", "most_spilled_bytes"),
+    [("forward", 64, 0), ("forward", 128, 0), ("backward", 64, 0), ("backward", 128, 256)],
 )
 def test_schedule_compiles_for_hopper(kernel: str, d_head: int, most_spilled_bytes: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,14 +1,22 @@
 """What needs no GPU: refusals with a pointer to what takes the request, layouts, shapes, the plan's arithmetic."""
 
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
-from cs336_systems.attention.hopper import HopperFlashAttention, hopper_attention
+from cs336_systems.attention.hopper import HopperFlashAttention, hopper_attention, plans
 from cs336_systems.attention.hopper.function import backward_op, forward_op
 from cs336_systems.attention.hopper.launch import (
     L2_BUDGET_BYTES,
     copyable,
+    counter,
     descriptor,
     empty_result,
     has_copyable_strides,
@@ -23,15 +31,15 @@ def qkv(dtype: torch.dtype = torch.bfloat16, d_head: int = 64, device: str = "cp
     return tuple(torch.zeros(2, 4, 6, d_head, dtype=dtype, device=device) for _ in range(3))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=rf'inputs are {dtype}; impl="flash" takes them'):
+@pytest.mark.parametrize(("dtype", "instead"), [(torch.float32, "flash"), (torch.float64, "reference")])
+def test_other_dtypes_are_refused(dtype: torch.dtype, instead: str) -> None:
+    with pytest.raises(ValueError, match=rf'inputs are {dtype}; impl="{instead}" takes them'):
         hopper_attention(*qkv(dtype), causal=True)
 
 
-@pytest.mark.parametrize("d_head", [8, 20, 100, 136, 256])
-def test_other_head_dims_are_refused(d_head: int) -> None:
-    with pytest.raises(ValueError, match=rf'16 to 128 in steps of 8, got {d_head}; impl="flash"'):
+@pytest.mark.parametrize(("d_head", "instead"), [(8, "reference"), (20, "flash"), (136, "flash"), (264, "reference")])
+def test_other_head_dims_are_refused(d_head: int, instead: str) -> None:
+    with pytest.raises(ValueError, match=rf'16 to 128 in steps of 8, got {d_head}; impl="{instead}" takes them'):
         hopper_attention(*qkv(d_head=d_head), causal=True)
 
 
@@ -110,6 +118,123 @@ def test_a_section_is_at_least_one_head_and_at_most_all() -> None:
     assert section_heads(2 * L2_BUDGET_BYTES, 16) == 1
     assert section_heads(L2_BUDGET_BYTES // 4, 16) == 4
     assert section_heads(1, 16) == 16
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
+    """Makes a plan of Python numbers, whose device functions run as they are written."""
+    language = SimpleNamespace(
+        minimum=min, maximum=max, cdiv=lambda n, d: -(-n // d), where=lambda c, a, b: a if c else b
+    )
+    monkeypatch.setattr(plans, "gl", language)
+    monkeypatch.setattr(plans, "item_in_section", plans.item_in_section.fn)
+    names = ("batch", "kv_head", "first_key", "first_tile")
+    monkeypatch.setattr(plans, "KeyTile", lambda *values: SimpleNamespace(**dict(zip(names, values, strict=True))))
+
+    def make_plan(kind: type, **fields: int) -> SimpleNamespace:
+        plan = SimpleNamespace(**fields)
+        for name, member in vars(kind).items():
+            if isinstance(member, JITFunction):
+                setattr(plan, name, partial(member.fn, plan))
+        return plan
+
+    return make_plan
+
+
+PLANS = pytest.mark.parametrize(
+    ("n_queries", "n_keys"),
+    [(1, 1), (128, 128), (200, 200), (500, 650), (650, 500), (300, 70), (70, 300), (198, 260), (260, 198)],
+)
+
+
+def visible_keys(n_queries: int, n_keys: int, causal: bool) -> Tensor:
+    seen = torch.ones(n_queries, n_keys, dtype=torch.bool)
+    return seen.tril(n_keys - n_queries) if causal else seen
+
+
+@PLANS
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("block_q", "block_k"), [(192, 128), (128, 128), (128, 64)])
+def test_the_plan_of_queries(
+    n_queries: int, n_keys: int, causal: bool, block_q: int, block_k: int, on_host: Callable[..., SimpleNamespace]
+) -> None:
+    plan = on_host(
+        plans.QueryPlan, n_queries=n_queries, n_keys=n_keys, n_heads=6, n_batch_heads=12, group=2, section_heads=8,
+        CAUSAL=causal, BLOCK_Q=block_q, BLOCK_K=block_k,
+    )  # fmt: skip
+    seen = visible_keys(n_queries, n_keys, causal)
+    order, taken = [], set()
+    for position in range(plan.n_items()):
+        batch, head, first_query, n_loaded = plan.item(position)
+        taken.add((batch, head, first_query))
+        order.append(((6 * batch + head) // 8, -n_loaded))
+        for first in range(first_query, first_query + block_q, 64):
+            rows = seen[first : first + 64]
+            n_tiles = plan.n_key_tiles(first, 64)
+            assert 1 <= n_tiles <= n_loaded <= -(-n_keys // block_k)
+            assert not rows[:, n_tiles * block_k :].any()
+            if rows.numel():
+                assert plan.n_clear(first) * block_k <= n_keys
+                assert rows[:, : plan.n_clear(first) * block_k].all()
+    assert taken == {(b, h, first) for b in range(2) for h in range(6) for first in range(0, n_queries, block_q)}
+    assert len(order) == len(taken)
+    assert order == sorted(order)
+
+
+@PLANS
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("block_q", [64, 128])
+def test_the_plan_of_keys(
+    n_queries: int, n_keys: int, causal: bool, block_q: int, on_host: Callable[..., SimpleNamespace]
+) -> None:
+    padded = -(-n_queries // 128) * 128
+    plan = on_host(
+        plans.KeyPlan, n_queries=n_queries, n_keys=n_keys, n_heads=6, n_batch_heads=6, group=2, section_heads=4,
+        padded=padded, CAUSAL=causal, BLOCK_Q=block_q, BLOCK_K=128,
+    )  # fmt: skip
+    seen = visible_keys(n_queries, n_keys, causal)
+    keys_of = {(batch, kv_head): [] for batch in range(2) for kv_head in range(3)}
+    for position in range(plan.n_items()):
+        work = plan.key_tile(position)
+        keys_of[work.batch, work.kv_head].append(work.first_key)
+        head, tile, visited = 2 * work.kv_head, work.first_tile, []
+        for _ in range(plan.n_steps(work)):
+            visited.append((head, tile))
+            head, tile = plan.after(work, head, tile, 1)
+        tiles = range(work.first_tile, -(-n_queries // block_q))
+        assert visited == [(2 * work.kv_head + i, tile) for i in range(2) for tile in tiles]
+        assert len(tiles) > 0
+        assert not seen[: work.first_tile * block_q, work.first_key : work.first_key + 128].any()
+        assert plan.first_row(work) == (6 * work.batch + 2 * work.kv_head) * padded
+        for first in (work.first_key, work.first_key + 64):
+            clear = seen[plan.first_clear(first, 64) * block_q :, first : first + 64]
+            assert clear.all()
+            assert clear.shape[0] == 0 or first + 64 <= n_keys
+    # Sums of dq in a fixed order rely on it that a key tile comes after those before it.
+    assert all(firsts == list(range(0, n_keys, 128)) for firsts in keys_of.values())
+
+
+def test_streams_and_captures_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(cuda_stream=1, capturing=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
+    device, makers, zeros = torch.device("cpu"), [], torch.zeros
+
+    def make(*args: object, **kwargs: object) -> Tensor:
+        makers.append(threading.get_ident())
+        return zeros(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "zeros", make)
+    first = counter(device)
+    assert (first.dtype, first.tolist()) == (torch.int32, [0])
+    assert counter(device) is first
+    now.capturing = True
+    captured = [counter(device), counter(device)]
+    now.capturing, now.cuda_stream = False, 2
+    assert len({id(x) for x in (first, *captured, counter(device))}) == 4
+    # What is kept is not made in this thread, whose memory may belong to a graph.
+    assert [maker == threading.get_ident() for maker in makers] == [False, True, True, False]
 
 
 def test_registers_fit_the_multiprocessor() -> None:
