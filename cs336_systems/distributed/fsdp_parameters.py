@@ -73,7 +73,10 @@ class ShardedParameter(ManagedParameter):
 
 
 class _PackedGather:
-    """An all-gather of several tensors as one message; ``wait`` waits for it and unpacks it."""
+    """An all-gather of several tensors as one message; ``wait`` waits for it and unpacks it.
+
+    Each of ``shards`` is (n,), and the one of ``wholes`` that it goes to (world_size * n,), of the same dtype.
+    """
 
     def __init__(self, process_group: dist.ProcessGroup, wholes: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
         world_size, sizes = process_group.size(), [shard.numel() for shard in shards]

@@ -108,6 +108,13 @@ def online_softmax(scores, row_max, row_sum, scale_log2):
 
 
 @gluon.jit
+def masked(plan, scores, queries, keys):
+    """-inf for the scores of keys that a query does not see."""
+    seen = visible(queries[:, None], keys[None, :], plan.n_queries, plan.n_keys, plan.CAUSAL)
+    return gl.where(seen, scores, NEVER)
+
+
+@gluon.jit
 def await_turn(tiles, blocks, WHO: gl.constexpr):
     """Wait until the consumer before this one has passed on the turn of this block; the first: of the block before."""
     mbarrier.wait(tiles.turns.index(WHO), blocks & 1 if WHO > 0 else blocks & 1 ^ 1)
@@ -115,6 +122,7 @@ def await_turn(tiles, blocks, WHO: gl.constexpr):
 
 @gluon.jit
 def pass_turn(tiles, WHO: gl.constexpr):
+    """Let the consumer after this one start its block; after the last comes the first."""
     CONSUMERS: gl.constexpr = tiles.o.shape[0]
     mbarrier.arrive(tiles.turns.index((WHO + 1) % CONSUMERS), count=1)
 
@@ -162,9 +170,7 @@ def forward_consumer(plan, o, lse, tiles, scale_log2, WHO: gl.constexpr, TAKE_TU
         product = warpgroup_mma(q_tile, tiles.k.wait(step).permute((1, 0)), no_scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, (product,))
         tiles.k.release(step)
-        keys = (n_key_tiles - 1) * BLOCK_K + columns
-        seen = visible(queries[:, None], keys[None, :], plan.n_queries, plan.n_keys, plan.CAUSAL)
-        scores = gl.where(seen, scores, NEVER)
+        scores = masked(plan, scores, queries, (n_key_tiles - 1) * BLOCK_K + columns)
         row_max = gl.full([ROWS], NEVER, gl.float32, rows)
         row_sum = gl.zeros([ROWS], gl.float32, rows)
         p, row_max, row_sum, _ = online_softmax(scores, row_max, row_sum, scale_log2)
@@ -184,9 +190,7 @@ def forward_consumer(plan, o, lse, tiles, scale_log2, WHO: gl.constexpr, TAKE_TU
             tiles.k.release(step + 1)
             key_tile = n_key_tiles - 1 - i
             if key_tile >= n_clear:
-                keys = key_tile * BLOCK_K + columns
-                seen = visible(queries[:, None], keys[None, :], plan.n_queries, plan.n_keys, plan.CAUSAL)
-                scores = gl.where(seen, scores, NEVER)
+                scores = masked(plan, scores, queries, key_tile * BLOCK_K + columns)
             next_p, row_max, row_sum, rescale = online_softmax(scores, row_max, row_sum, scale_log2)
             next_p = gl.convert_layout(next_p.to(dtype), p_layout)
             # Asked for early, because ptxas moves the wait for O up to the last branch: before the softmax, otherwise.

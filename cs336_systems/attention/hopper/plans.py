@@ -121,9 +121,8 @@ class KeyPlan:
 
     @gluon.constexpr_function
     def __init__(
-        self, n_queries, n_keys, n_heads, n_batch_heads, group, section_heads, padded,
-        CAUSAL, BLOCK_Q, BLOCK_K,
-    ):  # fmt: skip
+        self, n_queries, n_keys, n_heads, n_batch_heads, group, section_heads, padded, CAUSAL, BLOCK_Q, BLOCK_K
+    ):
         self.n_queries = n_queries
         self.n_keys = n_keys
         self.n_heads = n_heads

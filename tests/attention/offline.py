@@ -1,0 +1,54 @@
+"""Kernels compiled for Hopper without a GPU, and what ptxas says of them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+
+ROOT = Path(__file__).resolve().parents[2]
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+
+
+def report(script: str, kernel: str, d_head: int) -> dict[str, Any]:
+    """Run a script that prints ``{"ptx": ..., "metadata": {...}}`` for a kernel's name and a head dim, and assemble it.
+
+    In a process of its own, since the one that runs the tests may be interpreting the kernels. Returns the metadata and
+    ``spill_stores``, ``stack_frame`` (bytes), ``registers`` (per thread), ``serialised`` and ``wgmma`` (how many).
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", script, kernel, str(d_head)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    compiled = json.loads(result.stdout)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
+        ptx.write(compiled["ptx"])
+        ptx.flush()
+        command = [str(PTXAS), "-arch=sm_90a", "-v", ptx.name, "-o", os.devnull]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+    def number(pattern: str) -> int:
+        found = re.search(pattern, log)
+        assert found, log
+        return int(found[1])
+
+    found = compiled["metadata"] | {
+        "spill_stores": number(r"(\d+) bytes spill stores"),
+        "stack_frame": number(r"(\d+) bytes stack frame"),
+        "registers": number(r"Used (\d+) registers"),
+        "serialised": "serialized" in log,
+        "wgmma": compiled["ptx"].count("wgmma.mma_async"),
+    }
+    print(kernel, d_head, found)
+    return found
