@@ -372,6 +372,7 @@ def launch_backward(
         LEFT_IN_REGISTERS=schedule.left_in_registers,
         num_warps=4,
         maxnreg=MAX_REGISTERS_WITH[2],
+        launch_cooperative_grid=ordered,  # its programs wait for each other
     )
     launch_postprocess(dq_sums, dq, padded, scale)
     return dq, dk, dv

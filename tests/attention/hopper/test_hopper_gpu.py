@@ -1,6 +1,7 @@
 """The Hopper kernels on a Hopper GPU: head dims, awkward and random shapes against fp64, determinism, compiling."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -189,6 +190,24 @@ def test_the_same_bits_every_run(d_head: int) -> None:
             assert torch.equal(a, b)
 
 
+def test_the_same_bits_on_two_streams_at_once() -> None:
+    """Programs wait for each other there; were some of each kernel left without an SM, both would wait forever."""
+    tensors = make("cuda", torch.bfloat16, batch=2, heads=16, n_queries=1500, d_head=64)
+    expected = hopper(*tensors, True, None, deterministic=True)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    results = []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(hopper(*tensors, True, None, deterministic=True))
+    torch.cuda.synchronize()
+    for result in results:
+        for a, b in zip(expected, result, strict=True):
+            assert torch.equal(a, b)
+
+
 def test_torch_can_ask_for_determinism() -> None:
     q, k, v, _ = make("cuda", torch.bfloat16, heads=2, n_queries=300, d_head=64)
     q.requires_grad_()
@@ -248,24 +267,28 @@ def test_a_captured_graph_beside_other_launches() -> None:
             assert torch.equal(a, c)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_without_graph_breaks(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"dynamic": True}, {"mode": "reduce-overhead"}], ids=str)
+def test_compiles_without_graph_breaks(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last mode replays CUDA graphs from the third call of a shape on."""
     monkeypatch.undo()  # the compiler makes tensors, too
     torch.compiler.reset()
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return hopper_attention(2 * q, k, v, causal=True, deterministic=True) + 1
 
-    compiled = torch.compile(plain, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(plain, fullgraph=True, **options)
     for n_queries in (70, 130):
         q, k, v, do = make("cuda", torch.bfloat16, heads=4, kv_heads=2, n_queries=n_queries, d_head=64)
         for inputs, gradient in (((q, k, v), do), ((q[:, 0], k[:, 0], v[:, 0]), do[:, 0])):
             leaves = [x.detach().requires_grad_() for x in inputs]
-            o, expected = compiled(*leaves), plain(*leaves)
-            assert torch.equal(o, expected)
-            actual_gradients = torch.autograd.grad(o, leaves, gradient)
-            for a, b in zip(actual_gradients, torch.autograd.grad(expected, leaves, gradient), strict=True):
-                assert torch.equal(a, b)
+            expected = plain(*leaves)
+            expected_gradients = torch.autograd.grad(expected, leaves, gradient)
+            for _ in range(4):
+                torch.compiler.cudagraph_mark_step_begin()
+                o = compiled(*leaves)
+                assert torch.equal(o, expected)
+                for a, b in zip(torch.autograd.grad(o, leaves, gradient), expected_gradients, strict=True):
+                    assert torch.equal(a, b)
 
 
 def test_the_current_device_need_not_be_the_tensors() -> None:
