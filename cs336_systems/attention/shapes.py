@@ -64,24 +64,27 @@ def validate(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> 
     Raises:
         ValueError: one sentence with the offending values, for inputs that no implementation here can take.
     """
-    listed = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+    def listed() -> str:
+        return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
     if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
         raise ValueError(
-            f"q, k and v must all be (batch, sequence, d_head) or (batch, heads, sequence, d_head): {listed}"
+            f"q, k and v must all be (batch, sequence, d_head) or (batch, heads, sequence, d_head): {listed()}"
         )
     if 0 in (*q.shape[1:], *k.shape[1:], *v.shape[1:]):
-        raise ValueError(f"only the batch of q, k and v may be empty: {listed}")
+        raise ValueError(f"only the batch of q, k and v may be empty: {listed()}")
     if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(f"q, k and v must have the same batch size: {listed}")
+        raise ValueError(f"q, k and v must have the same batch size: {listed()}")
     if k.shape[-2] != v.shape[-2]:
-        raise ValueError(f"k and v must have the same length: {listed}")
+        raise ValueError(f"k and v must have the same length: {listed()}")
     if not q.shape[-1] == k.shape[-1] == v.shape[-1]:
-        raise ValueError(f"q, k and v must have the same head dimension: {listed}")
+        raise ValueError(f"q, k and v must have the same head dimension: {listed()}")
     heads, kv_heads = (q.shape[1], k.shape[1]) if q.ndim == 4 else (1, 1)
     if q.ndim == 4 and k.shape[1] != v.shape[1]:
-        raise ValueError(f"k and v must have the same number of heads: {listed}")
+        raise ValueError(f"k and v must have the same number of heads: {listed()}")
     if heads % kv_heads:
-        raise ValueError(f"the {kv_heads} key/value heads must divide the {heads} query heads: {listed}")
+        raise ValueError(f"the {kv_heads} key/value heads must divide the {heads} query heads: {listed()}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must have the same dtype: q {q.dtype}, k {k.dtype}, v {v.dtype}")
     if q.dtype not in DTYPES:
@@ -100,7 +103,7 @@ def validate(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> 
         four_d=q.ndim == 4,
     )
     if reason := exceeds_device(q.numel() * q.element_size(), q.device):
-        raise ValueError(f"the output alone needs {reason}: {listed}")
+        raise ValueError(f"the output alone needs {reason}: {listed()}")
     return shape
 
 

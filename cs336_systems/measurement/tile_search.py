@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from triton import next_power_of_2
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from cs336_systems.attention.flash.backward import launch_backward
 from cs336_systems.attention.flash.forward import launch_forward
 from cs336_systems.attention.flash.tiles import KERNELS, Tile, committed_tile
+from cs336_systems.attention.launching import next_power_of_2
 from cs336_systems.measurement.clock import time_kernel
 
 _MIN_VALUES, _MAX_VALUES = 48, 192

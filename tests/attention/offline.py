@@ -15,19 +15,23 @@ ROOT = Path(__file__).resolve().parents[2]
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
 
+def without_interpreter() -> dict[str, str]:
+    """The environment of a process that compiles kernels, whatever the one that runs the tests does with them."""
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
 def report(script: str, kernel: str, d_head: int) -> dict[str, Any]:
     """Run a script that prints ``{"ptx": ..., "metadata": {...}}`` for a kernel's name and a head dim, and assemble it.
 
-    In a process of its own, since the one that runs the tests may be interpreting the kernels. Returns the metadata and
-    ``spill_stores``, ``stack_frame`` (bytes), ``registers`` (per thread), ``serialised`` and ``wgmma`` (how many).
+    In a process of its own (``without_interpreter``). Returns the metadata and ``spill_stores``, ``stack_frame``
+    (bytes), ``registers`` (per thread), ``serialised`` and ``wgmma`` (how many).
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-c", script, kernel, str(d_head)],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=environment,
+        env=without_interpreter(),
         check=False,
     )
     assert result.returncode == 0, result.stderr

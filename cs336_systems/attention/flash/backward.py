@@ -42,6 +42,7 @@ from torch import Tensor
 from cs336_systems.attention.flash.launch import input_precision, with_short_rows
 from cs336_systems.attention.flash.primitives import LOG2_E, load_row_values, load_tile, store_tile, visible
 from cs336_systems.attention.flash.tiles import Tile, tile_for
+from cs336_systems.attention.launching import ceil_div, launch, next_power_of_2
 
 PREPROCESS_ROWS = 32
 
@@ -344,7 +345,9 @@ def launch_preprocess(o_BHQD: Tensor, do_BHQD: Tensor, lse_BHQ: Tensor) -> tuple
     batch, n_heads, n_queries, d_head = o_BHQD.shape
     lse_log2, delta = torch.empty_like(lse_BHQ), torch.empty_like(lse_BHQ)
     with torch.cuda.device_of(o_BHQD):
-        flash_preprocess_kernel[(triton.cdiv(n_queries, PREPROCESS_ROWS) * batch * n_heads,)](
+        launch(
+            flash_preprocess_kernel,
+            (ceil_div(n_queries, PREPROCESS_ROWS) * batch * n_heads,),
             o_BHQD,
             do_BHQD,
             lse_BHQ,
@@ -356,7 +359,7 @@ def launch_preprocess(o_BHQD: Tensor, do_BHQD: Tensor, lse_BHQ: Tensor) -> tuple
             n_queries,
             D=d_head,
             BLOCK_Q=PREPROCESS_ROWS,
-            BLOCK_D=triton.next_power_of_2(d_head),
+            BLOCK_D=next_power_of_2(d_head),
         )
     return lse_log2, delta
 
@@ -392,7 +395,7 @@ def launch_backward(
     group = n_heads // n_kv_heads
     common = {
         "D": d_head,
-        "BLOCK_D": triton.next_power_of_2(d_head),
+        "BLOCK_D": next_power_of_2(d_head),
         "CAUSAL": causal,
         "PRECISION": input_precision(),
     }
@@ -402,7 +405,9 @@ def launch_backward(
     with torch.cuda.device_of(q):
         if dk is not None and dv is not None:
             tile = dkdv_tile or tile_for("dkdv", d_head, q.element_size())
-            flash_dkdv_kernel[(triton.cdiv(n_keys, tile.block_k) * batch * n_kv_heads,)](
+            launch(
+                flash_dkdv_kernel,
+                (ceil_div(n_keys, tile.block_k) * batch * n_kv_heads,),
                 *inputs,
                 dk,
                 dv,
@@ -419,7 +424,9 @@ def launch_backward(
             )
         if dq is not None:
             tile = dq_tile or tile_for("dq", d_head, q.element_size())
-            flash_dq_kernel[(triton.cdiv(n_queries, tile.block_q) * batch * n_heads,)](
+            launch(
+                flash_dq_kernel,
+                (ceil_div(n_queries, tile.block_q) * batch * n_heads,),
                 *inputs,
                 dq,
                 *strides,

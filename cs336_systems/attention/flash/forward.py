@@ -35,6 +35,7 @@ from torch import Tensor
 from cs336_systems.attention.flash.launch import input_precision, with_short_rows
 from cs336_systems.attention.flash.primitives import LN_2, LOG2_E, load_tile, store_tile, visible
 from cs336_systems.attention.flash.tiles import Tile, tile_for
+from cs336_systems.attention.launching import ceil_div, launch, next_power_of_2
 
 
 @triton.jit
@@ -168,9 +169,11 @@ def launch_forward(
     if batch == 0:
         return o, lse
     tile = tile or tile_for("forward", d_head, q.element_size())
-    grid = (triton.cdiv(n_queries, tile.block_q) * batch * n_heads,)
+    grid = (ceil_div(n_queries, tile.block_q) * batch * n_heads,)
     with torch.cuda.device_of(q):  # Triton launches on the current device, which may be another
-        flash_forward_kernel[grid](
+        launch(
+            flash_forward_kernel,
+            grid,
             q,
             k,
             v,
@@ -186,7 +189,7 @@ def launch_forward(
             n_keys,
             scale * LOG2_E.value,
             D=d_head,
-            BLOCK_D=triton.next_power_of_2(d_head),
+            BLOCK_D=next_power_of_2(d_head),
             CAUSAL=causal,
             PRECISION=input_precision(),
             **tile.launch_options(),

@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from cs336_systems.attention.hopper.launch import (
-    ceil_div,
     copyable,
     counter,
     descriptor,
@@ -49,6 +48,7 @@ from cs336_systems.attention.hopper.schedules import (
     BackwardSchedule,
     padded_head_dim,
 )
+from cs336_systems.attention.launching import ceil_div, launch
 
 
 @aggregate
@@ -348,7 +348,9 @@ def launch_backward(
     queries_bytes = group * n_queries * d_head * (2 * q.element_size() + dq_sums.element_size())
     items = ceil_div(n_keys, schedule.block_k) * batch * n_kv_heads
     programs = min(items, n_multiprocessors(q.device))
-    hopper_backward_kernel[(programs,)](
+    launch(
+        hopper_backward_kernel,
+        (programs,),
         descriptor(q, queries),
         descriptor(k, keys),
         descriptor(v, keys),

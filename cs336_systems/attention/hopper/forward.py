@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from cs336_systems.attention.hopper.launch import (
-    ceil_div,
     copyable,
     counter,
     descriptor,
@@ -48,6 +47,7 @@ from cs336_systems.attention.hopper.schedules import (
     ForwardSchedule,
     padded_head_dim,
 )
+from cs336_systems.attention.launching import ceil_div, launch
 
 
 @aggregate
@@ -295,7 +295,9 @@ def launch_forward(
     rows, keys = (1, 1, ROWS.value, block_d), (1, 1, schedule.block_k, block_d)
     items = ceil_div(n_queries, ROWS.value * schedule.consumers) * batch * n_heads
     programs = min(items, n_multiprocessors(q.device))
-    hopper_forward_kernel[(programs,)](
+    launch(
+        hopper_forward_kernel,
+        (programs,),
         descriptor(q, rows),
         descriptor(k, keys),
         descriptor(v, keys),

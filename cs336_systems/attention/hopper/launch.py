@@ -6,7 +6,8 @@ rows or columns of what is copied so.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,18 +24,17 @@ L2_BUDGET_BYTES = 32 * 1024**2
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
-def ceil_div(n: int, d: int) -> int:
-    """n / d rounded up; ``triton.cdiv`` is made for compilers and takes microseconds."""
-    return -(-n // d)
-
-
 def has_copyable_strides(x: Tensor) -> bool:
     """Whether the copy engine can read ``x`` where it lies, but for the alignment of its first element."""
+    *strides, last = x.stride()
+    if last != 1:
+        return False
     step = ALIGNMENT_BYTES // x.element_size()
-    return x.stride(-1) == 1 and all(
-        size == 1 or (stride > 0 and stride % step == 0 and stride * x.element_size() < MAX_STRIDE_BYTES)
-        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    )
+    limit = MAX_STRIDE_BYTES // x.element_size()
+    for size, stride in zip(x.shape, strides, strict=False):
+        if size != 1 and (stride <= 0 or stride % step or stride >= limit):
+            return False
+    return True
 
 
 def copyable(x: Tensor) -> Tensor:
@@ -51,19 +51,22 @@ def empty_result(x: Tensor) -> Tensor:
     )
 
 
-@cache
-def _layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(box), _ELEMENT[dtype])
+@lru_cache(maxsize=1024)
+def _checked(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]
+) -> dict[str, Any]:
+    """The fields of a descriptor but for its memory; to check them takes as long as a short kernel."""
+    layout = gl.NVMMASharedLayout.get_default_for(list(box), _ELEMENT[dtype])
+    # The stride of a dimension of one is never used, but must be aligned.
+    used = [stride if size > 1 else ALIGNMENT_BYTES for size, stride in zip(shape[:-1], strides[:-1], strict=True)]
+    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), [*used, 1], list(box), layout))
 
 
 def descriptor(x: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     """How the copy engine moves boxes of ``x``, two- or four-dimensional, to and from swizzled shared memory."""
-    strides = [
-        # The stride of a dimension of one is never used, but must be aligned.
-        stride if size > 1 else ALIGNMENT_BYTES
-        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    ]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(box), _layout(box, x.dtype))
+    made = object.__new__(TensorDescriptor)
+    vars(made).update(_checked(x.shape, x.stride(), x.dtype, box), base=x)
+    return made
 
 
 @cache

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.attention.hopper.launch import ceil_div
 from cs336_systems.attention.hopper.primitives import LOG2_E
+from cs336_systems.attention.launching import ceil_div, launch
 
 PASS_ROWS = 64
 """Rows per program."""
@@ -103,7 +103,9 @@ def launch_preprocess(o_BHQD: Tensor, do_BHQD: Tensor, lse_BHQ: Tensor, block_d:
     padded = ceil_div(n_queries, PADDED_ROWS) * PADDED_ROWS
     stats = torch.empty(batch * n_heads * 2, padded, dtype=torch.float32, device=o_BHQD.device)
     dq_sums = torch.empty(batch * n_heads * padded, block_d, dtype=torch.float32, device=o_BHQD.device)
-    hopper_preprocess_kernel[(padded // PASS_ROWS * batch * n_heads,)](
+    launch(
+        hopper_preprocess_kernel,
+        (padded // PASS_ROWS * batch * n_heads,),
         o_BHQD,
         do_BHQD,
         lse_BHQ.contiguous(),
@@ -125,7 +127,9 @@ def launch_preprocess(o_BHQD: Tensor, do_BHQD: Tensor, lse_BHQ: Tensor, block_d:
 def launch_postprocess(dq_sums: Tensor, dq_BHQD: Tensor, padded: int, scale: float) -> None:
     """Write dq from its sums."""
     batch, n_heads, n_queries, d_head = dq_BHQD.shape
-    hopper_postprocess_kernel[(ceil_div(n_queries, PASS_ROWS) * batch * n_heads,)](
+    launch(
+        hopper_postprocess_kernel,
+        (ceil_div(n_queries, PASS_ROWS) * batch * n_heads,),
         dq_sums,
         dq_BHQD,
         *dq_BHQD.stride()[:3],
