@@ -3,7 +3,7 @@
 #
 #   scripts/measure_profiles.sh FOLDER PART...    # parts: nsys nsys-autocast kineto memory
 #
-# On an H200 nsys takes about five minutes, kineto four, memory three. PYTHON picks the interpreter (default: uv run). Raw
+# On an H200 nsys takes about twelve minutes, kineto four, memory three. PYTHON picks the interpreter (default: uv run). Raw
 # traces and snapshots stay in profiles/raw; every part writes its pages, CSVs and pictures to its own folder below FOLDER.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_profiles.sh FOLDER PART...}
@@ -14,7 +14,8 @@ profile() { "${python[@]}" benchmarks/profile_model.py --format csv --warmup 3 -
 for part in "$@"; do
   case "$part" in
     nsys)
-      profile --profiler nsys --size small large --context-length 128 512 1024 ;;
+      profile --profiler nsys --size small large --context-length 128 512 1024
+      profile --profiler nsys --size medium xl 2.7b --context-length 128 512 ;;
     nsys-autocast)
       profile --profiler nsys --size small large --context-length 512 --dtype autocast-bf16 ;;
     kineto)

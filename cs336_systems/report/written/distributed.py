@@ -79,7 +79,7 @@ def blocks(committed: Committed) -> dict[str, Callable[[], str]]:
         "ddp-buckets": lambda: data_parallel_table(_bucketed(rows(DDP))).markdown(),
         "ddp-predictions": lambda: ddp_predictions(_ladder(rows(DDP)), links()).markdown(),
         "ddp-recorded": lambda: data_parallel_table(committed.rows(TRACES, "benchmark_ddp")).markdown(),
-        "ddp-traces": lambda: traces(committed, DDP, "-naive-", "-bucketed-"),
+        "ddp-traces": lambda: traces(committed, DDP, "-naive-", "-overlapped-"),
         "sharded-memory": lambda: memory_table(rows(SHARDED)).markdown(),
         "sharded-time": lambda: time_table(rows(SHARDED)).markdown(),
         "sharded-figure": lambda: picture(SHARDED),
@@ -134,9 +134,9 @@ def terms(committed: Committed) -> dict[str, Term]:
         rows = committed.rows(part, "benchmark_ddp")
         return _median(rows[rows["ddp"] == rung], metric)
 
-    def sharded(metric: str, sharding: str) -> float:
+    def sharded(metric: str, sharding: str, size: str = "xl") -> float:
         rows = rows_of(committed, SHARDED)
-        rows = rows[(rows["size"] == "xl") & (rows["world_size"] == 2) & (rows["dtype"] == "fp32")]
+        rows = rows[(rows["size"] == size) & (rows["world_size"] == 2) & (rows["dtype"] == "fp32")]
         rows = rows[(rows["sharding"] == sharding) & (rows["metric"] == metric)]
         return _median(rows, metric)
 
@@ -216,7 +216,9 @@ def terms(committed: Committed) -> dict[str, Term]:
         "ddp-part": Term(ddp_part),
         "ddp-difference": Term(lambda metric, one, other: ddp(metric, one) - ddp(metric, other), ".1f"),
         "sharded": Term(sharded),
-        "sharded-slowdown": Term(lambda how: sharded("step", how) / sharded("step", "replicated") - 1, "%.1f"),
+        "sharded-slowdown": Term(
+            lambda how, size="xl": sharded("step", how, size) / sharded("step", "replicated", size) - 1, "%.1f"
+        ),
         "fsdp": Term(fsdp),
         "training-leaderboard": Term(leaderboard),
         "fsdp-difference": Term(lambda metric, one, other: fsdp(metric, one) - fsdp(metric, other), ".1f"),

@@ -92,7 +92,15 @@ def _digests(committed: Committed, part: str, what: str) -> pd.DataFrame:
         found.append(pd.read_csv(committed.digest(part, f"{stem}-{what}.csv")).assign(**cell))
     if not found:
         raise NotMeasured(f"no profile of part {part} succeeded")
-    return pd.concat(found)
+    return _sorted(pd.concat(found))
+
+
+def _sorted(rows: pd.DataFrame) -> pd.DataFrame:
+    """By size, then context; equal ones in the order in which they came."""
+    order = {name: place for place, name in enumerate(MODEL_SIZES)}
+    return rows.sort_values(
+        ["size", "context_length"], key=lambda x: x.map(order) if x.name == "size" else x, kind="stable"
+    )
 
 
 def _label(cell: Mapping[str, Any] | pd.Series) -> dict[str, Any]:
@@ -102,7 +110,7 @@ def _label(cell: Mapping[str, Any] | pd.Series) -> dict[str, Any]:
 def forward_table(rows: pd.DataFrame) -> Table:
     """Forward without gradients by the harness's clock and by the profiler, a line per size and context."""
     lines = []
-    for values, cell in cells(rows[rows["mode"] == "forward"], _CELL):
+    for values, cell in cells(_sorted(rows[rows["mode"] == "forward"]), _CELL):
         found = cell.set_index("metric")["median"]
         if "unprofiled_forward" not in found:
             lines.append(_label(values) | {"status": f"{cell['status'].iloc[-1]}: {cell['message'].iloc[-1]}"})
@@ -122,10 +130,10 @@ def forward_table(rows: pd.DataFrame) -> Table:
 
 
 def top_kernels_table(kernels: pd.DataFrame) -> Table:
-    """The kernel with the largest share of each pass, how often it runs, and its share."""
+    """The kernel with the largest share of forward and of forward and backward, how often it runs, and its share."""
     lines = []
     for values, cell in cells(kernels, _CELL):
-        for label in ("inference forward", "forward + backward", "full step"):
+        for label in (_PASSES["inference"], _PASSES["forward-backward"]):
             own = cell[cell["passes"] == label]
             if own.empty:
                 continue
@@ -140,8 +148,9 @@ def top_kernels_table(kernels: pd.DataFrame) -> Table:
 
 
 def classes_table(kernels: pd.DataFrame) -> Table:
-    """Share of GPU time by class of kernel, in every pass."""
+    """Share of GPU time by class of kernel, in each of ``_PASSES``."""
     lines = []
+    kernels = kernels[kernels["passes"].isin(_PASSES.values())]
     present = [name for name in CLASSES if (kernels["kernel_class"] == name).any()]
     for values, cell in cells(kernels, [*_CELL, "passes"]):
         sums = cell.groupby("kernel_class")["total_ms"].sum()
