@@ -101,7 +101,6 @@ class Bucket:
         if parameter.is_cuda:
             self._streams.add(torch.cuda.current_stream(parameter.device))
 
-    @torch.no_grad()
     def gather(self) -> Tensor:
         """All gradients as one flat tensor of which every ``.grad`` is now a view; a missing gradient becomes zeros.
 
@@ -141,6 +140,7 @@ class Bucket:
                 return None
         return first.as_strided((self.numel,), (1,), start)
 
+    @torch.no_grad()
     def _moved(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """The gradients, copied side by side into new memory."""
         first = self.parameters[0]

@@ -45,6 +45,7 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,12 +61,13 @@ class _Average:
 
     Args:
         dtype: in which it travels and is added up; the tensor's own if None.
+        backend: of the process group.
     """
 
-    def __init__(self, tensor: Tensor, dtype: torch.dtype | None) -> None:
+    def __init__(self, tensor: Tensor, dtype: torch.dtype | None, backend: str) -> None:
         self.tensor = tensor
         self.sent = tensor if dtype is None else tensor.to(dtype)
-        self.divided = tensor.is_cuda and dist.get_backend() == "nccl"  # gloo knows no AVG
+        self.divided = tensor.is_cuda and backend == "nccl"  # gloo knows no AVG
         operation = dist.ReduceOp.AVG if self.divided else dist.ReduceOp.SUM
         self.work = dist.all_reduce(self.sent, op=operation, async_op=True)
 
@@ -77,6 +79,17 @@ class _Average:
             self.sent.div_(dist.get_world_size())
         if self.sent is not self.tensor:
             self.tensor.copy_(self.sent)
+
+
+@dataclass
+class _Progress:
+    """How far a backward and its collectives have come; apart from the module, whose attributes are slow to set."""
+
+    ready: dict[nn.Parameter, None] = field(default_factory=dict)
+    """The parameters whose gradients it has made, in that order."""
+    under_way: list[_Average] = field(default_factory=list)
+    n_started: int = 0
+    """Buckets."""
 
 
 class _ReadyHook:
@@ -142,10 +155,8 @@ class DDP(nn.Module):
         self._trainable = [parameter for parameter in self._names if parameter.requires_grad]
         self._frozen = [parameter for parameter in self._names if not parameter.requires_grad]
         self._synchronizing = True
-        self._ready: dict[nn.Parameter, None] = {}
-        """The parameters whose gradients the current backward has made, in that order."""
-        self._under_way: list[_Average] = []
-        self._n_started = 0
+        self._progress = _Progress()
+        self._backend = dist.get_backend()
         self._order_is_final = not during_backward
         self._make_buckets(self._trainable[::-1])
         for parameter in self._trainable:
@@ -180,21 +191,19 @@ class DDP(nn.Module):
         if unfrozen := [self._names[parameter] for parameter in self._frozen if parameter.requires_grad]:
             raise RuntimeError(f"{unfrozen[0]} was frozen when it was wrapped, and its gradient is not averaged")
         used = [parameter.grad is not None for parameter in self._trainable]
-        for bucket in self._buckets[self._n_started :]:
+        for bucket in self._buckets[self._progress.n_started :]:
             self._start(bucket)
             if not self._during_backward:
-                self._under_way.pop().wait()
+                self._progress.under_way.pop().wait()
         used_anywhere = self._exchange(used)
-        for average in self._under_way:
+        for average in self._progress.under_way:
             average.wait()
         for parameter, is_used in zip(self._trainable, used_anywhere, strict=True):
             if not is_used:
                 parameter.grad = None
         if not self._order_is_final:
             self._agree_on_order()
-        self._under_way.clear()
-        self._ready.clear()
-        self._n_started = 0
+        self._progress = _Progress()
         for bucket in self._buckets:
             bucket.reset()
 
@@ -202,20 +211,21 @@ class DDP(nn.Module):
         """Backward has accumulated into the parameter's ``grad``."""
         if not self._synchronizing:
             return
-        if parameter in self._ready:
+        progress = self._progress
+        if parameter in progress.ready:
             raise RuntimeError(
                 f"a second backward reached {self._names[parameter]} before finish_gradient_synchronization(): "
                 "call that after each backward, and accumulate inside no_sync()"
             )
-        self._ready[parameter] = None
+        progress.ready[parameter] = None
         self._bucket_of[parameter].gradient_is_ready(parameter)
         if self._during_backward:
-            while self._n_started < len(self._buckets) and not self._buckets[self._n_started].waiting_for:
-                self._start(self._buckets[self._n_started])
+            while progress.n_started < len(self._buckets) and not self._buckets[progress.n_started].waiting_for:
+                self._start(self._buckets[progress.n_started])
 
     def _start(self, bucket: Bucket) -> None:
-        self._n_started += 1
-        self._under_way.append(_Average(bucket.gather(), self._communication_dtype))
+        self._progress.n_started += 1
+        self._progress.under_way.append(_Average(bucket.gather(), self._communication_dtype, self._backend))
 
     def _exchange(self, used: list[bool]) -> list[bool]:
         """Which of the trainable parameters have a gradient on any rank."""
@@ -230,7 +240,8 @@ class DDP(nn.Module):
     def _agree_on_order(self) -> None:
         """Order the buckets as rank 0's backward made gradients ready; what it did not use comes last."""
         current = [parameter for bucket in self._buckets for parameter in bucket.parameters]
-        order = [*self._ready, *(parameter for parameter in current if parameter not in self._ready)]
+        ready = self._progress.ready
+        order = [*ready, *(parameter for parameter in current if parameter not in ready)]
         positions = {parameter: i for i, parameter in enumerate(self._trainable)}
         agreed = torch.tensor([positions[parameter] for parameter in order], device=self._trainable[0].device)
         dist.broadcast(agreed, src=0)
