@@ -128,7 +128,7 @@ def draw_memory(rows: pd.DataFrame, path: Path) -> bool:
     for subfigure, group in zip(subfigures, groups, strict=True):
         newest = group.drop_duplicates(["sharding", "metric"], keep="last")
         table = newest.pivot_table(index="sharding", columns="metric", values="median", sort=False)
-        table = table.iloc[::-1]  # bars are drawn from the bottom
+        table = table.loc[group["sharding"].unique()[::-1]]  # bars are drawn from the bottom
         for i, (axes, moment) in enumerate(zip(subfigure.subplots(1, len(MOMENTS), sharex=True), MOMENTS, strict=True)):
             left = pd.Series(0.0, index=table.index)
             for category in CATEGORIES:
