@@ -1,19 +1,21 @@
 """Which attention for these shapes? Time, memory and error of every implementation, beside the limit.
 
     uv run benchmarks/benchmark_attention.py                                  # the grid that fits this machine
-    uv run benchmarks/benchmark_attention.py --grid training --impl flash sdpa-flash sdpa-cudnn flex
+    uv run benchmarks/benchmark_attention.py --grid training --impl flash sdpa-flash sdpa-cudnn flex --repeat 3
     uv run benchmarks/benchmark_attention.py --grid flash --d-head 64 --length 1024 4096 --dtype bf16 --out results/
 
 Grids: ``pytorch``, the handout's first (batch 8, no head dimension, plain and compiled); ``flash``, its second (batch
 1, causal, every implementation); ``training``, the shapes at which training runs; ``variants``, masks and score
 modifications, FlexAttention beside torch's attention with a dense mask. ``measurement/attention.py`` says how each cell
 is measured. What a cell would need is predicted first; what cannot fit is a row, and is not run. Cells that share
-implementation, dtype and head dimension share a process, so that kernels are compiled once.
+implementation, dtype and head dimension share a process, so that kernels are compiled once. With ``--repeat`` the
+implementations take turns at each shape, all in one process: a GPU's clock follows its temperature and its power, and
+what is compared should meet the same of both.
 """
 
 import itertools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -70,6 +72,8 @@ class Options:
     """Where to run."""
     autotune: bool = False
     """Search the tiles of flash again at each shape, list them, and measure with the fastest."""
+    repeat: int = 1
+    """Times that the whole grid is run, so that implementations at a shape are measured in turns."""
     seed: int = 0
     """Of the data."""
     out: Path | None = None
@@ -103,7 +107,7 @@ def make_cells(options: Options) -> list[AttentionCell]:
     for impl in options.impl:
         if impl not in KNOWN:
             raise ValueError(f"--impl {impl}: known are {', '.join(KNOWN)}")
-    check_positive(options, "length", "d_head")
+    check_positive(options, "length", "d_head", "repeat")
     cells: list[AttentionCell] = []
     for name in options.grid:
         grid = _grid(name)
@@ -129,6 +133,7 @@ def make_cells(options: Options) -> list[AttentionCell]:
                     grid.causal,
                     mask,
                     options.autotune and impl == "flash",
+                    0,
                     options.seed,
                 )
             )
@@ -138,7 +143,17 @@ def make_cells(options: Options) -> list[AttentionCell]:
             f"no cell of --grid {' '.join(options.grid)} has the values asked for{lengths} (a CPU takes "
             f"{' and '.join(map(str, CPU_LENGTHS))} unless --length says more; training and variants have longer ones)"
         )
-    return cells
+    if options.repeat > 1:
+        cells = _in_turns(cells)
+    return [replace(cell, repeat=repeat) for repeat in range(options.repeat) for cell in cells]
+
+
+def _in_turns(cells: list[AttentionCell]) -> list[AttentionCell]:
+    """Cells that differ in nothing but the implementation follow each other."""
+    peers: dict[AttentionCell, list[AttentionCell]] = {}
+    for cell in cells:
+        peers.setdefault(replace(cell, impl="", autotune=False), []).append(cell)
+    return [cell for group in peers.values() for cell in group]
 
 
 @dataclass(frozen=True)
@@ -201,7 +216,7 @@ def main() -> int:
                 describe=describe,
                 cost=lambda cell: cell.work.forward_flops + 1e11,
                 console=Console(stderr=True),
-                share=lambda cell: (cell.grid, cell.impl, cell.dtype, cell.d_head),
+                share=lambda cell: cell.grid if options.repeat > 1 else (cell.impl, cell.grid, cell.dtype, cell.d_head),
             )
         )
     except OSError as error:

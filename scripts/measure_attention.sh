@@ -17,7 +17,7 @@ for part in "$@"; do
   out="$folder/attention-$part"
   case "$part" in
     training)
-      attention --grid training --impl flash hopper sdpa-flash sdpa-cudnn flex ;;
+      attention --grid training --impl flash hopper sdpa-flash sdpa-cudnn flex --repeat 3 ;;
     pytorch)
       attention --grid pytorch ;;
     variants)

@@ -76,6 +76,8 @@ class AttentionCell:
     """One of ``VARIANTS``; empty for plain attention, causal or not."""
     autotune: bool
     """Whether to search the tiles of flash first."""
+    repeat: int
+    """Which run of the grid this is."""
     seed: int
 
     @property

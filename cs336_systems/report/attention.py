@@ -4,7 +4,7 @@ import pandas as pd
 
 from cs336_systems.costs.attention import AttentionWork
 from cs336_systems.measurement.attention import TILE
-from cs336_systems.report.tables import Table, digits, settings_split
+from cs336_systems.report.tables import Table, digits, newest_run, settings_split
 
 _SETTINGS = ("gpu", "device", "grid", "dtype", "batch_size", "heads", "d_head", "length", "causal", "mask", "impl")
 
@@ -13,13 +13,18 @@ _EXTRA = {"seen_scores": "scores seen %", "skipped_blocks": "blocks skipped %", 
 
 
 def attention_table(rows: pd.DataFrame) -> Table:
-    """Time, rate, memory and largest error of every cell of ``benchmark_attention.py`` rows; failures as they are."""
+    """Time, rate, memory and largest error of every cell of ``benchmark_attention.py`` rows; failures as they are.
+
+    Where the rows hold a cell several times, the repeats of its newest run are pooled and older runs left out.
+    """
     settings = [column for column in _SETTINGS if column in rows.columns]
     extra = [name for name in _EXTRA if (rows["metric"] == name).any()]
     lines = []
     for _, cell in rows.groupby(settings, sort=False, dropna=False):
+        cell = newest_run(cell)
         first = cell.iloc[0]
-        median = {row["metric"]: row["median"] for _, row in cell.iterrows() if row["metric"]}
+        pooled = cell[cell["metric"] != ""].groupby("metric")["median"].median()
+        median = {str(name): value for name, value in pooled.items()}
         errors = [value for name, value in median.items() if name.startswith("error_")]
         line = {column: first[column] for column in settings}
         for name in PASSES:
@@ -41,19 +46,26 @@ def attention_table(rows: pd.DataFrame) -> Table:
 
 
 def comparison_table(rows: pd.DataFrame, ours: str = "flash") -> Table:
-    """Forward, backward and both of ``ours`` at each shape of one run, and every other's time over it."""
+    """Forward, backward and both of ``ours`` at each shape of one run, and every other's ``time_over`` it."""
     settings = ["batch_size", "heads", "length", "d_head"]
     ran = rows[(rows["status"] == "ok") & rows["metric"].isin(PASSES)]
     lines = []
     for shape, at_shape in ran.groupby(settings, sort=False):
         impls = [str(impl) for impl in at_shape["impl"].unique() if impl != ours]
-        times = {(row["metric"], row["impl"]): float(row["median"]) for _, row in at_shape.iterrows()}
         for name in PASSES:
             line = dict(zip(("batch", "heads", "length", "d"), shape, strict=True)) | {"pass": name}
-            line[f"{ours} ms"] = digits(times[name, ours])
-            line |= {f"{impl} / {ours}": f"{times[name, impl] / times[name, ours]:.2f}" for impl in impls}
+            own = newest_run(at_shape[(at_shape["impl"] == ours) & (at_shape["metric"] == name)])
+            line[f"{ours} ms"] = digits(own["median"].median())
+            line |= {f"{impl} / {ours}": f"{time_over(at_shape, name, impl, ours):.2f}" for impl in impls}
             lines.append(line)
     return Table("", pd.DataFrame(lines))
+
+
+def time_over(rows: pd.DataFrame, metric: str, impl: str, ours: str) -> float:
+    """Of a pass at one shape: the time of ``impl`` over that of ``ours``, the median over repeats."""
+    rows = rows.assign(repeat=rows.get("repeat", 0))
+    times = rows[rows["metric"] == metric].pivot_table(index="repeat", columns="impl", values="median", aggfunc="last")
+    return float((times[impl] / times[ours]).median())
 
 
 def length_table(rows: pd.DataFrame, metric: str) -> Table:

@@ -147,7 +147,7 @@ def step_table(rows: pd.DataFrame) -> Table:
     settings = [column for column in ("gpu", *SETTINGS) if column in rows.columns]
     lines = []
     for _, cell in rows.groupby(settings, sort=False, dropna=False):
-        cell = _newest_run(cell)
+        cell = newest_run(cell)
         first = cell.iloc[0]
         metrics = {name: _pooled(cell[cell["metric"] == name]) for name in cell["metric"].unique() if name}
         lines.append({column: first[column] for column in settings} | _step_line(metrics, first))
@@ -156,7 +156,7 @@ def step_table(rows: pd.DataFrame) -> Table:
     return Table(caption, frame[varying + [c for c in frame.columns if c not in settings]].rename(columns=_LABELS))
 
 
-def _newest_run(cell: pd.DataFrame) -> pd.DataFrame:
+def newest_run(cell: pd.DataFrame) -> pd.DataFrame:
     """The rows of a cell from the last process that measured it, and from the earlier repeats of the same command."""
     last = cell.iloc[-1]
     same = cell[(cell["argv"] == last["argv"]) & (cell["status"] == last["status"])]

@@ -39,6 +39,13 @@ def test_every_grid_has_the_cells_of_its_shapes(benchmark):
     assert not any(cell.autotune for cell in made("flash", impl=("reference",), autotune=True))
 
 
+def test_repeats_take_turns(benchmark):
+    cells = cells_of(benchmark, "--grid", "flash", "--impl", "tiled", "reference", "--dtype", "fp32", "--repeat", "2")
+    assert [(cell.repeat, cell.length, cell.impl) for cell in cells] == [
+        (repeat, length, impl) for repeat in (0, 1) for length in (256, 1024) for impl in ("tiled", "reference")
+    ]
+
+
 def test_a_bare_command_on_a_cpu_is_short_and_compiles_nothing(benchmark):
     cells = cells_of(benchmark)
     assert {(cell.d_head, cell.length) for cell in cells} == {(64, 256), (64, 1024)}
@@ -51,6 +58,7 @@ def test_a_bare_command_on_a_cpu_is_short_and_compiles_nothing(benchmark):
         (["--impl", "falsh"], "--impl falsh: known are reference, .*sdpa-dense-mask"),
         (["--length", "0"], "--length must be positive, got 0"),
         (["--d-head", "-1"], "--d-head must be positive, got -1"),
+        (["--repeat", "0"], "--repeat must be positive, got 0"),
         (["--length", "77"], "no cell of --grid pytorch flash has the values asked for, with lengths 77"),
         (["--grid", "variants", "--impl", "flash"], "no cell of --grid variants .*longer ones"),
     ],

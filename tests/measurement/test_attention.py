@@ -24,6 +24,7 @@ def cell(**values) -> AttentionCell:
         "causal": False,
         "mask": "causal",
         "autotune": False,
+        "repeat": 0,
         "seed": 0,
     }
     return AttentionCell(**(defaults | values))

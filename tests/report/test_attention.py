@@ -14,7 +14,7 @@ from cs336_systems.report.attention import (
 from cs336_systems.report.attention_figures import draw_scaling
 
 
-def row(impl, metric, median, *, length=1024, status="ok", message="", dtype="bf16", d_head=64, mask=""):
+def row(impl, metric, median, *, length=1024, status="ok", message="", dtype="bf16", d_head=64, mask="", repeat=0):
     return {
         "gpu": "a GPU",
         "device": "cuda",
@@ -31,6 +31,8 @@ def row(impl, metric, median, *, length=1024, status="ok", message="", dtype="bf
         "message": message,
         "metric": metric,
         "median": median,
+        "argv": "a command",
+        "repeat": repeat,
     }
 
 
@@ -61,6 +63,15 @@ def test_others_are_divided_by_ours():
     assert list(frame["pass"]) == ["forward", "backward", "both"]
     assert list(frame["flash ms"]) == ["2.00", "4.00", "6.00"]
     assert list(frame["peer / flash"]) == ["1.50"] * 3
+
+
+def test_repeats_are_pooled_and_compared_with_their_neighbours():
+    times = {"flash": (1.0, 2.0, 9.0), "peer": (3.0, 4.0, 9.0)}
+    rows = pd.DataFrame([r for impl in times for i, ms in enumerate(times[impl]) for r in cell(impl, ms, repeat=i)])
+    assert list(attention_table(rows).frame["forward ms"]) == ["2.00", "4.00"]
+    frame = comparison_table(rows).frame
+    assert list(frame["flash ms"]) == ["2.00", "4.00", "6.00"]
+    assert list(frame["peer / flash"]) == ["2.00"] * 3
 
 
 def test_lengths_are_lines_and_gaps_are_told_from_failures():

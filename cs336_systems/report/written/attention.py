@@ -14,6 +14,7 @@ from cs336_systems.report.attention import (
     comparison_table,
     length_table,
     tile_table,
+    time_over,
 )
 from cs336_systems.report.attention_figures import draw_scaling
 from cs336_systems.report.tables import Table, digits, median_of, step_table
@@ -74,7 +75,10 @@ def terms(committed: Committed) -> dict[str, Term]:
 
     def leaderboard(metric: str, impl: str) -> float:
         own = _leaderboard(rows("training"))
-        return median_of(own[own["impl"] == impl], metric)
+        return float(own[(own["impl"] == impl) & (own["metric"] == metric)]["median"].median())
+
+    def leaderboard_over(metric: str, impl: str, ours: str) -> float:
+        return time_over(_leaderboard(rows("training")), metric, impl, ours)
 
     def flash_wins(dtype: str, d_head: str) -> float:
         """The least length from which flash is faster than materialised attention, forward and backward."""
@@ -110,6 +114,7 @@ def terms(committed: Committed) -> dict[str, Term]:
     return {
         "attention": Term(attention),
         "attention-leaderboard": Term(leaderboard),
+        "attention-leaderboard-over": Term(leaderboard_over, ".2f"),
         "flash-wins-from": Term(flash_wins, ",.0f"),
         "flash-speedup": Term(flash_speedup),
         "attention-account": Term(account),
