@@ -108,6 +108,8 @@ def make_cells(options: Options) -> list[AttentionCell]:
         if impl not in KNOWN:
             raise ValueError(f"--impl {impl}: known are {', '.join(KNOWN)}")
     check_positive(options, "length", "d_head", "repeat")
+    if options.autotune and options.repeat > 1:
+        raise ValueError(f"--autotune searches once, got --repeat {options.repeat}")
     cells: list[AttentionCell] = []
     for name in options.grid:
         grid = _grid(name)
@@ -216,7 +218,7 @@ def main() -> int:
                 describe=describe,
                 cost=lambda cell: cell.work.forward_flops + 1e11,
                 console=Console(stderr=True),
-                share=lambda cell: cell.grid if options.repeat > 1 else (cell.impl, cell.grid, cell.dtype, cell.d_head),
+                share=lambda cell: options.repeat > 1 or (cell.grid, cell.impl, cell.dtype, cell.d_head),
             )
         )
     except OSError as error:

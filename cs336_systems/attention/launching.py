@@ -5,6 +5,9 @@ all of them at each launch to find the form that fits. ``launch`` remembers the 
 make. It stands for ``kernel[grid](*arguments, **constants_and_options)``:
 
     launch(kernel, grid, *arguments, **constants_and_options)
+
+Not for all of it: Triton's own settings (``triton.knobs``) and the globals that a kernel reads must not change after
+its first launch, and its hooks before a run are not called.
 """
 
 from collections.abc import Hashable
@@ -36,7 +39,7 @@ def launch(kernel: Any, grid: tuple[int], *arguments: Any, **constants_and_optio
     Args:
         kernel: of ``triton.jit`` or ``gluon.jit``; where Triton interprets kernels, nothing is remembered.
         grid: how many programs.
-        arguments: tensors, their descriptors, ints and floats, for the first parameters in order.
+        arguments: tensors, their descriptors, ints and floats (no bools), for the first parameters in order.
         constants_and_options: by name, the other parameters, all ``constexpr``, and what the compiler takes.
     """
     if not isinstance(kernel, triton.JITFunction):
@@ -61,10 +64,10 @@ def launch(kernel: Any, grid: tuple[int], *arguments: Any, **constants_and_optio
 
 def _what_matters(argument: Any) -> Hashable:
     """Of an argument, no less than Triton looks at."""
-    if isinstance(argument, int):
+    if type(argument) is int:
         return argument
     if isinstance(argument, float):
         return float
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % _ALIGNMENT_BYTES == 0
-    return argument.base.dtype, *argument.block_shape
+    return argument.base.dtype, argument.layout, *argument.block_shape

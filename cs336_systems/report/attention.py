@@ -54,18 +54,36 @@ def comparison_table(rows: pd.DataFrame, ours: str = "flash") -> Table:
         impls = [str(impl) for impl in at_shape["impl"].unique() if impl != ours]
         for name in PASSES:
             line = dict(zip(("batch", "heads", "length", "d"), shape, strict=True)) | {"pass": name}
-            own = newest_run(at_shape[(at_shape["impl"] == ours) & (at_shape["metric"] == name)])
-            line[f"{ours} ms"] = digits(own["median"].median())
+            line[f"{ours} ms"] = digits(time_of(at_shape, name, ours))
             line |= {f"{impl} / {ours}": f"{time_over(at_shape, name, impl, ours):.2f}" for impl in impls}
             lines.append(line)
     return Table("", pd.DataFrame(lines))
 
 
+def time_of(rows: pd.DataFrame, metric: str, impl: str) -> float:
+    """Of a pass at one shape, in ms: the median over the repeats of the newest run.
+
+    Raises:
+        ValueError: the rows do not hold it.
+    """
+    return float(_by_repeat(rows, metric, impl).median())
+
+
 def time_over(rows: pd.DataFrame, metric: str, impl: str, ours: str) -> float:
-    """Of a pass at one shape: the time of ``impl`` over that of ``ours``, the median over repeats."""
-    rows = rows.assign(repeat=rows.get("repeat", 0))
-    times = rows[rows["metric"] == metric].pivot_table(index="repeat", columns="impl", values="median", aggfunc="last")
-    return float((times[impl] / times[ours]).median())
+    """Of a pass at one shape: the time of ``impl`` over that of ``ours``, the median over the repeats of newest runs.
+
+    Raises:
+        ValueError: the rows do not hold them.
+    """
+    return float((_by_repeat(rows, metric, impl) / _by_repeat(rows, metric, ours)).median())
+
+
+def _by_repeat(rows: pd.DataFrame, metric: str, impl: str) -> pd.Series:
+    own = rows[(rows["impl"] == impl) & (rows["metric"] == metric)]
+    if own.empty:
+        raise ValueError(f"no row holds the metric {metric!r} of {impl!r}")
+    own = newest_run(own)
+    return own.assign(repeat=own.get("repeat", 0)).set_index("repeat")["median"]
 
 
 def length_table(rows: pd.DataFrame, metric: str) -> Table:

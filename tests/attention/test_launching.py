@@ -19,9 +19,12 @@ from triton.runtime.jit import JITFunction
 from cs336_systems.attention import launching
 
 
+device = 0
+
+
 class Hopper:
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-    get_current_device = staticmethod(lambda: 0)
+    get_current_device = staticmethod(lambda: device)
     get_current_stream = staticmethod(lambda device: 0)
 
 
@@ -40,14 +43,21 @@ def scaled(x, n, factor, BLOCK: tl.constexpr, CLIP: tl.constexpr):
     tl.store(x + at, tl.minimum(value, 1.0) if CLIP else value, mask=at < n)
 
 
+@triton.jit
+def shifted(x, n, shift, BLOCK: tl.constexpr, CLIP: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < n) + shift
+    tl.store(x + at, tl.minimum(value, 1.0) if CLIP else value, mask=at < n)
+
+
 @gluon.jit
 def described(x, n):
     gl.static_print(x.block_shape, x.dtype)
 
 
-def describe(dtype, rows):
+def describe(dtype, rows, swizzle=128):
     box = [rows, 64]
-    layout = gl.NVMMASharedLayout.get_default_for(box, {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype])
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * dtype.itemsize, rank=2)
     return TensorDescriptor(torch.empty(0, dtype=dtype), [256, 64], [64, 1], box, layout)
 
 
@@ -59,6 +69,7 @@ calls += [(scaled, (x, 17, 0.5), usual | other) for other in ({"BLOCK": 32}, {"C
 calls += [
     (described, (describe(dtype, rows), 3), {}) for dtype in (torch.bfloat16, torch.float32) for rows in (8, 16)
 ]
+calls += [(described, (describe(torch.bfloat16, 8, swizzle=64), 3), {}), (shifted, (x, 17, 0.5), usual)]
 for _ in range(2):
     for kernel, arguments, options in calls:
         before = len(launched)
@@ -72,6 +83,12 @@ assert len(launched) == len(calls) + 1, len(launched)  # of the first round, x[8
 
 launching.launch(scaled, (7,), x, 17, 2.0, **usual)  # nothing depends on the value of a float
 assert launched[-1][2] == (x, 17, 2.0, 16, True)
+
+device = 1
+launching.launch(scaled, (7,), x, 17, 2.0, **usual)
+launching.launch(scaled, (7,), x, 17, 2.0, **usual)
+assert launched[-1][0] is scaled[(7,)](x, 17, 2.0, **usual)
+assert launched[-1][0] is not launched[-2][0]  # that was on the other device
 
 launching.MAX_REMEMBERED = len(launching._remembered)
 launching.launch(scaled, (7,), x, 5, 0.5, BLOCK=16, CLIP=True)

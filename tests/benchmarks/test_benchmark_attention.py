@@ -59,6 +59,7 @@ def test_a_bare_command_on_a_cpu_is_short_and_compiles_nothing(benchmark):
         (["--length", "0"], "--length must be positive, got 0"),
         (["--d-head", "-1"], "--d-head must be positive, got -1"),
         (["--repeat", "0"], "--repeat must be positive, got 0"),
+        (["--repeat", "3", "--autotune"], "--autotune searches once, got --repeat 3"),
         (["--length", "77"], "no cell of --grid pytorch flash has the values asked for, with lengths 77"),
         (["--grid", "variants", "--impl", "flash"], "no cell of --grid variants .*longer ones"),
     ],

@@ -10,6 +10,7 @@ from cs336_systems.report.attention import (
     comparison_table,
     length_table,
     tile_table,
+    time_of,
 )
 from cs336_systems.report.attention_figures import draw_scaling
 
@@ -72,6 +73,12 @@ def test_repeats_are_pooled_and_compared_with_their_neighbours():
     frame = comparison_table(rows).frame
     assert list(frame["flash ms"]) == ["2.00", "4.00", "6.00"]
     assert list(frame["peer / flash"]) == ["2.00"] * 3
+    again = pd.DataFrame(cell("flash", 4.0) + cell("peer", 5.0)).assign(argv="a later command")
+    frame = comparison_table(pd.concat([rows, again])).frame
+    assert list(frame["flash ms"]) == ["4.00", "8.00", "12.0"]
+    assert list(frame["peer / flash"]) == ["1.25"] * 3
+    with pytest.raises(ValueError, match="no row holds the metric 'forward' of 'other'"):
+        time_of(rows, "forward", "other")
 
 
 def test_lengths_are_lines_and_gaps_are_told_from_failures():

@@ -14,6 +14,7 @@ from cs336_systems.report.attention import (
     comparison_table,
     length_table,
     tile_table,
+    time_of,
     time_over,
 )
 from cs336_systems.report.attention_figures import draw_scaling
@@ -74,8 +75,7 @@ def terms(committed: Committed) -> dict[str, Term]:
         return median_of(own, metric)
 
     def leaderboard(metric: str, impl: str) -> float:
-        own = _leaderboard(rows("training"))
-        return float(own[(own["impl"] == impl) & (own["metric"] == metric)]["median"].median())
+        return time_of(_leaderboard(rows("training")), metric, impl)
 
     def leaderboard_over(metric: str, impl: str, ours: str) -> float:
         return time_over(_leaderboard(rows("training")), metric, impl, ours)

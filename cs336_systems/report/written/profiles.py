@@ -144,7 +144,7 @@ def top_kernels_table(kernels: pd.DataFrame) -> Table:
                 | {"times per step": f"{top['count']:g}", "ms": digits(top["total_ms"])}
                 | {"share %": f"{top['share_percent']:.1f}"}
             )
-    return Table("The kernel with the most GPU time in each pass.", pd.DataFrame(lines))
+    return Table("The kernel with the most GPU time in forward, and in forward and backward.", pd.DataFrame(lines))
 
 
 def classes_table(kernels: pd.DataFrame) -> Table:
