@@ -140,9 +140,11 @@ def terms(committed: Committed) -> dict[str, Term]:
         rows = rows[(rows["sharding"] == sharding) & (rows["metric"] == metric)]
         return _median(rows, metric)
 
-    def fsdp(metric: str, name: str, dtype: str = "fp32", ahead: str = "any", size: str = "xl") -> float:
+    def fsdp(
+        metric: str, name: str, dtype: str = "fp32", ahead: str = "any", size: str = "xl", ranks: str = "2"
+    ) -> float:
         rows = rows_of(committed, FSDP)
-        rows = rows[(rows["size"] == size) & (rows["world_size"] == 2) & (rows["fsdp"] == name)]
+        rows = rows[(rows["size"] == size) & (rows["world_size"] == int(ranks)) & (rows["fsdp"] == name)]
         rows = rows[(rows["dtype"] == dtype) & (rows["compile"] == "off")]
         if ahead != "any":
             rows = rows[pd.to_numeric(rows["prefetch"], errors="coerce") == float(ahead)]
