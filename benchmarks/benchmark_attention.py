@@ -154,7 +154,7 @@ def _in_turns(cells: list[AttentionCell]) -> list[AttentionCell]:
     """Cells that differ in nothing but the implementation follow each other."""
     peers: dict[AttentionCell, list[AttentionCell]] = {}
     for cell in cells:
-        peers.setdefault(replace(cell, impl="", autotune=False), []).append(cell)
+        peers.setdefault(replace(cell, impl=""), []).append(cell)
     return [cell for group in peers.values() for cell in group]
 
 

@@ -5,34 +5,17 @@ import sys
 from pathlib import Path
 
 from cs336_systems.attention.launching import ceil_div, next_power_of_2
-from tests.attention.offline import without_interpreter
+from tests.attention.offline import ON_HOPPER, without_interpreter
 
 SCRIPT = """
-import torch, triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import JITFunction
 from cs336_systems.attention import launching
 
-
-device = 0
-
-
-class Hopper:
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-    get_current_device = staticmethod(lambda: device)
-    get_current_stream = staticmethod(lambda device: 0)
-
-
-triton.runtime.driver.set_active(Hopper())
-triton_launch, launched = JITFunction.run, []
-JITFunction.run = lambda kernel, *arguments, grid, warmup, **options: triton_launch(
-    kernel, *arguments, grid=grid, warmup=True, **options
-)
+launched = []
 CompiledKernel.__getitem__ = lambda compiled, grid: lambda *arguments: launched.append((compiled, grid, arguments))
 
 
@@ -75,8 +58,8 @@ for _ in range(2):
         before = len(launched)
         launching.launch(kernel, (7,), *arguments, **options)
         chosen = kernel[(7,)](*arguments, **options)
-        for compiled, grid, given in launched[before:]:
-            assert compiled is chosen, (arguments, options)
+        for form, grid, given in launched[before:]:
+            assert form is chosen, (arguments, options)
             assert grid == (7, 1, 1)
             assert given == (*arguments, *[options[name] for name in ("BLOCK", "CLIP") if name in options])
 assert len(launched) == len(calls) + 1, len(launched)  # of the first round, x[8:] is as well aligned as x
@@ -84,7 +67,7 @@ assert len(launched) == len(calls) + 1, len(launched)  # of the first round, x[8
 launching.launch(scaled, (7,), x, 17, 2.0, **usual)  # nothing depends on the value of a float
 assert launched[-1][2] == (x, 17, 2.0, 16, True)
 
-device = 1
+Hopper.get_current_device = staticmethod(lambda: 1)
 launching.launch(scaled, (7,), x, 17, 2.0, **usual)
 launching.launch(scaled, (7,), x, 17, 2.0, **usual)
 assert launched[-1][0] is scaled[(7,)](x, 17, 2.0, **usual)
@@ -98,7 +81,7 @@ assert len(launching._remembered) == 1
 
 def test_what_is_remembered_is_what_triton_chooses(tmp_path: Path) -> None:
     script = tmp_path / "script.py"  # Triton reads the sources of its kernels
-    script.write_text(SCRIPT)
+    script.write_text(ON_HOPPER + SCRIPT)
     result = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, env=without_interpreter(), check=False
     )

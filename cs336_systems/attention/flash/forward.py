@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.attention.flash.launch import input_precision, with_short_rows
+from cs336_systems.attention.flash.host import input_precision, with_short_rows
 from cs336_systems.attention.flash.primitives import LN_2, LOG2_E, load_tile, store_tile, visible
 from cs336_systems.attention.flash.tiles import Tile, tile_for
 from cs336_systems.attention.launching import ceil_div, launch, next_power_of_2

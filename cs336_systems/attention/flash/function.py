@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from cs336_systems.attention.flash.backward import launch_backward
 from cs336_systems.attention.flash.forward import flash_forward_kernel, launch_forward
-from cs336_systems.attention.flash.launch import with_short_rows
+from cs336_systems.attention.flash.host import with_short_rows
 from cs336_systems.attention.shapes import kernel_limits, validate
 
 

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from cs336_systems.attention.hopper.launch import (
+from cs336_systems.attention.hopper.host import (
     copyable,
     counter,
     descriptor,

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from cs336_systems.attention.hopper.backward import launch_backward
 from cs336_systems.attention.hopper.forward import launch_forward
-from cs336_systems.attention.hopper.launch import empty_result
+from cs336_systems.attention.hopper.host import empty_result
 from cs336_systems.attention.shapes import hopper_limits, validate
 
 

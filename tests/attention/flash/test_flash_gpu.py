@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cs336_systems.attention.flash import flash_attention
 from cs336_systems.attention.flash.function import backward_op, forward_op
-from cs336_systems.attention.flash.launch import MAX_ROW_STRIDE
+from cs336_systems.attention.flash.host import MAX_ROW_STRIDE
 from tests.attention.flash.oracle import check, error, flash, make
 
 pytestmark = [

@@ -5,27 +5,14 @@ Through the launchers, told of a Hopper device and stopped short of the launch.
 
 import pytest
 
-from tests.attention.offline import report
+from tests.attention.offline import ON_HOPPER, report
 
-COMPILE = """
+COMPILE = (
+    ON_HOPPER
+    + """
 import json, sys
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
 from cs336_systems.attention.hopper import backward, forward
 
-class Hopper:
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-    get_current_device = staticmethod(lambda: 0)
-    get_current_stream = staticmethod(lambda device: 0)
-
-triton.runtime.driver.set_active(Hopper())
-compiled, launch = {}, JITFunction.run
-
-def compile_only(kernel, *arguments, grid, warmup, **options):
-    compiled[kernel.fn.__name__] = launch(kernel, *arguments, grid=grid, warmup=True, **options)
-
-JITFunction.run = compile_only
 forward.counter = backward.counter = lambda device: torch.zeros(1, dtype=torch.int32)
 forward.n_multiprocessors = backward.n_multiprocessors = lambda device: 132
 name, d_head = sys.argv[1], int(sys.argv[2])
@@ -38,6 +25,7 @@ kernel = compiled[f"hopper_{name}_kernel"]
 metadata = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
 print(json.dumps({"ptx": kernel.asm["ptx"], "metadata": metadata}))
 """
+)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction
 
 from cs336_systems.attention.hopper import HopperFlashAttention, hopper_attention, plans
 from cs336_systems.attention.hopper.function import backward_op, forward_op
-from cs336_systems.attention.hopper.launch import (
+from cs336_systems.attention.hopper.host import (
     L2_BUDGET_BYTES,
     copyable,
     counter,

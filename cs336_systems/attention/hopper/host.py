@@ -52,7 +52,7 @@ def empty_result(x: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _checked(
+def _checked_fields(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]
 ) -> dict[str, Any]:
     """The fields of a descriptor but for its memory; to check them takes as long as a short kernel."""
@@ -65,7 +65,7 @@ def _checked(
 def descriptor(x: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     """How the copy engine moves boxes of ``x``, two- or four-dimensional, to and from swizzled shared memory."""
     made = object.__new__(TensorDescriptor)
-    vars(made).update(_checked(x.shape, x.stride(), x.dtype, box), base=x)
+    vars(made).update(_checked_fields(x.shape, x.stride(), x.dtype, box), base=x)
     return made
 
 
