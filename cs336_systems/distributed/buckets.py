@@ -64,6 +64,14 @@ def broadcast_from_rank_0(tensors: Iterable[Tensor]) -> None:
                 tensor.copy_(piece.view(tensor.shape))
 
 
+def _current_stream(device: torch.device) -> tuple[int, int, int]:
+    """What ``torch.cuda.Stream`` takes as ``stream_id``, ``device_index`` and ``device_type``.
+
+    A hook asks at every gradient, and ``torch.cuda.current_stream``, which makes an object each time, is slow for that.
+    """
+    return torch._C._cuda_getCurrentStream(device.index)
+
+
 @dataclass(frozen=True)
 class _Slot:
     """Where a gradient lies in its bucket, in elements: from the start, and from one index to the next."""
@@ -86,6 +94,7 @@ class Bucket:
             dense = torch.empty_like(parameter.detach(), device="meta")
             self.slots.append(_Slot(self.numel, dense.stride()))
             self.numel += parameter.numel()
+        self._device = self.parameters[0].device
         self._storage: StorageWeakRef | None = None
         """Of the last gather; a reference that does not keep it alive."""
         self.reset()
@@ -93,13 +102,14 @@ class Bucket:
     def reset(self) -> None:
         """Wait for all gradients again."""
         self.waiting_for = len(self.parameters)
-        self._streams: set[torch.cuda.Stream] = set()
+        self._streams: set[tuple[int, int, int]] = set()
+        """As ``_current_stream`` numbers them."""
 
-    def gradient_is_ready(self, parameter: nn.Parameter) -> None:
+    def gradient_is_ready(self) -> None:
         """Count one gradient, and remember the stream that computes it."""
         self.waiting_for -= 1
-        if parameter.is_cuda:
-            self._streams.add(torch.cuda.current_stream(parameter.device))
+        if self._device.type == "cuda":
+            self._streams.add(_current_stream(self._device))
 
     def gather(self) -> Tensor:
         """All gradients as one flat tensor of which every ``.grad`` is now a view; a missing gradient becomes zeros.
@@ -162,10 +172,10 @@ class Bucket:
 
     def _wait_for_streams(self, gradients: Sequence[Tensor | None]) -> None:
         """Let the current stream see gradients that other streams compute, and keep their memory until it has."""
-        if not self._streams:
-            return
-        current = torch.cuda.current_stream(self.parameters[0].device)
-        for stream in self._streams - {current}:
+        others = self._streams and self._streams - {_current_stream(self._device)}
+        for stream_id, device_index, device_type in others:
+            stream = torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+            current = torch.cuda.current_stream(self._device)
             current.wait_stream(stream)
             for gradient in gradients:
                 if gradient is not None:

@@ -85,8 +85,8 @@ class _Average:
 class _Progress:
     """How far a backward and its collectives have come; apart from the module, whose attributes are slow to set."""
 
-    ready: dict[nn.Parameter, None] = field(default_factory=dict)
-    """The parameters whose gradients it has made, in that order."""
+    ready: dict[int, None] = field(default_factory=dict)
+    """The positions of parameters whose gradients it has made, in that order."""
     under_way: list[_Average] = field(default_factory=list)
     n_started: int = 0
     """Buckets."""
@@ -95,13 +95,13 @@ class _Progress:
 class _ReadyHook:
     """Tells the wrapper of a gradient without keeping it alive: Python cannot collect cycles through tensors' hooks."""
 
-    def __init__(self, wrapper: "DDP") -> None:
+    def __init__(self, wrapper: "DDP", position: int) -> None:
         self.wrapper = weakref.ref(wrapper)
+        self.position = position
 
     def __call__(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
         if (wrapper := self.wrapper()) is not None:
-            wrapper._gradient_is_ready(parameter)
+            wrapper._gradient_is_ready(self.position)
 
 
 class DDP(nn.Module):
@@ -159,8 +159,8 @@ class DDP(nn.Module):
         self._backend = dist.get_backend()
         self._order_is_final = not during_backward
         self._make_buckets(self._trainable[::-1])
-        for parameter in self._trainable:
-            parameter.register_post_accumulate_grad_hook(_ReadyHook(self))
+        for position, parameter in enumerate(self._trainable):
+            parameter.register_post_accumulate_grad_hook(_ReadyHook(self, position))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, after rank 0's buffers have been taken over where that is due."""
@@ -207,18 +207,18 @@ class DDP(nn.Module):
         for bucket in self._buckets:
             bucket.reset()
 
-    def _gradient_is_ready(self, parameter: nn.Parameter) -> None:
-        """Backward has accumulated into the parameter's ``grad``."""
+    def _gradient_is_ready(self, position: int) -> None:
+        """Backward has accumulated into the ``grad`` of the trainable parameter at the position."""
         if not self._synchronizing:
             return
         progress = self._progress
-        if parameter in progress.ready:
+        if position in progress.ready:
             raise RuntimeError(
-                f"a second backward reached {self._names[parameter]} before finish_gradient_synchronization(): "
-                "call that after each backward, and accumulate inside no_sync()"
+                f"a second backward reached {self._names[self._trainable[position]]} before "
+                "finish_gradient_synchronization(): call that after each backward, and accumulate inside no_sync()"
             )
-        progress.ready[parameter] = None
-        self._bucket_of[parameter].gradient_is_ready(parameter)
+        progress.ready[position] = None
+        self._bucket_of[position].gradient_is_ready()
         if self._during_backward:
             while progress.n_started < len(self._buckets) and not self._buckets[progress.n_started].waiting_for:
                 self._start(self._buckets[progress.n_started])
@@ -239,18 +239,19 @@ class DDP(nn.Module):
 
     def _agree_on_order(self) -> None:
         """Order the buckets as rank 0's backward made gradients ready; what it did not use comes last."""
-        current = [parameter for bucket in self._buckets for parameter in bucket.parameters]
-        ready = self._progress.ready
-        order = [*ready, *(parameter for parameter in current if parameter not in ready)]
         positions = {parameter: i for i, parameter in enumerate(self._trainable)}
-        agreed = torch.tensor([positions[parameter] for parameter in order], device=self._trainable[0].device)
+        current = [positions[parameter] for bucket in self._buckets for parameter in bucket.parameters]
+        ready = self._progress.ready
+        order = [*ready, *(position for position in current if position not in ready)]
+        agreed = torch.tensor(order, device=self._trainable[0].device)
         dist.broadcast(agreed, src=0)
         self._make_buckets([self._trainable[i] for i in agreed.tolist()])
         self._order_is_final = True
 
     def _make_buckets(self, order: Sequence[nn.Parameter]) -> None:
         self._buckets = [Bucket(group) for group in partition(order, self._capacity_bytes)]
-        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
+        bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
+        self._bucket_of = [bucket_of[parameter] for parameter in self._trainable]
 
 
 def _description(module: nn.Module) -> list[str]:
