@@ -119,20 +119,22 @@ def terms(committed: Committed) -> dict[str, Term]:
         rows = rows_of(committed.beside(CPU), COLLECTIVES)
         return median_of(rows[(rows["world_size"] == int(ranks)) & (rows["size_mb"] == float(size_mb))], metric)
 
+    def of_bucket(rows: pd.DataFrame, mib: str) -> pd.DataFrame:
+        """Those whose buckets have the size, all of them if it is "any"."""
+        return rows if mib == "any" else rows[pd.to_numeric(rows["bucket_size_mb"], errors="coerce") == float(mib)]
+
     def ddp(
         metric: str, rung: str, dtype: str = "fp32", bucket: str = "any", size: str = "xl", ranks: str = "2"
     ) -> float:
         rows = rows_of(committed, DDP)
         rows = rows[(rows["size"] == size) & (rows["world_size"] == int(ranks)) & (rows["ddp"] == rung)]
         rows = rows[(rows["dtype"] == dtype) & (rows["communication_dtype"] == "same") & (rows["compile"] == "off")]
-        if bucket != "any":
-            rows = rows[pd.to_numeric(rows["bucket_size_mb"], errors="coerce") == float(bucket)]
-        return _median(rows, metric)
+        return _median(of_bucket(rows, bucket), metric)
 
-    def ddp_part(part: str, metric: str, rung: str) -> float:
+    def ddp_part(part: str, metric: str, rung: str, bucket: str = "any", size: str = "xl") -> float:
         """Of a part that holds one experiment with data parallelism."""
         rows = committed.rows(part, "benchmark_ddp")
-        return _median(rows[rows["ddp"] == rung], metric)
+        return _median(of_bucket(rows[(rows["ddp"] == rung) & (rows["size"] == size)], bucket), metric)
 
     def sharded(metric: str, sharding: str, size: str = "xl") -> float:
         rows = rows_of(committed, SHARDED)
