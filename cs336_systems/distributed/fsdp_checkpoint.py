@@ -11,7 +11,8 @@ number find theirs; shards are shown to it as ``DTensor``s without copying. On t
 
 A checkpoint is written under a temporary name on the same file system, flushed, and renamed; ``complete.json`` comes
 after that, so a directory without it, or with files of other sizes than it lists, is a torn one and not loaded. It is
-removed by the next save. Older checkpoints are removed only once a newer one is complete.
+removed by the next save. Older checkpoints are removed only once a newer one is complete; one of the same step is kept
+under a hidden name until then, from which the next save or load restores it if need be.
 """
 
 import json
@@ -34,6 +35,7 @@ from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedP
 
 MARKER = "complete.json"
 _PREFIX = "step-"
+_REPLACED = ".old"
 
 T = TypeVar("T")
 
@@ -56,6 +58,7 @@ def save_checkpoint(
 
     def prepare() -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        _restore(folder)
         _remove(_torn(folder))
         temporary.mkdir()
 
@@ -79,7 +82,12 @@ def load_checkpoint(folder: Path, fsdp: FSDP, optimizer: torch.optim.Optimizer |
     Raises:
         ValueError: it is of another model or optimizer; nothing was changed.
     """
-    found = _on_rank_0(fsdp, lambda: complete_checkpoints(folder)[-1:])
+
+    def newest() -> list[Path]:
+        _restore(folder)
+        return complete_checkpoints(folder)[-1:]
+
+    found = _on_rank_0(fsdp, newest)
     if not found:
         return None
     path = found[0]
@@ -121,6 +129,15 @@ def _is_complete(path: Path) -> bool:
         return False
 
 
+def _restore(folder: Path) -> None:
+    """Give back their names to checkpoints that a save of the same step was replacing when it was cut off."""
+    for old in folder.glob(f".{_PREFIX}*{_REPLACED}"):
+        final = folder / old.stem.removeprefix(".")
+        if _is_complete(old) and not _is_complete(final):
+            shutil.rmtree(final, ignore_errors=True)
+            old.replace(final)
+
+
 def _torn(folder: Path) -> list[Path]:
     """Directories that a save has left unfinished."""
     unfinished = [path for path in folder.glob(f"{_PREFIX}*") if not _is_complete(path)]
@@ -137,7 +154,7 @@ def _publish(temporary: Path, final: Path, settings: dict[str, Any]) -> None:
     files = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
     _flush(temporary)
     if final.exists():
-        final.replace(temporary.with_suffix(".old"))
+        final.replace(temporary.with_suffix(_REPLACED))
     temporary.replace(final)
     _flush(final.parent)
     marker = final / f".{MARKER}"
@@ -147,7 +164,7 @@ def _publish(temporary: Path, final: Path, settings: dict[str, Any]) -> None:
         os.fsync(file.fileno())
     marker.replace(final / MARKER)
     _flush(final)
-    shutil.rmtree(temporary.with_suffix(".old"), ignore_errors=True)
+    shutil.rmtree(temporary.with_suffix(_REPLACED), ignore_errors=True)
 
 
 def _flush(folder: Path) -> None:

@@ -89,6 +89,7 @@ class Schedule:
         self._set_aside: dict[ShardedGroup, None] = {}
         """Groups with gradients of backward passes that were not synchronized."""
         self._unfinished = False
+        """Whether there may be gradients that no ``finish`` has averaged; the same on every rank."""
 
     # forward
 
@@ -101,6 +102,7 @@ class Schedule:
         self._running = []
         self._on_course = bool(self._order)
         self._first_run = self._n_runs
+        self._unfinished |= torch.is_grad_enabled()
 
     def end_forward(self) -> None:
         """Remember the order; without a backward to come, free what is still there."""

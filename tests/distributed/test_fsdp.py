@@ -142,6 +142,24 @@ def a_parameter_that_one_rank_alone_uses(rank):
             torch.testing.assert_close(gradient, expected)
 
 
+def gradients_that_no_sharded_layer_announces(rank):
+    """Nothing trained is sharded: whether the layers are replicated or frozen, what is left is averaged."""
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    for reference in (nn.LayerNorm(4), nn.Sequential(frozen, nn.LayerNorm(4))):
+        fsdp = FSDP(copy.deepcopy(reference))
+        x = torch.randn(rank.world_size, 3, 4, generator=torch.Generator().manual_seed(1))
+        for _ in range(2):
+            reference(x).square().mean().backward()
+            with fsdp.no_sync():
+                fsdp(x[rank.rank]).square().mean().backward()
+        fsdp.finish_gradient_synchronization()
+        gradients = full_gradients(fsdp)
+        for name, parameter in reference.named_parameters():
+            assert (gradients[name] is None) == (parameter.grad is None), name
+            if parameter.grad is not None:
+                torch.testing.assert_close(gradients[name], parameter.grad)
+
+
 def accumulation_equals_one_large_batch(rank):
     torch.manual_seed(0)
     reference = Menagerie().double()
@@ -358,6 +376,7 @@ ON_TWO = [
     parity_of_the_language_model_in_fp32,
     parity_of_every_kind_of_parameter,
     a_parameter_that_one_rank_alone_uses,
+    gradients_that_no_sharded_layer_announces,
     accumulation_equals_one_large_batch,
     unusual_orders_of_passes,
     an_error_inside_leaves_shards_in_place,

@@ -142,6 +142,10 @@ def test_a_save_that_is_killed_leaves_the_one_before_and_any_number_of_ranks_rea
     shard = next((folder / "torch" / "step-00000007").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])  # cut short by a disk that lied
     assert complete_checkpoints(folder / "torch")[-1].name == "step-00000002"
+    replaced = folder / "torch" / ".step-00000002.old"  # killed while saving a step again, before the new one is whole
+    (folder / "torch" / "step-00000002").replace(replaced)
+    _copy(replaced, folder / "torch" / "step-00000002")
+    (folder / "torch" / "step-00000002" / MARKER).unlink()
     for resumed in spawn(resume_and_go_on, 3, folder, timeout_s=120):
         for name, (at_last, after) in saved[1][0].items():
             assert same_bits(resumed[name][0], at_last)
