@@ -1,7 +1,7 @@
 """Which attention for these shapes? Time, memory and error of every implementation, beside the limit.
 
     uv run benchmarks/benchmark_attention.py                                  # the grid that fits this machine
-    uv run benchmarks/benchmark_attention.py --grid training --impl flash sdpa-flash sdpa-cudnn flex --repeat 3
+    uv run benchmarks/benchmark_attention.py --grid training --impl hopper flash sdpa-cudnn flex --repeat 3
     uv run benchmarks/benchmark_attention.py --grid flash --d-head 64 --length 1024 4096 --dtype bf16 --out results/
 
 Grids: ``pytorch``, the handout's first (batch 8, no head dimension, plain and compiled); ``flash``, its second (batch
@@ -17,8 +17,9 @@ import itertools
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import tyro
 from rich.console import Console
 
 from cs336_systems.attention.dispatch import IMPLEMENTATIONS
@@ -60,7 +61,7 @@ class Options:
 
     grid: tuple[Literal["pytorch", "flash", "training", "variants"], ...] = ("pytorch", "flash")
     """Sets of shapes; see above."""
-    impl: tuple[str, ...] = ()
+    impl: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--attention"])] = ()
     """Implementations; by default those that the grid compares."""
     length: tuple[int, ...] = ()
     """Only these sequence lengths of the grids; by default all."""
@@ -145,17 +146,20 @@ def make_cells(options: Options) -> list[AttentionCell]:
             f"no cell of --grid {' '.join(options.grid)} has the values asked for{lengths} (a CPU takes "
             f"{' and '.join(map(str, CPU_LENGTHS))} unless --length says more; training and variants have longer ones)"
         )
-    if options.repeat > 1:
-        cells = _in_turns(cells)
-    return [replace(cell, repeat=repeat) for repeat in range(options.repeat) for cell in cells]
+    return cells if options.repeat == 1 else _in_turns(cells, options.repeat)
 
 
-def _in_turns(cells: list[AttentionCell]) -> list[AttentionCell]:
-    """Cells that differ in nothing but the implementation follow each other."""
+def _in_turns(cells: list[AttentionCell], n_repeats: int) -> list[AttentionCell]:
+    """Cells that differ in nothing but the implementation follow each other, each time with another one first."""
     peers: dict[AttentionCell, list[AttentionCell]] = {}
     for cell in cells:
         peers.setdefault(replace(cell, impl=""), []).append(cell)
-    return [cell for group in peers.values() for cell in group]
+    return [
+        replace(group[(repeat + turn) % len(group)], repeat=repeat)
+        for repeat in range(n_repeats)
+        for group in peers.values()
+        for turn in range(len(group))
+    ]
 
 
 @dataclass(frozen=True)

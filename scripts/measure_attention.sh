@@ -3,7 +3,7 @@
 #
 #   scripts/measure_attention.sh FOLDER PART...   # parts: training pytorch variants flash-bf16 flash-fp32 tiles model
 #
-# The flash parts and training take about five minutes each on an H200, the others one or two. The tiled implementation launches a
+# The flash parts take about five minutes each on an H200, training three, the others one or two. The tiled implementation launches a
 # dozen small operations for each of its tiles, so its part of the flash grid ends at length 4096. PYTHON picks the
 # interpreter (default: uv run). Each part appends to its own folder below FOLDER.
 set -euo pipefail

@@ -4,7 +4,7 @@
 #   scripts/measure_distributed.sh FOLDER PART...    # parts: collectives ddp sharded-optimizer fsdp traces fsdp-leaderboard
 #
 # RANKS names the worlds (default: 2 4), TORCHRUN the launcher (default: uv run torchrun). Between two H200s collectives
-# take half a minute, ddp five minutes, the others one to four. Each part appends to its own folder below FOLDER. Run
+# take half a minute, ddp ten minutes, the others one to four. Each part appends to its own folder below FOLDER. Run
 # autocast cells on a host that does nothing else: they wait for launches.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_distributed.sh FOLDER PART...}
@@ -18,12 +18,12 @@ for part in "$@"; do
     collectives)
       for n in "${worlds[@]}"; do ranks "$n" benchmarks/benchmark_collectives.py --dtype fp32 bf16; done ;;
     ddp)
-      ranks 1 benchmarks/benchmark_ddp.py --size xl --dtype fp32 autocast-bf16 --ddp bucketed torch --warmup 1 --steps 4
+      ranks 1 benchmarks/benchmark_ddp.py --size xl --dtype fp32 autocast-bf16 --ddp bucketed torch --warmup 3 --steps 8
       for n in "${worlds[@]}"; do
-        ranks "$n" benchmarks/benchmark_ddp.py --size xl 2.7b --dtype fp32 autocast-bf16 --warmup 1 --steps 4
+        ranks "$n" benchmarks/benchmark_ddp.py --size xl 2.7b --dtype fp32 autocast-bf16 --warmup 3 --steps 8
       done
       ranks "${worlds[0]}" benchmarks/benchmark_ddp.py --size xl --ddp bucketed --bucket-size-mb 1 10 100 1000 \
-        --warmup 1 --steps 4 ;;
+        --warmup 3 --steps 8 ;;
     sharded-optimizer)
       ranks "${worlds[0]}" benchmarks/benchmark_sharded_optimizer.py --size xl 2.7b --repeat 2 ;;
     fsdp)

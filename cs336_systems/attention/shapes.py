@@ -137,7 +137,10 @@ def hopper_limits(q: Tensor) -> str | None:
             f"{q.shape[-1]}; {alternative}"
         )
     if q.device.type != "cuda":
-        return f"the Hopper kernels need a CUDA device of compute capability 9.0, the inputs are on {q.device.type}"
+        return (
+            f"the Hopper kernels need a CUDA device of compute capability 9.0, the inputs are on {q.device.type}; "
+            'impl="tiled" takes them'
+        )
     if (capability := torch.cuda.get_device_capability(q.device)) != (9, 0):
         return (
             f"the Hopper kernels need a CUDA device of compute capability 9.0, this one has "

@@ -64,12 +64,12 @@ def broadcast_from_rank_0(tensors: Iterable[Tensor]) -> None:
                 tensor.copy_(piece.view(tensor.shape))
 
 
-def _current_stream(device: torch.device) -> tuple[int, int, int]:
-    """What ``torch.cuda.Stream`` takes as ``stream_id``, ``device_index`` and ``device_type``.
+def _current_stream(tensor: Tensor) -> tuple[int, int, int]:
+    """Of its device: what ``torch.cuda.Stream`` takes as ``stream_id``, ``device_index`` and ``device_type``.
 
     A hook asks at every gradient, and ``torch.cuda.current_stream``, which makes an object each time, is slow for that.
     """
-    return torch._C._cuda_getCurrentStream(device.index)
+    return torch._C._cuda_getCurrentStream(tensor.get_device())
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,6 @@ class Bucket:
             dense = torch.empty_like(parameter.detach(), device="meta")
             self.slots.append(_Slot(self.numel, dense.stride()))
             self.numel += parameter.numel()
-        self._device = self.parameters[0].device
         self._storage: StorageWeakRef | None = None
         """Of the last gather; a reference that does not keep it alive."""
         self.reset()
@@ -108,8 +107,8 @@ class Bucket:
     def gradient_is_ready(self) -> None:
         """Count one gradient, and remember the stream that computes it."""
         self.waiting_for -= 1
-        if self._device.type == "cuda":
-            self._streams.add(_current_stream(self._device))
+        if self.parameters[0].is_cuda:
+            self._streams.add(_current_stream(self.parameters[0]))
 
     def gather(self) -> Tensor:
         """All gradients as one flat tensor of which every ``.grad`` is now a view; a missing gradient becomes zeros.
@@ -172,10 +171,10 @@ class Bucket:
 
     def _wait_for_streams(self, gradients: Sequence[Tensor | None]) -> None:
         """Let the current stream see gradients that other streams compute, and keep their memory until it has."""
-        others = self._streams and self._streams - {_current_stream(self._device)}
+        others = self._streams and self._streams - {_current_stream(self.parameters[0])}
         for stream_id, device_index, device_type in others:
             stream = torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
-            current = torch.cuda.current_stream(self._device)
+            current = torch.cuda.current_stream(self.parameters[0].device)
             current.wait_stream(stream)
             for gradient in gradients:
                 if gradient is not None:

@@ -34,7 +34,8 @@ Collectives per step, with P trainable parameters: P (naive, overlapped), one pe
 bucket (bucketed), and always one for those bytes. Besides: one for the order, once, at the end of the first step
 (overlapped, bucketed); one per dtype of buffers before each forward that trains.
 
-**Limits.** One backward per synchronisation; more belong into ``no_sync`` (a second one raises). Parameters must not be
+**Limits.** One backward per synchronisation; more belong into ``no_sync`` (a second one raises, also after one that an
+error has ended, until ``finish_gradient_synchronization`` is called on every rank). Parameters must not be
 unfrozen later (raises). Gradients must be dense, without double backward. Buffers are not broadcast in ``eval()``,
 under ``no_grad`` or in ``no_sync``, so that one rank alone may evaluate.
 

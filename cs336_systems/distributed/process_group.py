@@ -315,7 +315,7 @@ def _results(processes: list[BaseProcess], connections: list[Connection], deadli
             number = connections.index(connection)  # type: ignore[arg-type]
             try:
                 results[number], failure = pickle.loads(connections[number].recv_bytes())
-            except EOFError:
+            except (EOFError, OSError):  # the latter where it died in the middle of its report
                 raise RankFailed(number, f"rank {number} {_death(processes[number])}") from None
             if failure is not None:
                 text, pickled = failure

@@ -40,10 +40,15 @@ def test_every_grid_has_the_cells_of_its_shapes(benchmark):
 
 
 def test_repeats_take_turns(benchmark):
-    cells = cells_of(benchmark, "--grid", "flash", "--impl", "tiled", "reference", "--dtype", "fp32", "--repeat", "2")
+    arguments = ("--grid", "flash", "--dtype", "fp32", "--repeat", "2")
+    cells = cells_of(benchmark, *arguments, "--impl", "tiled", "reference")
     assert [(cell.repeat, cell.length, cell.impl) for cell in cells] == [
-        (repeat, length, impl) for repeat in (0, 1) for length in (256, 1024) for impl in ("tiled", "reference")
+        (repeat, length, impl)
+        for repeat, impls in enumerate((("tiled", "reference"), ("reference", "tiled")))
+        for length in (256, 1024)
+        for impl in impls
     ]
+    assert cells_of(benchmark, *arguments, "--attention", "tiled", "reference") == cells
 
 
 def test_a_bare_command_on_a_cpu_is_short_and_compiles_nothing(benchmark):
