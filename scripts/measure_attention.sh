@@ -3,9 +3,9 @@
 #
 #   scripts/measure_attention.sh FOLDER PART...   # parts: training pytorch variants flash-bf16 flash-fp32 tiles model
 #
-# The flash parts take about five minutes each on an H200, training three, the others one or two. The tiled implementation launches a
-# dozen small operations for each of its tiles, so its part of the flash grid ends at length 4096. PYTHON picks the
-# interpreter (default: uv run). Each part appends to its own folder below FOLDER.
+# The flash parts take about five minutes each on an H200, training three, the others one or two. The tiled
+# implementation launches a dozen small operations for each of its tiles, so its part of the flash grid ends at length
+# 4096. PYTHON picks the interpreter (default: uv run). Each part appends to its own folder below FOLDER.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_attention.sh FOLDER PART...}
 shift

@@ -3,8 +3,9 @@
 #
 #   scripts/measure_profiles.sh FOLDER PART...    # parts: nsys nsys-autocast kineto memory
 #
-# On an H200 nsys takes about twelve minutes, kineto four, memory three. PYTHON picks the interpreter (default: uv run). Raw
-# traces and snapshots stay in profiles/raw; every part writes its pages, CSVs and pictures to its own folder below FOLDER.
+# On an H200 nsys takes about twelve minutes, kineto four, memory three. PYTHON picks the interpreter (default: uv run).
+# Raw traces and snapshots stay in profiles/raw; every part writes its pages, CSVs and pictures to its own folder below
+# FOLDER.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_profiles.sh FOLDER PART...}
 shift

@@ -77,7 +77,7 @@ FORWARD: dict[int, ForwardSchedule] = {
     128: ForwardSchedule(128, 2, 2),  # 1.13; in turns 1.07
 }
 BACKWARD: dict[int, BackwardSchedule] = {
-    64: BackwardSchedule(64, 3, late_dq=True, left_in_registers=True, key_stages=2),  # 1.26; only one of the three 1.07
+    64: BackwardSchedule(64, 3, late_dq=True, left_in_registers=True, key_stages=2),  # 1.26; registers alone 1.07
     128: BackwardSchedule(64, 2),  # 1.01; late dq and K, V in registers spill
 }
 
