@@ -6,9 +6,9 @@
 
 Grids: ``pytorch``, the handout's first (batch 8, no head dimension, plain and compiled); ``flash``, its second (batch
 1, causal, every implementation); ``training``, the shapes at which training runs; ``variants``, masks and score
-modifications, FlexAttention beside torch's attention with a dense mask. ``measurement/attention.py`` says how each cell
-is measured. What a cell would need is predicted first; what cannot fit is a row, and is not run. Cells that share
-implementation, dtype and head dimension share a process, so that kernels are compiled once. With ``--repeat`` the
+modifications, FlexAttention beside torch's attention with a dense mask. ``experiments/attention/measure.py`` says how
+each cell is measured. What a cell would need is predicted first; what cannot fit is a row, and is not run. Cells that
+share implementation, dtype and head dimension share a process, so that kernels are compiled once. With ``--repeat`` the
 implementations take turns at each shape, all in one process: a GPU's clock follows its temperature and its power, and
 what is compared should meet the same of both.
 """
@@ -23,18 +23,18 @@ import tyro
 from rich.console import Console
 
 from cs336_systems.attention.dispatch import IMPLEMENTATIONS
-from cs336_systems.measurement.attention import (
+from cs336_systems.experiments.attention.measure import (
     MATERIALISED,
     VARIANT_IMPLEMENTATIONS,
     VARIANTS,
     AttentionCell,
     measure,
 )
-from cs336_systems.measurement.record import RowFile
-from cs336_systems.measurement.sweep import Outcome, cell_columns, outcome_rows, run_sweep
-from cs336_systems.report.attention import attention_table, tile_table
+from cs336_systems.experiments.attention.table import attention_table, tile_table
+from cs336_systems.experiments.options import check_positive
+from cs336_systems.harness.record import RowFile
+from cs336_systems.harness.sweep import Outcome, cell_columns, outcome_rows, run_sweep
 from cs336_systems.report.console import Format, check_device, complain, exit_with, finish, parse_for_device, show
-from cs336_systems.report.options import check_positive
 
 BENCHMARK = "benchmark_attention"
 TRAINING_SHAPES = (

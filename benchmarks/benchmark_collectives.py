@@ -25,19 +25,19 @@ import torch.distributed as dist
 from cs336_systems.costs.communication import COLLECTIVES, algbw, busbw
 from cs336_systems.distributed.collectives import Exchange
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.measurement.ranks import resolve_world_sizes, time_phases_of_ranks
-from cs336_systems.measurement.record import Metric, read_rows
-from cs336_systems.measurement.sweep import Outcome, outcome_rows
-from cs336_systems.report.collectives import collectives_table, draw_collectives
-from cs336_systems.report.console import Format, check_device, exit_with, parse_for_device, show
-from cs336_systems.report.options import (
+from cs336_systems.experiments.collectives.table import collectives_table, draw_collectives
+from cs336_systems.experiments.options import (
     check_given,
     check_not_negative,
     check_positive,
     check_timeout,
     small_defaults_note,
 )
-from cs336_systems.report.ranked import RankedBenchmark
+from cs336_systems.experiments.ranked import RankedBenchmark
+from cs336_systems.harness.ranks import resolve_world_sizes, time_phases_of_ranks
+from cs336_systems.harness.record import Metric, read_rows
+from cs336_systems.harness.sweep import Outcome, outcome_rows
+from cs336_systems.report.console import Format, check_device, exit_with, parse_for_device, show
 
 CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

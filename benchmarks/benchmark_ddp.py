@@ -17,13 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from cs336_systems.measurement.data_parallel import SIZED, DataParallelCell, measure_data_parallel
-from cs336_systems.measurement.ranks import one_rank_per_gpu, resolve_world_sizes
-from cs336_systems.measurement.record import read_rows
-from cs336_systems.measurement.sweep import Outcome, outcome_rows
-from cs336_systems.report.console import Format, check_device, exit_with, parse_for_device, show
-from cs336_systems.report.data_parallel import data_parallel_table
-from cs336_systems.report.options import (
+from cs336_systems.experiments.data_parallel.measure import SIZED, DataParallelCell, measure_data_parallel
+from cs336_systems.experiments.data_parallel.table import data_parallel_table
+from cs336_systems.experiments.options import (
     check_dtypes,
     check_given,
     check_not_negative,
@@ -33,7 +29,11 @@ from cs336_systems.report.options import (
     resolved_sizes,
     small_defaults_note,
 )
-from cs336_systems.report.ranked import RankedBenchmark, draw_traces
+from cs336_systems.experiments.ranked import RankedBenchmark, draw_traces
+from cs336_systems.harness.ranks import one_rank_per_gpu, resolve_world_sizes
+from cs336_systems.harness.record import read_rows
+from cs336_systems.harness.sweep import Outcome, outcome_rows
+from cs336_systems.report.console import Format, check_device, exit_with, parse_for_device, show
 
 Rung = Literal["naive", "flat", "overlapped", "bucketed", "torch"]
 Dtype = Literal["fp32", "tf32", "bf16", "autocast-bf16"]

@@ -16,13 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from cs336_systems.measurement.fully_sharded import BF16_COMPUTE, OURS, FullyShardedCell, measure_fully_sharded
-from cs336_systems.measurement.ranks import one_rank_per_gpu, resolve_world_sizes
-from cs336_systems.measurement.record import read_rows
-from cs336_systems.measurement.sweep import Outcome, outcome_rows
-from cs336_systems.report.console import Format, check_device, exit_with, parse_for_device, show
-from cs336_systems.report.fully_sharded import fully_sharded_table
-from cs336_systems.report.options import (
+from cs336_systems.experiments.fully_sharded.measure import BF16_COMPUTE, OURS, FullyShardedCell, measure_fully_sharded
+from cs336_systems.experiments.fully_sharded.table import fully_sharded_table
+from cs336_systems.experiments.options import (
     check_attention,
     check_dtypes,
     check_given,
@@ -33,7 +29,11 @@ from cs336_systems.report.options import (
     resolved_sizes,
     small_defaults_note,
 )
-from cs336_systems.report.ranked import RankedBenchmark, draw_traces
+from cs336_systems.experiments.ranked import RankedBenchmark, draw_traces
+from cs336_systems.harness.ranks import one_rank_per_gpu, resolve_world_sizes
+from cs336_systems.harness.record import read_rows
+from cs336_systems.harness.sweep import Outcome, outcome_rows
+from cs336_systems.report.console import Format, check_device, exit_with, parse_for_device, show
 
 Implementation = Literal["ours", "torch", "ddp"]
 Switch = Literal["off", "on"]

@@ -23,10 +23,10 @@ import torch
 import tyro
 from rich.console import Console
 
-from cs336_systems.measurement.clock import time_kernel
-from cs336_systems.measurement.process import Unsupported
-from cs336_systems.measurement.record import Metric, RowFile, read_rows
-from cs336_systems.measurement.sweep import Outcome, cell_columns, outcome_rows, run_sweep
+from cs336_systems.harness.clock import time_kernel
+from cs336_systems.harness.process import Unsupported
+from cs336_systems.harness.record import Metric, RowFile, read_rows
+from cs336_systems.harness.sweep import Outcome, cell_columns, outcome_rows, run_sweep
 from cs336_systems.report.console import Format, check_device, complain, exit_with, finish, show
 from cs336_systems.report.tables import Table
 

@@ -27,17 +27,10 @@ from cs336_systems.costs.checkpointing import KEEP_MATMULS, canonical_policy
 from cs336_systems.costs.flops import AttentionKind, hardware_flops
 from cs336_systems.costs.memory import adamw_state_bytes, parameter_bytes, peak_memory
 from cs336_systems.costs.planner import cheapest_policy
-from cs336_systems.measurement.ceilings import measure_ceilings
-from cs336_systems.measurement.clock import time_phases
-from cs336_systems.measurement.memory import PeakMeter, cublas_workspace_bytes, free_bytes
-from cs336_systems.measurement.process import PredictedOutOfMemory, Unsupported
-from cs336_systems.measurement.record import Metric, RowFile
-from cs336_systems.measurement.sweep import Outcome, cell_columns, outcome_rows, run_sweep
-from cs336_systems.report.compare import compare
-from cs336_systems.report.console import Format, check_device, complain, exit_with, finish, parse_for_device, show
-from cs336_systems.report.figures import draw_step_figure
-from cs336_systems.report.frontier import draw_frontier
-from cs336_systems.report.options import (
+from cs336_systems.experiments.model.figure import draw_step_figure
+from cs336_systems.experiments.model.frontier import draw_frontier
+from cs336_systems.experiments.model.rates import step_rates
+from cs336_systems.experiments.options import (
     check_attention,
     check_dtypes,
     check_given,
@@ -48,7 +41,14 @@ from cs336_systems.report.options import (
     resolved_sizes,
     small_defaults_note,
 )
-from cs336_systems.report.rates import step_rates
+from cs336_systems.harness.ceilings import measure_ceilings
+from cs336_systems.harness.clock import time_phases
+from cs336_systems.harness.memory import PeakMeter, cublas_workspace_bytes, free_bytes
+from cs336_systems.harness.process import PredictedOutOfMemory, Unsupported
+from cs336_systems.harness.record import Metric, RowFile
+from cs336_systems.harness.sweep import Outcome, cell_columns, outcome_rows, run_sweep
+from cs336_systems.report.compare import compare
+from cs336_systems.report.console import Format, check_device, complain, exit_with, finish, parse_for_device, show
 from cs336_systems.report.tables import CEILING, read_model_rows, step_table
 from cs336_systems.training import TrainingSetup, assemble, unsupported_attention
 from cs336_systems.training.activation_checkpointing import unsupported_reason as checkpointing_reason

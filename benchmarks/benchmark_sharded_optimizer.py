@@ -5,8 +5,8 @@
     uv run torchrun --nproc-per-node 2 benchmarks/benchmark_sharded_optimizer.py --size xl --repeat 3 --out results/
     torchrun benchmarks/benchmark_sharded_optimizer.py --sharding replicated owned                 # a world of one rank
 
-Four ways to hold the state of AdamW (``measurement/sharding.py`` says how each is set up and read): replicated (plain
-data parallelism), owned (the handout's sharded optimizer), scattered (ZeRO stage 1), and torch's
+Four ways to hold the state of AdamW (``experiments/sharded_optimizer/measure.py`` says how each is set up and read):
+replicated (plain data parallelism), owned (the handout's sharded optimizer), scattered (ZeRO stage 1), and torch's
 ZeroRedundancyOptimizer. ``--repeat`` runs all of them in turn, several times, so that the comparison is of neighbours;
 ratios are to replicated of the same repeat. Batch sizes are per rank. Time is that of the slowest rank in every step.
 """
@@ -19,12 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB
-from cs336_systems.measurement.ranks import one_rank_per_gpu, resolve_world_sizes
-from cs336_systems.measurement.record import read_rows
-from cs336_systems.measurement.sharding import SHARDINGS, measure_sharding
-from cs336_systems.measurement.sweep import Outcome, outcome_rows
-from cs336_systems.report.console import Format, check_device, exit_with, parse_for_device, show
-from cs336_systems.report.options import (
+from cs336_systems.experiments.options import (
     check_dtypes,
     check_given,
     check_not_negative,
@@ -34,8 +29,13 @@ from cs336_systems.report.options import (
     resolved_sizes,
     small_defaults_note,
 )
-from cs336_systems.report.ranked import RankedBenchmark
-from cs336_systems.report.sharded_memory import draw_memory, memory_table, time_table
+from cs336_systems.experiments.ranked import RankedBenchmark
+from cs336_systems.experiments.sharded_optimizer.measure import SHARDINGS, measure_sharding
+from cs336_systems.experiments.sharded_optimizer.table import draw_memory, memory_table, time_table
+from cs336_systems.harness.ranks import one_rank_per_gpu, resolve_world_sizes
+from cs336_systems.harness.record import read_rows
+from cs336_systems.harness.sweep import Outcome, outcome_rows
+from cs336_systems.report.console import Format, check_device, exit_with, parse_for_device, show
 
 Sharding = Literal["replicated", "owned", "scattered", "torch-zero"]
 

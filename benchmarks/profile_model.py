@@ -29,20 +29,7 @@ from rich.console import Console
 from cs336_systems.config import PRECISIONS
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.memory import peak_memory
-from cs336_systems.measurement.memory import cublas_workspace_bytes, free_bytes
-from cs336_systems.measurement.process import PredictedOutOfMemory, Unsupported
-from cs336_systems.measurement.profiling import HOWS, PROFILERS, profile_workload, read_trace
-from cs336_systems.measurement.ranges import STEP
-from cs336_systems.measurement.record import Metric, RowFile
-from cs336_systems.measurement.sweep import Outcome, cell_columns, run_sweep
-from cs336_systems.measurement.traces import nsys
-from cs336_systems.measurement.traces.queries import kernel_table, range_table
-from cs336_systems.measurement.traces.tables import TraceError
-from cs336_systems.measurement.workload import Workload
-from cs336_systems.report.console import Format, check_device, complain, exit_with, finish, parse_for_device, show
-from cs336_systems.report.digest import write_digest
-from cs336_systems.report.memory_digest import write_memory_digest
-from cs336_systems.report.options import (
+from cs336_systems.experiments.options import (
     check_attention,
     check_dtypes,
     check_given,
@@ -52,7 +39,20 @@ from cs336_systems.report.options import (
     check_timeout,
     resolved_sizes,
 )
-from cs336_systems.report.profile_tables import Profile, class_table, overhead_table, phase_table
+from cs336_systems.experiments.profile.digest import write_digest
+from cs336_systems.experiments.profile.memory_digest import write_memory_digest
+from cs336_systems.experiments.profile.tables import Profile, class_table, overhead_table, phase_table
+from cs336_systems.harness.memory import cublas_workspace_bytes, free_bytes
+from cs336_systems.harness.process import PredictedOutOfMemory, Unsupported
+from cs336_systems.harness.record import Metric, RowFile
+from cs336_systems.harness.sweep import Outcome, cell_columns, run_sweep
+from cs336_systems.profiling.ranges import STEP
+from cs336_systems.profiling.recording import HOWS, PROFILERS, profile_workload, read_trace
+from cs336_systems.profiling.traces import nsys
+from cs336_systems.profiling.traces.queries import kernel_table, range_table
+from cs336_systems.profiling.traces.tables import TraceError
+from cs336_systems.profiling.workload import Workload
+from cs336_systems.report.console import Format, check_device, complain, exit_with, finish, parse_for_device, show
 from cs336_systems.report.tables import Table, digits
 from cs336_systems.training import unsupported_attention
 

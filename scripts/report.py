@@ -3,29 +3,29 @@
 uv run scripts/report.py            # rewrite what is stale, draw the figures
 uv run scripts/report.py --check    # write nothing; exit code 1 names what is stale, unknown or without provenance
 
-Tables stand in marked blocks (``report/markers.py``), numbers in prose before a comment that says what they are
-(``report/written/quotes.py``). Figures are not compared: PNGs vary with the libraries that draw them.
+Tables stand in marked blocks (``answers/markers.py``), numbers in prose before a comment that says what they are
+(``answers/quotes.py``). Figures are not compared: PNGs vary with the libraries that draw them.
 """
 
-import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import autocast_dtypes
-import mixed_precision_accumulation as accumulation
 import pandas as pd
-import parallelism
 import torch
 import tyro
 
+from cs336_systems.answers import arithmetic, attention, distributed, experiments, memory, models, profiles
+from cs336_systems.answers.committed import Committed, NotMeasured
+from cs336_systems.answers.documents import once, render_document, section
+from cs336_systems.answers.quotes import Term
+from cs336_systems.experiments.leaks import flops_against_time, launch_overhead, matmul_data, roofline_knee
+from cs336_systems.experiments.parallelism import questions
+from cs336_systems.experiments.precision import accumulation
+from cs336_systems.experiments.precision import autocast as autocast_dtypes
+from cs336_systems.experiments.precision.pretended_cuda import cuda_autocast, pretended_cuda
 from cs336_systems.report.tables import Table
-from cs336_systems.report.written import arithmetic, attention, distributed, experiments, memory, models, profiles
-from cs336_systems.report.written.committed import Committed, NotMeasured
-from cs336_systems.report.written.documents import once, render_document, section
-from cs336_systems.report.written.pretended_cuda import cuda_autocast, pretended_cuda
-from cs336_systems.report.written.quotes import Term
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "profiles" / "figures"
@@ -34,8 +34,8 @@ DOCUMENTS = (ROOT / "README.md", H200, ROOT / "profiles" / "attention.md", ROOT 
 HANDOUT_SUMS = 4
 """Of the experiments of mixed_precision_accumulation.py the first ones are the handout's."""
 
-LEAKS = ("matmul_data", "roofline_knee", "launch_overhead", "flops_against_time")
-ANALYSES: experiments.Analyses = {name: importlib.import_module(f"abstraction_leaks.{name}").analyse for name in LEAKS}
+LEAKS = (matmul_data, roofline_knee, launch_overhead, flops_against_time)
+ANALYSES: experiments.Analyses = {leak.NAME: leak.analyse for leak in LEAKS}
 """Of the experiments in scripts/abstraction_leaks."""
 
 
@@ -115,13 +115,13 @@ def build(committed: Committed) -> tuple[dict[str, Callable[[], str]], dict[str,
         **experiments.blocks(committed, ANALYSES),
         "sums": lambda: sums_table().markdown(),
         "toy-dtypes": lambda: toy_table().markdown(),
-        **answers(parallelism.Ring, ["ring"]),
-        **answers(parallelism.Forms, ["forms"]),
-        **answers(parallelism.Mesh, ["mesh"]),
-        **answers(parallelism.Accounting, ["accounting-memory", "accounting-thresholds", "accounting-remedies"]),
-        **answers(parallelism.Pipeline, ["pipeline"]),
-        **answers(parallelism.Scaling, ["scaling", "scaling-cases"]),
-        **answers(parallelism.Failures, ["failures"]),
+        **answers(questions.Ring, ["ring"]),
+        **answers(questions.Forms, ["forms"]),
+        **answers(questions.Mesh, ["mesh"]),
+        **answers(questions.Accounting, ["accounting-memory", "accounting-thresholds", "accounting-remedies"]),
+        **answers(questions.Pipeline, ["pipeline"]),
+        **answers(questions.Scaling, ["scaling", "scaling-cases"]),
+        **answers(questions.Failures, ["failures"]),
     }
     return once(blocks), terms
 

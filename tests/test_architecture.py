@@ -16,10 +16,13 @@ LADDER = (
     {"costs"},
     {"model"},
     {"attention", "kernels"},
-    {"training"},
     {"distributed"},
-    {"measurement"},
+    {"training"},
+    {"harness"},
+    {"profiling"},
     {"report"},
+    {"experiments"},
+    {"answers"},
     {"benchmarks", "scripts"},
 )
 PURE = ("config", "hardware", "costs")

@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 from rich.measure import Measurement
 
-from cs336_systems.measurement.sweep import Outcome
+from cs336_systems.harness.sweep import Outcome
 from cs336_systems.report.tables import Table
 
 Format = Literal["auto", "markdown", "latex", "csv"]

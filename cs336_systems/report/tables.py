@@ -13,7 +13,7 @@ import pandas as pd
 import rich.table
 from rich.text import Text
 
-from cs336_systems.measurement.record import read_rows
+from cs336_systems.harness.record import read_rows
 
 SETTINGS = (
     "device",

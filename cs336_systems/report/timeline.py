@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from cs336_systems.measurement.ranges import BACKWARD, STEP
-from cs336_systems.measurement.traces.kernels import (
+from cs336_systems.profiling.ranges import BACKWARD, STEP
+from cs336_systems.profiling.traces.kernels import (
     ATTENTION,
     CLASSES,
     COMMUNICATION,
@@ -26,8 +26,8 @@ from cs336_systems.measurement.traces.kernels import (
     SOFTMAX,
     kernel_class,
 )
-from cs336_systems.measurement.traces.queries import MS
-from cs336_systems.measurement.traces.tables import Trace
+from cs336_systems.profiling.traces.queries import MS
+from cs336_systems.profiling.traces.tables import Trace
 
 CLASS_COLOURS = {
     MATMUL: "#0072B2",

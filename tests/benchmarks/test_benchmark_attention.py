@@ -5,8 +5,8 @@ import json
 import pytest
 
 from cs336_systems.attention.dispatch import IMPLEMENTATIONS
-from cs336_systems.measurement.attention import VARIANTS
-from cs336_systems.measurement.record import read_rows
+from cs336_systems.experiments.attention.measure import VARIANTS
+from cs336_systems.harness.record import read_rows
 
 
 @pytest.fixture(scope="module")

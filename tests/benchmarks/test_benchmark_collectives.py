@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from cs336_systems.measurement.record import read_rows
-from cs336_systems.report import ranked
+from cs336_systems.experiments import ranked
+from cs336_systems.harness.record import read_rows
 
 benchmark = importlib.import_module("benchmarks.benchmark_collectives")
 

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from cs336_systems.measurement.record import Metric
-from cs336_systems.measurement.sweep import Outcome, make_rows, outcome_rows
-from cs336_systems.report.data_parallel import data_parallel_table
+from cs336_systems.experiments.data_parallel.table import data_parallel_table
+from cs336_systems.harness.record import Metric
+from cs336_systems.harness.sweep import Outcome, make_rows, outcome_rows
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pandas as pd
 import pytest
 
 from cs336_systems.distributed.process_group import Rank, spawn
-from cs336_systems.measurement.fully_sharded import measure_fully_sharded
-from cs336_systems.report.fully_sharded import fully_sharded_table
+from cs336_systems.experiments.fully_sharded.measure import measure_fully_sharded
+from cs336_systems.experiments.fully_sharded.table import fully_sharded_table
 
 TINY = ["--device", "cpu", "--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", "0"]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.measurement import process, sweep
-from cs336_systems.measurement.record import Metric, RowFile, read_rows
-from tests.measurement.cells import fake_ceiling, fake_model
+from cs336_systems.harness import process, sweep
+from cs336_systems.harness.record import Metric, RowFile, read_rows
+from tests.harness.cells import fake_ceiling, fake_model
 
 ROOT = Path(__file__).resolve().parents[2]
 ALWAYS_KNOWN = ("host", "python", "torch", "triton", "commit", "dirty", "argv", "seed", "timestamp")

@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 
 from cs336_systems.distributed.process_group import Rank, spawn
-from cs336_systems.measurement.record import Metric
-from cs336_systems.measurement.sharding import SHARDINGS, measure_sharding
-from cs336_systems.report.sharded_memory import draw_memory, memory_table, time_table
+from cs336_systems.experiments.sharded_optimizer.measure import SHARDINGS, measure_sharding
+from cs336_systems.experiments.sharded_optimizer.table import draw_memory, memory_table, time_table
+from cs336_systems.harness.record import Metric
 
 TINY = ["--device", "cpu", "--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", "0"]
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.measurement.profiling import ROUNDS
-from cs336_systems.measurement.ranges import STEP
-from cs336_systems.measurement.record import Metric, read_rows
-from cs336_systems.measurement.sweep import Outcome
-from cs336_systems.measurement.traces import kineto, nsys
-from cs336_systems.measurement.traces.kernels import MATMUL, kernel_class
-from cs336_systems.measurement.traces.tables import TraceError
-from cs336_systems.measurement.workload import PreparedStep
+from cs336_systems.harness.record import Metric, read_rows
+from cs336_systems.harness.sweep import Outcome
+from cs336_systems.profiling.ranges import STEP
+from cs336_systems.profiling.recording import ROUNDS
+from cs336_systems.profiling.traces import kineto, nsys
+from cs336_systems.profiling.traces.kernels import MATMUL, kernel_class
+from cs336_systems.profiling.traces.tables import TraceError
+from cs336_systems.profiling.workload import PreparedStep
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests" / "measurement" / "traces" / "fixtures"

@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from cs336_systems.distributed.buckets import MIB
 from cs336_systems.distributed.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.distributed.process_group import Rank, spawn
-from cs336_systems.measurement.traffic import MATMUL, Traffic
+from cs336_systems.harness.traffic import MATMUL, Traffic
 from cs336_systems.training import AdamW
 
 from .toys import Toy

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cs336_systems.distributed.ddp import BucketedDDP
 from cs336_systems.distributed.process_group import Rank, spawn
-from cs336_systems.measurement.traffic import Traffic
+from cs336_systems.harness.traffic import Traffic
 
 from .test_ddp import LADDER, identical_on_all_ranks, on_gpus
 from .toys import Branches, Mixed, Shifted, Toy

@@ -3,7 +3,7 @@
 import pytest
 
 from cs336_systems.distributed.process_group import Rank, spawn
-from cs336_systems.measurement.fully_sharded import FullyShardedCell, measure_fully_sharded
+from cs336_systems.experiments.fully_sharded.measure import FullyShardedCell, measure_fully_sharded
 
 from .test_ddp import on_gpus
 from .test_fsdp import (

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from cs336_systems.measurement.record import Metric, Row, parse_samples, schema_columns
+from cs336_systems.harness.record import Metric, Row, parse_samples, schema_columns
 
 SETTINGS = {
     "device": "cpu",

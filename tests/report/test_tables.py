@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from cs336_systems.measurement.record import RowFile
+from cs336_systems.harness.record import RowFile
 from cs336_systems.report.tables import Table, digits, read_model_rows, step_table
 from tests.report.rows import SETTINGS, ceiling, make_cell, make_frame, ms, rate
 

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from cs336_systems.measurement.traces.kernels import CLASSES
-from cs336_systems.measurement.traces.tables import TraceError
+from cs336_systems.profiling.traces.kernels import CLASSES
+from cs336_systems.profiling.traces.tables import TraceError
 from cs336_systems.report.timeline import CLASS_COLOURS, draw_timeline
-from tests.report.profiles import golden_profile
+from tests.experiments.profile.profiles import golden_profile
 
 
 def test_every_class_has_a_colour_of_its_own():

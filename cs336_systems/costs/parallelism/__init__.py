@@ -1,0 +1,1 @@
+"""Parallelism on many devices, by arithmetic: forms, meshes, rings, pipelines, scaling, failures."""

@@ -1,0 +1,165 @@
+"""FSDP and tensor parallelism together: how to cut N = X Y devices into X for the weights and Y for the activations.
+
+Along X a device gathers the 1/Y of the weights that its column of the mesh works on; along Y it sums the outputs of the
+1/X of the batch that its row works on. In the notation of ``costs/parallelism/forms.py``, forward:
+
+    T_compute = 2 m BDF / (X Y C)     T_fsdp = (X-1)/X e m DF / (Y W_x)     T_tp = 2 (Y-1)/Y e BD / (X W_y)
+
+Both communication times are shares of the compute time that know only their own axis, with the two one-axis limits
+
+    T_fsdp / T_compute = (X - 1) / a,  a = 2 B W_x / (e C)        T_tp / T_compute = (Y - 1) / t,  t = m F W_y / (e C)
+
+so everything has a closed form:
+
+                            axes overlap (own links): max         axes share the network: sum
+    bound by compute while  X - 1 <= a and Y - 1 <= t             (X-1)/a + (Y-1)/t <= 1
+    best X for a given N    root of t X^2 + (a-t) X - a N         sqrt(a N / t)
+    largest N               (1 + a)(1 + t)                        a t (1 + 1/a + 1/t)^2 / 4
+
+For large rings (X, Y in place of X - 1, Y - 1, as the scaling book has it) both best splits are sqrt(a N / t), and the
+largest N are a t and a t / 4: sharing the network costs a factor of four in devices, or in tokens per device. With the
+handout's m = 3, e = 2 they read N <= 3/2 B F (W/C)^2 and 3/8 B F (W/C)^2; with the book's m = 2 and M_x, M_y torus
+axes, tokens per device >= 4 (C/W)^2 / (M_x M_y F) for the sum.
+
+Sources: CS336 2026 handout, section 8.5; scaling book, chapter 5, "Mixed FSDP and tensor parallelism".
+"""
+
+import math
+from dataclasses import dataclass
+
+from cs336_systems.costs.parallelism.forms import FeedForward
+
+
+@dataclass(frozen=True)
+class Network:
+    """What bounds a mesh: compute per device, and the egress along each of its two axes.
+
+    Raises:
+        ValueError: a rate is not positive.
+    """
+
+    flops_per_s: float
+    fsdp_bytes_per_s: float
+    """W_x: on a torus the number of axes that FSDP spans times the W of one."""
+    tp_bytes_per_s: float
+    """W_y."""
+    overlapping: bool
+    """Whether collectives along the two axes run at the same time, each at full speed."""
+    large_rings: bool = False
+    """Take (n-1)/n for 1, as the scaling book does."""
+
+    def __post_init__(self) -> None:
+        for name in ("flops_per_s", "fsdp_bytes_per_s", "tp_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+    @property
+    def _own(self) -> int:
+        """What a ring of n saves: the chunk that a device has already."""
+        return 0 if self.large_rings else 1
+
+
+@dataclass(frozen=True)
+class Split:
+    """Seconds of one layer's forward pass on an X by Y mesh."""
+
+    fsdp: float
+    """X; a whole number unless a closed form returned it."""
+    tp: float
+    """Y."""
+    compute_s: float
+    fsdp_s: float
+    tp_s: float
+    communication_s: float
+    """The larger of the two, or their sum."""
+
+    @property
+    def compute_bound(self) -> bool:
+        return self.communication_s <= self.compute_s * (1 + 1e-12)
+
+
+def evaluate(layer: FeedForward, tokens: float, fsdp: float, tp: float, network: Network) -> Split:
+    """Seconds of the forward pass over a global batch of ``tokens``.
+
+    Raises:
+        ValueError: no tokens, or an axis shorter than one device.
+    """
+    if not tokens > 0:
+        raise ValueError(f"tokens must be positive, got {tokens}")
+    if fsdp < 1 or tp < 1:
+        raise ValueError(f"an axis has at least one device, got {fsdp:g} x {tp:g}")
+    compute = layer.flops(tokens, "forward") / (fsdp * tp * network.flops_per_s)
+    weights, activations = layer.weight_bytes / tp, layer.activation_bytes(tokens) / fsdp
+    fsdp_s = _share(fsdp, network) * weights / network.fsdp_bytes_per_s
+    tp_s = 2 * _share(tp, network) * activations / network.tp_bytes_per_s
+    total = max(fsdp_s, tp_s) if network.overlapping else fsdp_s + tp_s
+    return Split(fsdp, tp, compute, fsdp_s, tp_s, total)
+
+
+def _share(n: float, network: Network) -> float:
+    return 0.0 if n == 1 else (n - network._own) / n
+
+
+def axis_limits(layer: FeedForward, tokens: float, network: Network) -> tuple[float, float]:
+    """(a, t): what X - 1 and Y - 1 (X and Y in large rings) are measured against."""
+    fsdp = 2 * tokens * network.fsdp_bytes_per_s / (layer.bytes_per_element * network.flops_per_s)
+    tp = layer.n_matrices * layer.d_ff * network.tp_bytes_per_s / (layer.bytes_per_element * network.flops_per_s)
+    return fsdp, tp
+
+
+def optimal_split(layer: FeedForward, tokens: float, world_size: float, network: Network) -> Split:
+    """The split of least communication time in closed form, X and Y not rounded; an axis keeps at least one device."""
+    a, t = axis_limits(layer, tokens, network)
+    if network.overlapping and not network.large_rings:
+        x = (t - a + math.sqrt((t - a) ** 2 + 4 * a * t * world_size)) / (2 * t)
+    else:
+        x = math.sqrt(a * world_size / t)
+    x = min(max(x, 1.0), float(world_size))
+    return evaluate(layer, tokens, x, world_size / x, network)
+
+
+def best_whole_split(layer: FeedForward, tokens: float, world_size: int, network: Network) -> Split:
+    """The same by trying every X that divides the number of devices."""
+    splits = [
+        evaluate(layer, tokens, x, world_size // x, network) for x in range(1, world_size + 1) if world_size % x == 0
+    ]
+    return min(splits, key=lambda split: split.communication_s)
+
+
+def largest_mesh(layer: FeedForward, tokens: float, network: Network) -> tuple[float, float]:
+    """(X, Y) of the most devices on which the forward pass is still bound by compute."""
+    a, t = axis_limits(layer, tokens, network)
+    own = network._own
+    if network.overlapping:
+        return max(1.0, a + own), max(1.0, t + own)
+    total = 1 + own / a + own / t
+    x, y = a * total / 2, t * total / 2
+    if y < 1:
+        return max(1.0, a * (total - 1 / t)), 1.0
+    if x < 1:
+        return 1.0, max(1.0, t * (total - 1 / a))
+    return x, y
+
+
+def least_tokens(layer: FeedForward, fsdp: int, tp: int, network: Network) -> float:
+    """Global batch from which the forward pass of a given mesh is bound by compute; infinite if it never is.
+
+    Along Y both times grow with the batch, so an axis that is too long cannot be helped by more tokens.
+    """
+    per_token, t = axis_limits(layer, 1.0, network)
+    own = network._own
+    used = max(0.0, (tp - own) / t) if tp > 1 else 0.0
+    if used > 1 or (used == 1 and not network.overlapping):
+        return math.inf
+    needed = max(0, fsdp - own) if fsdp > 1 else 0
+    return needed / per_token / (1 if network.overlapping else 1 - used)
+
+
+def least_tokens_per_device(layer: FeedForward, network: Network) -> float:
+    """Tokens per device at which even the best split of many devices is bound by communication (large rings).
+
+    e^2 C^2 / (2 m F W_x W_y) where the axes overlap, four times that where they share the network.
+    """
+    intensity = layer.bytes_per_element * network.flops_per_s
+    overlapping = intensity**2 / (2 * layer.n_matrices * layer.d_ff * network.fsdp_bytes_per_s * network.tp_bytes_per_s)
+    return overlapping if network.overlapping else 4 * overlapping

@@ -1,0 +1,174 @@
+"""More GPUs for the same batch: when FSDP stops scaling, which of two limits it hit, and what to do then.
+
+A step of FSDP on N devices over a global batch of B tokens computes 6 P B / N operations per device and sends three
+times the weights, whatever N: gathered for forward, gathered for backward, gradients scattered. Compute time falls as
+1/N, communication time stays, and the lines cross at
+
+    N - 1 = 2 B W / (e C)          the communication limit: tokens per device reach e C / (2 W)
+
+Independently N cannot exceed the number of sequences, as long as a device works on whole ones:
+
+    N = B / sequence length        the local batch limit: one sequence per device
+
+Which of them holds decides the remedy (``case``):
+
+    batch limit   communication limit   remedy
+    not reached   not reached           add FSDP devices: time falls as 1/N
+    not reached   reached               move fewer weights per operation: tensor parallelism inside the fast domain (its
+                                        degree divides what is gathered), replicas over nodes (HSDP) or pipeline stages
+                                        between them; more tokens per device if the batch may grow
+    reached       not reached           split what a device still has: the sequence (context parallelism), which is data
+                                        parallelism over tokens, or the matrices (tensor parallelism)
+    reached       reached               both: tensor parallelism inside the domain, context parallelism or a pipeline
+                                        across domains; else a larger batch, or stop adding devices
+
+The batch may only grow as far as the critical batch size lets more tokens replace steps.
+
+Conventions as in ``costs/parallelism/forms.py``: peaks and bandwidths of datasheets, two-byte weights and gradients,
+compute and communication overlap, attention scores not counted. A device that reaches 70 % of its peak moves the
+crossing up by 1/0.7.
+"""
+
+import math
+from dataclasses import dataclass
+
+from cs336_systems.config import ModelConfig
+from cs336_systems.costs.communication import cost
+from cs336_systems.costs.parallelism.forms import Device
+
+LLAMA3_70B = ModelConfig(
+    name="llama3-70b",
+    d_model=8192,
+    d_ff=28_672,
+    n_layers=80,
+    n_heads=64,
+    n_kv_heads=8,
+    vocab_size=128_256,
+    context_length=8192,
+    rope_theta=500_000.0,
+)
+"""As Meta publishes it, 70.6 billion parameters; not among the sizes of ``config.py``, which are there to run."""
+
+BYTES_PER_ELEMENT = 2
+"""Of gathered weights and scattered gradients."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the batch that it is trained on.
+
+    Raises:
+        ValueError: a size is not positive, or the batch is shorter than a sequence.
+    """
+
+    n_parameters: int
+    batch_tokens: int
+    sequence_length: int
+
+    def __post_init__(self) -> None:
+        for name in ("n_parameters", "batch_tokens", "sequence_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.batch_tokens < self.sequence_length:
+            raise ValueError(
+                f"a batch of {self.batch_tokens} tokens is shorter than a sequence of {self.sequence_length}"
+            )
+
+    @property
+    def n_sequences(self) -> int:
+        """Whole sequences in a batch: the most devices that get one each."""
+        return self.batch_tokens // self.sequence_length
+
+
+@dataclass(frozen=True)
+class FsdpStep:
+    """One step of FSDP on so many devices."""
+
+    n_devices: int
+    compute_s: float
+    communication_s: float
+    tokens_per_device: float
+    sequences_per_device: float
+
+    @property
+    def seconds(self) -> float:
+        """Compute and communication overlapped perfectly."""
+        return max(self.compute_s, self.communication_s)
+
+
+def fsdp_step(workload: Workload, n_devices: int, device: Device) -> FsdpStep:
+    """Time of a whole step, forward and backward.
+
+    Raises:
+        ValueError: no devices.
+    """
+    if n_devices < 1:
+        raise ValueError(f"number of devices must be positive, got {n_devices}")
+    flops = 6 * workload.n_parameters * workload.batch_tokens / n_devices
+    weights = BYTES_PER_ELEMENT * workload.n_parameters
+    sent = sum(cost(name, n_devices, weights).wire_bytes for name in ("all_gather", "all_gather", "reduce_scatter"))
+    return FsdpStep(
+        n_devices,
+        flops / device.flops_per_s,
+        sent / device.egress(n_devices),
+        workload.batch_tokens / n_devices,
+        workload.batch_tokens / workload.sequence_length / n_devices,
+    )
+
+
+def communication_limit(workload: Workload, device: Device) -> int:
+    """The most devices whose communication hides behind compute.
+
+    Inside one fast domain its links count, beyond it the network: where the links allow more than a domain holds, the
+    limit is the network's, or the whole domain if the network allows less than that.
+    """
+    inside, beyond = (
+        math.floor(1 + 2 * workload.batch_tokens * egress / (BYTES_PER_ELEMENT * device.flops_per_s) * (1 + 1e-12))
+        for egress in (device.egress(device.domain_size), device.egress(device.domain_size + 1))
+    )
+    return inside if inside <= device.domain_size else max(beyond, device.domain_size)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One of the four ways in which adding devices to FSDP may end."""
+
+    local_batch_limit: bool
+    communication_limit: bool
+    what: str
+    remedy: str
+
+
+CASES: tuple[Case, ...] = (
+    Case(
+        False,
+        False,
+        "every device has whole sequences, and enough tokens to hide its gathers",
+        "add FSDP devices: step time falls as 1/N",
+    ),
+    Case(
+        False,
+        True,
+        "several sequences per device, but too few tokens in them to hide the gathers",
+        "tensor parallelism inside the domain, pipeline stages or replicas (HSDP) across; or a larger batch",
+    ),
+    Case(
+        True,
+        False,
+        "less than a sequence per device, though each has tokens enough to hide its gathers",
+        "split sequences: context parallelism; or matrices: tensor parallelism up to its own limit",
+    ),
+    Case(
+        True,
+        True,
+        "neither a sequence nor enough tokens per device",
+        "tensor parallelism inside the domain, context parallelism or pipeline across; else a larger batch, or stop",
+    ),
+)
+
+
+def case(workload: Workload, n_devices: int, device: Device) -> Case:
+    """Which limits FSDP on ``n_devices`` is beyond; ValueError as ``fsdp_step``."""
+    step = fsdp_step(workload, n_devices, device)
+    local, communication = step.sequences_per_device < 1, step.communication_s > step.compute_s
+    return next(c for c in CASES if (c.local_batch_limit, c.communication_limit) == (local, communication))

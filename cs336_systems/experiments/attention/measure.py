@@ -1,0 +1,287 @@
+"""Time, memory and error of one attention at one shape: the cell of ``benchmark_attention.py``.
+
+Forward, backward and both are timed separately, backward as backward, with a cold L2 cache. TFLOP/s use the
+FlashAttention convention; for a variant they count the scores that its mask leaves. Errors are relative Frobenius norms
+of the first head of the first sequence against fp64.
+
+A cell with a ``mask`` measures one of ``VARIANTS``: FlexAttention (``flex``) beside torch's attention with the same
+rule as a dense tensor (``sdpa-dense-mask``). Masks are built before any clock starts, and their bytes reported.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cs336_systems.attention.dispatch import attention, unsupported_reason
+from cs336_systems.attention.reference import reference_attention
+from cs336_systems.attention.shapes import AttentionShape, validate
+from cs336_systems.attention.variants import (
+    Variant,
+    alibi,
+    alibi_slopes,
+    block_sparsity,
+    causal,
+    dense_attention,
+    dense_mask,
+    dense_scores,
+    document,
+    full,
+    make_block_mask,
+    prefix_lm,
+    relative_bias,
+    sliding_window,
+    softcap,
+    variant_attention,
+)
+from cs336_systems.costs.attention import AttentionWork
+from cs336_systems.hardware import find_hardware
+from cs336_systems.harness.clock import time_kernel
+from cs336_systems.harness.memory import PeakMeter, free_bytes
+from cs336_systems.harness.process import PredictedOutOfMemory, Unsupported
+from cs336_systems.harness.record import Metric
+
+GIB = 1024**3
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MATERIALISED = ("reference", "reference-compiled")
+VARIANTS = (
+    *("full", "causal", "window 256", "document", "prefix-LM", "document & causal"),
+    *("causal & ALiBi", "causal & relative bias", "causal & softcap"),
+)
+VARIANT_IMPLEMENTATIONS = ("flex", "sdpa-dense-mask")
+TILE = "tile "
+"""How the names of metrics begin that time one tile of one kernel."""
+
+_ORACLE_LENGTH = {"cuda": 16_384, "cpu": 2048}
+"""Longest sequence whose fp64 scores of one head are worth their memory (2 GiB) and time."""
+
+
+@dataclass(frozen=True)
+class AttentionCell:
+    """One implementation at one shape; ``heads`` 0 means inputs without a head dimension."""
+
+    device: str
+    grid: str
+    impl: str
+    dtype: str
+    d_head: int
+    length: int
+    batch_size: int
+    heads: int
+    causal: bool
+    mask: str
+    """One of ``VARIANTS``; empty for plain attention, causal or not."""
+    autotune: bool
+    """Whether to search the tiles of flash first."""
+    repeat: int
+    """Which run of the grid this is."""
+    seed: int
+
+    @property
+    def variant(self) -> str:
+        return self.impl
+
+    @property
+    def work(self) -> AttentionWork:
+        heads = self.heads or 1
+        return AttentionWork(self.batch_size, heads, heads, self.length, self.length, self.d_head, self.causal)
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What a cell runs: (q, k, v) -> o, the oracle of its first head, the work, and what is known beforehand."""
+
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    exact: Callable[[Tensor, Tensor, Tensor], Tensor]
+    share_of_scores: float
+    """Of those that ``AttentionWork`` counts."""
+    metrics: list[Metric]
+
+
+def measure(cell: AttentionCell) -> list[Metric]:
+    """Time, memory and error of one cell.
+
+    Raises:
+        Unsupported: the implementation cannot serve the shape on this device.
+        PredictedOutOfMemory: the predicted peak is more than what is free.
+    """
+    device, dtype, work = torch.device(cell.device), DTYPES[cell.dtype], cell.work
+    if cell.impl in MATERIALISED:
+        needed = work.materialised_bytes(dtype.itemsize, compiled=cell.impl == "reference-compiled")
+    else:
+        needed = work.tiled_bytes(dtype.itemsize)
+    free = free_bytes(device)
+    if needed > free:
+        raise PredictedOutOfMemory(f"needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
+    torch.manual_seed(cell.seed)
+    shape = (cell.batch_size, *((cell.heads,) if cell.heads else ()), cell.length, cell.d_head)
+    q, k, v, do = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+    inputs = tuple(x.requires_grad_() for x in (q, k, v))
+    served = _serve_variant(cell, q, k, v) if cell.mask else _serve(cell, q, k, v, do)
+
+    def forward() -> Tensor:
+        return served.attend(q, k, v)
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(forward(), inputs, do)
+
+    torch._functorch.config.donated_buffer = False  # backward is run many times on one graph
+    both()  # compiles and autotunes outside of every clock and meter
+    meter = PeakMeter(device)
+    before = _allocated(device)
+    o = forward()
+    kept = _allocated(device) - before
+    not_ours = max(0, before - sum(x.numel() * x.element_size() for x in (q, k, v, do)))  # cuBLAS workspaces, say
+    gradients = torch.autograd.grad(o, inputs, do, retain_graph=True)
+    metrics = [
+        Metric("kept_for_backward", "GiB", [kept / GIB]),
+        Metric("peak_memory", "GiB", [(meter.peak_bytes() - not_ours) / GIB]),
+        Metric("predicted_peak_memory", "GiB", [needed / GIB]),
+        *errors(cell, served.exact, (q, k, v), do, (o, *gradients)),
+        *served.metrics,
+    ]
+    del gradients
+    flops = {
+        "forward": served.share_of_scores * work.forward_flops,
+        "backward": served.share_of_scores * work.backward_flops,
+    }
+    flops["both"] = flops["forward"] + flops["backward"]
+    backward_ms = timed(functools.partial(torch.autograd.grad, o, inputs, do, retain_graph=True), device)
+    del o  # its graph holds what forward kept, which the others need room for
+    samples_ms = {"forward": timed(forward, device), "backward": backward_ms, "both": timed(both, device)}
+    hardware = find_hardware(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
+    peak = hardware.peak("bf16" if cell.dtype == "bf16" else "fp32") if hardware else None
+    for name, samples in samples_ms.items():
+        metrics.append(Metric(name, "ms", samples))
+        metrics.append(Metric(f"{name}_tflops", "TFLOP/s", [flops[name] / ms / 1e9 for ms in samples], derived=True))
+        if peak:
+            shares = [100 * flops[name] / (ms / 1e3) / peak for ms in samples]
+            metrics.append(Metric(f"{name}_peak_share", "% of datasheet peak", shares, derived=True))
+    return metrics
+
+
+def timed(run: Callable[[], object], device: torch.device) -> list[float]:
+    """At least ten samples, and about a third of a second of them."""
+    first = sorted(time_kernel(run, device=device, warmup=1, samples=3))[1]
+    return time_kernel(run, device=device, warmup=2, samples=int(min(100, max(10, 300 / first))))
+
+
+def errors(
+    cell: AttentionCell,
+    exact: Callable[[Tensor, Tensor, Tensor], Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    do: Tensor,
+    results: tuple[Tensor, ...],
+) -> list[Metric]:
+    """Relative errors of (o, dq, dk, dv) in the first head of the first sequence against ``exact`` in fp64.
+
+    Empty beyond the length whose fp64 scores fit comfortably.
+    """
+    if cell.length > _ORACLE_LENGTH[cell.device]:
+        return []
+    first = (slice(0, 1), slice(0, 1)) if cell.heads else (slice(0, 1),)
+    leaves = [x.detach()[first].double().requires_grad_() for x in inputs]
+    o = exact(*leaves)
+    wanted = (o.detach(), *torch.autograd.grad(o, leaves, do[first].double()))
+    return [
+        Metric(f"error_{name}", "relative", [((got.detach()[first].double() - want).norm() / want.norm()).item()])
+        for name, got, want in zip(("o", "dq", "dk", "dv"), results, wanted, strict=True)
+    ]
+
+
+def make_variant(name: str, shape: AttentionShape, device: torch.device, *, of_heads: int) -> Variant:
+    """One of ``VARIANTS`` with plausible data: four documents of unequal length, a prefix of a quarter, fixed biases.
+
+    ``shape`` may hold fewer heads than the ``of_heads`` over which slopes are spread: the first of them.
+    """
+    positions = torch.arange(shape.n_keys, device=device)
+    bounds = torch.tensor([0.1, 0.3, 0.6], device=device) * shape.n_keys
+    ids = torch.bucketize(positions, bounds, right=True).repeat(shape.batch, 1)
+    slopes = alibi_slopes(of_heads)[: shape.heads].to(device)
+    distances = torch.linspace(-1, 1, 257, device=device).abs().neg().repeat(shape.heads, 1)
+    parts: dict[str, Callable[[], Variant]] = {
+        "full": full,
+        "causal": causal,
+        "window 256": lambda: sliding_window(256),
+        "document": lambda: document(ids),
+        "prefix-LM": lambda: prefix_lm(torch.full((shape.batch,), shape.n_keys // 4, device=device)),
+        "ALiBi": lambda: alibi(slopes),
+        "relative bias": lambda: relative_bias(distances),
+        "softcap": lambda: softcap(30.0),
+    }
+    return functools.reduce(Variant.__and__, (parts[part]() for part in name.split(" & ")))
+
+
+def _serve(cell: AttentionCell, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> _Served:
+    if reason := unsupported_reason(cell.impl, q, k, v, causal=cell.causal):
+        raise Unsupported(reason)
+    return _Served(
+        attend=functools.partial(attention, causal=cell.causal, impl=cell.impl),
+        exact=lambda q, k, v: reference_attention(q, k, v, causal=cell.causal)[0],
+        share_of_scores=1.0,
+        metrics=_tune(q, k, v, do, cell.causal) if cell.autotune else [],
+    )
+
+
+def _serve_variant(cell: AttentionCell, q: Tensor, k: Tensor, v: Tensor) -> _Served:
+    """FlexAttention, or the dense form of the same variant for torch's own attention."""
+    shape = validate(q, k, v)
+    first = validate(q[:1, :1], k[:1, :1], v[:1, :1])
+    variant, alone = (make_variant(cell.mask, each, q.device, of_heads=cell.heads) for each in (shape, first))
+    if cell.impl == "flex":
+        if q.device.type != "cuda":
+            raise Unsupported(f"flex is compiled for CUDA devices, the inputs are on {q.device.type}")
+        blocks = make_block_mask(variant, shape, q.device)
+        attend = functools.partial(variant_attention, variant=variant, block_mask=blocks)
+        n_bytes = sum(x.numel() * x.element_size() for x in blocks.as_tuple() if isinstance(x, Tensor)) if blocks else 0
+    else:
+        dense = _dense_form(variant, shape, q)
+        attend = functools.partial(F.scaled_dot_product_attention, attn_mask=dense)
+        n_bytes = dense.untyped_storage().nbytes()
+    share = dense_mask(alone, first, q.device).double().mean().item()
+    return _Served(
+        attend=attend,
+        exact=lambda q, k, v: dense_attention(q, k, v, alone)[0],
+        share_of_scores=share,
+        metrics=[
+            Metric("seen_scores", "% of all", [100 * share]),
+            Metric("skipped_blocks", "% of all", [block_sparsity(variant, shape)]),
+            Metric("mask_memory", "GiB", [n_bytes / GIB]),
+        ],
+    )
+
+
+def _dense_form(variant: Variant, shape: AttentionShape, q: Tensor) -> Tensor:
+    """What ``attn_mask`` takes: bool where scores are only hidden, else what is added to them, in the dtype of q.
+
+    Raises:
+        Unsupported: the variant changes scores by more than a sum.
+    """
+    seen = dense_mask(variant, shape, q.device)[:, :1]
+    if variant.score_formula is None:
+        return (seen if variant.mask_per_batch else seen[:1]).contiguous()
+    zeros = torch.zeros(1, shape.heads, shape.n_queries, shape.n_keys, device=q.device)
+    added = dense_scores(variant, zeros)
+    if not torch.equal(dense_scores(variant, zeros + 1), added + 1):
+        raise Unsupported(f"torch's attention can add to scores, and {variant.name!r} does more")
+    return added.masked_fill(~seen, float("-inf")).to(q.dtype)
+
+
+def _tune(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> list[Metric]:
+    """Search the tiles of flash at this shape and let this process use the fastest; one metric per tile timed."""
+    from cs336_systems.attention.flash.tiles import use_tile
+    from cs336_systems.experiments.attention.tile_search import search_tiles  # Triton is not on every machine
+
+    heads = [x.detach() if x.dim() == 4 else x.detach()[:, None] for x in (q, k, v, do)]
+    metrics = []
+    for timing in search_tiles(*heads, causal=causal):
+        use_tile(timing.kernel, q.shape[-1], q.element_size(), timing.best)
+        metrics += [Metric(f"{TILE}{timing.kernel} {tile}", "ms", times) for tile, times in timing.samples_ms.items()]
+    return metrics
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

@@ -1,0 +1,1 @@
+"""What does each step of data parallelism buy?"""

@@ -1,0 +1,1 @@
+"""What does full sharding buy, and what does it cost?"""

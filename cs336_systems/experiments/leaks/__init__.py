@@ -1,0 +1,1 @@
+"""Where do abstractions leak? Four experiments that predict, then measure."""

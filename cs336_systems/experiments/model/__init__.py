@@ -1,0 +1,1 @@
+"""What does a training step of a model cost?"""

@@ -1,0 +1,133 @@
+"""Figures of a step benchmark: time and utilisation against context length or model size, as PNG.
+
+Legible in print: units on the axes, the Okabe-Ito colours that colour-blind readers can tell apart, a marker for each
+dtype, and what all points share in the title. Drawn without pyplot, so importing this touches no display.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from cs336_systems.config import MODES
+from cs336_systems.report.figures import OKABE_ITO
+from cs336_systems.report.tables import CEILING
+
+_MARKERS = "osD^vPX*"
+_DASHES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
+_FIXED = ("device", "batch_size", "checkpoint", "optimizer", "warmup")
+_SHARES = {
+    "mfu": "MFU: % of the dtype's datasheet peak\n(model FLOPs, causal)",
+    "matmul_ceiling_share": "% of the measured matmul ceiling\n(model FLOPs, causal)",
+}
+
+
+def draw_step_figure(rows: pd.DataFrame, path: Path) -> bool:
+    """Time of the whole pass (left) and share of the limit (right) of step rows; returns whether it drew.
+
+    The x axis is context length if several were measured, else model size. Where the rows hold several modes, the
+    largest is drawn; where they hold several batch sizes, checkpointing policies, optimizers or warm-ups, the one with
+    the most points.
+    """
+    rows = _one_setting(rows[(rows["status"] == "ok") & (rows["variant"] != CEILING)])
+    if rows.empty:
+        return False
+    rows = rows.assign(
+        how=[
+            dtype if c == "off" else f"{dtype}, compiled"
+            for dtype, c in zip(rows["dtype"], rows["compile"], strict=True)
+        ]
+    )
+    x = "context_length" if rows["context_length"].nunique() > 1 else "size"
+    share = next((metric for metric in _SHARES if (rows["metric"] == metric).any()), None)
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    time_axes, share_axes = figure.subplots(1, 2)
+    series = _series(rows, x)
+    _draw(time_axes, rows[rows["metric"] == "step"], x, series)
+    time_axes.set_yscale("log")
+    time_axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    time_axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    time_axes.yaxis.set_minor_formatter(NullFormatter())
+    time_axes.set_ylabel("time of the whole pass, ms\n(median, bar p10 to p90)")
+    if share:
+        _draw(share_axes, rows[rows["metric"] == share], x, series)
+        share_axes.set_ylabel(_SHARES[share])
+    share_axes.set_ylim(bottom=0)
+    figure.legend(handles=_legend(rows, x), loc="outside right center", frameon=False, fontsize=9)
+    first = rows.iloc[0]
+    where = first["gpu"] or first["host"]
+    context = "" if x == "context_length" else f", context {first['context_length']}"
+    policy = "" if first["checkpoint"] == "none" else f", checkpoint {first['checkpoint']}"
+    settings = f"batch {first['batch_size']}{context}, AdamW {first['optimizer']}{policy}"
+    figure.suptitle(f"{first['mode'].capitalize()} on {where}: {settings}", fontsize=11)
+    figure.savefig(path, dpi=150)
+    return True
+
+
+def _one_setting(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the largest mode and of one value of each fixed setting, the newest of each cell."""
+    if rows.empty:
+        return rows
+    rows = rows[rows["mode"] == max(rows["mode"].unique(), key=MODES.index)]
+    for column in _FIXED:
+        most = rows[column].mode()
+        rows = rows[rows[column] == ("none" if (most == "none").any() else most.iloc[0])]
+    return rows.drop_duplicates(["size", "context_length", "dtype", "compile", "metric"], keep="last")
+
+
+def _series(rows: pd.DataFrame, x: str) -> tuple[list[str], list[str]]:
+    """Values that are told apart by colour and those told apart by marker and dash."""
+    hows = list(dict.fromkeys(rows["how"]))
+    return (list(dict.fromkeys(rows["size"])), hows) if x == "context_length" else (hows, hows)
+
+
+def _draw(axes: Axes, rows: pd.DataFrame, x: str, series: tuple[list[str], list[str]]) -> None:
+    """One line per size and dtype against context length, or per dtype against size."""
+    colours, styles = series
+    groups = ["size", "how"] if x == "context_length" else ["how", "how"]
+    for (coloured, styled), group in rows.groupby([rows[groups[0]], rows[groups[1]].rename("style")], sort=False):
+        line = group.sort_values(x) if x == "context_length" else group
+        median = line["median"].astype(float)
+        axes.errorbar(
+            line[x],
+            median,
+            yerr=[median - line["p10"].astype(float), line["p90"].astype(float) - median],
+            color=OKABE_ITO[colours.index(str(coloured)) % len(OKABE_ITO)],
+            marker=_MARKERS[styles.index(str(styled)) % len(_MARKERS)],
+            linestyle=_DASHES[styles.index(str(styled)) % len(_DASHES)],
+            capsize=2,
+            markersize=5,
+            linewidth=1.5,
+        )
+    if x == "context_length":
+        contexts = sorted(rows[x].unique())
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(contexts, [str(context) for context in contexts])
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel("context length, tokens")
+    else:
+        axes.set_xlabel("model size")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(rows: pd.DataFrame, x: str) -> list[Line2D]:
+    """One entry per size (colour) and per dtype (marker and dash), instead of one per line."""
+    colours, styles = _series(rows, x)
+    if x != "context_length":
+        return [
+            Line2D(
+                [], [], color=OKABE_ITO[i % len(OKABE_ITO)], marker=_MARKERS[i % 8], linestyle=_DASHES[i % 4], label=how
+            )
+            for i, how in enumerate(styles)
+        ]
+    by_colour = [Line2D([], [], color=OKABE_ITO[i % len(OKABE_ITO)], label=size) for i, size in enumerate(colours)]
+    by_style = [
+        Line2D([], [], color="grey", marker=_MARKERS[i % 8], linestyle=_DASHES[i % 4], label=how)
+        for i, how in enumerate(styles)
+    ]
+    return by_colour + by_style

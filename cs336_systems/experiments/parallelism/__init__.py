@@ -1,0 +1,1 @@
+"""When does communication outlast computation? Answered by arithmetic."""

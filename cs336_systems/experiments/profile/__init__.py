@@ -1,0 +1,1 @@
+"""Where does a step spend its time, or its memory?"""

@@ -1,0 +1,210 @@
+"""The digest of a memory profile: one Markdown page, three CSVs and the timeline, for one setup in one mode.
+
+    write_memory_digest(setup, batch_size=4, mode="step", out=Path("profiles/memory"), raw=Path("profiles/raw"))
+
+The page answers what the peak is and what it is made of, which allocations are the largest and which line asked for
+them, what one Transformer block keeps for backward, eager and compiled, and how many bytes of gradients its backward
+pass leaves. Without CUDA there is no allocator to watch: the page then holds the accounting of the block alone, and
+says so. Run it in a process of its own, as the sweep does: it assembles the whole model.
+"""
+
+import gc
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from cs336_systems.attention.dispatch import attention_op
+from cs336_systems.costs.activations import block_saved_tensors, total_bytes
+from cs336_systems.experiments.profile.memory_tables import (
+    GIB,
+    MIB,
+    BlockAccount,
+    allocation_frame,
+    allocation_table,
+    gradient_table,
+    kept_table,
+    largest_table,
+    norm_sentence,
+    peak_frame,
+    peak_table,
+    phase_table,
+    residual_frame,
+)
+from cs336_systems.experiments.profile.memory_timeline import draw_memory_timeline
+from cs336_systems.harness.provenance import host_name
+from cs336_systems.model import ModelOps
+from cs336_systems.profiling.memory_profile import MemoryProfile, profile_memory
+from cs336_systems.profiling.residuals import PARAMETER_COPY, block_residuals, norm_residuals
+from cs336_systems.training import TrainingSetup
+
+NEEDS_CUDA = (
+    "**Without a GPU.** The timeline, the peak and the largest allocations need CUDA's caching allocator; this page "
+    "holds what one block keeps for its backward pass."
+)
+
+_STACKS = 3
+_STACK_FRAMES = 12
+_MODULE_CALLS = (" _call_impl", " _wrapped_call_impl")
+"""Frames of ``nn.Module`` between a module's caller and its ``forward``; two for each, and they say nothing."""
+
+
+@dataclass(frozen=True)
+class MemoryDigest:
+    """The page, and its main figures by name with their unit at the end (``peak_gib``, ``activations_gib``, ...)."""
+
+    page: Path
+    figures: dict[str, float]
+
+
+def write_memory_digest(
+    setup: TrainingSetup, batch_size: int, mode: str, out: Path, raw: Path, *, compiled: bool = True
+) -> MemoryDigest:
+    """Profile, account, and write ``memory-<name>.md``, its CSVs and its picture to ``out``, the snapshot to ``raw``.
+
+    Args:
+        compiled: account for the compiled block, too, which costs its compilation.
+
+    Raises:
+        ValueError: something in the setup is unknown or unsupported on its device.
+        OSError: a folder cannot be written to.
+    """
+    name = profile_name(setup, batch_size, mode)
+    out.mkdir(parents=True, exist_ok=True)
+    device = torch.device(setup.device)
+    profile = profile_memory(setup, batch_size, mode, raw / f"{name}.pickle") if device.type == "cuda" else None
+    if profile is not None:
+        gc.collect()
+        torch.cuda.empty_cache()
+    accounts = [account_block(setup, batch_size, compile=False)]
+    if compiled:
+        accounts.append(account_block(setup, batch_size, compile=True))
+    where = torch.cuda.get_device_name(device) if profile is not None else host_name()
+    if profile is not None:
+        draw_memory_timeline(profile.history, out / f"{name}.png", f"{heading(setup, batch_size, mode)}, on {where}")
+        peak_frame(profile).to_csv(out / f"{name}-peak.csv", index=False, float_format="%.6g")
+        allocation_frame(profile).to_csv(out / f"{name}-allocations.csv", index=False, float_format="%.6g")
+    residual_frame(accounts).to_csv(out / f"{name}-residuals.csv", index=False, float_format="%.6g")
+    page = out / f"{name}.md"
+    page.write_text(digest(setup, batch_size, mode, profile, accounts, where))
+    return MemoryDigest(page, main_figures(profile, accounts))
+
+
+def profile_name(setup: TrainingSetup, batch_size: int, mode: str) -> str:
+    """The stem of every file of one profile; only what differs from the plain setup is named after the precision."""
+    extras = [
+        *([setup.attention] if setup.attention != "reference" else []),
+        *(["compiled"] if setup.compile else []),
+        *([f"checkpoint-{setup.checkpoint}"] if setup.checkpoint != "none" else []),
+        *([setup.optimizer] if setup.optimizer != "reference" else []),
+    ]
+    config = setup.config
+    parts = ["memory", config.name, f"b{batch_size}", f"c{config.context_length}", setup.precision.name, *extras, mode]
+    return "-".join(parts)
+
+
+def heading(setup: TrainingSetup, batch_size: int, mode: str) -> str:
+    """The setup in one line."""
+    config = setup.config
+    line = f"{config.name}, batch {batch_size}, context {config.context_length}, {setup.precision.name}, mode {mode}"
+    extras = [
+        f"attention {setup.attention}" if setup.attention != "reference" else "",
+        "compiled" if setup.compile else "",
+        f"checkpoint {setup.checkpoint}" if setup.checkpoint != "none" else "",
+    ]
+    return ", ".join([line, *filter(None, extras)])
+
+
+def account_block(setup: TrainingSetup, batch_size: int, *, compile: bool) -> BlockAccount:
+    """What one block of the setup keeps at its batch and context; checkpointing, which is between blocks, left out."""
+    config, device = setup.config, torch.device(setup.device)
+    ops: ModelOps = setup.ops
+    if setup.attention != "reference":
+        ops = replace(ops, attention=attention_op(setup.attention))
+    arguments = (config, batch_size, config.context_length, setup.precision, device)
+    return BlockAccount(
+        "compiled" if compile else "eager",
+        block_residuals(*arguments, ops=ops, compile=compile),
+        norm_residuals(*arguments, ops=ops, compile=compile),
+    )
+
+
+def main_figures(profile: MemoryProfile | None, accounts: list[BlockAccount]) -> dict[str, float]:
+    """The figures of a JSON line or of rows."""
+    figures = {}
+    if profile is not None:
+        figures["peak_gib"] = profile.peak_allocated_bytes / GIB
+        for category, n_bytes in profile.history.peak().by_category.items():
+            figures[f"peak_{category.replace(' ', '_')}_gib"] = n_bytes / GIB
+    for account in accounts:
+        figures[f"{account.variant}_block_activations_mib"] = account.block.activation_mib
+    figures["block_gradients_mib"] = accounts[0].block.gradient_mib
+    return figures
+
+
+def digest(
+    setup: TrainingSetup,
+    batch_size: int,
+    mode: str,
+    profile: MemoryProfile | None,
+    accounts: list[BlockAccount],
+    where: str,
+) -> str:
+    """The page as Markdown."""
+    name, config = profile_name(setup, batch_size, mode), setup.config
+    parts = [f"# {heading(setup, batch_size, mode)}: where the memory goes", f"{where}, torch {torch.__version__}."]
+    if profile is None:
+        parts.append(NEEDS_CUDA)
+    else:
+        parts += _profile_parts(profile, name)
+    residual = batch_size * config.context_length * config.d_model * setup.precision.parameter_bytes
+    parts += [
+        "## The residual stream",
+        f"One activation between blocks: {batch_size} x {config.context_length} x {config.d_model} elements of "
+        f"{setup.precision.parameter_bytes} bytes = **{residual / MIB:.2f} MiB**.",
+        "## What one block keeps for backward",
+        kept_table(accounts).markdown(),
+    ]
+    if setup.attention == "reference":
+        listed = block_saved_tensors(
+            config, batch_size, config.context_length, setup.precision.on(torch.device(setup.device).type)
+        )
+        parts.append(f"Predicted for the eager block: {total_bytes(listed) / MIB:,.2f} MiB.")
+    for account in accounts:
+        parts += [largest_table(account).markdown(), norm_sentence(account)]
+    parts += [
+        "## Gradients of one block",
+        gradient_table(accounts[0].block).markdown(),
+        f"Going backward through one eager block frees {accounts[0].block.activation_mib:,.1f} MiB of activations "
+        f"(and {accounts[0].block.mib(PARAMETER_COPY):,.1f} MiB of parameters' copies) and leaves "
+        f"{accounts[0].block.gradient_mib:,.1f} MiB of gradients.",
+        f"Every tensor: `{name}-residuals.csv`.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _profile_parts(profile: MemoryProfile, name: str) -> list[str]:
+    history = profile.history
+    parts = [f"![memory alive, by category]({name}.png)"]
+    if profile.out_of_memory:
+        parts.append(f"**Out of memory.** The pass ended early: {profile.out_of_memory.splitlines()[0]}")
+    parts += ["## The peak", peak_table(profile).markdown(), phase_table(profile).markdown()]
+    parts += ["## Largest allocations", allocation_table(profile).markdown()]
+    shown: set[tuple[str, ...]] = set()
+    for allocation in sorted(history.allocations, key=lambda allocation: -allocation.n_bytes):
+        if allocation.stack and allocation.stack not in shown and len(shown) < _STACKS:
+            shown.add(allocation.stack)
+            places = [place for place in allocation.stack if not place.endswith(_MODULE_CALLS)]
+            stack = "\n".join(_short_place(place) for place in places[:_STACK_FRAMES])
+            parts.append(f"Stack of {allocation.n_bytes / MIB:,.2f} MiB in {allocation.phase}:\n\n```\n{stack}\n```")
+    return [
+        *parts,
+        f"All of them: `{name}-allocations.csv`; the snapshot for pytorch.org/memory_viz: `{profile.path.name}`.",
+    ]
+
+
+def _short_place(place: str) -> str:
+    """A frame without the folders that differ between machines."""
+    known = re.search(r"(?:cs336_systems|site-packages|dist-packages|torchinductor_\w+)/.*", place)
+    return known[0] if known else place.rpartition("/")[2]

@@ -1,0 +1,196 @@
+"""Tables of a memory profile: the peak by category, phases, largest allocations, what a block keeps and its gradients.
+
+``MemoryProfile`` is what was watched on a GPU; ``BlockAccount`` what one block keeps for backward, on any device.
+"""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+
+from cs336_systems.costs.memory import peak_memory
+from cs336_systems.harness.memory import cublas_workspace_bytes
+from cs336_systems.profiling.memory_history import Allocation
+from cs336_systems.profiling.memory_profile import MemoryProfile
+from cs336_systems.profiling.residuals import ACTIVATION, PARAMETER, PARAMETER_COPY, Residuals
+from cs336_systems.report.tables import Table, digits
+
+GIB, MIB = 1024**3, 1024**2
+
+_LARGEST = 10
+
+
+@dataclass(frozen=True)
+class BlockAccount:
+    """What one block and one of its norms keep, eager or compiled."""
+
+    variant: str
+    block: Residuals
+    norm: Residuals
+
+
+def peak_frame(profile: MemoryProfile) -> pd.DataFrame:
+    """``category, gib, percent`` at the peak; the allocator's rounding makes the sum ``max_memory_allocated``."""
+    held = {**profile.history.peak().by_category, "allocator's rounding": profile.rounding_bytes}
+    frame = pd.DataFrame({"category": held.keys(), "gib": [n_bytes / GIB for n_bytes in held.values()]})
+    return frame.assign(percent=100 * frame["gib"] * GIB / profile.peak_allocated_bytes)
+
+
+def peak_table(profile: MemoryProfile) -> Table:
+    """What is alive at the peak, beside what was predicted."""
+    peak, setup = profile.history.peak(), profile.setup
+    device = torch.device(setup.device)
+    frame = peak_frame(profile)
+    unwatched = digits(profile.unwatched_peak_bytes / GIB) if profile.unwatched_peak_bytes else "–"
+    lines = [
+        {"category": line["category"], "GiB": digits(line["gib"]), "%": f"{line['percent']:.1f}"}
+        for line in frame.to_dict("records")
+    ]
+    lines.append({"category": "max_memory_allocated", "GiB": digits(profile.peak_allocated_bytes / GIB), "%": "100.0"})
+    lines.append({"category": "the same, unwatched", "GiB": unwatched, "%": ""})
+    if not setup.compile and setup.attention == "reference":
+        predicted = peak_memory(
+            setup.config,
+            profile.batch_size,
+            setup.config.context_length,
+            setup.precision,
+            profile.mode,
+            optimizer=setup.optimizer,
+            checkpoint=setup.checkpoint,
+            device_type=device.type,
+            workspace_bytes=cublas_workspace_bytes(device),
+        )
+        lines.append({"category": f"predicted ({predicted.moment})", "GiB": digits(predicted.n_bytes / GIB), "%": ""})
+    lines.append({"category": "reserved by the process", "GiB": digits(profile.peak_reserved_bytes / GIB), "%": ""})
+    caption = f"Alive at the peak, event {peak.event} of {profile.history.n_events}, in {peak.phase}."
+    return Table(caption, pd.DataFrame(lines))
+
+
+def phase_table(profile: MemoryProfile) -> Table:
+    """Each phase: its time under watch, and the most that was alive in it."""
+    total = np.sum(list(profile.history.live_bytes().values()), axis=0)
+    lines = [
+        {
+            "phase": phase.name,
+            "ms, watched": digits(phase.ms),
+            "events": phase.end - phase.start,
+            "GiB at its start": digits(total[phase.start - 1] / GIB),
+            "most GiB": digits(max(total[phase.start : phase.end]) / GIB),
+            "GiB at its end": digits(total[phase.end - 1] / GIB),
+        }
+        for phase in profile.history.phases
+    ]
+    return Table("Bytes asked for, by phase.", pd.DataFrame(lines))
+
+
+def allocation_frame(profile: MemoryProfile) -> pd.DataFrame:
+    """Equal allocations as one line: ``mib, made, at_peak, category, phase, what, source``, the largest first."""
+    peak = profile.history.peak().event
+    groups: dict[tuple, list[Allocation]] = {}
+    for allocation in profile.history.allocations:
+        what = re.sub(r"\.\d+\.", ".*.", allocation.name)
+        key = (allocation.n_bytes, allocation.category, allocation.phase, what, allocation.source)
+        groups.setdefault(key, []).append(allocation)
+    lines = [
+        {
+            "mib": n_bytes / MIB,
+            "made": len(group),
+            "at_peak": sum(allocation.start <= peak < allocation.end for allocation in group),
+            "category": category,
+            "phase": phase,
+            "what": what,
+            "source": source,
+        }
+        for (n_bytes, category, phase, what, source), group in groups.items()
+    ]
+    return pd.DataFrame(lines).sort_values("mib", ascending=False, kind="stable")
+
+
+def allocation_table(profile: MemoryProfile) -> Table:
+    """The largest of them."""
+    frame = allocation_frame(profile).head(_LARGEST)
+    shown = pd.DataFrame(
+        {
+            "MiB each": [digits(mib) for mib in frame["mib"]],
+            "made": frame["made"],
+            "alive at the peak": frame["at_peak"],
+            "category": frame["category"],
+            "phase": frame["phase"],
+            "source": [what or source for what, source in zip(frame["what"], frame["source"], strict=True)],
+        }
+    )
+    return Table("Equal allocations are one line; `*` stands for every block.", shown)
+
+
+def residual_frame(accounts: list[BlockAccount]) -> pd.DataFrame:
+    """Every tensor that the block keeps, and every gradient, by variant."""
+    frames = []
+    for account in accounts:
+        gradients = account.block.gradients.rename(columns={"parameter": "module"}).assign(kind="gradient")
+        frames += [account.block.tensors.assign(variant=account.variant), gradients.assign(variant=account.variant)]
+    columns = ["variant", *accounts[0].block.tensors.columns]
+    return pd.concat(frames)[columns]
+
+
+def kept_table(accounts: list[BlockAccount]) -> Table:
+    """Totals by kind, eager beside compiled."""
+    lines = []
+    for account in accounts:
+        block = account.block
+        lines.append(
+            {
+                "variant": account.variant,
+                "activations MiB": f"{block.activation_mib:,.2f}",
+                "tensors": (block.tensors["kind"] == ACTIVATION).sum(),
+                "parameter copies MiB": f"{block.mib(PARAMETER_COPY):,.2f}",
+                "parameters saved MiB": f"{block.mib(PARAMETER):,.2f}",
+            }
+        )
+    caption = "Storages counted once; parameters are alive anyway, their copies only under autocast."
+    return Table(caption, pd.DataFrame(lines))
+
+
+def largest_table(account: BlockAccount) -> Table:
+    """The five activations that take the most."""
+    largest = account.block.largest(5)
+    shown = pd.DataFrame(
+        {
+            "MiB": [digits(mib) for mib in largest["mib"]],
+            "%": [f"{percent:.1f}" for percent in largest["percent"]],
+            "shape": [" x ".join(map(str, shape)) for shape in largest["shape"]],
+            "dtype": largest["dtype"],
+            "kept by": largest["kept_by"],
+            "source": [
+                ", ".join(filter(None, (module, source)))
+                for module, source in zip(largest["module"], largest["source"], strict=True)
+            ],
+        }
+    )
+    together = largest["percent"].sum()
+    return Table(f"The five largest of the {account.variant} block, {together:.1f} % of what it keeps.", shown)
+
+
+def norm_sentence(account: BlockAccount) -> str:
+    """How many full-size tensors one RMSNorm by itself keeps."""
+    tensors = account.norm.tensors
+    full = tensors[(tensors["kind"] == ACTIVATION) & (tensors["mib"] > 0.1 * tensors["mib"].max())]
+    saves, storages = int(full["saves"].sum()), len(full)
+    return (
+        f"One RMSNorm by itself, {account.variant}, saves full-size tensors {saves} time{'s' * (saves > 1)}, in "
+        f"{storages} storage{'s' * (storages > 1)}: {account.norm.activation_mib:,.2f} MiB."
+    )
+
+
+def gradient_table(block: Residuals) -> Table:
+    """The gradients that backward leaves behind."""
+    shown = pd.DataFrame(
+        {
+            "parameter": block.gradients["parameter"],
+            "shape": [" x ".join(map(str, shape)) for shape in block.gradients["shape"]],
+            "dtype": block.gradients["dtype"],
+            "MiB": [digits(mib) for mib in block.gradients["mib"]],
+        }
+    )
+    return Table(f"{block.gradient_mib:,.2f} MiB in all.", shown)

@@ -1,0 +1,1 @@
+"""What does sharding the optimizer state save, and what does it cost?"""

@@ -1,0 +1,213 @@
+"""One training step under four ways to hold optimizer state: its time, and what the memory is taken by, when.
+
+    replicated   AdamW on every rank, gradients averaged by ``BucketedDDP``
+    owned        ``ShardedOptimizer``, gradients averaged by ``BucketedDDP``: the handout's form
+    scattered    ``ShardedOptimizer(reduce_gradients="reduce-scatter")``, without DDP: ZeRO stage 1
+    torch-zero   torch's ``ZeroRedundancyOptimizer``, parameters as bucket views, gradients averaged by ``BucketedDDP``
+
+Memory is read in the second step, when all state exists: after the model is built, when forward has left its
+activations, directly before and directly after the update (gradients not yet cleared). Parameters, gradients and
+optimizer state are exact sums of tensor bytes. On a GPU ``torch.cuda.memory_allocated`` gives the whole; activations
+are what forward added to it, and the rest is ``other`` (workspaces, buffers, padding). A CPU has the sums only. All
+figures are those of the rank that holds the most optimizer state, so that they add up.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs336_systems.config import PRECISIONS, resolve_size
+from cs336_systems.costs.sharding import link_bytes_per_step, state_bytes_by_rank
+from cs336_systems.distributed.ddp import BucketedDDP
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER, ShardedOptimizer
+from cs336_systems.harness.ranks import time_phases_of_ranks
+from cs336_systems.harness.record import Metric
+from cs336_systems.training import AdamW, TrainingSetup, TrainStep, assemble
+
+GIB = 1024**3
+
+SHARDINGS = ("replicated", "owned", "scattered", "torch-zero")
+
+MOMENTS = ("initialised", "after_forward", "before_step", "after_step")
+
+CATEGORIES = ("parameters", "gradients", "optimizer_state", "activations", "other")
+
+
+class ShardingCell(Protocol):
+    """What a cell says; see ``benchmarks/benchmark_sharded_optimizer.py``."""
+
+    @property
+    def sharding(self) -> str: ...
+    @property
+    def size(self) -> str: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def optimizer(self) -> str: ...
+    @property
+    def bucket_size_mb(self) -> float: ...
+    @property
+    def warmup(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def predicted_state_bytes(sharding: str, sizes: list[int], world_size: int, bucket_size_mb: float) -> int:
+    """AdamW's two moments on the fullest rank; torch's ZeRO deals tensors out as ``owned`` does."""
+    form = "owned" if sharding == "torch-zero" else sharding
+    bucket_bytes = int(bucket_size_mb * 1024**2)
+    return max(state_bytes_by_rank(form, sizes, world_size, per_parameter=2, bucket_bytes=bucket_bytes))
+
+
+def measure_sharding(cell: ShardingCell, rank: Rank) -> list[Metric]:
+    """Build one model and its optimizer, read the memory of its second step, then time its steps.
+
+    Raises:
+        FloatingPointError: the loss is not finite.
+    """
+    config = resolve_size(cell.size).at_context(cell.context_length)
+    meter = _Meter(rank.device)
+    built = assemble(TrainingSetup(config, PRECISIONS[cell.dtype], str(rank.device), seed=cell.seed))
+    parameters = list(built.model.parameters())
+    meter.read("initialised", parameters, [])
+    model, optimizer = _with_sharding(cell, built.model)
+    step = TrainStep(model, optimizer, PRECISIONS[cell.dtype])
+    generator = torch.Generator(rank.device).manual_seed(cell.seed + rank.rank)
+    shape = (cell.batch_size, cell.context_length)
+    token_ids, targets = (
+        torch.randint(config.vocab_size, shape, device=rank.device, generator=generator) for _ in range(2)
+    )
+    phases = _phases(step, token_ids, targets)
+    for phase in phases.values():
+        phase()
+    _read_one_step(meter, phases, parameters, optimizer)
+    times = time_phases_of_ranks(phases, rank, warmup=cell.warmup, steps=cell.steps)
+    assert step.loss is not None
+    if not math.isfinite(loss := step.loss.item()):
+        raise FloatingPointError(f"loss is {loss}")
+    metrics = [Metric(name, "ms", samples) for name, samples in times.samples_ms.items()]
+    sizes = [parameter.nbytes for parameter in parameters]
+    predicted = {
+        "predicted_parameters": sum(sizes),
+        "predicted_gradients": sum(sizes),
+        "predicted_optimizer_state": predicted_state_bytes(cell.sharding, sizes, rank.world_size, cell.bucket_size_mb),
+        "predicted_link_traffic": link_bytes_per_step(
+            "owned" if cell.sharding == "torch-zero" else cell.sharding, sum(sizes), rank.world_size
+        ),
+    }
+    in_bytes = meter.of_the_fullest_rank(rank.world_size) | predicted
+    return metrics + [Metric(name, "GiB", [n_bytes / GIB]) for name, n_bytes in in_bytes.items()]
+
+
+def _with_sharding(cell: ShardingCell, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    optimizer_cls: type[torch.optim.Optimizer] = AdamW
+    options: dict[str, Any] = {"lr": 1e-4}
+    if cell.optimizer == "torch-fused":
+        optimizer_cls, options = torch.optim.AdamW, {"lr": 1e-4, "fused": True}
+    if cell.sharding == "scattered":
+        return model, ShardedOptimizer(
+            model.parameters(),
+            optimizer_cls,
+            reduce_gradients=REDUCE_SCATTER,
+            bucket_size_mb=cell.bucket_size_mb,
+            **options,
+        )
+    model = BucketedDDP(model, cell.bucket_size_mb, broadcast_buffers=False)
+    if cell.sharding == "owned":
+        sharded = ShardedOptimizer(model.parameters(), optimizer_cls, bucket_size_mb=cell.bucket_size_mb, **options)
+        return model, sharded
+    if cell.sharding == "torch-zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # brings TorchScript along, and its warnings
+
+        zero = ZeroRedundancyOptimizer(model.parameters(), optimizer_cls, parameters_as_bucket_view=True, **options)
+        return model, zero
+    return model, optimizer_cls(model.parameters(), **options)
+
+
+def _phases(step: TrainStep, token_ids: Tensor, targets: Tensor) -> dict[str, Callable[[], None]]:
+    """The phases of a step; waiting for the gradients of the other ranks belongs to backward."""
+    phases = step.phases("step", token_ids, targets)
+    backward = phases["backward"]
+
+    def backward_on_all_ranks() -> None:
+        backward()
+        if isinstance(step.model, BucketedDDP):
+            step.model.finish_gradient_synchronization()
+
+    return phases | {"backward": backward_on_all_ranks}
+
+
+def _read_one_step(
+    meter: "_Meter",
+    phases: dict[str, Callable[[], None]],
+    parameters: Sequence[Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    state = _state_tensors(optimizer)
+    before = meter.allocated()
+    meter.restart_peak()
+    phases["forward"]()
+    meter.read("after_forward", parameters, state, activations=meter.allocated() - before)
+    phases["backward"]()
+    meter.read("before_step", parameters, state)
+    meter.restart_peak()
+    handle = optimizer.register_step_post_hook(lambda *_: meter.read("after_step", parameters, state))
+    phases["optimizer"]()
+    handle.remove()
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """This rank's; torch's ZeRO keeps it in an optimizer of its own, ``optim``."""
+    local = getattr(optimizer, "optim", optimizer)
+    return [value for state in local.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+class _Meter:
+    """Bytes by moment and category on this rank, from construction on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.readings: dict[str, float] = {}
+        self._baseline = 0
+        self._baseline = self.allocated()
+        self.restart_peak()
+
+    def allocated(self) -> int:
+        """What tensors take on a GPU beyond the baseline; 0 on a CPU, which does not say."""
+        return torch.cuda.memory_allocated(self.device) - self._baseline if self.device.type == "cuda" else 0
+
+    def restart_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def read(self, moment: str, parameters: Sequence[Tensor], state: Sequence[Tensor], activations: int = 0) -> None:
+        """Note what there is now; activations are counted where forward has just ended."""
+        sums = {
+            "parameters": sum(parameter.nbytes for parameter in parameters),
+            "gradients": sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None),
+            "optimizer_state": sum(tensor.nbytes for tensor in state),
+        }
+        if self.device.type == "cuda":
+            allocated = self.allocated()
+            sums["activations"] = activations
+            sums["other"] = allocated - sum(sums.values())
+            sums["allocated"] = allocated
+            sums["peak"] = torch.cuda.max_memory_allocated(self.device) - self._baseline
+        self.readings |= {f"{moment}_{category}": n_bytes for category, n_bytes in sums.items()}
+
+    def of_the_fullest_rank(self, world_size: int) -> dict[str, float]:
+        """The readings of the rank with the most optimizer state, the first of equals, on every rank."""
+        of_all: list[Any] = [None] * world_size
+        dist.all_gather_object(of_all, self.readings)
+        return max(of_all, key=lambda readings: readings["after_step_optimizer_state"])

@@ -1,1 +1,0 @@
-"""What a step does cost: clocks, memory, ceilings, provenance, rows, and sweeps over cells."""

@@ -1,0 +1,1 @@
+"""Where time and memory go: ranges, traces, allocator snapshots, what a block keeps for backward."""

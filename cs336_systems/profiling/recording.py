@@ -1,0 +1,107 @@
+"""Profile one workload: plain and annotated steps in turn, then recorded ones, and what the trace says in numbers.
+
+    metrics = profile_workload(workload, recorded, "kineto", folder / "step.json.gz")
+    trace = read_trace(folder / "step.json.gz")
+
+The metrics hold the clock's samples three times, ``unprofiled_<phase>``, ``annotated_<phase>`` and
+``recorded_<phase>``, so that what ranges and recording cost stands beside every conclusion drawn from them.
+"""
+
+import gc
+import json
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from cs336_systems.harness.clock import WHOLE
+from cs336_systems.harness.record import Metric
+from cs336_systems.profiling.ranges import STEP
+from cs336_systems.profiling.traces import kineto, nsys
+from cs336_systems.profiling.traces.kernels import MATMUL
+from cs336_systems.profiling.traces.queries import class_times, limits, times
+from cs336_systems.profiling.traces.tables import Trace, TraceError, require_kernels
+from cs336_systems.profiling.workload import PreparedStep, Workload
+
+PROFILERS = {"nsys": ".sqlite", "kineto": ".json.gz"}
+"""What records, and how its files end."""
+
+HOWS = ("unprofiled", "annotated", "recorded")
+"""Prefixes of the clock's metrics."""
+
+ROUNDS = 2
+"""Times that plain and annotated steps alternate; the order is turned round each time."""
+
+
+def read_trace(path: Path) -> Trace:
+    """A trace of either profiler, told by the name of its file.
+
+    Raises:
+        TraceError: it cannot be read.
+    """
+    return nsys.read(path) if path.suffix == PROFILERS["nsys"] else kineto.read(path)
+
+
+def profile_workload(workload: Workload, recorded: Workload, profiler: str, path: Path) -> list[Metric]:
+    """Time ``workload`` plain and annotated, record ``recorded``, the same with other counts of steps, to ``path``.
+
+    Raises:
+        ValueError: no such profiler.
+        TraceError: the recording failed, or it holds no kernels though it ran on a GPU.
+    """
+    if profiler not in PROFILERS:
+        raise ValueError(f"unknown profiler {profiler!r}: known are {', '.join(PROFILERS)}")
+    prepared = PreparedStep(workload)
+    samples_ms: dict[str, dict[str, list[float]]] = {how: {} for how in HOWS}
+    ratios = []
+    for i in range(ROUNDS):
+        wholes = {}
+        for how in HOWS[:2] if i % 2 == 0 else HOWS[1::-1]:
+            found = prepared.run(workload.warmup, workload.steps, annotated=how == "annotated").samples_ms
+            wholes[how] = median(found[WHOLE])
+            for phase, samples in found.items():
+                samples_ms[how].setdefault(phase, []).extend(samples)
+        ratios.append(wholes["annotated"] / wholes["unprofiled"])
+
+    if profiler == "nsys":
+        del prepared  # the child needs the memory
+        gc.collect()
+        torch.cuda.empty_cache()
+        samples_ms["recorded"] = _record_with_nsys(recorded, path)
+    else:
+        with kineto.recording(path, prepared.device):
+            samples_ms["recorded"] = prepared.run(recorded.warmup, recorded.steps, annotated=True).samples_ms
+    trace = read_trace(path)
+    if workload.device == "cuda":
+        require_kernels(trace)
+
+    metrics = [Metric(f"{how}_{phase}", "ms", samples) for how in HOWS for phase, samples in samples_ms[how].items()]
+    unprofiled_ms = median(samples_ms["unprofiled"][WHOLE])
+    slowdown = median(samples_ms["recorded"][WHOLE]) / unprofiled_ms
+    metrics.append(Metric("annotation_ratio", "annotated / unprofiled", ratios))
+    metrics.append(Metric("recording_ratio", "recorded / unprofiled", [slowdown]))
+    return metrics + _trace_metrics(trace, unprofiled_ms)
+
+
+def _record_with_nsys(workload: Workload, path: Path) -> dict[str, list[float]]:
+    """Run the workload under nsys in a process of its own; returns the times that it printed."""
+    recording = nsys.record(workload.command(), path)
+    printed = [line for line in recording.stdout.splitlines() if line.startswith("{")]
+    if not printed:
+        raise TraceError(f"the program under nsys printed no times: {recording.stdout[-200:]!r}")
+    return json.loads(printed[-1])
+
+
+def _trace_metrics(trace: Trace, unprofiled_ms: float) -> list[Metric]:
+    """Per step: busy time, operations, share of matrix products, and the idle share of a GPU."""
+    steps = trace.instances(STEP)
+    whole, sums = times(trace, steps), class_times(trace, steps)
+    metrics = [
+        Metric("busy", "ms", [whole.unioned_ms], derived=True),
+        Metric("operations", "count", [whole.operations], derived=True),
+        Metric("matmul_share", "% of summed time", [100 * sums.get(MATMUL, 0.0) / whole.summed_ms], derived=True),
+    ]
+    if trace.has_gpu:
+        idle = limits(trace, unprofiled_ms).idle_percent
+        metrics.append(Metric("idle", "% of unprofiled step", [idle], derived=True))
+    return metrics

@@ -1,0 +1,193 @@
+"""torch.profiler (Kineto): record to a Chrome trace, read that.
+
+    with recording(folder / "step.json.gz", device):
+        ...
+    trace = read(folder / "step.json.gz")
+
+In the file an operation on the GPU and its launch share ``args.correlation``; its process id is the device's number, so
+the process and thread are the launch's. Ranges are ``user_annotation`` events; their ``gpu_user_annotation`` shadows
+include gaps and are not read. Times are microseconds with three decimals. On a CPU the operations are operators: they
+nest, and a tree of them is cut where an operator's own time is more than half of it, so that what remains is disjoint
+(``aten::linear`` gives way to ``aten::addmm``, which did the work).
+"""
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from cs336_systems.profiling.traces import nsys
+from cs336_systems.profiling.traces.tables import (
+    COPY,
+    FILL,
+    KERNEL,
+    OPERATOR,
+    RANGE_COLUMNS,
+    Trace,
+    TraceError,
+    make_trace,
+)
+
+_GPU_CATEGORIES = {"kernel": KERNEL, "gpu_memcpy": COPY, "gpu_memset": FILL}
+_LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
+
+_OPERATOR_NAME = re.compile(r"(?!autograd::)\w+::")
+"""``aten::mm``, but not autograd's own bookkeeping, nor functions written in Python, which work through operators."""
+
+
+@contextmanager
+def recording(path: Path, device: torch.device) -> Iterator[None]:
+    """Record what happens inside to a Chrome trace at ``path`` (gzipped if it ends in ``.gz``).
+
+    Raises:
+        TraceError: the process runs under nsys, and two profilers would contend for the device.
+    """
+    if nsys.is_attached():
+        raise TraceError("torch.profiler cannot record in a process that nsys is profiling: use one of the two")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, acc_events=True) as profiler:
+        yield
+    profiler.export_chrome_trace(str(path))
+
+
+def read(path: Path) -> Trace:
+    """The tables of a Chrome trace written by torch.profiler.
+
+    Raises:
+        TraceError: not readable, not JSON, not a trace of torch.profiler, or one without operations.
+    """
+    events = _events(path)
+    try:
+        gpu = _gpu_operations(events)
+        ops = gpu if len(gpu) else _cpu_operations(events)
+        ranges = [
+            (str(e["name"]), _ns(e["ts"]), _ns(e["ts"]) + _ns(e["dur"]), int(e["pid"]), int(e["tid"]))
+            for e in events
+            if e.get("cat") == "user_annotation"
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise TraceError(f"{path} is not a trace of torch.profiler: an event has a bad or no {error}") from error
+    columns = [column for column in RANGE_COLUMNS if column != "depth"]
+    return make_trace(ops, pd.DataFrame(ranges, columns=columns), path)
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """The complete (``X``) events of the file."""
+    try:
+        data = path.read_bytes()
+        content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise TraceError(f"{path} cannot be read as a Chrome trace: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("traceEvents"), list):
+        raise TraceError(f"{path} is not a Chrome trace: it has no list of traceEvents")
+    return [event for event in content["traceEvents"] if isinstance(event, dict) and event.get("ph") == "X"]
+
+
+def _ns(microseconds: float) -> int:
+    return round(float(microseconds) * 1000)
+
+
+def _gpu_operations(events: list[dict[str, Any]]) -> pd.DataFrame:
+    """Kernels, copies and fills with the calls that launched them; empty if there are none."""
+    launches: dict[int, tuple[int, int, int]] = {}
+    for event in events:
+        if event.get("cat") in _LAUNCH_CATEGORIES and "correlation" in event.get("args", {}):
+            launch = (_ns(event["ts"]), int(event["pid"]), int(event["tid"]))
+            correlation = int(event["args"]["correlation"])
+            launches[correlation] = min(launch, launches.get(correlation, launch))
+    process = next((int(e["pid"]) for e in events if e.get("cat") == "user_annotation"), -1)
+    rows = []
+    for event in events:
+        if kind := _GPU_CATEGORIES.get(event.get("cat", "")):
+            start, args = _ns(event["ts"]), event["args"]
+            correlation = int(args["correlation"])
+            launch_start, pid, tid = launches.get(correlation, (start, process, -1))
+            name = str(event["name"]) if kind == KERNEL else {COPY: "memcpy", FILL: "memset"}[kind]
+            rows.append(
+                {
+                    "name": name,
+                    "kind": kind,
+                    "start": start,
+                    "end": start + _ns(event["dur"]),
+                    "pid": pid,
+                    "device": int(args["device"]),
+                    "stream": int(args["stream"]),
+                    "launch_tid": tid,
+                    "launch_start": launch_start,
+                    "correlation": correlation,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def _cpu_operations(events: list[dict[str, Any]]) -> pd.DataFrame:
+    """Operators that did work themselves, disjoint on each thread."""
+    threads: dict[tuple[int, int], list[_Operator]] = {}
+    for event in events:
+        if event.get("cat") == "cpu_op" and _OPERATOR_NAME.match(str(event["name"])):
+            start = _ns(event["ts"])
+            operator = _Operator(str(event["name"]), start, start + _ns(event["dur"]))
+            threads.setdefault((int(event["pid"]), int(event["tid"])), []).append(operator)
+    rows = []
+    for (pid, tid), operators in threads.items():
+        for operator in _working(operators):
+            rows.append(
+                {
+                    "name": operator.name,
+                    "kind": OPERATOR,
+                    "start": operator.start,
+                    "end": operator.end,
+                    "pid": pid,
+                    "device": -1,
+                    "stream": tid,
+                    "launch_tid": tid,
+                    "launch_start": operator.start,
+                    "correlation": -1,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+class _Operator:
+    """One operator and the time that its direct children take, in nanoseconds."""
+
+    def __init__(self, name: str, start: int, end: int) -> None:
+        self.name = name
+        self.start = start
+        self.end = end
+        self.children_ns = 0
+        self.parent: _Operator | None = None
+        self.kept = False
+
+
+def _working(operators: list[_Operator]) -> list[_Operator]:
+    """The outermost operators whose own time is more than half of their duration, of one thread."""
+    operators = sorted(operators, key=lambda operator: (operator.start, -operator.end))
+    stack: list[_Operator] = []
+    for operator in operators:
+        while stack and stack[-1].end <= operator.start:
+            stack.pop()
+        if stack:
+            operator.parent = stack[-1]
+            operator.parent.children_ns += operator.end - operator.start
+        stack.append(operator)
+    kept = []
+    for operator in operators:
+        outer = operator.parent
+        covered = outer is not None and outer.kept
+        working = 2 * operator.children_ns < operator.end - operator.start
+        operator.kept = covered or working
+        if working and not covered:
+            kept.append(operator)
+    return kept

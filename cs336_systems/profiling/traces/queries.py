@@ -1,0 +1,259 @@
+"""Questions to a trace. Every answer is per step: sums over the steps that were recorded, divided by their number.
+
+    times(trace, trace.instances("forward", inside="step"))    how long a range kept the device
+    kernel_table(...)                                          what ran in it, how often, with which share
+    class_shares(...)                                          matmul against the rest
+    limits(trace)                                              is the step bound by compute, memory or overhead?
+    overlap(trace)                                             communication hidden behind compute, by stream
+    slowdown(alone, beside)                                    what communication costs the kernels it runs beside
+
+Three durations of a range, because each misleads somewhere: *summed* adds up its operations, and counts time twice
+where streams overlap; *unioned* is the time during which any of them runs; *projected* is from the first one's start to
+the last one's end, and includes the gaps, as an event timer does.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from cs336_systems.profiling.ranges import STEP
+from cs336_systems.profiling.traces.intervals import gaps, intersection, length, union
+from cs336_systems.profiling.traces.kernels import ATTENTION, CLASSES, COMMUNICATION, MATMUL, kernel_class
+from cs336_systems.profiling.traces.tables import Trace
+
+MS = 1e6
+"""Nanoseconds in a millisecond."""
+
+
+@dataclass(frozen=True)
+class RangeTimes:
+    """Milliseconds (and counts) per step of one set of ranges."""
+
+    calls: float
+    host_ms: float
+    """Between entering and leaving the range on its thread."""
+    operations: float
+    summed_ms: float
+    unioned_ms: float
+    projected_ms: float
+
+
+def n_steps(trace: Trace) -> int:
+    """Recorded steps, warm-up excluded.
+
+    Raises:
+        TraceError: the trace has no step.
+    """
+    return len(trace.instances(STEP))
+
+
+def times(trace: Trace, instances: pd.DataFrame) -> RangeTimes:
+    """How long these ranges, instance by instance, kept the host and the device."""
+    return _total(_by_instance(trace, instances), n_steps(trace))
+
+
+def _by_instance(trace: Trace, instances: pd.DataFrame) -> pd.DataFrame:
+    """One row per instance: host time, operations, and the three durations, in nanoseconds."""
+    ops = trace.operations(instances)
+    rows = instances.assign(host=instances["end"] - instances["start"])[["name", "depth", "host"]]
+    held = ops.assign(length=ops["end"] - ops["start"]).groupby("instance")
+    rows["operations"] = held.size()
+    rows["summed"] = held["length"].sum()
+    rows["unioned"] = pd.Series({index: length(union(group)) for index, group in held}, dtype=float)
+    rows["projected"] = held["end"].max() - held["start"].min()
+    return rows.fillna(0)
+
+
+def _total(rows: pd.DataFrame, steps: int) -> RangeTimes:
+    sums = rows[["host", "operations", "summed", "unioned", "projected"]].sum()
+    return RangeTimes(
+        calls=len(rows) / steps,
+        host_ms=float(sums["host"]) / steps / MS,
+        operations=float(sums["operations"]) / steps,
+        summed_ms=float(sums["summed"]) / steps / MS,
+        unioned_ms=float(sums["unioned"]) / steps / MS,
+        projected_ms=float(sums["projected"]) / steps / MS,
+    )
+
+
+def range_table(trace: Trace) -> pd.DataFrame:
+    """``times`` of every range name that occurs inside a step, in order of first appearance; the steps come first.
+
+    Columns: range, depth (the least at which it occurs), and the fields of ``RangeTimes``.
+    """
+    windows = trace.instances(STEP)
+    found = pd.concat([windows, trace.during(trace.ranges[trace.ranges["name"] != STEP], windows)])
+    steps = len(windows)
+    return pd.DataFrame(
+        {"range": name, "depth": int(rows["depth"].min())} | vars(_total(rows, steps))
+        for name, rows in _by_instance(trace, found).groupby("name", sort=False)
+    )
+
+
+def kernel_table(trace: Trace, *instances: pd.DataFrame) -> pd.DataFrame:
+    """The operations of these ranges by name, most time first.
+
+    Columns: name, kernel_class, count and total_ms (per step), mean_us, share_percent (of all these operations).
+    """
+    steps = n_steps(trace)
+    ops = pd.concat([trace.operations(each) for each in instances])
+    durations = (ops["end"] - ops["start"]).groupby(ops["name"]).agg(["count", "sum"])
+    durations = durations.sort_values("sum", ascending=False, kind="stable")
+    return pd.DataFrame(
+        {
+            "name": durations.index,
+            "kernel_class": [kernel_class(name) for name in durations.index],
+            "count": (durations["count"] / steps).to_numpy(),
+            "total_ms": (durations["sum"] / steps / MS).to_numpy(),
+            "mean_us": (durations["sum"] / durations["count"] / 1e3).to_numpy(),
+            "share_percent": (100 * durations["sum"] / max(1, durations["sum"].sum())).to_numpy(),
+        }
+    )
+
+
+def class_times(trace: Trace, *instances: pd.DataFrame) -> dict[str, float]:
+    """Summed milliseconds per step of each kernel class that occurs in these ranges, in the order of ``CLASSES``."""
+    table = kernel_table(trace, *instances)
+    sums = table.groupby("kernel_class")["total_ms"].sum()
+    return {label: float(sums[label]) for label in CLASSES if label in sums.index}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where the time of a step goes on its device, in milliseconds per step; the four parts add up to ``step_ms``."""
+
+    step_ms: float
+    compute_ms: float
+    """Matrix products and fused attention run."""
+    memory_ms: float
+    """Only other kernels and copies run: each reads and writes more than it computes."""
+    communication_ms: float
+    """Only collectives run."""
+    idle_ms: float
+    """Nothing runs."""
+    late_gaps: float
+    """Times per step that the device is idle although it has finished all it was given: the host was late."""
+    late_ms: float
+    """Idle time in those gaps, as recorded."""
+    traced_step_ms: float
+    """The step as it was recorded; recording slows launches, so its idle time is not the step's own."""
+
+    @property
+    def idle_percent(self) -> float:
+        return 100 * self.idle_ms / self.step_ms
+
+    @property
+    def verdict(self) -> str:
+        """``compute``, ``memory``, ``communication`` or ``overhead``: the largest part."""
+        parts = {
+            "compute": self.compute_ms,
+            "memory": self.memory_ms,
+            "communication": self.communication_ms,
+            "overhead": self.idle_ms,
+        }
+        return max(parts, key=lambda part: parts[part])
+
+
+def limits(trace: Trace, step_ms: float | None = None) -> Limits:
+    """Split the step's time on its device, from the start of the ``step`` range to the end of its last operation.
+
+    Args:
+        step_ms: the step's time as measured without a profiler. If it is given, idle time is what is left of it beside
+            the busy time; kernels run as long under a profiler as without, launches do not.
+    """
+    steps = trace.instances(STEP)
+    traced = compute = memory = communication = late = n_late = 0
+    for index, row in steps.iterrows():
+        ops = trace.operations(steps.loc[[index]]).sort_values("start", kind="stable")
+        if ops.empty:
+            continue
+        classes = ops["name"].map(kernel_class)
+        busy = union(ops)
+        computing = union(ops[classes.isin([MATMUL, ATTENTION])])
+        local = union(ops[classes != COMMUNICATION])
+        compute += length(computing)
+        memory += length(local) - length(computing)
+        communication += length(busy) - length(local)
+        traced += int(ops["end"].max() - row["start"])
+        idle = np.concatenate([[[row["start"], busy[0, 0]]], gaps(busy)])
+        launched = ops["launch_start"].to_numpy()[np.searchsorted(ops["start"].to_numpy(), idle[:, 1])]
+        late_idle = idle[launched >= idle[:, 0]]
+        n_late += len(late_idle)
+        late += length(late_idle)
+    count = len(steps)
+    traced_ms, busy_ms = traced / count / MS, (compute + memory + communication) / count / MS
+    whole_ms = max(traced_ms if step_ms is None else step_ms, busy_ms)
+    return Limits(
+        step_ms=whole_ms,
+        compute_ms=compute / count / MS,
+        memory_ms=memory / count / MS,
+        communication_ms=communication / count / MS,
+        idle_ms=whole_ms - busy_ms,
+        late_gaps=n_late / count,
+        late_ms=late / count / MS,
+        traced_step_ms=traced_ms,
+    )
+
+
+def overlap(trace: Trace) -> pd.DataFrame:
+    """For each device and stream with communication, how much of it runs while something else does; empty without any.
+
+    Columns: device, stream, operations, communication_ms, hidden_ms, hidden_percent (per step).
+    """
+    ops = trace.operations(trace.instances(STEP))
+    steps = n_steps(trace)
+    communicating = ops["name"].map(kernel_class) == COMMUNICATION
+    rows = []
+    for (device, stream), group in ops[communicating].groupby(["device", "stream"]):
+        busy = union(group)
+        others = union(ops[~communicating & (ops["device"] == device)])
+        hidden = length(intersection(busy, others))
+        rows.append(
+            {
+                "device": device,
+                "stream": stream,
+                "operations": len(group) / steps,
+                "communication_ms": length(busy) / steps / MS,
+                "hidden_ms": hidden / steps / MS,
+                "hidden_percent": 100 * hidden / length(busy),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def slowdown(alone: Trace, beside: Trace) -> pd.DataFrame:
+    """The kernels of a step without communication against the same kernels beside it, by class.
+
+    The k-th kernel of a name in one step is taken for the k-th of that name in the other, so products of different
+    shapes are not mixed. What only one of the steps has (copies into buckets, say) stands in ``added_ms``, negative
+    where it is the step alone that has it. Communication itself is left out.
+
+    Columns: kernel_class, count, alone_ms, beside_ms, added_ms (per step).
+    """
+    paired = pd.merge(
+        _numbered(alone), _numbered(beside), on=["name", "number"], how="outer", suffixes=("_alone", "_beside")
+    )
+    paired["kernel_class"] = paired["name"].map(kernel_class)
+    both = paired["ns_alone"].notna() & paired["ns_beside"].notna()
+    paired["added"] = (paired["ns_beside"].fillna(0) - paired["ns_alone"].fillna(0)).where(~both, 0)
+    matched = paired.where(both)
+    table = pd.DataFrame(
+        {
+            "count": matched.groupby(paired["kernel_class"])["name"].count(),
+            "alone_ms": matched.groupby(paired["kernel_class"])["ns_alone"].sum() / MS,
+            "beside_ms": matched.groupby(paired["kernel_class"])["ns_beside"].sum() / MS,
+            "added_ms": paired.groupby("kernel_class")["added"].sum() / MS,
+        }
+    )
+    return table.reindex([label for label in CLASSES if label in table.index]).reset_index(names="kernel_class")
+
+
+def _numbered(trace: Trace) -> pd.DataFrame:
+    """Name, number among those of its name in a step, and mean nanoseconds of every kernel but communication."""
+    ops = trace.operations(trace.instances(STEP))
+    ops = ops[ops["name"].map(kernel_class) != COMMUNICATION].sort_values("start", kind="stable")
+    ops = ops.assign(number=ops.groupby(["instance", "name"]).cumcount(), ns=ops["end"] - ops["start"])
+    return (
+        ops.groupby(["name", "number"], as_index=False)["ns"].sum().assign(ns=lambda each: each["ns"] / n_steps(trace))
+    )

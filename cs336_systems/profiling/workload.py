@@ -1,0 +1,105 @@
+"""The step that is profiled, as a program: it can run in this process, or as a child that a profiler starts.
+
+    python -m cs336_systems.profiling.workload '{"device": "cuda", "size": "small", ...}'
+
+runs the annotated warm-up and steps and prints their times as one JSON object (milliseconds by phase), which is all
+that nsys needs to be given. In-process, ``PreparedStep`` alternates plain and annotated steps of one model, so that the
+cost of annotation is a ratio of neighbours.
+"""
+
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+
+import torch
+
+from cs336_systems.config import PRECISIONS, ModelConfig, resolve_size
+from cs336_systems.harness.clock import PhaseTimes, time_phases
+from cs336_systems.profiling.ranges import annotate, ranged_phases
+from cs336_systems.training import TrainingSetup, assemble
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One model, one batch of random tokens, and how many steps of it to run."""
+
+    device: str
+    size: str
+    batch_size: int
+    context_length: int
+    dtype: str
+    attention: str
+    compile: str
+    checkpoint: str
+    optimizer: str
+    mode: str
+    warmup: int
+    steps: int
+    seed: int
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape at this context length."""
+        return resolve_size(self.size).at_context(self.context_length)
+
+    @property
+    def setup(self) -> TrainingSetup:
+        """How its training step is assembled."""
+        return TrainingSetup(
+            self.config,
+            PRECISIONS[self.dtype],
+            self.device,
+            self.optimizer,
+            self.compile == "on",
+            self.attention,
+            self.checkpoint,
+            seed=self.seed,
+        )
+
+    def command(self) -> list[str]:
+        """The command line that runs the annotated steps in a process of their own."""
+        return [sys.executable, "-m", "cs336_systems.profiling.workload", json.dumps(asdict(self))]
+
+
+class PreparedStep:
+    """A workload's model and batch on its device, ready to run any number of times."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.device = torch.device(workload.device)
+        self.step = assemble(workload.setup)
+        shape = (workload.batch_size, workload.context_length)
+        self.token_ids, self.targets = (
+            torch.randint(workload.config.vocab_size, shape, device=self.device) for _ in range(2)
+        )
+
+    def run(self, warmup: int, steps: int, *, annotated: bool) -> PhaseTimes:
+        """Time warm-up and steps, with ranges on everything or as they are.
+
+        Raises:
+            FloatingPointError: the loss is not finite.
+        """
+        phases = self.step.phases(self.workload.mode, self.token_ids, self.targets)
+        if annotated:
+            with annotate(self.step.model):
+                times = time_phases(
+                    ranged_phases(phases, warmup=warmup), device=self.device, warmup=warmup, steps=steps
+                )
+        else:
+            times = time_phases(phases, device=self.device, warmup=warmup, steps=steps)
+        assert self.step.loss is not None
+        if not math.isfinite(loss := self.step.loss.item()):
+            raise FloatingPointError(f"loss is {loss}")
+        return times
+
+
+def main() -> None:
+    """Run the annotated steps of the workload that the first argument describes."""
+    workload = Workload(**json.loads(sys.argv[1]))
+    times = PreparedStep(workload).run(workload.warmup, workload.steps, annotated=True)
+    print(json.dumps(times.samples_ms))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""The written answers: committed rows and calculators as tables and quoted numbers inside documents."""

@@ -1,0 +1,79 @@
+"""Digests of several profiles as one table."""
+
+import pandas as pd
+import pytest
+
+from cs336_systems.answers.committed import Committed, NotMeasured
+from cs336_systems.answers.profiles import (
+    blocks,
+    classes_table,
+    other_kernels_table,
+    stages_table,
+    terms,
+    top_kernels_table,
+)
+from cs336_systems.config import MODEL_SIZES
+from tests.report.rows import make_cell, make_frame, ms
+
+CELL = {"size": "small", "context_length": 512, "dtype": "fp32", "batch_size": 4}
+
+
+def kernels():
+    lines = [
+        ("inference forward", "gemm", "matmul", 60, 6.0),
+        ("inference forward", "softmax", "softmax", 12, 1.5),
+        ("inference forward", "tiny", "elementwise", 3, 0.1),
+        ("forward + backward", "gemm", "matmul", 60, 6.0),
+        ("forward + backward", "gemm_nt", "matmul", 48, 7.0),
+    ]
+    frame = pd.DataFrame(lines, columns=["passes", "name", "kernel_class", "count", "total_ms"]).assign(**CELL)
+    whole = frame.groupby("passes")["total_ms"].transform("sum")
+    return frame.assign(share_percent=100 * frame["total_ms"] / whole)
+
+
+def test_the_leading_kernel_of_each_pass():
+    lines = top_kernels_table(kernels()).frame
+    assert list(lines["kernel"]) == ["gemm", "gemm_nt"]
+    assert list(lines["share %"]) == ["78.9", "53.8"]
+
+
+def test_shares_by_class_add_up():
+    lines = classes_table(kernels()).frame.set_index("pass")
+    assert lines.loc["inference forward", "matmul %"] == "78.9"
+    assert lines.loc["forward + backward", "matmul %"] == "100.0"
+
+
+def test_other_kernels_are_those_that_matter():
+    assert list(other_kernels_table(kernels()).frame["kernel"]) == ["softmax"]
+
+
+def test_stages_have_times_and_work():
+    ranges = pd.DataFrame(
+        {"range": ["scores matmul", "softmax", "values matmul"], "summed_ms": [1.0, 0.5, 1.0], "mode": "forward"}
+    ).assign(**CELL)
+    line = stages_table(ranges).frame.iloc[0]
+    assert line["products / softmax: time"] == "4.00"
+    assert line["FLOPs"] == f"{4 * MODEL_SIZES['small'].d_head / 5:.1f}"
+
+
+def test_what_is_not_recorded_is_not_measured(tmp_path):
+    committed = Committed(tmp_path, "h200")
+    with pytest.raises(NotMeasured):
+        blocks(committed)["nsys-forward"]()
+
+
+def test_digests_are_found_by_their_rows(tmp_path):
+    folder = tmp_path / "digests" / "h200" / "nsys"
+    folder.mkdir(parents=True)
+    cell = {"profiler": "nsys", "device": "cuda", "mode": "forward"} | CELL
+    rows = make_frame(make_cell(ms("unprofiled_forward", 10.0), ms("recorded_forward", 12.0), ms("busy", 5.0)))
+    operations = make_frame(make_cell(ms("operations", 600.0)))
+    frame = pd.concat([rows, operations]).assign(samples="", **cell)
+    frame.to_csv(folder / "profile_model.csv", index=False)
+    kernels().to_csv(folder / "small-b4-c512-fp32-nsys-kernels.csv", index=False)
+    committed = Committed(tmp_path, "h200")
+    assert " 0.500 |" in blocks(committed)["nsys-forward"]()
+    found = terms(committed)
+    assert found["kernel-share"].value("nsys", "inference", "matmul", "small", "512") == pytest.approx(6 / 7.6)
+    assert found["top-kernel-runs"].value("nsys", "forward-backward", "small", "512") == 48
+    assert found["profiled"].value("nsys", "busy", "small", "512", "forward") == 5

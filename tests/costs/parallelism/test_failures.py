@@ -1,0 +1,80 @@
+"""Expected times against jobs that fail at random, optima against a search."""
+
+import random
+import statistics
+
+import pytest
+
+from cs336_systems.costs.parallelism.failures import DAY, Job, mean_time_between_failures
+
+JOBS = [Job(3600.0, 10.0), Job(8640.0, 60.0, 300.0), Job(864.0, 60.0, 300.0), Job(600.0, 1500.0)]
+
+
+def played(job: Job, interval: float, random_: random.Random) -> float:
+    """Seconds until one segment is done, with failures drawn one by one."""
+    elapsed, needed = 0.0, interval + job.save_s
+    while True:
+        gap = random_.expovariate(1 / job.mtbf_s)
+        if gap >= needed:
+            return elapsed + needed
+        elapsed += gap
+        while (gap := random_.expovariate(1 / job.mtbf_s)) < job.restart_s:
+            elapsed += gap
+        elapsed += job.restart_s
+
+
+@pytest.mark.parametrize("job", JOBS[:3])
+def test_expected_time_is_that_of_jobs_that_fail_at_random(job):
+    random_ = random.Random(0)
+    times = [played(job, job.young_s, random_) for _ in range(40_000)]
+    error = statistics.stdev(times) / len(times) ** 0.5
+    assert abs(statistics.fmean(times) - job.expected_segment_s(job.young_s)) < 4 * error
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_optimum_is_where_a_search_finds_it(job):
+    searched = max((job.mtbf_s * i / 20_000 for i in range(1, 40_000)), key=job.goodput)
+    assert job.optimal_s == pytest.approx(searched, abs=job.mtbf_s / 20_000)
+
+
+def test_young_and_daly_approach_it_as_failures_become_rare():
+    errors = []
+    for mtbf in (1e3, 1e4, 1e5, 1e6):
+        job = Job(mtbf, 60.0, 300.0)
+        young, daly = (abs(found / job.optimal_s - 1) for found in (job.young_s, job.daly_s))
+        assert daly < young
+        assert job.goodput(job.optimal_s) >= max(job.goodput(job.young_s), job.goodput(job.daly_s))
+        errors.append((young, daly))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0][1] < 0.01
+    assert errors[-1][0] < 0.01
+
+
+def test_daly_gives_up_where_saving_takes_longer_than_failures_allow():
+    assert JOBS[-1].daly_s == JOBS[-1].mtbf_s
+
+
+def test_more_nodes_fail_more_often():
+    assert mean_time_between_failures(1) == 100 * DAY
+    assert mean_time_between_failures(1000) == pytest.approx(2.4 * 3600)
+    assert mean_time_between_failures(100, 20) == pytest.approx(DAY / 2)
+
+
+def test_an_interval_far_beyond_the_time_between_failures_keeps_nothing():
+    assert Job(1.0, 1.0).goodput(1e6) == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: mean_time_between_failures(0), "number of nodes must be positive, got 0"),
+        (lambda: mean_time_between_failures(1, 0), "failures per 1000 node-days must be positive, got 0"),
+        (lambda: Job(0, 1), "mean time between failures must be positive, got 0"),
+        (lambda: Job(1, 0), "time to save must be positive, got 0"),
+        (lambda: Job(1, 1, -1), "time to restart must not be negative, got -1"),
+        (lambda: Job(1, 1).goodput(0), "checkpoint interval must be positive, got 0"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,128 @@
+"""Closed forms of the best mesh against searches over it."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems.costs.parallelism.forms import DEVICES, FeedForward, pass_cost
+from cs336_systems.costs.parallelism.mesh import (
+    Network,
+    best_whole_split,
+    evaluate,
+    largest_mesh,
+    least_tokens,
+    least_tokens_per_device,
+    optimal_split,
+)
+
+LAYER = FeedForward(8192, 28_672)
+NETWORKS = [
+    Network(989.4e12, 400e9, 450e9, overlapping, large_rings)
+    for overlapping in (True, False)
+    for large_rings in (True, False)
+]
+
+
+def name(network: Network) -> str:
+    return f"{'max' if network.overlapping else 'sum'}-{'large' if network.large_rings else 'exact'}"
+
+
+every_network = pytest.mark.parametrize("network", NETWORKS, ids=name)
+
+
+@every_network
+@pytest.mark.parametrize("tokens", [2**14, 2**17, 2**20])
+@pytest.mark.parametrize("n", [8, 64, 1000])
+def test_the_closed_form_is_the_best_of_many_splits(network, tokens, n):
+    best = optimal_split(LAYER, tokens, n, network)
+    xs = [n ** (i / 400) for i in range(1, 400)]
+    searched = min(evaluate(LAYER, tokens, x, n / x, network).communication_s for x in xs)
+    ends = 0 if network.large_rings else evaluate(LAYER, tokens, 1, n, network).communication_s
+    if 1 < best.fsdp < n:
+        assert best.communication_s <= searched * (1 + 1e-12)
+        assert best.communication_s == pytest.approx(searched, rel=1e-2)
+    else:
+        assert ends == 0 or min(searched, ends) >= best.communication_s * (1 - 1e-12)
+
+
+@every_network
+def test_whole_splits_never_beat_it_and_stay_close_to_it(network):
+    for power in range(3, 12):
+        best, whole = optimal_split(LAYER, 2**18, 2**power, network), best_whole_split(LAYER, 2**18, 2**power, network)
+        assert whole.fsdp * whole.tp == 2**power
+        if 1 < best.fsdp < 2**power and min(whole.fsdp, whole.tp) > 1:
+            assert best.communication_s <= whole.communication_s * (1 + 1e-12) <= 1.5 * best.communication_s
+            assert whole.fsdp / 2 <= best.fsdp <= whole.fsdp * 2
+
+
+@every_network
+@pytest.mark.parametrize("tokens", [2**12, 2**17, 2**19])
+def test_the_largest_mesh_is_the_largest_that_a_search_finds(network, tokens):
+    x, y = largest_mesh(LAYER, tokens, network)
+    assert evaluate(LAYER, tokens, x, y, network).compute_bound
+    grid = [1 + i for i in range(1, 600)]
+    ys = [1 + i for i in range(1, 50)]
+    searched = max(
+        (p * q for p in grid for q in ys if p * q > x * y and evaluate(LAYER, tokens, p, q, network).compute_bound),
+        default=0,
+    )
+    assert searched == 0, f"a mesh of {searched} devices is still bound by compute, the closed form says {x * y}"
+
+
+def test_sharing_the_network_costs_a_factor_of_four():
+    """In large rings: 3/2 B F (W/C)^2 and 3/8 B F (W/C)^2 for SwiGLU in two bytes."""
+    tokens, rate, w = 2**20, 989.4e12, 450e9
+    for overlapping, factor in ((True, 1.5), (False, 0.375)):
+        x, y = largest_mesh(LAYER, tokens, Network(rate, w, w, overlapping, large_rings=True))
+        assert x * y == pytest.approx(factor * tokens * 28_672 * (w / rate) ** 2)
+
+
+def test_one_axis_alone_is_fsdp_and_tensor_parallelism():
+    network = NETWORKS[-1]
+    fsdp, tp = evaluate(LAYER, 2**18, 8, 1, network), evaluate(LAYER, 2**18, 1, 8, network)
+    assert fsdp.communication_s == pytest.approx(pass_cost("fsdp", LAYER, 2**18, 8, "forward").sent_bytes / 400e9)
+    assert tp.communication_s == pytest.approx(
+        pass_cost("tensor-parallel", LAYER, 2**18, 8, "forward").sent_bytes / 450e9
+    )
+
+
+@every_network
+@pytest.mark.parametrize(("x", "y"), [(16, 4), (8, 8), (64, 1), (1, 16), (2, 2)])
+def test_least_tokens_is_where_a_bisection_ends(network, x, y):
+    network = replace(network, flops_per_s=4.6e14, fsdp_bytes_per_s=3.6e11, tp_bytes_per_s=1.8e11)
+    low, high = 1e-6, 1e12
+    for _ in range(200):
+        middle = math.sqrt(low * high)
+        if evaluate(LAYER, middle, x, y, network).compute_bound:
+            high = middle
+        else:
+            low = middle
+    found = least_tokens(LAYER, x, y, network)
+    if math.isinf(found):
+        assert not evaluate(LAYER, 1e11, x, y, network).compute_bound
+    elif found:
+        assert found == pytest.approx(high)
+    else:
+        assert evaluate(LAYER, 1e-3, x, y, network).compute_bound
+
+
+def test_the_books_example():
+    """64 chips of TPU v5p, F = 32,768: 396 tokens per chip, where the best of all splits is bound by both."""
+    tpu, layer = DEVICES["tpu-v5p"], FeedForward(8192, 32_768, n_matrices=2)
+    w = tpu.egress_bytes_per_s
+    network = Network(tpu.flops_per_s, 2 * w, w, overlapping=False, large_rings=True)
+    least = least_tokens_per_device(layer, network)
+    assert least == pytest.approx(396, rel=0.01)
+    best = optimal_split(layer, 64 * least, 64, network)
+    assert best.communication_s == pytest.approx(best.compute_s)
+    assert not optimal_split(layer, 63 * least, 64, network).compute_bound
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="an axis has at least one device, got 0.5 x 4"):
+        evaluate(LAYER, 1, 0.5, 4, NETWORKS[0])
+    with pytest.raises(ValueError, match="tokens must be positive, got 0"):
+        evaluate(LAYER, 0, 1, 4, NETWORKS[0])
+    with pytest.raises(ValueError, match="tp_bytes_per_s must be positive, got 0"):
+        Network(1, 1, 0, True)

@@ -1,0 +1,113 @@
+"""Simulated schedules do every operation once, after its inputs, and idle as long as the closed forms say."""
+
+from itertools import pairwise
+
+import pytest
+
+from cs336_systems.costs.parallelism.pipeline import SCHEDULES, Durations, Operation, Timeline, simulate
+
+DURATIONS = [Durations(), Durations(1.0, 1.25, 0.75), Durations(0.5, 0.5, 0.25)]
+SHAPES = [(1, 1), (1, 3), (2, 2), (2, 6), (4, 4), (4, 12), (8, 8), (8, 24)]
+
+
+def run(schedule: str, stages: int, microbatches: int, durations: Durations | None = None, chunks: int = 2) -> Timeline:
+    thin = chunks if schedule == "interleaved" else 1
+    return simulate(schedule, stages, microbatches, chunks=thin, durations=durations)
+
+
+every_run = pytest.mark.parametrize("schedule", SCHEDULES)
+every_shape = pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
+
+
+@every_run
+@every_shape
+@pytest.mark.parametrize("durations", DURATIONS)
+def test_every_operation_once_and_none_at_the_same_time(schedule, stages, microbatches, durations):
+    timeline = run(schedule, stages, microbatches, durations)
+    kinds = ("F", "B", "W") if schedule == "zb-h1" else ("F", "BW")
+    wanted = {Operation(k, i, c) for k in kinds for i in range(microbatches) for c in range(timeline.chunks)}
+    for stage in timeline.operations:
+        done = [timed.operation for timed in stage]
+        assert len(done) == len(set(done))
+        assert set(done) == wanted
+        assert all(before.end <= after.start + 1e-9 for before, after in pairwise(stage))
+        assert sum(timed.end - timed.start for timed in stage) == pytest.approx(timeline.busy)
+
+
+@every_run
+@every_shape
+@pytest.mark.parametrize("durations", DURATIONS)
+def test_no_operation_before_its_inputs(schedule, stages, microbatches, durations):
+    """The model's parts in order are p chunks 0, then p chunks 1, ...: forward goes up that order, backward down."""
+    timeline = run(schedule, stages, microbatches, durations)
+    times = {
+        (timed.operation.kind[0], timed.operation.microbatch, timed.operation.chunk * stages + timed.stage): timed
+        for stage in timeline.operations
+        for timed in stage
+    }
+    last = stages * timeline.chunks - 1
+    for (kind, i, part), timed in times.items():
+        if kind == "F":
+            needed = [("F", i, part - 1)] if part else []
+        elif kind == "B":
+            needed = [("F", i, part)] + ([("B", i, part + 1)] if part < last else [])
+        else:
+            needed = [("B", i, part)]
+        for key in needed:
+            assert times[key].end <= timed.start + 1e-9, (key, timed)
+
+
+@every_shape
+@pytest.mark.parametrize("durations", DURATIONS)
+def test_bubbles_are_those_of_the_closed_forms(stages, microbatches, durations):
+    whole, behind = durations.total, stages - 1
+    zero = durations.forward + durations.backward_input - durations.backward_weight
+    for schedule, expected in {"gpipe": behind * whole, "1f1b": behind * whole, "zb-h1": behind * zero}.items():
+        timeline = run(schedule, stages, microbatches, durations)
+        assert timeline.bubble == pytest.approx(expected)
+        assert timeline.bubble_fraction == pytest.approx(expected / (expected + microbatches * whole))
+    for chunks in (2, 3, 4):
+        if microbatches % stages == 0:
+            timeline = run("interleaved", stages, microbatches, durations, chunks)
+            assert timeline.bubble == pytest.approx(behind * whole / chunks)
+
+
+@every_shape
+def test_activations_alive(stages, microbatches):
+    p, m = stages, microbatches
+    assert run("gpipe", p, m).peak_activations == (m,) * p
+    assert run("1f1b", p, m).peak_activations == tuple(min(m, p - s) for s in range(p))
+    assert run("zb-h1", p, m).peak_activations == (min(m, p),) * p
+    assert run("interleaved", p, m).peak_activations == tuple(
+        min(m, (2 * (p - s - 1) + (2 - 1) * p + 1) / 2) for s in range(p)
+    )
+
+
+def test_nothing_is_alive_at_the_end():
+    for schedule in SCHEDULES:
+        timeline = run(schedule, 4, 8)
+        assert all(timeline.activations(stage)[-1][1] == 0 for stage in range(4))
+
+
+def test_fewer_microbatches_than_stages():
+    for schedule in ("gpipe", "1f1b", "zb-h1"):
+        timeline = run(schedule, 4, 2)
+        assert timeline.bubble > 0
+        assert max(timeline.peak_activations) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "chunks", "message"),
+    [
+        (("2f2b", 2, 2), 1, "unknown schedule '2f2b': known are gpipe"),
+        (("1f1b", 0, 2), 1, "stages and microbatches must be positive, got 0 and 2"),
+        (("1f1b", 2, 2), 2, "1f1b runs 1 chunk, got 2"),
+        (("interleaved", 2, 2), 1, "interleaved runs 2 or more chunks, got 1"),
+        (("interleaved", 4, 6), 2, "interleaved needs a multiple of 4 microbatches, got 6"),
+    ],
+)
+def test_bad_input(arguments, chunks, message):
+    with pytest.raises(ValueError, match=message):
+        simulate(*arguments, chunks=chunks)
+    with pytest.raises(ValueError, match="durations must be positive"):
+        Durations(forward=0)

@@ -1,0 +1,94 @@
+"""Rings played step by step end with the right sums, and send what the closed forms say."""
+
+import math
+
+import pytest
+
+from cs336_systems.costs.communication import Link, cost
+from cs336_systems.costs.parallelism.ring import (
+    RingRun,
+    all_gather,
+    all_reduce,
+    alternate_all_reduce,
+    complete,
+    reduce_scatter,
+    summation_orders,
+)
+
+WORLDS = [1, 2, 3, 4, 7, 8, 16]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_reduce_scatter_leaves_each_rank_the_sum_of_its_chunk(world_size):
+    last = reduce_scatter(world_size, 64 * world_size).holdings[-1]
+    assert last == tuple({rank: frozenset(range(world_size))} for rank in range(world_size))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_all_gather_leaves_each_rank_every_chunk(world_size):
+    last = all_gather(world_size, 64 * world_size).holdings[-1]
+    assert last == ({chunk: frozenset({chunk}) for chunk in range(world_size)},) * world_size
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_all_reduce_leaves_each_rank_every_sum(world_size):
+    assert complete(all_reduce(world_size, 64 * world_size).holdings[-1], range(world_size))
+    assert world_size == 1 or not complete(all_reduce(world_size, 64 * world_size).holdings[-2], range(world_size))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_alternate_all_reduce_adds_every_tensor_once(world_size):
+    run = alternate_all_reduce(world_size, 100)
+    assert [sorted(order) for order in summation_orders(run)] == [list(range(world_size))] * world_size
+    assert all(len(step) == world_size for step in run.steps), "a rank sends in every step"
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(
+    ("collective", "simulate"),
+    [("all_gather", all_gather), ("reduce_scatter", reduce_scatter), ("all_reduce", all_reduce)],
+)
+def test_closed_forms_of_chunked_rings(collective, simulate, world_size):
+    total = 96 * world_size
+    run: RingRun = simulate(world_size, total)
+    closed = cost(collective, world_size, total)
+    assert len(run.steps) == closed.steps
+    assert run.bytes_per_link == (closed.wire_bytes,) * world_size
+    assert run.seconds(450e9, 2e-6) == pytest.approx(Link(2e-6, 1 / 450e9).seconds(closed))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_alternate_sends_half_the_ranks_times_more(world_size):
+    total = 96 * world_size
+    whole, chunked = alternate_all_reduce(world_size, total), all_reduce(world_size, total)
+    assert whole.bytes_per_link == ((world_size - 1) * total,) * world_size
+    assert whole.seconds(1e9) == pytest.approx(world_size / 2 * chunked.seconds(1e9))
+    assert 2 * len(whole.steps) == len(chunked.steps)
+
+
+def test_alternate_wins_only_where_latency_decides():
+    few, alpha, bandwidth = 8, 10e-6, 450e9
+    small, large = alternate_all_reduce(few, 8 * 64), alternate_all_reduce(few, 8 * 2**20)
+    assert small.seconds(bandwidth, alpha) < all_reduce(few, 8 * 64).seconds(bandwidth, alpha)
+    assert large.seconds(bandwidth, alpha) > all_reduce(few, 8 * 2**20).seconds(bandwidth, alpha)
+
+
+def test_alternate_leaves_replicas_that_differ_in_their_last_bits():
+    values = [1.0, 1e16, -1e16, 3.0]
+    sums = {sum(values[rank] for rank in order) for order in summation_orders(alternate_all_reduce(4, 8))}
+    assert len(sums) > 1
+    assert math.fsum(values) == 4.0
+
+
+def test_chunks_that_no_rank_count_divides_differ_by_one_byte():
+    run = all_gather(4, 10)
+    assert {message.n_bytes for message in run.steps[0]} == {2, 3}
+    assert sum(run.bytes_per_link) == 3 * 10
+
+
+@pytest.mark.parametrize("simulate", [all_gather, reduce_scatter, all_reduce, alternate_all_reduce])
+def test_bad_input(simulate):
+    with pytest.raises(ValueError, match="world size must be positive, got 0"):
+        simulate(0, 8)
+    with pytest.raises(ValueError, match="total bytes must not be negative, got -1"):
+        simulate(2, -1)

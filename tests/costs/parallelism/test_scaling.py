@@ -1,0 +1,70 @@
+"""The crossing against a search, and a workload for each of the four cases."""
+
+import pytest
+
+from cs336_systems.costs.parallelism.forms import DEVICES, FeedForward, pass_cost
+from cs336_systems.costs.parallelism.scaling import CASES, LLAMA3_70B, Workload, case, communication_limit, fsdp_step
+
+H100 = DEVICES["h100"]
+FOUR_MILLION = Workload(LLAMA3_70B.n_parameters, 2**22, 8192)
+
+
+def test_the_model_is_the_published_one():
+    assert LLAMA3_70B.n_parameters == 70_553_706_496
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("batch", [2**13, 2**15, 2**20, 2**22])
+def test_the_crossing_is_where_a_search_finds_it(name, batch):
+    device, workload = DEVICES[name], Workload(70_000_000_000, batch, 4096)
+    steps = (fsdp_step(workload, n, device) for n in range(1, 12_000))
+    assert communication_limit(workload, device) == max(s.n_devices for s in steps if s.communication_s <= s.compute_s)
+
+
+def test_compute_falls_and_communication_stays():
+    small, large = fsdp_step(FOUR_MILLION, 256, H100), fsdp_step(FOUR_MILLION, 512, H100)
+    assert large.compute_s == pytest.approx(small.compute_s / 2)
+    assert large.communication_s == pytest.approx(small.communication_s, rel=3e-3)
+    assert small.seconds == small.compute_s
+
+
+def test_a_step_is_the_sum_of_its_layers_passes():
+    layer = FeedForward(64, 192)
+    workload = Workload(layer.n_parameters, 4096, 64)
+    passes = [pass_cost("fsdp", layer, 4096, 4, which) for which in ("forward", "backward")]
+    step = fsdp_step(workload, 4, H100)
+    assert step.compute_s == pytest.approx(sum(found.compute_s(H100) for found in passes))
+    assert step.communication_s == pytest.approx(sum(found.communication_s(450e9) for found in passes))
+
+
+def test_the_batch_limit_comes_first_for_long_sequences():
+    """512 sequences of 8,192 tokens, but 1,696 H100s until the network is the limit."""
+    assert FOUR_MILLION.n_sequences == 512
+    assert communication_limit(FOUR_MILLION, H100) == 1696
+
+
+@pytest.mark.parametrize(
+    ("sequence_length", "n_devices", "local", "communication"),
+    [(8192, 256, False, False), (512, 2048, False, True), (8192, 1024, True, False), (8192, 2048, True, True)],
+)
+def test_each_case_has_a_workload(sequence_length, n_devices, local, communication):
+    found = case(Workload(70_000_000_000, 2**22, sequence_length), n_devices, H100)
+    assert (found.local_batch_limit, found.communication_limit) == (local, communication)
+
+
+def test_the_cases_are_four_with_a_remedy_each():
+    assert len({(c.local_batch_limit, c.communication_limit) for c in CASES}) == 4
+    assert len({c.remedy for c in CASES}) == 4
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Workload(0, 1, 1), "n_parameters must be positive, got 0"),
+        (lambda: Workload(1, 4, 8), "a batch of 4 tokens is shorter than a sequence of 8"),
+        (lambda: fsdp_step(FOUR_MILLION, 0, H100), "number of devices must be positive, got 0"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

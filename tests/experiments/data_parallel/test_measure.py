@@ -1,0 +1,84 @@
+"""A data-parallel cell measured on two gloo ranks: its metrics, its check of the replicas, and what Traffic sees."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from cs336_systems.config import resolve_size
+from cs336_systems.distributed.process_group import RankFailed, spawn
+from cs336_systems.experiments.data_parallel.measure import DataParallelCell, PreparedReplica, measure_data_parallel
+from cs336_systems.harness.record import Metric
+from cs336_systems.profiling.traces import kineto
+
+CELL = DataParallelCell(
+    device="cpu",
+    ddp="bucketed",
+    bucket_size_mb=0.1,
+    communication_dtype="same",
+    size="tiny",
+    batch_size=1,
+    context_length=16,
+    dtype="fp32",
+    compile="off",
+    optimizer="torch-fused",
+    world_size=2,
+    warmup=1,
+    steps=3,
+    seed=0,
+)
+TORCH = dataclasses.replace(CELL, ddp="torch")
+BF16 = dataclasses.replace(CELL, communication_dtype="bf16", dtype="autocast-bf16", steps=1)
+
+
+def measure_three(rank, folder):
+    return [
+        {metric.name: metric for metric in measure_data_parallel(cell, rank, trace=trace)}
+        for cell, trace in ((CELL, folder), (TORCH, None), (BF16, None))
+    ]
+
+
+def test_metrics_of_ours_and_of_torchs(tmp_path):
+    first, second = spawn(measure_three, 2, tmp_path, timeout_s=60)
+    ours, torchs, bf16 = first
+    gradient_mib = 4 * resolve_size("tiny").n_parameters / 2**20
+    for metrics in (ours, torchs):
+        for name in ("step", "forward", "backward", "optimizer", "local_step", "local_backward"):
+            assert len(metrics[name].samples) == 3
+        assert len(metrics["exposed"].samples) == 2  # one per round
+        assert metrics["sent"].samples[0] == pytest.approx(gradient_mib, rel=1e-3)
+        assert metrics["tokens_per_s"].samples[0] == pytest.approx(2 * 16 / metrics["step"].samples[0] * 1e3)
+    assert ours["collectives"].samples[0] > torchs["collectives"].samples[0] > 0
+    assert bf16["sent"].samples[0] == pytest.approx(gradient_mib / 2, rel=1e-3)
+    assert len(bf16["step"].samples) == 1
+    assert second[0]["step"] == ours["step"]  # slowest rank, told to all
+    assert "hidden_share" not in ours  # a CPU's trace cannot tell
+    trace = kineto.read(tmp_path / f"{CELL.name}.json.gz")
+    assert len(trace.instances("step")) == 3
+    assert len(trace.instances("backward", inside="step")) == 3
+
+
+def drift(rank):
+    replica = PreparedReplica(CELL, rank)
+    for phase in replica.phases(communicate=False).values():
+        phase()
+    parameter = next(replica.step.model.parameters())
+    with pytest.raises(RuntimeError, match="parameters are not the same bits on all ranks"):
+        replica.check_replicas()
+    replica.reunite()
+    replica.check_replicas()
+    for state in replica.step.optimizer.state.values():
+        moments = [torch.empty_like(state["exp_avg"]) for _ in range(2)]
+        torch.distributed.all_gather(moments, state["exp_avg"])
+        assert torch.equal(*moments)
+    parameter.data.view(-1)[0].add_(rank.rank * 1e-6)
+    replica.check_replicas()
+
+
+def test_replicas_that_drift_apart_fail_the_cell():
+    with pytest.raises(RankFailed, match="1 parameters are not the same bits on all ranks"):
+        spawn(drift, 2, timeout_s=60)
+
+
+def test_metrics_can_become_rows():
+    assert Metric("exposed", "ms", [-0.5, 0.25], derived=True).statistics()["median"] == -0.125

@@ -1,0 +1,40 @@
+"""Rates by hand from one-sample times: what each counts, and of which limit it is a share."""
+
+import pytest
+
+from cs336_systems.config import MODEL_SIZES, PRECISIONS
+from cs336_systems.costs.flops import model_flops
+from cs336_systems.experiments.model.rates import step_rates
+from cs336_systems.harness.clock import WHOLE
+
+CONFIG = MODEL_SIZES["tiny"]
+TIMES = {"forward": [1.0], "backward": [2.0], "optimizer": [1.0], WHOLE: [4.0]}
+CEILINGS = {"matmul_ceiling": 2.0, "copy_ceiling": 10.0}
+
+
+def rates(mode: str, device_name: str, ceilings: dict[str, float]) -> dict[str, float]:
+    samples = TIMES if mode == "step" else {"forward": [1.0], WHOLE: [1.0]}
+    executed = 7 * 10**9
+    metrics = step_rates(CONFIG, PRECISIONS["fp32"], 2, mode, samples, executed, device_name, ceilings)
+    assert all(metric.derived for metric in metrics)
+    return {metric.name: metric.samples[0] for metric in metrics}
+
+
+def test_a_step_on_a_known_device():
+    found = rates("step", "NVIDIA H200", CEILINGS)
+    forward, step = (model_flops(CONFIG, 2, 128, phase) for phase in ("forward", "step"))
+    peak = found["model_tflops"] / found["mfu"] * 100
+    assert found["tokens_per_s"] == pytest.approx(2 * 128 / 4e-3)
+    assert found["model_tflops"] == pytest.approx(step / 4e-3 / 1e12)
+    assert found["forward_model_tflops"] == pytest.approx(forward / 1e-3 / 1e12)
+    assert found["backward_model_tflops"] == pytest.approx(2 * forward / 2e-3 / 1e12)
+    assert found["hfu"] == pytest.approx(100 * 7e9 / 4e-3 / 1e12 / peak)
+    assert found["mfu_palm"] > found["mfu"]
+    assert found["matmul_ceiling_share"] == pytest.approx(100 * found["model_tflops"] / 2.0)
+    assert found["optimizer_bandwidth"] == pytest.approx(7 * 4 * CONFIG.n_parameters / 1e-3 / 1e9)
+    assert found["optimizer_copy_share"] == pytest.approx(100 * found["optimizer_bandwidth"] / 10.0)
+
+
+def test_shares_without_their_limit_and_phases_that_did_not_run_are_left_out():
+    assert rates("forward", "cpu", {}).keys() == {"tokens_per_s", "model_tflops", "forward_model_tflops"}
+    assert rates("step", "cpu", {}).keys().isdisjoint({"mfu", "mfu_palm", "hfu", "matmul_ceiling_share"})

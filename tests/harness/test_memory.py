@@ -1,0 +1,118 @@
+"""Memory that is free, from imitated control groups, and memory that was taken, in fresh processes."""
+
+import os
+
+import psutil
+import pytest
+import torch
+
+from cs336_systems.harness import memory
+from cs336_systems.harness.sweep import run_cell
+from tests.harness.cells import Cell, measure
+
+CPU = torch.device("cpu")
+
+
+MEMBERSHIP = "5:cpu:/elsewhere\n4:memory:/jobs/7\n0::/jobs/7\n"
+
+
+def control_group(root, files):
+    for name, text in (files | {"membership": MEMBERSHIP}).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return memory._cgroup_headroom(root, root / "membership")
+
+
+def below(folder, files):
+    """The same files in a group further down the hierarchy."""
+    return {
+        name.replace("memory/", f"memory/{folder}/") if "/" in name else f"{folder}/{name}": text
+        for name, text in files.items()
+    }
+
+
+def v2(limit, current, stat="anon 10\ninactive_file 300\nactive_file 5\n"):
+    return {"memory.max": f"{limit}\n", "memory.current": f"{current}\n", "memory.stat": stat}
+
+
+def v1(limit, usage, stat="cache 9\ninactive_file 1\ntotal_inactive_file 400\n"):
+    return {
+        "memory/memory.limit_in_bytes": f"{limit}\n",
+        "memory/memory.usage_in_bytes": f"{usage}\n",
+        "memory/memory.stat": stat,
+    }
+
+
+@pytest.mark.parametrize(
+    ("files", "headroom"),
+    [
+        (v2(5000, 2000), 5000 - 2000 + 300),
+        (v2(5000, 2000, stat="anon 10\n"), 3000),
+        (v2("max", 2000), None),
+        (v1(7000, 1000), 7000 - 1000 + 400),
+        (v2(5000, 2000) | v1(7000, 1000), 3300),
+        (below("jobs/7", v2(5000, 2000)), 3300),
+        (below("jobs", v1(7000, 1000)), 6400),
+        (v2(5000, 2000) | below("jobs/7", v2(4000, 2500)), 1800),
+        (below("jobs/8", v2(5000, 2000)), None),
+        ({"memory.current": "2000\n"}, None),
+        (v2("rubbish", "rubbish"), None),
+        ({}, None),
+    ],
+    ids=[
+        "v2",
+        "v2 without cache",
+        "v2 unlimited",
+        "v1",
+        "both",
+        "own",
+        "parent",
+        "tightest",
+        "sibling",
+        "no limit file",
+        "unreadable",
+        "none",
+    ],
+)
+def test_headroom_of_a_control_group(tmp_path, files, headroom):
+    assert control_group(tmp_path, files) == headroom
+
+
+@pytest.mark.parametrize(("headroom", "expected"), [(None, 10_000), (4_000, 4_000), (50_000, 10_000)])
+def test_the_tighter_of_machine_and_control_group_counts(monkeypatch, headroom, expected):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 10_000}))
+    monkeypatch.setattr(memory, "_cgroup_headroom", lambda: headroom)
+    assert memory.free_bytes(CPU) == expected
+
+
+def test_free_bytes_of_this_machine():
+    assert 0 < memory.free_bytes(CPU) <= psutil.virtual_memory().total
+
+
+def test_no_cublas_workspace_on_a_cpu():
+    assert memory.cublas_workspace_bytes(CPU) == 0
+
+
+def test_the_meter_sees_a_tensor_that_is_gone_when_it_is_read():
+    outcome = run_cell("b", measure, Cell("peak"), timeout_s=60)
+    assert outcome.median("peak") == pytest.approx(200, rel=0.2), outcome.message
+
+
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel cannot reset the high-water mark"
+)
+def test_the_meter_starts_when_it_is_made():
+    outcome = run_cell("b", measure, Cell("peak after a larger one"), timeout_s=60)
+    assert outcome.median("peak") == pytest.approx(200, rel=0.2), outcome.message
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_meter_and_the_driver_see_a_tensor_on_a_gpu():
+    device = torch.device("cuda")
+    meter = memory.PeakMeter(device)
+    before, free = torch.cuda.memory_allocated(device), memory.free_bytes(device)
+    block = torch.empty(200 * 1024**2, dtype=torch.int8, device=device)
+    assert memory.free_bytes(device) <= free
+    del block
+    assert meter.peak_bytes() - before == 200 * 1024**2

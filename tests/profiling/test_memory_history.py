@@ -1,0 +1,268 @@
+"""Lifetimes and categories, from logs written by hand, drawn at random, and taken from steps that run on the CPU."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cs336_systems.config import MODEL_SIZES, PRECISIONS
+from cs336_systems.costs.activations import saved_bytes
+from cs336_systems.costs.memory import adamw_state_bytes, parameter_bytes, peak_memory
+from cs336_systems.profiling.memory_history import (
+    ACTIVATIONS,
+    CATEGORIES,
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    OTHER,
+    PARAMETERS,
+    TEMPORARIES,
+    Allocation,
+    reconstruct,
+)
+from cs336_systems.training import TrainingSetup
+from tests.profiling.snapshots import US_PER_EVENT, EventLog, simulated_snapshot
+
+LINEAR = "/home/me/cs336_systems/model/ops.py:29 linear"
+ENGINE = "/site-packages/torch/autograd/graph.py:8 engine"
+SCALAR = 4
+"""Bytes of the loss, which outlives forward."""
+
+
+def step_by_hand() -> EventLog:
+    """A step on one weight of 100 bytes at 1000, its moment at 2000, a workspace at 3000."""
+    log = EventLog()
+    log.exists(1000, 100)
+    log.exists(2000, 200)
+    log.exists(3000, 3)
+    log.exists(3500, 4)  # the loss of the last step
+    log.phase("forward")
+    log.alloc(4000, 40, (ENGINE, LINEAR))  # kept for backward
+    log.alloc(5000, 50)  # gone before forward ends
+    log.free(5000)
+    log.free(3500)
+    log.phase("backward")
+    log.metadata = "MmBackward0"
+    log.alloc(5000, 51)  # a temporary where the gradient will be
+    log.free(5000)
+    log.alloc(5000, 100)  # the gradient
+    log.free(4000)
+    log.metadata = ""
+    log.phase("optimizer")
+    log.free(5000)
+    log.alloc(5000, 70)  # the optimizer's own, at the gradient's address
+    log.free(5000)
+    return log
+
+
+LABELS = [[1000, PARAMETERS, "w"], [2000, OPTIMIZER_STATE, "exp_avg of w"], [5000, GRADIENTS, "gradient of w"]]
+
+
+def test_every_rule_of_the_categories():
+    history = reconstruct(step_by_hand().snapshot(LABELS))
+    found = sorted((a.n_bytes, a.category, a.name) for a in history.allocations if a.n_bytes > 1)
+    assert found == [
+        (3, OTHER, "existed before"),
+        (4, OTHER, "existed before"),
+        (40, ACTIVATIONS, ""),
+        (50, TEMPORARIES, ""),
+        (51, TEMPORARIES, ""),
+        (70, TEMPORARIES, ""),
+        (100, GRADIENTS, "gradient of w"),
+        (100, PARAMETERS, "w"),
+        (200, OPTIMIZER_STATE, "exp_avg of w"),
+    ]
+
+
+def test_live_bytes_add_up_event_by_event():
+    history = reconstruct(step_by_hand().snapshot(LABELS))
+    total = np.sum(list(history.live_bytes().values()), axis=0)
+    base = 303 + 4
+    forward = [base, base + 1, base, base + 40, base + 90, base + 40, base + 36]
+    backward = [343 + 1, 343, 343 + 51, 343, 343 + 100, 303 + 100]
+    optimizer = [403 + 1, 403, 303, 303 + 70, 303]
+    assert total.tolist() == [*forward, *backward, *optimizer]
+    assert history.n_events == len(total) - 1
+
+
+def test_the_peak_is_named_by_phase_and_category():
+    peak = reconstruct(step_by_hand().snapshot(LABELS)).peak()
+    assert (peak.phase, peak.n_bytes) == ("backward", 443)
+    assert peak.by_category == {
+        PARAMETERS: 100,
+        OPTIMIZER_STATE: 200,
+        GRADIENTS: 100,
+        ACTIVATIONS: 40,
+        TEMPORARIES: 0,
+        OTHER: 3,
+    }
+
+
+def test_phases_cover_the_log_and_take_the_time_between_their_marks():
+    log = step_by_hand()
+    history = reconstruct(log.snapshot(LABELS))
+    assert [(phase.name, phase.start) for phase in history.phases] == [
+        ("forward", 1),
+        ("backward", 7),
+        ("optimizer", 13),
+    ]
+    assert [phase.end for phase in history.phases] == [7, 13, history.n_events + 1]
+    marks = [e["time_us"] for e in log.events if e.get("user_metadata", "").startswith("phase:")]
+    ends = [*marks[1:], US_PER_EVENT * (len(log.events) - 1)]
+    assert [phase.ms for phase in history.phases] == [(b - a) / 1e3 for a, b in zip(marks, ends, strict=True)]
+    assert history.phase_at(0) == "before" and history.phase_at(7) == "backward"
+
+
+def test_alive_at_lists_the_largest_first():
+    history = reconstruct(step_by_hand().snapshot(LABELS))
+    assert [a.n_bytes for a in history.alive_at(history.peak().event)] == [200, 100, 100, 40, 3]
+    assert [a.n_bytes for a in history.alive_at(0)] == [200, 100, 4, 3]
+
+
+def test_a_source_is_the_innermost_line_of_the_project_with_its_node():
+    history = reconstruct(step_by_hand().snapshot(LABELS))
+    by_size = {a.n_bytes: a for a in history.allocations if a.category != PARAMETERS}
+    assert by_size[40].source == "model/ops.py:29 linear"
+    assert by_size[51].source == "MmBackward0"
+    assert by_size[50].source == "no Python stack"
+    assert Allocation(0, 0, 0, 0, stack=(ENGINE,)).source == ENGINE
+    assert Allocation(0, 0, 0, 0, stack=(LINEAR,), operation="X").source == "model/ops.py:29 linear (X)"
+
+
+def test_without_marks_there_are_no_phases_and_no_activations():
+    log = EventLog()
+    log.alloc(1, 10)
+    log.alloc(2, 20)
+    log.free(1)
+    history = reconstruct(log.snapshot())
+    assert history.phases == []
+    assert {a.category for a in history.allocations} == {TEMPORARIES}
+    assert history.peak().n_bytes == 30
+
+
+def test_a_block_that_waits_for_the_device_is_freed_once():
+    """``record_stream`` keeps a block back: its owner's free counts, as in ``max_memory_allocated``."""
+    log = EventLog()
+    log.alloc(1, 10)
+    log.alloc(2, 20)
+    size = log.living.pop(1)
+    log._event("free_requested", 1, size)
+    log.alloc(3, 30)
+    log._event("free_completed", 1, size)
+    log.alloc(1, 11)
+    log.free(1)
+    total = np.sum(list(reconstruct(log.snapshot()).live_bytes().values()), axis=0)
+    assert total.tolist() == [0, 10, 30, 20, 50, 61, 50]
+
+
+def test_logs_without_requests_are_read():
+    log = EventLog()
+    log.alloc(1, 10)
+    log._event("free_completed", 1, log.living.pop(1))
+    log._event("segment_alloc", 1, 99)
+    log._event("snapshot", 0, 99)
+    assert reconstruct(log.snapshot()).live_bytes()[TEMPORARIES].tolist() == [0, 10, 0]
+
+
+def test_what_is_alive_when_memory_runs_out_in_forward_is_an_activation():
+    log = EventLog()
+    log.phase("forward")
+    log.alloc(1, 10)
+    log.alloc(2, 20)
+    log.free(2)
+    log.events.append({"action": "oom", "device_free": 5, "size": 10**9})
+    log.free(1)
+    history = reconstruct(log.snapshot())
+    assert history.out_of_memory == 5
+    by_size = {a.n_bytes: a.category for a in history.allocations}
+    assert (by_size[10], by_size[20]) == (ACTIVATIONS, TEMPORARIES)
+
+
+def test_a_log_with_a_hole_is_refused():
+    log = EventLog()
+    log.alloc(1, 10)
+    log.alloc(1, 10)
+    with pytest.raises(ValueError, match="block 0x1 is handed out twice"):
+        reconstruct(log.snapshot())
+
+
+def test_a_device_without_allocations_is_refused():
+    log = EventLog()
+    log.alloc(1, 10)
+    for index in (-1, 1, 7):
+        with pytest.raises(ValueError, match=f"no allocations of device {index}"):
+            reconstruct(log.snapshot(), index)
+    with pytest.raises(ValueError, match="no allocations of device 0"):
+        reconstruct({"device_traces": [[]], "segments": []})
+
+
+def test_an_unknown_category_is_refused_by_name():
+    with pytest.raises(ValueError, match="a label's category is 'buffers', known are parameters, "):
+        reconstruct(step_by_hand().snapshot([[1000, "buffers", "b"]]))
+
+
+@settings(max_examples=100, deadline=None, database=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 1000)), min_size=1, max_size=60), st.integers(0, 5))
+def test_the_total_is_a_running_sum(choices, n_before):
+    """Each choice frees a block that is alive, or else makes it."""
+    log = EventLog()
+    for address in range(n_before):
+        log.exists(address, 7 + address)
+    running = [sum(log.living.values())]
+    for address, size in choices:
+        if address in log.living:
+            log.free(address)
+        else:
+            log.alloc(address, size)
+        running.append(sum(log.living.values()))
+    if not any(event["action"] == "alloc" for event in log.events):
+        log.alloc(100, 1)
+        running.append(running[-1] + 1)
+    history = reconstruct(log.snapshot())
+    assert np.sum(list(history.live_bytes().values()), axis=0).tolist() == running
+    assert history.peak().n_bytes == max(running)
+    assert all(history.moment(i).n_bytes == n_bytes for i, n_bytes in enumerate(running))
+
+
+# ---- steps that really run, with their storages watched
+
+
+@pytest.mark.parametrize("mode", ["backward", "step"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast-bf16"])
+def test_a_step_on_the_cpu_has_the_predicted_categories(precision, mode):
+    config, precision = MODEL_SIZES["tiny"], PRECISIONS[precision]
+    history = reconstruct(simulated_snapshot(TrainingSetup(config, precision), 2, mode))
+    live = history.live_bytes()
+    assert (live[PARAMETERS] == parameter_bytes(config, precision)).all()
+    assert (live[OPTIMIZER_STATE] == (adamw_state_bytes(config, precision) if mode == "step" else 0)).all()
+    assert live[GRADIENTS].max() == parameter_bytes(config, precision)
+    assert live[GRADIENTS][0] == live[GRADIENTS][-1] == 0
+    backward = history.phases[1]
+    assert live[ACTIVATIONS][backward.start - 1] == saved_bytes(config, 2, 128, precision.on("cpu")) + SCALAR
+    assert live[ACTIVATIONS][backward.end - 1] == SCALAR
+    assert live[TEMPORARIES][backward.start - 1] == live[TEMPORARIES][-1] == 0
+
+    peak = history.peak()
+    predicted = peak_memory(config, 2, 128, precision, mode, device_type="cpu")
+    assert peak.n_bytes == pytest.approx(predicted.n_bytes, rel=2e-3)
+    in_backward = [a for a in history.allocations if a.phase == "backward" and a.n_bytes > SCALAR]
+    assert all("Backward" in a.operation for a in in_backward)
+    in_forward = [a for a in history.allocations if a.phase == "forward" and a.n_bytes > 1]
+    assert all(a.source.startswith(("model/", "training/loss.py")) for a in in_forward)
+
+
+def test_without_gradients_nothing_is_an_activation():
+    history = reconstruct(simulated_snapshot(TrainingSetup(MODEL_SIZES["tiny"]), 2, "forward"))
+    assert [phase.name for phase in history.phases] == ["forward"]
+    assert set(history.peak().by_category) == set(CATEGORIES)
+    assert not history.live_bytes()[ACTIVATIONS].any()
+
+
+def test_full_checkpointing_keeps_the_residual_stream_and_recomputes_the_rest_as_temporaries():
+    config = MODEL_SIZES["tiny"]
+    plain, checkpointed = (
+        reconstruct(simulated_snapshot(TrainingSetup(config, checkpoint=policy), 2, "backward"))
+        for policy in ("none", "full")
+    )
+    kept = [history.live_bytes()[ACTIVATIONS].max() for history in (plain, checkpointed)]
+    assert kept[1] < kept[0] / 2
+    assert checkpointed.live_bytes()[TEMPORARIES].max() > plain.live_bytes()[TEMPORARIES].max()

@@ -1,0 +1,111 @@
+"""What is attached to a step while it is watched, and that it is taken off again; the whole profile on a GPU."""
+
+import pytest
+import torch
+
+from cs336_systems.config import MODEL_SIZES, PRECISIONS
+from cs336_systems.costs.activations import saved_bytes
+from cs336_systems.costs.memory import adamw_state_bytes, parameter_bytes
+from cs336_systems.profiling import memory_profile
+from cs336_systems.profiling.memory_history import (
+    ACTIVATIONS,
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    TEMPORARIES,
+    reconstruct,
+)
+from cs336_systems.profiling.memory_profile import profile_memory, state_labels
+from cs336_systems.profiling.memory_snapshot import read_snapshot
+from cs336_systems.training import TrainingSetup, assemble
+
+CONFIG = MODEL_SIZES["tiny"]
+MIB = 1024**2
+
+
+def ids():
+    return torch.zeros(1, 8, dtype=torch.int64)
+
+
+def test_a_cpu_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="a memory timeline needs CUDA's allocator, which 'cpu' does not have"):
+        profile_memory(TrainingSetup(CONFIG), 1, "step", tmp_path / "x.pickle")
+
+
+def test_labels_name_everything_that_outlives_a_step():
+    step = assemble(TrainingSetup(CONFIG))
+    step(ids(), ids())
+    labels = state_labels(step, ids=(token_ids := ids()))
+    named = {(label.category, label.name): label.address for label in labels}
+    assert len(named) == len(labels) == 3 * len(list(step.model.parameters())) + 2 + 1
+    weight = step.model.layers[0].ffn.w1.weight
+    assert named[PARAMETERS, "layers.0.ffn.w1.weight"] == weight.data_ptr()
+    moment = step.optimizer.state[weight]["exp_avg"].data_ptr()
+    assert named[OPTIMIZER_STATE, "exp_avg of layers.0.ffn.w1.weight"] == moment
+    assert named["other", "ids"] == token_ids.data_ptr()
+
+
+def test_gradients_are_labelled_where_they_are_accumulated_and_only_inside():
+    step = assemble(TrainingSetup(CONFIG))
+    labels: list = []
+    phases = step.phases("step", ids(), ids())
+    with memory_profile._labelled_gradients(step, labels):
+        phases["forward"]()
+        phases["backward"]()
+        expected = {f"gradient of {name}": p.grad.data_ptr() for name, p in step.model.named_parameters()}
+        phases["optimizer"]()
+    assert {label.name: label.address for label in labels} == expected
+    assert {label.category for label in labels} == {GRADIENTS}
+    step(ids(), ids())
+    assert len(labels) == len(expected)
+
+
+def test_nodes_announce_themselves_in_order_and_the_loss_function_returns(monkeypatch):
+    announced: list[str] = []
+    monkeypatch.setattr(memory_profile, "annotate", announced.append)
+    step = assemble(TrainingSetup(CONFIG))
+    plain = assemble(TrainingSetup(CONFIG))
+    loss_function = step.loss_function
+    phases = step.phases("step", ids(), ids())
+    with memory_profile._named_nodes(step) as name_nodes:
+        phases["forward"]()
+        name_nodes()
+        phases["backward"]()
+        phases["optimizer"]()
+    assert step.loss_function is loss_function
+    assert announced[0] == "MeanBackward0" and announced[-1] == "EmbeddingBackward0"
+    assert announced.count("SoftmaxBackward0") == CONFIG.n_layers
+    plain(ids(), ids())
+    pairs = zip(step.model.parameters(), plain.model.parameters(), strict=True)
+    assert all(torch.equal(watched, unwatched) for watched, unwatched in pairs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["forward", "backward", "step"])
+@pytest.mark.parametrize("precision", ["fp32", "autocast-bf16"])
+def test_the_categories_of_a_step_on_a_gpu(tmp_path, precision, mode):
+    setup = TrainingSetup(MODEL_SIZES["small"].at_context(128), PRECISIONS[precision], "cuda")
+    profile = profile_memory(setup, 2, mode, tmp_path / "snapshot.pickle")
+    history, peak = profile.history, profile.history.peak()
+    large = sum(allocation.n_bytes > MIB for allocation in history.alive_at(peak.event))
+    assert 0 <= profile.rounding_bytes <= 512 * len(history.alive_at(peak.event)) + MIB * large
+    assert peak.n_bytes == pytest.approx(profile.unwatched_requested_bytes, rel=5e-3)
+    assert peak.by_category[PARAMETERS] == parameter_bytes(setup.config, setup.precision)
+    if mode == "step":
+        assert peak.by_category[OPTIMIZER_STATE] == adamw_state_bytes(setup.config, setup.precision)
+    if mode != "forward":
+        live = history.live_bytes()
+        kept = live[ACTIVATIONS][history.phases[1].start - 1]
+        assert kept == pytest.approx(saved_bytes(setup.config, 2, 128, setup.precision), abs=64)
+        assert live[GRADIENTS].max() == parameter_bytes(setup.config, setup.precision)
+        in_backward = [a for a in history.allocations if a.phase == "backward" and a.category == TEMPORARIES]
+        assert sum("Backward" in a.operation for a in in_backward) > 0.9 * len(in_backward)
+    assert reconstruct(read_snapshot(profile.path)).peak() == peak
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_too_few_entries_are_an_error_and_not_half_a_picture(tmp_path):
+    with pytest.raises(ValueError, match="lost the beginning|holds no allocations"):
+        profile_memory(TrainingSetup(CONFIG, device="cuda"), 2, "step", tmp_path / "x.pickle", max_entries=50)

@@ -1,0 +1,322 @@
+"""Ranges: they nest as the calls do, mirror themselves in backward, change no bit, and are gone when taken off."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+
+from cs336_systems.config import MODEL_SIZES, PRECISIONS
+from cs336_systems.model import REFERENCE_OPS
+from cs336_systems.profiling import ranges
+from cs336_systems.profiling.ranges import (
+    BACKWARD,
+    SCORES,
+    SOFTMAX,
+    STEP,
+    VALUES,
+    WARMUP,
+    annotate,
+    ranged,
+    ranged_call,
+    ranged_ops,
+    ranged_phases,
+)
+from cs336_systems.training import TrainingSetup, TrainStep, assemble
+
+TINY = MODEL_SIZES["tiny"]
+
+
+@dataclass
+class FakeNvtx:
+    """Records pushes and pops per thread; ``closed`` holds (thread, path of open names) at each pop."""
+
+    stacks: dict[int, list[str]] = field(default_factory=dict)
+    opened: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+
+    def push_range(self, name: str) -> None:
+        thread = threading.get_ident()
+        stack = self.stacks.setdefault(thread, [])
+        stack.append(name)
+        self.opened.append((thread, tuple(stack)))
+
+    def pop_range(self) -> None:
+        self.stacks[threading.get_ident()].pop()
+
+    @property
+    def paths(self) -> list[tuple[str, ...]]:
+        return [path for _, path in self.opened]
+
+    @property
+    def names(self) -> list[str]:
+        return [path[-1] for path in self.paths]
+
+    @property
+    def balanced(self) -> bool:
+        return not any(self.stacks.values())
+
+
+@pytest.fixture
+def emitted(monkeypatch: pytest.MonkeyPatch) -> FakeNvtx:
+    fake = FakeNvtx()
+    monkeypatch.setattr(ranges, "nvtx", fake)
+    return fake
+
+
+@pytest.fixture
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    token_ids, targets = (torch.randint(TINY.vocab_size, (2, 16), generator=generator) for _ in range(2))
+    return token_ids, targets
+
+
+def tiny_step(dtype: str = "fp32") -> TrainStep:
+    return assemble(TrainingSetup(TINY, PRECISIONS[dtype]))
+
+
+@pytest.fixture
+def run_elsewhere() -> Iterator[ThreadPoolExecutor]:
+    """One other thread, as autograd has for a GPU."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        yield pool
+
+
+def test_nothing_is_emitted_by_a_step_that_is_not_annotated(emitted, batch):
+    tiny_step()(*batch)
+    assert emitted.opened == []
+
+
+def test_every_module_and_stage_is_ranged_in_its_place(emitted, batch):
+    step = tiny_step()
+    with annotate(step.model):
+        step.phases("forward", *batch)["forward"]()
+    stages = ("TransformerLM", "layers.1", "layers.1.attn")
+    for path in (
+        ("TransformerLM", "token_embeddings"),
+        ("TransformerLM", "layers.1", "layers.1.ffn", "layers.1.ffn.w2"),
+        *((*stages, stage) for stage in ("layers.1.attn.q_proj", SCORES, SOFTMAX, VALUES)),
+        ("TransformerLM", "lm_head"),
+    ):
+        assert path in emitted.paths
+    calls = [name for name, module in step.model.named_modules() if not isinstance(module, nn.ModuleList)]
+    assert len(emitted.names) == len(calls) + 3 * TINY.n_layers
+    assert emitted.balanced
+
+
+def test_backward_mirrors_forward(emitted, batch):
+    step = tiny_step()
+    phases = step.phases("backward", *batch)
+    with annotate(step.model):
+        phases["forward"]()
+        forward = emitted.paths
+        phases["backward"]()
+    backward = emitted.paths[len(forward) :]
+    assert all(name.endswith(BACKWARD) for path in backward for name in path)
+    mirrored = {tuple(name.removesuffix(BACKWARD) for name in path) for path in backward}
+    assert mirrored == {path for path in forward if path[-1] != "rotary"}
+    leaves = ["lm_head", "ln_final", "layers.1", "layers.0", "token_embeddings"]
+    assert [path[1].removesuffix(BACKWARD) for path in backward if len(path) == 2] == leaves
+    assert emitted.balanced
+
+
+def test_backward_ranges_hold_the_work_of_their_module(batch):
+    """Also for the embedding, whose input needs no gradient, and whose work torch's own hooks would miss."""
+    step = tiny_step()
+    phases = step.phases("backward", *batch)
+    with annotate(step.model), torch.profiler.profile(acc_events=True) as profiler:
+        phases["forward"]()
+        phases["backward"]()
+    events = list(profiler.events())
+
+    def inside(operator: str, name: str) -> int:
+        (outer,) = [event for event in events if event.name == name]
+        window = outer.time_range
+        return sum(
+            window.start <= event.time_range.start and event.time_range.end <= window.end
+            for event in events
+            if event.name == operator
+        )
+
+    assert inside("aten::embedding_dense_backward", "token_embeddings" + BACKWARD) == 1
+    assert inside("aten::mm", "layers.0.ffn.w2" + BACKWARD) == 2
+    assert inside("aten::mm", "lm_head" + BACKWARD) == 2
+    assert inside("aten::_softmax_backward_data", "layers.0.attn" + BACKWARD) == 1
+    assert inside("aten::mm", "TransformerLM" + BACKWARD) == 2 * (7 * TINY.n_layers + 1)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "autocast-bf16"])
+def test_annotation_changes_no_bit(batch, dtype):
+    results = []
+    for attached in (False, True):
+        step = tiny_step(dtype)
+        annotation = annotate(step.model) if attached else None
+        losses = [step(*batch) for _ in range(2)]
+        phases = step.phases("step", *batch)
+        phases["forward"]()
+        phases["backward"]()
+        gradients = {name: parameter.grad for name, parameter in step.model.named_parameters()}
+        results.append((losses, gradients))
+        if annotation is not None:
+            annotation.remove()
+    (losses, gradients), (ranged_losses, ranged_gradients) = results
+    assert [float(loss) for loss in losses] == [float(loss) for loss in ranged_losses]
+    for name, gradient in gradients.items():
+        assert gradient is not None
+        assert torch.equal(gradient, ranged_gradients[name]), name
+
+
+@pytest.mark.parametrize(("n_queries", "n_keys", "heads", "kv_heads"), [(17, 17, 4, 4), (5, 23, 6, 2), (1, 9, 2, 1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_ranged_attention_is_the_same_bits(emitted, n_queries, n_keys, heads, kv_heads, causal):
+    q = torch.randn(2, heads, n_queries, 16, requires_grad=True)
+    k, v = (torch.randn(2, kv_heads, n_keys, 16, requires_grad=True) for _ in range(2))
+    upstream = torch.randn(2, heads, n_queries, 16)
+    outputs = []
+    for ops in (REFERENCE_OPS, ranged_ops(REFERENCE_OPS)):
+        o = ops.attention(q, k, v, causal=causal)
+        outputs.append((o, *torch.autograd.grad(o, (q, k, v), upstream)))
+    assert all(torch.equal(plain, other) for plain, other in zip(*outputs, strict=True))
+    assert emitted.names == [SCORES, SOFTMAX, VALUES, *(name + BACKWARD for name in (VALUES, SOFTMAX, SCORES))]
+
+
+def test_ranged_attention_keeps_its_errors():
+    q, k = torch.randn(1, 1, 5, 8), torch.randn(1, 1, 3, 8)
+    with pytest.raises(ValueError, match="5 queries, 3 keys"):
+        ranged_ops(REFERENCE_OPS).attention(q, k, k, causal=True)
+
+
+def test_removing_restores_the_model(emitted, batch):
+    step = tiny_step()
+    attention = step.model.layers[0].attn
+    with annotate(step.model) as annotation:
+        assert attention.ops is not REFERENCE_OPS
+    annotation.remove()
+    assert attention.ops.attention is REFERENCE_OPS.attention
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in step.model.modules())
+    step(*batch)
+    assert emitted.opened == []
+
+
+def test_forward_without_gradients_gets_no_markers(batch):
+    step = tiny_step()
+    with annotate(step.model), torch.no_grad():
+        assert step.model(batch[0]).grad_fn is None
+
+
+def test_outputs_that_need_no_gradient_stay_so(batch):
+    step = tiny_step()
+    with annotate(step.model):
+        cos, sin = step.model.rotary(16)
+    assert not cos.requires_grad
+    assert not sin.requires_grad
+
+
+class Failing(nn.Module):
+    """Raises in forward, or in backward of what it returned, as told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.fail = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        if self.fail == "forward":
+            raise RuntimeError("in forward")
+        if self.fail == "backward":
+            y.register_hook(lambda gradient: torch.zeros(()).reshape(7))
+        return self.inner(y)
+
+
+def test_an_exception_in_forward_closes_what_was_open(emitted):
+    model = nn.Sequential(Failing())
+    with annotate(model):
+        model[0].fail = "forward"
+        with pytest.raises(RuntimeError, match="in forward"), ranged("outer"):
+            model(torch.randn(2, 3))
+        assert emitted.balanced
+        model[0].fail = ""
+        model(torch.randn(2, 3)).sum().backward()
+    assert emitted.balanced
+    assert emitted.paths[-1] == ("Sequential (backward)", "0 (backward)", "0.inner (backward)")
+
+
+def test_what_a_failed_backward_left_open_is_closed_by_the_next_one(emitted, run_elsewhere):
+    model = nn.Sequential(Failing())
+
+    def step(fail: str) -> None:
+        model[0].fail = fail
+        loss = model(torch.randn(2, 3)).sum()
+        run_elsewhere.submit(loss.backward).result()
+
+    with annotate(model):
+        with pytest.raises(RuntimeError):
+            step("backward")
+        assert not emitted.balanced
+        step("")
+    assert emitted.balanced
+    assert emitted.paths[-1] == ("Sequential (backward)", "0 (backward)", "0.inner (backward)")
+
+
+def test_backward_ranges_open_on_the_thread_that_runs_backward(emitted, run_elsewhere, batch):
+    step = tiny_step()
+    with annotate(step.model):
+        loss = step.loss_function(step.model(batch[0]), batch[1])
+        run_elsewhere.submit(loss.backward).result()
+    here = {thread for thread, path in emitted.opened if not path[-1].endswith(BACKWARD)}
+    there = {thread for thread, path in emitted.opened if path[-1].endswith(BACKWARD)}
+    assert here == {threading.get_ident()}
+    assert len(there) == 1
+    assert not here & there
+    assert emitted.balanced
+
+
+def test_compiled_modules_are_ranged_as_a_whole(emitted, batch):
+    step, plain = tiny_step(), tiny_step()
+    for block in step.model.layers:
+        block.compile(backend="aot_eager", fullgraph=True)
+    with annotate(step.model):
+        loss = step(*batch)
+    torch.testing.assert_close(loss, plain(*batch))
+    assert ("TransformerLM", "layers.0") in emitted.paths
+    assert ("TransformerLM (backward)", "layers.0 (backward)") in emitted.paths
+    assert not any("." in name.removeprefix("layers.") for name in emitted.names)
+    assert emitted.balanced
+    before = len(emitted.opened)
+    step(*batch)
+    assert len(emitted.opened) == before
+
+
+def test_ranged_call_passes_structures_through(emitted):
+    x = torch.randn(3, requires_grad=True)
+    out = ranged_call("pair", lambda x: {"twice": 2 * x, "kept": (x.detach(), 5)}, x)
+    out["twice"].sum().backward()
+    assert out["kept"][1] == 5
+    assert not out["kept"][0].requires_grad
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+    assert emitted.names == ["pair", "pair (backward)"]
+    assert emitted.balanced
+
+
+def test_phases_stand_inside_warm_up_and_step(emitted):
+    phases = ranged_phases({"forward": lambda: None, "backward": lambda: None}, warmup=1)
+    for _ in range(3):
+        for phase in phases.values():
+            phase()
+    one = [(STEP,), (STEP, "forward"), (STEP, "backward")]
+    assert emitted.paths == [tuple(WARMUP if name == STEP else name for name in path) for path in one] + one + one
+    assert emitted.balanced
+
+
+def test_a_phase_that_raises_closes_its_step(emitted):
+    def fail() -> None:
+        raise RuntimeError("no")
+
+    phases = ranged_phases({"forward": fail, "backward": lambda: None}, warmup=0)
+    with pytest.raises(RuntimeError):
+        phases["forward"]()
+    assert emitted.paths == [(STEP,), (STEP, "forward")]
+    assert emitted.balanced

@@ -1,0 +1,184 @@
+"""What one block keeps, tensor by tensor: against the predicted list, against the graph, eager and compiled."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from cs336_systems.config import MODEL_SIZES, PRECISIONS
+from cs336_systems.costs.activations import block_cast_bytes, block_saved_tensors, saved_bytes, total_bytes
+from cs336_systems.model import REFERENCE_OPS
+from cs336_systems.profiling.residuals import (
+    ACTIVATION,
+    KINDS,
+    MIB,
+    PARAMETER,
+    PARAMETER_COPY,
+    TABLE,
+    block_residuals,
+    model_residuals,
+    module_residuals,
+    norm_residuals,
+)
+
+CPU = torch.device("cpu")
+TINY = MODEL_SIZES["tiny"]
+CONFIGS = {
+    "plain": TINY,
+    "grouped, biased, tied": replace(TINY, n_kv_heads=2, qkv_bias=True, tie_embeddings=True),
+    "square": replace(TINY, d_ff=64),
+}
+CPU_PRECISIONS = ("fp32", "bf16", "autocast-bf16", "autocast-fp16")
+FP32 = PRECISIONS["fp32"]
+
+
+@pytest.fixture
+def quick_compiler():
+    """Scalar code compiles in a fraction of the time."""
+    with torch._inductor.config.patch({"cpp.vec_isa_ok": False}):
+        yield
+    torch.compiler.reset()
+
+
+def activations(residuals):
+    return residuals.tensors[residuals.tensors["kind"] == ACTIVATION]
+
+
+@pytest.mark.parametrize("batch", [(2, 32), (1, 64), (3, 7)], ids=str)
+@pytest.mark.parametrize("precision", CPU_PRECISIONS)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_block_keeps_what_is_predicted(config, precision, batch):
+    """Tensor by tensor; at (1, 64) an activation has as many elements as a matrix, and is no copy of it."""
+    precision = PRECISIONS[precision].on("cpu")
+    residuals = block_residuals(config, *batch, precision, CPU)
+    listed = block_saved_tensors(config, *batch, precision)
+    assert Counter(mib * MIB for mib in activations(residuals)["mib"]) == Counter(t.n_bytes for t in listed)
+    assert residuals.activation_mib * MIB == total_bytes(listed)
+    assert residuals.mib(PARAMETER_COPY) * MIB == block_cast_bytes(config, precision)
+
+
+@pytest.mark.parametrize("precision", CPU_PRECISIONS)
+def test_the_model_keeps_what_is_predicted(precision):
+    precision = PRECISIONS[precision].on("cpu")
+    residuals = model_residuals(TINY, 2, 32, precision, CPU)
+    kept = residuals.activation_mib + residuals.mib(PARAMETER_COPY)
+    assert kept * MIB == saved_bytes(TINY, 2, 32, precision)
+    modules = set(activations(residuals)["module"])
+    assert {"layers.0.ln1", "layers.1.ffn.w2", "ln_final", "lm_head"} <= modules
+    assert set(residuals.tensors.loc[residuals.tensors["kind"] == TABLE, "module"]) >= {"token ids", "targets"}
+
+
+def test_every_tensor_is_named_by_module_node_and_line():
+    tensors = block_residuals(TINY, 2, 32, FP32, CPU).tensors
+    assert tensors["kept_by"].str.fullmatch(r"(\w+\.\w+)(, \w+\.\w+)*").all()
+    assert tensors["source"].str.startswith("model/ops.py:").all()
+    probabilities = tensors[tensors["shape"] == (2, 4, 32, 32)].iloc[0]
+    assert (probabilities["module"], probabilities["kept_by"]) == ("attn", "Softmax.result, Bmm.self")
+    assert probabilities["source"].endswith(" attention")
+    assert (probabilities["dtype"], probabilities["mib"]) == ("float32", 2 * 4 * 32 * 32 * 4 / MIB)
+    gate = tensors[tensors["kept_by"] == "Silu.self"].iloc[0]
+    assert (gate["module"], gate["shape"]) == ("ffn", (2, 32, 192))
+
+
+def test_a_storage_that_several_operations_save_is_one_line():
+    tensors = block_residuals(TINY, 2, 32, FP32, CPU).tensors
+    shared = tensors[tensors["module"] == "attn.q_proj"].iloc[0]
+    assert shared["saves"] == 3, "one norm output feeds three projections"
+    narrow = block_residuals(TINY, 2, 32, PRECISIONS["autocast-bf16"], CPU).tensors
+    for name in ("attn.q_proj", "attn.k_proj", "attn.v_proj"):
+        assert narrow[narrow["module"] == name].iloc[0]["saves"] == 1, "autocast casts it three times"
+
+
+def test_parameters_and_tables_are_listed_apart_and_count_for_nothing():
+    residuals = block_residuals(TINY, 2, 32, FP32, CPU)
+    apart = residuals.tensors[residuals.tensors["kind"].isin([PARAMETER, TABLE])]
+    names = {name for name, _ in residuals.gradients[["parameter", "mib"]].itertuples(index=False)}
+    assert set(apart["module"]) == names | {"cos", "sin"}
+    assert (apart["percent"] == 0).all()
+    assert residuals.tensors["percent"].sum() == pytest.approx(100)
+
+
+def test_the_largest_come_first_and_only_activations_do():
+    largest = block_residuals(TINY, 1, 128, FP32, CPU).largest(5)
+    assert len(largest) == 5 and largest["mib"].is_monotonic_decreasing
+    assert set(largest["kind"]) == {ACTIVATION}
+    assert largest.iloc[0]["shape"] == (1, 4, 128, 128), "scores outgrow all else at length"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast-bf16"])
+def test_gradients_are_those_of_the_parameters(precision):
+    residuals = block_residuals(TINY, 2, 16, PRECISIONS[precision], CPU)
+    n_bytes = PRECISIONS[precision].parameter_bytes
+    assert residuals.gradient_mib * MIB == TINY.n_block_parameters * n_bytes
+    assert set(residuals.gradients["dtype"]) == {"bfloat16" if precision == "bf16" else "float32"}
+
+
+def test_operations_are_those_of_the_block_that_is_asked_about():
+    def attention(q, k, v, *, causal):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    plain, fused = (
+        block_residuals(TINY, 2, 128, FP32, CPU, ops=ops)
+        for ops in (REFERENCE_OPS, replace(REFERENCE_OPS, attention=attention))
+    )
+    assert fused.activation_mib < plain.activation_mib
+    assert not (fused.tensors["shape"] == (2, 4, 128, 128)).any()
+
+
+def test_hooks_are_gone_afterwards():
+    module = nn.Linear(4, 4)
+    module_residuals(module, (torch.randn(2, 4, requires_grad=True),), FP32)
+    assert not module._forward_hooks and not module._forward_pre_hooks
+
+
+def test_unknown_kinds_and_long_sequences_are_refused():
+    residuals = norm_residuals(TINY, 2, 8, FP32, CPU)
+    with pytest.raises(ValueError, match=f"unknown kind 'gradient': known are {', '.join(KINDS)}"):
+        residuals.mib("gradient")
+    with pytest.raises(ValueError, match="beyond the model's context length"):
+        block_residuals(TINY, 1, 129, FP32, CPU)
+
+
+# ---- compiled
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_compiled_norm_keeps_its_input_alone(quick_compiler, precision):
+    """Eager: three saves of full-size tensors, in two storages (the widened input and the normalised one)."""
+    eager, compiled = (
+        norm_residuals(TINY, 4, 32, PRECISIONS[precision], CPU, compile=compile) for compile in (False, True)
+    )
+
+    def full_size(residuals):
+        return residuals.tensors[residuals.tensors["shape"] == (4, 32, TINY.d_model)]
+
+    assert (len(full_size(eager)), full_size(eager)["saves"].sum()) == (2, 3)
+    assert (len(full_size(compiled)), full_size(compiled)["saves"].sum()) == (1, 1)
+    assert full_size(compiled).iloc[0]["kept_by"] == "input"
+    assert "rsqrt" in set(compiled.tensors["kept_by"])
+    assert compiled.activation_mib < eager.activation_mib * 0.55
+
+
+def test_a_compiled_block_keeps_less_and_says_what(quick_compiler):
+    eager, compiled = (
+        block_residuals(TINY, 2, 64, PRECISIONS["autocast-bf16"], CPU, compile=compile) for compile in (False, True)
+    )
+    assert compiled.activation_mib < 0.8 * eager.activation_mib
+    kept = activations(compiled)
+    assert kept["kept_by"].all(), "the compiler's graph names every tensor"
+    assert kept.loc[kept["kept_by"] != "input", "source"].str.startswith("model/").all()
+    assert compiled.gradient_mib == eager.gradient_mib
+    assert compiled.mib(PARAMETER_COPY) == eager.mib(PARAMETER_COPY)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast-bf16"])
+def test_a_block_on_a_gpu_keeps_what_is_predicted(precision):
+    precision, small = PRECISIONS[precision], MODEL_SIZES["small"]
+    residuals = block_residuals(small, 2, 128, precision, torch.device("cuda"))
+    assert residuals.activation_mib * MIB == total_bytes(block_saved_tensors(small, 2, 128, precision))
+    compiled = block_residuals(small, 2, 128, precision, torch.device("cuda"), compile=True)
+    assert compiled.activation_mib < residuals.activation_mib

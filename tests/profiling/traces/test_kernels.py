@@ -1,0 +1,66 @@
+"""Kernel names that were seen in traces, and what they are taken for."""
+
+import pytest
+
+from cs336_systems.profiling.traces.kernels import CLASSES, kernel_class, short_name
+
+AT = "void at::native::"
+MUL = "at::native::BinaryFunctor<float, float, float, at::native::binary_internal::MulFunctor<float> >"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_execute_kernel__5x_cublas", "matmul"),
+        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>(Params)", "matmul"),
+        ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "matmul"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>(float)", "matmul"),
+        ("aten::addmm", "matmul"),
+        ("void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>, cutlass::bfloat16_t>()", "fused attention"),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "fused attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x64x128", "fused attention"),
+        ("void (anonymous namespace)::softmax_warp_forward<float, float, float, 9, false, false>(float*)", "softmax"),
+        ("aten::_softmax_backward_data", "softmax"),
+        (f"{AT}reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float> > >()", "reduction"),
+        ("triton_per_fused_add_mean_mul_pow_rsqrt_1", "reduction"),
+        (f"{AT}vectorized_elementwise_kernel<4, {MUL}, std::array<char*, 3ul> >(int)", "elementwise"),
+        ("triton_poi_fused_mul_silu_0", "elementwise"),
+        ("triton_poi_fused__to_copy_addmm_mul_3", "elementwise"),
+        ("triton_red_fused__softmax_masked_fill_2", "softmax"),
+        ("triton_tem_fused_addmm_4", "matmul"),
+        ("triton_tem_fused_flex_attention_backward_1", "fused attention"),
+        (f"{AT}elementwise_kernel<128, 2, at::native::direct_copy_kernel_cuda(at::Iter&)>()", "copy or cast"),
+        ("memset", "copy or cast"),
+        (f"{AT}<unnamed>::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4> >()", "optimizer"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
+        ("something_new", "other"),
+    ],
+)
+def test_classes(name, expected):
+    assert kernel_class(name) == expected
+    assert expected in CLASSES
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (f"{AT}vectorized_elementwise_kernel<4, {MUL}, std::array<char*, 3ul> >(int)", "<MulFunctor>"),
+        ("void (anonymous namespace)::softmax_warp_forward<float, 9, false>(float*)", "softmax_warp_forward"),
+        ("void <unnamed>::softmax_warp_forward<float, 9, false>(float*)", "softmax_warp_forward"),
+        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>(P)", "Kernel2<cutlass_80_simt_sgemm"),
+        (
+            f"{AT}reduce_kernel<512, at::native::ReduceOp<float, at::native::MeanOps<float> > >()",
+            "reduce_kernel<MeanOps>",
+        ),
+        ("aten::_softmax", "aten::_softmax"),
+        ("nvjet_sm90_tst_128x256_64x4", "nvjet_sm90_tst_128x256_64x4"),
+    ],
+)
+def test_short_names_tell_what_matters(name, expected):
+    assert expected in short_name(name)
+    assert "at::native" not in short_name(name)
+
+
+def test_short_names_are_short():
+    assert len(short_name("void f<" + "x" * 500 + ">()")) <= 72
+    assert len(short_name("a" * 500)) == 72

@@ -1,0 +1,168 @@
+"""Questions to traces whose answers are known, because the traces are made up."""
+
+import pytest
+
+from cs336_systems.profiling.traces.queries import (
+    class_times,
+    kernel_table,
+    limits,
+    n_steps,
+    overlap,
+    range_table,
+    slowdown,
+    times,
+)
+from cs336_systems.profiling.traces.tables import TraceError
+
+MS = 1_000_000
+CALLER, AUTOGRAD = 1, 2
+ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
+
+
+def ms(*ops: tuple) -> list[tuple]:
+    """Operations (name, start, end, thread, launch[, stream]) in milliseconds."""
+    return [(name, round(s * MS), round(e * MS), tid, round(at * MS), *stream) for name, s, e, tid, at, *stream in ops]
+
+
+def ms_ranges(*rows: tuple[str, float, float, int]) -> list[tuple]:
+    return [(name, round(start * MS), round(end * MS), tid) for name, start, end, tid in rows]
+
+
+@pytest.fixture
+def two_steps(trace_of):
+    """Each step of 10 ms: two products and an addition that overlap in part, then a gap, then backward."""
+    ops, ranges = [], [("warmup", -10.0, -1.0, CALLER), ("forward", -9.0, -2.0, CALLER)]
+    for t in (0, 100):
+        ops += [
+            ("gemm", t + 1, t + 3, CALLER, t + 0.5),
+            ("gemm", t + 3, t + 4, CALLER, t + 0.6),
+            ("elementwise_kernel", t + 2, t + 5, CALLER, t + 0.7, 8),
+            ("softmax", t + 7, t + 9, AUTOGRAD, t + 6.5),
+        ]
+        ranges += [
+            ("step", t, t + 9, CALLER),
+            ("forward", t + 0.1, t + 1, CALLER),
+            ("backward", t + 6, t + 8, CALLER),
+            ("layer (backward)", t + 6.1, t + 7, AUTOGRAD),
+        ]
+    ops.append(("gemm", -8, -7, CALLER, -8.5))
+    return trace_of(ms(*ops), ms_ranges(*ranges))
+
+
+def test_three_durations_of_a_range(two_steps):
+    found = times(two_steps, two_steps.instances("forward", inside="step"))
+    assert found.calls == 1
+    assert found.operations == 3
+    assert found.host_ms == pytest.approx(0.9)
+    assert (found.summed_ms, found.unioned_ms, found.projected_ms) == (6, 4, 4)
+    whole = times(two_steps, two_steps.instances("step"))
+    assert (whole.summed_ms, whole.unioned_ms, whole.projected_ms) == (8, 6, 8)
+
+
+def test_warm_up_is_left_out(two_steps):
+    assert n_steps(two_steps) == 2
+    table = range_table(two_steps).set_index("range")
+    assert list(table.index) == ["step", "forward", "backward", "layer (backward)"]
+    assert table["calls"].tolist() == [1, 1, 1, 1]
+    assert table["summed_ms"].tolist() == [8, 6, 2, 2]
+
+
+def test_kernels_with_counts_and_shares(two_steps):
+    table = kernel_table(two_steps, two_steps.instances("step"))
+    assert table["name"].tolist() == ["elementwise_kernel", "gemm", "softmax"]
+    assert table["kernel_class"].tolist() == ["elementwise", "matmul", "softmax"]
+    assert table["count"].tolist() == [1, 2, 1]
+    assert table["total_ms"].tolist() == [3, 3, 2]
+    assert table["mean_us"].tolist() == [3000, 1500, 2000]
+    assert table["share_percent"].tolist() == pytest.approx([37.5, 37.5, 25])
+
+
+def test_two_passes_add_up(two_steps):
+    forward, backward = (two_steps.instances(name, inside="step") for name in ("forward", "backward"))
+    assert class_times(two_steps, forward, backward) == {"matmul": 3, "softmax": 2, "elementwise": 3}
+    assert class_times(two_steps, backward) == {"softmax": 2}
+
+
+def test_a_steps_time_is_split_over_what_binds_it(two_steps):
+    found = limits(two_steps)
+    assert (found.compute_ms, found.memory_ms, found.communication_ms) == (3, 3, 0)
+    assert found.traced_step_ms == found.step_ms == 9
+    assert found.idle_ms == 3
+    assert found.late_gaps == 2
+    assert found.late_ms == 3
+    assert found.idle_percent == pytest.approx(100 / 3)
+
+
+def test_idle_time_is_that_of_the_unprofiled_step(two_steps):
+    assert limits(two_steps, 6.5).idle_ms == 0.5
+    assert limits(two_steps, 5.0).idle_ms == 0
+    assert limits(two_steps, 20.0).verdict == "overhead"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "length", "verdict"),
+    [
+        ("gemm", 8, "compute"),
+        ("elementwise_kernel", 8, "memory"),
+        ("gemm", 2, "overhead"),
+        (ALL_REDUCE, 7, "communication"),
+    ],
+)
+def test_verdicts(trace_of, kernel, length, verdict):
+    trace = trace_of(ms((kernel, 10 - length, 10, CALLER, 0.5)), ms_ranges(("step", 0, 10, CALLER)))
+    assert limits(trace).verdict == verdict
+
+
+def test_a_gap_before_a_kernel_that_was_queued_is_not_the_hosts_fault(trace_of):
+    ops = ms(("gemm", 1, 2, CALLER, 0.5), ("gemm", 3, 4, CALLER, 0.6))
+    found = limits(trace_of(ops, ms_ranges(("step", 0, 4, CALLER))))
+    assert found.idle_ms == 2
+    assert found.late_gaps == 1
+    assert found.late_ms == 1
+
+
+def test_overlap_of_communication_with_compute(trace_of):
+    ops = ms(
+        ("gemm", 1, 5, CALLER, 0.1),
+        (ALL_REDUCE, 3, 7, CALLER, 0.2, 9),
+        ("gemm", 6, 8, CALLER, 0.3),
+        (ALL_REDUCE, 8, 10, CALLER, 0.4, 9),
+    )
+    trace = trace_of(ops, ms_ranges(("step", 0, 10, CALLER)))
+    (row,) = overlap(trace).to_dict("records")
+    assert row == {
+        "device": 0,
+        "stream": 9,
+        "operations": 2,
+        "communication_ms": 6,
+        "hidden_ms": 3,
+        "hidden_percent": 50,
+    }
+    assert limits(trace).communication_ms == 3
+
+
+def test_no_communication_is_an_empty_table(two_steps):
+    assert overlap(two_steps).empty
+
+
+def test_slowdown_pairs_the_same_kernels_of_two_steps(trace_of):
+    def steps(*ops):
+        shifted = [(name, t + start, t + end, CALLER, t, *stream) for t in (0, 50) for name, start, end, *stream in ops]
+        return trace_of(ms(*shifted), ms_ranges(("step", 0, 20, CALLER), ("step", 50, 70, CALLER)))
+
+    alone = steps(("gemm", 1, 2), ("gemm", 3, 7), ("softmax", 8, 9))
+    beside = steps(
+        ("gemm", 1, 2), ("gemm", 3, 9), (ALL_REDUCE, 4, 8, 9), ("elementwise_kernel", 9, 10), ("softmax", 11, 13)
+    )
+    found = {row.pop("kernel_class"): row for row in slowdown(alone, beside).to_dict("records")}
+    assert found == {
+        "matmul": {"count": 2, "alone_ms": 5, "beside_ms": 7, "added_ms": 0},
+        "softmax": {"count": 1, "alone_ms": 1, "beside_ms": 2, "added_ms": 0},
+        "elementwise": {"count": 0, "alone_ms": 0, "beside_ms": 0, "added_ms": 1},
+    }
+
+
+def test_a_trace_without_steps_says_so(trace_of):
+    trace = trace_of(ms(("gemm", 1, 2, CALLER, 0.5)), ms_ranges(("forward", 0, 2, CALLER)))
+    with pytest.raises(TraceError, match="no range 'step'"):
+        kernel_table(trace, trace.instances("forward"))
