@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cs336_systems"
 LADDER = (
     {"config", "hardware"},
+    {"case"},
     {"costs"},
     {"model"},
     {"attention", "kernels"},
@@ -25,7 +26,7 @@ LADDER = (
     {"answers"},
     {"benchmarks", "scripts"},
 )
-PURE = ("config", "hardware", "costs")
+PURE = ("config", "hardware", "case", "costs")
 SOURCES = sorted(
     path for folder in ("cs336_systems", "benchmarks", "scripts") for path in (ROOT / folder).rglob("*.py")
 )

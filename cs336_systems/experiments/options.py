@@ -1,63 +1,173 @@
-"""What a command asks of its options before it runs; every fault is one sentence with the flag and the value."""
+"""What commands ask, and what is checked before anything runs: every fault is one sentence with the flag and the value.
+
+``RunOptions`` is what every benchmark is asked, ``TrainingOptions`` what every benchmark of a training step is asked, a
+set of values for each field of ``TrainingCase``. A benchmark's own options are a subclass. ``training_cells`` makes the
+grid. Imports no torch.
+"""
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
 
-import torch
+from cs336_systems.config import ATTENTIONS, resolve_size
+from cs336_systems.costs.checkpointing import canonical_policy
+from cs336_systems.case import TrainingCase
 
-from cs336_systems.attention.dispatch import IMPLEMENTATIONS
-from cs336_systems.config import PRECISIONS, resolve_size
-from cs336_systems.training.precision import unsupported_reason
+Format = Literal["auto", "markdown", "latex", "csv"]
+Dtype = Literal["fp32", "tf32", "bf16", "autocast-bf16", "autocast-fp16"]
+Mode = Literal["forward", "backward", "step"]
+Switch = Literal["off", "on"]
+OptimizerName = Literal["reference", "torch-fused"]
 
+MODES: tuple[Mode, ...] = get_args(Mode)
 MAX_TIMEOUT_S = 1e6
 
-
-def check_given(options: Any, *names: str) -> None:
-    """Raise ValueError if one of these options, each a set of values, is empty."""
-    for name in names:
-        if not getattr(options, name):
-            raise ValueError(f"{_flag(name)} needs at least one value, got none")
-
-
-def check_positive(options: Any, *names: str) -> None:
-    """Raise ValueError unless these options, each a number or a set of numbers, are above zero."""
-    for name in names:
-        if bad := [value for value in _values(options, name) if not value > 0]:
-            raise ValueError(f"{_flag(name)} must be positive, got {bad[0]:g}")
+_POSITIVE = (
+    *("context_length", "batch_size", "steps", "recorded_steps", "repeat", "bucket_size_mb", "calls", "rounds"),
+    *("length", "d_head", "samples"),
+)
+_NOT_NEGATIVE = ("warmup", "prefetch")
+_MEANINGFUL_WHEN_EMPTY = ("impl", "length", "d_head", "compile")
+"""Sets that may be empty: all there are; of ``--compile`` alone it means on. ``dtype`` of attention is one, too."""
 
 
-def check_not_negative(options: Any, *names: str) -> None:
-    """Raise ValueError if one of these options, each a number or a set of numbers, is below zero."""
-    for name in names:
-        if bad := [value for value in _values(options, name) if not value >= 0]:
-            raise ValueError(f"{_flag(name)} must not be negative, got {bad[0]:g}")
+@dataclass(frozen=True)
+class RunOptions:
+    """What every benchmark is asked."""
+
+    device: Literal["cpu", "cuda"] = "cuda"
+    """Where to run; several ranks talk through NCCL on cuda and through gloo on cpu."""
+    seed: int = 0
+    """Of parameters and data."""
+    out: Path | None = None
+    """Folder to which rows are appended, and where figures are drawn."""
+    format: Format = "auto"
+    """Of tables: auto draws them on a terminal and writes Markdown elsewhere."""
+    timeout: float = 900.0
+    """Seconds after which a cell, and a collective in it, is given up."""
 
 
-def check_seed(seed: int, bits: int = 63) -> None:
-    """Raise ValueError unless ``--seed`` fits into so many bits."""
-    if not 0 <= seed < 2**bits:
-        raise ValueError(f"--seed must lie in 0..2^{bits}-1, got {seed}")
+@dataclass(frozen=True)
+class TrainingOptions(RunOptions):
+    """What every benchmark of a training step is asked; options that take several values make a grid."""
+
+    size: tuple[str, ...] = ("small",)
+    """Named model sizes: tiny; the handout's small, medium, large, xl, 2.7b (xl-2026), 10b; leaderboard-8b; llama3-1b,
+    llama3-8b; qwen2.5-0.5b, -1.5b, -3b, -7b, -14b."""
+    context_length: tuple[int, ...] = (512,)
+    """Tokens per sequence."""
+    batch_size: tuple[int, ...] = (4,)
+    """Sequences per step and rank."""
+    dtype: tuple[str, ...] = ("fp32",)
+    """How numbers are stored and multiplied."""
+    attention: tuple[str, ...] = ("reference",)
+    """Implementations: reference, reference-compiled, tiled, flash, hopper, sdpa-flash, sdpa-cudnn, sdpa-efficient,
+    flex."""
+    compile: tuple[Switch, ...] = ("off",)
+    """torch.compile of each block and of the loss; --compile alone means on."""
+    checkpoint: tuple[str, ...] = ("none",)
+    """Activation checkpointing: none; full (every block); every-K (segments of K blocks); first-M (the first M blocks);
+    recursive (halves of halves); keep-matmuls, keep-attention (full, but keeping their results)."""
+    optimizer: tuple[OptimizerName, ...] = ("reference",)
+    """AdamW written out, or torch's fused kernel."""
+    warmup: int | tuple[int, ...] = 5
+    """Steps before the recorded ones."""
+    steps: int = 10
+    """Recorded steps."""
+    repeat: int = 1
+    """Times that the whole grid is run, so that repeats of a cell are interleaved with the other cells."""
 
 
-def check_timeout(timeout_s: float) -> None:
-    """Raise ValueError unless ``--timeout`` is a number of seconds that an operating system can wait."""
-    if not 0 < timeout_s <= MAX_TIMEOUT_S:
-        raise ValueError(f"--timeout must be positive and at most {MAX_TIMEOUT_S:g} seconds, got {timeout_s:g}")
+@dataclass(frozen=True)
+class RankedOptions(TrainingOptions):
+    """What every benchmark of a step on several ranks is asked besides."""
+
+    optimizer: tuple[OptimizerName, ...] = ("torch-fused",)
+    world_size: tuple[int, ...] | None = None
+    """Ranks on this machine, each number a world of its own; by default all GPUs, or two ranks on a CPU. Under torchrun
+    it is torchrun's number."""
 
 
-def check_dtypes(dtypes: Sequence[str], device: str) -> None:
-    """Raise ValueError if the device cannot compute in one of these precisions."""
-    for dtype in dtypes:
-        if reason := unsupported_reason(PRECISIONS[dtype], torch.device(device)):
-            raise ValueError(f"--dtype {dtype}: {reason}")
+@dataclass(frozen=True)
+class TimedCase(TrainingCase):
+    """A training case and how often it is run; the fields are columns."""
+
+    warmup: int = 5
+    steps: int = 10
+    repeat: int = 0
+    """Which turn of the whole grid."""
 
 
-def check_attention(names: Sequence[str]) -> None:
-    """Raise ValueError if one of ``--attention`` is unknown."""
-    for name in names:
-        if name not in IMPLEMENTATIONS:
-            raise ValueError(f"--attention {name}: known are {', '.join(IMPLEMENTATIONS)}")
+@dataclass(frozen=True)
+class RankedCase(TimedCase):
+    """A timed case of several ranks; sizes are per rank."""
+
+    world_size: int = 1
+
+
+Cell = TypeVar("Cell", bound=TrainingCase)
+
+_SETS = ("size", "batch_size", "context_length", "dtype", "attention", "compile", "checkpoint", "optimizer")
+
+
+def training_cells(
+    cell_type: type[Cell],
+    options: TrainingOptions,
+    *,
+    outer: Mapping[str, Sequence[Any]] | None = None,
+    inner: Sequence[Mapping[str, Any]] = ({},),
+) -> list[Cell]:
+    """The grid of training cases: the product of all options that are sets, once for each repeat.
+
+    Args:
+        outer: sets of the cell's own columns that vary slowest, by column.
+        inner: the cell's own columns that vary fastest, a mapping for each combination: what is compared is so next to
+            each other.
+
+    Raises:
+        ValueError: a value that no cell can have.
+    """
+    sets = dict(outer or {}) | {name: getattr(options, name) for name in _SETS}
+    sets |= {
+        "size": resolved_sizes(options.size, options.context_length),
+        "compile": options.compile or ("on",),
+        "checkpoint": tuple(dict.fromkeys(canonical_policy(policy) for policy in options.checkpoint)),
+    }
+    for name in options.attention:
+        if name not in ATTENTIONS:
+            raise ValueError(f"--attention {name}: known are {', '.join(ATTENTIONS)}")
+    varied = {*sets, *inner[0], "repeat"}
+    fixed = {
+        field.name: getattr(options, field.name)
+        for field in fields(cell_type)
+        if field.name not in varied and hasattr(options, field.name)
+    }
+    cells = [
+        cell_type(**fixed, **dict(zip(sets, values, strict=True)), **own)
+        for *values, own in itertools.product(*sets.values(), inner)
+    ]
+    if not any(field.name == "repeat" for field in fields(cell_type)):
+        return cells
+    return [replace(cell, repeat=repeat) for repeat in range(options.repeat) for cell in cells]  # type: ignore[call-arg]
+
+
+def check_options(options: RunOptions) -> None:
+    """Raise ValueError for an empty set, a number out of range, a seed or timeout that no machine takes."""
+    for field in fields(options):
+        values = _values(getattr(options, field.name))
+        if getattr(options, field.name) == () and field.name not in _MEANINGFUL_WHEN_EMPTY and field.default != ():
+            raise ValueError(f"{flag(field.name)} needs at least one value, got none")
+        if field.name in _POSITIVE and (bad := [value for value in values if not value > 0]):
+            raise ValueError(f"{flag(field.name)} must be positive, got {bad[0]:g}")
+        if field.name in _NOT_NEGATIVE and (bad := [value for value in values if not value >= 0]):
+            raise ValueError(f"{flag(field.name)} must not be negative, got {bad[0]:g}")
+    if not 0 <= options.seed < 2**31:
+        raise ValueError(f"--seed must lie in 0..2^31-1, got {options.seed}")
+    if not (math.isfinite(options.timeout) and 0 < options.timeout <= MAX_TIMEOUT_S):
+        raise ValueError(f"--timeout must be positive and at most {MAX_TIMEOUT_S:g} seconds, got {options.timeout:g}")
 
 
 def resolved_sizes(sizes: Sequence[str], context_lengths: Sequence[int]) -> list[str]:
@@ -72,30 +182,28 @@ def resolved_sizes(sizes: Sequence[str], context_lengths: Sequence[int]) -> list
     return names
 
 
-def small_defaults_note(options: Any, default_options: Callable[[str], Any], *names: str) -> str:
-    """A sentence on which of these options stand at the smaller defaults of a machine without a GPU; "" if none do."""
-    if options.device != "cpu":
-        return ""
+def small_defaults_note(options: RunOptions, default_options: Callable[[str], Any]) -> str:
+    """A sentence on which options stand at the smaller defaults of a machine without a GPU; "" if none do."""
     small, usual = default_options("cpu"), default_options("cuda")
-    shrunk = [name for name in names if getattr(options, name) == getattr(small, name)]
-    if not shrunk:
+    names = [field.name for field in fields(small) if field.name not in ("device", "timeout")]
+    differing = [name for name in names if getattr(small, name) != getattr(usual, name)]
+    shrunk = [name for name in differing if getattr(options, name) == getattr(small, name)]
+    if options.device != "cpu" or not shrunk:
         return ""
-    here = ", ".join(f"{_flag(name)} {_shown(getattr(small, name))}" for name in shrunk)
+    here = ", ".join(f"{flag(name)} {_shown(getattr(small, name))}" for name in shrunk)
     return f"On a CPU the defaults shrink: {here} (on a GPU {', '.join(_shown(getattr(usual, n)) for n in shrunk)})."
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """An option as it is typed."""
     return f"--{name.replace('_', '-')}"
 
 
-def _values(options: Any, name: str) -> tuple[Any, ...]:
-    value = getattr(options, name)
-    if value is None:
-        return ()
-    return value if isinstance(value, tuple) else (value,)
+def _values(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else () if value is None else (value,)
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
-        return " ".join(map(_shown, value))
+        return " ".join(map(_shown, value)) or "all"
     return f"{value:g}" if isinstance(value, float) else str(value)

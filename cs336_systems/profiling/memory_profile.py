@@ -5,7 +5,7 @@ the second of these is also the reference for what watching changes. Then each p
 gradients are labelled as they are accumulated (mode ``backward`` drops them before it ends), and every autograd node
 writes its name into the log when it starts, because backward runs on a thread without a Python stack.
 
-    profile = profile_memory(setup, batch_size=4, mode="step", path=Path("profiles/raw/step.pickle"))
+    profile = profile_memory(case, mode="step", path=Path("profiles/raw/step.pickle"))
     profile.history.peak().by_category
 
 A pass that runs out of memory is a result, too: its history ends where memory did. Limits: CUDA only; one device.
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cs336_systems.case import TrainingCase
 from cs336_systems.harness.clock import synchronize
 from cs336_systems.profiling.memory_history import (
     GRADIENTS,
@@ -38,15 +39,14 @@ from cs336_systems.profiling.memory_snapshot import (
     take_snapshot,
     write_snapshot,
 )
-from cs336_systems.training import TrainingSetup, TrainStep, assemble
+from cs336_systems.training import TrainStep, assemble, random_batch
 
 
 @dataclass(frozen=True)
 class MemoryProfile:
     """What one watched pass showed."""
 
-    setup: TrainingSetup
-    batch_size: int
+    case: TrainingCase
     mode: str
     history: MemoryHistory
     peak_allocated_bytes: int
@@ -69,22 +69,19 @@ class MemoryProfile:
         return self.peak_allocated_bytes - self.history.peak().n_bytes
 
 
-def profile_memory(
-    setup: TrainingSetup, batch_size: int, mode: str, path: Path, *, max_entries: int = MAX_ENTRIES
-) -> MemoryProfile:
-    """Run one watched pass of ``mode`` on random tokens of the setup's context length and write its snapshot.
+def profile_memory(case: TrainingCase, mode: str, path: Path, *, max_entries: int = MAX_ENTRIES) -> MemoryProfile:
+    """Run one watched pass of ``mode`` on random tokens and write its snapshot.
 
     Raises:
-        ValueError: the device is not CUDA, the mode or something in the setup is unknown, or ``max_entries`` were too
+        ValueError: the device is not CUDA, the mode or something in the case is unknown, or ``max_entries`` were too
             few for the pass.
         OSError: the snapshot cannot be written.
     """
-    device = torch.device(setup.device)
+    device = torch.device(case.device)
     if device.type != "cuda":
-        raise ValueError(f"a memory timeline needs CUDA's allocator, which {setup.device!r} does not have")
-    step = assemble(setup)
-    shape = (batch_size, setup.config.context_length)
-    token_ids, targets = (torch.randint(setup.config.vocab_size, shape, device=device) for _ in range(2))
+        raise ValueError(f"a memory timeline needs CUDA's allocator, which {case.device!r} does not have")
+    step = assemble(case)
+    token_ids, targets = random_batch(case)
     phases = step.phases(mode, token_ids, targets)
     unwatched_peak = unwatched_requested = 0
     out_of_memory = ""
@@ -120,8 +117,7 @@ def profile_memory(
     if [phase.name for phase in history.phases] != list(phases)[: len(history.phases)] or not history.phases:
         raise ValueError(f"the log of {max_entries} events lost the beginning of the pass: raise max_entries")
     return MemoryProfile(
-        setup,
-        batch_size,
+        case,
         mode,
         history,
         peak_allocated_bytes=peak,

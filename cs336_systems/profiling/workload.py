@@ -14,48 +14,19 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from cs336_systems.config import PRECISIONS, ModelConfig, resolve_size
+from cs336_systems.case import TrainingCase
 from cs336_systems.harness.clock import PhaseTimes, time_phases
 from cs336_systems.profiling.ranges import annotate, ranged_phases
-from cs336_systems.training import TrainingSetup, assemble
+from cs336_systems.training import assemble, random_batch
 
 
 @dataclass(frozen=True)
-class Workload:
-    """One model, one batch of random tokens, and how many steps of it to run."""
+class Workload(TrainingCase):
+    """One training case, one mode of its step, and how many steps of it to run."""
 
-    device: str
-    size: str
-    batch_size: int
-    context_length: int
-    dtype: str
-    attention: str
-    compile: str
-    checkpoint: str
-    optimizer: str
-    mode: str
-    warmup: int
-    steps: int
-    seed: int
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model's shape at this context length."""
-        return resolve_size(self.size).at_context(self.context_length)
-
-    @property
-    def setup(self) -> TrainingSetup:
-        """How its training step is assembled."""
-        return TrainingSetup(
-            self.config,
-            PRECISIONS[self.dtype],
-            self.device,
-            self.optimizer,
-            self.compile == "on",
-            self.attention,
-            self.checkpoint,
-            seed=self.seed,
-        )
+    mode: str = "step"
+    warmup: int = 5
+    steps: int = 10
 
     def command(self) -> list[str]:
         """The command line that runs the annotated steps in a process of their own."""
@@ -68,11 +39,8 @@ class PreparedStep:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.device = torch.device(workload.device)
-        self.step = assemble(workload.setup)
-        shape = (workload.batch_size, workload.context_length)
-        self.token_ids, self.targets = (
-            torch.randint(workload.config.vocab_size, shape, device=self.device) for _ in range(2)
-        )
+        self.step = assemble(workload)
+        self.batch = random_batch(workload)
 
     def run(self, warmup: int, steps: int, *, annotated: bool) -> PhaseTimes:
         """Time warm-up and steps, with ranges on everything or as they are.
@@ -80,7 +48,7 @@ class PreparedStep:
         Raises:
             FloatingPointError: the loss is not finite.
         """
-        phases = self.step.phases(self.workload.mode, self.token_ids, self.targets)
+        phases = self.step.phases(self.workload.mode, *self.batch)
         if annotated:
             with annotate(self.step.model):
                 times = time_phases(

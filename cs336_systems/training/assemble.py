@@ -1,91 +1,107 @@
-"""From a description to a runnable training step: the one place where optimisations are applied, in one order.
+"""From a description to a runnable training step, for one rank and for many: the one place that puts a step together.
+
+Optimisations are applied from outside, in one order:
 
 1. the operations are chosen, attention by name and the stack of blocks by checkpointing policy, and handed to the model
    as a value;
-2. the model is built in the precision's parameter dtype, on its device;
+2. the model is built in the precision's parameter dtype, on its device (on ``meta`` for our FSDP, which never holds it
+   whole);
 3. blocks and loss are compiled, if asked: each block by itself, as torchtitan does, because equal blocks then share one
    compilation and the time to compile does not grow with depth; checkpointed segments run compiled blocks, but a
    selective policy is compiled with its block, because it must see the block's operators;
-4. the optimizer is made over the parameters as they now are.
+4. the model is wrapped for its ranks (``parallel.py``); compiled first, so that nothing is gathered inside compiled code;
+5. the optimizer is made over the parameters as they now are.
+
+    step = assemble(TrainingCase(size="small", dtype="bf16"))
+    step = assemble(case, rank)                            # inside ``distributed.process_group.joined``
+    loss = step(*random_batch(case, rank))
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from cs336_systems.attention.dispatch import attention_op
 from cs336_systems.attention.dispatch import unsupported_reason as attention_reason
-from cs336_systems.config import PRECISIONS, ModelConfig, Precision
 from cs336_systems.costs.checkpointing import SELECTIVE
+from cs336_systems.distributed.process_group import Rank
 from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
 from cs336_systems.training.activation_checkpointing import checkpointed_stack
 from cs336_systems.training.activation_checkpointing import unsupported_reason as checkpointing_reason
+from cs336_systems.case import TrainingCase, Unsupported
 from cs336_systems.training.loss import cross_entropy
-from cs336_systems.training.optimizer import make_optimizer
-from cs336_systems.training.precision import matmul_dtype, parameter_dtype, unsupported_reason
+from cs336_systems.training.parallel import make_parallel_optimizer, wrap
+from cs336_systems.training.precision import matmul_dtype, parameter_dtype
+from cs336_systems.training.precision import unsupported_reason as precision_reason
 from cs336_systems.training.step import TrainStep
 
 
-@dataclass(frozen=True)
-class TrainingSetup:
-    """Everything that decides how a training step runs, except its data."""
+def assemble(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps = REFERENCE_OPS) -> TrainStep:
+    """Build the model, apply what the case asks for, and return its training step.
 
-    config: ModelConfig
-    precision: Precision = PRECISIONS["fp32"]
-    device: str = "cpu"
-    optimizer: str = "reference"
-    compile: bool = False
-    attention: str = "reference"
-    """One of ``attention.dispatch.IMPLEMENTATIONS``; the reference is the operation that ``ops`` brings."""
-    checkpoint: str = "none"
-    """Which activations are computed a second time, a policy of ``costs.checkpointing``."""
-    ops: ModelOps = REFERENCE_OPS
-    seed: int = 0
-
-
-def unsupported_attention(setup: TrainingSetup) -> str | None:
-    """Why the setup's attention cannot serve its model, device and checkpointing, in one sentence, or None if it can.
+    Args:
+        rank: this process among those that share the step; it decides the device.
+        ops: the operations where the case does not replace them.
 
     Raises:
-        ValueError: there is no such attention or checkpointing policy.
+        Unsupported: the device, the attention or the checkpointing cannot do what the case asks for (a ValueError).
+        ValueError: a name in the case is unknown.
     """
-    if reason := checkpointing_reason(setup.checkpoint, setup.attention):
+    return finish(build_model(case, rank, ops=ops), case, rank)
+
+
+def build_model(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps = REFERENCE_OPS) -> TransformerLM:
+    """Steps 1 to 3 but for the loss: the model of this rank before it is wrapped; raises as ``assemble``."""
+    device = rank.device if rank else torch.device(case.device)
+    if reason := _unsupported_reason(case, device):
+        raise Unsupported(reason)
+    ops = case_ops(case, ops)
+    torch.manual_seed(case.seed)
+    place = torch.device("meta") if case.parallel.wrapper == "fsdp" else device
+    model = TransformerLM(case.config, ops, device=place, dtype=parameter_dtype(case.precision))
+    if case.compiled and case.checkpoint not in SELECTIVE:
+        for block in model.layers:
+            block.compile(fullgraph=True, dynamic=False)
+    return model
+
+
+def finish(model: TransformerLM, case: TrainingCase, rank: Rank | None = None) -> TrainStep:
+    """Steps 4 and 5: wrap the model, make its optimizer and its step; raises as ``assemble``."""
+    loss_function = torch.compile(cross_entropy, fullgraph=True, dynamic=False) if case.compiled else cross_entropy
+    wrapped = wrap(model, case.parallel, rank)
+    optimizer = make_parallel_optimizer(case.optimizer, wrapped, case.parallel)
+    return TrainStep(wrapped, optimizer, case.precision, loss_function)
+
+
+def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:
+    """The operations of the case's model: attention by its name, the stack of blocks by the checkpointing policy."""
+    if case.attention != "reference":
+        ops = replace(ops, attention=attention_op(case.attention))
+    compiled = case.compiled and case.checkpoint in SELECTIVE
+    return replace(ops, stack=checkpointed_stack(case.checkpoint, ops.stack, compiled=compiled))
+
+
+def random_batch(case: TrainingCase, rank: Rank | None = None) -> tuple[Tensor, Tensor]:
+    """Token ids and targets, (batch, context) each, int64 on the device; every rank has its own, from the case's seed."""
+    generator = torch.Generator().manual_seed(case.seed * 1009 + (rank.rank if rank else 0) + 1)
+    shape = (2, case.batch_size, case.context_length)
+    ids = torch.randint(case.config.vocab_size, shape, generator=generator)
+    token_ids, targets = ids.to(rank.device if rank else case.device)
+    return token_ids, targets
+
+
+def _unsupported_reason(case: TrainingCase, device: torch.device) -> str | None:
+    """Why the case cannot run, in one sentence, or None if it can; ValueError for a name that is unknown."""
+    if reason := precision_reason(case.precision, device):
         return reason
-    config = setup.config
-    dtype = matmul_dtype(setup.precision)
+    if reason := checkpointing_reason(case.checkpoint, case.attention):
+        return reason
+    config, dtype = case.config, matmul_dtype(case.precision)
     q, k, v = (
-        torch.empty(
-            1, heads, config.context_length, config.d_head, device=setup.device, dtype=dtype, requires_grad=True
-        )
+        torch.empty(1, heads, case.context_length, config.d_head, device=device, dtype=dtype, requires_grad=True)
         for heads in (config.n_heads, config.kv_heads, config.kv_heads)
     )
-    return attention_reason(setup.attention, q, k, v, causal=True)
-
-
-def assemble(setup: TrainingSetup) -> TrainStep:
-    """Build the model, apply what the setup asks for, and return its training step.
-
-    Raises:
-        ValueError: the device cannot run the precision or the attention, or the optimizer or the checkpointing policy
-            is unknown.
-    """
-    device = torch.device(setup.device)
-    if reason := unsupported_reason(setup.precision, device):
-        raise ValueError(reason)
-    if reason := unsupported_attention(setup):
-        raise ValueError(f"attention {setup.attention!r} cannot serve this model: {reason}")
-    ops = setup.ops
-    if setup.attention != "reference":
-        ops = replace(ops, attention=attention_op(setup.attention))
-    compiled_inside = setup.compile and setup.checkpoint in SELECTIVE
-    ops = replace(ops, stack=checkpointed_stack(setup.checkpoint, ops.stack, compiled=compiled_inside))
-    torch.manual_seed(setup.seed)
-    model = TransformerLM(setup.config, ops, device=device, dtype=parameter_dtype(setup.precision))
-    loss_function = cross_entropy
-    if setup.compile:
-        if not compiled_inside:
-            for block in model.layers:
-                block.compile(fullgraph=True, dynamic=False)
-        loss_function = torch.compile(cross_entropy, fullgraph=True, dynamic=False)
-    optimizer = make_optimizer(setup.optimizer, model.parameters())
-    return TrainStep(model, optimizer, setup.precision, loss_function)
+    if reason := attention_reason(case.attention, q, k, v, causal=True):
+        return f"attention {case.attention}: {reason}"
+    return None

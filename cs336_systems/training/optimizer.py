@@ -11,8 +11,6 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from cs336_systems.config import OPTIMIZERS
-
 
 class AdamW(torch.optim.Optimizer):
     """AdamW with decoupled weight decay and bias correction.
@@ -82,14 +80,20 @@ class AdamW(torch.optim.Optimizer):
         parameter.addcdiv_(first, denominator, value=-group["lr"] / correction1)
 
 
+OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "reference": (AdamW, {}),
+    "torch-fused": (torch.optim.AdamW, {"fused": True}),
+}
+"""Class and arguments of each ``config.OPTIMIZERS``: the formula above, or torch's one kernel per group of tensors."""
+
+
 def make_optimizer(name: str, params: Iterable[Any], **hyperparameters: Any) -> torch.optim.Optimizer:
-    """The optimizer of ``--optimizer``: ``reference`` (above) or ``torch-fused`` (one kernel per group of tensors).
+    """The optimizer of ``--optimizer``.
 
     Raises:
         ValueError: no such optimizer.
     """
-    if name == "reference":
-        return AdamW(params, **hyperparameters)
-    if name == "torch-fused":
-        return torch.optim.AdamW(params, fused=True, **hyperparameters)
-    raise ValueError(f"unknown optimizer {name!r}: known are {', '.join(OPTIMIZERS)}")
+    if name not in OPTIMIZER_CLASSES:
+        raise ValueError(f"unknown optimizer {name!r}: known are {', '.join(OPTIMIZER_CLASSES)}")
+    optimizer_class, arguments = OPTIMIZER_CLASSES[name]
+    return optimizer_class(params, **(arguments | hyperparameters))

@@ -1,9 +1,10 @@
 """One training step, as three phases that can be run, timed or profiled one by one.
 
 ``TrainStep`` is the one thing that benchmarks time. It owns the order of work (forward and loss under autocast,
-backward, optimizer and clearing of gradients) and nothing of how it is measured:
+backward, synchronising gradients with other ranks, optimizer and clearing of gradients) and nothing of how it is
+measured:
 
-    step = assemble(TrainingSetup(MODEL_SIZES["small"]))
+    step = assemble(TrainingCase(size="small"))
     loss = step(token_ids, targets)                                  # one whole step
     for name, phase in step.phases("backward", token_ids, targets).items():
         phase()                                                      # "forward", then "backward"
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.config import MODES, Precision
+from cs336_systems.distributed.ddp import DDP
+from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.training.loss import cross_entropy
 from cs336_systems.training.precision import autocast, matmul_precision, needs_loss_scaling
 
@@ -78,6 +81,8 @@ class TrainStep:
         def backward() -> None:
             with matmul_precision(self.precision):
                 self.scaler.scale(graph_loss.pop()).backward()
+            if isinstance(self.model, (DDP, FSDP)):  # others have averaged inside backward, or leave it to the optimizer
+                self.model.finish_gradient_synchronization()
             if mode == "backward":
                 self.optimizer.zero_grad(set_to_none=True)
 

@@ -37,57 +37,21 @@ from cs336_systems.attention.variants import (
     softcap,
     variant_attention,
 )
-from cs336_systems.costs.attention import AttentionWork
+from cs336_systems.case import Unsupported
+from cs336_systems.experiments.attention.cells import AttentionCell
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.clock import time_kernel
 from cs336_systems.harness.memory import PeakMeter, free_bytes
-from cs336_systems.harness.process import PredictedOutOfMemory, Unsupported
+from cs336_systems.harness.process import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
 
 GIB = 1024**3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MATERIALISED = ("reference", "reference-compiled")
-VARIANTS = (
-    *("full", "causal", "window 256", "document", "prefix-LM", "document & causal"),
-    *("causal & ALiBi", "causal & relative bias", "causal & softcap"),
-)
-VARIANT_IMPLEMENTATIONS = ("flex", "sdpa-dense-mask")
 TILE = "tile "
 """How the names of metrics begin that time one tile of one kernel."""
 
 _ORACLE_LENGTH = {"cuda": 16_384, "cpu": 2048}
 """Longest sequence whose fp64 scores of one head are worth their memory (2 GiB) and time."""
-
-
-@dataclass(frozen=True)
-class AttentionCell:
-    """One implementation at one shape; ``heads`` 0 means inputs without a head dimension."""
-
-    device: str
-    grid: str
-    impl: str
-    dtype: str
-    d_head: int
-    length: int
-    batch_size: int
-    heads: int
-    causal: bool
-    mask: str
-    """One of ``VARIANTS``; empty for plain attention, causal or not."""
-    autotune: bool
-    """Whether to search the tiles of flash first."""
-    repeat: int
-    """Which run of the grid this is."""
-    seed: int
-
-    @property
-    def variant(self) -> str:
-        return self.impl
-
-    @property
-    def work(self) -> AttentionWork:
-        heads = self.heads or 1
-        return AttentionWork(self.batch_size, heads, heads, self.length, self.length, self.d_head, self.causal)
 
 
 @dataclass(frozen=True)

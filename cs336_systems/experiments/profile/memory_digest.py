@@ -1,6 +1,6 @@
-"""The digest of a memory profile: one Markdown page, three CSVs and the timeline, for one setup in one mode.
+"""The digest of a memory profile: one Markdown page, three CSVs and the timeline, for one case in one mode.
 
-    write_memory_digest(setup, batch_size=4, mode="step", out=Path("profiles/memory"), raw=Path("profiles/raw"))
+    write_memory_digest(case, mode="step", out=Path("profiles/memory"), raw=Path("profiles/raw"))
 
 The page answers what the peak is and what it is made of, which allocations are the largest and which line asked for
 them, what one Transformer block keeps for backward, eager and compiled, and how many bytes of gradients its backward
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from cs336_systems.case import TrainingCase
 from cs336_systems.attention.dispatch import attention_op
 from cs336_systems.costs.activations import block_saved_tensors, total_bytes
 from cs336_systems.experiments.profile.memory_tables import (
@@ -34,10 +35,9 @@ from cs336_systems.experiments.profile.memory_tables import (
 )
 from cs336_systems.experiments.profile.memory_timeline import draw_memory_timeline
 from cs336_systems.harness.provenance import host_name
-from cs336_systems.model import ModelOps
+from cs336_systems.model import REFERENCE_OPS, ModelOps
 from cs336_systems.profiling.memory_profile import MemoryProfile, profile_memory
 from cs336_systems.profiling.residuals import PARAMETER_COPY, block_residuals, norm_residuals
-from cs336_systems.training import TrainingSetup
 
 NEEDS_CUDA = (
     "**Without a GPU.** The timeline, the peak and the largest allocations need CUDA's caching allocator; this page "
@@ -59,7 +59,7 @@ class MemoryDigest:
 
 
 def write_memory_digest(
-    setup: TrainingSetup, batch_size: int, mode: str, out: Path, raw: Path, *, compiled: bool = True
+    case: TrainingCase, mode: str, out: Path, raw: Path, *, compiled: bool = True
 ) -> MemoryDigest:
     """Profile, account, and write ``memory-<name>.md``, its CSVs and its picture to ``out``, the snapshot to ``raw``.
 
@@ -67,62 +67,62 @@ def write_memory_digest(
         compiled: account for the compiled block, too, which costs its compilation.
 
     Raises:
-        ValueError: something in the setup is unknown or unsupported on its device.
+        ValueError: something in the case is unknown or unsupported on its device.
         OSError: a folder cannot be written to.
     """
-    name = profile_name(setup, batch_size, mode)
+    name = profile_name(case, mode)
     out.mkdir(parents=True, exist_ok=True)
-    device = torch.device(setup.device)
-    profile = profile_memory(setup, batch_size, mode, raw / f"{name}.pickle") if device.type == "cuda" else None
+    device = torch.device(case.device)
+    profile = profile_memory(case, mode, raw / f"{name}.pickle") if device.type == "cuda" else None
     if profile is not None:
         gc.collect()
         torch.cuda.empty_cache()
-    accounts = [account_block(setup, batch_size, compile=False)]
+    accounts = [account_block(case, compile=False)]
     if compiled:
-        accounts.append(account_block(setup, batch_size, compile=True))
+        accounts.append(account_block(case, compile=True))
     where = torch.cuda.get_device_name(device) if profile is not None else host_name()
     if profile is not None:
-        draw_memory_timeline(profile.history, out / f"{name}.png", f"{heading(setup, batch_size, mode)}, on {where}")
+        draw_memory_timeline(profile.history, out / f"{name}.png", f"{heading(case, mode)}, on {where}")
         peak_frame(profile).to_csv(out / f"{name}-peak.csv", index=False, float_format="%.6g")
         allocation_frame(profile).to_csv(out / f"{name}-allocations.csv", index=False, float_format="%.6g")
     residual_frame(accounts).to_csv(out / f"{name}-residuals.csv", index=False, float_format="%.6g")
     page = out / f"{name}.md"
-    page.write_text(digest(setup, batch_size, mode, profile, accounts, where))
+    page.write_text(digest(case, mode, profile, accounts, where))
     return MemoryDigest(page, main_figures(profile, accounts))
 
 
-def profile_name(setup: TrainingSetup, batch_size: int, mode: str) -> str:
-    """The stem of every file of one profile; only what differs from the plain setup is named after the precision."""
+def profile_name(case: TrainingCase, mode: str) -> str:
+    """The stem of every file of one profile; only what differs from the plain case is named after the precision."""
     extras = [
-        *([setup.attention] if setup.attention != "reference" else []),
-        *(["compiled"] if setup.compile else []),
-        *([f"checkpoint-{setup.checkpoint}"] if setup.checkpoint != "none" else []),
-        *([setup.optimizer] if setup.optimizer != "reference" else []),
+        *([case.attention] if case.attention != "reference" else []),
+        *(["compiled"] if case.compiled else []),
+        *([f"checkpoint-{case.checkpoint}"] if case.checkpoint != "none" else []),
+        *([case.optimizer] if case.optimizer != "reference" else []),
     ]
-    config = setup.config
-    parts = ["memory", config.name, f"b{batch_size}", f"c{config.context_length}", setup.precision.name, *extras, mode]
+    config = case.config
+    parts = ["memory", config.name, f"b{case.batch_size}", f"c{config.context_length}", case.precision.name, *extras, mode]
     return "-".join(parts)
 
 
-def heading(setup: TrainingSetup, batch_size: int, mode: str) -> str:
-    """The setup in one line."""
-    config = setup.config
-    line = f"{config.name}, batch {batch_size}, context {config.context_length}, {setup.precision.name}, mode {mode}"
+def heading(case: TrainingCase, mode: str) -> str:
+    """The case in one line."""
+    config = case.config
+    line = f"{config.name}, batch {case.batch_size}, context {config.context_length}, {case.precision.name}, mode {mode}"
     extras = [
-        f"attention {setup.attention}" if setup.attention != "reference" else "",
-        "compiled" if setup.compile else "",
-        f"checkpoint {setup.checkpoint}" if setup.checkpoint != "none" else "",
+        f"attention {case.attention}" if case.attention != "reference" else "",
+        "compiled" if case.compiled else "",
+        f"checkpoint {case.checkpoint}" if case.checkpoint != "none" else "",
     ]
     return ", ".join([line, *filter(None, extras)])
 
 
-def account_block(setup: TrainingSetup, batch_size: int, *, compile: bool) -> BlockAccount:
-    """What one block of the setup keeps at its batch and context; checkpointing, which is between blocks, left out."""
-    config, device = setup.config, torch.device(setup.device)
-    ops: ModelOps = setup.ops
-    if setup.attention != "reference":
-        ops = replace(ops, attention=attention_op(setup.attention))
-    arguments = (config, batch_size, config.context_length, setup.precision, device)
+def account_block(case: TrainingCase, *, compile: bool) -> BlockAccount:
+    """What one block of the case's model keeps at its batch and context; checkpointing, which is between blocks, left out."""
+    config, device = case.config, torch.device(case.device)
+    ops: ModelOps = REFERENCE_OPS
+    if case.attention != "reference":
+        ops = replace(ops, attention=attention_op(case.attention))
+    arguments = (config, case.batch_size, config.context_length, case.precision, device)
     return BlockAccount(
         "compiled" if compile else "eager",
         block_residuals(*arguments, ops=ops, compile=compile),
@@ -144,31 +144,30 @@ def main_figures(profile: MemoryProfile | None, accounts: list[BlockAccount]) ->
 
 
 def digest(
-    setup: TrainingSetup,
-    batch_size: int,
+    case: TrainingCase,
     mode: str,
     profile: MemoryProfile | None,
     accounts: list[BlockAccount],
     where: str,
 ) -> str:
     """The page as Markdown."""
-    name, config = profile_name(setup, batch_size, mode), setup.config
-    parts = [f"# {heading(setup, batch_size, mode)}: where the memory goes", f"{where}, torch {torch.__version__}."]
+    name, config = profile_name(case, mode), case.config
+    parts = [f"# {heading(case, mode)}: where the memory goes", f"{where}, torch {torch.__version__}."]
     if profile is None:
         parts.append(NEEDS_CUDA)
     else:
         parts += _profile_parts(profile, name)
-    residual = batch_size * config.context_length * config.d_model * setup.precision.parameter_bytes
+    residual = case.batch_size * config.context_length * config.d_model * case.precision.parameter_bytes
     parts += [
         "## The residual stream",
-        f"One activation between blocks: {batch_size} x {config.context_length} x {config.d_model} elements of "
-        f"{setup.precision.parameter_bytes} bytes = **{residual / MIB:.2f} MiB**.",
+        f"One activation between blocks: {case.batch_size} x {config.context_length} x {config.d_model} elements of "
+        f"{case.precision.parameter_bytes} bytes = **{residual / MIB:.2f} MiB**.",
         "## What one block keeps for backward",
         kept_table(accounts).markdown(),
     ]
-    if setup.attention == "reference":
+    if case.attention == "reference":
         listed = block_saved_tensors(
-            config, batch_size, config.context_length, setup.precision.on(torch.device(setup.device).type)
+            config, case.batch_size, config.context_length, case.precision.on(torch.device(case.device).type)
         )
         parts.append(f"Predicted for the eager block: {total_bytes(listed) / MIB:,.2f} MiB.")
     for account in accounts:

@@ -40,8 +40,8 @@ def peak_frame(profile: MemoryProfile) -> pd.DataFrame:
 
 def peak_table(profile: MemoryProfile) -> Table:
     """What is alive at the peak, beside what was predicted."""
-    peak, setup = profile.history.peak(), profile.setup
-    device = torch.device(setup.device)
+    peak, case = profile.history.peak(), profile.case
+    device = torch.device(case.device)
     frame = peak_frame(profile)
     unwatched = digits(profile.unwatched_peak_bytes / GIB) if profile.unwatched_peak_bytes else "–"
     lines = [
@@ -50,15 +50,15 @@ def peak_table(profile: MemoryProfile) -> Table:
     ]
     lines.append({"category": "max_memory_allocated", "GiB": digits(profile.peak_allocated_bytes / GIB), "%": "100.0"})
     lines.append({"category": "the same, unwatched", "GiB": unwatched, "%": ""})
-    if not setup.compile and setup.attention == "reference":
+    if not case.compiled and case.attention == "reference":
         predicted = peak_memory(
-            setup.config,
+            case.config,
             profile.batch_size,
-            setup.config.context_length,
-            setup.precision,
+            case.config.context_length,
+            case.precision,
             profile.mode,
-            optimizer=setup.optimizer,
-            checkpoint=setup.checkpoint,
+            optimizer=case.optimizer,
+            checkpoint=case.checkpoint,
             device_type=device.type,
             workspace_bytes=cublas_workspace_bytes(device),
         )

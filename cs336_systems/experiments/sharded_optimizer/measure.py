@@ -12,55 +12,28 @@ are what forward added to it, and the rest is ``other`` (workspaces, buffers, pa
 figures are those of the rank that holds the most optimizer state, so that they add up.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from cs336_systems.config import PRECISIONS, resolve_size
 from cs336_systems.costs.sharding import link_bytes_per_step, state_bytes_by_rank
-from cs336_systems.distributed.ddp import BucketedDDP
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER, ShardedOptimizer
+from cs336_systems.experiments.ranked import check_losses
+from cs336_systems.experiments.sharded_optimizer.cells import ShardingCell
+from cs336_systems.harness.fit import check_fit
 from cs336_systems.harness.ranks import time_phases_of_ranks
 from cs336_systems.harness.record import Metric
-from cs336_systems.training import AdamW, TrainingSetup, TrainStep, assemble
+from cs336_systems.training import random_batch
+from cs336_systems.training.assemble import build_model, finish
 
 GIB = 1024**3
-
-SHARDINGS = ("replicated", "owned", "scattered", "torch-zero")
 
 MOMENTS = ("initialised", "after_forward", "before_step", "after_step")
 
 CATEGORIES = ("parameters", "gradients", "optimizer_state", "activations", "other")
-
-
-class ShardingCell(Protocol):
-    """What a cell says; see ``benchmarks/benchmark_sharded_optimizer.py``."""
-
-    @property
-    def sharding(self) -> str: ...
-    @property
-    def size(self) -> str: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def context_length(self) -> int: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def optimizer(self) -> str: ...
-    @property
-    def bucket_size_mb(self) -> float: ...
-    @property
-    def warmup(self) -> int: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
 
 
 def predicted_state_bytes(sharding: str, sizes: list[int], world_size: int, bucket_size_mb: float) -> int:
@@ -74,28 +47,21 @@ def measure_sharding(cell: ShardingCell, rank: Rank) -> list[Metric]:
     """Build one model and its optimizer, read the memory of its second step, then time its steps.
 
     Raises:
-        FloatingPointError: the loss is not finite.
+        PredictedOutOfMemory: the case would not fit.
+        FloatingPointError: the loss is not finite on every rank.
     """
-    config = resolve_size(cell.size).at_context(cell.context_length)
+    check_fit(cell, rank=rank)
     meter = _Meter(rank.device)
-    built = assemble(TrainingSetup(config, PRECISIONS[cell.dtype], str(rank.device), seed=cell.seed))
-    parameters = list(built.model.parameters())
+    model = build_model(cell, rank)
+    parameters = list(model.parameters())
     meter.read("initialised", parameters, [])
-    model, optimizer = _with_sharding(cell, built.model)
-    step = TrainStep(model, optimizer, PRECISIONS[cell.dtype])
-    generator = torch.Generator(rank.device).manual_seed(cell.seed + rank.rank)
-    shape = (cell.batch_size, cell.context_length)
-    token_ids, targets = (
-        torch.randint(config.vocab_size, shape, device=rank.device, generator=generator) for _ in range(2)
-    )
-    phases = _phases(step, token_ids, targets)
+    step = finish(model, cell, rank)
+    phases = step.phases("step", *random_batch(cell, rank))
     for phase in phases.values():
         phase()
-    _read_one_step(meter, phases, parameters, optimizer)
+    _read_one_step(meter, phases, parameters, step.optimizer)
     times = time_phases_of_ranks(phases, rank, warmup=cell.warmup, steps=cell.steps)
-    assert step.loss is not None
-    if not math.isfinite(loss := step.loss.item()):
-        raise FloatingPointError(f"loss is {loss}")
+    check_losses(step, rank)
     metrics = [Metric(name, "ms", samples) for name, samples in times.samples_ms.items()]
     sizes = [parameter.nbytes for parameter in parameters]
     predicted = {
@@ -108,44 +74,6 @@ def measure_sharding(cell: ShardingCell, rank: Rank) -> list[Metric]:
     }
     in_bytes = meter.of_the_fullest_rank(rank.world_size) | predicted
     return metrics + [Metric(name, "GiB", [n_bytes / GIB]) for name, n_bytes in in_bytes.items()]
-
-
-def _with_sharding(cell: ShardingCell, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    optimizer_cls: type[torch.optim.Optimizer] = AdamW
-    options: dict[str, Any] = {"lr": 1e-4}
-    if cell.optimizer == "torch-fused":
-        optimizer_cls, options = torch.optim.AdamW, {"lr": 1e-4, "fused": True}
-    if cell.sharding == "scattered":
-        return model, ShardedOptimizer(
-            model.parameters(),
-            optimizer_cls,
-            reduce_gradients=REDUCE_SCATTER,
-            bucket_size_mb=cell.bucket_size_mb,
-            **options,
-        )
-    model = BucketedDDP(model, cell.bucket_size_mb, broadcast_buffers=False)
-    if cell.sharding == "owned":
-        sharded = ShardedOptimizer(model.parameters(), optimizer_cls, bucket_size_mb=cell.bucket_size_mb, **options)
-        return model, sharded
-    if cell.sharding == "torch-zero":
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # brings TorchScript along, and its warnings
-
-        zero = ZeroRedundancyOptimizer(model.parameters(), optimizer_cls, parameters_as_bucket_view=True, **options)
-        return model, zero
-    return model, optimizer_cls(model.parameters(), **options)
-
-
-def _phases(step: TrainStep, token_ids: Tensor, targets: Tensor) -> dict[str, Callable[[], None]]:
-    """The phases of a step; waiting for the gradients of the other ranks belongs to backward."""
-    phases = step.phases("step", token_ids, targets)
-    backward = phases["backward"]
-
-    def backward_on_all_ranks() -> None:
-        backward()
-        if isinstance(step.model, BucketedDDP):
-            step.model.finish_gradient_synchronization()
-
-    return phases | {"backward": backward_on_all_ranks}
 
 
 def _read_one_step(

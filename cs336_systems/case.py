@@ -1,0 +1,111 @@
+"""One training step, described once: every cell that measures a step is a ``TrainingCase``, and so is every command.
+
+    TrainingCase(size="xl", dtype="bf16", attention="flash")               # a named size
+    TrainingCase.of(my_config, checkpoint="full")                          # any ModelConfig, at its own context
+
+The fields are the columns of a row and the options of a command line. A new option is a field here and the line of
+``training/assemble.py`` that obeys it; rows that were measured before it existed are read with its default. Imports no torch, so
+that a command line can be parsed before torch is loaded.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from cs336_systems.config import PRECISIONS, ModelConfig, Precision, resolve_size
+
+
+class Unsupported(ValueError):
+    """The device, the build or the library cannot run what was asked for; the message says why."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How ranks share a step: what wraps the model, and where the optimizer's state lies."""
+
+    wrapper: str = "none"
+    """none, or a name of ``training.parallel.WRAPPERS``: naive, flat, overlapped, bucketed, torch-ddp, fsdp, fsdp2."""
+    optimizer_state: str = "replicated"
+    """replicated, owned, scattered or torch-zero; see ``training.parallel.make_parallel_optimizer``."""
+    bucket_size_mb: float = 25.0
+    """MiB of the buckets in which gradients (and owned parameters) travel."""
+    communication_dtype: str = "same"
+    """In which DDP sends and adds up gradients: same, or bf16."""
+    compute_dtype: str = "same"
+    """In which FSDP gathers weights and computes: same as the masters, or bf16."""
+    prefetch: int = 1
+    """Units whose weights our FSDP gathers ahead."""
+
+
+@dataclass(frozen=True)
+class TrainingCase:
+    """Everything that decides how a training step runs, except its data."""
+
+    device: str = "cpu"
+    size: str | ModelConfig = "small"
+    """A named size, or a shape of one's own."""
+    batch_size: int = 4
+    """Sequences per step and rank."""
+    context_length: int = 512
+    """Tokens per sequence."""
+    dtype: str = "fp32"
+    """One of ``config.PRECISIONS``."""
+    attention: str = "reference"
+    """One of ``config.ATTENTIONS``; the reference is the operation that the model's ``ops`` bring."""
+    compile: str = "off"
+    """on: torch.compile of each block and of the loss."""
+    checkpoint: str = "none"
+    """Which activations are computed a second time, a policy of ``costs.checkpointing``."""
+    optimizer: str = "reference"
+    """One of ``config.OPTIMIZERS``."""
+    seed: int = 0
+    """Of parameters and tokens."""
+
+    @classmethod
+    def of(cls, config: ModelConfig, **fields: Any) -> Self:
+        """The case of a shape at its own context length."""
+        return cls(size=config, context_length=config.context_length, **fields)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape at this context length."""
+        size = resolve_size(self.size) if isinstance(self.size, str) else self.size
+        return size.at_context(self.context_length)
+
+    @property
+    def precision(self) -> Precision:
+        """How the step stores and multiplies numbers."""
+        return PRECISIONS[self.dtype]
+
+    @property
+    def compiled(self) -> bool:
+        return self.compile == "on"
+
+    @property
+    def parallel(self) -> Parallel:
+        """How ranks share the step; cells of several ranks say so from their own columns."""
+        return Parallel()
+
+    @property
+    def attention_kind(self) -> Literal["materialised", "flash"]:
+        """How its attention's work is counted."""
+        return "materialised" if self.attention.startswith("reference") else "flash"
+
+    @property
+    def work(self) -> tuple[ModelConfig, int, int]:
+        """Model, sequences and tokens per sequence, as the functions in ``costs`` take them."""
+        return self.config, self.batch_size, self.context_length
+
+    def __str__(self) -> str:
+        """In a few words, for people: what differs from the plain case is named."""
+        words = [self.config.name, f"batch {self.batch_size}", f"context {self.context_length}", self.dtype]
+        return " ".join([*words, *self.extras])
+
+    @property
+    def extras(self) -> list[str]:
+        """What differs from plain eager training, each in a word or two."""
+        return [
+            *([self.attention] if self.attention != "reference" else []),
+            *(["compiled"] if self.compiled else []),
+            *([f"checkpoint {self.checkpoint}"] if self.checkpoint != "none" else []),
+            *([self.optimizer] if self.optimizer != "reference" else []),
+        ]

@@ -1,0 +1,43 @@
+"""``benchmark_attention``: every cell, then a table for each grid, and the tiles that were searched."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from cs336_systems.experiments.attention.cells import AttentionCell, Options, default_options, make_cells
+from cs336_systems.experiments.attention.measure import measure
+from cs336_systems.experiments.attention.table import attention_table, tile_table
+from cs336_systems.experiments.driver import Experiment, Stage
+from cs336_systems.harness.sweep import Outcome, outcome_rows
+from cs336_systems.report.show import show
+
+
+def stages(options: Options, cells: Sequence[AttentionCell], outcomes: list[Outcome]) -> list[Stage]:
+    """Cells that share implementation, dtype and head dimension share a process, so that kernels are compiled once;
+    with ``--repeat`` all do."""
+    return [
+        Stage(
+            cells,
+            measure,
+            expected_s=lambda cell: cell.work.forward_flops + 1e11,  # no seconds, but in proportion to them
+            share=lambda cell: options.repeat > 1 or (cell.grid, cell.impl, cell.dtype, cell.d_head),
+        )
+    ]
+
+
+def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None:
+    rows = outcome_rows(outcomes)
+    for grid in dict.fromkeys(rows["grid"]):
+        show(attention_table(rows[rows["grid"] == grid]), options.format)
+    if options.autotune:
+        show(tile_table(rows), options.format)
+
+
+EXPERIMENT = Experiment(
+    "benchmark_attention",
+    AttentionCell,
+    default_options,
+    make_cells,
+    stages,
+    present,
+    ("forward", "backward", "both", "both_tflops", "peak_memory"),
+)

@@ -1,0 +1,82 @@
+"""What ``benchmark_collectives.py`` is asked, and its grid. Imports no torch."""
+
+import itertools
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from cs336_systems.experiments.options import RunOptions
+
+CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"]
+
+ALIGNMENT = 128
+"""Bytes of which every rank's part is a multiple, so that no part begins in the middle of a memory sector."""
+
+MOST_MB = 8000
+
+
+@dataclass(frozen=True)
+class Options(RunOptions):
+    """What does a collective cost on this machine?"""
+
+    timeout: float = 300.0
+    collective: tuple[CollectiveName, ...] = get_args(CollectiveName)
+    """Which to time."""
+    size_mb: tuple[float, ...] = (1, 10, 100, 1000)
+    """Total sizes in MB of 1e6 bytes; rounded down to what the ranks divide into parts of whole 128 bytes."""
+    dtype: tuple[Literal["fp32", "bf16"], ...] = ("fp32",)
+    """Of the tensors, which hold a fixed pattern: the seed is recorded only."""
+    world_size: tuple[int, ...] | None = None
+    """Ranks on this machine, each number a world of its own; by default 2, 4 and 6 GPUs as far as there are any, or two
+    ranks on a CPU. Under torchrun it is torchrun's number."""
+    calls: int = 5
+    """Calls per sample."""
+    warmup: int = 5
+    """Samples before the recorded ones."""
+    steps: int = 20
+    """Recorded samples."""
+
+
+@dataclass(frozen=True)
+class CollectiveCell:
+    """One collective of one size in one world; the fields are columns."""
+
+    device: str
+    world_size: int
+    dtype: str
+    collective: str
+    size_mb: float
+    total_bytes: int
+    calls: int
+    warmup: int
+    steps: int
+    seed: int
+
+    @property
+    def variant(self) -> str:
+        return "nccl" if self.device == "cuda" else "gloo"
+
+    def __str__(self) -> str:
+        return f"{self.collective} {self.size_mb:g} MB {self.dtype} on {self.world_size} ranks ({self.variant})"
+
+
+def default_options(device: str) -> Options:
+    """The defaults on a device; without a GPU they shrink, so that a bare command ends in under a minute."""
+    if device == "cuda":
+        return Options()
+    return Options(device="cpu", size_mb=(1, 10), calls=1, warmup=1, steps=10)
+
+
+def make_cells(options: Options) -> list[CollectiveCell]:
+    """The grid; raises ValueError for a size that the ranks cannot divide, or that is too large."""
+    assert options.world_size is not None
+    cells = []
+    for n, dtype, collective, size_mb in itertools.product(
+        options.world_size, options.dtype, options.collective, options.size_mb
+    ):
+        parts = int(size_mb * 1e6) // (n * ALIGNMENT) if 0 < size_mb <= MOST_MB else 0
+        if parts < 1:
+            raise ValueError(f"--size-mb must lie between {n * ALIGNMENT / 1e6:g} and {MOST_MB}, got {size_mb:g}")
+        counts = (options.calls, options.warmup, options.steps)
+        bytes_and_counts = (parts * n * ALIGNMENT, *counts, options.seed)
+        cells.append(CollectiveCell(options.device, n, dtype, collective, size_mb, *bytes_and_counts))
+    return cells

@@ -1,0 +1,86 @@
+"""What ``benchmark_ddp.py`` is asked, and its grid; the rungs of one model follow each other. Imports no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from cs336_systems.case import Parallel
+from cs336_systems.experiments.options import RankedCase, RankedOptions, training_cells
+
+Rung = Literal["naive", "flat", "overlapped", "bucketed", "torch"]
+
+SIZED = ("bucketed", "torch")
+"""Rungs that take a bucket size."""
+
+
+@dataclass(frozen=True)
+class Options(RankedOptions):
+    """What does each step of data parallelism buy?"""
+
+    dtype: tuple[Literal["fp32", "tf32", "bf16", "autocast-bf16"], ...] = ("fp32",)
+    steps: int = 20
+    """Recorded steps with communication; as many without it."""
+    ddp: tuple[Rung, ...] = get_args(Rung)
+    """naive, flat: after backward, a collective per gradient or one for all; overlapped, bucketed: during backward, a
+    collective per gradient or per bucket; torch: DistributedDataParallel."""
+    bucket_size_mb: tuple[float, ...] = (25.0,)
+    """MiB per bucket, of bucketed and torch."""
+    communication_dtype: tuple[Literal["same", "bf16"], ...] = ("same",)
+    """In which gradients travel and are added up: their own dtype, or bf16."""
+    trace: Path | None = None
+    """Folder for a recording and a picture of rank 0 per cell (torch.profiler)."""
+
+
+@dataclass(frozen=True)
+class DataParallelCell(RankedCase):
+    """One rung on one model; the fields are columns, sizes are per rank."""
+
+    ddp: str = "naive"
+    bucket_size_mb: float | None = None
+    """Of the rungs that take one, else None."""
+    communication_dtype: str = "same"
+
+    @property
+    def variant(self) -> str:
+        return self.ddp
+
+    @property
+    def parallel(self) -> Parallel:
+        return Parallel(
+            "torch-ddp" if self.ddp == "torch" else self.ddp,
+            bucket_size_mb=self.bucket_size_mb or 0.0,
+            communication_dtype=self.communication_dtype,
+        )
+
+    @property
+    def name(self) -> str:
+        """In file names."""
+        bucket = "" if self.bucket_size_mb is None else f"-{self.bucket_size_mb:g}mb"
+        sent = "" if self.communication_dtype == "same" else f"-sent-{self.communication_dtype}"
+        compiled = "-compiled" if self.compiled else ""
+        turn = f"-{self.repeat}" if self.repeat else ""
+        return f"{self.size}-{self.dtype}{compiled}-{self.ddp}{bucket}{sent}-{self.world_size}ranks{turn}"
+
+    def __str__(self) -> str:
+        bucket = "" if self.bucket_size_mb is None else f" {self.bucket_size_mb:g} MiB"
+        sent = "" if self.communication_dtype == "same" else f" sent as {self.communication_dtype}"
+        return f"{self.ddp}{bucket}{sent} on {self.world_size} ranks: {super().__str__()}"
+
+
+def default_options(device: str) -> Options:
+    """The defaults on a device; without a GPU they shrink, so that a bare command ends in under a minute."""
+    if device == "cuda":
+        return Options()
+    return Options(device="cpu", size=("tiny",), context_length=(128,), batch_size=(1,), warmup=1, steps=6)
+
+
+def make_cells(options: Options) -> list[DataParallelCell]:
+    """The grid; raises ValueError for a value that no cell can have."""
+    assert options.world_size is not None
+    rungs = [
+        {"communication_dtype": sent, "ddp": rung, "bucket_size_mb": size}
+        for sent in options.communication_dtype
+        for rung in options.ddp
+        for size in (options.bucket_size_mb if rung in SIZED else (None,))
+    ]
+    return training_cells(DataParallelCell, options, outer={"world_size": options.world_size}, inner=rungs)

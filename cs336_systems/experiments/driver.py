@@ -1,0 +1,194 @@
+"""The course of every benchmark: check, measure cell by cell, show, end with one line of JSON and a code.
+
+A question supplies its parts as an ``Experiment``; ``run`` is the same for all, on one process, on ranks that it starts
+and under torchrun (where rank 0 alone presents).
+
+    EXPERIMENT = Experiment("benchmark_ddp", DataParallelCell, default_options, make_cells, one_stage(measure), present, ...)
+    return EXPERIMENT.run(options)
+
+Requested and nothing measured is exit code 1, with the reason; one failed cell among others is, too. Memory that does
+not suffice and requests that are unsupported are answers as long as something was measured.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cs336_systems.config import PRECISIONS
+from cs336_systems.experiments.options import RunOptions, check_options, small_defaults_note
+from cs336_systems.harness.process import Cell
+from cs336_systems.harness.ranks import one_rank_per_gpu, reports, resolve_world_sizes
+from cs336_systems.harness.record import RowFile
+from cs336_systems.harness.sweep import Outcome, cell_columns, run_sweep
+from cs336_systems.report.command_line import INTERRUPTED, complain, os_error
+from cs336_systems.training.precision import unsupported_reason
+
+_MOST_CELLS = 8
+"""In the line of JSON; the rows on disk hold all."""
+
+_SUFFIXES = {"%": "percent", "GB/s": "gb_per_s", "TFLOP/s": "tflops", "1/s": "per_s"}
+"""Of units whose own letters make no name."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Cells that are measured in one way."""
+
+    cells: Sequence[Cell]
+    measure: Callable[..., Any]
+    """A module-level function (or ``functools.partial``): (cell) or, for cells of several ranks, (cell, rank) -> metrics."""
+    expected_s: Callable[[Any], float] | None = None
+    """Seconds that a cell should take, for the progress display."""
+    share: Callable[[Any], Hashable] | None = None
+    """Successive cells with equal values share a process."""
+
+
+Stages = Callable[[Any, Sequence[Cell], list[Outcome]], Iterable[Stage]]
+"""(options, cells, outcomes so far) -> stages, asked for the next one when the one before has ended."""
+
+
+def one_stage(measure: Callable[..., Any], expected_s: Callable[[Any], float] | None = None) -> Stages:
+    """All cells by one function."""
+    return lambda options, cells, outcomes: [Stage(cells, measure, expected_s)]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A question's own parts.
+
+    Attributes:
+        name: stem of the file of rows, and the command's name in messages.
+        cell: the dataclass of its cells, whose fields are columns.
+        default_options: the options' defaults on a device.
+        make_cells: the grid; raises ValueError for what no cell can have. ``options.world_size`` is resolved by then.
+        present: prints tables and draws figures, given outcomes, options and the file of rows; a number that is not
+            zero becomes the exit code.
+        headlines: metrics of the last line on stdout.
+        describe: a cell in a few words.
+        measured: whether a cell counts as an answer; ceilings do not.
+        default_worlds: of ranks on a device, where the command line does not say.
+    """
+
+    name: str
+    cell: type
+    default_options: Callable[[str], Any]
+    make_cells: Callable[[Any], Sequence[Cell]]
+    stages: Stages
+    present: Callable[[list[Outcome], Any, Path | None], int | None]
+    headlines: Sequence[str]
+    describe: Callable[[Any], str] = str
+    measured: Callable[[Any], bool] = lambda cell: True
+    default_worlds: Callable[[str], tuple[int, ...]] = one_rank_per_gpu
+
+    def run(self, options: Any) -> int:
+        """Measure all cells and present them; returns the exit code."""
+        csv = options.out / f"{self.name}.csv" if options.out else None
+        try:
+            check_device(options.device)
+            check_options(options)
+            if hasattr(options, "world_size"):
+                worlds = resolve_world_sizes(options.world_size, self.default_worlds(options.device))
+                options = replace(options, world_size=worlds)
+            check_dtypes(options)
+            cells = self.make_cells(options)
+            row_file = RowFile(csv, cell_columns(self.cell)) if csv and reports() else None
+            if reports() and (note := small_defaults_note(options, self.default_options)):
+                print(note, file=sys.stderr)
+        except ValueError as error:
+            return complain(self.name, str(error))
+        except OSError as error:
+            return complain(self.name, os_error(error))
+        outcomes: list[Outcome] = []
+        failure = self._measure(options, cells, row_file, outcomes)
+        if not reports():
+            return 0
+        code = failure
+        try:
+            if outcomes:
+                code = self.present(outcomes, options, csv) or failure
+        except OSError as error:
+            code = complain(self.name, f"a figure or page could not be written: {os_error(error)}")
+        return code or finish(self, outcomes, csv)
+
+    def _measure(
+        self, options: RunOptions, cells: Sequence[Cell], row_file: RowFile | None, outcomes: list[Outcome]
+    ) -> int:
+        """Fill ``outcomes``, stage by stage; the code of what ended it, else 0."""
+        try:
+            for stage in self.stages(options, cells, outcomes):
+                sweep = run_sweep(
+                    self.name,
+                    stage.cells,
+                    stage.measure,
+                    row_file=row_file,
+                    timeout_s=options.timeout,
+                    describe=self.describe,
+                    expected_s=stage.expected_s,
+                    share=stage.share,
+                )
+                outcomes.extend(sweep)
+                if outcomes and outcomes[-1].status == "interrupted":
+                    return 0
+        except ValueError as error:
+            return complain(self.name, str(error))
+        except OSError as error:
+            where = row_file.path if row_file else "the disk"
+            return complain(self.name, f"rows could not be written to {where}: {os_error(error)}; earlier rows are there")
+        return 0
+
+
+def check_device(device: str) -> None:
+    """Raise ValueError if ``--device`` asks for CUDA and there is none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no CUDA device here; use --device cpu")
+
+
+def check_dtypes(options: Any) -> None:
+    """Raise ValueError if the device cannot compute in one of ``--dtype``, where they are training precisions."""
+    for dtype in getattr(options, "dtype", ()):
+        if dtype in PRECISIONS and (reason := unsupported_reason(PRECISIONS[dtype], torch.device(options.device))):
+            raise ValueError(f"--dtype {dtype}: {reason}")
+
+
+def finish(experiment: Experiment, outcomes: Sequence[Outcome], csv: Path | None) -> int:
+    """Print the last line of stdout, one JSON object with main figures, and return the exit code.
+
+    Units stand in the names. Where there are many cells the first of them are listed; the rows hold the others.
+    """
+    asked = [outcome for outcome in outcomes if experiment.measured(outcome.cell)]
+    statuses = [outcome.status for outcome in asked]
+    line: dict[str, Any] = {"benchmark": experiment.name, "ok": statuses.count("ok"), "asked": len(asked)}
+    line["cells"] = [_summary(outcome, experiment) for outcome in outcomes[:_MOST_CELLS]]
+    if len(outcomes) > _MOST_CELLS:
+        line["cells_not_listed"] = len(outcomes) - _MOST_CELLS
+    print(json.dumps(line | {"csv": str(csv) if csv else None}))
+    if outcomes and outcomes[-1].status == "interrupted":
+        return INTERRUPTED
+    if "ok" not in statuses:
+        reasons = dict.fromkeys(f"{outcome.status}: {outcome.message}" for outcome in asked)
+        print(f"{experiment.name}: nothing was measured: {'; '.join(reasons) or 'no cell was run'}", file=sys.stderr)
+        return 1
+    return int(any(status in ("error", "timeout") for status in statuses))
+
+
+def _summary(outcome: Outcome, experiment: Experiment) -> dict[str, Any]:
+    """One cell of the last line: what it is, how it ended, its headlines."""
+    found = {
+        metric_name(row["metric"], row["unit"]): float(f"{row['median']:.4g}")
+        for row in outcome.rows
+        if row.get("metric") in experiment.headlines
+    }
+    ended = {"status": outcome.status} | ({"message": outcome.message} if outcome.message else {})
+    return {"cell": experiment.describe(outcome.cell)} | ended | found
+
+
+def metric_name(metric: str, unit: str) -> str:
+    """A metric with its unit: ``forward`` in ``ms`` is ``forward_ms``; counts and ratios have none."""
+    word = unit.replace(",", "").split(" ")[0]
+    suffix = _SUFFIXES.get(word, word.lower() if word in ("ms", "s", "GiB", "MiB") else "")
+    return metric if not suffix or metric.endswith(suffix) else f"{metric}_{suffix}"

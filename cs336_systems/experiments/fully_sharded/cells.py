@@ -1,0 +1,86 @@
+"""What ``benchmark_fsdp.py`` is asked, and its grid; the implementations of one model follow each other. No torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from cs336_systems.case import Parallel
+from cs336_systems.config import PRECISIONS, Precision
+from cs336_systems.experiments.options import RankedCase, RankedOptions, training_cells
+
+Implementation = Literal["ours", "torch", "ddp"]
+OURS, TORCH, DDP = get_args(Implementation)
+BF16_COMPUTE = "bf16-compute"
+
+_WRAPPERS = {OURS: "fsdp", TORCH: "fsdp2", DDP: "bucketed"}
+
+
+@dataclass(frozen=True)
+class Options(RankedOptions):
+    """What does full sharding buy, and what does it cost?"""
+
+    size: tuple[str, ...] = ("xl",)
+    dtype: tuple[Literal["fp32", "bf16-compute"], ...] = ("fp32",)
+    """fp32; or bf16-compute: fp32 masters, bf16 weights gathered and computed with, fp32 reductions (ddp: autocast)."""
+    fsdp: tuple[Implementation, ...] = get_args(Implementation)
+    """ours; torch: fully_shard of every block; ddp: our bucketed data parallelism, where it fits."""
+    prefetch: tuple[int, ...] = (1,)
+    """Units whose weights ours gathers ahead."""
+    trace: Path | None = None
+    """Folder for a recording and a picture of rank 0 per cell (torch.profiler)."""
+
+
+@dataclass(frozen=True)
+class FullyShardedCell(RankedCase):
+    """One implementation on one model; the fields are columns, sizes are per rank."""
+
+    fsdp: str = OURS
+    prefetch: int | None = None
+    """Of ours, else None."""
+
+    @property
+    def variant(self) -> str:
+        return self.fsdp
+
+    @property
+    def precision(self) -> Precision:
+        """Of the step itself: FSDP casts weights on its own, DDP leaves that to autocast."""
+        return PRECISIONS["autocast-bf16" if self.fsdp == DDP and self.dtype == BF16_COMPUTE else "fp32"]
+
+    @property
+    def parallel(self) -> Parallel:
+        compute_dtype = "bf16" if self.dtype == BF16_COMPUTE else "same"
+        prefetch = 1 if self.prefetch is None else self.prefetch
+        return Parallel(_WRAPPERS[self.fsdp], compute_dtype=compute_dtype, prefetch=prefetch)
+
+    @property
+    def name(self) -> str:
+        """In file names."""
+        compiled = "-compiled" if self.compiled else ""
+        ahead = "" if self.prefetch is None else f"-ahead{self.prefetch}"
+        return (
+            f"{self.size}-{self.dtype}-{self.checkpoint}{compiled}-{self.fsdp}{ahead}-{self.world_size}ranks"
+            f"-{self.repeat}"
+        )
+
+    def __str__(self) -> str:
+        ahead = "" if self.prefetch is None else f" {self.prefetch} ahead"
+        return f"{self.fsdp}{ahead} on {self.world_size} ranks: {super().__str__()}"
+
+
+def default_options(device: str) -> Options:
+    """The defaults on a device; without a GPU they shrink, so that a bare command ends in under a minute."""
+    if device == "cuda":
+        return Options()
+    return Options(device="cpu", size=("tiny",), context_length=(128,), batch_size=(1,), warmup=2, steps=5)
+
+
+def make_cells(options: Options) -> list[FullyShardedCell]:
+    """The grid; raises ValueError for a value that no cell can have."""
+    assert options.world_size is not None
+    sides = [
+        {"fsdp": name, "prefetch": ahead}
+        for name in options.fsdp
+        for ahead in (options.prefetch if name == OURS else (None,))
+    ]
+    return training_cells(FullyShardedCell, options, outer={"world_size": options.world_size}, inner=sides)

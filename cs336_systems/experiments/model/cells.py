@@ -1,0 +1,83 @@
+"""What ``benchmark_model.py`` is asked, and its grid. Imports no torch."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from cs336_systems.experiments.options import MODES, Dtype, Mode, TimedCase, TrainingOptions, training_cells
+
+CEILING = "ceiling"
+"""Variant of the rows that hold the ceilings measured in the same run."""
+
+
+@dataclass(frozen=True)
+class Options(TrainingOptions):
+    """What does a training step of this model cost on this machine?"""
+
+    dtype: tuple[Dtype, ...] = ("fp32",)
+    warmup: tuple[int, ...] = (5,)
+    mode: tuple[Mode, ...] = MODES
+    """forward: without gradients; backward: forward and backward; step: forward, backward and optimizer."""
+    memory_budget_gib: float | None = None
+    """Choose each cell's checkpointing: the least recomputation whose predicted peak fits."""
+    compare: Path | None = None
+    """CSV of an earlier run: print ratios to it, with a verdict."""
+    force: bool = False
+    """Run cells that are predicted not to fit."""
+
+
+@dataclass(frozen=True)
+class ModelCell(TimedCase):
+    """One step in one mode; the fields are columns."""
+
+    mode: str = "step"
+
+    @property
+    def variant(self) -> str:
+        return "compiled" if self.compiled else "eager"
+
+    def __str__(self) -> str:
+        words = super().__str__().split(" ")
+        return " ".join([*words[:6], self.mode, *words[6:]])
+
+
+@dataclass(frozen=True)
+class CeilingCell(ModelCell):
+    """The machine's own limits for one dtype, measured before the cells that stand beside them."""
+
+    @property
+    def variant(self) -> str:
+        return CEILING
+
+    def __str__(self) -> str:
+        return f"ceilings of this machine in {self.dtype}"
+
+
+def default_options(device: str) -> Options:
+    """The defaults on a device; without a GPU they shrink, so that a bare command ends in under a minute."""
+    if device == "cuda":
+        return Options()
+    return Options(device="cpu", context_length=(128,), batch_size=(1,), warmup=(1,), steps=3)
+
+
+def make_cells(options: Options) -> list[ModelCell]:
+    """The grid; raises ValueError for a value that no cell can have."""
+    if (budget := options.memory_budget_gib) is not None:
+        if options.checkpoint != ("none",):
+            chosen = " ".join(options.checkpoint)
+            raise ValueError(f"--memory-budget-gib chooses the policy itself, got --checkpoint {chosen}")
+        if not 0 < budget < math.inf:
+            raise ValueError(f"--memory-budget-gib must be positive and finite, got {budget:g}")
+    own = [{"mode": mode, "warmup": warmup} for mode in options.mode for warmup in options.warmup]
+    return training_cells(ModelCell, options, inner=own)
+
+
+def ceiling_cells(options: Options) -> list[CeilingCell]:
+    """One for each dtype of the grid; what does not apply is empty in its row."""
+    blank = {"batch_size": 0, "context_length": 0, "attention": "", "compile": "", "checkpoint": "", "optimizer": ""}
+    return [
+        CeilingCell(
+            device=options.device, size="", dtype=dtype, seed=options.seed, warmup=0, steps=0, mode="", **blank
+        )  # type: ignore[arg-type]
+        for dtype in dict.fromkeys(options.dtype)
+    ]

@@ -1,0 +1,120 @@
+"""One step in one mode: its phases timed inside the step, its peak beside the prediction, its rates beside the limits.
+
+Parameters, tokens and targets are random. The ceilings of the machine (a matrix product, a copy) are measured first, in
+the same run; each cell's peak memory is predicted, and a cell that cannot fit is reported, not run.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from cs336_systems.costs.checkpointing import KEEP_MATMULS
+from cs336_systems.costs.flops import hardware_flops
+from cs336_systems.costs.planner import cheapest_policy
+from cs336_systems.experiments.model.cells import CeilingCell, ModelCell
+from cs336_systems.experiments.model.rates import step_rates
+from cs336_systems.harness.ceilings import measure_ceilings
+from cs336_systems.harness.clock import time_phases
+from cs336_systems.harness.fit import check_fit, is_predictable, predicted_bytes
+from cs336_systems.harness.memory import PeakMeter, cublas_workspace_bytes, free_bytes
+from cs336_systems.harness.record import Metric
+from cs336_systems.training import assemble, random_batch
+from cs336_systems.training.activation_checkpointing import unsupported_reason as checkpointing_reason
+
+GIB = 1024**3
+
+Ceilings = dict[str, dict[str, float]]
+"""Medians of ``matmul_ceiling``, ``copy_ceiling`` and ``free_memory`` by dtype, as far as they were measured."""
+
+
+def measure_ceiling(cell: CeilingCell) -> list[Metric]:
+    """The machine's matmul and copy ceilings in the cell's dtype, and the memory that is free for cells."""
+    device = torch.device(cell.device)
+    free = free_bytes(device)
+    ceilings = measure_ceilings(cell.precision, device)
+    return [
+        Metric("matmul_ceiling", "TFLOP/s", ceilings.matmul_tflops),
+        Metric("copy_ceiling", "GB/s", ceilings.copy_gb_per_s),
+        Metric("free_memory", "GiB", [free / GIB]),
+    ]
+
+
+def measure_model(cell: ModelCell, *, ceilings: Ceilings, force: bool) -> list[Metric]:
+    """Time the phases of one cell's step and put them beside prediction and limit.
+
+    Raises:
+        PredictedOutOfMemory: the predicted peak is more than what is free, and ``force`` is not set.
+        Unsupported: the device or the attention cannot run the case.
+        FloatingPointError: the loss is not finite.
+    """
+    predicted = check_fit(cell, cell.mode, force=force)
+    device = torch.device(cell.device)
+    meter = PeakMeter(device)
+    step = assemble(cell)
+    phases = step.phases(cell.mode, *random_batch(cell))
+    times = time_phases(phases, device=device, warmup=cell.warmup, steps=cell.steps)
+    assert step.loss is not None
+    if not math.isfinite(loss := step.loss.item()):
+        raise FloatingPointError(f"loss is {loss}")
+
+    metrics = [Metric(name, "ms", samples) for name, samples in times.samples_ms.items()]
+    if times.warmup_ms:
+        metrics.append(Metric("warmup_step", "ms", times.warmup_ms))
+    metrics.append(Metric("peak_memory", "GiB", [meter.peak_bytes() / GIB]))
+    if is_predictable(cell):
+        metrics.append(Metric("predicted_peak_memory", "GiB", [predicted / GIB]))
+    executed = hardware_flops(
+        *cell.work, cell.mode, attention=cell.attention_kind, checkpoint=cell.checkpoint, compiled=cell.compiled
+    )
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return metrics + step_rates(
+        cell.config,
+        cell.precision,
+        cell.batch_size,
+        cell.mode,
+        times.samples_ms,
+        executed,
+        device_name,
+        ceilings.get(cell.dtype, {}),
+    )
+
+
+def expected_seconds(cell: ModelCell, *, ceilings: Ceilings) -> float:
+    """What a cell should take: a process, filling the parameters, and its steps at half of the measured ceiling."""
+    if isinstance(cell, CeilingCell):
+        return 5.0 if cell.device == "cuda" else 10.0
+    measured = ceilings.get(cell.dtype, {})
+    if predicted_bytes(cell, cell.mode) > measured.get("free_memory", math.inf) * GIB:
+        return 0.5
+    flops = hardware_flops(*cell.work, cell.mode, checkpoint=cell.checkpoint)
+    steps = (cell.warmup + cell.steps) * flops / (0.5e12 * measured.get("matmul_ceiling", 0.1))
+    filling = cell.config.n_parameters / (2e10 if cell.device == "cuda" else 7e7)
+    return (4.0 if cell.device == "cuda" else 1.0) + steps + filling + (10.0 if cell.compiled else 0.0)
+
+
+def fit_to_budget(cells: list[ModelCell], budget_gib: float) -> tuple[list[ModelCell], list[str]]:
+    """The cells with the policy that the planner picks for each, and a sentence for every distinct pick.
+
+    Raises:
+        ValueError: no policy fits a cell.
+    """
+    fitted, notes = [], []
+    for cell in cells:
+        device = torch.device(cell.device)
+        choice = cheapest_policy(
+            *cell.work,
+            cell.precision,
+            cell.mode,
+            int(budget_gib * GIB),
+            optimizer=cell.optimizer,
+            attention=cell.attention_kind,
+            selective=checkpointing_reason(KEEP_MATMULS, cell.attention) is None,
+            device_type=device.type,
+            workspace_bytes=cublas_workspace_bytes(device),
+        )
+        fitted.append(replace(cell, checkpoint=choice.policy))
+        limit = " (the peak is that of eager reference attention: this cell should need less)"
+        note = f"{cell} within {budget_gib:g} GiB, least recomputation: {choice}"
+        notes.append(note + ("" if is_predictable(cell) else limit))
+    return fitted, list(dict.fromkeys(notes))

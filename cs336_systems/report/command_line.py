@@ -1,0 +1,119 @@
+"""What every command does before and around its work: parse, one sentence on bad input, end with a code.
+
+Imports no torch, pandas or matplotlib, so that ``--help`` and a typing error are answered at once. A command reads
+
+    def main(arguments: list[str] | None = None) -> int:
+        options = parse(default_options, arguments, __doc__)
+        from cs336_systems.experiments.data_parallel.experiment import EXPERIMENT  # brings torch along
+
+        return EXPERIMENT.run(options)
+
+    if __name__ == "__main__":
+        exit_with("benchmark_ddp", main)
+
+Exit codes: 0 done, 1 nothing was measured or something failed, 2 bad input, 130 Ctrl-C.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol, TextIO, TypeVar
+
+import tyro
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+class HasDevice(Protocol):
+    """Options of a command: a frozen dataclass for tyro, with at least a device."""
+
+    @property
+    def device(self) -> str: ...
+
+
+Options = TypeVar("Options", bound=HasDevice)
+
+
+def n_gpus() -> int:
+    """NVIDIA GPUs that a process started here would see, by the driver's word; 0 without a driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetCount()
+    except Exception:  # NVML's own errors, and a missing library
+        return 0
+
+
+def parse(
+    default_options: Callable[[str], Options], arguments: list[str] | None, description: str | None
+) -> Options:
+    """Options from the command line, with the defaults of the device that they name, else of the one found here."""
+    found = "cuda" if n_gpus() else "cpu"
+    default = default_options(found)
+    options = tyro.cli(type(default), args=arguments, default=default, description=description)
+    if options.device == found:
+        return options
+    return tyro.cli(type(default), args=arguments, default=default_options(options.device), description=description)
+
+
+def complain(command: str, message: str) -> int:
+    """One sentence on stderr; returns the exit code of bad input."""
+    print(f"{command}: {message}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def os_error(error: OSError) -> str:
+    """What went wrong, with the file if it is known."""
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+
+
+def exit_with(command: str, main: Callable[[], int]) -> NoReturn:
+    """Run a command's ``main`` and exit with its code, whatever becomes of its streams.
+
+    Ctrl-C outside a cell is one sentence, not a traceback. A reader that has had enough (``| head -1``), a closed stdout
+    and a terminal that knows ASCII alone cost output, never rows, figures or the exit code.
+    """
+    sys.stdout, sys.stderr = (_Lenient(stream) for stream in (sys.stdout, sys.stderr))  # type: ignore[assignment]
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        print(f"{command}: interrupted; every finished row is kept", file=sys.stderr)
+        code = INTERRUPTED
+    sys.stdout.flush()
+    os._exit(code) if sys.stdout.broken else sys.exit(code)  # type: ignore[attr-defined]
+
+
+class _Lenient:
+    """A text stream that drops what cannot be written; ``broken`` once its reader is gone."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self.broken = False
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda stream: stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(lambda stream: stream.flush())
+
+    def isatty(self) -> bool:
+        return self._stream is not None and not self.broken and self._stream.isatty()
+
+    def _attempt(self, action: Callable[[TextIO], Any]) -> None:
+        if self._stream is None or self.broken:
+            return
+        try:
+            action(self._stream)
+        except (OSError, ValueError):  # a broken pipe, a full disk behind it, a closed file
+            self.broken = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

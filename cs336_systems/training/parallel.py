@@ -1,0 +1,124 @@
+"""What makes one step of many ranks: wrappers around the model, and optimizers whose state is sharded.
+
+    naive, flat, overlapped, bucketed    this suite's DDP: after backward or during it, one message per gradient or per bucket
+    torch-ddp                            torch's DistributedDataParallel
+    fsdp                                 this suite's FSDP; its units are the blocks
+    fsdp2                                torch's fully_shard of embedding, blocks, and norm with head, as torchtitan does
+
+Wrappers that share parameters take a model on ``meta`` or on its device and return a module whose parameters the
+optimizer gets. Buffers are constants in this model, so no wrapper broadcasts them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from cs336_systems.distributed.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER, ShardedOptimizer
+from cs336_systems.model import TransformerLM
+from cs336_systems.model.transformer import TransformerBlock
+from cs336_systems.case import Parallel
+from cs336_systems.training.optimizer import OPTIMIZER_CLASSES, make_optimizer
+
+_DTYPES = {"same": None, "bf16": torch.bfloat16}
+_LADDER = {"naive": NaiveDDP, "flat": FlatDDP, "overlapped": OverlappedDDP, "bucketed": BucketedDDP}
+
+
+def _ddp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
+    """A rung of our ladder."""
+    sized = {"bucket_size_mb": parallel.bucket_size_mb} if parallel.wrapper == "bucketed" else {}
+    dtype = _DTYPES[parallel.communication_dtype]
+    return _LADDER[parallel.wrapper](model, communication_dtype=dtype, broadcast_buffers=False, **sized)
+
+
+def _torch_ddp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
+    """Gradients as bucket views, as ours has them; otherwise torch's defaults, of which one is a first bucket of 1 MiB."""
+    replica = nn.parallel.DistributedDataParallel(
+        model, bucket_cap_mb=parallel.bucket_size_mb, gradient_as_bucket_view=True, broadcast_buffers=False
+    )
+    if parallel.communication_dtype == "bf16":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        replica.register_comm_hook(None, bf16_compress_hook)
+    return replica
+
+
+def _fsdp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
+    return FSDP(
+        model,
+        _DTYPES[parallel.compute_dtype],
+        prefetch=parallel.prefetch,
+        units=lambda module: isinstance(module, TransformerBlock),
+        device=rank.device,
+    )
+
+
+def _fsdp2(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(rank.device.type, (rank.world_size,))
+    # Block inputs are in the compute dtype already, but for the tables of angles, which ours leaves in fp32 too.
+    policy = MixedPrecisionPolicy(_DTYPES[parallel.compute_dtype], torch.float32, cast_forward_inputs=False)
+    if not model.config.tie_embeddings:
+        fully_shard(model.token_embeddings, mesh=mesh, mp_policy=policy)
+        fully_shard([model.ln_final, model.lm_head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for block in model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+WRAPPERS: dict[str, Callable[[TransformerLM, Parallel, Rank], nn.Module]] = {
+    **dict.fromkeys(_LADDER, _ddp),
+    "torch-ddp": _torch_ddp,
+    "fsdp": _fsdp,
+    "fsdp2": _fsdp2,
+}
+
+
+def wrap(model: TransformerLM, parallel: Parallel, rank: Rank | None) -> nn.Module:
+    """The model under its wrapper, which is the model itself for ``none``.
+
+    Raises:
+        ValueError: there is no such wrapper, or nobody is there to share the step with.
+    """
+    if parallel.wrapper == "none":
+        return model
+    if parallel.wrapper not in WRAPPERS:
+        raise ValueError(f"unknown wrapper {parallel.wrapper!r}: known are none, {', '.join(WRAPPERS)}")
+    if rank is None:
+        raise ValueError(f"wrapper {parallel.wrapper!r} needs a process group, this process has joined none")
+    return WRAPPERS[parallel.wrapper](model, parallel, rank)
+
+
+def make_parallel_optimizer(name: str, model: nn.Module, parallel: Parallel) -> torch.optim.Optimizer:
+    """The optimizer of ``make_optimizer``, with its state where ``parallel`` says.
+
+    ``replicated``: on every rank. ``owned``: each tensor's on one rank, for gradients that a wrapper averages.
+    ``scattered``: ZeRO stage 1, which reduces the gradients itself. ``torch-zero``: torch's ZeroRedundancyOptimizer.
+
+    Raises:
+        ValueError: there is no such optimizer, or no such place for its state.
+    """
+    if parallel.optimizer_state == "replicated":
+        return make_optimizer(name, model.parameters())
+    if name not in OPTIMIZER_CLASSES:
+        raise ValueError(f"unknown optimizer {name!r}: known are {', '.join(OPTIMIZER_CLASSES)}")
+    optimizer_class, options = OPTIMIZER_CLASSES[name]
+    if parallel.optimizer_state == "torch-zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # brings TorchScript along, and its warnings
+
+        return ZeroRedundancyOptimizer(
+            model.parameters(), optimizer_class, parameters_as_bucket_view=True, **options
+        )
+    reduction: dict[str, Any] = {"reduce_gradients": REDUCE_SCATTER} if parallel.optimizer_state == "scattered" else {}
+    if parallel.optimizer_state not in ("owned", "scattered"):
+        raise ValueError(f"unknown place of optimizer state {parallel.optimizer_state!r}")
+    return ShardedOptimizer(
+        model.parameters(), optimizer_class, bucket_size_mb=parallel.bucket_size_mb, **reduction, **options
+    )
