@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from cs336_systems.attention.dispatch import IMPLEMENTATIONS
+from cs336_systems.config import ATTENTIONS
 from cs336_systems.measurement.attention import (
     MATERIALISED,
     VARIANT_IMPLEMENTATIONS,
@@ -46,7 +46,7 @@ TRAINING_SHAPES = (
 )
 """(batch, heads, length, d_head); the first is the 2025 leaderboard's."""
 
-KNOWN = tuple(dict.fromkeys(IMPLEMENTATIONS + VARIANT_IMPLEMENTATIONS))
+KNOWN = tuple(dict.fromkeys(ATTENTIONS + VARIANT_IMPLEMENTATIONS))
 CPU_LENGTHS = (256, 1024)
 CPU_NOTE = (
     "On a CPU the defaults shrink: --length 256 1024 and --d-head 64 (on a GPU all), and no reference-compiled, whose "
@@ -171,7 +171,7 @@ class Grid:
     shapes: list[tuple[int, int, int, int]]
     causal: bool
     masks: tuple[str, ...] = ("",)
-    allowed: tuple[str, ...] = IMPLEMENTATIONS
+    allowed: tuple[str, ...] = ATTENTIONS
 
 
 def _grid(name: str) -> Grid:
@@ -181,7 +181,7 @@ def _grid(name: str) -> Grid:
         return Grid(MATERIALISED, ("fp32",), shapes, causal=False)
     if name == "flash":
         shapes = [(1, 0, 2**power, d) for d in (16, 32, 64, 128) for power in range(7, 17)]
-        return Grid(IMPLEMENTATIONS, ("bf16", "fp32"), shapes, causal=True)
+        return Grid(ATTENTIONS, ("bf16", "fp32"), shapes, causal=True)
     if name == "variants":
         impls = VARIANT_IMPLEMENTATIONS
         return Grid(impls, ("bf16",), [VARIANT_SHAPE], causal=False, masks=VARIANTS, allowed=impls)

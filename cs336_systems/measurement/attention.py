@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cs336_systems.attention.dispatch import attention, unsupported_reason
-from cs336_systems.attention.reference import reference_attention
+from cs336_systems.attention.oracle import oracle_attention
 from cs336_systems.attention.shapes import AttentionShape, validate
 from cs336_systems.attention.variants import (
     Variant,
@@ -220,7 +220,7 @@ def _serve(cell: AttentionCell, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> 
         raise Unsupported(reason)
     return _Served(
         attend=functools.partial(attention, causal=cell.causal, impl=cell.impl),
-        exact=lambda q, k, v: reference_attention(q, k, v, causal=cell.causal)[0],
+        exact=lambda q, k, v: oracle_attention(q, k, v, causal=cell.causal)[0],
         share_of_scores=1.0,
         metrics=_tune(q, k, v, do, cell.causal) if cell.autotune else [],
     )

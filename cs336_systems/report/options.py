@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from cs336_systems.attention.dispatch import IMPLEMENTATIONS
-from cs336_systems.config import PRECISIONS, resolve_size
+from cs336_systems.config import ATTENTIONS, PRECISIONS, resolve_size
 from cs336_systems.training.precision import unsupported_reason
 
 MAX_TIMEOUT_S = 1e6
@@ -56,8 +55,8 @@ def check_dtypes(dtypes: Sequence[str], device: str) -> None:
 def check_attention(names: Sequence[str]) -> None:
     """Raise ValueError if one of ``--attention`` is unknown."""
     for name in names:
-        if name not in IMPLEMENTATIONS:
-            raise ValueError(f"--attention {name}: known are {', '.join(IMPLEMENTATIONS)}")
+        if name not in ATTENTIONS:
+            raise ValueError(f"--attention {name}: known are {', '.join(ATTENTIONS)}")
 
 
 def resolved_sizes(sizes: Sequence[str], context_lengths: Sequence[int]) -> list[str]:

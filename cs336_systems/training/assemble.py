@@ -36,7 +36,7 @@ class TrainingSetup:
     optimizer: str = "reference"
     compile: bool = False
     attention: str = "reference"
-    """One of ``attention.dispatch.IMPLEMENTATIONS``; the reference is the operation that ``ops`` brings."""
+    """One of ``config.ATTENTIONS``; the reference is the operation that ``ops`` brings."""
     checkpoint: str = "none"
     """Which activations are computed a second time, a policy of ``costs.checkpointing``."""
     ops: ModelOps = REFERENCE_OPS
