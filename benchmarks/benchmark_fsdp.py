@@ -17,7 +17,9 @@ from cs336_systems.report.command_line import exit_with, parse
 def main(arguments: list[str] | None = None) -> int:
     """Parse, then measure; returns the exit code."""
     options = parse(default_options, arguments, __doc__)
-    from cs336_systems.experiments.fully_sharded.experiment import EXPERIMENT  # torch, pandas and matplotlib come with it
+    from cs336_systems.experiments.fully_sharded.experiment import (
+        EXPERIMENT,  # torch, pandas and matplotlib come with it
+    )
 
     return EXPERIMENT.run(options)
 

@@ -4,8 +4,8 @@
     TrainingCase.of(my_config, checkpoint="full")                          # any ModelConfig, at its own context
 
 The fields are the columns of a row and the options of a command line. A new option is a field here and the line of
-``training/assemble.py`` that obeys it; rows that were measured before it existed are read with its default. Imports no torch, so
-that a command line can be parsed before torch is loaded.
+``training/assemble.py`` that obeys it; rows that were measured before it existed are read with its default. Imports no
+torch, so that a command line can be parsed before torch is loaded.
 """
 
 from dataclasses import dataclass

@@ -250,6 +250,19 @@ PRECISIONS: dict[str, Precision] = {
     )
 }
 
+ATTENTIONS = (
+    "reference",
+    "reference-compiled",
+    "tiled",
+    "flash",
+    "hopper",
+    "sdpa-flash",
+    "sdpa-cudnn",
+    "sdpa-efficient",
+    "flex",
+)
+"""Implementations of attention; ``attention/dispatch.py`` says what each is, and what it cannot serve."""
+
 OPTIMIZERS = ("reference", "torch-fused")
 """AdamW written out, or torch's fused kernel."""
 

@@ -21,6 +21,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -32,25 +33,22 @@ from cs336_systems.attention import variants
 from cs336_systems.attention.shapes import AttentionShape, exceeds_device, hopper_limits, kernel_limits, validate
 from cs336_systems.attention.tiled import TiledFlashAttention
 from cs336_systems.attention.variants import RECOMPILE_LIMIT
+from cs336_systems.config import ATTENTIONS
 from cs336_systems.model.ops import attention as materialised_attention
 
-IMPLEMENTATIONS = (
-    "reference",
-    "reference-compiled",
-    "tiled",
-    "flash",
-    "hopper",
-    "sdpa-flash",
-    "sdpa-cudnn",
-    "sdpa-efficient",
-    "flex",
-)
+Serve = Callable[[Tensor, Tensor, Tensor, bool, float | None], Tensor]
+"""(q, k, v, causal, scale) -> o, of inputs that the implementation does not refuse."""
 
-_SDPA_BACKENDS = {
-    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
+Refuse = Callable[[Tensor, Tensor, Tensor, bool, AttentionShape], str | None]
+"""(q, k, v, causal, shape) -> why it cannot serve these valid inputs, in one sentence, or None if it can."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute attention, and all that is to be known of it."""
+
+    serve: Serve
+    refuse: Refuse
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, impl: str, scale: float | None = None) -> Tensor:
@@ -60,7 +58,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, impl: str, scale
         q: (batch[, heads], n_queries, d_head).
         k, v: (batch[, kv_heads], n_keys, d_head); kv_heads divides heads.
         causal: query i sees the keys j <= i + n_keys - n_queries.
-        impl: one of ``IMPLEMENTATIONS``.
+        impl: one of ``config.ATTENTIONS``.
         scale: 1 / sqrt(d_head) by default.
 
     Returns:
@@ -72,7 +70,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, impl: str, scale
     """
     if reason := unsupported_reason(impl, q, k, v, causal=causal, scale=scale):
         raise ValueError(f"attention {impl!r} cannot serve this request: {reason}")
-    return _SERVE[impl](q, k, v, causal, scale)
+    return _named(impl).serve(q, k, v, causal, scale)
 
 
 def attention_op(impl: str) -> Callable[..., Tensor]:
@@ -81,9 +79,7 @@ def attention_op(impl: str) -> Callable[..., Tensor]:
     Raises:
         ValueError: there is no such implementation.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown attention {impl!r}: known are {', '.join(IMPLEMENTATIONS)}")
-    serve = _SERVE[impl]
+    serve = _named(impl).serve
 
     def op(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         return serve(q, k, v, causal, None)
@@ -99,55 +95,29 @@ def unsupported_reason(
     Raises:
         ValueError: there is no such implementation, or no implementation could take these inputs.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown attention {impl!r}: known are {', '.join(IMPLEMENTATIONS)}")
-    shape = validate(q, k, v, scale=scale)
-    if impl.startswith("reference") and causal and shape.offset < 0:
-        return f"it has no row for queries that see no key, got {shape.n_queries} queries and {shape.n_keys} keys"
-    if impl.startswith("reference"):
-        scores_bytes = math.prod(shape.scores) * q.element_size()
-        if reason := exceeds_device(scores_bytes, q.device):
-            return f"its scores need {reason}"
-    if impl in ("flash", "hopper", "flex") and q.device.type != "cuda":
-        return f"{impl} is compiled for CUDA devices, the inputs are on {q.device.type}"
-    if impl == "flash":
-        return kernel_limits(q)
-    if impl == "hopper":
-        return hopper_limits(q)
-    if impl in ("flex", "sdpa-cudnn") and shape.batch == 0:
-        return "it takes no empty batch"
-    if impl in _SDPA_BACKENDS:
-        return _sdpa_reason(impl, q, k, v, causal, shape)
-    return None
+    refuse = _named(impl).refuse
+    return refuse(q, k, v, causal, validate(q, k, v, scale=scale))
 
 
-def _sdpa_reason(impl: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, shape: AttentionShape) -> str | None:
-    if causal and shape.offset:
-        return (
-            f"torch aligns a causal mask to the first key and this suite to the last, which differ for "
-            f"{shape.n_queries} queries and {shape.n_keys} keys"
-        )
-    if q.device.type != "cuda":
-        return None if impl == "sdpa-flash" else f"it needs a CUDA device, the inputs are on {q.device.type}"
-    accepts = {
-        "sdpa-flash": torch.backends.cuda.can_use_flash_attention,
-        "sdpa-cudnn": torch.backends.cuda.can_use_cudnn_attention,
-        "sdpa-efficient": torch.backends.cuda.can_use_efficient_attention,
-    }[impl]
-    params = torch.backends.cuda.SDPAParams(
-        _four_d(q), _four_d(k), _four_d(v), None, 0.0, causal, shape.heads != shape.kv_heads
-    )
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        if accepts(params, True):
-            return None
-    reasons = [str(warning.message).split(" (Triggered")[0].strip() for warning in said]
-    return "; ".join(reasons) or "torch refuses these inputs without saying why"
+def _named(impl: str) -> Implementation:
+    if impl not in _IMPLEMENTATIONS:
+        raise ValueError(f"unknown attention {impl!r}: known are {', '.join(ATTENTIONS)}")
+    return _IMPLEMENTATIONS[impl]
 
 
 def _four_d(x: Tensor) -> Tensor:
     """With a head dimension of one, if it has none."""
     return x if x.ndim == 4 else x.unsqueeze(1)
+
+
+def _off_cuda(impl: str, q: Tensor) -> str | None:
+    if q.device.type == "cuda":
+        return None
+    return f"{impl} is compiled for CUDA devices, the inputs are on {q.device.type}"
+
+
+def _empty_batch(shape: AttentionShape) -> str | None:
+    return "it takes no empty batch" if shape.batch == 0 else None
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
@@ -167,29 +137,23 @@ def _reference_compiled(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: fl
         return _compiled_reference()(q, k, v, causal, scale)
 
 
-def _tiled(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
-    return TiledFlashAttention.apply(q, k, v, causal, scale)
+def _refuse_reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, shape: AttentionShape) -> str | None:
+    if causal and shape.offset < 0:
+        return f"it has no row for queries that see no key, got {shape.n_queries} queries and {shape.n_keys} keys"
+    reason = exceeds_device(math.prod(shape.scores) * q.element_size(), q.device)
+    return f"its scores need {reason}" if reason else None
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
-    from cs336_systems.attention.flash import flash_attention  # Triton is not on every machine
+    from cs336_systems.attention.flash.function import FlashKernels  # Triton is not on every machine
 
-    return flash_attention(q, k, v, causal=causal, scale=scale)
+    return FlashKernels.apply(q, k, v, causal, scale)
 
 
 def _hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
-    from cs336_systems.attention.hopper import hopper_attention
+    from cs336_systems.attention.hopper.function import HopperKernels
 
-    return hopper_attention(q, k, v, causal=causal, scale=scale)
-
-
-def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
-    grouped = q.ndim == 4 and q.shape[1] != k.shape[1]
-    with sdpa_kernel(backend):
-        o = F.scaled_dot_product_attention(
-            _four_d(q), _four_d(k), _four_d(v), is_causal=causal, scale=scale, enable_gqa=grouped
-        )
-    return o if q.ndim == 4 else o.squeeze(1)
+    return HopperKernels.apply(q, k, v, causal, scale)
 
 
 @functools.lru_cache(maxsize=32)
@@ -201,16 +165,52 @@ def _causal_blocks(shape: AttentionShape, device: torch.device) -> BlockMask | N
 def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
     if not causal:
         return variants.variant_attention(q, k, v, variants.full(), scale=scale)
-    blocks = _causal_blocks(validate(q, k, v), q.device)
+    blocks = _causal_blocks(AttentionShape.of(q, k), q.device)
     return variants.variant_attention(q, k, v, variants.causal(), scale=scale, block_mask=blocks)
 
 
-_SERVE: dict[str, Callable[[Tensor, Tensor, Tensor, bool, float | None], Tensor]] = {
-    "reference": _reference,
-    "reference-compiled": _reference_compiled,
-    "tiled": _tiled,
-    "flash": _flash,
-    "hopper": _hopper,
-    "flex": _flex,
-    **{impl: functools.partial(_sdpa, backend) for impl, backend in _SDPA_BACKENDS.items()},
+def _sdpa(backend: SDPBackend, accepts: Callable[..., bool]) -> Implementation:
+    """One of torch's kernels, which torch is asked about by ``accepts``."""
+
+    def serve(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+        grouped = q.ndim == 4 and q.shape[1] != k.shape[1]
+        with sdpa_kernel(backend):
+            o = F.scaled_dot_product_attention(
+                _four_d(q), _four_d(k), _four_d(v), is_causal=causal, scale=scale, enable_gqa=grouped
+            )
+        return o if q.ndim == 4 else o.squeeze(1)
+
+    def refuse(q: Tensor, k: Tensor, v: Tensor, causal: bool, shape: AttentionShape) -> str | None:
+        if backend == SDPBackend.CUDNN_ATTENTION and (reason := _empty_batch(shape)):
+            return reason
+        if causal and shape.offset:
+            return (
+                f"torch aligns a causal mask to the first key and this suite to the last, which differ for "
+                f"{shape.n_queries} queries and {shape.n_keys} keys"
+            )
+        if q.device.type != "cuda":
+            on_any_device = backend == SDPBackend.FLASH_ATTENTION
+            return None if on_any_device else f"it needs a CUDA device, the inputs are on {q.device.type}"
+        grouped = shape.heads != shape.kv_heads
+        params = torch.backends.cuda.SDPAParams(_four_d(q), _four_d(k), _four_d(v), None, 0.0, causal, grouped)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            if accepts(params, True):
+                return None
+        reasons = [str(warning.message).split(" (Triggered")[0].strip() for warning in said]
+        return "; ".join(reasons) or "torch refuses these inputs without saying why"
+
+    return Implementation(serve, refuse)
+
+
+_IMPLEMENTATIONS = {
+    "reference": Implementation(_reference, _refuse_reference),
+    "reference-compiled": Implementation(_reference_compiled, _refuse_reference),
+    "tiled": Implementation(TiledFlashAttention.apply, lambda *_: None),
+    "flash": Implementation(_flash, lambda q, *_: _off_cuda("flash", q) or kernel_limits(q)),
+    "hopper": Implementation(_hopper, lambda q, *_: _off_cuda("hopper", q) or hopper_limits(q)),
+    "sdpa-flash": _sdpa(SDPBackend.FLASH_ATTENTION, torch.backends.cuda.can_use_flash_attention),
+    "sdpa-cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.can_use_cudnn_attention),
+    "sdpa-efficient": _sdpa(SDPBackend.EFFICIENT_ATTENTION, torch.backends.cuda.can_use_efficient_attention),
+    "flex": Implementation(_flex, lambda q, k, v, causal, shape: _off_cuda("flex", q) or _empty_batch(shape)),
 }

@@ -37,6 +37,13 @@ class AttentionShape:
     four_d: bool = True
     """Whether the inputs have a head dimension."""
 
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor) -> "AttentionShape":
+        """Of queries, and of keys that ``validate`` has found to fit them."""
+        four_d = q.ndim == 4
+        heads, kv_heads = (q.shape[1], k.shape[1]) if four_d else (1, 1)
+        return cls(q.shape[0], heads, kv_heads, q.shape[-2], k.shape[-2], q.shape[-1], four_d)
+
     @property
     def group(self) -> int:
         """Query heads that share one key/value head."""
@@ -93,18 +100,9 @@ def validate(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> 
         raise ValueError(f"q, k and v must be on the same device: q {q.device}, k {k.device}, v {v.device}")
     if scale is not None and not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"the scale must be finite and positive: {scale}")
-    shape = AttentionShape(
-        batch=q.shape[0],
-        heads=heads,
-        kv_heads=kv_heads,
-        n_queries=q.shape[-2],
-        n_keys=k.shape[-2],
-        d_head=q.shape[-1],
-        four_d=q.ndim == 4,
-    )
     if reason := exceeds_device(q.numel() * q.element_size(), q.device):
         raise ValueError(f"the output alone needs {reason}: {listed()}")
-    return shape
+    return AttentionShape.of(q, k)
 
 
 def exceeds_device(n_bytes: int, device: torch.device) -> str | None:

@@ -85,11 +85,11 @@ def tiled_backward(
     do: Tensor,
     *,
     causal: bool,
-    scale: float | None = None,
-    needs: tuple[bool, bool, bool] = (True, True, True),
+    scale: float | None,
+    needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Algorithm 2: (dq, dk, dv) like q, k and v; None, and no work, where ``needs`` is false."""
-    shape = validate(q, k, v, scale=scale)
+    shape = AttentionShape.of(q, k)
     scale = shape.default_scale if scale is None else scale
     need_dq, need_dk, need_dv = needs
     q_BKGQE, k_BKSE, v_BKSE = _grouped(q, shape), _grouped(k, shape), _grouped(v, shape)

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention, or_masks
 
-from cs336_systems.attention.reference import attend, causal_mask, scaled_scores
+from cs336_systems.attention.oracle import attend, causal_mask, scaled_scores
 from cs336_systems.attention.shapes import AttentionShape, validate
 
 BLOCK_SIZE = 128
@@ -344,7 +344,7 @@ def dense_scores(variant: Variant, scores: Tensor) -> Tensor:
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, variant: Variant, *, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The oracle: (o, lse) as ``reference_attention`` returns them, with every score in memory and every gradient."""
+    """The oracle: (o, lse) as ``oracle_attention`` returns them, with every score in memory and every gradient."""
     shape = validate(q, k, v, scale=scale)
     if not shape.four_d:
         o, lse = dense_attention(q[:, None], k[:, None], v[:, None], variant, scale=scale)

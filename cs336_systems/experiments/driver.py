@@ -3,7 +3,7 @@
 A question supplies its parts as an ``Experiment``; ``run`` is the same for all, on one process, on ranks that it starts
 and under torchrun (where rank 0 alone presents).
 
-    EXPERIMENT = Experiment("benchmark_ddp", DataParallelCell, default_options, make_cells, one_stage(measure), present, ...)
+    EXPERIMENT = Experiment("benchmark_ddp", DataParallelCell, default_options, make_cells, stages, present, metrics)
     return EXPERIMENT.run(options)
 
 Requested and nothing measured is exit code 1, with the reason; one failed cell among others is, too. Memory that does
@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from cs336_systems.config import PRECISIONS
 from cs336_systems.experiments.options import RunOptions, check_options, small_defaults_note
 from cs336_systems.harness.process import Cell
-from cs336_systems.harness.ranks import one_rank_per_gpu, reports, resolve_world_sizes
+from cs336_systems.harness.ranks import one_rank_per_gpu, reports, resolve_world_sizes, run_ranked_sweep
 from cs336_systems.harness.record import RowFile
 from cs336_systems.harness.sweep import Outcome, cell_columns, run_sweep
 from cs336_systems.report.command_line import INTERRUPTED, complain, os_error
@@ -41,14 +42,14 @@ class Stage:
 
     cells: Sequence[Cell]
     measure: Callable[..., Any]
-    """A module-level function (or ``functools.partial``): (cell) or, for cells of several ranks, (cell, rank) -> metrics."""
+    """A module-level function or a partial of one: (cell), or for cells of several ranks (cell, rank), -> metrics."""
     expected_s: Callable[[Any], float] | None = None
     """Seconds that a cell should take, for the progress display."""
     share: Callable[[Any], Hashable] | None = None
     """Successive cells with equal values share a process."""
 
 
-Stages = Callable[[Any, Sequence[Cell], list[Outcome]], Iterable[Stage]]
+Stages = Callable[[Any, Sequence[Any], list[Outcome]], Iterable[Stage]]
 """(options, cells, outcomes so far) -> stages, asked for the next one when the one before has ended."""
 
 
@@ -121,16 +122,28 @@ class Experiment:
         """Fill ``outcomes``, stage by stage; the code of what ended it, else 0."""
         try:
             for stage in self.stages(options, cells, outcomes):
-                sweep = run_sweep(
-                    self.name,
-                    stage.cells,
-                    stage.measure,
-                    row_file=row_file,
-                    timeout_s=options.timeout,
-                    describe=self.describe,
-                    expected_s=stage.expected_s,
-                    share=stage.share,
-                )
+                if hasattr(stage.cells[0], "world_size"):
+                    sweep: Any = run_ranked_sweep(
+                        self.name,
+                        stage.cells,  # type: ignore[arg-type]
+                        stage.measure,
+                        device=options.device,
+                        row_file=row_file,
+                        timeout_s=options.timeout,
+                        describe=self.describe,
+                    )
+                else:
+                    sweep = run_sweep(
+                        self.name,
+                        stage.cells,
+                        stage.measure,
+                        row_file=row_file,
+                        timeout_s=options.timeout,
+                        describe=self.describe,
+                        cost=stage.expected_s or (lambda cell: 1.0),
+                        console=Console(stderr=True),
+                        share=stage.share,
+                    )
                 outcomes.extend(sweep)
                 if outcomes and outcomes[-1].status == "interrupted":
                     return 0
@@ -138,7 +151,9 @@ class Experiment:
             return complain(self.name, str(error))
         except OSError as error:
             where = row_file.path if row_file else "the disk"
-            return complain(self.name, f"rows could not be written to {where}: {os_error(error)}; earlier rows are there")
+            return complain(
+                self.name, f"rows could not be written to {where}: {os_error(error)}; earlier rows are there"
+            )
         return 0
 
 

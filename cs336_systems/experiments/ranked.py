@@ -1,4 +1,4 @@
-"""What the experiments on several ranks share: one value from all ranks, the check at the end, pictures of recordings."""
+"""What experiments on several ranks share: one value from all ranks, the check at the end, pictures of recordings."""
 
 import math
 import sys

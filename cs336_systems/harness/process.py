@@ -33,6 +33,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from cs336_systems.case import Unsupported
 from cs336_systems.harness.provenance import device_state, versions
 from cs336_systems.harness.record import Metric
 
@@ -77,10 +78,6 @@ _MESSAGE_WIDTH = 200
 
 class PredictedOutOfMemory(Exception):
     """The cell would need more memory than is free; the message holds both figures."""
-
-
-class Unsupported(Exception):
-    """The device, the build or the library cannot run the cell; the message says why."""
 
 
 class CellProcess:

@@ -49,9 +49,7 @@ def n_gpus() -> int:
         return 0
 
 
-def parse(
-    default_options: Callable[[str], Options], arguments: list[str] | None, description: str | None
-) -> Options:
+def parse(default_options: Callable[[str], Options], arguments: list[str] | None, description: str | None) -> Options:
     """Options from the command line, with the defaults of the device that they name, else of the one found here."""
     found = "cuda" if n_gpus() else "cpu"
     default = default_options(found)
@@ -75,8 +73,8 @@ def os_error(error: OSError) -> str:
 def exit_with(command: str, main: Callable[[], int]) -> NoReturn:
     """Run a command's ``main`` and exit with its code, whatever becomes of its streams.
 
-    Ctrl-C outside a cell is one sentence, not a traceback. A reader that has had enough (``| head -1``), a closed stdout
-    and a terminal that knows ASCII alone cost output, never rows, figures or the exit code.
+    Ctrl-C outside a cell is one sentence, not a traceback. A reader that has had enough (``| head -1``), a closed
+    stdout and a terminal that knows ASCII alone cost output, never rows, figures or the exit code.
     """
     sys.stdout, sys.stderr = (_Lenient(stream) for stream in (sys.stdout, sys.stderr))  # type: ignore[assignment]
     try:
@@ -85,7 +83,9 @@ def exit_with(command: str, main: Callable[[], int]) -> NoReturn:
         print(f"{command}: interrupted; every finished row is kept", file=sys.stderr)
         code = INTERRUPTED
     sys.stdout.flush()
-    os._exit(code) if sys.stdout.broken else sys.exit(code)  # type: ignore[attr-defined]
+    if sys.stdout.broken:  # the interpreter would fail to flush it, and say so
+        os._exit(code)
+    sys.exit(code)
 
 
 class _Lenient:

@@ -9,7 +9,7 @@ Optimisations are applied from outside, in one order:
 3. blocks and loss are compiled, if asked: each block by itself, as torchtitan does, because equal blocks then share one
    compilation and the time to compile does not grow with depth; checkpointed segments run compiled blocks, but a
    selective policy is compiled with its block, because it must see the block's operators;
-4. the model is wrapped for its ranks (``parallel.py``); compiled first, so that nothing is gathered inside compiled code;
+4. the model is wrapped for its ranks (``parallel.py``), after compiling: nothing can be gathered in compiled code;
 5. the optimizer is made over the parameters as they now are.
 
     step = assemble(TrainingCase(size="small", dtype="bf16"))
@@ -24,12 +24,12 @@ from torch import Tensor
 
 from cs336_systems.attention.dispatch import attention_op
 from cs336_systems.attention.dispatch import unsupported_reason as attention_reason
+from cs336_systems.case import TrainingCase, Unsupported
 from cs336_systems.costs.checkpointing import SELECTIVE
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
 from cs336_systems.training.activation_checkpointing import checkpointed_stack
 from cs336_systems.training.activation_checkpointing import unsupported_reason as checkpointing_reason
-from cs336_systems.case import TrainingCase, Unsupported
 from cs336_systems.training.loss import cross_entropy
 from cs336_systems.training.parallel import make_parallel_optimizer, wrap
 from cs336_systems.training.precision import matmul_dtype, parameter_dtype
@@ -83,7 +83,7 @@ def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:
 
 
 def random_batch(case: TrainingCase, rank: Rank | None = None) -> tuple[Tensor, Tensor]:
-    """Token ids and targets, (batch, context) each, int64 on the device; every rank has its own, from the case's seed."""
+    """Token ids and targets, (batch, context) each, int64 on the device; from the case's seed, each rank its own."""
     generator = torch.Generator().manual_seed(case.seed * 1009 + (rank.rank if rank else 0) + 1)
     shape = (2, case.batch_size, case.context_length)
     ids = torch.randint(case.config.vocab_size, shape, generator=generator)

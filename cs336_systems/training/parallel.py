@@ -1,9 +1,10 @@
 """What makes one step of many ranks: wrappers around the model, and optimizers whose state is sharded.
 
-    naive, flat, overlapped, bucketed    this suite's DDP: after backward or during it, one message per gradient or per bucket
-    torch-ddp                            torch's DistributedDataParallel
-    fsdp                                 this suite's FSDP; its units are the blocks
-    fsdp2                                torch's fully_shard of embedding, blocks, and norm with head, as torchtitan does
+    naive, flat              this suite's DDP after backward: a message per gradient, or one
+    overlapped, bucketed     the same during backward: a message per gradient, or per bucket
+    torch-ddp                torch's DistributedDataParallel
+    fsdp                     this suite's FSDP; its units are the blocks
+    fsdp2                    torch's fully_shard of embedding, blocks, and norm with head, as torchtitan does
 
 Wrappers that share parameters take a model on ``meta`` or on its device and return a module whose parameters the
 optimizer gets. Buffers are constants in this model, so no wrapper broadcasts them.
@@ -15,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from cs336_systems.case import Parallel
 from cs336_systems.distributed.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER, ShardedOptimizer
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.transformer import TransformerBlock
-from cs336_systems.case import Parallel
 from cs336_systems.training.optimizer import OPTIMIZER_CLASSES, make_optimizer
 
 _DTYPES = {"same": None, "bf16": torch.bfloat16}
@@ -36,7 +37,7 @@ def _ddp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
 
 
 def _torch_ddp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
-    """Gradients as bucket views, as ours has them; otherwise torch's defaults, of which one is a first bucket of 1 MiB."""
+    """Gradients as bucket views, as ours has them; otherwise torch's defaults, such as a first bucket of 1 MiB."""
     replica = nn.parallel.DistributedDataParallel(
         model, bucket_cap_mb=parallel.bucket_size_mb, gradient_as_bucket_view=True, broadcast_buffers=False
     )
@@ -113,9 +114,7 @@ def make_parallel_optimizer(name: str, model: nn.Module, parallel: Parallel) -> 
     if parallel.optimizer_state == "torch-zero":
         from torch.distributed.optim import ZeroRedundancyOptimizer  # brings TorchScript along, and its warnings
 
-        return ZeroRedundancyOptimizer(
-            model.parameters(), optimizer_class, parameters_as_bucket_view=True, **options
-        )
+        return ZeroRedundancyOptimizer(model.parameters(), optimizer_class, parameters_as_bucket_view=True, **options)
     reduction: dict[str, Any] = {"reduce_gradients": REDUCE_SCATTER} if parallel.optimizer_state == "scattered" else {}
     if parallel.optimizer_state not in ("owned", "scattered"):
         raise ValueError(f"unknown place of optimizer state {parallel.optimizer_state!r}")

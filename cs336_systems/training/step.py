@@ -81,7 +81,9 @@ class TrainStep:
         def backward() -> None:
             with matmul_precision(self.precision):
                 self.scaler.scale(graph_loss.pop()).backward()
-            if isinstance(self.model, (DDP, FSDP)):  # others have averaged inside backward, or leave it to the optimizer
+            if isinstance(
+                self.model, (DDP, FSDP)
+            ):  # others have averaged inside backward, or leave it to the optimizer
                 self.model.finish_gradient_synchronization()
             if mode == "backward":
                 self.optimizer.zero_grad(set_to_none=True)

@@ -1,10 +1,15 @@
 """Every implementation that runs here against the oracle, and the reasons of those that do not."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from cs336_systems.attention.dispatch import IMPLEMENTATIONS, attention, attention_op, unsupported_reason
-from cs336_systems.attention.reference import reference_attention
+from cs336_systems.attention import dispatch
+from cs336_systems.attention.dispatch import attention, attention_op, unsupported_reason
+from cs336_systems.attention.oracle import oracle_attention
+from cs336_systems.config import ATTENTIONS
 
 ON_A_CPU = ("reference", "tiled", "sdpa-flash")
 NEED_CUDA = ("flash", "hopper", "sdpa-cudnn", "sdpa-efficient", "flex")
@@ -16,6 +21,15 @@ def inputs(*, kv_heads=4, n_queries=33, n_keys=33, dtype=torch.float64):
     return tuple(torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
 
 
+def test_the_table_is_keyed_by_the_names_of_the_command_line():
+    assert tuple(dispatch._IMPLEMENTATIONS) == ATTENTIONS
+
+
+def test_importing_the_package_does_not_import_triton():
+    script = "import sys, cs336_systems.attention as a; assert 'triton' not in sys.modules; a.FlashAttention"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 @pytest.mark.parametrize("impl", ON_A_CPU)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -23,7 +37,7 @@ def inputs(*, kv_heads=4, n_queries=33, n_keys=33, dtype=torch.float64):
 def test_outputs_and_gradients_are_the_oracles(impl, causal, kv_heads, scale):
     leaves = inputs(kv_heads=kv_heads)
     do = torch.randn_like(leaves[0])
-    wanted, _ = reference_attention(*leaves, causal=causal, scale=scale)
+    wanted, _ = oracle_attention(*leaves, causal=causal, scale=scale)
     got = attention(*leaves, causal=causal, impl=impl, scale=scale)
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
     for ours, theirs in zip(torch.autograd.grad(got, leaves, do), torch.autograd.grad(wanted, leaves, do), strict=True):
@@ -33,7 +47,7 @@ def test_outputs_and_gradients_are_the_oracles(impl, causal, kv_heads, scale):
 @pytest.mark.parametrize("impl", ON_A_CPU)
 def test_inputs_without_heads(impl):
     q, k, v = (x.detach()[:, 0] for x in inputs())
-    wanted, _ = reference_attention(q, k, v, causal=True)
+    wanted, _ = oracle_attention(q, k, v, causal=True)
     torch.testing.assert_close(attention(q, k, v, causal=True, impl=impl), wanted, rtol=0, atol=1e-12)
 
 
@@ -65,7 +79,7 @@ def test_what_needs_more_than_the_gpu_has_is_refused_before_any_launch():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("impl", [impl for impl in IMPLEMENTATIONS if impl != "flex"])
+@pytest.mark.parametrize("impl", [impl for impl in ATTENTIONS if impl != "flex"])
 def test_an_empty_batch_on_a_gpu(impl):
     leaves = [x.detach()[:0].to("cuda", torch.bfloat16).requires_grad_() for x in inputs()]
     if (reason := unsupported_reason(impl, *leaves, causal=True)) is None:
@@ -104,7 +118,7 @@ def test_unknown_names_list_the_known_ones():
 
 def test_inputs_that_no_implementation_takes_are_refused_before_any_is_asked():
     q, k, v = inputs()
-    for impl in IMPLEMENTATIONS:
+    for impl in ATTENTIONS:
         with pytest.raises(ValueError, match="head dimension"):
             unsupported_reason(impl, q, k[..., :8], v, causal=True)
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from cs336_systems.attention.dispatch import IMPLEMENTATIONS
-from cs336_systems.experiments.attention.measure import VARIANTS
+from cs336_systems.config import ATTENTIONS
+from cs336_systems.experiments.attention.cells import VARIANTS
 from cs336_systems.harness.record import read_rows
 
 
@@ -23,7 +23,7 @@ def test_every_grid_has_the_cells_of_its_shapes(benchmark):
         return benchmark.make_cells(benchmark.Options(device="cpu", grid=(grid,), **options))
 
     flash = made("flash")
-    assert len(flash) == len(IMPLEMENTATIONS) * 2 * 4 * 10
+    assert len(flash) == len(ATTENTIONS) * 2 * 4 * 10
     assert {cell.length for cell in flash} == {2**power for power in range(7, 17)}
     assert all(cell.causal and cell.batch_size == 1 and not cell.heads for cell in flash)
     pytorch = made("pytorch", length=(256, 1024, 4096, 8192, 16384))
@@ -54,7 +54,7 @@ def test_repeats_take_turns(benchmark):
 def test_a_bare_command_on_a_cpu_is_short_and_compiles_nothing(benchmark):
     cells = cells_of(benchmark)
     assert {(cell.d_head, cell.length) for cell in cells} == {(64, 256), (64, 1024)}
-    assert {cell.impl for cell in cells} == set(IMPLEMENTATIONS) - {"reference-compiled"}
+    assert {cell.impl for cell in cells} == set(ATTENTIONS) - {"reference-compiled"}
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from cs336_systems.costs.memory import (
     rotary_bytes,
 )
 from cs336_systems.model import TransformerLM
-from cs336_systems.training import TrainingSetup, assemble, cross_entropy
+from cs336_systems.training import TrainingCase, assemble, cross_entropy
 from cs336_systems.training.precision import autocast, parameter_dtype
 
 GIB = 1024**3
@@ -175,7 +175,7 @@ def test_states_follow_from_the_parameter_count(precision, n_bytes):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast-bf16"])
 @pytest.mark.parametrize("config", [PLAIN, CONFIGS["grouped-biases-tied"]], ids=["plain", "grouped-biases-tied"])
 def test_states_are_those_that_a_step_leaves(config, precision):
-    step = assemble(TrainingSetup(config, precision=PRECISIONS[precision]))
+    step = assemble(TrainingCase.of(config, dtype=precision))
     step(ids := torch.zeros(1, 4, dtype=torch.int64), ids)
     moments = [t for state in step.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     assert storage_bytes(list(step.model.parameters())) == parameter_bytes(config, PRECISIONS[precision])
@@ -219,7 +219,7 @@ def alive_at_peak(
 ) -> int:
     """Peak of live bytes of the pass of ``mode`` that finds its state in place: a step's second."""
     with FakeTensorMode(), LiveBytes() as live:
-        step = assemble(TrainingSetup(config, precision=PRECISIONS[precision], checkpoint=checkpoint))
+        step = assemble(TrainingCase.of(config, dtype=precision, checkpoint=checkpoint))
         ids = torch.zeros(batch_size, seq_len, dtype=torch.int64)
         for _ in range(2 if mode == "step" else 1):
             live.peak = live.now
@@ -315,7 +315,7 @@ def allocated_at_peak(config: ModelConfig, precision: str, mode: str, optimizer:
 
     A dispatch mode would change the answer here: under one, torch adds no gradient in place.
     """
-    step = assemble(TrainingSetup(config.at_context(4), precision=PRECISIONS[precision], optimizer=optimizer))
+    step = assemble(TrainingCase.of(config.at_context(4), dtype=precision, optimizer=optimizer))
     ids = torch.zeros(1, 4, dtype=torch.int64)
     step(ids, ids)
     states = 3 if mode == "step" else 1

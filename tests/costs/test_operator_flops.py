@@ -16,7 +16,7 @@ from cs336_systems.costs.operator_flops import (
     SOFTMAX,
     step_flops_by_operator,
 )
-from cs336_systems.training import TrainingSetup, assemble
+from cs336_systems.training import TrainingCase, assemble
 
 PER_NUMBER = {
     **dict.fromkeys(("mul", "add", "sub", "div", "neg", "exp", "sqrt", "rsqrt", "square", "pow", "masked_fill"), 1),
@@ -50,7 +50,7 @@ class Counting(TorchDispatchMode):
 def counted():
     """Operations of the tiny model's step: (forward and backward, optimizer)."""
     config = MODEL_SIZES["tiny"]
-    step = assemble(TrainingSetup(config))
+    step = assemble(TrainingCase.of(config))
     ids, targets = torch.randint(config.vocab_size, (2, 2, config.context_length))
     phases = step.phases("step", ids, targets)
     passes, update = Counting(), Counting()

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from cs336_systems.profiling import memory_profile
 from cs336_systems.profiling.memory_snapshot import MARK, Snapshot
-from cs336_systems.training import TrainingSetup, assemble
+from cs336_systems.training import TrainingCase, assemble
 
 US_PER_EVENT = 1000
 
@@ -104,7 +104,7 @@ def own_frames() -> tuple[str, ...]:
     return tuple(frames)
 
 
-def simulated_snapshot(setup: TrainingSetup, batch_size: int, mode: str) -> Snapshot:
+def simulated_snapshot(setup: TrainingCase, batch_size: int, mode: str) -> Snapshot:
     """What ``profile_memory`` would record of the second pass of ``mode``, one block for each storage.
 
     Under a fake tensor mode the model may be as large as it likes.

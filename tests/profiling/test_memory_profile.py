@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cs336_systems.config import MODEL_SIZES, PRECISIONS
+from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.activations import saved_bytes
 from cs336_systems.costs.memory import adamw_state_bytes, parameter_bytes
 from cs336_systems.profiling import memory_profile
@@ -17,7 +17,7 @@ from cs336_systems.profiling.memory_history import (
 )
 from cs336_systems.profiling.memory_profile import profile_memory, state_labels
 from cs336_systems.profiling.memory_snapshot import read_snapshot
-from cs336_systems.training import TrainingSetup, assemble
+from cs336_systems.training import TrainingCase, assemble
 
 CONFIG = MODEL_SIZES["tiny"]
 MIB = 1024**2
@@ -29,11 +29,11 @@ def ids():
 
 def test_a_cpu_is_refused(tmp_path):
     with pytest.raises(ValueError, match="a memory timeline needs CUDA's allocator, which 'cpu' does not have"):
-        profile_memory(TrainingSetup(CONFIG), 1, "step", tmp_path / "x.pickle")
+        profile_memory(TrainingCase.of(CONFIG, batch_size=1), "step", tmp_path / "x.pickle")
 
 
 def test_labels_name_everything_that_outlives_a_step():
-    step = assemble(TrainingSetup(CONFIG))
+    step = assemble(TrainingCase.of(CONFIG))
     step(ids(), ids())
     labels = state_labels(step, ids=(token_ids := ids()))
     named = {(label.category, label.name): label.address for label in labels}
@@ -46,7 +46,7 @@ def test_labels_name_everything_that_outlives_a_step():
 
 
 def test_gradients_are_labelled_where_they_are_accumulated_and_only_inside():
-    step = assemble(TrainingSetup(CONFIG))
+    step = assemble(TrainingCase.of(CONFIG))
     labels: list = []
     phases = step.phases("step", ids(), ids())
     with memory_profile._labelled_gradients(step, labels):
@@ -63,8 +63,8 @@ def test_gradients_are_labelled_where_they_are_accumulated_and_only_inside():
 def test_nodes_announce_themselves_in_order_and_the_loss_function_returns(monkeypatch):
     announced: list[str] = []
     monkeypatch.setattr(memory_profile, "annotate", announced.append)
-    step = assemble(TrainingSetup(CONFIG))
-    plain = assemble(TrainingSetup(CONFIG))
+    step = assemble(TrainingCase.of(CONFIG))
+    plain = assemble(TrainingCase.of(CONFIG))
     loss_function = step.loss_function
     phases = step.phases("step", ids(), ids())
     with memory_profile._named_nodes(step) as name_nodes:
@@ -85,8 +85,8 @@ def test_nodes_announce_themselves_in_order_and_the_loss_function_returns(monkey
 @pytest.mark.parametrize("mode", ["forward", "backward", "step"])
 @pytest.mark.parametrize("precision", ["fp32", "autocast-bf16"])
 def test_the_categories_of_a_step_on_a_gpu(tmp_path, precision, mode):
-    setup = TrainingSetup(MODEL_SIZES["small"].at_context(128), PRECISIONS[precision], "cuda")
-    profile = profile_memory(setup, 2, mode, tmp_path / "snapshot.pickle")
+    setup = TrainingCase.of(MODEL_SIZES["small"].at_context(128), dtype=precision, device="cuda", batch_size=2)
+    profile = profile_memory(setup, mode, tmp_path / "snapshot.pickle")
     history, peak = profile.history, profile.history.peak()
     large = sum(allocation.n_bytes > MIB for allocation in history.alive_at(peak.event))
     assert 0 <= profile.rounding_bytes <= 512 * len(history.alive_at(peak.event)) + MIB * large
@@ -108,4 +108,6 @@ def test_the_categories_of_a_step_on_a_gpu(tmp_path, precision, mode):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_too_few_entries_are_an_error_and_not_half_a_picture(tmp_path):
     with pytest.raises(ValueError, match="lost the beginning|holds no allocations"):
-        profile_memory(TrainingSetup(CONFIG, device="cuda"), 2, "step", tmp_path / "x.pickle", max_entries=50)
+        profile_memory(
+            TrainingCase.of(CONFIG, device="cuda", batch_size=2), "step", tmp_path / "x.pickle", max_entries=50
+        )

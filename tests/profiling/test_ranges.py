@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from cs336_systems.config import MODEL_SIZES, PRECISIONS
+from cs336_systems.config import MODEL_SIZES
 from cs336_systems.model import REFERENCE_OPS
 from cs336_systems.profiling import ranges
 from cs336_systems.profiling.ranges import (
@@ -25,7 +25,7 @@ from cs336_systems.profiling.ranges import (
     ranged_ops,
     ranged_phases,
 )
-from cs336_systems.training import TrainingSetup, TrainStep, assemble
+from cs336_systems.training import TrainingCase, TrainStep, assemble
 
 TINY = MODEL_SIZES["tiny"]
 
@@ -74,7 +74,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def tiny_step(dtype: str = "fp32") -> TrainStep:
-    return assemble(TrainingSetup(TINY, PRECISIONS[dtype]))
+    return assemble(TrainingCase.of(TINY, dtype=dtype))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from cs336_systems.config import MODEL_SIZES, PRECISIONS, ModelConfig
 from cs336_systems.costs.checkpointing import make_plan, runs_again
 from cs336_systems.costs.memory import peak_memory
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
-from cs336_systems.training import TrainingSetup, TrainStep, assemble
+from cs336_systems.training import TrainingCase, TrainStep, assemble
 from cs336_systems.training.activation_checkpointing import FUSED_ATTENTION, checkpointed_stack, unsupported_reason
 
 CONFIG = replace(
@@ -46,7 +46,7 @@ class Operators(TorchDispatchMode):
 
 def after_backward(policy: str, config: ModelConfig = CONFIG, precision: str = "fp32", **setup) -> TrainStep:
     """A step whose forward and backward have run."""
-    step = assemble(TrainingSetup(config, precision=PRECISIONS[precision], checkpoint=policy, **setup))
+    step = assemble(TrainingCase.of(config, dtype=precision, checkpoint=policy, **setup))
     phases = step.phases("step", *batch())
     phases["forward"]()
     phases["backward"]()
@@ -91,7 +91,7 @@ def test_a_frozen_embedding_feeds_blocks_that_still_learn(policy):
     """The first block's input needs no gradient then, which the older kind of checkpointing takes for all of it."""
     gradients = []
     for checkpoint in ("none", policy):
-        step = assemble(TrainingSetup(CONFIG, checkpoint=checkpoint))
+        step = assemble(TrainingCase.of(CONFIG, checkpoint=checkpoint))
         step.model.token_embeddings.requires_grad_(False)
         step.model.layers[2].ffn.requires_grad_(False)
         phases = step.phases("step", *batch())
@@ -107,7 +107,7 @@ def test_a_frozen_embedding_feeds_blocks_that_still_learn(policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_parameters_keep_their_names_and_steps_stay_the_same(policy):
-    checkpointed, plain = (assemble(TrainingSetup(CONFIG, checkpoint=name)) for name in (policy, "none"))
+    checkpointed, plain = (assemble(TrainingCase.of(CONFIG, checkpoint=name)) for name in (policy, "none"))
     assert list(checkpointed.model.state_dict()) == list(TransformerLM(CONFIG).state_dict())
     for seed in range(2):
         assert torch.equal(checkpointed(*batch(seed)), plain(*batch(seed)))
@@ -117,7 +117,7 @@ def test_parameters_keep_their_names_and_steps_stay_the_same(policy):
 
 def block_runs(policy: str, mode: str) -> Counter[int]:
     """How often each block of the model is run in one pass of ``mode``, by index."""
-    step = assemble(TrainingSetup(CONFIG, checkpoint=policy))
+    step = assemble(TrainingCase.of(CONFIG, checkpoint=policy))
     runs: Counter[int] = Counter()
     for i, block in enumerate(step.model.layers):
         block.register_forward_pre_hook(lambda *_, i=i: runs.update([i]))
@@ -191,7 +191,7 @@ def backend(monkeypatch):
 )
 def test_compiled_blocks_have_the_same_bits_in_one_graph_for_all(backend, policy, precision):
     """Selective policies are in the graph: the eager modes would see no operator of a compiled block."""
-    step = after_backward(policy, precision=precision, compile=True)
+    step = after_backward(policy, precision=precision, compile="on")
     assert_same_bits(step, after_backward("none", precision=precision))
     assert backend["stats"]["unique_graphs"] == 2, "one for all blocks, one for the loss"
     assert not backend["graph_break"]
@@ -236,7 +236,8 @@ def test_on_a_gpu_the_peak_is_the_predicted_one_and_the_bits_are_the_same(policy
     before = torch.cuda.memory_allocated()
 
     def measured(checkpoint: str) -> tuple[list[Tensor], int]:
-        step = assemble(TrainingSetup(config, precision, "cuda", checkpoint=checkpoint))
+        case = TrainingCase.of(config, dtype=precision.name, device="cuda", checkpoint=checkpoint)
+        step = assemble(case)
         step(ids, targets)
         torch.cuda.reset_peak_memory_stats()
         phases = step.phases("step", ids, targets)
@@ -259,7 +260,7 @@ def test_on_a_gpu_the_peak_is_the_predicted_one_and_the_bits_are_the_same(policy
 @pytest.mark.parametrize(("policy", "runs"), [("none", 5), ("full", 10), ("keep-attention", 5), ("keep-matmuls", 5)])
 def test_on_a_gpu_flash_attention_is_kept_or_runs_again(policy, runs):
     config = replace(CONFIG, d_model=64)
-    step = assemble(TrainingSetup(config, PRECISIONS["bf16"], "cuda", attention="flash", checkpoint=policy))
+    step = assemble(TrainingCase.of(config, dtype="bf16", device="cuda", attention="flash", checkpoint=policy))
     ids, targets = (tensor.cuda() for tensor in batch())
     with Operators() as seen:
         step(ids, targets)
@@ -271,7 +272,7 @@ def test_on_a_gpu_flash_attention_is_kept_or_runs_again(policy, runs):
 )
 def test_an_unknown_policy_is_refused_by_name(policy):
     with pytest.raises(ValueError, match="unknown checkpoint policy") as refusal:
-        assemble(TrainingSetup(CONFIG, checkpoint=policy))
+        assemble(TrainingCase.of(CONFIG, checkpoint=policy))
     assert repr(policy) in str(refusal.value)
     for name in ("none", "full", "recursive", "keep-matmuls", "keep-attention", "every-K", "first-M"):
         assert name in str(refusal.value)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cs336_systems.config import MODEL_SIZES, PRECISIONS
 from cs336_systems.model import REFERENCE_OPS
-from cs336_systems.training import AdamW, TrainingSetup, TrainStep, assemble, cross_entropy
+from cs336_systems.training import AdamW, TrainingCase, TrainStep, assemble, cross_entropy
 
 CONFIG = replace(MODEL_SIZES["tiny"], name="tinier", d_model=32, d_ff=64, vocab_size=97, context_length=16)
 
@@ -27,14 +27,14 @@ def same_bits(actual: TrainStep, expected: TrainStep) -> bool:
 
 def test_the_seed_decides_the_weights():
     torch.manual_seed(99)
-    first = assemble(TrainingSetup(CONFIG, seed=7))
+    first = assemble(TrainingCase.of(CONFIG, seed=7))
     torch.manual_seed(100)
-    assert same_bits(assemble(TrainingSetup(CONFIG, seed=7)), first)
-    assert not same_bits(assemble(TrainingSetup(CONFIG, seed=8)), first)
+    assert same_bits(assemble(TrainingCase.of(CONFIG, seed=7)), first)
+    assert not same_bits(assemble(TrainingCase.of(CONFIG, seed=8)), first)
 
 
 def test_defaults_are_fp32_and_our_own_optimizer_on_the_cpu():
-    step = assemble(TrainingSetup(CONFIG))
+    step = assemble(TrainingCase.of(CONFIG))
     assert type(step.optimizer) is AdamW
     assert step.precision is PRECISIONS["fp32"]
     assert step.device == torch.device("cpu")
@@ -44,7 +44,7 @@ def test_defaults_are_fp32_and_our_own_optimizer_on_the_cpu():
 @pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, tie_embeddings=True)], ids=["untied", "tied"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast-bf16", "autocast-fp16"])
 def test_the_optimizer_holds_every_parameter_once_in_the_precisions_dtype(config, precision):
-    step = assemble(TrainingSetup(config, precision=PRECISIONS[precision], optimizer="torch-fused"))
+    step = assemble(TrainingCase.of(config, dtype=precision, optimizer="torch-fused"))
     held = [parameter for group in step.optimizer.param_groups for parameter in group["params"]]
     assert list(map(id, held)) == list(map(id, step.model.parameters()))
     assert sum(parameter.numel() for parameter in held) == config.n_parameters
@@ -58,23 +58,23 @@ def test_the_operations_are_handed_to_the_model():
         called.append(gate.shape)
         return REFERENCE_OPS.swiglu(gate, up)
 
-    assemble(TrainingSetup(CONFIG, ops=replace(REFERENCE_OPS, swiglu=swiglu)))(*batch())
+    assemble(TrainingCase.of(CONFIG), ops=replace(REFERENCE_OPS, swiglu=swiglu))(*batch())
     assert called == [(2, 16, CONFIG.d_ff)] * CONFIG.n_layers
 
 
 def test_a_precision_that_the_device_lacks_is_refused():
     with pytest.raises(ValueError, match="tf32 needs a CUDA device"):
-        assemble(TrainingSetup(CONFIG, precision=PRECISIONS["tf32"]))
+        assemble(TrainingCase.of(CONFIG, dtype="tf32"))
 
 
 def test_an_unknown_optimizer_is_refused_by_name():
     with pytest.raises(ValueError, match="unknown optimizer 'sgd'"):
-        assemble(TrainingSetup(CONFIG, optimizer="sgd"))
+        assemble(TrainingCase.of(CONFIG, optimizer="sgd"))
 
 
 def test_compiled_steps_have_the_losses_of_eager_ones():
     """The budget is the eager error against fp64, and one rounding of such a loss where that happens to vanish."""
-    eager, compiled, oracle = (assemble(TrainingSetup(CONFIG, compile=flag)) for flag in (False, True, False))
+    eager, compiled, oracle = (assemble(TrainingCase.of(CONFIG, compile=flag)) for flag in ("off", "on", "off"))
     assert all(block._compiled_call_impl is not None for block in compiled.model.layers)
     assert compiled.loss_function is not cross_entropy
     oracle.model.double()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cs336_systems.config import MODEL_SIZES, MODES, PRECISIONS
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
-from cs336_systems.training import AdamW, TrainingSetup, TrainStep, assemble, cross_entropy
+from cs336_systems.training import AdamW, TrainingCase, TrainStep, assemble, cross_entropy
 from cs336_systems.training.optimizer import OPTIMIZERS
 
 CONFIG = replace(MODEL_SIZES["tiny"], name="tinier", d_model=32, d_ff=64, vocab_size=97, context_length=16)
@@ -28,7 +28,7 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def make_step(precision: str = "fp32", **setup) -> TrainStep:
-    return assemble(TrainingSetup(CONFIG, precision=PRECISIONS[precision], **setup))
+    return assemble(TrainingCase.of(CONFIG, dtype=precision, **setup))
 
 
 def weights(step: TrainStep) -> list[Tensor]:

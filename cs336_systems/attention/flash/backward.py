@@ -42,7 +42,15 @@ from torch import Tensor
 
 from cs336_systems.attention.flash.host import input_precision, with_short_rows
 from cs336_systems.attention.flash.preprocess import launch_preprocess
-from cs336_systems.attention.flash.primitives import LOG2_E, load_row_values, load_tile, store_tile, visible
+from cs336_systems.attention.flash.primitives import (
+    LOG2_E,
+    load_row_values,
+    load_tile,
+    own_tile,
+    seen_keys,
+    store_tile,
+    visible,
+)
 from cs336_systems.attention.flash.tiles import Tile, tile_for
 from cs336_systems.attention.launching import ceil_div, launch, next_power_of_2
 
@@ -263,13 +271,7 @@ def flash_dq_kernel(
     PRECISION: tl.constexpr,
 ):
     """dq (B, H, Q, D); one program per query tile, causal ones from the longest down."""
-    n_tiles = tl.cdiv(n_queries, BLOCK_Q)
-    tile = tl.program_id(0) % n_tiles
-    if CAUSAL:
-        tile = n_tiles - 1 - tile
-    batch_head = tl.program_id(0) // n_tiles
-    batch = (batch_head // n_heads).to(tl.int64)
-    head = (batch_head % n_heads).to(tl.int64)
+    tile, batch_head, batch, head = own_tile(n_heads, n_queries, BLOCK_Q, CAUSAL)
     q += batch * stride_qb + head * stride_qh
     k += batch * stride_kb + (head // group) * stride_kh
     v += batch * stride_vb + (head // group) * stride_vh
@@ -277,15 +279,8 @@ def flash_dq_kernel(
     dq += batch * stride_dqb + head * stride_dqh
     lse_log2 += batch_head.to(tl.int64) * n_queries
     delta += batch_head.to(tl.int64) * n_queries
-
     first_query = tile * BLOCK_Q
-    if CAUSAL:
-        shift = n_keys - n_queries
-        unmasked_end = tl.maximum(first_query + shift + 1, 0) // BLOCK_K * BLOCK_K
-        end = tl.minimum(first_query + BLOCK_Q, n_queries) + shift
-    else:
-        unmasked_end = n_keys // BLOCK_K * BLOCK_K
-        end = n_keys
+    unmasked_end, end = seen_keys(first_query, n_queries, n_keys, BLOCK_Q, BLOCK_K, CAUSAL)
 
     q_tile = load_tile(q, first_query, n_queries, stride_q, BLOCK_Q, D, BLOCK_D, CHECK_ROWS=True)
     do_tile = load_tile(do, first_query, n_queries, stride_do, BLOCK_Q, D, BLOCK_D, CHECK_ROWS=True)

@@ -33,7 +33,15 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.attention.flash.host import input_precision, with_short_rows
-from cs336_systems.attention.flash.primitives import LN_2, LOG2_E, load_tile, store_tile, visible
+from cs336_systems.attention.flash.primitives import (
+    LN_2,
+    LOG2_E,
+    load_tile,
+    own_tile,
+    seen_keys,
+    store_tile,
+    visible,
+)
 from cs336_systems.attention.flash.tiles import Tile, tile_for
 from cs336_systems.attention.launching import ceil_div, launch, next_power_of_2
 
@@ -116,27 +124,14 @@ def flash_forward_kernel(
     PRECISION: tl.constexpr,
 ):
     """o (B, H, Q, D) and lse (B, H, Q); one program per query tile of one head."""
-    n_tiles = tl.cdiv(n_queries, BLOCK_Q)
-    tile = tl.program_id(0) % n_tiles
-    if CAUSAL:
-        tile = n_tiles - 1 - tile
-    batch_head = tl.program_id(0) // n_tiles
-    batch = (batch_head // n_heads).to(tl.int64)
-    head = (batch_head % n_heads).to(tl.int64)
+    tile, batch_head, batch, head = own_tile(n_heads, n_queries, BLOCK_Q, CAUSAL)
     q += batch * stride_qb + head * stride_qh
     k += batch * stride_kb + (head // group) * stride_kh
     v += batch * stride_vb + (head // group) * stride_vh
     o += batch * stride_ob + head * stride_oh
     lse += batch_head.to(tl.int64) * n_queries
-
     first_query = tile * BLOCK_Q
-    if CAUSAL:
-        shift = n_keys - n_queries
-        unmasked_end = tl.maximum(first_query + shift + 1, 0) // BLOCK_K * BLOCK_K
-        end = tl.minimum(first_query + BLOCK_Q, n_queries) + shift
-    else:
-        unmasked_end = n_keys // BLOCK_K * BLOCK_K
-        end = n_keys
+    unmasked_end, end = seen_keys(first_query, n_queries, n_keys, BLOCK_Q, BLOCK_K, CAUSAL)
 
     q_tile = load_tile(q, first_query, n_queries, stride_q, BLOCK_Q, D, BLOCK_D, CHECK_ROWS=True)
     acc = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)

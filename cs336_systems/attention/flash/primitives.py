@@ -69,6 +69,32 @@ def load_row_values(head, first_row, n_rows, other: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
+def own_tile(n_heads, n_queries, BLOCK_Q: tl.constexpr, CAUSAL: tl.constexpr):
+    """(tile, batch and head, batch, head) of this program; causal ones are numbered from the longest down."""
+    n_tiles = tl.cdiv(n_queries, BLOCK_Q)
+    tile = tl.program_id(0) % n_tiles
+    if CAUSAL:
+        tile = n_tiles - 1 - tile
+    batch_head = tl.program_id(0) // n_tiles
+    batch = (batch_head // n_heads).to(tl.int64)
+    head = (batch_head % n_heads).to(tl.int64)
+    return tile, batch_head, batch, head
+
+
+@triton.jit
+def seen_keys(first_query, n_queries, n_keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr):
+    """(end of the key tiles that every query of a tile sees entirely, end of the keys that any of them sees)."""
+    if CAUSAL:
+        shift = n_keys - n_queries
+        unmasked_end = tl.maximum(first_query + shift + 1, 0) // BLOCK_K * BLOCK_K
+        end = tl.minimum(first_query + BLOCK_Q, n_queries) + shift
+    else:
+        unmasked_end = n_keys // BLOCK_K * BLOCK_K
+        end = n_keys
+    return unmasked_end, end
+
+
+@triton.jit
 def visible(queries, keys, n_keys, n_queries, CAUSAL: tl.constexpr):
     """Whether a query sees a key, for broadcastable index blocks; causal: the last query sees the last key."""
     return keys <= queries + (n_keys - n_queries) if CAUSAL else keys < n_keys

@@ -6,7 +6,7 @@ and its exponential units need 512 clocks for the same tile: taking turns halves
 Triton hides, so that they can overlap: copies (TMA), matmuls in flight (wgmma), barriers in shared memory, and warps
 with different programs (``warp_specialize``).
 
-    o = hopper_attention(q, k, v, causal=True)        # or HopperFlashAttention.apply(q, k, v, True)
+    o = HopperFlashAttention.apply(q, k, v, True)     # or attention(q, k, v, causal=True, impl="hopper")
 
 The formulas are those of ``attention/flash`` (Dao 2023); what is new is who does what and when, after FlashAttention-3
 (Shah et al. 2024). One program per SM, of one *producer* warp that fetches, and *consumers* of four warps that compute,
@@ -92,6 +92,6 @@ Limits: compute capability 9.0; bf16 and fp16; head dims 16 to 128 in steps of 8
 Other GPUs, dtypes and head dims raise and name what takes them.
 """
 
-from cs336_systems.attention.hopper.function import HopperFlashAttention, hopper_attention
+from cs336_systems.attention.hopper.function import HopperFlashAttention
 
-__all__ = ["HopperFlashAttention", "hopper_attention"]
+__all__ = ["HopperFlashAttention"]

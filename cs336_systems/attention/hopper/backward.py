@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
 from cs336_systems.attention.hopper.host import (
     copyable,
@@ -33,6 +32,7 @@ from cs336_systems.attention.hopper.primitives import (
     LOG2_E,
     ROWS,
     Ring,
+    aggregate,
     announce,
     announced,
     finish_adds,
@@ -68,18 +68,6 @@ class Tiles:
     ds_full: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
     """For each consumer, its part of a dq tile on the way out, and in the end its rows of dk, then dv."""
-
-    @gluon.constexpr_function
-    def __init__(self, items, k, v, q, do, stats, ds, ds_full, dq):
-        self.items = items
-        self.k = k
-        self.v = v
-        self.q = q
-        self.do = do
-        self.stats = stats
-        self.ds = ds
-        self.ds_full = ds_full
-        self.dq = dq
 
 
 @gluon.jit
@@ -275,9 +263,9 @@ def hopper_backward_kernel(
     BLOCK_K: gl.constexpr = k.block_shape[2]
     BLOCK_D: gl.constexpr = k.block_shape[3]
     dtype: gl.constexpr = k.dtype
-    plan = KeyPlan(
-        q.shape[2], k.shape[2], q.shape[1], k.shape[0] * k.shape[1], group, section_heads, padded,
-        CAUSAL, BLOCK_Q, BLOCK_K,
+    plan = KeyPlan(  # type: ignore[call-arg]
+        q.shape[2], k.shape[2], q.shape[1], k.shape[0] * k.shape[1], group, section_heads,
+        CAUSAL, BLOCK_Q, BLOCK_K, padded,
     )  # fmt: skip
     q_tiles = make_ring(dtype, BLOCK_Q, BLOCK_D, STAGES, 2)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], dtype)

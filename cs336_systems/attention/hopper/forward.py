@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
 from cs336_systems.attention.hopper.host import (
     copyable,
@@ -34,6 +33,7 @@ from cs336_systems.attention.hopper.primitives import (
     NEVER,
     ROWS,
     Ring,
+    aggregate,
     announce,
     announced,
     make_items,
@@ -63,15 +63,6 @@ class Tiles:
     """For each consumer, its rows on the way out."""
     turns: gl.shared_memory_descriptor
     """For each consumer, the barrier at which it awaits its turn."""
-
-    @gluon.constexpr_function
-    def __init__(self, items, q, k, v, o, turns):
-        self.items = items
-        self.q = q
-        self.k = k
-        self.v = v
-        self.o = o
-        self.turns = turns
 
 
 @gluon.jit
@@ -230,7 +221,7 @@ def hopper_forward_kernel(
     BLOCK_K: gl.constexpr = k.block_shape[2]
     BLOCK_D: gl.constexpr = k.block_shape[3]
     dtype: gl.constexpr = k.dtype
-    plan = QueryPlan(
+    plan = QueryPlan(  # type: ignore[call-arg]
         q.shape[2], k.shape[2], q.shape[1], q.shape[0] * q.shape[1], group, section_heads,
         CAUSAL, CONSUMERS * ROWS, BLOCK_K,
     )  # fmt: skip

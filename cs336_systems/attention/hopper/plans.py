@@ -8,7 +8,8 @@ Producers and consumers of a program do the same arithmetic on a position, and s
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
+
+from cs336_systems.attention.hopper.primitives import aggregate
 
 
 @gluon.jit
@@ -21,14 +22,8 @@ def item_in_section(position, n_tiles, n_heads, section_heads):
     return within // heads_here, first_head + within % heads_here
 
 
-@aggregate
-class QueryPlan:
-    """Which query tile is at which position of the order in which programs take them.
-
-    Positions go section by section; a section is ``section_heads`` query heads whose keys and values fit the L2 cache
-    together. Inside a section the longest tiles of all its heads come first. Program p takes position p and, when that
-    is loaded, the next that nobody has taken.
-    """
+class Plan:
+    """What both plans know."""
 
     n_queries: gl.tensor
     n_keys: gl.tensor
@@ -40,21 +35,19 @@ class QueryPlan:
     BLOCK_Q: gl.constexpr
     BLOCK_K: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, n_queries, n_keys, n_heads, n_batch_heads, group, section_heads, CAUSAL, BLOCK_Q, BLOCK_K):
-        self.n_queries = n_queries
-        self.n_keys = n_keys
-        self.n_heads = n_heads
-        self.n_batch_heads = n_batch_heads
-        self.group = group
-        self.section_heads = section_heads
-        self.CAUSAL = gl.constexpr(CAUSAL)
-        self.BLOCK_Q = gl.constexpr(BLOCK_Q)
-        self.BLOCK_K = gl.constexpr(BLOCK_K)
-
     @gluon.jit
     def n_tiles(self):
         return gl.cdiv(self.n_queries, self.BLOCK_Q)
+
+
+@aggregate
+class QueryPlan(Plan):
+    """Which query tile is at which position of the order in which programs take them.
+
+    Positions go section by section; a section is ``section_heads`` query heads whose keys and values fit the L2 cache
+    together. Inside a section the longest tiles of all its heads come first. Program p takes position p and, when that
+    is loaded, the next that nobody has taken.
+    """
 
     @gluon.jit
     def n_items(self):
@@ -92,47 +85,16 @@ class KeyTile:
     first_key: gl.tensor
     first_tile: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, batch, kv_head, first_key, first_tile):
-        self.batch = batch
-        self.kv_head = kv_head
-        self.first_key = first_key
-        self.first_tile = first_tile
-
 
 @aggregate
-class KeyPlan:
+class KeyPlan(Plan):
     """Which key tile is at which position of the order in which programs take them.
 
     As in ``QueryPlan``, but of key/value heads, and what fits the L2 cache are the queries, output gradients and dq
     that their key tiles share. Key tiles of a head come from the first to the last: if causal, the longest first.
     """
 
-    n_queries: gl.tensor
-    n_keys: gl.tensor
-    n_heads: gl.tensor
-    n_batch_heads: gl.tensor
-    group: gl.tensor
-    section_heads: gl.tensor
     padded: gl.tensor
-    CAUSAL: gl.constexpr
-    BLOCK_Q: gl.constexpr
-    BLOCK_K: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, n_queries, n_keys, n_heads, n_batch_heads, group, section_heads, padded, CAUSAL, BLOCK_Q, BLOCK_K
-    ):
-        self.n_queries = n_queries
-        self.n_keys = n_keys
-        self.n_heads = n_heads
-        self.n_batch_heads = n_batch_heads
-        self.group = group
-        self.section_heads = section_heads
-        self.padded = padded
-        self.CAUSAL = gl.constexpr(CAUSAL)
-        self.BLOCK_Q = gl.constexpr(BLOCK_Q)
-        self.BLOCK_K = gl.constexpr(BLOCK_K)
 
     @gluon.jit
     def n_items(self):
@@ -148,10 +110,6 @@ class KeyPlan:
             first_tile = gl.maximum(first_key - (self.n_keys - self.n_queries), 0) // self.BLOCK_Q
         n_kv_heads = self.n_heads // self.group
         return KeyTile(batch_head // n_kv_heads, batch_head % n_kv_heads, first_key, first_tile)
-
-    @gluon.jit
-    def n_tiles(self):
-        return gl.cdiv(self.n_queries, self.BLOCK_Q)
 
     @gluon.jit
     def n_steps(self, work):

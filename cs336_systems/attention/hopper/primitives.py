@@ -14,12 +14,14 @@ completed parity 1. So consumers of turn t wait on ``full`` for parity t & 1, th
 # mypy: allow-untyped-defs
 # A kernel's arguments are Triton values.
 
+from typing import Any, dataclass_transform
+
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.language.core import _aggregate as aggregate
+from triton.language.core import _aggregate, base_value
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -28,6 +30,22 @@ NEVER = gl.constexpr(float("-inf"))
 
 ROWS = gl.constexpr(64)
 """Rows of a warpgroup's matmul: each of its four warps holds 16."""
+
+
+@dataclass_transform()
+def aggregate(cls: type) -> Any:
+    """A kernel's value of the fields that a class and its bases annotate; it is made of them in this order."""
+    classes = reversed(cls.__mro__)
+    cls.__annotations__ = {k: v for each in classes for k, v in vars(each).get("__annotations__", {}).items()}
+    names = gl.constexpr(tuple(cls.__annotations__))  # Triton keys its cache by the constants of a closure only
+
+    @gluon.constexpr_function
+    def __init__(self, *values):
+        for name, value in zip(names.value, values, strict=True):
+            setattr(self, name, value if isinstance(value, base_value) else gl.constexpr(value))
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return _aggregate(cls)
 
 
 @builtin
@@ -56,13 +74,6 @@ class Ring:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, full, empty, STAGES):
-        self.tiles = tiles
-        self.full = full
-        self.empty = empty
-        self.STAGES = gl.constexpr(STAGES)
 
     @gluon.jit
     def slot(self, step):

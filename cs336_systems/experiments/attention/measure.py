@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cs336_systems.attention.dispatch import attention, unsupported_reason
-from cs336_systems.attention.reference import reference_attention
+from cs336_systems.attention.oracle import oracle_attention
 from cs336_systems.attention.shapes import AttentionShape, validate
 from cs336_systems.attention.variants import (
     Variant,
@@ -38,7 +38,7 @@ from cs336_systems.attention.variants import (
     variant_attention,
 )
 from cs336_systems.case import Unsupported
-from cs336_systems.experiments.attention.cells import AttentionCell
+from cs336_systems.experiments.attention.cells import MATERIALISED, AttentionCell
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.clock import time_kernel
 from cs336_systems.harness.memory import PeakMeter, free_bytes
@@ -184,7 +184,7 @@ def _serve(cell: AttentionCell, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> 
         raise Unsupported(reason)
     return _Served(
         attend=functools.partial(attention, causal=cell.causal, impl=cell.impl),
-        exact=lambda q, k, v: reference_attention(q, k, v, causal=cell.causal)[0],
+        exact=lambda q, k, v: oracle_attention(q, k, v, causal=cell.causal)[0],
         share_of_scores=1.0,
         metrics=_tune(q, k, v, do, cell.causal) if cell.autotune else [],
     )

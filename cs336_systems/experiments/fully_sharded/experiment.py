@@ -4,10 +4,10 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
+from cs336_systems.experiments.driver import Experiment, Stage
 from cs336_systems.experiments.fully_sharded.cells import FullyShardedCell, Options, default_options, make_cells
 from cs336_systems.experiments.fully_sharded.measure import measure_fully_sharded
 from cs336_systems.experiments.fully_sharded.table import fully_sharded_table
-from cs336_systems.experiments.driver import Experiment, Stage
 from cs336_systems.experiments.ranked import draw_traces
 from cs336_systems.harness.record import read_rows
 from cs336_systems.harness.sweep import Outcome, outcome_rows

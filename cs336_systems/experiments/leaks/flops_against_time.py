@@ -119,21 +119,8 @@ class StepCell:
     @property
     def workload(self) -> Workload:
         """The step to run: reference attention, nothing recomputed."""
-        return Workload(
-            self.device,
-            self.size,
-            self.batch_size,
-            self.context_length,
-            self.dtype,
-            "reference",
-            self.compile,
-            "none",
-            self.optimizer,
-            "step",
-            self.warmup,
-            self.steps,
-            self.seed,
-        )
+        names = ("device", "size", "batch_size", "context_length", "dtype", "compile", "optimizer", "warmup", "steps")
+        return Workload(**{name: getattr(self, name) for name in names}, seed=self.seed)
 
 
 def default_options(device: str) -> Options:

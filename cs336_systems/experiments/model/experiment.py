@@ -7,7 +7,14 @@ from pathlib import Path
 
 from cs336_systems.experiments.driver import Experiment, Stage
 from cs336_systems.experiments.model import cells as grid
-from cs336_systems.experiments.model.cells import CEILING, CeilingCell, ModelCell, Options, ceiling_cells, default_options
+from cs336_systems.experiments.model.cells import (
+    CEILING,
+    CeilingCell,
+    ModelCell,
+    Options,
+    ceiling_cells,
+    default_options,
+)
 from cs336_systems.experiments.model.figure import draw_step_figure
 from cs336_systems.experiments.model.frontier import draw_frontier
 from cs336_systems.experiments.model.measure import (

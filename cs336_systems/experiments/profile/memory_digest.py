@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from cs336_systems.case import TrainingCase
 from cs336_systems.attention.dispatch import attention_op
+from cs336_systems.case import TrainingCase
 from cs336_systems.costs.activations import block_saved_tensors, total_bytes
 from cs336_systems.experiments.profile.memory_tables import (
     GIB,
@@ -58,9 +58,7 @@ class MemoryDigest:
     figures: dict[str, float]
 
 
-def write_memory_digest(
-    case: TrainingCase, mode: str, out: Path, raw: Path, *, compiled: bool = True
-) -> MemoryDigest:
+def write_memory_digest(case: TrainingCase, mode: str, out: Path, raw: Path, *, compiled: bool = True) -> MemoryDigest:
     """Profile, account, and write ``memory-<name>.md``, its CSVs and its picture to ``out``, the snapshot to ``raw``.
 
     Args:
@@ -100,14 +98,24 @@ def profile_name(case: TrainingCase, mode: str) -> str:
         *([case.optimizer] if case.optimizer != "reference" else []),
     ]
     config = case.config
-    parts = ["memory", config.name, f"b{case.batch_size}", f"c{config.context_length}", case.precision.name, *extras, mode]
+    parts = [
+        "memory",
+        config.name,
+        f"b{case.batch_size}",
+        f"c{config.context_length}",
+        case.precision.name,
+        *extras,
+        mode,
+    ]
     return "-".join(parts)
 
 
 def heading(case: TrainingCase, mode: str) -> str:
     """The case in one line."""
     config = case.config
-    line = f"{config.name}, batch {case.batch_size}, context {config.context_length}, {case.precision.name}, mode {mode}"
+    line = (
+        f"{config.name}, batch {case.batch_size}, context {config.context_length}, {case.precision.name}, mode {mode}"
+    )
     extras = [
         f"attention {case.attention}" if case.attention != "reference" else "",
         "compiled" if case.compiled else "",
@@ -117,7 +125,7 @@ def heading(case: TrainingCase, mode: str) -> str:
 
 
 def account_block(case: TrainingCase, *, compile: bool) -> BlockAccount:
-    """What one block of the case's model keeps at its batch and context; checkpointing, which is between blocks, left out."""
+    """What one block of the model keeps at the case's batch and context; checkpointing, between blocks, left out."""
     config, device = case.config, torch.device(case.device)
     ops: ModelOps = REFERENCE_OPS
     if case.attention != "reference":

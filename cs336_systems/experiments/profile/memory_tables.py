@@ -53,7 +53,7 @@ def peak_table(profile: MemoryProfile) -> Table:
     if not case.compiled and case.attention == "reference":
         predicted = peak_memory(
             case.config,
-            profile.batch_size,
+            case.batch_size,
             case.config.context_length,
             case.precision,
             profile.mode,

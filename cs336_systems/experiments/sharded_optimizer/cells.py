@@ -1,4 +1,4 @@
-"""What ``benchmark_sharded_optimizer.py`` is asked, and its grid, the ways to hold state innermost. Imports no torch."""
+"""What ``benchmark_sharded_optimizer.py`` is asked, and its grid, the ways to hold state innermost. No torch."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.attention.flash import FlashAttention, flash_attention
+from cs336_systems.attention.flash import FlashAttention
 from cs336_systems.attention.flash import forward as forward_module
 from cs336_systems.attention.flash.function import backward_op, forward_op
 from cs336_systems.attention.flash.tiles import Tile, tile_for
-from tests.attention.flash.oracle import check, flash, make
+from tests.attention.error_budget import check, flash, make
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here: see test_flash_gpu.py")
 
@@ -90,13 +90,13 @@ def test_strides() -> None:
 
 def test_output_keeps_the_layout_of_q() -> None:
     q, k, v, _ = (strided(x)[0] for x in make("cpu", heads=2))
-    assert flash_attention(q, k, v, causal=True).stride() == q.stride()
+    assert FlashAttention.apply(q, k, v, True).stride() == q.stride()
 
 
 def test_expanded_gradient() -> None:
     q, k, v, _ = make("cpu")
     q.requires_grad_()
-    flash_attention(q, k, v, causal=False).sum().backward()
+    FlashAttention.apply(q, k, v, False).sum().backward()
     assert q.grad is not None
     assert q.grad.isfinite().all()
 
@@ -141,11 +141,11 @@ def test_second_derivative_is_refused() -> None:
 def test_twice_in_one_graph() -> None:
     q, k, v, do = make("cpu", n_queries=20)
     leaf = q.clone().requires_grad_()
-    flash_attention(flash_attention(leaf, k, v, causal=True), k, v, causal=True).backward(do)
+    FlashAttention.apply(FlashAttention.apply(leaf, k, v, True), k, v, True).backward(do)
     once = q.clone().requires_grad_()
-    middle = flash_attention(once, k, v, causal=True).detach().requires_grad_()
-    flash_attention(middle, k, v, causal=True).backward(do)
-    flash_attention(once, k, v, causal=True).backward(middle.grad)
+    middle = FlashAttention.apply(once, k, v, True).detach().requires_grad_()
+    FlashAttention.apply(middle, k, v, True).backward(do)
+    FlashAttention.apply(once, k, v, True).backward(middle.grad)
     assert torch.equal(leaf.grad, once.grad)
 
 
@@ -165,7 +165,7 @@ def test_compiles_without_graph_breaks(dynamic: bool) -> None:
 
     @torch.compile(fullgraph=True, backend="aot_eager", dynamic=dynamic)
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_attention(q, k, v, causal=True) * 1.0
+        return FlashAttention.apply(q, k, v, True) * 1.0
 
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     o = attend(*leaves)
@@ -195,19 +195,19 @@ def test_refusals(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...] |
     dtypes = dtypes or ("float32",) * 3
     q, k, v = (torch.zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in zip(shapes, dtypes, strict=True))
     with pytest.raises(ValueError, match=message):
-        flash_attention(q, k, v, causal=False)
+        FlashAttention.apply(q, k, v, False)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
 def test_scales_that_are_refused(scale: float) -> None:
     with pytest.raises(ValueError, match="scale must be finite and positive"):
-        flash_attention(*make("cpu")[:3], causal=False, scale=scale)
+        FlashAttention.apply(*make("cpu")[:3], False, scale)
 
 
 def test_devices_must_be_one() -> None:
     q, k, v, _ = make("cpu")
     with pytest.raises(ValueError, match="same device: q cpu, k meta, v cpu"):
-        flash_attention(q, k.to("meta"), v, causal=False)
+        FlashAttention.apply(q, k.to("meta"), v, False)
 
 
 def test_a_tile_for_every_head_dim() -> None:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.attention.flash import flash_attention
+from cs336_systems.attention.flash import FlashAttention
 from cs336_systems.attention.flash.function import backward_op, forward_op
 from cs336_systems.attention.flash.host import MAX_ROW_STRIDE
-from tests.attention.flash.oracle import check, error, flash, make
+from tests.attention.error_budget import check, error, flash, make
 
 pytestmark = [
     pytest.mark.gpu,
@@ -122,13 +122,13 @@ def test_compiles_without_graph_breaks(dynamic: bool, monkeypatch: pytest.Monkey
     monkeypatch.undo()  # the compiler makes tensors, too
     torch.compiler.reset()
     compiled = torch.compile(
-        lambda q, k, v: flash_attention(2 * q, k, v, causal=True) + 1, fullgraph=True, dynamic=dynamic
+        lambda q, k, v: FlashAttention.apply(2 * q, k, v, True) + 1, fullgraph=True, dynamic=dynamic
     )
     for n_queries in (70, 130):
         q, k, v, do = make("cuda", torch.bfloat16, heads=4, kv_heads=2, n_queries=n_queries, d_head=64)
         for inputs, gradient in (((q, k, v), do), ((q[:, 0], k[:, 0], v[:, 0]), do[:, 0])):
             leaves = [x.detach().requires_grad_() for x in inputs]
-            o, expected = compiled(*leaves), flash_attention(2 * leaves[0], *leaves[1:], causal=True) + 1
+            o, expected = compiled(*leaves), FlashAttention.apply(2 * leaves[0], *leaves[1:], True) + 1
             assert torch.equal(o, expected)
             actual_gradients = torch.autograd.grad(o, leaves, gradient)
             for a, b in zip(actual_gradients, torch.autograd.grad(expected, leaves, gradient), strict=True):

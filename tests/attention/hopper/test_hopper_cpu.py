@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from cs336_systems.attention.hopper import HopperFlashAttention, hopper_attention, plans
+from cs336_systems.attention.hopper import HopperFlashAttention, plans
 from cs336_systems.attention.hopper.function import backward_op, forward_op
 from cs336_systems.attention.hopper.host import (
     L2_BUDGET_BYTES,
@@ -24,7 +24,7 @@ from cs336_systems.attention.hopper.host import (
 )
 from cs336_systems.attention.hopper.schedules import BACKWARD, FORWARD, MAX_REGISTERS_WITH, padded_head_dim
 from cs336_systems.attention.shapes import hopper_limits
-from tests.attention.flash.oracle import make
+from tests.attention.error_budget import make
 
 
 def qkv(dtype: torch.dtype = torch.bfloat16, d_head: int = 64, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
@@ -34,13 +34,13 @@ def qkv(dtype: torch.dtype = torch.bfloat16, d_head: int = 64, device: str = "cp
 @pytest.mark.parametrize(("dtype", "instead"), [(torch.float32, "flash"), (torch.float64, "reference")])
 def test_other_dtypes_are_refused(dtype: torch.dtype, instead: str) -> None:
     with pytest.raises(ValueError, match=rf'inputs are {dtype}; impl="{instead}" takes them'):
-        hopper_attention(*qkv(dtype), causal=True)
+        HopperFlashAttention.apply(*qkv(dtype), True)
 
 
 @pytest.mark.parametrize(("d_head", "instead"), [(8, "reference"), (20, "flash"), (136, "flash"), (264, "reference")])
 def test_other_head_dims_are_refused(d_head: int, instead: str) -> None:
     with pytest.raises(ValueError, match=rf'16 to 128 in steps of 8, got {d_head}; impl="{instead}" takes them'):
-        hopper_attention(*qkv(d_head=d_head), causal=True)
+        HopperFlashAttention.apply(*qkv(d_head=d_head), True)
 
 
 def test_cpu_tensors_are_refused() -> None:
@@ -66,13 +66,13 @@ def test_other_gpus_are_refused(capability: tuple[int, int], monkeypatch: pytest
 def test_shapes_that_do_not_fit_together_are_refused() -> None:
     q, k, v = qkv()
     with pytest.raises(ValueError, match="k and v must have the same length"):
-        hopper_attention(q, k, v[:, :, :3], causal=True)
+        HopperFlashAttention.apply(q, k, v[:, :, :3], True)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
 def test_scales_that_are_refused(scale: float) -> None:
     with pytest.raises(ValueError, match="scale must be finite and positive"):
-        hopper_attention(*qkv(), causal=False, scale=scale)
+        HopperFlashAttention.apply(*qkv(), False, scale)
 
 
 def test_what_the_copy_engine_can_read() -> None:

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.attention.hopper import hopper_attention
 from cs336_systems.attention.hopper.backward import launch_backward
 from cs336_systems.attention.hopper.forward import launch_forward
 from cs336_systems.attention.hopper.function import HopperFlashAttention, backward_op, forward_op
 from cs336_systems.attention.hopper.schedules import BackwardSchedule, ForwardSchedule
-from tests.attention.flash.oracle import Results, compare, make
+from tests.attention.error_budget import Results, compare, make
 
 pytestmark = [
     pytest.mark.gpu,
@@ -177,7 +176,7 @@ def test_an_expanded_gradient() -> None:
 
 def test_output_keeps_the_layout_of_q() -> None:
     q, k, v, _ = (strided(x)[0] for x in make("cuda", torch.bfloat16, heads=2, d_head=64))
-    assert hopper_attention(q, k, v, causal=True).stride() == q.stride()
+    assert HopperFlashAttention.apply(q, k, v, True).stride() == q.stride()
 
 
 @pytest.mark.parametrize("d_head", [64, 128])
@@ -279,7 +278,7 @@ def test_compiles_without_graph_breaks(options: dict[str, Any], monkeypatch: pyt
     torch.compiler.reset()
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return hopper_attention(2 * q, k, v, causal=True, deterministic=True) + 1
+        return HopperFlashAttention.apply(2 * q, k, v, True, None, True) + 1
 
     compiled = torch.compile(plain, fullgraph=True, **options)
     for n_queries in (70, 130):

@@ -25,10 +25,10 @@ from cs336_systems.experiments.profile.memory_tables import (
 )
 from cs336_systems.profiling.memory_history import reconstruct
 from cs336_systems.profiling.memory_profile import MemoryProfile
-from cs336_systems.training import TrainingSetup
+from cs336_systems.training import TrainingCase
 from tests.profiling.snapshots import simulated_snapshot
 
-SETUP = TrainingSetup(MODEL_SIZES["tiny"])
+SETUP = TrainingCase.of(MODEL_SIZES["tiny"])
 ROUNDING = 12_288
 GIB, MIB = 1024**3, 1024**2
 
@@ -131,7 +131,7 @@ def test_names_tell_setups_apart(changes, name):
 
 @pytest.mark.parametrize("attention", ["reference", "tiled"])
 def test_without_cuda_the_block_is_accounted_for(tmp_path, attention):
-    setup = replace(SETUP, precision=PRECISIONS["autocast-bf16"], attention=attention)
+    setup = replace(SETUP, dtype="autocast-bf16", attention=attention)
     written = write_memory_digest(setup, 2, "step", tmp_path / "out", tmp_path / "raw", compiled=False)
     page = written.page.read_text()
     assert NEEDS_CUDA in page and "max_memory_allocated" not in page

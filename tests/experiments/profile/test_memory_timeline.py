@@ -7,7 +7,7 @@ from matplotlib.image import imread
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.experiments.profile.memory_timeline import COLOURS, draw_memory_timeline
 from cs336_systems.profiling.memory_history import CATEGORIES, reconstruct
-from cs336_systems.training import TrainingSetup
+from cs336_systems.training import TrainingCase
 from tests.profiling.snapshots import EventLog, simulated_snapshot
 
 GIB = 1024**3
@@ -31,7 +31,7 @@ def texts(figure):
 
 
 def test_a_step_is_drawn_with_its_phases_peak_and_categories(tmp_path, drawn):
-    history = reconstruct(simulated_snapshot(TrainingSetup(MODEL_SIZES["tiny"]), 2, "step"))
+    history = reconstruct(simulated_snapshot(TrainingCase.of(MODEL_SIZES["tiny"]), 2, "step"))
     draw_memory_timeline(history, path := tmp_path / "folder" / "x.png", "tiny")
     assert imread(path).shape[0] > 500
     notes, legend = texts(drawn[0])

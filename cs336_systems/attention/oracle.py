@@ -20,7 +20,7 @@ from torch import Tensor
 from cs336_systems.attention.shapes import AttentionShape, accumulator_dtype, validate
 
 
-def reference_attention(
+def oracle_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp; shapes and ValueErrors as in ``shapes.validate``.

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cs336_systems.attention import reference_attention
+from cs336_systems.attention import oracle_attention
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -49,7 +49,7 @@ def test_output_and_gradients_match_sdpa(batch, kv_heads, group, n_queries, extr
     k = randn(batch, kv_heads, n_queries + extra_keys, d_head, seed=2).requires_grad_()
     v = randn(batch, kv_heads, n_queries + extra_keys, d_head, seed=3).requires_grad_()
     upstream = randn(batch, kv_heads * group, n_queries, d_head, seed=4)
-    actual, _ = reference_attention(q, k, v, causal=causal, scale=scale)
+    actual, _ = oracle_attention(q, k, v, causal=causal, scale=scale)
     expected = sdpa(q, k, v, causal=causal, scale=scale)
     assert_equal_in_fp64(actual, expected)
     for ours, theirs in zip(*(torch.autograd.grad(o, (q, k, v), upstream) for o in (actual, expected)), strict=True):
@@ -59,7 +59,7 @@ def test_output_and_gradients_match_sdpa(batch, kv_heads, group, n_queries, extr
 @pytest.mark.parametrize("causal", [False, True])
 def test_lse_is_the_natural_logarithm_of_the_softmax_denominator(causal):
     q, k, v = randn(2, 4, 5, 8, seed=1), randn(2, 2, 7, 8, seed=2), randn(2, 2, 7, 8, seed=3)
-    _, lse = reference_attention(q, k, v, causal=causal)
+    _, lse = oracle_attention(q, k, v, causal=causal)
     weights = torch.exp(torch.einsum("bhqd,bhkd->bhqk", q, k[:, [0, 0, 1, 1]]) / 8**0.5)
     if causal:
         weights = weights * visible(5, 7)
@@ -69,13 +69,13 @@ def test_lse_is_the_natural_logarithm_of_the_softmax_denominator(causal):
 
 def test_more_queries_than_keys_without_a_mask():
     q, k, v = randn(1, 2, 7, 8, seed=1), randn(1, 2, 3, 8, seed=2), randn(1, 2, 3, 8, seed=3)
-    assert_equal_in_fp64(reference_attention(q, k, v, causal=False)[0], sdpa(q, k, v, causal=False))
+    assert_equal_in_fp64(oracle_attention(q, k, v, causal=False)[0], sdpa(q, k, v, causal=False))
 
 
 def test_one_head_needs_no_head_dimension():
     q, k, v = randn(2, 5, 8, seed=1), randn(2, 7, 8, seed=2), randn(2, 7, 8, seed=3)
-    o, lse = reference_attention(q, k, v, causal=True)
-    o4, lse4 = reference_attention(q[:, None], k[:, None], v[:, None], causal=True)
+    o, lse = oracle_attention(q, k, v, causal=True)
+    o4, lse4 = oracle_attention(q[:, None], k[:, None], v[:, None], causal=True)
     assert o.shape == (2, 5, 8)
     assert lse.shape == (2, 5)
     assert_equal_in_fp64(o, o4[:, 0])
@@ -87,7 +87,7 @@ def test_one_head_needs_no_head_dimension():
 def test_queries_that_see_no_key_are_zero_and_pass_nothing_back(dtype):
     q, k, v = (randn(1, 2, n, 8, dtype=dtype, seed=n).requires_grad_() for n in (7, 3, 3))
     with torch.autograd.detect_anomaly(check_nan=True):
-        o, lse = reference_attention(q, k, v, causal=True)
+        o, lse = oracle_attention(q, k, v, causal=True)
         gradients = torch.autograd.grad((o, lse), (q, k, v), (torch.ones_like(o), torch.ones_like(lse)))
     assert torch.equal(o[:, :, :4], torch.zeros(1, 2, 4, 8, dtype=dtype))
     assert (lse[:, :, :4] == float("-inf")).all()
@@ -95,7 +95,7 @@ def test_queries_that_see_no_key_are_zero_and_pass_nothing_back(dtype):
     assert (gradients[0][:, :, :4] == 0).all()
     assert all(gradient.isfinite().all() for gradient in gradients)
     # What the other queries give and receive is as if the blind ones were not there.
-    o_rest, lse_rest = reference_attention(q[:, :, 4:], k, v, causal=True)
+    o_rest, lse_rest = oracle_attention(q[:, :, 4:], k, v, causal=True)
     rest = torch.autograd.grad((o_rest, lse_rest), (q, k, v), (torch.ones_like(o_rest), torch.ones_like(lse_rest)))
     tolerance = 8 * torch.finfo(dtype).eps
     for ours, theirs in zip((o[:, :, 4:], lse[:, :, 4:], *gradients), (o_rest, lse_rest, *rest), strict=True):
@@ -105,7 +105,7 @@ def test_queries_that_see_no_key_are_zero_and_pass_nothing_back(dtype):
 def test_scores_that_overflow_exp():
     q, k, v = 100 * randn(1, 1, 5, 16, seed=1), 100 * randn(1, 1, 5, 16, seed=2), randn(1, 1, 5, 16, seed=3)
     assert torch.exp((q @ k.mT / 4).max()).isinf()
-    o, lse = reference_attention(q, k, v, causal=True)
+    o, lse = oracle_attention(q, k, v, causal=True)
     # exp turns the absolute error of a score of 1e4 or so, 1e4 2^-53 a few times over, into a relative one.
     torch.testing.assert_close(o, sdpa(q, k, v, causal=True), rtol=0, atol=1e-10)
     assert lse.abs().max() > 1e4
@@ -115,8 +115,8 @@ def test_scores_that_overflow_exp():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes_and_rounding(dtype):
     q, k, v = (randn(2, 2, 33, 16, dtype=dtype, seed=seed) for seed in (1, 2, 3))
-    o, lse = reference_attention(q, k, v, causal=True)
-    o_oracle, lse_oracle = reference_attention(q.double(), k.double(), v.double(), causal=True)
+    o, lse = oracle_attention(q, k, v, causal=True)
+    o_oracle, lse_oracle = oracle_attention(q.double(), k.double(), v.double(), causal=True)
     assert o.dtype == dtype
     assert lse.dtype == torch.promote_types(dtype, torch.float32)
     # q is scaled in its dtype, and the scores, the probabilities and o are rounded to it once each: 4 half-ulps of the
@@ -128,6 +128,6 @@ def test_dtypes_and_rounding(dtype):
 
 def test_inputs_are_validated():
     with pytest.raises(ValueError, match="same length"):
-        reference_attention(randn(1, 3, 4), randn(1, 3, 4), randn(1, 5, 4), causal=False)
+        oracle_attention(randn(1, 3, 4), randn(1, 3, 4), randn(1, 5, 4), causal=False)
     with pytest.raises(ValueError, match="the scale must be finite"):
-        reference_attention(randn(1, 3, 4), randn(1, 3, 4), randn(1, 3, 4), causal=False, scale=0.0)
+        oracle_attention(randn(1, 3, 4), randn(1, 3, 4), randn(1, 3, 4), causal=False, scale=0.0)

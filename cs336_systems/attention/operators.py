@@ -1,0 +1,46 @@
+"""Between autograd and a pair of opaque operators: what the Functions of the Triton and of the Hopper kernels share.
+
+One route. A Function calls two operators registered with torch.library, forward and backward, whose fake
+implementations say shapes, dtypes and layouts. ``torch.compile(fullgraph=True)`` traces through the Function, keeps the
+operators as they are, and sees no kernel; eager code runs the same lines. The operators are 4-D and have no autograd
+formula of their own: the Function is it, and a second derivative raises.
+
+Saved for backward: q, k, v, o, and one tensor of shape (batch[, heads], n_queries): the natural log-sum-exp, in fp32.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+def forward_through(
+    operator: Callable[..., tuple[Tensor, Tensor]],
+    ctx: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """o like q from ``operator(q, k, v, causal, scale)``, which gives (o, lse); scale is 1/sqrt(d_head) if None."""
+    one_head = q.dim() == 3
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    o, lse = operator(*(x.unsqueeze(1) if one_head else x for x in (q, k, v)), is_causal, scale)
+    if one_head:
+        o, lse = o.squeeze(1), lse.squeeze(1)
+    ctx.save_for_backward(q, k, v, o, lse)
+    ctx.is_causal, ctx.scale = is_causal, scale
+    return o
+
+
+def backward_through(
+    operator: Callable[..., tuple[Tensor, Tensor, Tensor]], ctx: Any, do: Tensor, *options: bool
+) -> tuple[Tensor | None, ...]:
+    """(dq, dk, dv), None where not wanted, from ``operator(q, k, v, o, lse, do, causal, scale, *options)``."""
+    one_head = do.dim() == 3
+    tensors = (x.unsqueeze(1) if one_head else x for x in (*ctx.saved_tensors, do))
+    gradients = operator(*tensors, ctx.is_causal, ctx.scale, *options)
+    wanted = zip(gradients, ctx.needs_input_grad[:3], strict=True)
+    return tuple((x.squeeze(1) if one_head else x) if want else None for x, want in wanted)
