@@ -97,8 +97,12 @@ class TrainingCase:
 
     def __str__(self) -> str:
         """In a few words, for people: what differs from the plain case is named."""
-        words = [self.config.name, f"batch {self.batch_size}", f"context {self.context_length}", self.dtype]
-        return " ".join([*words, *self.extras])
+        return " ".join([self.shape_words, *self.extras])
+
+    @property
+    def shape_words(self) -> str:
+        """Model, batch, context and dtype."""
+        return f"{self.config.name} batch {self.batch_size} context {self.context_length} {self.dtype}"
 
     @property
     def extras(self) -> list[str]:

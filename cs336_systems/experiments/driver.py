@@ -90,13 +90,7 @@ class Experiment:
         """Measure all cells and present them; returns the exit code."""
         csv = options.out / f"{self.name}.csv" if options.out else None
         try:
-            check_device(options.device)
-            check_options(options)
-            if hasattr(options, "world_size"):
-                worlds = resolve_world_sizes(options.world_size, self.default_worlds(options.device))
-                options = replace(options, world_size=worlds)
-            check_dtypes(options)
-            cells = self.make_cells(options)
+            options, cells = self.prepare(options)
             row_file = RowFile(csv, cell_columns(self.cell)) if csv and reports() else None
             if reports() and (note := small_defaults_note(options, self.default_options)):
                 print(note, file=sys.stderr)
@@ -115,6 +109,21 @@ class Experiment:
         except OSError as error:
             code = complain(self.name, f"a figure or page could not be written: {os_error(error)}")
         return code or finish(self, outcomes, csv)
+
+    def prepare(self, options: Any) -> tuple[Any, Sequence[Cell]]:
+        """The options with the world sizes that they mean here, and the grid, once all is checked.
+
+        Raises:
+            ValueError: a value that no cell can have, or a device or launcher that is not there.
+            OSError: a file that an option names cannot be read.
+        """
+        check_device(options.device)
+        check_options(options)
+        if hasattr(options, "world_size"):
+            worlds = resolve_world_sizes(options.world_size, self.default_worlds(options.device))
+            options = replace(options, world_size=worlds)
+        check_dtypes(options)
+        return options, self.make_cells(options)
 
     def _measure(
         self, options: RunOptions, cells: Sequence[Cell], row_file: RowFile | None, outcomes: list[Outcome]
@@ -188,7 +197,7 @@ def finish(experiment: Experiment, outcomes: Sequence[Outcome], csv: Path | None
         reasons = dict.fromkeys(f"{outcome.status}: {outcome.message}" for outcome in asked)
         print(f"{experiment.name}: nothing was measured: {'; '.join(reasons) or 'no cell was run'}", file=sys.stderr)
         return 1
-    return int(any(status in ("error", "timeout") for status in statuses))
+    return int(any(outcome.status in ("error", "timeout") for outcome in outcomes))
 
 
 def _summary(outcome: Outcome, experiment: Experiment) -> dict[str, Any]:

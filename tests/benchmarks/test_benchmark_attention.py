@@ -5,22 +5,14 @@ import json
 import pytest
 
 from cs336_systems.config import ATTENTIONS
-from cs336_systems.experiments.attention.cells import VARIANTS
+from cs336_systems.experiments.attention.cells import VARIANTS, Options, make_cells
 from cs336_systems.harness.record import read_rows
+from tests.benchmarks.commands import cells_of, run
 
 
-@pytest.fixture(scope="module")
-def benchmark(load_script):
-    return load_script("benchmarks/benchmark_attention.py")
-
-
-def cells_of(benchmark, *arguments):
-    return benchmark.make_cells(benchmark.parse_options(["--device", "cpu", *arguments]))
-
-
-def test_every_grid_has_the_cells_of_its_shapes(benchmark):
+def test_every_grid_has_the_cells_of_its_shapes():
     def made(grid, **options):
-        return benchmark.make_cells(benchmark.Options(device="cpu", grid=(grid,), **options))
+        return make_cells(Options(device="cuda", grid=(grid,), **options))
 
     flash = made("flash")
     assert len(flash) == len(ATTENTIONS) * 2 * 4 * 10
@@ -39,20 +31,20 @@ def test_every_grid_has_the_cells_of_its_shapes(benchmark):
     assert not any(cell.autotune for cell in made("flash", impl=("reference",), autotune=True))
 
 
-def test_repeats_take_turns(benchmark):
+def test_repeats_take_turns():
     arguments = ("--grid", "flash", "--dtype", "fp32", "--repeat", "2")
-    cells = cells_of(benchmark, *arguments, "--impl", "tiled", "reference")
+    cells = cells_of("attention", *arguments, "--impl", "tiled", "reference")
     assert [(cell.repeat, cell.length, cell.impl) for cell in cells] == [
         (repeat, length, impl)
         for repeat, impls in enumerate((("tiled", "reference"), ("reference", "tiled")))
         for length in (256, 1024)
         for impl in impls
     ]
-    assert cells_of(benchmark, *arguments, "--attention", "tiled", "reference") == cells
+    assert cells_of("attention", *arguments, "--attention", "tiled", "reference") == cells
 
 
-def test_a_bare_command_on_a_cpu_is_short_and_compiles_nothing(benchmark):
-    cells = cells_of(benchmark)
+def test_a_bare_command_on_a_cpu_is_short_and_compiles_nothing():
+    cells = cells_of("attention")
     assert {(cell.d_head, cell.length) for cell in cells} == {(64, 256), (64, 1024)}
     assert {cell.impl for cell in cells} == set(ATTENTIONS) - {"reference-compiled"}
 
@@ -69,17 +61,16 @@ def test_a_bare_command_on_a_cpu_is_short_and_compiles_nothing(benchmark):
         (["--grid", "variants", "--impl", "flash"], "no cell of --grid variants .*longer ones"),
     ],
 )
-def test_bad_values_are_named(benchmark, arguments, message):
+def test_bad_values_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
-        cells_of(benchmark, *arguments)
+        cells_of("attention", *arguments)
 
 
-def test_a_small_run_on_a_cpu(benchmark, tmp_path, monkeypatch, capsys):
+def test_a_small_run_on_a_cpu(tmp_path, capsys):
     cells = ["--grid", "flash", "--impl", "reference", "tiled", "sdpa-flash", "flash", "--length", "256"]
-    shape = ["--d-head", "16", "--dtype", "fp32", "--device", "cpu"]
-    monkeypatch.setattr("sys.argv", ["x", *cells, *shape, "--out", str(tmp_path), "--format", "csv"])
-    assert benchmark.main() == 0
-    out = capsys.readouterr().out
+    shape = ["--d-head", "16", "--dtype", "fp32"]
+    code, out, _ = run("benchmark_attention", capsys, *cells, *shape, "--out", tmp_path, "--format", "csv")
+    assert code == 0
     last = json.loads(out.strip().splitlines()[-1])
     assert [cell["status"] for cell in last["cells"]] == ["ok", "ok", "ok", "unsupported"]
     rows = read_rows(tmp_path / "benchmark_attention.csv")

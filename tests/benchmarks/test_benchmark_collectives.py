@@ -1,24 +1,13 @@
 """The command in two real ranks; its grid under launchers and without; refusals."""
 
-import importlib
 import json
-import sys
 
 import pytest
 import torch
 
-from cs336_systems.experiments import ranked
+from cs336_systems.experiments import driver
 from cs336_systems.harness.record import read_rows
-
-benchmark = importlib.import_module("benchmarks.benchmark_collectives")
-
-
-def run(monkeypatch, capsys, *arguments):
-    """(exit code, stdout, stderr) of the command on the CPU."""
-    monkeypatch.setattr(sys, "argv", ["benchmark_collectives.py", "--device", "cpu", *arguments])
-    code = benchmark.main()
-    out, err = capsys.readouterr()
-    return code, out, err
+from tests.benchmarks.commands import cells_of, run
 
 
 @pytest.fixture
@@ -33,10 +22,10 @@ def launcher(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-def test_two_ranks_without_a_launcher(monkeypatch, capsys, tmp_path):
+def test_two_ranks_without_a_launcher(capsys, tmp_path):
     sizes = ["--size-mb", "0.01", "1", "--steps", "3", "--dtype", "bf16"]
     code, out, err = run(
-        monkeypatch, capsys, "--collective", "all_reduce", "all_gather", *sizes, "--out", str(tmp_path)
+        "benchmark_collectives", capsys, "--collective", "all_reduce", "all_gather", *sizes, "--out", str(tmp_path)
     )
     assert code == 0, err
     assert "On a CPU the defaults shrink: --calls 1, --warmup 1 (on a GPU 5, 5)." in err
@@ -44,7 +33,7 @@ def test_two_ranks_without_a_launcher(monkeypatch, capsys, tmp_path):
     line = json.loads(out.splitlines()[-1])
     assert line["ok"] == 4
     assert line["cells"][0]["cell"] == "all_reduce 0.01 MB bf16 on 2 ranks (gloo)"
-    assert all(cell["wrong_elements"] == 0 and cell["time"] > 0 for cell in line["cells"])
+    assert all(cell["wrong_elements"] == 0 and cell["time_ms"] > 0 for cell in line["cells"])
     rows = read_rows(tmp_path / "benchmark_collectives.csv")
     assert set(rows["total_bytes"]) == {9984, 999936}
     times = rows[rows["metric"] == "time"]
@@ -60,31 +49,29 @@ def test_wrong_elements_fail_the_command(monkeypatch, capsys):
                 row["median"] = 3.0
         return [outcome]
 
-    real = ranked.run_ranked_sweep
-    monkeypatch.setattr(ranked, "run_ranked_sweep", wrong)
+    real = driver.run_sweep
+    monkeypatch.setattr(driver, "run_sweep", wrong)
     options = ["--collective", "all_reduce", "--size-mb", "0.01", "--steps", "1", "--world-size", "1"]
-    code, _, err = run(monkeypatch, capsys, *options)
+    code, _, err = run("benchmark_collectives", capsys, *options)
     assert code == 1
     assert "wrong elements in all_reduce 0.01 MB fp32 on 1 ranks (gloo)" in err
 
 
 def test_the_grid_of_a_machine(monkeypatch):
-    parse = benchmark.parse_options
-    assert {cell.world_size for cell in benchmark.make_cells(parse(["--device", "cpu"]))} == {2}
-    assert len(benchmark.make_cells(parse(["--device", "cpu", "--world-size", "2", "3"]))) == 2 * 5 * 2
+    assert {cell.world_size for cell in cells_of("collectives")} == {2}
+    assert len(cells_of("collectives", "--world-size", "2", "3")) == 2 * 5 * 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    cells = benchmark.make_cells(parse(["--device", "cuda"]))
+    cells = cells_of("collectives", device="cuda")
     assert {cell.world_size for cell in cells} == {2, 4}
     assert {cell.variant for cell in cells} == {"nccl"}
     assert all(cell.total_bytes % (cell.world_size * 128) == 0 for cell in cells)
 
 
 def test_under_a_launcher_the_world_is_the_launchers(launcher):
-    parse = benchmark.parse_options
-    assert {cell.world_size for cell in benchmark.make_cells(parse(["--device", "cpu"]))} == {3}
+    assert {cell.world_size for cell in cells_of("collectives")} == {3}
     with pytest.raises(ValueError, match="--world-size 2 4: the launcher has started 3 ranks"):
-        benchmark.make_cells(parse(["--device", "cpu", "--world-size", "2", "4"]))
+        cells_of("collectives", "--world-size", "2", "4")
 
 
 @pytest.mark.parametrize(
@@ -99,8 +86,8 @@ def test_under_a_launcher_the_world_is_the_launchers(launcher):
         (["--collective"], "--collective needs at least one value"),
     ],
 )
-def test_bad_input_is_one_sentence(monkeypatch, capsys, arguments, message):
-    code, out, err = run(monkeypatch, capsys, *arguments)
+def test_bad_input_is_one_sentence(capsys, arguments, message):
+    code, out, err = run("benchmark_collectives", capsys, *arguments)
     assert (code, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""benchmark_ddp.py: its grid, what it refuses, and its table from rows; one real run lies in tests/measurement."""
+"""benchmark_ddp.py: its grid, what it refuses, and its table from rows; one real run lies in tests/experiments."""
 
 import dataclasses
 
@@ -7,21 +7,17 @@ import pytest
 from cs336_systems.experiments.data_parallel.table import data_parallel_table
 from cs336_systems.harness.record import Metric
 from cs336_systems.harness.sweep import Outcome, make_rows, outcome_rows
+from tests.benchmarks.commands import cells_of
 
 
-@pytest.fixture
-def benchmark(load_script, monkeypatch):
+@pytest.fixture(autouse=True)
+def without_launcher(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    return load_script("benchmarks/benchmark_ddp.py")
 
 
-def cells(benchmark, *arguments):
-    return benchmark.make_cells(benchmark.parse_options(["--device", "cpu", *arguments]))
-
-
-def test_bucket_sizes_multiply_only_the_rungs_that_have_them(benchmark):
-    made = cells(benchmark, "--bucket-size-mb", "1", "10", "--world-size", "1", "2")
+def test_bucket_sizes_multiply_only_the_rungs_that_have_them():
+    made = cells_of("data_parallel", "--bucket-size-mb", "1", "10", "--world-size", "1", "2")
     assert [(cell.ddp, cell.bucket_size_mb) for cell in made if cell.world_size == 2] == [
         *(("naive", None), ("flat", None), ("overlapped", None)),
         *(("bucketed", 1.0), ("bucketed", 10.0), ("torch", 1.0), ("torch", 10.0)),
@@ -30,8 +26,8 @@ def test_bucket_sizes_multiply_only_the_rungs_that_have_them(benchmark):
     assert len({cell.name for cell in made}) == 14
 
 
-def test_defaults_of_a_cpu(benchmark):
-    made = cells(benchmark)
+def test_defaults_of_a_cpu():
+    made = cells_of("data_parallel")
     assert {(cell.size, cell.world_size, cell.context_length) for cell in made} == {("tiny", 2, 128)}
 
 
@@ -47,12 +43,12 @@ def test_defaults_of_a_cpu(benchmark):
         (("--size", "enormous"), "enormous"),
     ],
 )
-def test_bad_input(benchmark, arguments, message):
+def test_bad_input(arguments, message):
     with pytest.raises(ValueError, match=message.replace("^", r"\^")):
-        cells(benchmark, *arguments)
+        cells_of("data_parallel", *arguments)
 
 
-def test_a_launcher_decides_the_world(benchmark, monkeypatch):
+def test_a_launcher_decides_the_world(monkeypatch):
     for name, value in {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -61,9 +57,9 @@ def test_a_launcher_decides_the_world(benchmark, monkeypatch):
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    assert {cell.world_size for cell in cells(benchmark)} == {4}
+    assert {cell.world_size for cell in cells_of("data_parallel")} == {4}
     with pytest.raises(ValueError, match="--world-size 2: the launcher has started 4 ranks"):
-        cells(benchmark, "--world-size", "2")
+        cells_of("data_parallel", "--world-size", "2")
 
 
 def outcome(cell, step_ms):
@@ -80,8 +76,8 @@ def outcome(cell, step_ms):
     return made
 
 
-def test_the_table_scales_against_one_rank_of_the_same_rung(benchmark):
-    one, two = cells(benchmark, "--ddp", "bucketed", "--world-size", "1", "2")
+def test_the_table_scales_against_one_rank_of_the_same_rung():
+    one, two = cells_of("data_parallel", "--ddp", "bucketed", "--world-size", "1", "2")
     naive = dataclasses.replace(two, ddp="naive", bucket_size_mb=None)
     failed = Outcome(naive, "oom", "no room")
     failed.rows = make_rows("benchmark_ddp", failed, {"metrics": []})

@@ -8,13 +8,9 @@ import pytest
 from cs336_systems.distributed.process_group import Rank, spawn
 from cs336_systems.experiments.fully_sharded.measure import measure_fully_sharded
 from cs336_systems.experiments.fully_sharded.table import fully_sharded_table
+from tests.benchmarks.commands import cells_of
 
-TINY = ["--device", "cpu", "--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", "0"]
-
-
-@pytest.fixture(scope="module")
-def script(load_script):
-    return load_script("benchmarks/benchmark_fsdp.py")
+TINY = ["--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", "0"]
 
 
 def measure_all(rank: Rank, cells):
@@ -22,9 +18,9 @@ def measure_all(rank: Rank, cells):
 
 
 @pytest.fixture(scope="module")
-def rows(script):
+def rows():
     """Ours, FSDP2 and DDP on two ranks, as a CSV would hold them."""
-    cells = script.make_cells(script.parse_options([*TINY, "--dtype", "bf16-compute", "--checkpoint", "full"]))
+    cells = cells_of("fully_sharded", *TINY, "--dtype", "bf16-compute", "--checkpoint", "full")
     measured = spawn(measure_all, 2, cells, timeout_s=90)[0]
     where = {"gpu": "", "status": "ok", "message": ""}
     return pd.DataFrame(
@@ -39,8 +35,8 @@ def medians(rows, implementation):
     return dict(zip(own["metric"], own["median"], strict=True))
 
 
-def test_the_grid_interleaves_implementations_and_gives_look_ahead_to_ours_alone(script):
-    cells = script.make_cells(script.parse_options([*TINY, "--repeat", "2", "--prefetch", "0", "1"]))
+def test_the_grid_interleaves_implementations_and_gives_look_ahead_to_ours_alone():
+    cells = cells_of("fully_sharded", *TINY, "--repeat", "2", "--prefetch", "0", "1")
     kinds = [("ours", 0), ("ours", 1), ("torch", None), ("ddp", None)]
     assert [(cell.fsdp, cell.prefetch) for cell in cells] == kinds * 2
     assert [cell.repeat for cell in cells] == [0] * 4 + [1] * 4
@@ -57,9 +53,9 @@ def test_the_grid_interleaves_implementations_and_gives_look_ahead_to_ours_alone
         (["--size", "huge"], "unknown model size 'huge'"),
     ],
 )
-def test_bad_values_are_named(script, arguments, message):
+def test_bad_values_are_named(arguments, message):
     with pytest.raises(ValueError) as caught:
-        script.make_cells(script.parse_options([*TINY, *arguments]))
+        cells_of("fully_sharded", *TINY, *arguments)
     assert message in str(caught.value)
 
 

@@ -1,7 +1,6 @@
 """The command as a user meets it: one real run in a process of its own, then its options, endings and refusals."""
 
 import csv
-import importlib
 import io
 import json
 import os
@@ -13,14 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from cs336_systems.experiments.model.cells import ModelCell
+from cs336_systems.experiments.model.measure import fit_to_budget
 from cs336_systems.harness import process, sweep
 from cs336_systems.harness.record import Metric, RowFile, read_rows
+from tests.benchmarks.commands import cells_of, run
 from tests.harness.cells import fake_ceiling, fake_model
 
 ROOT = Path(__file__).resolve().parents[2]
 ALWAYS_KNOWN = ("host", "python", "torch", "triton", "commit", "dirty", "argv", "seed", "timestamp")
 
-benchmark = importlib.import_module("benchmarks.benchmark_model")
+MEASURED = "cs336_systems.experiments.model.experiment"
+SWEEP = "cs336_systems.experiments.driver.run_sweep"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,25 +54,16 @@ def first_run(started_run):
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
+def command(capsys):
     """Runs ``main`` in this process; returns (exit code, stdout, stderr)."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["benchmark_model.py", *map(str, arguments)])
-        try:
-            code = benchmark.main()
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    return run
+    return lambda *arguments: run("benchmark_model", capsys, *arguments)
 
 
 @pytest.fixture
 def faked(monkeypatch):
     """Cells end at once: their measurements are stand-ins."""
-    monkeypatch.setattr(benchmark, "measure_ceiling", fake_ceiling)
-    monkeypatch.setattr(benchmark, "measure_model", fake_model)
+    monkeypatch.setattr(f"{MEASURED}.measure_ceiling", fake_ceiling)
+    monkeypatch.setattr(f"{MEASURED}.measure_model", fake_model)
 
 
 @pytest.fixture
@@ -78,8 +72,8 @@ def refused(command, monkeypatch):
 
     def run(*arguments: object) -> str:
         with monkeypatch.context() as context:
-            context.setattr(benchmark, "run_sweep", lambda *args, **kwargs: pytest.fail("something was run"))
-            code, out, err = command("--device", "cpu", *arguments)
+            context.setattr(SWEEP, lambda *args, **kwargs: pytest.fail("something was run"))
+            code, out, err = command(*arguments)
         assert code == 2
         assert out == ""
         assert len(err.splitlines()) == 1, err
@@ -90,10 +84,10 @@ def refused(command, monkeypatch):
 
 
 def test_what_cannot_fit_is_a_row_and_not_run(monkeypatch, command, tmp_path):
-    monkeypatch.setattr(benchmark, "measure_ceiling", fake_ceiling)
+    monkeypatch.setattr(f"{MEASURED}.measure_ceiling", fake_ceiling)
     options = ("--size", "10b", "--mode", "step", "--context-length", 512, "--batch-size", 4096)
-    code, out, _ = command("--device", "cpu", *options, "--out", tmp_path)
-    assert code == 0
+    code, out, err = command(*options, "--out", tmp_path)
+    assert code == 1
     (row,) = read_rows(tmp_path / "benchmark_model.csv").query("size == '10b'").to_dict("records")
     assert row["status"] == "predicted-oom"
     needed, free = re.fullmatch(r"needs (\S+) GiB, (\S+) GiB are free", row["message"]).groups()
@@ -104,23 +98,24 @@ def test_what_cannot_fit_is_a_row_and_not_run(monkeypatch, command, tmp_path):
     table, last = out.rsplit("\n", 2)[:2]
     assert f"predicted-oom: {row['message']}" in table
     cell = json.loads(last)["cells"][-1]
-    assert cell == {"cell": cell["cell"], "status": "predicted-oom"}
+    assert cell == {"cell": cell["cell"], "status": "predicted-oom", "message": row["message"]}
+    assert json.loads(last)["ok"] == 0
+    assert err.splitlines()[-1] == f"benchmark_model: nothing was measured: predicted-oom: {row['message']}"
 
 
 def test_the_grid_is_the_product_of_all_sets():
     line = (
-        "--device cpu --size tiny small --context-length 64 128 --batch-size 1 2 4 --dtype fp32 bf16 --compile off on "
+        "--size tiny small --context-length 64 128 --batch-size 1 2 4 --dtype fp32 bf16 --compile off on "
         "--optimizer reference torch-fused --mode forward step --warmup 0 1 --steps 7 --seed 3"
     )
-    options = benchmark.parse_options(line.split())
-    cells = benchmark.make_cells(options)
+    cells = cells_of("model", *line.split())
     assert len(cells) == len(set(cells)) == 2 * 2 * 3 * 2 * 2 * 2 * 2 * 2
     assert {(cell.steps, cell.seed, cell.device) for cell in cells} == {(7, 3, "cpu")}
     assert {cell.variant for cell in cells} == {"eager", "compiled"}
 
 
 def test_defaults_on_a_cpu_are_small():
-    cells = benchmark.make_cells(benchmark.parse_options(["--device", "cpu"]))
+    cells = cells_of("model")
     assert [cell.mode for cell in cells] == ["forward", "backward", "step"]
     assert {(c.size, c.batch_size, c.context_length, c.compile, c.steps) for c in cells} == {
         ("small", 1, 128, "off", 3)
@@ -129,17 +124,16 @@ def test_defaults_on_a_cpu_are_small():
 
 def test_compile_alone_means_on():
     for arguments in (["--compile"], ["--compile", "on"], ["--compile", "--size", "tiny"]):
-        options = benchmark.parse_options(["--device", "cpu", "--mode", "step", *arguments])
-        assert [cell.compile for cell in benchmark.make_cells(options)] == ["on"]
+        assert [cell.compile for cell in cells_of("model", "--mode", "step", *arguments)] == ["on"]
 
 
 def test_aliases_are_resolved_before_they_are_recorded():
-    options = benchmark.parse_options(["--device", "cpu", "--mode", "step", "--size", "XL-2026", "Tiny"])
-    assert [cell.size for cell in benchmark.make_cells(options)] == ["2.7b", "tiny"]
+    cells = cells_of("model", "--mode", "step", "--size", "XL-2026", "Tiny")
+    assert [cell.size for cell in cells] == ["2.7b", "tiny"]
 
 
 def test_the_table_as_csv(faked, command):
-    code, out, _ = command("--device", "cpu", "--size", "tiny", "--mode", "step", "--format", "csv")
+    code, out, _ = command("--size", "tiny", "--mode", "step", "--format", "csv")
     assert code == 0
     table, last = out.rsplit("\n", 2)[:2]
     assert json.loads(last)["csv"] is None
@@ -166,7 +160,7 @@ def press_ctrl_c_in_cell(number, monkeypatch):
 def test_ctrl_c_exits_130_with_every_row_on_disk(faked, command, tmp_path, monkeypatch, number):
     """In the ceilings (1) and in the second of three models (3)."""
     press_ctrl_c_in_cell(number, monkeypatch)
-    code, out, _ = command("--device", "cpu", "--size", "tiny", "--out", tmp_path)
+    code, out, _ = command("--size", "tiny", "--out", tmp_path)
     assert code == 130
     rows = read_rows(tmp_path / "benchmark_model.csv")
     assert list(rows["status"]) == ["ok"] * (0 if number == 1 else 5) + ["interrupted"]
@@ -185,7 +179,7 @@ def test_a_full_disk_is_said_once_and_what_was_measured_is_shown(faked, command,
         really_append(self, rows)
 
     monkeypatch.setattr(RowFile, "append", append)
-    code, out, err = command("--device", "cpu", "--size", "tiny", "--out", tmp_path)
+    code, out, err = command("--size", "tiny", "--out", tmp_path)
     assert code == 2
     assert "No space left on device" in err.splitlines()[-1]
     assert str(tmp_path / "benchmark_model.csv") in err.splitlines()[-1]
@@ -195,9 +189,9 @@ def test_a_full_disk_is_said_once_and_what_was_measured_is_shown(faked, command,
 
 
 def test_failed_ceilings_do_not_stop_the_cells(command, monkeypatch):
-    monkeypatch.setattr(benchmark, "measure_ceiling", os._exit)
-    monkeypatch.setattr(benchmark, "measure_model", fake_model)
-    code, out, _ = command("--device", "cpu", "--size", "tiny", "--mode", "step")
+    monkeypatch.setattr(f"{MEASURED}.measure_ceiling", os._exit)
+    monkeypatch.setattr(f"{MEASURED}.measure_model", fake_model)
+    code, out, _ = command("--size", "tiny", "--mode", "step")
     assert code == 1
     assert [cell["status"] for cell in json.loads(out.splitlines()[-1])["cells"]] == ["error", "ok"]
 
@@ -263,8 +257,8 @@ def test_cuda_without_a_device(refused, monkeypatch):
     ids=" ".join,
 )
 def test_what_the_parser_refuses(command, monkeypatch, arguments, pieces):
-    monkeypatch.setattr(benchmark, "run_sweep", lambda *args, **kwargs: pytest.fail("something was run"))
-    code, out, err = command("--device", "cpu", *arguments)
+    monkeypatch.setattr(SWEEP, lambda *args, **kwargs: pytest.fail("something was run"))
+    code, out, err = command(*arguments)
     assert code == 2
     assert out == ""
     for piece in pieces:
@@ -274,7 +268,7 @@ def test_what_the_parser_refuses(command, monkeypatch, arguments, pieces):
 @pytest.fixture
 def earlier(tmp_path):
     """The CSV of an earlier run."""
-    columns = sweep.cell_columns(benchmark.ModelCell)
+    columns = sweep.cell_columns(ModelCell)
     file = RowFile(tmp_path / "earlier" / "benchmark_model.csv", columns)
     file.append([dict.fromkeys(columns, 1) | {"schema_version": 1} | Metric("step", "ms", [1.0, 2.0]).statistics()])
     return file.path
@@ -313,30 +307,28 @@ def test_files_that_cannot_be_continued_or_compared(refused, earlier, spoil, opt
 
 
 def test_a_file_from_before_checkpointing_can_be_compared_with_but_not_continued(refused, faked, command, tmp_path):
-    columns = [column for column in sweep.cell_columns(benchmark.ModelCell) if column != "checkpoint"]
+    columns = [column for column in sweep.cell_columns(ModelCell) if column != "checkpoint"]
     file = RowFile(tmp_path / "benchmark_model.csv", columns)
     cell = {"device": "cpu", "size": "tiny", "batch_size": 1, "context_length": 128, "dtype": "fp32", "mode": "step"}
     cell |= {"attention": "reference", "compile": "off", "optimizer": "reference", "warmup": 1, "variant": "eager"}
     file.append([cell | {"schema_version": 1, "status": "ok"} | Metric("step", "ms", [1.0, 2.0]).statistics()])
     message = refused("--size", "tiny", "--out", tmp_path)
     assert "missing ['checkpoint']" in message
-    code, out, _ = command("--device", "cpu", "--size", "tiny", "--mode", "step", "--compare", file.path)
+    code, out, _ = command("--size", "tiny", "--mode", "step", "--compare", file.path)
     assert code == 0
     assert re.search(r"\| tiny +\| step +\| +1.500 +\| +2.000 ", out), out
 
 
 def test_policies_are_columns_by_their_one_name():
-    options = benchmark.parse_options(
-        ["--device", "cpu", "--size", "tiny", "--mode", "step", "--checkpoint", "none", "every-1", "full", "every-2"]
-    )
-    cells = benchmark.make_cells(options)
+    policies = ("none", "every-1", "full", "every-2")
+    cells = cells_of("model", "--size", "tiny", "--mode", "step", "--checkpoint", *policies)
     assert [cell.checkpoint for cell in cells] == ["none", "full", "every-2"]
-    assert [benchmark.describe(cell).endswith("fp32 step checkpoint full") for cell in cells] == [False, True, False]
+    assert [str(cell).endswith("fp32 step checkpoint full") for cell in cells] == [False, True, False]
 
 
 def test_a_budget_picks_the_policy_of_every_cell_and_says_so(faked, command, tmp_path):
     options = ("--size", "small", "--batch-size", 4, "--context-length", 256, 512, "--mode", "step")
-    code, _, err = command("--device", "cpu", *options, "--memory-budget-gib", 3, "--out", tmp_path)
+    code, _, err = command(*options, "--memory-budget-gib", 3, "--out", tmp_path)
     assert code == 0
     rows = read_rows(tmp_path / "benchmark_model.csv").query("metric == 'step'")
     assert rows["checkpoint"].iloc[0] == "none"
@@ -349,8 +341,8 @@ def test_a_budget_picks_the_policy_of_every_cell_and_says_so(faked, command, tmp
 
 
 def test_a_budget_is_said_to_be_for_eager_reference_attention_where_the_cell_is_not():
-    line = "--device cpu --size tiny --mode step --compile off on --attention reference sdpa-flash --repeat 2"
-    cells, notes = benchmark.fit_to_budget(benchmark.make_cells(benchmark.parse_options(line.split())), 3)
+    line = "--size tiny --mode step --compile off on --attention reference sdpa-flash --repeat 2"
+    cells, notes = fit_to_budget(cells_of("model", *line.split()), 3)
     assert {cell.checkpoint for cell in cells} == {"none"}
     assert len(notes) == len(cells) / 2, "repeats are not said twice"
     assert ["eager reference attention" in note for note in notes] == [False, True, True, True]
@@ -376,13 +368,13 @@ def test_a_real_run_prints_a_table_and_ends_in_json(first_run):
     assert any(re.match(r"\| tiny +\|.*\| ok +\|$", line) for line in table), out
     assert "batch 2, context 64, dtype fp32" in table[0]
     summary = json.loads(last)
-    assert summary.keys() == {"benchmark", "ok", "cells", "csv"}
+    assert summary.keys() == {"benchmark", "ok", "asked", "cells", "csv"}
     assert summary["benchmark"] == "benchmark_model"
     assert summary["csv"] == str(folder / "benchmark_model.csv")
     cell = next(cell for cell in summary["cells"] if "tiny" in cell["cell"])
     assert cell["status"] == "ok"
-    assert {"forward", "backward", "optimizer", "step", "tokens_per_s", "model_tflops", "peak_memory"} <= cell.keys()
-    assert cell["step"] == pytest.approx(cell["forward"] + cell["backward"] + cell["optimizer"], rel=0.5)
+    assert {"forward_ms", "backward_ms", "optimizer_ms", "step_ms", "tokens_per_s", "peak_memory_gib"} <= cell.keys()
+    assert cell["step_ms"] == pytest.approx(cell["forward_ms"] + cell["backward_ms"] + cell["optimizer_ms"], rel=0.5)
     assert "Traceback" not in err
     assert "Warning" not in err
 
@@ -414,7 +406,7 @@ def test_a_second_run_appends_and_compares(first_run, faked, command):
     *_, folder = first_run
     path = folder / "benchmark_model.csv"
     before = path.read_bytes()
-    options = ("--device", "cpu", "--size", "tiny", "--context-length", 64, "--batch-size", 2, "--mode", "step")
+    options = ("--size", "tiny", "--context-length", 64, "--batch-size", 2, "--mode", "step")
     code, out, _ = command(*options, "--steps", 3, "--out", folder, "--compare", path)
     assert code == 0
     assert path.read_bytes().startswith(before)

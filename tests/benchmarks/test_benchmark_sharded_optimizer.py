@@ -1,22 +1,18 @@
 """The sharded optimizer's benchmark: its grid, what it refuses, and tables and figure of a real, tiny measurement."""
 
 from dataclasses import asdict
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 
 from cs336_systems.distributed.process_group import Rank, spawn
-from cs336_systems.experiments.sharded_optimizer.measure import SHARDINGS, measure_sharding
+from cs336_systems.experiments.sharded_optimizer.cells import SHARDINGS
+from cs336_systems.experiments.sharded_optimizer.measure import measure_sharding
 from cs336_systems.experiments.sharded_optimizer.table import draw_memory, memory_table, time_table
 from cs336_systems.harness.record import Metric
+from tests.benchmarks.commands import cells_of
 
-TINY = ["--device", "cpu", "--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", "0"]
-
-
-@pytest.fixture(scope="module")
-def script(load_script):
-    return load_script("benchmarks/benchmark_sharded_optimizer.py")
+TINY = ["--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", "0"]
 
 
 def measure_all(rank: Rank, cells: list) -> list[list[Metric]]:
@@ -24,11 +20,10 @@ def measure_all(rank: Rank, cells: list) -> list[list[Metric]]:
 
 
 @pytest.fixture(scope="module")
-def rows(script) -> pd.DataFrame:
+def rows() -> pd.DataFrame:
     """Two repeats of all four ways on two ranks, as a CSV would hold them, and one that failed."""
-    cells = script.make_cells(script.parse_options([*TINY, "--repeat", "2"]))
-    plain = [SimpleNamespace(**asdict(cell)) for cell in cells]  # the script's class is not importable over there
-    measured = spawn(measure_all, 2, plain, timeout_s=60)[0]
+    cells = cells_of("sharded_optimizer", *TINY, "--repeat", "2")
+    measured = spawn(measure_all, 2, cells, timeout_s=60)[0]
     where = {"gpu": "", "host": "a CPU", "status": "ok", "message": ""}
     lines = [
         asdict(cell) | where | metric.statistics()
@@ -39,8 +34,8 @@ def rows(script) -> pd.DataFrame:
     return pd.DataFrame([*lines, failed])
 
 
-def test_repeats_are_outermost_and_ways_innermost(script):
-    cells = script.make_cells(script.parse_options([*TINY, "--repeat", "2", "--batch-size", "1", "2"]))
+def test_repeats_are_outermost_and_ways_innermost():
+    cells = cells_of("sharded_optimizer", *TINY, "--repeat", "2", "--batch-size", "1", "2")
     assert [cell.repeat for cell in cells] == [0] * 8 + [1] * 8
     assert [cell.sharding for cell in cells[:4]] == list(SHARDINGS)
     assert {cell.world_size for cell in cells} == {2}
@@ -58,9 +53,9 @@ def test_repeats_are_outermost_and_ways_innermost(script):
         (["--dtype", "tf32"], "--dtype tf32: tf32 needs a CUDA device"),
     ],
 )
-def test_bad_input_is_one_sentence(script, arguments, message):
+def test_bad_input_is_one_sentence(arguments, message):
     with pytest.raises(ValueError, match=message):
-        script.make_cells(script.parse_options(["--device", "cpu", *arguments]))
+        cells_of("sharded_optimizer", *arguments)
 
 
 def test_measured_bytes_are_the_predicted_ones(rows):

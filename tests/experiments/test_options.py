@@ -1,69 +1,86 @@
 """What options must be: each fault is one sentence that names the flag and the value."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import pytest
 
+from cs336_systems.case import TrainingCase
 from cs336_systems.experiments.options import (
-    check_attention,
-    check_given,
-    check_not_negative,
-    check_positive,
-    check_seed,
-    check_timeout,
+    RankedOptions,
+    TimedCase,
+    TrainingOptions,
+    check_options,
     resolved_sizes,
     small_defaults_note,
+    training_cells,
 )
 
 
-@dataclass
-class Options:
+@dataclass(frozen=True)
+class Options(RankedOptions):
     device: str = "cpu"
-    batch_size: tuple[int, ...] = (4, 8)
     bucket_size_mb: tuple[float, ...] = (25.0,)
-    steps: int = 3
-    limit: float | None = None
 
 
 def defaults(device):
-    return Options("cpu") if device == "cpu" else Options("cuda", batch_size=(16,), bucket_size_mb=(25.0,), steps=10)
+    return Options(batch_size=(2, 8)) if device == "cpu" else Options("cuda", batch_size=(16,), steps=20)
 
 
 @pytest.mark.parametrize(
-    ("check", "message"),
+    ("fault", "message"),
     [
-        (lambda: check_given(Options(batch_size=()), "steps", "batch_size"), "--batch-size needs at least one value"),
-        (lambda: check_positive(Options(batch_size=(1, -2)), "batch_size"), "--batch-size must be positive, got -2"),
-        (lambda: check_positive(Options(steps=0), "steps"), "--steps must be positive, got 0"),
-        (
-            lambda: check_positive(Options(bucket_size_mb=(float("nan"),)), "bucket_size_mb"),
-            "must be positive, got nan",
-        ),
-        (lambda: check_not_negative(Options(steps=-1), "steps"), "--steps must not be negative, got -1"),
-        (lambda: check_seed(2**31, bits=31), r"--seed must lie in 0..2\^31-1, got 2147483648"),
-        (lambda: check_timeout(float("inf")), "--timeout must be positive and at most 1e\\+06 seconds, got inf"),
-        (lambda: check_attention(["flash", "magic"]), "--attention magic: known are reference"),
-        (lambda: resolved_sizes(["tiny", "huge"], [1]), "unknown model size 'huge'"),
-        (lambda: resolved_sizes(["tiny"], [0]), "context"),
+        ({"batch_size": ()}, "--batch-size needs at least one value, got none"),
+        ({"batch_size": (1, -2)}, "--batch-size must be positive, got -2"),
+        ({"steps": 0}, "--steps must be positive, got 0"),
+        ({"bucket_size_mb": (float("nan"),)}, "--bucket-size-mb must be positive, got nan"),
+        ({"warmup": -1}, "--warmup must not be negative, got -1"),
+        ({"warmup": (1, -1)}, "--warmup must not be negative, got -1"),
+        ({"seed": 2**31}, r"--seed must lie in 0..2\^31-1, got 2147483648"),
+        ({"timeout": float("inf")}, r"--timeout must be positive and at most 1e\+06 seconds, got inf"),
     ],
 )
-def test_each_fault_is_named(check, message):
+def test_each_fault_is_named(fault, message):
+    check_options(Options())
     with pytest.raises(ValueError, match=message):
-        check()
+        check_options(replace(Options(), **fault))
 
 
-def test_what_is_right_passes():
-    options = Options()
-    check_given(options, "batch_size", "bucket_size_mb")
-    check_positive(options, "batch_size", "steps", "limit")  # None: not given
-    check_not_negative(Options(steps=0), "steps")
-    check_seed(0)
-    check_timeout(0.5)
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"attention": ("flash", "magic")}, "--attention magic: known are reference"),
+        ({"size": ("tiny", "huge")}, "unknown model size 'huge'"),
+        ({"checkpoint": ("every-0",)}, "every-0"),
+    ],
+)
+def test_each_unknown_name_is_told(fault, message):
+    with pytest.raises(ValueError, match=message):
+        training_cells(TimedCase, replace(Options(), **fault))
+
+
+def test_sizes_are_known_by_their_one_name_and_contexts_fit_them():
     assert resolved_sizes(["xl-2026"], [128]) == ["2.7b"]
+    with pytest.raises(ValueError, match="context"):
+        resolved_sizes(["tiny"], [0])
+
+
+def test_every_field_of_a_training_case_is_an_option():
+    """A new one is written in two places next to each other, and reaches every benchmark and every row."""
+    options = {field.name for field in fields(TrainingOptions)}
+    assert {field.name for field in fields(TrainingCase)} <= options
+
+
+def test_the_grid_varies_what_a_question_compares_fastest_and_repeats_it_whole():
+    options = replace(Options(), dtype=("fp32", "bf16"), repeat=2, compile=())
+    own = [{"steps": 1}, {"steps": 2}]
+    cells = training_cells(TimedCase, options, outer={"seed": (7, 8)}, inner=own)
+    kinds = [(cell.repeat, cell.seed, cell.dtype, cell.steps) for cell in cells]
+    assert kinds == [(r, s, d, n) for r in (0, 1) for s in (7, 8) for d in ("fp32", "bf16") for n in (1, 2)]
+    assert {cell.compile for cell in cells} == {"on"}
 
 
 def test_the_note_names_what_stands_at_the_smaller_default():
-    note = small_defaults_note(Options(steps=5), defaults, "batch_size", "steps")
-    assert note == "On a CPU the defaults shrink: --batch-size 4 8 (on a GPU 16)."
-    assert small_defaults_note(Options(batch_size=(1,), steps=5), defaults, "batch_size", "steps") == ""
-    assert small_defaults_note(Options("cuda"), defaults, "steps") == ""
+    note = small_defaults_note(replace(defaults("cpu"), steps=5), defaults)
+    assert note == "On a CPU the defaults shrink: --batch-size 2 8 (on a GPU 16)."
+    assert small_defaults_note(replace(defaults("cpu"), batch_size=(1,), steps=5), defaults) == ""
+    assert small_defaults_note(defaults("cuda"), defaults) == ""

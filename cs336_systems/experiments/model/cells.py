@@ -37,8 +37,7 @@ class ModelCell(TimedCase):
         return "compiled" if self.compiled else "eager"
 
     def __str__(self) -> str:
-        words = super().__str__().split(" ")
-        return " ".join([*words[:6], self.mode, *words[6:]])
+        return " ".join([self.shape_words, self.mode, *self.extras])
 
 
 @dataclass(frozen=True)

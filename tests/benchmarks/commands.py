@@ -1,0 +1,28 @@
+"""What a benchmark makes of a command line on a CPU: its cells, or its exit code and what it prints."""
+
+import importlib
+from typing import Any
+
+from cs336_systems.report.command_line import parse
+
+
+def experiment(question: str) -> Any:
+    """The ``Experiment`` of a folder below experiments/."""
+    return importlib.import_module(f"cs336_systems.experiments.{question}.experiment").EXPERIMENT
+
+
+def cells_of(question: str, *arguments: str, device: str = "cpu") -> list[Any]:
+    """The grid that a command line asks for; raises ValueError for bad input."""
+    found = experiment(question)
+    _, cells = found.prepare(parse(found.default_options, ["--device", device, *arguments], None))
+    return list(cells)
+
+
+def run(command: str, capsys: Any, *arguments: object) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of ``benchmarks/<command>.py`` in this process, on the CPU."""
+    main = importlib.import_module(f"benchmarks.{command}").main
+    try:
+        code = main(["--device", "cpu", *map(str, arguments)])
+    except SystemExit as stop:
+        code = stop.code
+    return code, *capsys.readouterr()

@@ -1,0 +1,58 @@
+"""Commands answer at once, and survive readers that leave, closed streams and terminals that know ASCII alone."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "benchmarks").glob("*.py"))
+SCRIPT = """
+import sys
+from cs336_systems.report.command_line import exit_with
+def main():
+    for i in range(20000):
+        print("row – ", i)
+    print("kept", file=open(sys.argv[1], "w"))
+    return 3
+exit_with("test", main)
+"""
+
+
+def shell(line: str, **environment: str) -> subprocess.CompletedProcess:
+    names = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "SCRIPT": SCRIPT, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        ["bash", "-c", line], env=names | environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "environment"),
+    [
+        ('"$PYTHON" -c "$SCRIPT" {} | head -1; exit ${{PIPESTATUS[0]}}', {}),
+        ('"$PYTHON" -c "$SCRIPT" {} >&-', {}),
+        ('"$PYTHON" -c "$SCRIPT" {}', {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}),
+    ],
+    ids=["a reader that leaves", "a closed stdout", "ascii"],
+)
+def test_what_comes_after_the_output_still_happens(tmp_path, line, environment):
+    kept = tmp_path / "kept"
+    found = shell(line.format(kept), **environment)
+    assert found.returncode == 3, found.stderr
+    assert kept.read_text() == "kept\n"
+    assert found.stderr == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_imports_nothing_heavy(command):
+    """torch, pandas and matplotlib take seconds; whoever asks for help or mistypes a flag does not wait for them."""
+    code = (
+        f"import sys, runpy; sys.argv = ['x', '--help']\n"
+        f"try:\n    runpy.run_path({command!r}, run_name='__main__')\nexcept SystemExit:\n    pass\n"
+        f"sys.stderr.write(','.join({{'torch', 'pandas', 'matplotlib', 'triton'}} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stderr == ""
+    assert "--help" in found.stdout
