@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cs336_systems.config import OPTIMIZERS
 from cs336_systems.training import AdamW
-from cs336_systems.training.optimizer import OPTIMIZERS, make_optimizer
+from cs336_systems.training.optimizer import make_optimizer
 
 SHAPES = [(7, 5), (3,), (), (2, 3, 4)]
 

@@ -1,6 +1,6 @@
 """One step of two ranks is one step of one process on both batches, whatever wraps the model or holds the state."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Shared(TrainingCase):
-    how: Parallel = Parallel()
+    how: Parallel = field(default_factory=Parallel)
 
     @property
     def parallel(self) -> Parallel:

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.config import MODEL_SIZES, MODES, PRECISIONS
+from cs336_systems.config import MODEL_SIZES, MODES, OPTIMIZERS, PRECISIONS
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
 from cs336_systems.training import AdamW, TrainingCase, TrainStep, assemble, cross_entropy
-from cs336_systems.training.optimizer import OPTIMIZERS
 
 CONFIG = replace(MODEL_SIZES["tiny"], name="tinier", d_model=32, d_ff=64, vocab_size=97, context_length=16)
 CPU_PRECISIONS = ("fp32", "bf16", "autocast-bf16", "autocast-fp16")

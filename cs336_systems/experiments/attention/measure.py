@@ -94,15 +94,12 @@ def measure(cell: AttentionCell) -> list[Metric]:
 
     torch._functorch.config.donated_buffer = False  # backward is run many times on one graph
     both()  # compiles and autotunes outside of every clock and meter
-    meter = PeakMeter(device)
-    before = _allocated(device)
+    memory = _Memory((q, k, v, do))
     o = forward()
-    kept = _allocated(device) - before
-    not_ours = max(0, before - sum(x.numel() * x.element_size() for x in (q, k, v, do)))  # cuBLAS workspaces, say
+    memory.note_kept()
     gradients = torch.autograd.grad(o, inputs, do, retain_graph=True)
     metrics = [
-        Metric("kept_for_backward", "GiB", [kept / GIB]),
-        Metric("peak_memory", "GiB", [(meter.peak_bytes() - not_ours) / GIB]),
+        *memory.metrics(),
         Metric("predicted_peak_memory", "GiB", [needed / GIB]),
         *errors(cell, served.exact, (q, k, v), do, (o, *gradients)),
         *served.metrics,
@@ -247,5 +244,26 @@ def _tune(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> list[Met
     return metrics
 
 
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+class _Memory:
+    """What forward keeps and the peak of both passes, from construction on; not measured on a CPU, which does not say."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.on_gpu = tensors[0].device.type == "cuda"
+        if self.on_gpu:
+            self.meter = PeakMeter(tensors[0].device)
+            self.before = torch.cuda.memory_allocated()
+            self.not_ours = max(0, self.before - sum(x.nbytes for x in tensors))  # cuBLAS workspaces, say
+
+    def note_kept(self) -> None:
+        """Forward has just ended."""
+        if self.on_gpu:
+            self.kept = torch.cuda.memory_allocated() - self.before
+
+    def metrics(self) -> list[Metric]:
+        if not self.on_gpu:
+            return []
+        peak = self.meter.peak_bytes()
+        return [
+            Metric("kept_for_backward", "GiB", [self.kept / GIB]),
+            Metric("peak_memory", "GiB", [(peak - self.not_ours) / GIB]),
+        ]

@@ -6,9 +6,11 @@ import torch.nn.functional as F
 
 from cs336_systems.attention.shapes import validate
 from cs336_systems.attention.variants import dense_attention
+from cs336_systems.case import Unsupported
 from cs336_systems.experiments.attention import measure as cells
-from cs336_systems.experiments.attention.measure import VARIANTS, AttentionCell, make_variant, measure
-from cs336_systems.harness.process import PredictedOutOfMemory, Unsupported
+from cs336_systems.experiments.attention.cells import VARIANTS, AttentionCell
+from cs336_systems.experiments.attention.measure import make_variant, measure
+from cs336_systems.harness.process import PredictedOutOfMemory
 
 
 def cell(**values) -> AttentionCell:
