@@ -245,7 +245,7 @@ def _tune(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> list[Met
 
 
 class _Memory:
-    """What forward keeps and the peak of both passes, from construction on; not measured on a CPU, which does not say."""
+    """What forward keeps and the peak of both passes, from construction on; a CPU does not say."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.on_gpu = tensors[0].device.type == "cuda"
