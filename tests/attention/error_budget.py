@@ -63,10 +63,19 @@ def floors(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: flo
     return Results(for_o, eps_fp32 * (1 + scores.max()), for_dq, for_dk, for_dv)
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float | None) -> Results:
-    """Of views of the arguments that keep their strides; 3-D ones come back as 4-D."""
+def results_of(
+    attend: type[torch.autograd.Function],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    causal: bool,
+    scale: float | None = None,
+    *options: bool,
+) -> Results:
+    """Of views of the arguments that keep their strides."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    o = FlashAttention.apply(q, k, v, causal, scale)
+    o = attend.apply(q, k, v, causal, scale, *options)
     (lse,) = (x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1])
     return Results(o.detach(), lse, *torch.autograd.grad(o, (q, k, v), do))
 
@@ -96,9 +105,17 @@ def compare(actual: Results, q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal
         assert error(value, truth) <= budget, name
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float | None = None) -> Results:
-    """``compare`` what ``flash`` makes of 4-D inputs."""
-    actual = flash(q, k, v, do, causal, scale)
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    causal: bool,
+    scale: float | None = None,
+    attend: type[torch.autograd.Function] = FlashAttention,
+) -> Results:
+    """``compare`` the results of 4-D inputs."""
+    actual = results_of(attend, q, k, v, do, causal, scale)
     compare(actual, q, k, v, do, causal, q.shape[-1] ** -0.5 if scale is None else scale)
     return actual
 

@@ -56,9 +56,7 @@ class FlashKernels(torch.autograd.Function):
     """``FlashAttention`` of inputs that somebody has asked about: checks nothing."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None) -> Tensor:
         return forward_through(forward_op, ctx, q, k, v, is_causal, scale)
 
     @staticmethod

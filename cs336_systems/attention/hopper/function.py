@@ -44,13 +44,7 @@ class HopperKernels(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        is_causal: bool = False,
-        scale: float | None = None,
-        deterministic: bool = False,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, deterministic: bool = False
     ) -> Tensor:
         ctx.ordered = deterministic or torch.are_deterministic_algorithms_enabled()
         return forward_through(forward_op, ctx, q, k, v, is_causal, scale)

@@ -1,5 +1,7 @@
 """The kernels in Triton's interpreter, in fp32, and everything of the Function that needs no kernel."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,9 +10,12 @@ from cs336_systems.attention.flash import FlashAttention
 from cs336_systems.attention.flash import forward as forward_module
 from cs336_systems.attention.flash.function import backward_op, forward_op
 from cs336_systems.attention.flash.tiles import Tile, tile_for
-from tests.attention.error_budget import check, flash, make
+from tests.attention.error_budget import check, make, results_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here: see test_flash_gpu.py")
+
+
+flash = partial(results_of, FlashAttention)
 
 
 @pytest.fixture(autouse=True)
@@ -18,16 +23,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unequal 16 x 32 tiles: short sequences then have whole, diagonal and partial tiles."""
     monkeypatch.setattr(forward_module, "tile_for", lambda *key: Tile(32, 16, 4, 1))
     monkeypatch.setattr("cs336_systems.attention.flash.backward.tile_for", lambda *key: Tile(16, 32, 4, 1))
-
-
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is not written stays NaN."""
-    for name in ("empty", "empty_like"):
-        original = getattr(torch, name)
-        monkeypatch.setattr(
-            torch, name, lambda *args, original=original, **kwargs: original(*args, **kwargs).fill_(float("nan"))
-        )
 
 
 @pytest.mark.parametrize("causal", [False, True])

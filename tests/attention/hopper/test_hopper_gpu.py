@@ -1,6 +1,7 @@
-"""The Hopper kernels on a Hopper GPU: head dims, awkward and random shapes against fp64, determinism, compiling."""
+"""What ``test_kernels_gpu.py`` does not ask of the Hopper kernels: random shapes, schedules, streams, compiling."""
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,16 +12,17 @@ from cs336_systems.attention.hopper.backward import launch_backward
 from cs336_systems.attention.hopper.forward import launch_forward
 from cs336_systems.attention.hopper.function import HopperFlashAttention, backward_op, forward_op
 from cs336_systems.attention.hopper.schedules import BackwardSchedule, ForwardSchedule
-from tests.attention.error_budget import Results, compare, make
+from tests.attention import error_budget
+from tests.attention.error_budget import Results, compare, make, results_of
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
     ),
+    pytest.mark.usefixtures("poisoned"),
 ]
 DTYPES = [torch.bfloat16, torch.float16]
-LENGTHS = [(1, 1), (17, 17), (127, 127), (128, 128), (129, 129), (300, 300), (129, 300), (300, 129), (1, 300)]
 FORWARD_SCHEDULES = [
     ForwardSchedule(128, 2, 2),
     ForwardSchedule(128, 3, 3),
@@ -36,48 +38,8 @@ BACKWARD_SCHEDULES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is not written stays NaN."""
-    for name in ("empty", "empty_like"):
-        original = getattr(torch, name)
-
-        def poison(*args: object, original: object = original, **kwargs: object) -> Tensor:
-            tensor = original(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-        monkeypatch.setattr(torch, name, poison)
-
-
-def hopper(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float | None, deterministic: bool = False
-) -> Results:
-    """Of views of the arguments that keep their strides."""
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    o = HopperFlashAttention.apply(q, k, v, causal, scale, deterministic)
-    (lse,) = (x for x in o.grad_fn.saved_tensors if x.shape == q.shape[:-1])
-    return Results(o.detach(), lse, *torch.autograd.grad(o, (q, k, v), do))
-
-
-def check(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool, scale: float | None = None) -> Results:
-    actual = hopper(q, k, v, do, causal, scale)
-    compare(actual, q, k, v, do, causal, q.shape[-1] ** -0.5 if scale is None else scale)
-    return actual
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("d_head", [16, 32, 64, 80, 96, 120, 128])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_head_dims(dtype: torch.dtype, d_head: int, causal: bool) -> None:
-    check(*make("cuda", dtype, batch=2, heads=2, n_queries=300, d_head=d_head), causal)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("d_head", [64, 128])
-@pytest.mark.parametrize(("n_queries", "n_keys"), LENGTHS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_lengths(dtype: torch.dtype, n_queries: int, n_keys: int, d_head: int, causal: bool) -> None:
-    check(*make("cuda", dtype, heads=2, n_queries=n_queries, n_keys=n_keys, d_head=d_head), causal)
+hopper = partial(results_of, HopperFlashAttention)
+check = partial(error_budget.check, attend=HopperFlashAttention)
 
 
 @pytest.mark.parametrize("part", range(8))
@@ -111,36 +73,14 @@ def test_backward_schedules(schedule: BackwardSchedule, causal: bool) -> None:
     compare(Results(o, lse, *gradients), q, k, v, do, causal, 0.125)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_grouped_heads(kv_heads: int) -> None:
-    check(*make("cuda", torch.bfloat16, batch=2, heads=8, kv_heads=kv_heads, n_queries=200, d_head=64), True)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_large_scores(dtype: torch.dtype) -> None:
-    q, k, v, do = make("cuda", dtype, n_queries=200, d_head=64)
-    check(30 * q, 30 * k, v, do, True, scale=1.0)
-
-
-def test_scale() -> None:
-    check(*make("cuda", torch.bfloat16, n_queries=200, d_head=64), True, scale=0.5)
-
-
-def test_rows_that_see_no_key() -> None:
-    o, lse, dq, *_ = check(*make("cuda", torch.bfloat16, n_queries=300, n_keys=70, d_head=64), True)
-    assert (o[:, :, :230] == 0).all()
-    assert (lse[:, :, :230] == float("-inf")).all()
-    assert (dq[:, :, :230] == 0).all()
-
-
 @pytest.mark.parametrize("d_head", [64, 128])
 def test_what_is_not_a_number_stays_in_its_head(d_head: int) -> None:
     """A program works on many heads, one after another."""
     q, k, v, do = make("cuda", torch.bfloat16, batch=2, heads=80, n_queries=300, d_head=d_head)
     v[:, 1::2] = float("nan")
     k[:, 3::4, 7] = float("inf")
-    expected = hopper(q[:, ::2], k[:, ::2], v[:, ::2], do[:, ::2], True, None, deterministic=True)
-    for a, b in zip(expected, hopper(q, k, v, do, True, None, deterministic=True), strict=True):
+    expected = hopper(q[:, ::2], k[:, ::2], v[:, ::2], do[:, ::2], True, None, True)
+    for a, b in zip(expected, hopper(q, k, v, do, True, None, True), strict=True):
         assert torch.equal(a, b[:, ::2])
         assert not a.isnan().any()
 
@@ -160,11 +100,11 @@ def strided(x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strides(dtype: torch.dtype) -> None:
     tensors = make("cuda", dtype, batch=2, heads=3, n_queries=150, d_head=64)
-    expected = hopper(*tensors, True, None, deterministic=True)
+    expected = hopper(*tensors, True, None, True)
     layouts = [strided(x) for x in tensors]
     for turn in range(4):
         views = [layout[(turn + i) % 4] for i, layout in enumerate(layouts)]
-        for a, b in zip(expected, hopper(*views, True, None, deterministic=True), strict=True):
+        for a, b in zip(expected, hopper(*views, True, None, True), strict=True):
             assert torch.equal(a, b)
 
 
@@ -179,16 +119,6 @@ def test_output_keeps_the_layout_of_q() -> None:
     assert HopperFlashAttention.apply(q, k, v, True).stride() == q.stride()
 
 
-@pytest.mark.parametrize("d_head", [64, 128])
-def test_the_same_bits_every_run(d_head: int) -> None:
-    """Many programs add to each dq, so that an order left to chance would show."""
-    tensors = make("cuda", torch.bfloat16, batch=2, heads=8, kv_heads=2, n_queries=3000, d_head=d_head)
-    first = hopper(*tensors, True, None, deterministic=True)
-    for _ in range(3):
-        for a, b in zip(first, hopper(*tensors, True, None, deterministic=True), strict=True):
-            assert torch.equal(a, b)
-
-
 def test_the_same_bits_on_two_streams_at_once() -> None:
     """Programs wait for each other there: were some of each kernel left without an SM, both would wait forever.
 
@@ -196,7 +126,7 @@ def test_the_same_bits_on_two_streams_at_once() -> None:
     makes the wait possible but does not force it: launched without the cooperative grid that rules it out, it passed.
     """
     tensors = make("cuda", torch.bfloat16, batch=2, heads=16, n_queries=1500, d_head=64)
-    expected = hopper(*tensors, True, None, deterministic=True)
+    expected = hopper(*tensors, True, None, True)
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda._sleep(200_000_000)  # clocks: a tenth of a second
     for stream in streams:
@@ -205,7 +135,7 @@ def test_the_same_bits_on_two_streams_at_once() -> None:
     for _ in range(20):
         for stream in streams:
             with torch.cuda.stream(stream):
-                results.append(hopper(*tensors, True, None, deterministic=True))
+                results.append(hopper(*tensors, True, None, True))
     torch.cuda.synchronize()
     for result in results:
         for a, b in zip(expected, result, strict=True):
@@ -225,8 +155,8 @@ def test_torch_can_ask_for_determinism() -> None:
 
 def test_three_dimensions_are_one_head() -> None:
     q, k, v, do = make("cuda", torch.bfloat16, batch=3, n_queries=200, d_head=64)
-    one_head = hopper(q, k, v, do, True, None, deterministic=True)
-    flat = hopper(*(x.squeeze(1) for x in (q, k, v, do)), True, None, deterministic=True)
+    one_head = hopper(q, k, v, do, True, None, True)
+    flat = hopper(*(x.squeeze(1) for x in (q, k, v, do)), True, None, True)
     for a, b in zip(one_head, flat, strict=True):
         assert torch.equal(a.squeeze(1), b)
 
@@ -234,7 +164,7 @@ def test_three_dimensions_are_one_head() -> None:
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
 def test_gradients_that_nobody_wants(wanted: tuple[bool, bool, bool]) -> None:
     q, k, v, do = make("cuda", torch.bfloat16, n_queries=100, d_head=64)
-    expected = hopper(q, k, v, do, True, None, deterministic=True)[2:]
+    expected = hopper(q, k, v, do, True, None, True)[2:]
     inputs = [x.detach().requires_grad_(want) for x, want in zip((q, k, v), wanted, strict=True)]
     HopperFlashAttention.apply(*inputs, True, None, True).backward(do)
     for x, want, gradient in zip(inputs, wanted, expected, strict=True):
@@ -253,10 +183,10 @@ def test_operators_pass_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_captured_graph_beside_other_launches() -> None:
     """The counter from which programs draw their work must not be one for both."""
     tensors = make("cuda", torch.bfloat16, batch=2, heads=80, n_queries=300, d_head=64)
-    expected = hopper(*tensors, True, None, deterministic=True)
+    expected = hopper(*tensors, True, None, True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = hopper(*tensors, True, None, deterministic=True)
+        captured = hopper(*tensors, True, None, True)
     beside = torch.cuda.Stream()
     for _ in range(5):
         for x in captured:
@@ -264,7 +194,7 @@ def test_a_captured_graph_beside_other_launches() -> None:
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
             graph.replay()
-        eager = hopper(*tensors, True, None, deterministic=True)
+        eager = hopper(*tensors, True, None, True)
         torch.cuda.current_stream().wait_stream(beside)
         for a, b, c in zip(expected, captured, eager, strict=True):
             assert torch.equal(a, b)
@@ -295,20 +225,14 @@ def test_compiles_without_graph_breaks(options: dict[str, Any], monkeypatch: pyt
                     assert torch.equal(a, b)
 
 
-def test_the_current_device_need_not_be_the_tensors() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two devices")
-    check(*make("cuda:1", torch.bfloat16, n_queries=100, d_head=64), True)
-
-
 def test_heads_beyond_int32() -> None:
     """Heads 2^31 elements apart: views into memory that is mostly zero."""
     if torch.cuda.mem_get_info()[0] < 10 * 2**30:
         pytest.skip("needs 10 GiB of free GPU memory")
     q, k, v, do = make("cuda", torch.bfloat16, heads=2, n_queries=300, d_head=64)
-    expected = hopper(q, k, v, do, True, None, deterministic=True)
+    expected = hopper(q, k, v, do, True, None, True)
     memory = torch.zeros(2**31 + 300 * 64, dtype=torch.bfloat16, device="cuda")
     far = memory.as_strided(k.shape, (2**31, 2**31, 64, 1))
     far.copy_(k)
-    for a, b in zip(expected, hopper(q, far, v, do, True, None, deterministic=True), strict=True):
+    for a, b in zip(expected, hopper(q, far, v, do, True, None, True), strict=True):
         assert torch.equal(a, b)

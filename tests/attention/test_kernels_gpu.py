@@ -1,0 +1,103 @@
+"""What the Triton and the Hopper kernels both do on a GPU: dtypes, head dims and awkward lengths against fp64."""
+
+import pytest
+import torch
+
+from cs336_systems.attention.flash import FlashAttention
+from cs336_systems.attention.hopper import HopperFlashAttention
+from tests.attention.error_budget import check, make, results_of
+
+ON_CUDA = torch.cuda.is_available()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not ON_CUDA, reason="needs a CUDA device"),
+    pytest.mark.usefixtures("poisoned", "ieee_products"),
+]
+ON_HOPPER = pytest.mark.skipif(not ON_CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+DTYPES = {
+    FlashAttention: [torch.float32, torch.bfloat16, torch.float16],
+    HopperFlashAttention: [torch.bfloat16, torch.float16],
+}
+HEAD_DIMS = {FlashAttention: [16, 32, 64, 80, 96, 128, 256], HopperFlashAttention: [16, 32, 64, 80, 96, 120, 128]}
+LENGTHS = [(1, 1), (17, 17), (127, 127), (128, 128), (129, 129), (300, 300), (129, 300), (300, 129), (1, 300)]
+
+
+def case(attend: type, *values: object) -> object:
+    """One set of parameters, of which the first is an autograd Function."""
+    marks = [ON_HOPPER] if attend is HopperFlashAttention else []
+    return pytest.param(attend, *values, marks=marks, id="-".join([attend.__name__, *map(str, values)]))
+
+
+each_kernel = pytest.mark.parametrize("attend", [case(attend) for attend in DTYPES])
+each_dtype = pytest.mark.parametrize(
+    ("attend", "dtype"), [case(attend, dtype) for attend, dtypes in DTYPES.items() for dtype in dtypes]
+)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("attend", "dtype", "d_head"),
+    [
+        case(attend, dtype, d_head)
+        for attend, dtypes in DTYPES.items()
+        for dtype in dtypes
+        for d_head in HEAD_DIMS[attend]
+    ],
+)
+def test_head_dims(attend: type, dtype: torch.dtype, d_head: int, causal: bool) -> None:
+    check(*make("cuda", dtype, batch=2, heads=2, n_queries=300, d_head=d_head), causal, attend=attend)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d_head", [64, 128])
+@pytest.mark.parametrize(("n_queries", "n_keys"), LENGTHS)
+@each_dtype
+def test_lengths(attend: type, dtype: torch.dtype, n_queries: int, n_keys: int, d_head: int, causal: bool) -> None:
+    tensors = make("cuda", dtype, heads=2, n_queries=n_queries, n_keys=n_keys, d_head=d_head)
+    check(*tensors, causal, attend=attend)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@each_kernel
+def test_grouped_heads(attend: type, kv_heads: int) -> None:
+    tensors = make("cuda", torch.bfloat16, batch=2, heads=8, kv_heads=kv_heads, n_queries=200, d_head=64)
+    check(*tensors, True, attend=attend)
+
+
+@each_dtype
+def test_large_scores(attend: type, dtype: torch.dtype) -> None:
+    q, k, v, do = make("cuda", dtype, n_queries=200, d_head=64)
+    check(30 * q, 30 * k, v, do, True, scale=1.0, attend=attend)
+
+
+@each_kernel
+def test_scale(attend: type) -> None:
+    check(*make("cuda", torch.bfloat16, n_queries=200, d_head=64), True, scale=0.5, attend=attend)
+
+
+@each_kernel
+def test_rows_that_see_no_key(attend: type) -> None:
+    tensors = make("cuda", torch.bfloat16, n_queries=300, n_keys=70, d_head=64)
+    o, lse, dq, *_ = check(*tensors, True, attend=attend)
+    assert (o[:, :, :230] == 0).all()
+    assert (lse[:, :, :230] == float("-inf")).all()
+    assert (dq[:, :, :230] == 0).all()
+
+
+@pytest.mark.parametrize("d_head", [64, 128])
+@pytest.mark.parametrize(
+    ("attend", "options"), [case(FlashAttention, ()), case(HopperFlashAttention, (True,))]
+)  # of Hopper's, many programs add to each dq, so that an order left to chance would show
+def test_the_same_bits_every_run(attend: type, options: tuple[bool, ...], d_head: int) -> None:
+    tensors = make("cuda", torch.bfloat16, batch=2, heads=8, kv_heads=2, n_queries=3000, d_head=d_head)
+    first = results_of(attend, *tensors, True, None, *options)
+    for _ in range(3):
+        for a, b in zip(first, results_of(attend, *tensors, True, None, *options), strict=True):
+            assert torch.equal(a, b)
+
+
+@each_kernel
+def test_the_current_device_need_not_be_the_tensors(attend: type) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    check(*make("cuda:1", torch.bfloat16, n_queries=100, d_head=64), True, attend=attend)
