@@ -54,8 +54,7 @@ def assemble(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps = RE
 def build_model(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps = REFERENCE_OPS) -> TransformerLM:
     """Steps 1 to 3 but for the loss: the model of this rank before it is wrapped; raises as ``assemble``."""
     device = rank.device if rank else torch.device(case.device)
-    if reason := _unsupported_reason(case, device):
-        raise Unsupported(reason)
+    check_supported(case, device)
     ops = case_ops(case, ops)
     torch.manual_seed(case.seed)
     place = torch.device("meta") if case.parallel.wrapper == "fsdp" else device
@@ -91,17 +90,19 @@ def random_batch(case: TrainingCase, rank: Rank | None = None) -> tuple[Tensor, 
     return token_ids, targets
 
 
-def _unsupported_reason(case: TrainingCase, device: torch.device) -> str | None:
-    """Why the case cannot run, in one sentence, or None if it can; ValueError for a name that is unknown."""
-    if reason := precision_reason(case.precision, device):
-        return reason
-    if reason := checkpointing_reason(case.checkpoint, case.attention):
-        return reason
+def check_supported(case: TrainingCase, device: torch.device) -> None:
+    """Raise Unsupported, in one sentence, if the device, the attention or the checkpointing cannot serve the case.
+
+    The one place where that is asked; ValueError for a name that is unknown.
+    """
     config, dtype = case.config, matmul_dtype(case.precision)
-    q, k, v = (
-        torch.empty(1, heads, case.context_length, config.d_head, device=device, dtype=dtype, requires_grad=True)
-        for heads in (config.n_heads, config.kv_heads, config.kv_heads)
-    )
-    if reason := attention_reason(case.attention, q, k, v, causal=True):
-        return f"attention {case.attention}: {reason}"
-    return None
+    reason = precision_reason(case.precision, device) or checkpointing_reason(case.checkpoint, case.attention)
+    if reason is None:
+        q, k, v = (
+            torch.empty(1, heads, case.context_length, config.d_head, device=device, dtype=dtype, requires_grad=True)
+            for heads in (config.n_heads, config.kv_heads, config.kv_heads)
+        )
+        if found := attention_reason(case.attention, q, k, v, causal=True):
+            reason = f"attention {case.attention}: {found}"
+    if reason is not None:
+        raise Unsupported(reason)

@@ -10,12 +10,11 @@ says so. Run it in a process of its own, as the sweep does: it assembles the who
 
 import gc
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from cs336_systems.attention.dispatch import attention_op
 from cs336_systems.case import TrainingCase
 from cs336_systems.costs.activations import block_saved_tensors, total_bytes
 from cs336_systems.experiments.profile.memory_tables import (
@@ -35,9 +34,10 @@ from cs336_systems.experiments.profile.memory_tables import (
 )
 from cs336_systems.experiments.profile.memory_timeline import draw_memory_timeline
 from cs336_systems.harness.provenance import host_name
-from cs336_systems.model import REFERENCE_OPS, ModelOps
 from cs336_systems.profiling.memory_profile import MemoryProfile, profile_memory
 from cs336_systems.profiling.residuals import PARAMETER_COPY, block_residuals, norm_residuals
+from cs336_systems.training import check_supported
+from cs336_systems.training.assemble import case_ops
 
 NEEDS_CUDA = (
     "**Without a GPU.** The timeline, the peak and the largest allocations need CUDA's caching allocator; this page "
@@ -71,6 +71,7 @@ def write_memory_digest(case: TrainingCase, mode: str, out: Path, raw: Path, *, 
     name = profile_name(case, mode)
     out.mkdir(parents=True, exist_ok=True)
     device = torch.device(case.device)
+    check_supported(case, device)
     profile = profile_memory(case, mode, raw / f"{name}.pickle") if device.type == "cuda" else None
     if profile is not None:
         gc.collect()
@@ -127,9 +128,7 @@ def heading(case: TrainingCase, mode: str) -> str:
 def account_block(case: TrainingCase, *, compile: bool) -> BlockAccount:
     """What one block of the model keeps at the case's batch and context; checkpointing, between blocks, left out."""
     config, device = case.config, torch.device(case.device)
-    ops: ModelOps = REFERENCE_OPS
-    if case.attention != "reference":
-        ops = replace(ops, attention=attention_op(case.attention))
+    ops = case_ops(case)
     arguments = (config, case.batch_size, config.context_length, case.precision, device)
     return BlockAccount(
         "compiled" if compile else "eager",
