@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cs336_systems"
 LADDER = (
-    {"config", "hardware"},
+    {"config", "hardware", "processes"},
     {"case"},
     {"costs"},
     {"model"},

@@ -1,52 +1,34 @@
-"""Who this process is among its peers: joining a process group, and starting one on this machine.
+"""Who this process is among its peers: joining the process group that its environment describes.
 
-A process joins the group that its environment describes, in the variables that torchrun sets (RANK, LOCAL_RANK,
-WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without them it is a group of one. ``spawn`` plays torchrun's part for one
-machine: it hosts the store itself, on a port that the kernel picks and nobody can take in between, sets the same
-variables, and every rank joins as it would under torchrun.
+The variables are those that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); without them it is
+a group of one. ``spawn.py`` starts ranks on this machine.
 
     with joined("cuda") as rank:                       # torchrun --nproc-per-node 8 script.py, or python script.py
         dist.all_reduce(torch.ones(1, device=rank.device))
 
-    losses = spawn(worker, 2, config)                  # worker(rank, config), a module-level function
-
 Failures. The first rank that fails is the one worth reading about; its peers fail a moment later because it is gone.
 ``joined`` therefore holds an error of the latter kind back for ``PEER_LOST_HOLD_S``, so that launchers (``spawn``;
 torchrun, whose records resolve whole seconds) see the cause first and end the rest. A rank that fails closes or aborts
-its group on the way out and never waits for peers. Ranks of ``spawn`` lead process groups of their own, are killed with
-everything that they started, and end by themselves when their parent is gone.
+its group on the way out and never waits for peers.
 """
 
 import itertools
-import multiprocessing
-import multiprocessing.connection
 import os
-import pickle
-import signal
-import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-T = TypeVar("T")
 
 PEER_LOST_HOLD_S = 2.0
 """How long a rank keeps quiet about a lost peer: above the one second to which torchrun's error records resolve."""
 
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-_PRELOADED = ("torch.distributed", "torch._dynamo")
-"""Imported once by the fork server; every optimizer's constructor needs the latter, and it takes seconds."""
 
 _PEER_LOST_SIGNS = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
@@ -65,18 +47,6 @@ class Rank:
     world_size: int
     device: torch.device
     backend: str
-
-
-class RankFailed(RuntimeError):
-    """A rank of ``spawn`` raised or died; the message names the first one and holds its traceback.
-
-    ``rank`` is its number, ``error`` what it raised: None if it died, or if the exception does not pickle.
-    """
-
-    def __init__(self, rank: int, message: str, error: BaseException | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.error = error
 
 
 def launched() -> bool:
@@ -236,147 +206,3 @@ def is_peer_lost(error: BaseException) -> bool:
         isinstance(each, dist.DistError) or any(sign in str(each) for sign in _PEER_LOST_SIGNS)
         for each in (error, error.__cause__)
     )
-
-
-def spawn(
-    worker: Callable[..., T],
-    world_size: int,
-    *args: Any,
-    device: str = "cpu",
-    timeout_s: float = 600.0,
-    limit_s: float | None = None,
-) -> list[T]:
-    """Run ``worker(rank, *args)`` on ``world_size`` ranks of this machine, each a fresh process; results by rank.
-
-    Args:
-        worker: a module-level function; what it takes and returns must pickle and stay on the CPU.
-        device: as of ``joined``. On a CPU the cores are divided among the ranks.
-        timeout_s: how long a collective may wait for the other ranks.
-        limit_s: how long the whole may take; by default without end.
-
-    Raises:
-        ValueError: ``world_size`` is not positive, or the machine lacks the devices.
-        RankFailed: a rank raised or died; the others have been killed.
-        TimeoutError: ``limit_s`` has passed; all ranks have been killed.
-    """
-    if world_size < 1:
-        raise ValueError(f"world size must be positive, got {world_size}")
-    check_device(device, world_size)
-    deadline = None if limit_s is None else time.monotonic() + limit_s
-    store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
-    ours = sorted(name for name in sys.modules if name.startswith("cs336_systems."))
-    context.set_forkserver_preload([*ours, *_PRELOADED])
-    processes: list[BaseProcess] = []
-    connections: list[Connection] = []
-    try:
-        for number in range(world_size):
-            ours_end, theirs = context.Pipe(duplex=False)
-            connections.append(ours_end)
-            environment = _launch_variables(number, world_size, store.port)
-            process: BaseProcess = context.Process(
-                target=_serve, args=(theirs, environment, worker, args, device, timeout_s)
-            )
-            process.start()
-            theirs.close()
-            processes.append(process)
-        return _results(processes, connections, deadline)
-    finally:
-        for process in processes:
-            _kill(process)
-        for connection in connections:
-            connection.close()
-
-
-def _launch_variables(number: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun would set; the last one says that the launcher hosts the store."""
-    return {
-        "RANK": str(number),
-        "LOCAL_RANK": str(number),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-
-
-def _results(processes: list[BaseProcess], connections: list[Connection], deadline: float | None) -> list[Any]:
-    """What each rank returned, once all have; the first report of a failure, or death without a report, ends it."""
-    results: dict[int, Any] = {}
-    while len(results) < len(connections):
-        waiting = [connection for number, connection in enumerate(connections) if number not in results]
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = multiprocessing.connection.wait(waiting, left)
-        if not ready:
-            silent = [str(number) for number in range(len(connections)) if number not in results]
-            raise TimeoutError(f"ranks {', '.join(silent)} had not finished in time and were killed")
-        for connection in ready:
-            number = connections.index(connection)  # type: ignore[arg-type]
-            try:
-                results[number], failure = pickle.loads(connections[number].recv_bytes())
-            except (EOFError, OSError):  # the latter where it died in the middle of its report
-                raise RankFailed(number, f"rank {number} {_death(processes[number])}") from None
-            if failure is not None:
-                text, pickled = failure
-                error = pickle.loads(pickled) if pickled else None
-                raise RankFailed(number, f"rank {number} failed:\n{text}", error) from error
-    return [results[number] for number in range(len(connections))]
-
-
-def _death(process: BaseProcess) -> str:
-    """How a process ended that has reported nothing."""
-    process.join(5.0)
-    code = process.exitcode
-    if code is None:
-        return "hung up without a report"
-    return f"died without a report: {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
-
-
-def _kill(process: BaseProcess) -> None:
-    """End a rank and whatever it has started; returns once it is gone."""
-    assert process.pid is not None
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.join()
-
-
-def _serve(
-    connection: Connection,
-    environment: dict[str, str],
-    worker: Callable[..., Any],
-    args: tuple[Any, ...],
-    device: str,
-    timeout_s: float,
-) -> None:
-    """Body of a rank: join, work, report (result, None) or (None, (traceback, pickled exception))."""
-    os.setsid()  # a group of its own, which can be killed as a whole and does not hear the terminal's Ctrl-C
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    os.environ.update(environment)
-    if device == "cpu":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // int(environment["WORLD_SIZE"])))
-    try:
-        with joined(device, timeout_s=timeout_s) as rank:
-            result = worker(rank, *args)
-        report = pickle.dumps((result, None))
-    except BaseException as error:
-        report = pickle.dumps((None, (traceback.format_exc(), _pickled(error))))
-    connection.send_bytes(report)
-
-
-def _pickled(error: BaseException) -> bytes | None:
-    """The exception, if it survives the journey."""
-    try:
-        pickle.loads(data := pickle.dumps(error))
-    except Exception:
-        return None
-    return data
-
-
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os.killpg(os.getpid(), signal.SIGKILL)

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from cs336_systems.config import PRECISIONS
 from cs336_systems.experiments.options import RunOptions, check_options, small_defaults_note
 from cs336_systems.harness.process import Cell
-from cs336_systems.harness.ranks import one_rank_per_gpu, reports, resolve_world_sizes, run_ranked_sweep
+from cs336_systems.harness.ranks import one_rank_per_gpu, reports, resolve_world_sizes
 from cs336_systems.harness.record import RowFile
 from cs336_systems.harness.sweep import Outcome, cell_columns, run_sweep
 from cs336_systems.report.command_line import INTERRUPTED, complain, os_error
@@ -131,29 +130,18 @@ class Experiment:
         """Fill ``outcomes``, stage by stage; the code of what ended it, else 0."""
         try:
             for stage in self.stages(options, cells, outcomes):
-                if hasattr(stage.cells[0], "world_size"):
-                    sweep: Any = run_ranked_sweep(
-                        self.name,
-                        stage.cells,  # type: ignore[arg-type]
-                        stage.measure,
-                        device=options.device,
-                        row_file=row_file,
-                        timeout_s=options.timeout,
-                        describe=self.describe,
-                    )
-                else:
-                    sweep = run_sweep(
+                outcomes.extend(
+                    run_sweep(
                         self.name,
                         stage.cells,
                         stage.measure,
                         row_file=row_file,
                         timeout_s=options.timeout,
                         describe=self.describe,
-                        cost=stage.expected_s or (lambda cell: 1.0),
-                        console=Console(stderr=True),
+                        expected_s=stage.expected_s,
                         share=stage.share,
                     )
-                outcomes.extend(sweep)
+                )
                 if outcomes and outcomes[-1].status == "interrupted":
                     return 0
         except ValueError as error:

@@ -1,7 +1,8 @@
 """Memory that a run takes and memory that a machine has: the measured side of ``costs/memory.py``.
 
 On a GPU the peak is the caching allocator's high-water mark of allocated bytes. On a CPU it is the growth of the
-process's resident set, which includes what libraries take. What is free is asked of the driver, or of the kernel and
+process's resident set, which includes what libraries take, and is that of a cell only in a process that has measured
+no other. What is free is asked of the driver, or of the kernel and
 the control group, whichever allows less: inside a container the machine's own figure is a promise nobody keeps.
 """
 
@@ -71,6 +72,16 @@ def _headroom_of(folder: Path, limit_file: str, usage_file: str, inactive_name: 
         return None
 
 
+_used = False
+"""Whether this process holds memory of more than the present cell: the growth of its resident set says nothing then."""
+
+
+def mark_used() -> None:
+    """Say that a cell has been measured in this process, or that it is not one cell's alone."""
+    global _used
+    _used = True
+
+
 class PeakMeter:
     """High-water mark of memory from construction on: ``peak_bytes()`` of this process on one device."""
 
@@ -83,8 +94,11 @@ class PeakMeter:
                 Path("/proc/self/clear_refs").write_text("5")
             self.baseline = psutil.Process().memory_info().rss
 
-    def peak_bytes(self) -> int:
+    def peak_bytes(self) -> int | None:
+        """None, not measured, on a CPU in a process that has measured a cell before or was started by a launcher."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
+        if _used:
+            return None
         unit = 1 if sys.platform == "darwin" else 1024
         return max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - self.baseline)

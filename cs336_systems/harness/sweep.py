@@ -2,12 +2,15 @@
 
 A *cell* is a frozen dataclass with at least ``device: str``, ``seed: int`` and a ``variant`` (field or property); its
 fields become columns. Each runs in a fresh process (``process.py`` says how it can end); a grid of cheap cells may let
-those that agree in something share one. Ctrl-C ends a sweep with an ``interrupted`` row for the cell that was running.
+those that agree in something share one. A cell with a ``world_size`` is measured by as many ranks: fresh processes, or
+under torchrun the processes that it has started (``launched.py``). Ctrl-C ends a sweep with an ``interrupted`` row for
+the cell that was running.
 """
 
 import json
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from typing import Any
@@ -16,9 +19,13 @@ import pandas as pd
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
+from torch.distributed.elastic.multiprocessing.errors import record
 
+from cs336_systems.distributed.process_group import launched
+from cs336_systems.harness.launched import LaunchedSweep
 from cs336_systems.harness.process import Cell, CellProcess, Measure, Report
 from cs336_systems.harness.provenance import timestamp
+from cs336_systems.harness.ranks import measure_on_ranks, reports
 from cs336_systems.harness.record import SCHEMA_VERSION, Metric, Row, RowFile, parse_samples, schema_columns
 
 
@@ -53,24 +60,6 @@ def cell_columns(cell_type: type) -> list[str]:
     return [f.name for f in fields(cell_type) if f.name not in ("variant", "seed")]
 
 
-def run_cell(benchmark: str, measure: Measure, cell: Cell, timeout_s: float) -> Outcome:
-    """Run ``measure(cell)`` in a process of its own and return how it ended, rows included."""
-    process = CellProcess(measure)
-    try:
-        return _outcome(benchmark, process, cell, timeout_s)
-    finally:
-        process.close()
-
-
-def _outcome(benchmark: str, process: CellProcess, cell: Cell, timeout_s: float) -> Outcome:
-    started = time.perf_counter()
-    report = process.run(cell, timeout_s)
-    seconds = time.perf_counter() - started
-    outcome = Outcome(cell, report["status"], report["message"], report["metrics"], seconds=seconds)
-    outcome.rows = make_rows(benchmark, outcome, report)
-    return outcome
-
-
 def make_rows(benchmark: str, outcome: Outcome, report: Report) -> list[Row]:
     """A row for each metric of the outcome, or the one row of a cell without any; ``report`` says where it ran."""
     cell = outcome.cell
@@ -98,6 +87,64 @@ class _Countdown(ProgressColumn):
         return Text(f"about {timedelta(seconds=left)} left" if left > 0 else "any moment")
 
 
+class _Log:
+    """The outcomes of a sweep: rows in the file, and for who waits a bar on a terminal, a line per cell elsewhere too.
+
+    The bar advances by the seconds that a cell should take, or by one; what is left is the sum over the cells to come,
+    scaled by how the finished ones compared with theirs.
+    """
+
+    def __init__(
+        self,
+        benchmark: str,
+        cells: Sequence[Cell],
+        row_file: RowFile | None,
+        describe: Callable[[Any], str],
+        expected_s: Callable[[Any], float] | None,
+    ) -> None:
+        self.benchmark, self.cells, self.row_file, self.describe = benchmark, cells, row_file, describe
+        self.outcomes: list[Outcome] = []
+        self.expected = [expected_s(cell) if expected_s else 1.0 for cell in cells]
+        self.console = Console(stderr=True, quiet=not reports())
+        columns = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
+        self.progress = Progress(
+            *([*columns, _Countdown()] if expected_s else columns),
+            console=self.console,
+            disable=not (self.console.is_terminal and reports()),
+            transient=True,
+        )
+        total = sum(self.expected)
+        self.started = time.perf_counter()
+        self.task = self.progress.add_task("", total=total, ends=self.started + total)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.cell_started = time.perf_counter()
+        if (number := len(self.outcomes)) < len(self.cells):
+            self.place = f"[{number + 1}/{len(self.cells)}] {self.describe(self.cells[number])}"
+            self.progress.update(self.task, description=self.place)
+
+    def outcome(self, report: Report) -> Outcome:
+        """What the report says of the present cell."""
+        cell, seconds = self.cells[len(self.outcomes)], time.perf_counter() - self.cell_started
+        outcome = Outcome(cell, report["status"], report["message"], report["metrics"], seconds=seconds)
+        outcome.rows = make_rows(self.benchmark, outcome, report)
+        return outcome
+
+    def keep(self, outcome: Outcome) -> None:
+        """Write the rows, say so, turn to the next cell."""
+        self.outcomes.append(outcome)
+        if self.row_file is not None:
+            self.row_file.append(outcome.rows)
+        note = f"{outcome.status}: {outcome.message}" if outcome.message else outcome.status
+        line = f"{self.place}: {note} ({outcome.seconds:.1f} s)"
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        now, done = time.perf_counter(), len(self.outcomes)
+        seconds_left = (now - self.started) / sum(self.expected[:done]) * sum(self.expected[done:])
+        self.progress.update(self.task, advance=self.expected[done - 1], ends=now + seconds_left)
+        self._begin()
+
+
 def run_sweep(
     benchmark: str,
     cells: Sequence[Cell],
@@ -106,60 +153,66 @@ def run_sweep(
     row_file: RowFile | None,
     timeout_s: float,
     describe: Callable[[Any], str],
-    cost: Callable[[Any], float],
-    console: Console,
+    expected_s: Callable[[Any], float] | None = None,
     share: Callable[[Any], Hashable] | None = None,
 ) -> Iterator[Outcome]:
     """Run every cell in turn; yield its outcome, then write its rows, before the next one starts. Ctrl-C is the last.
 
+    Under a launcher the cells have a ``world_size`` each. Its rank 0 writes the rows and yields the outcomes once all
+    cells have ended; the other ranks yield nothing.
+
     Args:
-        row_file: where rows are appended; None keeps them in memory only.
+        measure: a module-level function: ``measure(cell)``, or for cells with a ``world_size`` ``measure(cell, rank)``,
+            which runs on every rank and reduces over ranks what has to be reduced; rank 0's metrics become rows.
+        row_file: where rows are appended, of the process that ``reports``; None keeps them in memory only.
+        timeout_s: how long a cell may take, and a collective may wait for the other ranks; under a launcher the latter.
         describe: a short name of a cell for the progress display.
-        cost: seconds that a cell should take; what is left is the sum over the cells to come, scaled by how the
-            finished ones compared with theirs.
-        console: where progress goes; on anything but a terminal, one plain line per finished cell.
+        expected_s: seconds that a cell should take; without it there is no estimate of what is left.
         share: successive cells with equal values share a process while none of them leaves it in doubt; by default
             every cell has its own.
 
     Raises:
         OSError: the rows of the outcome yielded last could not be written; all earlier ones are on disk.
+        ValueError: a launcher has described its ranks badly, or the device is not there.
+        RankFailed: under a launcher, a cell has failed on this rank but not on all: its row is written.
     """
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        _Countdown(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    )
-    costs = [cost(cell) for cell in cells]
-    started = time.perf_counter()
+    log = _Log(benchmark, cells, row_file, describe, expected_s)
+    if launched() and _ranked(cells):
+        sweep = LaunchedSweep(cells, measure, timeout_s, lambda report: log.keep(log.outcome(report)))
+        with log.progress:
+            record(sweep.run)()  # torchrun shows the error of the rank that failed first
+        yield from log.outcomes if reports() else []
+        return
+    with log.progress, closing(_isolated(cells, measure, timeout_s, share)) as ended:
+        for report in ended:
+            outcome = log.outcome(report)
+            yield outcome
+            log.keep(outcome)
+            if outcome.status == "interrupted":
+                return
+
+
+def _ranked(cells: Sequence[Cell]) -> bool:
+    return all(hasattr(cell, "world_size") for cell in cells)
+
+
+def _isolated(
+    cells: Sequence[Cell], measure: Measure, timeout_s: float, share: Callable[[Any], Hashable] | None
+) -> Generator[Report, None, None]:
+    """How each cell ended in processes of its own, or in one that it shares with its neighbours."""
     process: CellProcess | None = None
     try:
-        with progress:
-            task = progress.add_task("", total=sum(costs), ends=started + sum(costs))
-            for i, cell in enumerate(cells):
-                place = f"[{i + 1}/{len(cells)}] {describe(cell)}"
-                progress.update(task, description=place)
-                process = process or CellProcess(measure)
-                outcome = _outcome(benchmark, process, cell, timeout_s)
-                shared = share is not None and i + 1 < len(cells) and share(cells[i + 1]) == share(cell)
-                if not (shared and process.usable):
-                    process.close()
-                    process = None
-                yield outcome
-                if row_file is not None:
-                    row_file.append(outcome.rows)
-                note = f"{outcome.status}: {outcome.message}" if outcome.message else outcome.status
-                console.print(
-                    f"{place}: {note} ({outcome.seconds:.1f} s)", markup=False, highlight=False, soft_wrap=True
-                )
-                if outcome.status == "interrupted":
-                    return
-                now = time.perf_counter()
-                seconds_left = (now - started) / sum(costs[: i + 1]) * sum(costs[i + 1 :])
-                progress.update(task, advance=costs[i], ends=now + seconds_left)
+        for i, cell in enumerate(cells):
+            if _ranked([cell]):
+                yield measure_on_ranks(measure, cell, timeout_s)
+                continue
+            process = process or CellProcess(measure)
+            report = process.run(cell, timeout_s)
+            shared = share is not None and i + 1 < len(cells) and share(cells[i + 1]) == share(cell)
+            if not (shared and process.usable):
+                process.close()
+                process = None
+            yield report
     finally:
         if process is not None:
             process.close()

@@ -5,7 +5,8 @@ from dataclasses import asdict
 import pandas as pd
 import pytest
 
-from cs336_systems.distributed.process_group import Rank, spawn
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.fully_sharded.measure import measure_fully_sharded
 from cs336_systems.experiments.fully_sharded.table import fully_sharded_table
 from tests.benchmarks.commands import cells_of

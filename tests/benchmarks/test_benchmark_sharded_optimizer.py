@@ -5,7 +5,8 @@ from dataclasses import asdict
 import pandas as pd
 import pytest
 
-from cs336_systems.distributed.process_group import Rank, spawn
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.sharded_optimizer.cells import SHARDINGS
 from cs336_systems.experiments.sharded_optimizer.measure import measure_sharding
 from cs336_systems.experiments.sharded_optimizer.table import draw_memory, memory_table, time_table

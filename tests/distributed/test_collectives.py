@@ -6,7 +6,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from cs336_systems.costs.communication import COLLECTIVES
 from cs336_systems.distributed.collectives import Exchange
-from cs336_systems.distributed.process_group import Rank, spawn
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.spawn import spawn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ELEMENTS_PER_RANK = (1, 13, 1009)

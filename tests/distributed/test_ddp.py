@@ -13,7 +13,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from cs336_systems.distributed.buckets import MIB
 from cs336_systems.distributed.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
-from cs336_systems.distributed.process_group import Rank, spawn
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.spawn import spawn
 from cs336_systems.harness.traffic import MATMUL, Traffic
 from cs336_systems.training import AdamW
 

@@ -10,7 +10,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cs336_systems.distributed.ddp import BucketedDDP
-from cs336_systems.distributed.process_group import Rank, spawn
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.spawn import spawn
 from cs336_systems.harness.traffic import Traffic
 
 from .test_ddp import LADDER, identical_on_all_ranks, on_gpus

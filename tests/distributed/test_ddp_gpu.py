@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from cs336_systems.distributed.process_group import spawn
+from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.data_parallel.measure import DataParallelCell, measure_data_parallel
 
 from .test_ddp import on_gpus

@@ -15,7 +15,8 @@ from torch import nn
 
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.distributed.fsdp import FSDP, clip_grad_norm_
-from cs336_systems.distributed.process_group import Rank, spawn
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.spawn import spawn
 from cs336_systems.harness.traffic import Traffic
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.transformer import TransformerBlock

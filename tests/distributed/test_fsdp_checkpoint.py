@@ -12,7 +12,8 @@ from torch import nn
 
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.fsdp_checkpoint import MARKER, complete_checkpoints, load_checkpoint, save_checkpoint
-from cs336_systems.distributed.process_group import Rank, RankFailed, spawn
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.spawn import RankFailed, spawn
 from cs336_systems.training import AdamW
 
 from .fsdp_models import Blocks, Menagerie

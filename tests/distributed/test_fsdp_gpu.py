@@ -2,7 +2,8 @@
 
 import pytest
 
-from cs336_systems.distributed.process_group import Rank, spawn
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.fully_sharded.measure import FullyShardedCell, measure_fully_sharded
 
 from .test_ddp import on_gpus

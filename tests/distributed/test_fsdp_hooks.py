@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cs336_systems.distributed.process_group import Rank, spawn
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.spawn import spawn
 from cs336_systems.model.layers import Embedding, Linear
 from cs336_systems.model.ops import REFERENCE_OPS
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.fsdp import model_units, state_bytes, step_traffic
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.process_group import spawn
+from cs336_systems.distributed.spawn import spawn
 from cs336_systems.harness.traffic import MATMUL, Traffic
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.transformer import TransformerBlock

@@ -18,13 +18,12 @@ import torch.distributed as dist
 from cs336_systems.distributed.process_group import (
     PEER_LOST_HOLD_S,
     Rank,
-    RankFailed,
     check_device,
     joined,
     launched_world_size,
     per_rank,
-    spawn,
 )
+from cs336_systems.distributed.spawn import RankFailed, spawn
 from tests.distributed.worlds import add_up, compare, hang, threads_and_variables, train_until, unpicklable
 
 ROOT = Path(__file__).resolve().parents[2]

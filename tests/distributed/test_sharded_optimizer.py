@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.costs.sharding import state_bytes_by_rank
 from cs336_systems.distributed.ddp import BucketedDDP
-from cs336_systems.distributed.process_group import Rank, spawn
+from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+from cs336_systems.distributed.spawn import spawn
 
 from .sharding_models import FORMS, OPTIMIZERS, TINY_BUCKETS, Toy, backward_on_all, flat, loss_of, train
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cs336_systems.distributed.process_group import Rank, spawn
+from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+from cs336_systems.distributed.spawn import spawn
 
 from .sharding_models import FORMS, TINY_BUCKETS, Toy, flat, train
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from cs336_systems.distributed.process_group import Rank, spawn
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.spawn import spawn
 
 from .. import adapters
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from cs336_systems.distributed.process_group import Rank, check_same_across_ranks, joined, spawn
+from cs336_systems.distributed.process_group import Rank, check_same_across_ranks, joined
+from cs336_systems.distributed.spawn import spawn
 
 
 def add_up(rank: Rank, start):

@@ -1,4 +1,4 @@
-"""Cells for the sweep's tests: each names how it ends, and ``measure`` ends so. Imported by name in child processes."""
+"""Cells for the sweep's tests: each names how it ends, and ``measure`` ends so, in one process or on several ranks."""
 
 import json
 import os
@@ -11,12 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from cs336_systems.case import Unsupported
+from cs336_systems.distributed.process_group import Rank
 from cs336_systems.harness.memory import PeakMeter
-from cs336_systems.harness.process import PredictedOutOfMemory, Unsupported
+from cs336_systems.harness.process import PredictedOutOfMemory
+from cs336_systems.harness.ranks import time_phases_of_ranks
 from cs336_systems.harness.record import Metric
 
 MIB = 1024**2
+SKEW_S = 0.02
 
 calls: list[str] = []
 """Grows with every measurement in this process: a fresh process starts with an empty one."""
@@ -36,10 +41,65 @@ class Cell:
         return "test"
 
 
-def measure(cell: Cell) -> list[Metric]:
+@dataclass(frozen=True)
+class RankedCell(Cell):
+    """``what`` may add `` on rank 1``: the other ranks then wait for that one in a collective."""
+
+    world_size: int = 2
+
+
+def measure(cell: Cell, rank: Rank | None = None) -> list[Metric]:
     """End as the cell says."""
     calls.append(cell.what)
-    return ENDINGS[cell.what](cell)
+    if rank is None:
+        return ENDINGS[cell.what](cell)
+    return RANKED_ENDINGS.get(cell.what, _of_one_rank)(cell, rank)
+
+
+def _of_one_rank(cell: Cell, rank: Rank) -> list[Metric]:
+    what, _, only = cell.what.partition(" on rank ")
+    return ENDINGS[what](cell) if only in ("", str(rank.rank)) else _timed(cell, rank)
+
+
+def _timed(cell: Cell, rank: Rank) -> list[Metric]:
+    """Steps in which rank 1 is slower than rank 0."""
+    total = torch.ones(1)
+    phases = {"skewed": lambda: time.sleep(SKEW_S * (1 + rank.rank)), "sum": lambda: dist.all_reduce(total)}
+    times = time_phases_of_ranks(phases, rank, warmup=2, steps=3)
+    same = torch.tensor(times.samples_ms["step"])
+    dist.broadcast(same, 0)
+    assert same.tolist() == torch.tensor(times.samples_ms["step"]).tolist()
+    return [
+        *(Metric(name, "ms", samples) for name, samples in times.samples_ms.items()),
+        Metric("warmup_step", "ms", times.warmup_ms),
+        Metric("sum_of_ones", "", [total.item()]),
+        *_process(cell),
+    ]
+
+
+def _late(cell: Cell, rank: Rank) -> list[Metric]:
+    """Rank 1 raises when the others have ended the cell."""
+    dist.barrier()
+    if rank.rank == 1:
+        raise ArithmeticError("too late for the others to notice")
+    return [Metric("never", "", [0.0])]
+
+
+def _stuck(cell: Cell, rank: Rank) -> list[Metric]:
+    """Rank 1 raises while rank 0 is busy with something that nothing interrupts."""
+    if rank.rank == 1:
+        raise ArithmeticError("nobody hears this")
+    time.sleep(120)
+    return []
+
+
+def disagree(rank: Rank) -> str:
+    """What ranks hear that would have timed different numbers of steps."""
+    try:
+        time_phases_of_ranks({"nothing": lambda: None}, rank, warmup=0, steps=1 + rank.rank)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def fake_ceiling(cell: object) -> list[Metric]:
@@ -84,7 +144,8 @@ def _peak(cell: Cell) -> list[Metric]:
     meter = PeakMeter(torch.device("cpu"))
     block = torch.ones(200 * MIB // 4)
     del block
-    return [Metric("peak", "MiB", [meter.peak_bytes() / MIB])]
+    peak = meter.peak_bytes()
+    return _process(cell) if peak is None else [Metric("peak", "MiB", [peak / MIB])]
 
 
 def _peak_after_a_larger_one(cell: Cell) -> list[Metric]:
@@ -118,3 +179,6 @@ ENDINGS: dict[str, Callable[[Cell], list[Metric]]] = {
     "SIGKILL": lambda cell: os.kill(os.getpid(), signal.SIGKILL),  # type: ignore[dict-item,func-returns-value]
     "SIGSEGV": lambda cell: os.kill(os.getpid(), signal.SIGSEGV),  # type: ignore[dict-item,func-returns-value]
 }
+
+RANKED_ENDINGS: dict[str, Callable[[Cell, Rank], list[Metric]]] = {"ok": _timed, "late": _late, "stuck": _stuck}
+"""Those of all ranks together; for any other, ranks end as a cell of one process does."""

@@ -1,36 +1,40 @@
-"""A sweep of four cells, the third of which never ends: for tests that press Ctrl-C or kill it. Run with -m."""
+"""A sweep for tests that press Ctrl-C, kill it or launch it: ``python -m`` this, FOLDER, CELL ..., each named as below.
 
+``what`` alone is a cell of one process, ``what@2`` one of two ranks. It prints a line before the sweep begins.
+"""
+
+import json
 import signal
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
+from cs336_systems.harness import launched
+from cs336_systems.harness.ranks import reports
 from cs336_systems.harness.record import RowFile
 from cs336_systems.harness.sweep import cell_columns, run_sweep
-from cs336_systems.report.console import finish
-from tests.harness.cells import Cell, measure
+from cs336_systems.report.command_line import INTERRUPTED, exit_with
+from tests.harness.cells import Cell, RankedCell, measure
+
+
+def make_cell(name: str, folder: str) -> Cell:
+    what, _, world_size = name.partition("@")
+    return RankedCell(what, folder, world_size=int(world_size)) if world_size else Cell(what, folder)
 
 
 def main() -> int:
-    """Sweep into the folder named on the command line; returns the exit code of a benchmark."""
+    """Sweep into the folder named on the command line; prints how the cells ended and returns 130 after Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has SIGINT ignored
-    folder = Path(sys.argv[1])
-    csv = folder / "rows.csv"
+    launched._AGREEMENT_GRACE_S = 6.0  # above PEER_LOST_HOLD_S, on a busy machine too
+    folder, *names = sys.argv[1:]
+    csv, cells = Path(folder, "rows.csv"), [make_cell(name, folder) for name in names]
+    row_file = RowFile(csv, cell_columns(type(cells[0]))) if reports() else None
+    print("begins", flush=True)
     outcomes = list(
-        run_sweep(
-            "script",
-            [Cell(what, str(folder)) for what in ("ok", "ok", "sleep", "ok")],
-            measure,
-            row_file=RowFile(csv, cell_columns(Cell)),
-            timeout_s=100,
-            describe=lambda cell: cell.what,
-            cost=lambda cell: 1.0,
-            console=Console(stderr=True),
-        )
+        run_sweep("script", cells, measure, row_file=row_file, timeout_s=60, describe=lambda cell: cell.what)
     )
-    return finish("script", outcomes, lambda cell: cell.what, ("value",), csv)
+    print(json.dumps([outcome.status for outcome in outcomes]))
+    return INTERRUPTED if outcomes and outcomes[-1].status == "interrupted" else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("script", main)

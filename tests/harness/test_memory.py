@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cs336_systems.harness import memory
-from cs336_systems.harness.sweep import run_cell
+from cs336_systems.harness.sweep import run_sweep
 from tests.harness.cells import Cell, measure
 
 CPU = torch.device("cpu")
@@ -93,8 +93,15 @@ def test_no_cublas_workspace_on_a_cpu():
     assert memory.cublas_workspace_bytes(CPU) == 0
 
 
+def run(*whats, share=None):
+    cells = [Cell(what) for what in whats]
+    return list(
+        run_sweep("b", cells, measure, row_file=None, timeout_s=60, describe=lambda cell: cell.what, share=share)
+    )
+
+
 def test_the_meter_sees_a_tensor_that_is_gone_when_it_is_read():
-    outcome = run_cell("b", measure, Cell("peak"), timeout_s=60)
+    [outcome] = run("peak")
     assert outcome.median("peak") == pytest.approx(200, rel=0.2), outcome.message
 
 
@@ -102,8 +109,14 @@ def test_the_meter_sees_a_tensor_that_is_gone_when_it_is_read():
     not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel cannot reset the high-water mark"
 )
 def test_the_meter_starts_when_it_is_made():
-    outcome = run_cell("b", measure, Cell("peak after a larger one"), timeout_s=60)
+    [outcome] = run("peak after a larger one")
     assert outcome.median("peak") == pytest.approx(200, rel=0.2), outcome.message
+
+
+def test_a_process_that_has_measured_a_cell_cannot_tell_the_next_ones_peak():
+    first, second = run("peak", "peak", share=lambda cell: True)
+    assert first.median("peak") == pytest.approx(200, rel=0.2)
+    assert (second.status, second.median("peak"), second.median("calls")) == ("ok", None, 2)
 
 
 @pytest.mark.gpu

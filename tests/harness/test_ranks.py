@@ -1,5 +1,6 @@
 """Ranks measured together: the slowest decides; and every way in which a cell of several ranks can end."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -8,54 +9,56 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.distributed.process_group import spawn
-from cs336_systems.harness.ranks import reports, resolve_world_sizes, run_ranked_sweep
+from cs336_systems import processes
+from cs336_systems.distributed.spawn import spawn
+from cs336_systems.harness.ranks import reports, resolve_world_sizes
 from cs336_systems.harness.record import RowFile, read_rows
-from cs336_systems.harness.sweep import cell_columns
-from tests.harness.ranked_cells import SLEEP_S, Cell, disagree, measure
+from cs336_systems.harness.sweep import cell_columns, run_sweep
+from tests.harness.cells import SKEW_S, RankedCell, disagree, measure
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def sweep(whats, timeout_s=60.0, row_file=None, world_size=2):
-    cells = [Cell(what, world_size) for what in whats]
-    return run_ranked_sweep(
-        "bench",
-        cells,
-        measure,
-        device="cpu",
-        row_file=row_file,
-        timeout_s=timeout_s,
-        describe=lambda cell: cell.what,
-    )
+def sweep(whats, timeout_s=60.0, row_file=None, world_size=2, folder=""):
+    cells = [RankedCell(what, str(folder), world_size=world_size) for what in whats]
+    limits = {"timeout_s": timeout_s, "describe": lambda cell: cell.what}
+    return list(run_sweep("bench", cells, measure, row_file=row_file, **limits))
 
 
 def test_cells_in_ranks_of_their_own_end_as_rows(tmp_path, capfd):
-    whats = ["ok", "raise everywhere", "raise on rank 1", "kill", "ok"]
+    whats = ["ok", "unsupported", "MemoryError on rank 1", "SIGKILL on rank 1", "ok"]
     csv = tmp_path / "rows.csv"
-    outcomes = sweep(whats, row_file=RowFile(csv, cell_columns(Cell)))
+    outcomes = sweep(whats, row_file=RowFile(csv, cell_columns(RankedCell)))
     assert [(outcome.status, outcome.message) for outcome in outcomes] == [
         ("ok", ""),
-        ("unsupported", "no such thing anywhere"),
-        ("oom", "MemoryError: not enough here"),
+        ("unsupported", "no tensor cores here"),
+        ("oom", "MemoryError: a list too long"),
         ("error", "rank 1 died without a report: SIGKILL"),
         ("ok", ""),
     ]
     first, last = outcomes[0], outcomes[-1]
     assert first.median("sum_of_ones") == 2.0**5
-    assert first.median("skewed") >= 2 * SLEEP_S * 1e3
+    assert first.median("skewed") >= 2 * SKEW_S * 1e3
     assert first.median("step") >= first.median("skewed")
     assert first.median("pid") != last.median("pid")
     assert {metric.name: len(metric.samples) for metric in first.metrics}["warmup_step"] == 2
     rows = read_rows(csv)
     assert list(rows["status"].unique()) == ["ok", "unsupported", "oom", "error"]
     assert (rows["host"] != "").all()
+    assert (rows["state_before"] != "{}").all()  # told before the cell began, also by a rank of one that died
     assert (rows["world_size"] == 2).all()
-    assert "[3/5] raise on rank 1: oom: MemoryError: not enough here" in capfd.readouterr().err
+    assert "[3/5] MemoryError on rank 1: oom: MemoryError: a list too long" in capfd.readouterr().err
 
 
-def test_a_cell_that_hangs_is_killed():
-    [outcome] = sweep(["hang"], timeout_s=1.5)
+def test_a_rank_that_the_kernel_killed_for_memory_is_oom(monkeypatch):
+    counter = itertools.count()
+    monkeypatch.setattr(processes, "_oom_kills", lambda: next(counter))
+    [outcome] = sweep(["SIGKILL on rank 1"])
+    assert (outcome.status, outcome.message) == ("oom", "rank 1 killed by the kernel's out-of-memory killer")
+
+
+def test_a_cell_that_hangs_is_killed(tmp_path):
+    [outcome] = sweep(["sleep on rank 1"], timeout_s=1.5, folder=tmp_path)
     assert (outcome.status, outcome.metrics) == ("timeout", [])
     assert outcome.message == "took longer than 1.5 s and was killed"
 
@@ -68,21 +71,22 @@ def test_ranks_that_would_time_different_numbers_of_steps_hear_of_it():
 
 
 def test_under_a_launcher_failed_cells_are_rows_and_the_rest_still_runs(tmp_path):
-    whats = ["ok", "raise on rank 1", "raise everywhere", "raise late on rank 1", "other world", "ok", "stuck", "ok"]
+    cells = ["ok@2", "MemoryError on rank 1@2", "unsupported@2", "late@2", "ok@3", "ok@2", "stuck@2", "ok@2"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.harness.ranked_cells", str(tmp_path), *whats]
+    command += ["-m", "tests.harness.sweep_script", str(tmp_path), *cells]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
     )
-    rows = read_rows(tmp_path / "rows.csv").drop_duplicates(["what", "timestamp", "status"])
-    told = dict(zip(rows["what"], zip(rows["status"], rows["message"], strict=True), strict=True))
+    rows = read_rows(tmp_path / "rows.csv").drop_duplicates(["what", "world_size", "timestamp", "status"])
+    cells = (f"{what}@{world_size}" for what, world_size in zip(rows["what"], rows["world_size"], strict=True))
+    told = dict(zip(cells, zip(rows["status"], rows["message"], strict=True), strict=True))
     assert told == {
-        "ok": ("ok", ""),
-        "raise on rank 1": ("oom", "rank 1: MemoryError: not enough here"),
-        "raise everywhere": ("unsupported", "rank 0: no such thing anywhere"),
-        "raise late on rank 1": ("error", "rank 1: ArithmeticError: too late for the others to notice"),
-        "other world": ("unsupported", "takes 3 ranks, the launcher has started 2"),
-        "stuck": (
+        "ok@2": ("ok", ""),
+        "MemoryError on rank 1@2": ("oom", "rank 1: MemoryError: a list too long"),
+        "unsupported@2": ("unsupported", "rank 0: no tensor cores here"),
+        "late@2": ("error", "rank 1: ArithmeticError: too late for the others to notice"),
+        "ok@3": ("unsupported", "takes 3 ranks, the launcher has started 2"),
+        "stuck@2": (
             "error",
             "rank 1: ArithmeticError: nobody hears this; ranks 0 have not ended the cell, and the run ends here",
         ),

@@ -1,6 +1,5 @@
 """Every way in which a cell can end, in real processes; and sweeps that are interrupted or killed."""
 
-import io
 import json
 import os
 import signal
@@ -12,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from rich.console import Console
 
+from cs336_systems import processes
 from cs336_systems.harness import process, sweep
 from cs336_systems.harness.record import STATUSES, RowFile, read_rows, schema_columns
-from cs336_systems.harness.sweep import cell_columns, outcome_rows, run_cell, run_sweep
+from cs336_systems.harness.sweep import cell_columns, outcome_rows, run_sweep
 from tests.harness.cells import Cell, calls, measure
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,21 +49,23 @@ def is_known(row):
     return all(str(row[column]) not in ("", "nan", "{}") for column in ALWAYS_KNOWN)
 
 
+def start_script(folder):
+    """A sweep of its own, the third of whose four cells takes too long."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.harness.sweep_script", str(folder), "ok", "ok", "sleep", "ok"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
 @pytest.fixture(scope="module", autouse=True)
 def scripts(tmp_path_factory):
     """(process, folder) of two sweeps of their own; they need seconds to import, so they start with the first test."""
-    started = []
-    for name in ("interrupted", "killed"):
-        folder = tmp_path_factory.mktemp(name)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.harness.sweep_script", str(folder)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        started.append((process, folder))
+    folders = [tmp_path_factory.mktemp(name) for name in ("interrupted", "killed")]
+    started = [(start_script(folder), folder) for folder in folders]
     try:
         yield started
     finally:
@@ -76,12 +77,13 @@ def scripts(tmp_path_factory):
 @pytest.fixture(scope="module", autouse=True)
 def server(scripts):
     """The fork server takes seconds to start; no test's timing should hold them."""
-    assert run_cell("b", measure, Cell("ok"), timeout_s=60).status == "ok"
+    run("ok", timeout_s=60)
 
 
 def run(what, folder="", timeout_s=30.0):
     """The outcome of one cell, which has left no process behind."""
-    outcome = run_cell("bench", measure, Cell(what, str(folder)), timeout_s)
+    cells = [Cell(what, str(folder))]
+    [outcome] = run_sweep("bench", cells, measure, row_file=None, timeout_s=timeout_s, describe=lambda cell: cell.what)
     assert outcome.status in STATUSES
     assert all(row["status"] == outcome.status and row["message"] == outcome.message for row in outcome.rows)
     assert all(is_known(row) for row in outcome.rows)
@@ -119,12 +121,14 @@ def test_ok():
     ],
 )
 def test_failed_cells_are_one_row_without_a_metric(what, status, message, monkeypatch, capsys):
-    monkeypatch.setattr(process, "_oom_kills", lambda: 5)
+    monkeypatch.setattr(processes, "_oom_kills", lambda: 5)
     outcome = run(what)
     assert (outcome.status, outcome.message) == (status, message)
     (row,) = outcome.rows
     assert not {"metric", "median", "samples"} & row.keys()
-    printed = capsys.readouterr().err
+    *printed, line = capsys.readouterr().err.splitlines(keepends=True)
+    assert line.startswith(f"[1/1] {what}: {status}: {message} (")
+    printed = "".join(printed)
     if what in ("exception", "sys.exit"):
         assert printed.startswith("Traceback")
         assert "in measure" in printed
@@ -160,14 +164,14 @@ def test_a_nan_is_an_error_that_names_the_metric():
 
 def test_a_kill_is_oom_if_the_kernel_counted_one(monkeypatch):
     counter = iter([5, 6])
-    monkeypatch.setattr(process, "_oom_kills", lambda: next(counter))
+    monkeypatch.setattr(processes, "_oom_kills", lambda: next(counter))
     outcome = run("SIGKILL")
     assert (outcome.status, outcome.message) == ("oom", "killed by the kernel's out-of-memory killer")
 
 
 def test_a_crash_is_no_oom_even_if_the_kernel_killed_something_else(monkeypatch):
     counter = iter([5, 6])
-    monkeypatch.setattr(process, "_oom_kills", lambda: next(counter))
+    monkeypatch.setattr(processes, "_oom_kills", lambda: next(counter))
     assert run("os._exit").status == "error"
 
 
@@ -190,7 +194,7 @@ def test_every_cell_has_a_process_of_its_own():
     assert is_gone(int(first.median("pid")))
 
 
-def sweep_cells(cells, folder, console=None, share=None):
+def sweep_cells(cells, folder, share=None):
     return run_sweep(
         "bench",
         cells,
@@ -198,8 +202,6 @@ def sweep_cells(cells, folder, console=None, share=None):
         row_file=RowFile(folder / "rows.csv", cell_columns(Cell)),
         timeout_s=30,
         describe=lambda cell: cell.what,
-        cost=lambda cell: 1.0,
-        console=console or Console(file=io.StringIO()),
         share=share,
     )
 
@@ -221,10 +223,9 @@ def test_cells_that_differ_in_what_they_share_have_their_own_process(tmp_path):
     assert first.median("pid") == second.median("pid") != third.median("pid")
 
 
-def test_rows_are_on_disk_before_the_next_cell_starts_and_a_failure_stops_nothing(tmp_path):
+def test_rows_are_on_disk_before_the_next_cell_starts_and_a_failure_stops_nothing(tmp_path, capsys):
     endings = ("rows on disk", "unsupported", "rows on disk")
-    progress = io.StringIO()
-    outcomes = list(sweep_cells([Cell(what, str(tmp_path)) for what in endings], tmp_path, Console(file=progress)))
+    outcomes = list(sweep_cells([Cell(what, str(tmp_path)) for what in endings], tmp_path))
     assert [outcome.median("lines") for outcome in outcomes] == [1, None, 3]
     rows = read_rows(tmp_path / "rows.csv")
     assert list(rows["status"]) == ["ok", "unsupported", "ok"]
@@ -234,7 +235,7 @@ def test_rows_are_on_disk_before_the_next_cell_starts_and_a_failure_stops_nothin
     assert in_memory["samples"].tolist() == rows["samples"].tolist()
     assert in_memory["metric"].tolist() == rows["metric"].tolist()
     # off a terminal, progress is one plain line per cell
-    first, second, third = progress.getvalue().splitlines()
+    first, second, third = capsys.readouterr().err.splitlines()
     assert first.startswith("[1/3] rows on disk: ok (")
     assert second.startswith("[2/3] unsupported: unsupported: no tensor cores here (")
     assert third.startswith("[3/3] ")
@@ -275,14 +276,30 @@ def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(scripts):
     out, err = process.communicate(timeout=15)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    summary = json.loads(out.splitlines()[-1])
-    assert [cell["status"] for cell in summary["cells"]] == ["ok", "ok", "interrupted"]
+    assert json.loads(out.splitlines()[-1]) == ["ok", "ok", "interrupted"]
     rows = read_rows(folder / "rows.csv")
     assert list(rows["what"]) == ["ok", "ok", "ok", "ok", "sleep"]
     assert list(rows["status"]) == ["ok"] * 4 + ["interrupted"]
     assert list(rows["metric"]) == ["value", "rate"] * 2 + [""]
     assert all(is_known(row) for _, row in rows.iterrows())
     assert {cell, grandchild} < set(descendants)
+    assert all(is_gone(pid) for pid in descendants)
+
+
+def test_ctrl_c_while_the_fork_server_starts_is_a_row_and_leaves_no_process(tmp_path):
+    process = start_script(tmp_path)
+    assert process.stdout.readline() == "begins\n"
+    deadline = time.perf_counter() + 10
+    while not (descendants := [child.pid for child in psutil.Process(process.pid).children(recursive=True)]):
+        assert time.perf_counter() < deadline, "the server has not started"
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)  # until the server, which holds the pipes, has ended as well
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert json.loads(out.splitlines()[-1]) == ["interrupted"]
+    assert list(read_rows(tmp_path / "rows.csv")["status"]) == ["interrupted"]
     assert all(is_gone(pid) for pid in descendants)
 
 

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 from cs336_systems.case import Parallel, TrainingCase, Unsupported
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.process_group import Rank, spawn
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.spawn import spawn
 from cs336_systems.training import assemble, random_batch
 
 CONFIG = replace(MODEL_SIZES["tiny"], name="tinier", d_model=32, d_ff=64, vocab_size=97, context_length=16)

@@ -263,6 +263,7 @@ class _Memory:
         if not self.on_gpu:
             return []
         peak = self.meter.peak_bytes()
+        assert peak is not None
         return [
             Metric("kept_for_backward", "GiB", [self.kept / GIB]),
             Metric("peak_memory", "GiB", [(peak - self.not_ours) / GIB]),

@@ -141,7 +141,7 @@ def measure_data_parallel(cell: DataParallelCell, rank: Rank, *, trace: Path | N
     with_it, without, warmup_ms = replica.time()
     sent = replica.traffic().sent
     replica.check_replicas()
-    peak = largest(meter.peak_bytes() / GIB, rank)
+    peak = meter.peak_bytes()
 
     tokens = cell.world_size * cell.batch_size * cell.context_length
     metrics = time_metrics(PhaseTimes(with_it.by_phase, warmup_ms), tokens)
@@ -153,8 +153,9 @@ def measure_data_parallel(cell: DataParallelCell, rank: Rank, *, trace: Path | N
         Metric("exposed_share", "% of the step", shares, derived=True),
         Metric("collectives", "per step", [len(sent)]),
         Metric("sent", "MiB per step and rank, before the algorithm's factor", [sum(e.n_bytes for e in sent) / MIB]),
-        Metric("peak_memory", "GiB, the most of any rank", [peak]),
     ]
+    if peak is not None:
+        metrics.append(Metric("peak_memory", "GiB, the most of any rank", [largest(peak / GIB, rank)]))
     if trace is not None:
         path, local_path = trace / f"{cell.name}.json.gz", trace / f"{cell.name}-{LOCAL}.json.gz"
         replica.record(path, communicate=True)

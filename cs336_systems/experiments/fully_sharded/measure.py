@@ -126,7 +126,7 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
     check_fit(cell, rank=rank)
     prepared = PreparedModel(cell, rank)
     times = time_phases_of_ranks(prepared.phases(), rank, warmup=cell.warmup, steps=cell.steps)
-    peak = largest(prepared.meter.peak_bytes(), rank)
+    peak = prepared.meter.peak_bytes()
     held = {name: largest(size, rank) for name, size in prepared.states().items()}
     sent = prepared.traffic()
     check_losses(prepared.step, rank)
@@ -138,10 +138,12 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
         Metric("state", "GiB, the most of any rank", [state / GIB]),
         Metric("predicted_state", "GiB, of the fullest rank", [predicted / GIB]),
         Metric("state_error", "% of predicted", [100 * (state / predicted - 1)]),
-        Metric("peak_memory", "GiB, the most of any rank, construction excluded", [peak / GIB]),
         Metric("collectives", "per step", [len(sent)]),
         Metric("sent", "MiB per step and rank, on a ring", [sent_bytes(sent, cell.world_size) / MIB]),
     ]
+    if peak is not None:
+        unit = "GiB, the most of any rank, construction excluded"
+        metrics.append(Metric("peak_memory", unit, [largest(peak / GIB, rank)]))
     if cell.fsdp == OURS:
         n_bytes = 2 if cell.dtype == BF16_COMPUTE else 4
         expected = step_traffic(model_units(cell.config), cell.world_size, compute_bytes=n_bytes).sent_per_rank

@@ -13,7 +13,6 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from cs336_systems.harness.process import Cell, Measure
 from cs336_systems.harness.record import RowFile
@@ -74,8 +73,7 @@ def run_experiment(
                 row_file=row_file,
                 timeout_s=timeout_s,
                 describe=describe,
-                cost=expected_s,
-                console=Console(stderr=True),
+                expected_s=expected_s,
                 share=lambda cell: True,
             )
         )

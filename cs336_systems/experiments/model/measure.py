@@ -61,7 +61,8 @@ def measure_model(cell: ModelCell, *, ceilings: Ceilings, force: bool) -> list[M
     metrics = [Metric(name, "ms", samples) for name, samples in times.samples_ms.items()]
     if times.warmup_ms:
         metrics.append(Metric("warmup_step", "ms", times.warmup_ms))
-    metrics.append(Metric("peak_memory", "GiB", [meter.peak_bytes() / GIB]))
+    if (peak := meter.peak_bytes()) is not None:
+        metrics.append(Metric("peak_memory", "GiB", [peak / GIB]))
     if is_predictable(cell):
         metrics.append(Metric("predicted_peak_memory", "GiB", [predicted / GIB]))
     executed = hardware_flops(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cs336_systems.config import resolve_size
-from cs336_systems.distributed.process_group import RankFailed, spawn
+from cs336_systems.distributed.spawn import RankFailed, spawn
 from cs336_systems.experiments.data_parallel.measure import DataParallelCell, PreparedReplica, measure_data_parallel
 from cs336_systems.harness.record import Metric
 from cs336_systems.profiling.traces import kineto

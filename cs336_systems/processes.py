@@ -1,0 +1,137 @@
+"""Fresh processes: forked from a server that has imported the libraries and touched no device, and isolated from there.
+
+    start_server("cs336_systems.experiments.model.measure")   # optional: it imports while this process does too
+    process = FreshProcess(body, argument)                     # body(connection, argument), a module-level function
+    process.connection.send(...)
+    process.receive(deadline)                                  # what the body has sent; how it died, if it did
+    process.kill()                                             # and everything that it has started
+
+A fresh process leads a process group of its own, which is killed as a whole and does not hear the terminal's Ctrl-C; it
+dies with its parent; and it is the first that the kernel's out-of-memory killer takes. This module imports no torch, so
+that the server can start before anything slow is imported.
+"""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+
+_EXIT_GRACE_S = 10.0
+"""A process without further work may take this long to clean up before it is killed."""
+
+
+class Died(Exception):
+    """A process has ended, or hung up, without a report; the message says how."""
+
+    def __init__(self, how: str, *, out_of_memory: bool = False) -> None:
+        super().__init__(how)
+        self.out_of_memory = out_of_memory
+
+
+def start_server(*modules: str) -> None:
+    """Start the fork server, which imports the modules in the background; while it runs, further calls do nothing.
+
+    Args:
+        modules: by default those of this package that are imported here, and ``torch._dynamo``, which the constructor
+            of every torch optimizer would import, in seconds.
+    """
+    ours = sorted(name for name in sys.modules if name.startswith("cs336_systems."))
+    resource_tracker.ensure_running()  # which unblocks SIGINT: before the next line
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C is for this process alone
+    try:
+        _context.set_forkserver_preload(list(modules) or [*ours, "torch._dynamo"])
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class FreshProcess:
+    """One that runs ``body(connection, *args)``, a module-level function."""
+
+    def __init__(self, body: Callable[..., None], *args: Any) -> None:
+        self._kills_before = _oom_kills()
+        start_server()
+        self.connection, theirs = _context.Pipe()
+        self._process: BaseProcess = _context.Process(target=_run, args=(theirs, body, args))
+        self._process.start()
+        theirs.close()
+
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def receive(self, deadline: float | None = None) -> Any:
+        """The next object that the process sends.
+
+        Args:
+            deadline: a value of ``time.monotonic``; by default there is none.
+
+        Raises:
+            TimeoutError: nothing has come by then.
+            Died: the process has ended.
+        """
+        try:
+            if not self.connection.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                raise TimeoutError
+            return self.connection.recv()
+        except (EOFError, ConnectionError):  # the latter where it died in the middle of its report
+            raise self._death() from None
+
+    def _death(self) -> Died:
+        self._process.join(_EXIT_GRACE_S)
+        code = self._process.exitcode
+        if code is None:
+            return Died("hung up without a report")
+        if code == -signal.SIGKILL and _oom_kills() > self._kills_before:
+            return Died("killed by the kernel's out-of-memory killer", out_of_memory=True)
+        return Died(f"died without a report: {signal.Signals(-code).name if code < 0 else f'exit code {code}'}")
+
+    def close(self) -> None:
+        """Hang up, let the process end by itself, then make sure of it and of whatever it has started."""
+        self.connection.close()
+        self._process.join(_EXIT_GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process and whatever it has started; returns once it is gone."""
+        assert self._process.pid is not None
+        self.connection.close()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+
+
+def _oom_kills() -> int:
+    """Processes that the kernel's out-of-memory killer has taken since boot; 0 where the kernel does not say."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/vmstat").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
+    return 0
+
+
+def _run(connection: Any, body: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    with suppress(OSError):  # if memory runs out, this process goes and its parent stays
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    body(connection, *args)
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os.killpg(os.getpid(), signal.SIGKILL)
