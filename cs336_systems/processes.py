@@ -4,7 +4,7 @@
     process = FreshProcess(body, argument)                     # body(connection, argument), a module-level function
     process.connection.send(...)
     process.receive(deadline)                                  # what the body has sent; how it died, if it did
-    process.kill()                                             # and everything that it has started
+    process.end()                                              # and everything that it has started
 
 A fresh process leads a process group of its own, which is killed as a whole and does not hear the terminal's Ctrl-C; it
 dies with its parent; and it is the first that the kernel's out-of-memory killer takes. This module imports no torch, so
@@ -27,7 +27,7 @@ from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
 
-_EXIT_GRACE_S = 10.0
+EXIT_GRACE_S = 10.0
 """A process without further work may take this long to clean up before it is killed."""
 
 
@@ -80,15 +80,15 @@ class FreshProcess:
             TimeoutError: nothing has come by then.
             Died: the process has ended.
         """
+        if not self.connection.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            raise TimeoutError
         try:
-            if not self.connection.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                raise TimeoutError
             return self.connection.recv()
-        except (EOFError, ConnectionError):  # the latter where it died in the middle of its report
+        except (EOFError, OSError):  # the latter where it died in the middle of its report
             raise self._death() from None
 
     def _death(self) -> Died:
-        self._process.join(_EXIT_GRACE_S)
+        self._process.join(EXIT_GRACE_S)
         code = self._process.exitcode
         if code is None:
             return Died("hung up without a report")
@@ -96,16 +96,11 @@ class FreshProcess:
             return Died("killed by the kernel's out-of-memory killer", out_of_memory=True)
         return Died(f"died without a report: {signal.Signals(-code).name if code < 0 else f'exit code {code}'}")
 
-    def close(self) -> None:
-        """Hang up, let the process end by itself, then make sure of it and of whatever it has started."""
+    def end(self, grace_s: float = 0.0) -> None:
+        """Hang up, let it end by itself for so long, kill it and whatever it has started; returns once it is gone."""
         self.connection.close()
-        self._process.join(_EXIT_GRACE_S)
-        self.kill()
-
-    def kill(self) -> None:
-        """End the process and whatever it has started; returns once it is gone."""
+        self._process.join(grace_s)
         assert self._process.pid is not None
-        self.connection.close()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()

@@ -13,6 +13,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -70,25 +71,14 @@ def spawn(
     ranks: list[FreshProcess] = []
     try:
         for number in range(world_size):
-            variables = _launch_variables(number, world_size, store.port)
-            ranks.append(FreshProcess(_be_a_rank, variables, worker, args, device, timeout_s, hear is not None))
+            places = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+            # as torchrun would; the last one says that the launcher hosts the store
+            hosts = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+            ranks.append(FreshProcess(_be_a_rank, places | hosts, worker, args, device, timeout_s, hear is not None))
         return _results(ranks, deadline, hear)
     finally:
         for rank in ranks:
-            rank.kill()
-
-
-def _launch_variables(number: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun would set; the last one says that the launcher hosts the store."""
-    return {
-        "RANK": str(number),
-        "LOCAL_RANK": str(number),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+            rank.end()
 
 
 def _results(ranks: list[FreshProcess], deadline: float | None, hear: Callable[[int, Any], None] | None) -> list[Any]:
@@ -119,7 +109,7 @@ def _results(ranks: list[FreshProcess], deadline: float | None, hear: Callable[[
 
 def _be_a_rank(
     connection: Connection,
-    environment: dict[str, str],
+    environment: dict[str, Any],
     worker: Callable[..., Any],
     args: tuple[Any, ...],
     device: str,
@@ -127,10 +117,10 @@ def _be_a_rank(
     tells: bool,
 ) -> None:
     """Body of a rank: join, work, report: ("told", ...) at will, then ("result", ...) or ("failed", ...)."""
-    os.environ.update(environment)
+    os.environ.update({name: str(value) for name, value in environment.items()})
     if device == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // int(environment["WORLD_SIZE"])))
+        torch.set_num_threads(max(1, cores // environment["WORLD_SIZE"]))
 
     def tell(value: Any) -> None:
         connection.send(("told", value))
@@ -140,14 +130,9 @@ def _be_a_rank(
             result = worker(rank, *args, **({"tell": tell} if tells else {}))
         report = pickle.dumps(("result", result))
     except BaseException as error:
-        report = pickle.dumps(("failed", (traceback.format_exc(), error if _travels(error) else None)))
+        text = traceback.format_exc()
+        report = pickle.dumps(("failed", (text, None)))
+        with suppress(Exception):  # not every exception survives the journey
+            pickle.loads(whole := pickle.dumps(("failed", (text, error))))
+            report = whole
     connection.send_bytes(report)  # by value: multiprocessing's own pickler would share a tensor's memory
-
-
-def _travels(error: BaseException) -> bool:
-    """Whether an exception survives the journey."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return False
-    return True

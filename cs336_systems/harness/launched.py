@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -40,23 +41,17 @@ class LaunchedSweep:
     def __init__(
         self, cells: Sequence[Any], measure: Measure, timeout_s: float, keep: Callable[[Report], None]
     ) -> None:
-        self._cells = list(cells)
+        self._cells = deque(cells)
         self._measure = measure
         self._timeout_s = timeout_s
         self._tell_caller = keep
-        self._done = 0
         self._lock = threading.Lock()
         mark_used()
-
-    @property
-    def _cell(self) -> Any:
-        """The one to measure next; None after the last."""
-        return self._cells[self._done] if self._done < len(self._cells) else None
 
     def _keep(self, report: Report) -> None:
         with self._lock:
             self._tell_caller(report)
-            self._done += 1
+            self._cells.popleft()
 
     def run(self) -> None:
         """Measure the cells in one group until one fails, then in another one.
@@ -65,10 +60,10 @@ class LaunchedSweep:
             RankFailed: a cell has failed on this rank but not on all: its row is written.
         """
         with self._row_of_an_abandoned_cell():
-            while self._cell is not None:
+            while self._cells:
                 try:
-                    with joined(self._cell.device, timeout_s=self._timeout_s) as rank:
-                        while self._cell is not None:
+                    with joined(self._cells[0].device, timeout_s=self._timeout_s) as rank:
+                        while self._cells:
                             self._keep(self._report(rank))
                 except _FailedElsewhere as failure:
                     self._keep(failure.report)
@@ -81,12 +76,13 @@ class LaunchedSweep:
         Raises:
             CellFailed: it went wrong here or elsewhere.
         """
-        if self._cell.world_size != rank.world_size:
-            message = f"takes {self._cell.world_size} ranks, the launcher has started {rank.world_size}"
+        cell = self._cells[0]
+        if cell.world_size != rank.world_size:
+            message = f"takes {cell.world_size} ranks, the launcher has started {rank.world_size}"
             return blank_report() | {"status": "unsupported", "message": message}
         known: Report = {"metrics": []}
         try:
-            report = known | measure_as_rank(rank, self._measure, self._cell, tell=known.update)
+            report = known | measure_as_rank(rank, self._measure, cell, tell=known.update)
         except CellFailed as failure:
             failure.report |= known | failure.report
             traceback = failure.report.pop("traceback", "")
@@ -107,7 +103,7 @@ class LaunchedSweep:
         Raises:
             RankFailed: it has not ended everywhere in time; rank 0 is told to write the row.
         """
-        store, prefix = launcher_store(), f"sweep/{self._done}/"
+        store, prefix = launcher_store(), f"sweep/{len(self._cells)} to go/"
         own, world_size = int(os.environ["RANK"]), launched_world_size() or 1
         keys = [f"{prefix}{number}" for number in range(world_size)]
         store.set(keys[own], json.dumps([report["status"], report["message"], report.get("peer_lost", False)]))

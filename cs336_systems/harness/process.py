@@ -13,11 +13,11 @@ to its metrics; how it ends is the cell's status:
     interrupted    Ctrl-C in the parent
 """
 
+import functools
 import gc
 import re
 import sys
 import textwrap
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -120,47 +120,26 @@ def reported(timeout_s: float) -> Iterator[Report]:
     print(report.pop("traceback", ""), file=sys.stderr, end="")
 
 
-class CellProcess:
-    """One fresh process, started by the first ``run``; cheap cells may share it, one after another.
+def measure_in(process: FreshProcess, cell: Cell, deadline: float, report: Report) -> None:
+    """Let a process whose body is ``serve`` measure one more cell; ``report`` takes what it tells.
 
-    ``usable`` turns false when a cell has left it in doubt (timeout, error, death, Ctrl-C); it is then gone.
+    Raises:
+        TimeoutError: it has not ended by the deadline, a value of ``time.monotonic``.
+        Died: the process has.
     """
-
-    def __init__(self, measure: Measure) -> None:
-        self._measure = measure
-        self._process: FreshProcess | None = None
-        self.usable = True
-
-    def run(self, cell: Cell, timeout_s: float) -> Report:
-        """Measure one cell and report how it ended, Ctrl-C included."""
-        deadline = time.monotonic() + timeout_s
-        with reported(timeout_s) as report:
-            if self._process is None:
-                self._process = FreshProcess(_serve, self._measure)
-            with suppress(ConnectionError):  # if it has died, so says the next line
-                self._process.connection.send(cell)
-            while "status" not in report:
-                report |= self._process.receive(deadline)
-        in_doubt = report["status"] in ("timeout", "error", "interrupted")
-        if in_doubt or self._process is None or not self._process.is_alive():
-            self.usable = False
-            if self._process is not None:
-                self._process.kill()
-        return report
-
-    def close(self) -> None:
-        """Let the process end by itself, then make sure of it and of whatever its cells have started."""
-        if self._process is not None and self.usable:
-            self._process.close()
+    with suppress(ConnectionError):  # if it has died, so says the next line
+        process.connection.send(cell)
+    while "status" not in report:
+        report.update(process.receive(deadline))
 
 
-def _serve(connection: Connection, measure: Measure) -> None:
-    """Body of the fresh process: measure what arrives until the parent hangs up."""
+def serve(connection: Connection, measure: Measure) -> None:
+    """Body of a fresh process: measure what arrives until the parent hangs up."""
     with suppress(EOFError):
         while True:
             cell: Cell = connection.recv()
             device = torch.device(cell.device)
-            report, _ = measure_here(cell, device, lambda cell=cell: measure(cell), connection.send)  # type: ignore[misc]
+            report, _ = measure_here(cell, device, functools.partial(measure, cell), connection.send)
             connection.send(report)
 
 

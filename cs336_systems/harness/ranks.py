@@ -14,7 +14,7 @@ import torch.distributed as dist
 from cs336_systems.distributed.process_group import Rank, check_same_across_ranks, is_peer_lost, launched_world_size
 from cs336_systems.distributed.spawn import RankFailed, spawn
 from cs336_systems.harness.clock import WHOLE, PhaseTimes, time_phases
-from cs336_systems.harness.process import Measure, Report, classify, measure_here, reported
+from cs336_systems.harness.process import Measure, Report, classify, measure_here
 from cs336_systems.processes import Died
 
 
@@ -101,26 +101,27 @@ def measure_as_rank(rank: Rank, measure: Measure, cell: Any, *, tell: Callable[[
     raise CellFailed(report) from cause
 
 
-def measure_on_ranks(measure: Measure, cell: Any, timeout_s: float) -> Report:
-    """How a cell ended on ``cell.world_size`` ranks of its own: rank 0's report, or that of the first that failed."""
-    with reported(timeout_s) as report:
+def measure_on_ranks(measure: Measure, cell: Any, timeout_s: float, report: Report) -> None:
+    """Measure a cell on ranks of its own; ``report`` takes rank 0's, or that of the first that failed.
 
-        def hear(number: int, known: Report) -> None:
-            if number == 0:
-                report.update(known)
+    Raises:
+        TimeoutError: it took longer than ``timeout_s``.
+    """
 
-        limits = {"timeout_s": timeout_s, "limit_s": timeout_s}
-        try:
-            arguments = (measure_as_rank, cell.world_size, measure, cell)
-            report |= spawn(*arguments, device=cell.device, hear=hear, **limits)[0]
-        except ValueError as error:
-            report |= {"status": "unsupported", "message": str(error)}
-        except RankFailed as failure:
-            if isinstance(failure.__cause__, Died):
-                out_of_memory = failure.__cause__.out_of_memory
-                report |= {"status": "oom" if out_of_memory else "error", "message": str(failure)}
-            elif isinstance(failure.error, CellFailed):
-                report |= {"metrics": []} | failure.error.report
-            else:
-                report |= classify(failure.error or failure)
-    return report
+    def hear(number: int, known: Report) -> None:
+        if number == 0:
+            report.update(known)
+
+    arguments = (measure_as_rank, cell.world_size, measure, cell)
+    try:
+        results = spawn(*arguments, device=cell.device, timeout_s=timeout_s, limit_s=timeout_s, hear=hear)
+        report.update(results[0])
+    except ValueError as error:
+        report.update(status="unsupported", message=str(error))
+    except RankFailed as failure:
+        if isinstance(failure.__cause__, Died):
+            report.update(status="oom" if failure.__cause__.out_of_memory else "error", message=str(failure))
+        elif isinstance(failure.error, CellFailed):
+            report.update(failure.error.report)
+        else:
+            report.update(classify(failure.error or failure))

@@ -23,10 +23,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from cs336_systems.distributed.process_group import launched
 from cs336_systems.harness.launched import LaunchedSweep
-from cs336_systems.harness.process import Cell, CellProcess, Measure, Report
+from cs336_systems.harness.process import Cell, Measure, Report, measure_in, reported, serve
 from cs336_systems.harness.provenance import timestamp
 from cs336_systems.harness.ranks import measure_on_ranks, reports
 from cs336_systems.harness.record import SCHEMA_VERSION, Metric, Row, RowFile, parse_samples, schema_columns
+from cs336_systems.processes import EXIT_GRACE_S, FreshProcess
 
 
 @dataclass
@@ -87,6 +88,7 @@ class _Countdown(ProgressColumn):
         return Text(f"about {timedelta(seconds=left)} left" if left > 0 else "any moment")
 
 
+@dataclass
 class _Log:
     """The outcomes of a sweep: rows in the file, and for who waits a bar on a terminal, a line per cell elsewhere too.
 
@@ -94,21 +96,19 @@ class _Log:
     scaled by how the finished ones compared with theirs.
     """
 
-    def __init__(
-        self,
-        benchmark: str,
-        cells: Sequence[Cell],
-        row_file: RowFile | None,
-        describe: Callable[[Any], str],
-        expected_s: Callable[[Any], float] | None,
-    ) -> None:
-        self.benchmark, self.cells, self.row_file, self.describe = benchmark, cells, row_file, describe
+    benchmark: str
+    cells: Sequence[Cell]
+    row_file: RowFile | None
+    describe: Callable[[Any], str]
+    expected_s: Callable[[Any], float] | None
+
+    def __post_init__(self) -> None:
         self.outcomes: list[Outcome] = []
-        self.expected = [expected_s(cell) if expected_s else 1.0 for cell in cells]
+        self.expected = [self.expected_s(cell) if self.expected_s else 1.0 for cell in self.cells]
         self.console = Console(stderr=True, quiet=not reports())
         columns = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
         self.progress = Progress(
-            *([*columns, _Countdown()] if expected_s else columns),
+            *([*columns, _Countdown()] if self.expected_s else columns),
             console=self.console,
             disable=not (self.console.is_terminal and reports()),
             transient=True,
@@ -177,7 +177,7 @@ def run_sweep(
         RankFailed: under a launcher, a cell has failed on this rank but not on all: its row is written.
     """
     log = _Log(benchmark, cells, row_file, describe, expected_s)
-    if launched() and _ranked(cells):
+    if launched() and cells and hasattr(cells[0], "world_size"):
         sweep = LaunchedSweep(cells, measure, timeout_s, lambda report: log.keep(log.outcome(report)))
         with log.progress:
             record(sweep.run)()  # torchrun shows the error of the rank that failed first
@@ -192,27 +192,26 @@ def run_sweep(
                 return
 
 
-def _ranked(cells: Sequence[Cell]) -> bool:
-    return all(hasattr(cell, "world_size") for cell in cells)
-
-
 def _isolated(
     cells: Sequence[Cell], measure: Measure, timeout_s: float, share: Callable[[Any], Hashable] | None
 ) -> Generator[Report, None, None]:
     """How each cell ended in processes of its own, or in one that it shares with its neighbours."""
-    process: CellProcess | None = None
+    process: FreshProcess | None = None
     try:
         for i, cell in enumerate(cells):
-            if _ranked([cell]):
-                yield measure_on_ranks(measure, cell, timeout_s)
-                continue
-            process = process or CellProcess(measure)
-            report = process.run(cell, timeout_s)
+            deadline = time.monotonic() + timeout_s
+            with reported(timeout_s) as report:
+                if hasattr(cell, "world_size"):
+                    measure_on_ranks(measure, cell, timeout_s, report)
+                else:
+                    process = process or FreshProcess(serve, measure)
+                    measure_in(process, cell, deadline, report)
             shared = share is not None and i + 1 < len(cells) and share(cells[i + 1]) == share(cell)
-            if not (shared and process.usable):
-                process.close()
+            in_doubt = report["status"] in ("timeout", "error", "interrupted")
+            if process is not None and (in_doubt or not shared or not process.is_alive()):
+                process.end(grace_s=0.0 if in_doubt else EXIT_GRACE_S)
                 process = None
             yield report
     finally:
         if process is not None:
-            process.close()
+            process.end()

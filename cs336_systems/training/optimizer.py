@@ -5,6 +5,7 @@ moments are bias-corrected. One tensor at a time, a dozen small kernels each: wh
 ``--optimizer reference torch-fused``. State is two tensors like the parameter, in the parameter's dtype.
 """
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
@@ -43,6 +44,10 @@ class AdamW(torch.optim.Optimizer):
         if not weight_decay >= 0:
             raise ValueError(f"weight_decay must not be negative, got {weight_decay}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    # torch's own import torch._dynamo, three seconds, to tell torch.compile that it must not look into them
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
     @overload
     def step(self, closure: None = None) -> None: ...
