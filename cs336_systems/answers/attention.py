@@ -20,7 +20,9 @@ from cs336_systems.experiments.attention.table import (
     time_of,
     time_over,
 )
-from cs336_systems.report.tables import Table, digits, median_of, step_table
+from cs336_systems.experiments.model.table import step_table
+from cs336_systems.harness.runs import median_of
+from cs336_systems.report.tables import Table, digits
 
 GIB = 2**30
 PLAIN, COMPILED = "reference", "reference-compiled"

@@ -16,7 +16,6 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.harness.record import read_rows
-from cs336_systems.report.tables import read_model_rows
 
 PROVENANCE = ("commit", "argv", "timestamp", "torch")
 """What every row must say; besides the GPU, or the host of a row that a CPU measured."""
@@ -68,8 +67,7 @@ class Committed:
         if not path.exists():
             raise NotMeasured(f"the rows of `{_below_profiles(path.with_suffix('').with_suffix('.csv'))}` are missing")
         if path not in self._read:
-            read = read_model_rows if path.name.startswith("benchmark_model") else read_rows
-            self._read[path] = read(path)
+            self._read[path] = read_rows(path)
             self.problems += [f"{_below_profiles(path)}, {problem}" for problem in missing_provenance(self._read[path])]
         return self._read[path]
 

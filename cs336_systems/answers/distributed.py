@@ -26,7 +26,7 @@ from cs336_systems.experiments.collectives.table import collectives_table, draw_
 from cs336_systems.experiments.data_parallel.table import data_parallel_table
 from cs336_systems.experiments.fully_sharded.table import fully_sharded_table
 from cs336_systems.experiments.sharded_optimizer.table import draw_memory, memory_table, time_table
-from cs336_systems.report.tables import median_of
+from cs336_systems.harness.runs import median_of
 
 GIB, MIB = 2**30, 2**20
 COLLECTIVES, DDP, SHARDED, FSDP = "collectives", "ddp", "sharded-optimizer", "fsdp"

@@ -17,8 +17,10 @@ from cs336_systems.costs.activations import block_saved_tensors, total_bytes
 from cs336_systems.costs.checkpointing import make_plan, runs_again
 from cs336_systems.costs.flops import hardware_flops
 from cs336_systems.costs.memory import peak_memory
+from cs336_systems.experiments.model.cells import CEILING
 from cs336_systems.experiments.model.frontier import draw_frontier
-from cs336_systems.report.tables import CEILING, Table, digits, median_of
+from cs336_systems.harness.runs import median_of
+from cs336_systems.report.tables import Table, digits
 
 GIB, MIB = 2**30, 2**20
 LARGE = "2.7b"

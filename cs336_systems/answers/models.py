@@ -8,10 +8,13 @@ import pandas as pd
 from cs336_systems.answers.committed import Committed
 from cs336_systems.answers.quotes import Term
 from cs336_systems.config import HANDOUT_SIZES, PRECISIONS
+from cs336_systems.experiments.model.cells import CEILING
 from cs336_systems.experiments.model.figure import draw_step_figure
 from cs336_systems.experiments.model.speedups import draw_speedups
+from cs336_systems.experiments.model.table import step_table
 from cs336_systems.hardware import find_hardware
-from cs336_systems.report.tables import CEILING, Table, median_of, step_table
+from cs336_systems.harness.runs import median_of
+from cs336_systems.report.tables import Table
 
 PHASES = ("forward", "backward", "optimizer")
 MEASURED_SIZES = HANDOUT_SIZES[:5]

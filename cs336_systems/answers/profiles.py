@@ -13,9 +13,10 @@ from cs336_systems.answers.committed import Committed, NotMeasured, cells
 from cs336_systems.answers.quotes import Term
 from cs336_systems.config import MODEL_SIZES, PRECISIONS
 from cs336_systems.costs.attention_stages import attention_stages
+from cs336_systems.harness.runs import median_of
 from cs336_systems.profiling.ranges import SCORES, SOFTMAX, VALUES
 from cs336_systems.profiling.traces.kernels import CLASSES, MATMUL, short_name
-from cs336_systems.report.tables import Table, digits, median_of
+from cs336_systems.report.tables import Table, digits
 
 _PASSES = {"inference": "inference forward", "forward-backward": "forward + backward", "step": "full step"}
 """Words of a quote, and what digests call the pass."""

@@ -17,12 +17,14 @@ import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import pandas as pd
+
+from cs336_systems.case import TrainingCase
 
 SCHEMA_VERSION = 1
 
@@ -49,6 +51,9 @@ _PROVENANCE = (
 )
 
 _NUMBERS = ("median", "mean", "std", "p10", "p90", "n")
+
+DEFAULTS = {setting.name: setting.default for setting in fields(TrainingCase)}
+"""Of rows that were measured before a training case could say a setting."""
 
 Row = dict[str, Any]
 
@@ -182,7 +187,7 @@ def _check_file(path: Path, columns: Sequence[str] | None = None) -> None:
 
 
 def read_rows(path: Path, cell_columns: Iterable[str] = ()) -> pd.DataFrame:
-    """The rows of a CSV, with ``samples`` as lists.
+    """The rows of a CSV, with ``samples`` as lists; rows of a training case that lack a setting have its default.
 
     Raises:
         ValueError: not a CSV of this schema version, its last line is torn, or it lacks one of ``cell_columns``.
@@ -193,6 +198,8 @@ def read_rows(path: Path, cell_columns: Iterable[str] = ()) -> pd.DataFrame:
         frame = pd.read_csv(path, keep_default_na=False, na_values={column: [""] for column in _NUMBERS})
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {str(error).strip()}") from error
+    if "context_length" in frame.columns:
+        frame = frame.assign(**{name: value for name, value in DEFAULTS.items() if name not in frame.columns})
     missing = [column for column in schema_columns(cell_columns) if column not in frame.columns]
     if missing:
         raise ValueError(f"{path} lacks the columns {', '.join(missing)}")

@@ -1,20 +1,15 @@
-"""What a benchmark says to whoever ran it: tables, one sentence on bad input, a last line of JSON."""
+"""What a benchmark says to whoever ran it: one sentence on bad input, a last line of JSON."""
 
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import tyro
-from rich.console import Console
-from rich.measure import Measurement
 
 from cs336_systems.harness.sweep import Outcome
-from cs336_systems.report.tables import Table
-
-Format = Literal["auto", "markdown", "latex", "csv"]
 
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -46,20 +41,6 @@ def check_device(device: str) -> None:
     """Raise ValueError if ``--device`` asks for CUDA and there is none."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no CUDA device here; use --device cpu")
-
-
-def show(table: Table, form: Format) -> None:
-    """Print a table on stdout; ``auto`` draws on a terminal (stacked on a narrow one) and writes Markdown elsewhere."""
-    if form == "auto" and sys.stdout.isatty():
-        console = Console()
-        drawn = table.rich()
-        if Measurement.get(console, console.options.update(max_width=10_000), drawn).maximum <= console.width:
-            console.print(drawn)
-        else:
-            print(table.stacked())
-    else:
-        print({"latex": table.latex, "csv": table.csv}.get(form, table.markdown)())
-    print()
 
 
 def complain(benchmark: str, message: str) -> int:

@@ -1,10 +1,9 @@
-"""Tables for people: drawn on a terminal, Markdown elsewhere."""
+"""Tables on stdout."""
 
 import sys
 from typing import Literal
 
 from rich.console import Console
-from rich.measure import Measurement
 
 from cs336_systems.report.tables import Table
 
@@ -12,14 +11,10 @@ Format = Literal["auto", "markdown", "latex", "csv"]
 
 
 def show(table: Table, form: Format) -> None:
-    """Print a table on stdout; ``auto`` draws on a terminal (stacked on a narrow one) and writes Markdown elsewhere."""
+    """Print a table; ``auto`` fits it to a terminal and writes Markdown elsewhere."""
     if form == "auto" and sys.stdout.isatty():
         console = Console()
-        drawn = table.rich()
-        if Measurement.get(console, console.options.update(max_width=10_000), drawn).maximum <= console.width:
-            console.print(drawn)
-        else:
-            print(table.stacked())
+        console.print(table.rich(console.width))
     else:
         print({"latex": table.latex, "csv": table.csv}.get(form, table.markdown)())
     print()

@@ -1,116 +1,122 @@
-"""Rows as tables for people: Markdown, LaTeX, CSV; one line per cell, constants moved into the caption.
+"""Tables for people: Markdown, LaTeX, CSV, and a terminal of any width; what all lines share stands in the caption.
 
-``step_table`` is the table of ``benchmark_model.py``. It reads nothing but rows, so that a table on the terminal and
-in a document is the same table. Conventions that a number depends on stand in its column's name.
+A column is of figures or of words, as its cells are; figures are aligned right. On a terminal a line of a table stays
+one line: where there is no room, columns are left out in the order of their rank, and named below.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+import re
+import textwrap
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import pandas as pd
+import rich.box
 import rich.table
+from rich.cells import cell_len, set_cell_size
+from rich.console import Group
 from rich.text import Text
-
-from cs336_systems.harness.record import read_rows
-
-SETTINGS = (
-    "device",
-    "size",
-    "batch_size",
-    "context_length",
-    "dtype",
-    "attention",
-    "compile",
-    "checkpoint",
-    "optimizer",
-    "mode",
-    "warmup",
-    "steps",
-)
-"""Columns that tell one cell of a model benchmark from another."""
-
-CEILING = "ceiling"
-"""Variant of the rows that hold the ceilings measured in the same run."""
-
-BEFORE_THE_COLUMN = {"checkpoint": "none"}
-"""Settings that rows measured before they existed lack, with the value that those cells had."""
 
 _UNSAID = ("", "none")
 """Values of a setting that a caption leaves out: it does not apply, or is not used."""
 
-_LABELS = {"batch_size": "batch", "context_length": "context"}
+LABELS = {"batch_size": "batch", "context_length": "context"}
+"""Headers of settings whose column's name is not theirs."""
+
+_FIGURE = re.compile(r"[-+~<]?\d[\d,.]*(e[-+]?\d+)?( ?\(.*\)|–[\d,.]+)?( [A-Za-zµ%/]+)?")
+"""A number, perhaps with its spread, perhaps with its unit."""
+
+_BLANK = ("", "–")
+_GAP = 2
+_LEAST_WORDS = 24
+"""Characters to which a terminal may cut a column of words, such as the message of a failure."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table and what all its lines share."""
+    """A table and what all its lines share.
+
+    Attributes:
+        notes: by column, a sentence on what its header cannot say; shown below the table.
+        ranks: by column, how soon a narrow terminal drops it: the highest first, of equals (1, unless said) the
+            rightmost; before all of them columns without a value. The first column stays.
+    """
 
     caption: str
     frame: pd.DataFrame
+    notes: Mapping[str, str] = field(default_factory=dict)
+    ranks: Mapping[str, int] = field(default_factory=dict)
 
     def markdown(self) -> str:
-        """GitHub's table syntax under the caption; numbers right-aligned."""
+        """GitHub's table syntax under the caption; figures right-aligned."""
         cells = self.frame.map(lambda cell: " ".join(str(cell).replace("|", r"\|").splitlines()))
         body = cells.to_markdown(index=False, disable_numparse=True, colalign=self._alignment())
-        return f"{self.caption}\n\n{body}" if self.caption else body
+        return "\n\n".join(filter(None, (self.caption, body, self._footnote(self.frame.columns))))
 
     def latex(self) -> str:
         """A ``tabular`` in a ``table`` with the caption; needs the booktabs package."""
         columns = "".join("r" if side == "right" else "l" for side in self._alignment())
-        return self.frame.to_latex(index=False, escape=True, column_format=columns, caption=_escape_latex(self.caption))
-
-    def rich(self) -> rich.table.Table:
-        """For a terminal."""
-        table = rich.table.Table(title=Text(self.caption) if self.caption else None, title_justify="left")
-        for column, side in zip(self.frame.columns, self._alignment(), strict=True):
-            table.add_column(column, justify=side)
-        for line in self.frame.itertuples(index=False):
-            table.add_row(*(Text(str(cell)) for cell in line))  # brackets in a message are no markup
-        return table
-
-    def stacked(self) -> str:
-        """For a narrow terminal: one block per line of the table, one value per line of the block."""
-        width = max((len(column) for column in self.frame.columns), default=0)
-        blocks = [
-            "\n".join(f"{column:<{width}}  {value}" for column, value in line.items())
-            for line in self.frame.to_dict("records")
-        ]
-        return "\n\n".join([self.caption, *blocks] if self.caption else blocks)
+        caption = _escape_latex(" ".join(filter(None, (self.caption, self._footnote(self.frame.columns)))))
+        return self.frame.to_latex(index=False, escape=True, column_format=columns, caption=caption)
 
     def csv(self) -> str:
         """Comma-separated, header first, without the caption."""
         return self.frame.to_csv(index=False)
 
+    def rich(self, width: int) -> Group:
+        """For a terminal of ``width`` characters."""
+        columns = self._columns(width)
+        lines = self.frame[list(columns)].map(lambda cell: " ".join(str(cell).splitlines()))
+        room = width - sum(columns.values()) - _GAP * (len(columns) - 1)
+        longest = {column: max(map(cell_len, lines[column]), default=0) for column in columns}
+        for wanted in (longest, {column: cell_len(column) for column in columns}):
+            for column, size in columns.items():
+                columns[column] = size + max(0, min(room, wanted[column] - size))
+                room -= columns[column] - size
+        table = rich.table.Table(box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
+        for (column, size), side in zip(columns.items(), Table("", lines)._alignment(), strict=True):
+            header = "\n".join(textwrap.wrap(_bound(column), size))
+            table.add_column(Text(header), justify=side, width=size, no_wrap=True)
+        for line in lines.itertuples(index=False):
+            table.add_row(*(Text(_cut(cell, size)) for cell, size in zip(line, columns.values(), strict=True)))
+        left_out = [column for column in self.frame.columns if column not in columns]
+        note = f"No room in {width} characters for: {', '.join(left_out)}. Piped, the table is whole."
+        above, below = [self.caption], [self._footnote(columns), note if left_out else ""]
+        return Group(*map(Text, filter(None, above)), table, *map(Text, filter(None, below)))
+
+    def _columns(self, width: int) -> dict[str, int]:
+        """The columns that a terminal has room for, with the characters that each needs at least."""
+        needed = {}
+        for column, side in zip(self.frame.columns, self._alignment(), strict=True):
+            longest = max((cell_len(str(cell)) for cell in self.frame[column]), default=0)
+            cells = min(longest, _LEAST_WORDS) if side == "left" else longest
+            needed[column] = max(cells, *(cell_len(word) for word in _bound(column).split(" ")), 1)
+        empty = self.frame.isin(_BLANK).all()
+        droppable = sorted(list(needed)[1:], key=lambda column: (empty[column], self.ranks.get(column, 1)))
+        while droppable and sum(needed.values()) + _GAP * (len(needed) - 1) > width:
+            del needed[droppable.pop()]
+        return {column: min(size, width) for column, size in needed.items()}
+
+    def _footnote(self, columns: Collection[str]) -> str:
+        return " ".join(f"{column}: {note}." for column, note in self.notes.items() if column in columns)
+
     def _alignment(self) -> list[Literal["left", "right"]]:
-        words = {"size", "dtype", "mode", "status", "device", "optimizer", "variant", "phase", "verdict", "metric"} | {
-            "attention",
-            "compile",
-            "checkpoint",
-            "impl",
-            "kernel",
-            "subject",
-            "class",
-            "stage",
-            "module",
-            "direction",
-            "pass",
-            "category",
-            "source",
-            "kept by",
-            "parameter",
-            "how",
-            "accumulator",
-            "dtype of terms",
-            "explanation",
-            "tensor",
-            "fp16",
-            "bf16",
-            "collective",
-            "backend",
-        }
-        return ["left" if column in words else "right" for column in self.frame.columns]
+        return ["right" if _holds_figures(self.frame[column]) else "left" for column in self.frame.columns]
+
+
+def _holds_figures(column: "pd.Series[Any]") -> bool:
+    cells = [str(cell).strip() for cell in column]
+    words = [cell for cell in cells if cell not in _BLANK]
+    return 2 * sum(bool(_FIGURE.fullmatch(cell)) for cell in words) >= len(words)
+
+
+def _bound(header: str) -> str:
+    """With spaces that no line breaks at beside a slash."""
+    return header.replace("/ ", "/\xa0").replace(" /", "\xa0/")
+
+
+def _cut(cell: str, size: int) -> str:
+    return cell if cell_len(cell) <= size else set_cell_size(cell, size - 1) + "…"
 
 
 _LATEX = {character: f"\\{character}" for character in "&%_#${}"} | {
@@ -124,98 +130,19 @@ def _escape_latex(text: str) -> str:
     return "".join(_LATEX.get(character, character) for character in text)
 
 
-def read_model_rows(path: Path, cell_columns: Iterable[str] = ()) -> pd.DataFrame:
-    """Rows of ``benchmark_model.py``, of whatever age: settings that came later have their value from before.
-
-    Raises:
-        ValueError: as ``read_rows``, for any other column that is missing.
-        OSError: the file cannot be read.
-    """
-    rows = read_rows(path, [column for column in cell_columns if column not in BEFORE_THE_COLUMN])
-    return rows.assign(**{name: value for name, value in BEFORE_THE_COLUMN.items() if name not in rows.columns})
-
-
-def step_table(rows: pd.DataFrame) -> Table:
-    """One line per cell: time of each phase and of the whole step, rates, memory predicted and measured, status.
-
-    Where the rows hold a cell several times, the repeats of its newest run are pooled and older runs left out.
-
-    Args:
-        rows: of ``benchmark_model.py``, as ``read_rows`` returns them or as collected in memory.
-    """
-    rows = rows[rows["variant"] != CEILING]
-    settings = [column for column in ("gpu", *SETTINGS) if column in rows.columns]
-    lines = []
-    for _, cell in rows.groupby(settings, sort=False, dropna=False):
-        cell = newest_run(cell)
-        first = cell.iloc[0]
-        metrics = {name: _pooled(cell[cell["metric"] == name]) for name in cell["metric"].unique() if name}
-        lines.append({column: first[column] for column in settings} | _step_line(metrics, first))
-    frame = pd.DataFrame(lines)
-    caption, varying = settings_split(frame, settings)
-    return Table(caption, frame[varying + [c for c in frame.columns if c not in settings]].rename(columns=_LABELS))
-
-
-def newest_run(cell: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a cell from the last process that measured it, and from the earlier repeats of the same command."""
-    last = cell.iloc[-1]
-    same = cell[(cell["argv"] == last["argv"]) & (cell["status"] == last["status"])]
-    newest = same.drop_duplicates(["repeat", "metric"], keep="last") if "repeat" in same else same
-    return newest if last["status"] == "ok" else newest.iloc[-1:]
-
-
-def _pooled(rows: pd.DataFrame) -> pd.Series:
-    """One metric of several repeats: the median of their medians, between the lowest p10 and the highest p90."""
-    return pd.Series({"median": rows["median"].median(), "p10": rows["p10"].min(), "p90": rows["p90"].max()})
-
-
-def _step_line(metrics: dict[str, pd.Series], first: pd.Series) -> dict[str, str]:
-    def spread(name: str) -> str:
-        row = metrics.get(name)
-        if row is None:
-            return "–"
-        return f"{digits(row['median'])} ({digits(row['p10'])}–{digits(row['p90'])})"
-
-    def median(name: str, form: str = "") -> str:
-        row = metrics.get(name)
-        return "–" if row is None else f"{row['median']:{form}}" if form else digits(row["median"])
-
-    status = first["status"] if first["status"] == "ok" else f"{first['status']}: {first['message']}"
-    return {
-        "forward ms": spread("forward"),
-        "backward ms": spread("backward"),
-        "optimizer ms": spread("optimizer"),
-        "total ms": spread("step"),
-        "tokens/s": median("tokens_per_s"),
-        "TFLOP/s": median("model_tflops"),
-        "MFU %": median("mfu", ".1f"),
-        "% of ceiling": median("matmul_ceiling_share", ".1f"),
-        "peak GiB": median("peak_memory"),
-        "predicted GiB": median("predicted_peak_memory"),
-        "status": status,
-    }
-
-
-def median_of(rows: pd.DataFrame, metric: str) -> float:
-    """The median of ``metric`` in rows of one cell, the newest if it was measured several times.
-
-    Raises:
-        ValueError: the rows do not hold the metric.
-    """
-    found = rows[rows["metric"] == metric]
-    if found.empty:
-        raise ValueError(f"no row holds the metric {metric!r}")
-    return float(found["median"].iloc[-1])
-
-
-def settings_split(frame: pd.DataFrame, settings: list[str], always: str = "size") -> tuple[str, list[str]]:
-    """Settings that every line shares, as a caption, and the names of those that vary; ``always`` counts as varying."""
+def settings_split(
+    frame: pd.DataFrame,
+    settings: list[str],
+    always: Collection[str] = ("size",),
+    labels: Mapping[str, str] = LABELS,
+) -> tuple[str, list[str]]:
+    """Settings that every line shares, as a caption, and the names of those that vary or are ``always`` columns."""
     if frame.empty:
         return "", settings
-    constant = [column for column in settings if column != always and frame[column].nunique(dropna=False) == 1]
+    constant = [column for column in settings if column not in always and frame[column].nunique(dropna=False) == 1]
     varying = [column for column in settings if column not in constant]
     caption = ", ".join(
-        f"{_LABELS.get(column, column)} {frame[column].iloc[0]}"
+        f"{labels.get(column, column)} {frame[column].iloc[0]}"
         for column in constant
         if frame[column].iloc[0] not in _UNSAID
     )

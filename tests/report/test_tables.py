@@ -1,13 +1,15 @@
 """Tables from hand-made rows: every cell is a line, every number is legible, no failure looks like a result."""
 
 import io
+import re
 
 import pandas as pd
 import pytest
 from rich.console import Console
 
-from cs336_systems.harness.record import RowFile
-from cs336_systems.report.tables import Table, digits, read_model_rows, step_table
+from cs336_systems.experiments.model.table import step_table
+from cs336_systems.harness.record import RowFile, read_rows
+from cs336_systems.report.tables import Table, digits
 from tests.report.rows import SETTINGS, ceiling, make_cell, make_frame, ms, rate
 
 STEP = (
@@ -170,20 +172,23 @@ def test_csv():
     assert lines[1] == "a_b,1.0,ok"
 
 
-def test_rich():
+def on_terminal(table: Table, width: int) -> str:
     text = io.StringIO()
-    Console(file=text, width=120).print(TABLE.rich())
-    rendered = text.getvalue()
+    Console(file=text, width=width).print(table.rich(width))
+    return text.getvalue()
+
+
+def test_rich():
+    rendered = on_terminal(TABLE, 120)
     for piece in (TABLE.caption, "MFU %", "22.0", "error: 5 % & {x} #2"):
         assert piece in rendered
 
 
 def test_rich_takes_no_message_for_markup():
-    text = io.StringIO()
     message = "error: index [/red] out of [0, 1]"
-    Console(file=text, width=120).print(Table("sizes [a, b]", pd.DataFrame({"status": [message]})).rich())
-    assert message in text.getvalue()
-    assert "sizes [a, b]" in text.getvalue()
+    rendered = on_terminal(Table("sizes [a, b]", pd.DataFrame({"status": [message]})), 120)
+    assert message in rendered
+    assert "sizes [a, b]" in rendered
 
 
 def test_the_step_table_renders_in_every_format():
@@ -191,7 +196,7 @@ def test_the_step_table_renders_in_every_format():
     assert "| 10b" in table.markdown()
     assert r"50 \% too much" in table.latex()
     assert "oom: 50 % too much" in table.csv()
-    assert table.rich().row_count == 2
+    assert len(on_terminal(table, 250).splitlines()) == 1 + 2 + 2 + 1, "caption, header and rule, cells, note"
 
 
 def test_checkpointing_is_a_column_where_it_varies_and_unsaid_where_there_is_none():
@@ -209,8 +214,69 @@ def test_rows_from_before_checkpointing_are_read_as_without_it(tmp_path):
     file = RowFile(tmp_path / "benchmark_model.csv", older)
     file.append(make_cell(*STEP))
     assert "checkpoint" not in file.path.read_text()
-    rows = read_model_rows(file.path, SETTINGS)
+    rows = read_rows(file.path, SETTINGS)
     assert set(rows["checkpoint"]) == {"none"}
     assert len(step_table(pd.concat([rows, make_frame(make_cell(*STEP, checkpoint="full"))])).frame) == 2
     with pytest.raises(ValueError, match="lacks the columns colour"):
-        read_model_rows(file.path, [*SETTINGS, "colour"])
+        read_rows(file.path, [*SETTINGS, "colour"])
+
+
+def left_out_of(table: Table, width: int) -> list[str]:
+    rendered = " ".join(on_terminal(table, width).split())
+    return rendered.partition("for: ")[2].partition(". Piped")[0].split(", ") if "No room in" in rendered else []
+
+
+def lines_on_terminal(table: Table, width: int) -> list[str]:
+    """The lines below the rule and above the notes."""
+    rendered = on_terminal(table, width).splitlines()
+    rule = next(i for i, line in enumerate(rendered) if line.startswith("─"))
+    assert all(len(line) <= width for line in rendered)
+    return rendered[rule + 1 : rule + 1 + len(table.frame)]
+
+
+@pytest.mark.parametrize("width", [60, 100, 150, 160, 250])
+def test_a_line_stays_a_line_at_any_width_and_what_is_left_out_is_named(width):
+    failed = make_cell(status="oom", message="no room " * 20, size="10b")
+    table = step_table(make_frame(make_cell(*STEP), failed))
+    ok, oom = lines_on_terminal(table, width)
+    assert ok.startswith("tiny ")
+    assert "1,300 (1,247–1,340)" in ok
+    assert oom.startswith("10b ")
+    assert "oom: no room" in oom
+    left_out = left_out_of(table, width)
+    assert len(re.split(r" {2,}", ok.strip())) == len(set(table.frame) - set(left_out))
+    assert bool(left_out) == (width < 160)
+
+
+def test_columns_are_dropped_by_rank_then_from_the_right_and_empty_ones_first():
+    frame = pd.DataFrame({"key": ["a"], "b": ["1.0"], "main": ["2.0"], "c": ["3.0"], "d": ["4.0"], "e": ["–"]})
+    table = Table("", frame, ranks={"b": 2, "main": 0, "e": 0})
+    assert left_out_of(table, 27) == []
+    assert left_out_of(table, 26) == left_out_of(table, 24) == ["e"]
+    assert left_out_of(table, 23) == left_out_of(table, 19) == ["b", "e"]
+    assert left_out_of(table, 18) == left_out_of(table, 14) == ["b", "d", "e"]
+    assert left_out_of(table, 13) == left_out_of(table, 9) == ["b", "c", "d", "e"]
+    assert left_out_of(table, 8) == ["b", "main", "c", "d", "e"]
+
+
+def test_figures_stand_right_and_words_left_whatever_the_column_is_called():
+    frame = pd.DataFrame(
+        {
+            "anything": ["2.7b", "small"],
+            "n": [128, 1024],
+            "ms": ["1.20 (1.04–1.36)", "–"],
+            "size": ["0.5 GiB", "12 GiB"],
+            "status": ["ok", "oom: 3 GiB are free"],
+            "none": ["–", "–"],
+        }
+    )
+    alignment = Table("", frame).markdown().splitlines()[1].strip("|").split("|")
+    assert [cell.endswith(":") for cell in alignment] == [False, True, True, True, False, True]
+
+
+def test_notes_stand_below_in_every_form_that_has_a_caption():
+    table = Table("caption", pd.DataFrame({"late": [1], "n": [2]}), {"late": "waited for", "absent": "not shown"})
+    assert table.markdown().splitlines()[-2:] == ["", "late: waited for."]
+    assert r"\caption{caption late: waited for.}" in table.latex()
+    assert on_terminal(table, 80).splitlines()[-1] == "late: waited for."
+    assert "waited" not in table.csv()

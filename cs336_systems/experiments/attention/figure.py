@@ -7,7 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from cs336_systems.report.figures import OKABE_ITO
+from cs336_systems.harness.runs import newest
+from cs336_systems.report.figures import OKABE_ITO, save
 
 _COLOURS = (*OKABE_ITO, "#999999")
 _MARKERS = "osD^vPX*"
@@ -15,18 +16,23 @@ _SHAPE = ("gpu", "device", "dtype", "batch_size", "heads", "d_head", "causal")
 
 
 def draw_scaling(rows: pd.DataFrame, path: Path) -> bool:
-    """Milliseconds of forward and backward (left) and MiB kept between them (right) at each length; whether it drew.
+    """Write ``scaling_figure`` as PNG; returns whether there was one."""
+    return save(scaling_figure(rows), path)
+
+
+def scaling_figure(rows: pd.DataFrame) -> Figure | None:
+    """Milliseconds of forward and backward (left) and MiB kept between them (right) at each length.
 
     Args:
         rows: of ``benchmark_attention.py``, all of one dtype, batch, number of heads and head dim.
-        path: of the PNG.
 
     Raises:
         ValueError: rows of several dtypes or shapes.
     """
-    ran = rows[(rows["status"] == "ok") & rows["metric"].isin(("both", "kept_for_backward"))]
+    ran = newest(rows, [*_SHAPE, "length", "impl"])
+    ran = ran[(ran["status"] == "ok") & ran["metric"].isin(("both", "kept_for_backward"))]
     if ran.empty:
-        return False
+        return None
     shapes = ran[list(_SHAPE)].drop_duplicates()
     if len(shapes) > 1:
         raise ValueError(f"a figure of attention against length takes one shape, got {shapes.to_dict('records')}")
@@ -55,8 +61,7 @@ def draw_scaling(rows: pd.DataFrame, path: Path) -> bool:
         f"{first['dtype']}{causal}",
         fontsize=11,
     )
-    figure.savefig(path, dpi=150)
-    return True
+    return figure
 
 
 def _guide(axes: Axes, end: pd.Series, power: int) -> None:

@@ -4,45 +4,39 @@ import pandas as pd
 
 from cs336_systems.costs.attention import AttentionWork
 from cs336_systems.experiments.attention.measure import TILE
-from cs336_systems.report.tables import Table, digits, newest_run, settings_split
-
-_SETTINGS = ("gpu", "device", "grid", "dtype", "batch_size", "heads", "d_head", "length", "causal", "mask", "impl")
+from cs336_systems.harness.runs import by_repeat, newest, newest_run
+from cs336_systems.report.results import MAIN, Column, Line, ResultTable
+from cs336_systems.report.tables import Table, digits
 
 PASSES = ("forward", "backward", "both")
-_EXTRA = {"seen_scores": "scores seen %", "skipped_blocks": "blocks skipped %", "mask_memory": "mask GiB"}
+SETTINGS = ("gpu", "device", "grid", "dtype", "batch_size", "heads", "d_head", "length", "causal", "mask", "impl")
+"""Columns that tell one cell from another."""
+
+
+def _largest_error(line: Line) -> float | None:
+    return max((float(row["median"]) for name, row in line.metrics.items() if name.startswith("error_")), default=None)
+
+
+ATTENTION = ResultTable(
+    settings=SETTINGS,
+    always=("impl",),
+    columns=(
+        *(Column(f"{name} ms", name, rank=MAIN if name == "both" else 1) for name in PASSES),
+        *(Column(f"{name} TFLOP/s", f"{name}_tflops", rank=1 if name == "both" else 2) for name in PASSES),
+        Column("scores seen %", "seen_scores", optional=True, rank=2),
+        Column("blocks skipped %", "skipped_blocks", optional=True, rank=2),
+        Column("mask GiB", "mask_memory", optional=True, rank=2),
+        Column("kept GiB", "kept_for_backward", note="what forward leaves for backward", rank=2),
+        Column("peak GiB", "peak_memory"),
+        Column("predicted GiB", "predicted_peak_memory", rank=3),
+        Column("largest error", _largest_error, ".1e", rank=2, note="of the output and the gradients, relative"),
+    ),
+)
 
 
 def attention_table(rows: pd.DataFrame) -> Table:
-    """Time, rate, memory and largest error of every cell of ``benchmark_attention.py`` rows; failures as they are.
-
-    Where the rows hold a cell several times, the repeats of its newest run are pooled and older runs left out.
-    """
-    settings = [column for column in _SETTINGS if column in rows.columns]
-    extra = [name for name in _EXTRA if (rows["metric"] == name).any()]
-    lines = []
-    for _, cell in rows.groupby(settings, sort=False, dropna=False):
-        cell = newest_run(cell)
-        first = cell.iloc[0]
-        pooled = cell[cell["metric"] != ""].groupby("metric")["median"].median()
-        median = {str(name): value for name, value in pooled.items()}
-        errors = [value for name, value in median.items() if name.startswith("error_")]
-        line = {column: first[column] for column in settings}
-        for name in PASSES:
-            line[f"{name} ms"] = digits(median[name]) if name in median else "–"
-        for name in PASSES:
-            line[f"{name} TFLOP/s"] = digits(median[f"{name}_tflops"]) if name in median else "–"
-        line |= {_EXTRA[name]: digits(median[name]) if name in median else "–" for name in extra}
-        line |= {
-            "kept GiB": digits(median["kept_for_backward"]) if median else "–",
-            "peak GiB": digits(median["peak_memory"]) if median else "–",
-            "predicted GiB": digits(median["predicted_peak_memory"]) if "predicted_peak_memory" in median else "–",
-            "largest error": f"{max(errors):.1e}" if errors else "–",
-            "status": "ok" if first["status"] == "ok" else f"{first['status']}: {first['message']}",
-        }
-        lines.append(line)
-    frame = pd.DataFrame(lines)
-    caption, varying = settings_split(frame, settings, always="impl")
-    return Table(caption, frame[varying + [column for column in frame.columns if column not in settings]])
+    """Time, rate, memory and largest error of every cell of ``benchmark_attention.py`` rows; failures as they are."""
+    return ATTENTION.of(rows)
 
 
 def comparison_table(rows: pd.DataFrame, ours: str = "flash") -> Table:
@@ -82,8 +76,7 @@ def _by_repeat(rows: pd.DataFrame, metric: str, impl: str) -> pd.Series:
     own = rows[(rows["impl"] == impl) & (rows["metric"] == metric)]
     if own.empty:
         raise ValueError(f"no row holds the metric {metric!r} of {impl!r}")
-    own = newest_run(own)
-    return own.assign(repeat=own.get("repeat", 0)).set_index("repeat")["median"]
+    return by_repeat(newest_run(own), metric)
 
 
 def length_table(rows: pd.DataFrame, metric: str) -> Table:
@@ -92,6 +85,7 @@ def length_table(rows: pd.DataFrame, metric: str) -> Table:
     A cell that has no such metric says how it ended instead; one that was not measured is empty.
     """
     impls = list(dict.fromkeys(rows["impl"]))
+    rows = newest(rows, [name for name in SETTINGS if name in rows])
     lines = []
     for (dtype, d_head, length), cells in rows.groupby(["dtype", "d_head", "length"], sort=True):
         line = {"dtype": dtype, "d": d_head, "length": f"{length:,}"}
@@ -126,6 +120,7 @@ def account_table(work: AttentionWork, bytes_per_element: int) -> Table:
 
 def tile_table(rows: pd.DataFrame, most: int | None = None) -> Table:
     """The tiles that ``--autotune`` timed, fastest first for each kernel and shape; ``most`` of them."""
+    rows = newest(rows, [name for name in SETTINGS if name in rows])
     tiles = rows[rows["metric"].astype(str).str.startswith(TILE)]
     lines = []
     for shape, at_shape in tiles.groupby(["dtype", "batch_size", "heads", "d_head", "length"], sort=False):

@@ -5,6 +5,7 @@ prediction in each line is not of that line alone: where it is off, the collecti
 """
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -15,11 +16,12 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from cs336_systems.costs.communication import COLLECTIVES, Link, RingCost, cost, fit
 from cs336_systems.hardware import find_hardware
-from cs336_systems.report.figures import OKABE_ITO
-from cs336_systems.report.tables import Table, digits, settings_split
+from cs336_systems.harness.runs import newest
+from cs336_systems.report.figures import OKABE_ITO, save
+from cs336_systems.report.results import MAIN, Column, Line, ResultTable
+from cs336_systems.report.tables import Table, digits
 
-_SETTINGS = ["gpu", "device", "variant", "world_size", "dtype", "collective", "size_mb", "calls"]
-_LABELS = {"variant": "backend", "world_size": "ranks", "size_mb": "MB"}
+_SETTINGS = ("gpu", "device", "variant", "world_size", "dtype", "collective", "size_mb", "calls")
 _WORLD = ["gpu", "host", "variant", "world_size"]
 """Columns within which one link must explain every time."""
 
@@ -33,7 +35,7 @@ def fit_links(rows: pd.DataFrame) -> dict[tuple[str, str, str, int], Link]:
     Args:
         rows: of ``benchmark_collectives.py``, the newest of each cell counts.
     """
-    times = _newest(rows)
+    times = newest(rows, [*_SETTINGS, "host"])
     links = {}
     for _, world in times[times["metric"] == "time"].groupby(_WORLD, sort=False):
         points = [(_cost(line), line["median"] / 1e3) for _, line in world.iterrows()]
@@ -46,23 +48,41 @@ def fit_links(rows: pd.DataFrame) -> dict[tuple[str, str, str, int], Link]:
 
 def collectives_table(rows: pd.DataFrame) -> Table:
     """One line per cell: time with its spread, the bandwidths, the ring's prediction, wrong elements, status."""
-    rows = _newest(rows)
     links = fit_links(rows)
-    lines = []
-    for _, cell in rows.groupby(_SETTINGS, sort=False, dropna=False):
-        first = cell.iloc[0]
-        metrics = {row["metric"]: row for _, row in cell.iterrows() if row["metric"]}
-        settings = {column: first[column] for column in _SETTINGS} | {"size_mb": f"{first['size_mb']:g}"}
-        lines.append(settings | _line(metrics, first, links.get(_world(first))))
-    frame = pd.DataFrame(lines)
-    caption, varying = settings_split(frame, _SETTINGS, always="collective")
+
+    def ring_ms(line: Line) -> float | None:
+        link = links.get(_world(line.last))
+        return 1e3 * link.seconds(_cost(line.last)) if link and "time" in line.metrics else None
+
+    def over_ring(line: Line) -> float | None:
+        return line.metrics["time"]["median"] / ring if (ring := ring_ms(line)) else None
+
+    table = ResultTable(
+        settings=_SETTINGS,
+        always=("collective",),
+        labels={"variant": "backend", "world_size": "ranks", "size_mb": "MB"},
+        columns=(
+            Column("time ms", "time", spread=True, rank=MAIN),
+            Column("algbw GB/s", "algbw", rank=2),
+            Column("busbw GB/s", "busbw"),
+            Column("% of link", _link_percent, ".0f", note="busbw in what the datasheet says of one direction"),
+            Column("ring ms", ring_ms, rank=2),
+            Column("time / ring", over_ring, ".2f"),
+            Column("wrong", "wrong_elements", ".0f", note="elements that are not the exact sum or copy", rank=2),
+        ),
+    ).of(rows)
     fitted = "; ".join(
         f"{world_size} ranks: {digits(link.alpha_s * 1e6)} µs per message, {_bandwidth(link)}"
         for (_, _, _, world_size), link in links.items()
     )
-    caption += f". Ring fitted to all times of a world: {fitted}." if fitted else ""
-    shown = frame[varying + [column for column in frame.columns if column not in _SETTINGS]]
-    return Table(caption, shown.rename(columns=_LABELS))
+    return (
+        replace(table, caption=f"{table.caption}. Ring fitted to all times of a world: {fitted}.") if fitted else table
+    )
+
+
+def _link_percent(line: Line) -> float | None:
+    hardware, bus = find_hardware(line.last["gpu"]), line.median("busbw")
+    return 1e11 * bus / hardware.link_bytes_per_s if bus and hardware and hardware.link_bytes_per_s else None
 
 
 def _bandwidth(link: Link) -> str:
@@ -71,39 +91,24 @@ def _bandwidth(link: Link) -> str:
     return f"{digits(link.bytes_per_s / 1e9)} GB/s"
 
 
-def _line(metrics: dict[str, pd.Series], first: pd.Series, link: Link | None) -> dict[str, str]:
-    if "time" not in metrics:
-        names = ("time ms", "algbw GB/s", "busbw GB/s", "% of link", "ring ms", "time / ring", "wrong")
-        return dict.fromkeys(names, "–") | {"status": f"{first['status']}: {first['message']}"}
-    time, predicted = metrics["time"], link.seconds(_cost(first)) * 1e3 if link else None
-    hardware = find_hardware(first["gpu"])
-    limit = hardware.link_bytes_per_s if hardware else None
-    bus = metrics["busbw"]["median"]
-    return {
-        "time ms": f"{digits(time['median'])} ({digits(time['p10'])}–{digits(time['p90'])})",
-        "algbw GB/s": digits(metrics["algbw"]["median"]),
-        "busbw GB/s": digits(bus),
-        "% of link": f"{100 * bus * 1e9 / limit:.0f}" if limit else "–",
-        "ring ms": digits(predicted) if predicted else "–",
-        "time / ring": f"{time['median'] / predicted:.2f}" if predicted else "–",
-        "wrong": f"{metrics['wrong_elements']['median']:.0f}",
-        "status": first["status"],
-    }
-
-
 def draw_collectives(rows: pd.DataFrame, path: Path) -> bool:
-    """Time (left; thin grey: the fitted ring) and busbw (right) against size; returns whether it drew.
+    """Write ``collectives_figure`` as PNG; returns whether there was one."""
+    return save(collectives_figure(rows), path)
+
+
+def collectives_figure(rows: pd.DataFrame) -> Figure | None:
+    """Time (left; thin grey: the fitted ring) and busbw (right) against size.
 
     One line per collective (colour) and world (marker and dash). Of several dtypes the one with most points is drawn.
     """
-    rows = _newest(rows)
+    links = fit_links(rows)
+    rows = newest(rows, [*_SETTINGS, "host"])
     rows = rows[rows["status"] == "ok"]
     if rows.empty:
-        return False
+        return None
     first = rows.iloc[-1]
     rows = rows[(rows["dtype"] == rows["dtype"].mode().iloc[0]) & (rows["variant"] == first["variant"])]
     rows = rows[(rows["gpu"] == first["gpu"]) & (rows["host"] == first["host"])]
-    links = fit_links(rows)
     worlds = sorted(rows["world_size"].unique())
     figure = Figure(figsize=(10, 4), layout="constrained")
     time_axes, bus_axes = figure.subplots(1, 2)
@@ -128,11 +133,15 @@ def draw_collectives(rows: pd.DataFrame, path: Path) -> bool:
         bus_axes.annotate(
             "link, datasheet", (0.02, hardware.link_bytes_per_s / 1e9), ("axes fraction", "data"), va="bottom"
         )
-    figure.legend(handles=_legend(rows, worlds, bool(links)), loc="outside right center", frameon=False, fontsize=9)
+    figure.legend(
+        handles=_legend(rows, worlds, any(_world(row) in links for _, row in rows.iterrows())),
+        loc="outside right center",
+        frameon=False,
+        fontsize=9,
+    )
     where = first["gpu"] or first["host"]
     figure.suptitle(f"Collectives on {where}: {first['variant']}, {rows['dtype'].iloc[0]}", fontsize=11)
-    figure.savefig(path, dpi=150)
-    return True
+    return figure
 
 
 def _style(collective: str, world: int) -> dict[str, object]:
@@ -163,11 +172,6 @@ def _legend(rows: pd.DataFrame, worlds: list[int], fitted: bool) -> list[Line2D]
         style = _style("all_reduce", i) | {"color": "grey", "label": f"{world_size} ranks"}
         entries.append(Line2D([], [], **style))  # type: ignore[arg-type]
     return entries + ([Line2D([], [], color="0.6", linewidth=0.8, label="ring, fitted")] if fitted else [])
-
-
-def _newest(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of each cell's last run."""
-    return rows.drop_duplicates([*_SETTINGS, "host", "metric"], keep="last")
 
 
 def _world(row: pd.Series) -> tuple[str, str, str, int]:

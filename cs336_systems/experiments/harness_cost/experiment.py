@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-import pandas as pd
 import torch
 
 from cs336_systems.case import Unsupported
@@ -17,8 +16,8 @@ from cs336_systems.experiments.harness_cost.cells import COMMAND, HarnessCell, O
 from cs336_systems.harness.clock import time_kernel
 from cs336_systems.harness.record import Metric, read_rows
 from cs336_systems.harness.sweep import Outcome, outcome_rows
+from cs336_systems.report.results import Column, ResultTable
 from cs336_systems.report.show import show
-from cs336_systems.report.tables import Table
 
 
 def make_operation(subject: str, device: torch.device) -> Callable[[], object]:
@@ -81,23 +80,20 @@ def measure_command(device: str) -> list[Metric]:
     ]
 
 
-def overhead_table(rows: pd.DataFrame) -> Table:
-    """One line per metric and subject."""
-    lines = [
-        {
-            "subject": row["subject"],
-            "metric": row["metric"],
-            "median": f"{row['median']:.4g} {row['unit']}" if row["metric"] else "–",
-            "p10–p90": f"{row['p10']:.4g}–{row['p90']:.4g}" if row["metric"] else "–",
-            "status": row["status"] if row["status"] == "ok" else f"{row['status']}: {row['message']}",
-        }
-        for _, row in rows.iterrows()
-    ]
-    return Table("", pd.DataFrame(lines))
+OVERHEADS = ResultTable(
+    settings=("subject", "metric"),
+    always=("subject", "metric"),
+    columns=(
+        Column(
+            "median", lambda line: f"{line.last['median']:.4g} {line.last['unit']}" if line.metrics else None, rank=0
+        ),
+        Column("p10–p90", lambda line: f"{line.last['p10']:.4g}–{line.last['p90']:.4g}" if line.metrics else None),
+    ),
+)
 
 
 def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None:
-    show(overhead_table(outcome_rows(outcomes)), options.format)
+    show(OVERHEADS.of(outcome_rows(outcomes)), options.format)
 
 
 EXPERIMENT = Experiment(

@@ -17,7 +17,8 @@ from matplotlib.figure import Figure
 from cs336_systems.harness.process import Cell, Measure
 from cs336_systems.harness.record import RowFile
 from cs336_systems.harness.sweep import Outcome, cell_columns, outcome_rows, run_sweep
-from cs336_systems.report.console import INTERRUPTED, Format, complain, show
+from cs336_systems.report.console import INTERRUPTED, complain
+from cs336_systems.report.show import Format, show
 from cs336_systems.report.tables import Table
 
 

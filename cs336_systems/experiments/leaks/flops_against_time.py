@@ -56,8 +56,9 @@ from cs336_systems.profiling.traces.queries import MS, n_steps, times
 from cs336_systems.profiling.traces.tables import OPERATOR as OPERATOR_KIND
 from cs336_systems.profiling.traces.tables import Trace, make_trace, require_kernels
 from cs336_systems.profiling.workload import PreparedStep, Workload
-from cs336_systems.report.console import Format, check_device, complain, parse_for_device
+from cs336_systems.report.console import check_device, complain, parse_for_device
 from cs336_systems.report.figures import OKABE_ITO
+from cs336_systems.report.show import Format
 from cs336_systems.report.tables import Table, digits
 from cs336_systems.training.precision import unsupported_reason
 

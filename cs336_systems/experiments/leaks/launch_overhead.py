@@ -39,8 +39,9 @@ from cs336_systems.experiments.leaks.findings import Findings, run_experiment, w
 from cs336_systems.experiments.leaks.knees import crossing
 from cs336_systems.harness.clock import synchronize
 from cs336_systems.harness.record import Metric
-from cs336_systems.report.console import Format, check_device, complain, parse_for_device
+from cs336_systems.report.console import check_device, complain, parse_for_device
 from cs336_systems.report.figures import OKABE_ITO
+from cs336_systems.report.show import Format
 from cs336_systems.report.tables import Table, digits
 
 NAME = "launch_overhead"

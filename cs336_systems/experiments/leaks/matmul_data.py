@@ -37,8 +37,9 @@ from cs336_systems.experiments.leaks.findings import Findings, run_experiment, w
 from cs336_systems.harness.clock import synchronize
 from cs336_systems.harness.record import Metric
 from cs336_systems.harness.state_sampler import StateSampler
-from cs336_systems.report.console import Format, check_device, complain, parse_for_device
+from cs336_systems.report.console import check_device, complain, parse_for_device
 from cs336_systems.report.figures import OKABE_ITO
+from cs336_systems.report.show import Format
 from cs336_systems.report.tables import Table, digits
 from cs336_systems.training.precision import matmul_dtype, matmul_precision, unsupported_reason
 

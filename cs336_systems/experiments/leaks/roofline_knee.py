@@ -42,8 +42,9 @@ from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.ceilings import measure_ceilings
 from cs336_systems.harness.clock import synchronize, time_kernel
 from cs336_systems.harness.record import Metric
-from cs336_systems.report.console import Format, check_device, complain, parse_for_device
+from cs336_systems.report.console import check_device, complain, parse_for_device
 from cs336_systems.report.figures import OKABE_ITO
+from cs336_systems.report.show import Format
 from cs336_systems.report.tables import Table, digits
 
 NAME = "roofline_knee"

@@ -24,10 +24,11 @@ from cs336_systems.experiments.model.measure import (
     measure_ceiling,
     measure_model,
 )
+from cs336_systems.experiments.model.table import step_table
+from cs336_systems.harness.record import read_rows
 from cs336_systems.harness.sweep import Outcome, cell_columns, outcome_rows
 from cs336_systems.report.compare import compare
 from cs336_systems.report.show import show
-from cs336_systems.report.tables import read_model_rows, step_table
 
 
 def make_cells(options: Options) -> list[ModelCell]:
@@ -39,7 +40,7 @@ def make_cells(options: Options) -> list[ModelCell]:
     """
     cells = grid.make_cells(options)
     if options.compare is not None:
-        read_model_rows(options.compare, cell_columns(ModelCell))
+        read_rows(options.compare, cell_columns(ModelCell))
     if options.memory_budget_gib is not None:
         cells, notes = fit_to_budget(cells, options.memory_budget_gib)
         print(*notes, sep="\n", file=sys.stderr)
@@ -63,10 +64,10 @@ def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None
     if (rows["variant"] != CEILING).any():
         show(step_table(rows), options.format)
         if options.compare is not None:
-            show(compare(rows, read_model_rows(options.compare)), options.format)
+            show(compare(rows, read_rows(options.compare)), options.format)
     if csv:
-        draw_step_figure(read_model_rows(csv), csv.with_suffix(".png"))
-        draw_frontier(read_model_rows(csv), csv.with_name(f"{csv.stem}_frontier.png"))
+        draw_step_figure(read_rows(csv), csv.with_suffix(".png"))
+        draw_frontier(read_rows(csv), csv.with_name(f"{csv.stem}_frontier.png"))
 
 
 EXPERIMENT = Experiment(

@@ -14,12 +14,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from cs336_systems.config import MODES
-from cs336_systems.report.figures import OKABE_ITO
-from cs336_systems.report.tables import CEILING
+from cs336_systems.experiments.model.cells import CEILING
+from cs336_systems.harness.runs import newest
+from cs336_systems.report.figures import OKABE_ITO, save
 
 _MARKERS = "osD^vPX*"
 _DASHES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
-_FIXED = ("device", "batch_size", "checkpoint", "optimizer", "warmup")
+_FIXED = ("device", "attention", "batch_size", "checkpoint", "optimizer", "warmup")
 _SHARES = {
     "mfu": "MFU: % of the dtype's datasheet peak\n(model FLOPs, causal)",
     "matmul_ceiling_share": "% of the measured matmul ceiling\n(model FLOPs, causal)",
@@ -27,15 +28,20 @@ _SHARES = {
 
 
 def draw_step_figure(rows: pd.DataFrame, path: Path) -> bool:
-    """Time of the whole pass (left) and share of the limit (right) of step rows; returns whether it drew.
+    """Write ``step_figure`` as PNG; returns whether there was one."""
+    return save(step_figure(rows), path)
+
+
+def step_figure(rows: pd.DataFrame) -> Figure | None:
+    """Time of the whole pass (left) and share of the limit (right) of step rows.
 
     The x axis is context length if several were measured, else model size. Where the rows hold several modes, the
-    largest is drawn; where they hold several batch sizes, checkpointing policies, optimizers or warm-ups, the one with
-    the most points.
+    largest is drawn; where they hold several kinds of attention, batch sizes, checkpointing policies, optimizers or
+    warm-ups, the one with the most points.
     """
-    rows = _one_setting(rows[(rows["status"] == "ok") & (rows["variant"] != CEILING)])
+    rows = _one_setting(rows[rows["variant"] != CEILING])
     if rows.empty:
-        return False
+        return None
     rows = rows.assign(
         how=[
             dtype if c == "off" else f"{dtype}, compiled"
@@ -62,21 +68,24 @@ def draw_step_figure(rows: pd.DataFrame, path: Path) -> bool:
     where = first["gpu"] or first["host"]
     context = "" if x == "context_length" else f", context {first['context_length']}"
     policy = "" if first["checkpoint"] == "none" else f", checkpoint {first['checkpoint']}"
-    settings = f"batch {first['batch_size']}{context}, AdamW {first['optimizer']}{policy}"
+    attention = "" if first["attention"] == "reference" else f", attention {first['attention']}"
+    settings = f"batch {first['batch_size']}{context}{attention}, AdamW {first['optimizer']}{policy}"
     figure.suptitle(f"{first['mode'].capitalize()} on {where}: {settings}", fontsize=11)
-    figure.savefig(path, dpi=150)
-    return True
+    return figure
 
 
 def _one_setting(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the largest mode and of one value of each fixed setting, the newest of each cell."""
-    if rows.empty:
-        return rows
-    rows = rows[rows["mode"] == max(rows["mode"].unique(), key=MODES.index)]
-    for column in _FIXED:
-        most = rows[column].mode()
-        rows = rows[rows[column] == ("none" if (most == "none").any() else most.iloc[0])]
-    return rows.drop_duplicates(["size", "context_length", "dtype", "compile", "metric"], keep="last")
+    """What ran of the largest mode and of one value of each fixed setting, the newest run of each cell."""
+    ran = rows[rows["status"] == "ok"]
+    if ran.empty:
+        return ran
+    for column in ("mode", *_FIXED):
+        most = ran[column].mode()
+        chosen = "none" if (most == "none").any() else most.iloc[0]
+        chosen = max(ran["mode"].unique(), key=MODES.index) if column == "mode" else chosen
+        ran, rows = (side[side[column] == chosen] for side in (ran, rows))
+    found = newest(rows, ["size", "context_length", "dtype", "compile"])
+    return found[found["status"] == "ok"]
 
 
 def _series(rows: pd.DataFrame, x: str) -> tuple[list[str], list[str]]:

@@ -14,8 +14,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from cs336_systems.config import MODES
-from cs336_systems.report.figures import OKABE_ITO
-from cs336_systems.report.tables import CEILING, SETTINGS
+from cs336_systems.experiments.model.cells import CEILING
+from cs336_systems.experiments.model.table import SETTINGS
+from cs336_systems.harness.runs import newest
+from cs336_systems.report.figures import OKABE_ITO, save
 
 _FAMILIES = {"every": "segments of k blocks (full is k = 1)", "first": "the first m blocks", "": "other policies"}
 _COLOURS = dict(zip(_FAMILIES, OKABE_ITO, strict=False))
@@ -27,35 +29,40 @@ _MOST_PANELS = 3
 
 
 def draw_frontier(rows: pd.DataFrame, path: Path) -> bool:
-    """Peak GiB against milliseconds of the whole pass; returns whether it drew.
+    """Write ``frontier_figure`` as PNG; returns whether there was one."""
+    return save(frontier_figure(rows), path)
+
+
+def frontier_figure(rows: pd.DataFrame) -> Figure | None:
+    """Peak GiB against milliseconds of the whole pass.
 
     Nothing is drawn unless some model was measured under several policies. Of the modes the largest is taken, and of
     the models and settings the three with the most policies.
 
     Args:
-        rows: of ``benchmark_model.py``, as ``read_model_rows`` returns them.
+        rows: of ``benchmark_model.py``, as ``read_rows`` returns them.
     """
     rows = rows[rows["variant"] != CEILING]
     if rows.empty:
-        return False
+        return None
     rows = rows[rows["mode"] == max(rows["mode"].unique(), key=MODES.index)]
     settings = ["gpu", *(column for column in SETTINGS if column not in ("checkpoint", "steps"))]
+    rows = newest(rows, [*settings, "checkpoint"])
     groups = [group for _, group in rows.groupby(settings, sort=False, dropna=False) if len(_points(group)) > 1]
     groups = sorted(groups, key=lambda group: -len(_points(group)))[:_MOST_PANELS]
     if not groups:
-        return False
+        return None
     figure = Figure(figsize=(6.5 * len(groups), 5), layout="constrained")
     for axes, group in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups, strict=True):
         _draw_panel(axes, group)
     figure.legend(handles=_legend(groups), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
-    return True
+    return figure
 
 
 def _points(group: pd.DataFrame) -> pd.DataFrame:
     """One line per policy that ran: ``step`` in ms, ``peak_memory`` and, if known, ``predicted_peak_memory`` in GiB."""
     ran = group[(group["status"] == "ok") & (group["metric"] != "")]
-    table = ran.pivot_table(index="checkpoint", columns="metric", values="median", aggfunc="median", sort=False)
+    table = ran.pivot_table(index="checkpoint", columns="metric", values="median", sort=False)
     points = table.reindex(columns=["step", "peak_memory", "predicted_peak_memory"])
     return points.dropna(subset=["step", "peak_memory"])
 
@@ -133,7 +140,7 @@ def _title(group: pd.DataFrame) -> str:
         f"{first['size']} {first['mode']} on {first['gpu'] or first['host']}\n"
         f"batch {first['batch_size']}, context {first['context_length']}, {first['dtype']}{attention}{compiled}"
     )
-    failed = group[group["status"] != "ok"].drop_duplicates("checkpoint")
+    failed = group[group["status"] != "ok"]
     missing = [f"{row['checkpoint']}: {row['status']}" for _, row in failed.iterrows()]
     return f"{title}\n({', '.join(missing)})" if missing else title
 

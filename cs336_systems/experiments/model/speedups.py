@@ -5,21 +5,28 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cs336_systems.report.figures import OKABE_ITO
+from cs336_systems.harness.runs import newest
+from cs336_systems.report.figures import OKABE_ITO, save
 
 _STYLES = {"forward": ("o", "-"), "backward": ("s", "--"), "optimizer": ("^", ":"), "step": ("D", "-.")}
 
 
-def draw_speedups(rows: pd.DataFrame, path: Path, slow: str = "fp32", fast: str = "autocast-bf16") -> bool:
-    """A line per phase, sizes in the order of the rows; returns whether it drew.
+def draw_speedups(rows: pd.DataFrame, path: Path) -> bool:
+    """Write ``speedups_figure`` as PNG; returns whether there was one."""
+    return save(speedups_figure(rows), path)
+
+
+def speedups_figure(rows: pd.DataFrame, slow: str = "fp32", fast: str = "autocast-bf16") -> Figure | None:
+    """A line per phase, sizes in the order of the rows.
 
     Args:
         rows: of ``benchmark_model.py``, of one setting but for size and dtype.
     """
-    rows = rows[(rows["status"] == "ok") & (rows["mode"] == "step") & (rows["compile"] == "off")]
-    times = rows.pivot_table(index="size", columns=["dtype", "metric"], values="median", aggfunc="last", sort=False)
+    rows = newest(rows[(rows["mode"] == "step") & (rows["compile"] == "off")], ["size", "dtype"])
+    rows = rows[rows["status"] == "ok"]
+    times = rows.pivot_table(index="size", columns=["dtype", "metric"], values="median", sort=False)
     if slow not in times or fast not in times:
-        return False
+        return None
     figure = Figure(figsize=(6.5, 4.2), layout="constrained")
     axes = figure.subplots()
     for i, (phase, (marker, dashes)) in enumerate(_STYLES.items()):
@@ -35,5 +42,4 @@ def draw_speedups(rows: pd.DataFrame, path: Path, slow: str = "fp32", fast: str 
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
-    return True
+    return figure

@@ -46,7 +46,8 @@ from cs336_systems.costs.parallelism.scaling import (
 )
 from cs336_systems.experiments.parallelism.figures import draw_goodput, draw_scaling
 from cs336_systems.experiments.parallelism.pipeline_figure import draw_pipelines
-from cs336_systems.report.console import complain, show
+from cs336_systems.report.console import complain
+from cs336_systems.report.show import show
 from cs336_systems.report.tables import Table, digits
 
 MILLI = 1e3

@@ -14,7 +14,8 @@ import torch
 import tyro
 from torch import Tensor
 
-from cs336_systems.report.console import Format, complain, show
+from cs336_systems.report.console import complain
+from cs336_systems.report.show import Format, show
 from cs336_systems.report.tables import Table
 
 NAME = "mixed_precision_accumulation"

@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from cs336_systems.config import MODEL_SIZES, PRECISIONS
 from cs336_systems.model import TransformerLM
-from cs336_systems.report.console import Format, check_device, complain, parse_for_device, show
+from cs336_systems.report.console import check_device, complain, parse_for_device
+from cs336_systems.report.show import Format, show
 from cs336_systems.report.tables import Table
 from cs336_systems.training import cross_entropy
 from cs336_systems.training.precision import autocast

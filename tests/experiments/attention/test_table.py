@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from cs336_systems.costs.attention import AttentionWork
-from cs336_systems.experiments.attention.figure import draw_scaling
+from cs336_systems.experiments.attention.figure import draw_scaling, scaling_figure
 from cs336_systems.experiments.attention.table import (
     account_table,
     attention_table,
@@ -108,9 +108,21 @@ def test_tiles_are_sorted_by_time():
 
 def test_a_figure_of_one_shape(tmp_path):
     rows = [r for i in range(8) for n in (128, 4096) for r in cell(f"impl {i}", n, kept=n * n / 1e9, length=n)]
+    older = [r for n in (128, 4096) for r in cell("impl 0", 7.0, kept=7.0, length=n)]
+    figure = scaling_figure(pd.DataFrame(older + rows))
+    times, memory = figure.axes
+    impls = [line for line in times.lines if line.get_label().startswith("impl")]
+    assert [line.get_label() for line in impls] == [f"impl {i}" for i in range(8)]
+    assert all((list(line.get_xdata()), list(line.get_ydata())) == ([128, 4096], [384, 12288]) for line in impls)
+    assert len({(line.get_color(), line.get_marker()) for line in impls}) == 8
+    assert list(memory.lines[0].get_ydata()) == pytest.approx([1024 * n * n / 1e9 for n in (128, 4096)])
+    assert [text.get_text() for text in memory.texts] == ["∝ length²", "∝ length"]
+    assert figure.get_suptitle() == "Attention on a GPU: batch 1, 2 heads, d 64, bf16, causal"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [f"impl {i}" for i in range(8)]
+    with pytest.raises(ValueError, match="takes one shape, got"):
+        scaling_figure(pd.DataFrame(rows + cell("flash", 1.0, d_head=128)))
     path = tmp_path / "figure.png"
     assert draw_scaling(pd.DataFrame(rows), path)
-    assert path.stat().st_size > 10_000
-    with pytest.raises(ValueError, match="takes one shape, got"):
-        draw_scaling(pd.DataFrame(rows + cell("flash", 1.0, d_head=128)), path)
-    assert not draw_scaling(pd.DataFrame([row("flash", "", None, status="oom")]), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert not draw_scaling(pd.DataFrame([row("flash", "", None, status="oom")]), tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()

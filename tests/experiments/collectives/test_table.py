@@ -4,7 +4,12 @@ import pandas as pd
 import pytest
 
 from cs336_systems.costs.communication import COLLECTIVES, Link, busbw, cost
-from cs336_systems.experiments.collectives.table import collectives_table, draw_collectives, fit_links
+from cs336_systems.experiments.collectives.table import (
+    collectives_figure,
+    collectives_table,
+    draw_collectives,
+    fit_links,
+)
 from cs336_systems.harness.record import Metric, parse_samples
 
 LINK = Link(5e-6, 1 / 300e9)
@@ -57,7 +62,7 @@ def test_times_that_do_not_grow_have_no_bandwidth():
 def test_the_table_has_a_line_per_cell(rows):
     table = collectives_table(rows)
     assert "2 ranks: 5.00 µs per message, 300 GB/s; 4 ranks: 5.00 µs per message, 300 GB/s" in table.caption
-    assert "gpu NVIDIA H200, device cuda, variant nccl, calls 5" in table.caption
+    assert "gpu NVIDIA H200, device cuda, backend nccl, calls 5" in table.caption
     lines = table.frame
     assert len(lines) == 2 * 5 * 3 + 1
     assert set(lines["time / ring"]) == {"1.00", "–"}
@@ -75,9 +80,28 @@ def test_without_points_to_fit_there_is_no_prediction():
     assert table.frame.iloc[0]["time / ring"] == "–"
 
 
+def test_each_collective_of_each_world_is_a_line_in_both_halves_beside_its_ring(rows):
+    figure = collectives_figure(rows)
+    time_axes, bus_axes = figure.axes
+    for axes in figure.axes:
+        assert len(axes.containers) == 2 * 5
+        assert all(list(bars[0].get_xdata()) == [1, 10, 1000] for bars in axes.containers)
+    rings = [line for line in time_axes.lines if line.get_color() == "0.6"]
+    assert len(rings) == 2 * 5
+    for bars, ring in zip(time_axes.containers, rings, strict=True):
+        assert list(bars[0].get_ydata()) == pytest.approx(list(ring.get_ydata()), rel=1e-3), (
+            "the newest, not the slow one"
+        )
+    assert time_axes.get_yscale() == time_axes.get_xscale() == "log"
+    assert [text.get_text() for text in bus_axes.texts] == ["link, datasheet"]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == [*COLLECTIVES, "2 ranks", "4 ranks", "ring, fitted"]
+    assert figure.get_suptitle() == "Collectives on NVIDIA H200: nccl, fp32"
+
+
 def test_the_figure_is_drawn_if_there_is_something_to_draw(rows, tmp_path):
     path = tmp_path / "figure.png"
     assert draw_collectives(rows, path)
-    assert path.stat().st_size > 20_000
+    assert path.read_bytes().startswith(b"\x89PNG")
     assert not draw_collectives(rows[rows["status"] == "oom"], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

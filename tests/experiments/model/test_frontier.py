@@ -1,9 +1,8 @@
 """The picture of peak memory against time: which rows become points, lines and names, and when nothing is drawn."""
 
 import pytest
-from matplotlib.figure import Figure
 
-from cs336_systems.experiments.model.frontier import draw_frontier
+from cs336_systems.experiments.model.frontier import draw_frontier, frontier_figure
 from tests.report.rows import ceiling, make_cell, make_frame, ms, rate
 
 
@@ -20,17 +19,9 @@ SWEEP = (
 )
 
 
-@pytest.fixture
-def drawn(monkeypatch, tmp_path):
-    """Draws cells and returns the figure's axes."""
-
-    def draw(*cells):
-        figures = []
-        monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: figures.append(figure))
-        assert draw_frontier(make_frame(*cells), tmp_path / "frontier.png")
-        return figures[0].axes
-
-    return draw
+def drawn(*cells):
+    """The axes of the cells' figure."""
+    return frontier_figure(make_frame(*cells)).axes
 
 
 def points(axes) -> list[list[tuple[float, float]]]:
@@ -43,7 +34,7 @@ def test_a_png_is_drawn(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_policy_is_a_named_point_and_lines_go_by_number(drawn):
+def test_every_policy_is_a_named_point_and_lines_go_by_number():
     (axes,) = drawn(*SWEEP)
     assert sorted(text.get_text() for text in axes.texts) == sorted(row[0]["checkpoint"] for row in SWEEP)
     lines = points(axes)
@@ -52,18 +43,18 @@ def test_every_policy_is_a_named_point_and_lines_go_by_number(drawn):
     assert [(180.0, pytest.approx(1.1 * 29.0)), (135.0, pytest.approx(55.0))] in lines, "predictions of the others"
 
 
-def test_the_frontier_leaves_out_what_is_slower_and_larger(drawn):
+def test_the_frontier_leaves_out_what_is_slower_and_larger():
     (axes,) = drawn(*SWEEP)
     assert points(axes)[0] == [(100.0, 80.0), (110.0, 60.0), (130.0, 30.0), (180.0, 29.0)]
 
 
-def test_what_did_not_run_is_named_with_its_status(drawn):
+def test_what_did_not_run_is_named_with_its_status():
     (axes,) = drawn(*SWEEP, make_cell(status="oom", message="no room", checkpoint="every-32"))
     assert "every-32: oom" in axes.get_title()
     assert "every-32" not in [text.get_text() for text in axes.texts]
 
 
-def test_repeats_are_one_point_and_models_are_panels(drawn):
+def test_repeats_are_one_point_and_models_are_panels():
     repeats = [measured("none", 120.0, 80.0, repeat=1), measured("none", 140.0, 80.0, repeat=2)]
     axes, other = drawn(*SWEEP, *repeats, *(measured(p, 9.0, 9.0, size="xl") for p in ("none", "full")))
     assert (120.0, 80.0) in [point for line in points(axes) for point in line]

@@ -1,6 +1,6 @@
 """The figure of speedups is drawn from rows of two precisions, and not from one."""
 
-from cs336_systems.experiments.model.speedups import draw_speedups
+from cs336_systems.experiments.model.speedups import draw_speedups, speedups_figure
 from tests.report.rows import make_cell, make_frame, ms
 
 
@@ -11,7 +11,19 @@ def cell(size, dtype, scale):
 
 def test_two_precisions_make_a_figure(tmp_path):
     cells = [cell(size, dtype, s) for size in ("small", "xl") for dtype, s in (("fp32", 4.0), ("autocast-bf16", 1.0))]
+    older = cell("small", "fp32", 90.0)
+    (axes,) = speedups_figure(make_frame(older, *cells)).axes
+    drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines[:4]}
+    both = ["small", "xl"]
+    assert drawn == {
+        "forward": (both, [4.0, 4.0]),
+        "backward": (both, [4.0, 4.0]),
+        "optimizer": (both, [1.0, 1.0]),
+        "whole step": (both, [13 / 4, 13 / 4]),
+    }
+    assert axes.get_ylabel() == "time in fp32 / time in autocast-bf16"
+    assert axes.get_title() == "NVIDIA H200: batch 1, context 128"
     assert draw_speedups(make_frame(*cells), tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert not draw_speedups(make_frame(cells[0]), tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

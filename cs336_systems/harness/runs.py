@@ -1,0 +1,99 @@
+"""Which rows count: of every cell its newest run, with that run's repeats pooled; for tables, figures, comparisons.
+
+A *run* is what one command wrote about one cell. Its rows follow each other in their file; they say the same ``argv``
+and ``commit``, and their repeats count up. The same command given again starts at repeat 0 again, and that is how its
+rows are told from those before. A cell whose newest outcome failed is that failure: no earlier success hides it.
+
+A rate is an amount of work over a time. Rows hold the statistics of the samples' rates, and the median of the rates of
+an even number of samples is not the rate of the median time; pooled, each rate of ``RATES`` is the amount over the
+time that is shown beside it.
+"""
+
+import pandas as pd
+
+RATES = (
+    dict.fromkeys(("tokens_per_s", "model_tflops", "mfu", "mfu_palm", "hfu", "matmul_ceiling_share"), "step")
+    | dict.fromkeys(("optimizer_bandwidth", "optimizer_copy_share"), "optimizer")
+    | dict.fromkeys(("algbw", "busbw"), "time")
+    | {f"{time}_{rate}": time for time in ("forward", "backward", "both") for rate in ("tflops", "peak_share")}
+    | {f"{time}_model_tflops": time for time in ("forward", "backward")}
+)
+"""Metrics that are an amount over a time, with the metric of that time."""
+
+_COMMAND = ("argv", "commit")
+
+
+def newest_run(cell: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the newest run of a cell: those that are ok if its last outcome is, else that outcome's row alone.
+
+    Args:
+        cell: rows of one cell, or of one metric of it, in the order in which they were written.
+    """
+    repeat = repeats(cell)
+    outcome = cell.reindex(columns=[*_COMMAND, "timestamp"]).astype(object).fillna("").assign(repeat=repeat)
+    command = outcome[[*_COMMAND]]
+    outcome["again"] = outcome.assign(metric=cell["metric"]).groupby([*outcome, "metric"], dropna=False).cumcount()
+    same_outcome = (outcome == outcome.shift()).all(axis=1)
+    next_repeat = (command == command.shift()).all(axis=1) & (repeat > repeat.shift())
+    number = (~(same_outcome | next_repeat)).cumsum()
+    run = cell[number == number.iloc[-1]]
+    return run[run["status"] == "ok"] if run["status"].iloc[-1] == "ok" else run.iloc[-1:]
+
+
+def repeats(rows: pd.DataFrame) -> pd.Series:
+    """The repeat in which each row was measured, 0 where a benchmark has none."""
+    numbers = rows.get("repeat", pd.Series(0, index=rows.index))
+    return pd.to_numeric(numbers, errors="coerce").fillna(0).astype(int)
+
+
+def pooled(run: pd.DataFrame) -> pd.DataFrame:
+    """One row per metric of a run: the median of the repeats' medians, the lowest p10, the highest p90, n in all."""
+    rows = run.drop_duplicates("metric", keep="last").set_index("metric", drop=False)
+    by_metric = run.groupby("metric", sort=False)
+    for column, pool in (("median", "median"), ("p10", "min"), ("p90", "max"), ("n", "sum")):
+        if column in rows:
+            rows[column] = by_metric[column].agg(pool)
+    for rate, time in RATES.items():
+        if rate in rows.index and time in rows.index and (amount := _amount(run, rate, time)) is not None:
+            shown = amount / rows.loc[time, ["median", "p90", "p10"]].astype(float)
+            rows.loc[rate, ["median", "p10", "p90"]] = shown.to_numpy()
+    return rows.drop(columns="samples", errors="ignore").reset_index(drop=True)
+
+
+def _amount(run: pd.DataFrame, rate: str, time: str) -> float | None:
+    """What a rate counts, by the times it was computed from; None if those are not in the rows."""
+    rates, times = (run[run["metric"] == metric] for metric in (rate, time))
+    samples = [found for found in times.get("samples", []) if found]
+    if not samples or len(samples) != len(rates):
+        return None
+    of_one_unit = [float(pd.Series([1 / value for value in found]).median()) for found in samples]
+    return float((rates["median"] / of_one_unit).median())
+
+
+def newest(rows: pd.DataFrame, settings: list[str]) -> pd.DataFrame:
+    """Rows as they were, but of each cell the newest run alone, pooled: one row per metric, one for a failed cell.
+
+    Args:
+        settings: the columns that tell one cell from another.
+    """
+    runs = [pooled(newest_run(cell)) for _, cell in rows.groupby(settings, sort=False, dropna=False)]
+    return pd.concat(runs, ignore_index=True) if runs else rows
+
+
+def median_of(rows: pd.DataFrame, metric: str) -> float:
+    """The median of a metric in rows of one cell, by the rule above.
+
+    Raises:
+        ValueError: the rows do not hold the metric.
+    """
+    found = rows[rows["metric"].isin((metric, RATES.get(metric)))]
+    own = pooled(newest_run(found)).set_index("metric")["median"] if len(found) else {}
+    if metric not in own:
+        raise ValueError(f"no row holds the metric {metric!r}")
+    return float(own[metric])
+
+
+def by_repeat(run: pd.DataFrame, metric: str) -> pd.Series:
+    """The medians of a metric of a run, by repeat."""
+    own = run[run["metric"] == metric]
+    return pd.Series(own["median"].to_numpy(), index=repeats(own))

@@ -1,0 +1,80 @@
+"""The declarative table: settings, metrics, what is computed from other lines, and dates."""
+
+import pytest
+
+from cs336_systems.report.results import Column, ResultTable
+from tests.report.rows import make_cell, make_frame, ms, rate
+
+TABLE = ResultTable(
+    settings=("gpu", "size", "dtype", "batch_size"),
+    columns=(
+        Column("step ms", "step", spread=True),
+        Column("tokens/s", "tokens_per_s", ",.0f", note="of all ranks"),
+        Column("/ fp32", lambda line: line.over("step", line.peer(dtype="fp32")), ".2f", optional=True),
+        Column("of each repeat", lambda line: line.repeats_over("step", line.peer(dtype="fp32")), ".1f", optional=True),
+        Column("late", "late_gathers", optional=True, note="waited for"),
+    ),
+    labels={"batch_size": "batch per rank"},
+)
+LATER = {"timestamp": "2026-01-02T03:04:05+00:00", "argv": "the same again"}
+
+
+def column(header: str, *cells) -> list[str]:
+    return TABLE.of(make_frame(*cells)).frame[header].tolist()
+
+
+def test_settings_that_vary_are_columns_and_the_others_the_caption():
+    table = TABLE.of(make_frame(make_cell(ms("step", 1.0)), make_cell(ms("step", 1.0), batch_size=2)))
+    assert table.caption == "dtype fp32"
+    assert list(table.frame) == ["size", "batch per rank", "step ms", "tokens/s", "/ fp32", "of each repeat", "status"]
+    assert table.notes == {"tokens/s": "of all ranks"}, "of the columns that there are"
+
+
+def test_one_sample_has_no_spread():
+    assert column("step ms", make_cell(ms("step", 7.0))) == ["7.00"]
+    assert column("step ms", make_cell(ms("step", 7.0, 7.0))) == ["7.00 (7.00–7.00)"]
+    assert column("step ms", *(make_cell(ms("step", x), repeat=i) for i, x in enumerate((6.0, 8.0)))) == [
+        "7.00 (6.00–8.00)"
+    ]
+
+
+def test_a_column_may_be_a_ratio_to_another_line():
+    fp32 = [make_cell(ms("step", x), repeat=i) for i, x in enumerate((2.0, 8.0, 9.0))]
+    bf16 = [make_cell(ms("step", x), repeat=i, dtype="bf16") for i, x in enumerate((1.0, 2.0, 9.0))]
+    failed = make_cell(status="oom", message="no room", size="xl")
+    table = TABLE.of(make_frame(*fp32, *bf16, failed)).frame
+    assert table["/ fp32"].tolist() == ["1.00", "0.25", "–"]
+    assert table["of each repeat"].tolist() == ["1.0", "0.5", "–"]
+    assert table["status"].tolist() == ["ok", "ok", "oom: no room"]
+
+
+def test_runs_that_were_appended_are_not_pooled_with_earlier_ones():
+    """A step of 98.4 ms, then the same measured at 58.8: their median is neither."""
+    assert column("step ms", make_cell(ms("step", 98.4)), make_cell(ms("step", 58.8), **LATER)) == ["58.8"]
+
+
+def test_a_rate_fits_the_time_beside_it():
+    rates = rate("tokens_per_s", (64 / 3 + 64 / 11) / 2)
+    assert column("tokens/s", make_cell(ms("step", 3000.0, 11000.0), rates)) == ["9"]
+
+
+def test_lines_of_several_commands_carry_the_minute_in_which_theirs_began():
+    minute = {"timestamp": "2026-01-02T03:09:00+00:00", "argv": "the same again"}
+    first = make_cell(ms("step", 1.0), argv="a command")
+    second, third = (make_cell(ms("step", 1.0), size=size, **when) for size, when in (("xl", LATER), ("10b", minute)))
+    assert "date" not in TABLE.of(make_frame(second, third)).frame
+    assert column("date", first, second, third) == ["2026-01-01 00:00", "2026-01-02 03:04", "2026-01-02 03:04"]
+    killed = make_cell(status="timeout", message="killed", size="xl", argv="")
+    assert "date" not in TABLE.of(make_frame(make_cell(ms("step", 1.0), argv="a command"), killed)).frame
+
+
+@pytest.mark.parametrize("value", [25.0, "25.0", "25"])
+def test_a_setting_is_shown_and_told_apart_by_its_value(value):
+    table = ResultTable(settings=("bucket",), always=("bucket",), columns=(Column("step ms", "step"),))
+    rows = make_frame(make_cell(ms("step", 1.0)), make_cell(ms("step", 2.0))).assign(bucket=[value, float("nan")])
+    assert table.of(rows).frame["bucket"].tolist() == ["25", ""]
+    assert table.of(rows.assign(bucket=[value, "25"])).frame["step ms"].tolist() == ["2.00"]
+
+
+def test_no_rows_make_an_empty_table():
+    assert TABLE.of(make_frame(make_cell(ms("step", 1.0))).head(0)).markdown()
