@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeVar, get_args
 from cs336_systems.case import TrainingCase
 from cs336_systems.config import ATTENTIONS, resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
+from cs336_systems.report.command_line import Format
 
-Format = Literal["auto", "markdown", "latex", "csv"]
 Dtype = Literal["fp32", "tf32", "bf16", "autocast-bf16", "autocast-fp16"]
 Mode = Literal["forward", "backward", "step"]
 Switch = Literal["off", "on"]

@@ -17,9 +17,12 @@ Exit codes: 0 done, 1 nothing was measured or something failed, 2 bad input, 130
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol, TextIO, TypeVar
+from typing import Any, Literal, NoReturn, Protocol, TextIO, TypeVar
 
 import tyro
+
+Format = Literal["auto", "markdown", "latex", "csv"]
+"""Of tables: auto draws them on a terminal and writes Markdown elsewhere."""
 
 BAD_INPUT = 2
 INTERRUPTED = 130

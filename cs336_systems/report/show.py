@@ -1,13 +1,11 @@
 """Tables on stdout."""
 
 import sys
-from typing import Literal
 
 from rich.console import Console
 
+from cs336_systems.report.command_line import Format
 from cs336_systems.report.tables import Table
-
-Format = Literal["auto", "markdown", "latex", "csv"]
 
 
 def show(table: Table, form: Format) -> None:
