@@ -30,12 +30,11 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.config import ModelConfig, Precision
-from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
+from cs336_systems.model import REFERENCE_OPS, ModelOps
 from cs336_systems.model.layers import RMSNorm, RotaryEmbedding
 from cs336_systems.model.transformer import TransformerBlock
 from cs336_systems.profiling.graph import graph_nodes, storage_address
 from cs336_systems.profiling.places import own_place
-from cs336_systems.training.loss import cross_entropy
 from cs336_systems.training.precision import autocast, matmul_precision, parameter_dtype
 
 MIB = 1024**2
@@ -121,20 +120,6 @@ def norm_residuals(
     norm.reset_parameters()
     x = torch.randn(batch_size, seq_len, config.d_model, device=device, dtype=dtype, requires_grad=True)
     return module_residuals(norm, (x,), precision, compile=compile)
-
-
-def model_residuals(
-    config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, device: torch.device
-) -> Residuals:
-    """Residuals of the whole model and its loss, eager, on random tokens.
-
-    Raises:
-        ValueError: ``seq_len`` is beyond the config's context length.
-    """
-    model = TransformerLM(config, device=device, dtype=parameter_dtype(precision))
-    ids, targets = (torch.randint(config.vocab_size, (batch_size, seq_len), device=device) for _ in range(2))
-    tables = {"token ids": ids, "targets": targets}
-    return _account(lambda: cross_entropy(model(ids), targets), model, precision, device, tables)
 
 
 def module_residuals(
