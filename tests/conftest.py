@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from matplotlib.figure import Figure
 
 from tests.kernels.interpreter import interpret_without_gpu
 
@@ -29,3 +30,17 @@ def load_script() -> Callable[[str], ModuleType]:
         return sys.modules[name]
 
     return load
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are saved, in order."""
+    figures: list[Figure] = []
+    savefig = Figure.savefig
+
+    def save(self: Figure, *args: object, **kwargs: object) -> None:
+        figures.append(self)
+        savefig(self, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", save)
+    return figures
