@@ -1,4 +1,4 @@
-"""How the suite is spread over workers, fixtures that several folders share, and Triton's interpreter where it is needed.
+"""How the suite is spread over workers, fixtures that several folders share, and Triton's interpreter where needed.
 
 ``pytest`` starts one worker per core; named tests, ``-s`` and ``--pdb`` run in this process. Tests that share a
 fixture of their module stay together in one worker. A test marked ``timing`` runs while no other worker runs any.

@@ -159,6 +159,7 @@ def test_unknown_kinds_and_long_sequences_are_refused():
 # ---- compiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_compiled_norm_keeps_its_input_alone(quick_compiler, precision):
     """Eager: three saves of full-size tensors, in two storages (the widened input and the normalised one)."""
@@ -176,6 +177,7 @@ def test_a_compiled_norm_keeps_its_input_alone(quick_compiler, precision):
     assert compiled.activation_mib < eager.activation_mib * 0.55
 
 
+@pytest.mark.slow
 def test_a_compiled_block_keeps_less_and_says_what(quick_compiler):
     eager, compiled = (
         block_residuals(TINY, 2, 64, PRECISIONS["autocast-bf16"], CPU, compile=compile) for compile in (False, True)
