@@ -1,17 +1,62 @@
-"""Fixtures that several folders share; and Triton's interpreter, chosen before anything imports Triton."""
+"""How the suite is spread over workers, fixtures that several folders share, and Triton's interpreter where needed.
 
+``pytest`` starts one worker per core; named tests, ``-s`` and ``--pdb`` run in this process. Tests that share a
+fixture of their module stay together in one worker. A test marked ``timing`` runs while no other worker runs any.
+"""
+
+import fcntl
 import importlib.util
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from matplotlib.figure import Figure
 
 from tests.kernels.interpreter import interpret_without_gpu
 
-interpret_without_gpu()
+interpret_without_gpu()  # before anything imports Triton, in every worker
 ROOT = Path(__file__).resolve().parents[1]
+GATE, RUNNING = ROOT / "pyproject.toml", Path(__file__)
+"""Files that all workers can lock."""
+
+if n_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+    # Threads that wait for each other spin: two workers with two threads each take longer on two cores than one.
+    n_threads = max(1, (os.cpu_count() or 1) // n_workers)
+    os.environ.setdefault("OMP_NUM_THREADS", str(n_threads))  # of the processes that tests start
+    torch.set_num_threads(n_threads)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One worker per core, at most eight, as each holds torch; none for tests that are named or talk to a terminal."""
+    named = any("::" in argument for argument in config.args)
+    return 0 if named or config.option.capture == "no" else min(8, os.cpu_count() or 1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep tests together that share a fixture; in a worker, timings and then slow tests come first."""
+    for item in items:
+        definitions = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+        if any(definition.scope == "module" for same_name in definitions for definition in same_name):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("timing", "slow")])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Tests hold a lock together; one marked ``timing`` has it alone, and those that come later wait at the gate."""
+    with GATE.open() as gate, RUNNING.open() as running:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(running, fcntl.LOCK_EX if item.get_closest_marker("timing") else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(running, fcntl.LOCK_UN)  # closing is not enough while a process that the test forked lives
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +74,17 @@ def load_script() -> Callable[[str], ModuleType]:
         return sys.modules[name]
 
     return load
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are saved, in order."""
+    figures: list[Figure] = []
+    savefig = Figure.savefig
+
+    def save(self: Figure, *args: object, **kwargs: object) -> None:
+        figures.append(self)
+        savefig(self, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", save)
+    return figures

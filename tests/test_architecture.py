@@ -71,6 +71,7 @@ def test_costs_are_pure_arithmetic(path: Path) -> None:
     assert not [module for module in imports(path) if module.split(".")[0] in ("torch", "numpy", "pandas", "triton")]
 
 
+@pytest.mark.slow
 def test_importing_touches_nothing() -> None:
     code = """
 import os, sys, importlib, pkgutil
@@ -148,6 +149,7 @@ def test_readme_commands_parse(load_script, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(checked) >= 3
 
 
+@pytest.mark.slow
 def test_readme_library_example_runs() -> None:
     block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert block is not None

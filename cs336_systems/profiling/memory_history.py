@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from cs336_systems.profiling.memory_snapshot import MARK, Label, Snapshot, check_snapshot
+from cs336_systems.profiling.places import own_place
 
 PARAMETERS, GRADIENTS, OPTIMIZER_STATE = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, TEMPORARIES, OTHER = "activations", "temporaries", "other"
@@ -32,8 +33,6 @@ CATEGORIES = (PARAMETERS, OPTIMIZER_STATE, GRADIENTS, ACTIVATIONS, TEMPORARIES, 
 
 BEFORE = "before"
 """Phase of what existed when the log began."""
-
-_PROJECT = "cs336_systems/"
 
 
 @dataclass
@@ -55,7 +54,7 @@ class Allocation:
     @property
     def source(self) -> str:
         """The innermost place in this project, else the autograd node, else the innermost place at all."""
-        own = [place.rpartition(_PROJECT)[2] for place in self.stack if _PROJECT in place]
+        own = list(filter(None, map(own_place, self.stack)))
         if own and self.operation:
             return f"{own[0]} ({self.operation})"
         return next(iter([*own, *filter(None, [self.operation]), *self.stack]), "no Python stack")

@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.harness.clock import synchronize
+from cs336_systems.profiling.graph import graph_nodes, storage_address
 from cs336_systems.profiling.memory_history import (
     GRADIENTS,
     OPTIMIZER_STATE,
@@ -132,20 +132,16 @@ def profile_memory(case: TrainingCase, mode: str, path: Path, *, max_entries: in
 def state_labels(step: TrainStep, **inputs: Tensor) -> list[Label]:
     """Labels of what outlives a pass: parameters, buffers, optimizer state, and ``inputs`` by their names."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in step.model.named_parameters()}
-    labels = [Label(_address(parameter), PARAMETERS, name) for parameter, name in names.items()]
-    labels += [Label(_address(buffer), OTHER, name) for name, buffer in step.model.named_buffers()]
-    labels += [Label(_address(tensor), OTHER, name) for name, tensor in inputs.items()]
+    labels = [Label(storage_address(parameter), PARAMETERS, name) for parameter, name in names.items()]
+    labels += [Label(storage_address(buffer), OTHER, name) for name, buffer in step.model.named_buffers()]
+    labels += [Label(storage_address(tensor), OTHER, name) for name, tensor in inputs.items()]
     for parameter, state in step.optimizer.state.items():
         labels += [
-            Label(_address(tensor), OPTIMIZER_STATE, f"{key} of {names[parameter]}")
+            Label(storage_address(tensor), OPTIMIZER_STATE, f"{key} of {names[parameter]}")
             for key, tensor in state.items()
             if isinstance(tensor, Tensor)
         ]
     return labels
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 @contextmanager
@@ -155,7 +151,7 @@ def _labelled_gradients(step: TrainStep, labels: list[Label]) -> Iterator[None]:
     def hook_for(name: str) -> Callable[[Tensor], None]:
         def label(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            labels.append(Label(_address(parameter.grad), GRADIENTS, f"gradient of {name}"))
+            labels.append(Label(storage_address(parameter.grad), GRADIENTS, f"gradient of {name}"))
 
         return label
 
@@ -182,14 +178,7 @@ def _named_nodes(step: TrainStep) -> Iterator[Callable[[], None]]:
         return losses[0]
 
     def name_nodes() -> None:
-        seen: set[Any] = set()
-        frontier = [losses.pop().grad_fn]
-        while frontier:
-            node = frontier.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            frontier += [function for function, _ in node.next_functions]
+        for node in graph_nodes(losses.pop()):
             if node.next_functions:  # not where gradients are accumulated: a hook there could cost a copy
                 node.register_prehook(_annotator(node.name()))
 

@@ -1,6 +1,7 @@
 """Recordings of steps that several ranks take together, and what they say of communication."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 from cs336_systems.distributed.process_group import Rank
@@ -17,10 +18,7 @@ _RECORDED_STEPS = 3
 def record_phases_of_ranks(phases: Mapping[str, Callable[[], None]], rank: Rank, path: Path) -> None:
     """Run one warm-up step and a few more on all ranks, recorded by torch.profiler on rank 0 to ``path``."""
     ranged = ranged_phases(phases, warmup=1)
-    if rank.rank == 0:
-        with kineto.recording(path, rank.device):
-            time_phases_of_ranks(ranged, rank, warmup=1, steps=_RECORDED_STEPS)
-    else:
+    with kineto.recording(path, rank.device) if rank.rank == 0 else nullcontext():
         time_phases_of_ranks(ranged, rank, warmup=1, steps=_RECORDED_STEPS)
 
 

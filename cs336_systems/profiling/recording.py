@@ -4,7 +4,8 @@
     trace = read_trace(folder / "step.json.gz")
 
 The metrics hold the clock's samples three times, ``unprofiled_<phase>``, ``annotated_<phase>`` and
-``recorded_<phase>``, so that what ranges and recording cost stands beside every conclusion drawn from them.
+``recorded_<phase>``, so that what ranges and recording cost stands beside every conclusion drawn from them: as the
+quotient of two medians, ``annotation_ratio`` and ``recording_ratio``.
 """
 
 import gc
@@ -53,15 +54,11 @@ def profile_workload(workload: Workload, recorded: Workload, profiler: str, path
         raise ValueError(f"unknown profiler {profiler!r}: known are {', '.join(PROFILERS)}")
     prepared = PreparedStep(workload)
     samples_ms: dict[str, dict[str, list[float]]] = {how: {} for how in HOWS}
-    ratios = []
     for i in range(ROUNDS):
-        wholes = {}
         for how in HOWS[:2] if i % 2 == 0 else HOWS[1::-1]:
             found = prepared.run(workload.warmup, workload.steps, annotated=how == "annotated").samples_ms
-            wholes[how] = median(found[WHOLE])
             for phase, samples in found.items():
                 samples_ms[how].setdefault(phase, []).extend(samples)
-        ratios.append(wholes["annotated"] / wholes["unprofiled"])
 
     if profiler == "nsys":
         del prepared  # the child needs the memory
@@ -76,10 +73,9 @@ def profile_workload(workload: Workload, recorded: Workload, profiler: str, path
         require_kernels(trace)
 
     metrics = [Metric(f"{how}_{phase}", "ms", samples) for how in HOWS for phase, samples in samples_ms[how].items()]
-    unprofiled_ms = median(samples_ms["unprofiled"][WHOLE])
-    slowdown = median(samples_ms["recorded"][WHOLE]) / unprofiled_ms
-    metrics.append(Metric("annotation_ratio", "annotated / unprofiled", ratios))
-    metrics.append(Metric("recording_ratio", "recorded / unprofiled", [slowdown]))
+    unprofiled_ms, annotated_ms, recorded_ms = (median(samples_ms[how][WHOLE]) for how in HOWS)
+    metrics.append(Metric("annotation_ratio", "annotated / unprofiled", [annotated_ms / unprofiled_ms]))
+    metrics.append(Metric("recording_ratio", "recorded / unprofiled", [recorded_ms / unprofiled_ms]))
     return metrics + _trace_metrics(trace, unprofiled_ms)
 
 

@@ -24,24 +24,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
 
 from cs336_systems.config import ModelConfig, Precision
-from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
+from cs336_systems.model import REFERENCE_OPS, ModelOps
 from cs336_systems.model.layers import RMSNorm, RotaryEmbedding
 from cs336_systems.model.transformer import TransformerBlock
-from cs336_systems.training.loss import cross_entropy
+from cs336_systems.profiling.graph import graph_nodes, storage_address
+from cs336_systems.profiling.places import own_place
 from cs336_systems.training.precision import autocast, matmul_precision, parameter_dtype
 
 MIB = 1024**2
 
 KINDS = ACTIVATION, PARAMETER_COPY, PARAMETER, TABLE = "activation", "parameter copy", "parameter", "table"
-
-_PROJECT = "cs336_systems/"
 
 
 @dataclass(frozen=True)
@@ -124,20 +122,6 @@ def norm_residuals(
     return module_residuals(norm, (x,), precision, compile=compile)
 
 
-def model_residuals(
-    config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, device: torch.device
-) -> Residuals:
-    """Residuals of the whole model and its loss, eager, on random tokens.
-
-    Raises:
-        ValueError: ``seq_len`` is beyond the config's context length.
-    """
-    model = TransformerLM(config, device=device, dtype=parameter_dtype(precision))
-    ids, targets = (torch.randint(config.vocab_size, (batch_size, seq_len), device=device) for _ in range(2))
-    tables = {"token ids": ids, "targets": targets}
-    return _account(lambda: cross_entropy(model(ids), targets), model, precision, device, tables)
-
-
 def module_residuals(
     module: nn.Module,
     inputs: Sequence[Tensor],
@@ -206,11 +190,12 @@ def _account(
 def _source() -> str:
     """The innermost line of the model or the training code that is running, as ``model/ops.py:40 rms_norm``."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and (frame.f_code.co_filename == __file__ or _PROJECT not in frame.f_code.co_filename):
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename != __file__ and (own := own_place(f"{code.co_filename}:{frame.f_lineno} {code.co_name}")):
+            return own
         frame = frame.f_back
-    if frame is None:
-        return ""
-    return f"{frame.f_code.co_filename.rpartition(_PROJECT)[2]}:{frame.f_lineno} {frame.f_code.co_name}"
+    return ""
 
 
 @contextmanager
@@ -229,14 +214,7 @@ def _tracked_modules(module: nn.Module, path: list[str]) -> Iterator[None]:
 
 def _name_savers(output: Tensor, unpacked: list[_Save]) -> None:
     """Ask each node of the graph for what it saved: unpacking tells which saves these were."""
-    seen: set[Any] = set()
-    frontier = [output.grad_fn]
-    while frontier:
-        node = frontier.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        frontier += [function for function, _ in node.next_functions]
+    for node in graph_nodes(output):
         operation = re.sub(r"Backward\d*$", "", node.name())
         for attribute in (name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"):
             unpacked.clear()
@@ -272,18 +250,18 @@ def _name_compiled(saves: Sequence[_Save], outputs: Sequence[torch.fx.Node]) -> 
         return
     for save, node in zip(saves, outputs, strict=True):
         save.kept_by = str(node.meta.get("original_aten") or "input").removeprefix("aten.").removesuffix(".default")
-        places = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', node.meta.get("stack_trace") or "")
-        own = [(file.rpartition(_PROJECT)[2], line, name) for file, line, name in places if _PROJECT in file]
-        save.source = "{}:{} {}".format(*own[-1]) if own else ""
+        frames = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', node.meta.get("stack_trace") or "")
+        own = filter(None, (own_place(f"{file}:{line} {name}") for file, line, name in reversed(frames)))
+        save.source = next(own, "")
 
 
 def _table(saves: Sequence[_Save], module: nn.Module, tables: Mapping[str, Tensor]) -> pd.DataFrame:
     """One line per storage: see ``Residuals.tensors``."""
-    parameters = {_address(parameter): name for name, parameter in module.named_parameters()}
-    known = {_address(tensor): name for name, tensor in [*module.named_buffers(), *tables.items()]}
+    parameters = {storage_address(parameter): name for name, parameter in module.named_parameters()}
+    known = {storage_address(tensor): name for name, tensor in [*module.named_buffers(), *tables.items()]}
     groups: dict[int, list[_Save]] = {}
     for save in saves:
-        groups.setdefault(_address(save.tensor), []).append(save)
+        groups.setdefault(storage_address(save.tensor), []).append(save)
     lines = []
     for address, group in groups.items():
         whole = max((save.tensor for save in group), key=lambda tensor: (tensor.nbytes, tensor.ndim))
@@ -324,10 +302,6 @@ def _copied_parameter(tensor: Tensor, module: nn.Module) -> str | None:
             if torch.equal(flat, cast.flatten()) or torch.equal(flat, cast.mT.flatten() if cast.ndim > 1 else cast):
                 return name
     return None
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -44,6 +44,7 @@ def test_lecture_questions():
     assert value("scaling batch-limit") == 512
 
 
+@pytest.mark.slow
 def test_figures_are_drawn(tmp_path):
     for path, draw in figures(tmp_path).items():
         draw(path)

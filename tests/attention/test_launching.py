@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from cs336_systems.attention.launching import ceil_div, next_power_of_2
 from tests.attention.offline import ON_HOPPER, without_interpreter
 
@@ -79,6 +81,7 @@ assert len(launching._remembered) == 1
 """
 
 
+@pytest.mark.slow
 def test_what_is_remembered_is_what_triton_chooses(tmp_path: Path) -> None:
     script = tmp_path / "script.py"  # Triton reads the sources of its kernels
     script.write_text(ON_HOPPER + SCRIPT)

@@ -96,6 +96,7 @@ def test_lengths_that_no_tile_divides(n_queries, n_keys, causal):
     assert_all_equal_in_fp64(results_of_tiled(q, k, v, do, causal), results_of_reference(q, k, v, do, causal))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_error_is_within_the_budget_of_the_dtype(dtype, causal):

@@ -219,6 +219,7 @@ def test_gradients_that_flex_attention_lacks_are_refused_on_a_cpu():
         variant_attention(q, k.detach(), v, learned, compiled=True)
 
 
+@pytest.mark.slow
 def test_one_compiled_function_serves_every_variant(monkeypatch):
     """More variants than Dynamo's limit of 8, two of each kind: none may run another's graph."""
     traced = torch.compile(flex_attention, backend="eager", fullgraph=True)

@@ -1,9 +1,14 @@
 """What a benchmark makes of a command line on a CPU: its cells, or its exit code and what it prints."""
 
 import importlib
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 from cs336_systems.report.command_line import parse
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def experiment(question: str) -> Any:
@@ -26,3 +31,10 @@ def run(command: str, capsys: Any, *arguments: object) -> tuple[int, str, str]:
     except SystemExit as stop:
         code = stop.code
     return code, *capsys.readouterr()
+
+
+def run_in_a_process(command: str, *arguments: object) -> tuple[int, str, str]:
+    """The same in a process of its own, as a user runs it."""
+    line = [sys.executable, f"benchmarks/{command}.py", "--device", "cpu", *map(str, arguments)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    return done.returncode, done.stdout, done.stderr

@@ -66,6 +66,7 @@ def test_bad_values_are_named(arguments, message):
         cells_of("attention", *arguments)
 
 
+@pytest.mark.slow
 def test_a_small_run_on_a_cpu(tmp_path, capsys):
     cells = ["--grid", "flash", "--impl", "reference", "tiled", "sdpa-flash", "flash", "--length", "256"]
     shape = ["--d-head", "16", "--dtype", "fp32"]

@@ -22,6 +22,7 @@ def launcher(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
+@pytest.mark.slow
 def test_two_ranks_without_a_launcher(capsys, tmp_path):
     sizes = ["--size-mb", "0.01", "1", "--steps", "3", "--dtype", "bf16"]
     code, out, err = run(

@@ -60,6 +60,7 @@ def test_bad_values_are_named(arguments, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.slow
 def test_states_and_traffic_are_as_predicted_and_every_gather_is_waited_for_once(rows):
     ours, torch, ddp = (medians(rows, name) for name in ("ours", "torch", "ddp"))
     assert abs(ours["state_error"]) < 0.1

@@ -59,6 +59,7 @@ def test_bad_input_is_one_sentence(arguments, message):
         cells_of("sharded_optimizer", *arguments)
 
 
+@pytest.mark.slow
 def test_measured_bytes_are_the_predicted_ones(rows):
     """Within the 3 % asked for; on a CPU the sums are exact, and step counters are what is left over."""
     for _, cell in rows[rows["status"] == "ok"].groupby(["sharding", "repeat"]):

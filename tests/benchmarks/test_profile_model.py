@@ -1,17 +1,16 @@
 """The command as a user meets it: one real run on the CPU, then its grid, its endings and its refusals."""
 
 import gzip
-import importlib
 import json
 import re
-import subprocess
-import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from cs336_systems.experiments.profile.experiment import measure_profile, recorded_workload, trace_path, workload_of
 from cs336_systems.harness.record import Metric, read_rows
 from cs336_systems.harness.sweep import Outcome
 from cs336_systems.profiling.ranges import STEP
@@ -20,53 +19,24 @@ from cs336_systems.profiling.traces import kineto, nsys
 from cs336_systems.profiling.traces.kernels import MATMUL, kernel_class
 from cs336_systems.profiling.traces.tables import TraceError
 from cs336_systems.profiling.workload import PreparedStep
+from tests.benchmarks.commands import cells_of, run, run_in_a_process
 
-ROOT = Path(__file__).resolve().parents[2]
-FIXTURES = ROOT / "tests" / "measurement" / "traces" / "fixtures"
-
-benchmark = importlib.import_module("benchmarks.profile_model")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def started_run(tmp_path_factory):
-    """(process, its folder) of one real run, started with the first test as it takes a while."""
-    folder = tmp_path_factory.mktemp("first")
-    options = ["--device", "cpu", "--profiler", "kineto", "--raw", str(folder / "raw"), "--out", str(folder / "out")]
-    process = subprocess.Popen(
-        [sys.executable, "benchmarks/profile_model.py", *options],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process, folder
-    finally:
-        process.kill()
-        process.communicate()
+FIXTURES = Path(__file__).parents[1] / "profiling" / "traces" / "fixtures"
+SWEEP = "cs336_systems.experiments.driver.run_sweep"
 
 
 @pytest.fixture(scope="module")
-def first_run(started_run):
-    """(exit code, stdout, stderr, folder) of that run."""
-    process, folder = started_run
-    out, err = process.communicate(timeout=240)
-    return process.returncode, out, err, folder
+def first_run(tmp_path_factory):
+    """(exit code, stdout, stderr, folder) of one real run."""
+    folder = tmp_path_factory.mktemp("first")
+    options = ("--profiler", "kineto", "--raw", folder / "raw", "--out", folder / "out")
+    return *run_in_a_process("profile_model", *options), folder
 
 
 @pytest.fixture
-def command(capsys, monkeypatch):
-    """Runs ``main`` with these arguments; returns exit code, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["profile_model.py", *map(str, arguments)])
-        try:
-            code = benchmark.main()
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    return run
+def command(capsys):
+    """Runs ``main`` in this process; returns exit code, stdout and stderr."""
+    return lambda *arguments: run("profile_model", capsys, *arguments)
 
 
 @pytest.fixture
@@ -75,7 +45,7 @@ def refused(command, monkeypatch):
 
     def run(*arguments: object) -> str:
         with monkeypatch.context() as context:
-            context.setattr(benchmark, "run_sweep", lambda *args, **kwargs: pytest.fail("something was run"))
+            context.setattr(SWEEP, lambda *args, **kwargs: pytest.fail("something was run"))
             code, out, err = command(*arguments)
         assert code == 2
         assert out == ""
@@ -85,15 +55,13 @@ def refused(command, monkeypatch):
     return run
 
 
-def make_cells(line: str) -> list:
-    return benchmark.make_cells(benchmark.parse_options(line.split()))
+def cells_for(line: str, device: str = "cpu") -> list:
+    return cells_of("profile", *line.split(), device=device)
 
 
 def test_the_grid_is_the_product_of_all_sets_modes_innermost(monkeypatch):
-    line = (
-        "--device cpu --size tiny small --context-length 64 128 --dtype fp32 bf16 --compile off on --mode step forward"
-    )
-    cells = make_cells(line)
+    line = "--size tiny small --context-length 64 128 --dtype fp32 bf16 --compile off on --mode step forward"
+    cells = cells_for(line)
     assert len(cells) == len(set(cells)) == 2**5
     assert [cell.mode for cell in cells[:4]] == ["step", "forward"] * 2
     assert len({cell.name for cell in cells}) == 2**4
@@ -101,26 +69,26 @@ def test_the_grid_is_the_product_of_all_sets_modes_innermost(monkeypatch):
 
 
 def test_names_tell_workloads_apart():
-    (cell,) = make_cells("--device cpu --mode step --size XL-2026 --attention tiled --compile --optimizer torch-fused")
+    (cell,) = cells_for("--mode step --size XL-2026 --attention tiled --compile --optimizer torch-fused")
     assert cell.name == "2.7b-b1-c128-fp32-tiled-compiled-fused-kineto"
-    assert cell.recorded.warmup == 1
-    assert cell.recorded.steps == 2
+    assert recorded_workload(cell).warmup == 1
+    assert recorded_workload(cell).steps == 2
 
 
 def test_a_torn_or_foreign_file_is_one_sentence(refused, tmp_path):
     torn = tmp_path / "torn.json.gz"
     torn.write_bytes((FIXTURES / "kineto.json.gz").read_bytes()[:-2000])
-    assert f"{torn} cannot be read as a Chrome trace" in refused("--device", "cpu", "--read", torn)
+    assert f"{torn} cannot be read as a Chrome trace" in refused("--read", torn)
     foreign = tmp_path / "foreign.sqlite"
     foreign.write_bytes(b"no database" * 300)
-    assert f"{foreign} cannot be read as an nsys export" in refused("--device", "cpu", "--read", foreign)
-    assert "nowhere.sqlite: no such file" in refused("--device", "cpu", "--read", tmp_path / "nowhere.sqlite")
+    assert f"{foreign} cannot be read as an nsys export" in refused("--read", foreign)
+    assert "nowhere.sqlite: no such file" in refused("--read", tmp_path / "nowhere.sqlite")
 
 
 def test_an_nsys_export_is_shown(command, tmp_path):
     path = tmp_path / "golden.sqlite"
     path.write_bytes(gzip.decompress((FIXTURES / "nsys.sqlite.gz").read_bytes()))
-    code, out, _ = command("--device", "cpu", "--read", path, "--format", "csv")
+    code, out, _ = command("--read", path, "--format", "csv")
     assert code == 0
     assert "softmax_warp_backward" in out
     assert json.loads(out.splitlines()[-1])["ranges"] == 219
@@ -142,22 +110,23 @@ def test_an_nsys_export_is_shown(command, tmp_path):
     ],
 )
 def test_bad_values(refused, tmp_path, line, pieces):
-    message = refused("--device", "cpu", "--out", tmp_path / "new", *line.split())
+    message = refused("--out", tmp_path / "new", *line.split())
     for piece in pieces:
         assert piece in message
     assert not (tmp_path / "new").exists()
 
 
 def test_one_profiler_at_a_time(refused, command, monkeypatch):
-    code, out, err = command("--device", "cpu", "--profiler", "nsys", "kineto")
+    code, out, err = command("--profiler", "nsys", "kineto")
     assert (code, out) == (2, "")
     assert "kineto" in err
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
-    assert "already runs under nsys" in refused("--device", "cpu")
+    assert "already runs under nsys" in refused()
 
 
 def test_without_nsys_it_says_how_to_get_it(refused, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setenv("PATH", str(tmp_path))
     message = refused("--device", "cuda", "--profiler", "nsys")
     assert "developer.nvidia.com/nsight-systems" in message
@@ -178,27 +147,27 @@ def fake_recording(trace: Path):
 
 def test_a_cell_recorded_by_nsys(monkeypatch, tmp_path):
     monkeypatch.setattr(nsys, "record", fake_recording(FIXTURES / "nsys.sqlite.gz"))
-    (cell,) = make_cells("--device cpu --mode step --context-length 16")
-    cell = benchmark.replace(cell, profiler="nsys")
-    metrics = {metric.name: metric for metric in benchmark.measure_profile(cell, raw=tmp_path, out=None)}
+    (cell,) = cells_for("--mode step --context-length 16")
+    cell = replace(cell, profiler="nsys")
+    metrics = {metric.name: metric for metric in measure_profile(cell, raw=tmp_path, out=None)}
     assert metrics["recorded_step"].samples == [5.0, 6.0, 7.0]
     assert metrics["operations"].samples == [322]
     assert metrics["matmul_share"].samples[0] == pytest.approx(81, abs=1)
-    assert cell.recorded.warmup == cell.warmup
+    assert recorded_workload(cell).warmup == cell.warmup
 
 
 def test_memory_is_another_profiler(monkeypatch, tmp_path):
-    (cell,) = make_cells("--device cpu --profiler memory --mode step --context-length 16")
-    metrics = {metric.name: metric for metric in benchmark.measure_profile(cell, raw=tmp_path, out=tmp_path / "out")}
+    (cell,) = cells_for("--profiler memory --mode step --context-length 16")
+    metrics = {metric.name: metric for metric in measure_profile(cell, raw=tmp_path, out=tmp_path / "out")}
     assert metrics["eager_block_activations_mib"].unit == "MiB"
     assert len(list((tmp_path / "out").glob("memory-tiny-*.md"))) == 1
 
 
 def test_a_program_that_prints_no_times_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(nsys, "record", lambda program, report: nsys.Recording(report, "Generating report\n"))
-    (cell,) = make_cells("--device cpu --mode forward --context-length 16")
+    (cell,) = cells_for("--mode forward --context-length 16")
     with pytest.raises(TraceError, match="printed no times"):
-        benchmark.measure_profile(benchmark.replace(cell, profiler="nsys"), raw=tmp_path, out=None)
+        measure_profile(replace(cell, profiler="nsys"), raw=tmp_path, out=None)
 
 
 def test_the_cells_that_succeeded_get_their_digest(command, monkeypatch, tmp_path):
@@ -209,9 +178,9 @@ def test_the_cells_that_succeeded_get_their_digest(command, monkeypatch, tmp_pat
                 outcome.metrics, outcome.status = measure(cell), "ok"
             yield outcome
 
-    monkeypatch.setattr(benchmark, "run_sweep", sweep_here)
-    monkeypatch.setattr(benchmark, "measure_profile", fail_in_forward)
-    code, out, _ = command("--device", "cpu", "--raw", tmp_path, "--out", tmp_path / "out")
+    monkeypatch.setattr(SWEEP, sweep_here)
+    monkeypatch.setattr("cs336_systems.experiments.profile.experiment.measure_profile", fail_in_forward)
+    code, out, _ = command("--raw", tmp_path, "--out", tmp_path / "out")
     assert code == 1
     cells = json.loads(out.splitlines()[-1])["cells"]
     assert [cell["status"] for cell in cells] == ["error", "ok"]
@@ -224,7 +193,7 @@ def fail_in_forward(cell, *, raw, out):
     """Stands in for ``measure_profile``."""
     if cell.mode == "forward":
         raise TraceError("no kernels")
-    path = cell.trace_path(raw)
+    path = trace_path(cell, raw)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes((FIXTURES / "kineto.json.gz").read_bytes())
     phases = ("forward", "backward", "optimizer", "step")
@@ -236,9 +205,9 @@ def fail_in_forward(cell, *, raw, out):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_backward_is_attributed_on_a_gpu(tmp_path):
-    (cell,) = make_cells("--device cuda --mode step --size small --context-length 128 --steps 2 --recorded-steps 2")
-    benchmark.measure_profile(cell, raw=tmp_path, out=None)
-    trace = kineto.read(cell.trace_path(tmp_path))
+    (cell,) = cells_for("--mode step --size small --context-length 128 --steps 2 --recorded-steps 2", "cuda")
+    measure_profile(cell, raw=tmp_path, out=None)
+    trace = kineto.read(trace_path(cell, tmp_path))
     backward = trace.instances("backward", inside="step")
     held = trace.operations(backward)
     assert (held["launch_tid"] != backward["tid"].iloc[0]).mean() > 0.9
@@ -250,8 +219,8 @@ def test_backward_is_attributed_on_a_gpu(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_annotation_changes_no_kernel_on_a_gpu(tmp_path):
     """The same number of kernels, copies and fills with ranges and without."""
-    (cell,) = make_cells("--device cuda --mode step --size small --context-length 128")
-    prepared = PreparedStep(cell.workload)
+    (cell,) = cells_for("--mode step --size small --context-length 128", "cuda")
+    prepared = PreparedStep(workload_of(cell))
     counts = []
     for annotated in (False, True):
         prepared.run(2, 1, annotated=annotated)
@@ -262,6 +231,7 @@ def test_annotation_changes_no_kernel_on_a_gpu(tmp_path):
     assert counts[0] == counts[1] > 100
 
 
+@pytest.mark.slow
 def test_a_bare_run_on_a_cpu_ends_in_a_digest_and_json(first_run):
     code, out, err, folder = first_run
     assert code == 0, err
@@ -280,20 +250,23 @@ def test_a_bare_run_on_a_cpu_ends_in_a_digest_and_json(first_run):
     assert str(folder / "out" / f"{name}.md") in out
 
 
+@pytest.mark.slow
 def test_rows_hold_what_measuring_costs(first_run):
     rows = read_rows(first_run[3] / "out" / "profile_model.csv")
     step = rows[rows["mode"] == "step"].set_index("metric")
     assert {"unprofiled_step", "annotated_step", "recorded_step", "annotated_backward"} <= set(step.index)
     assert step.loc["unprofiled_step", "n"] == ROUNDS * 3
     assert step.loc["recorded_step", "n"] == 2
-    assert step.loc["annotation_ratio", "n"] == ROUNDS
+    quotient = step.loc["annotated_step", "median"] / step.loc["unprofiled_step", "median"]
+    assert step.loc["annotation_ratio", "median"] == pytest.approx(quotient, rel=1e-5)
     assert step.loc["matmul_share", "median"] > 0
     assert "idle" not in step.index
 
 
+@pytest.mark.slow
 def test_the_trace_of_the_run_can_be_read_again(first_run, command):
     path = first_run[3] / "raw" / "tiny-b1-c128-fp32-kineto" / "step.json.gz"
-    code, out, _ = command("--device", "cpu", "--read", path)
+    code, out, _ = command("--read", path)
     assert code == 0
     assert "layers.1.ffn.w2 (backward)" in out
     assert "aten::mm" in out

@@ -103,6 +103,7 @@ POLICIES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("config", [PLAIN, GROUPED, replace(PLAIN, n_layers=7)], ids=["three", "two-grouped", "seven"])
 def test_what_a_policy_runs_again_is_what_torch_dispatches(config, policy):

@@ -110,6 +110,7 @@ def test_a_block_keeps_the_listed_tensors(config, precision, batch_size, seq_len
     assert storage_bytes(kept) == total_bytes(listed) + block_cast_bytes(config, precision)
 
 
+@pytest.mark.slow
 @each_saved_case
 def test_the_model_and_its_loss_keep_the_predicted_bytes(config, precision, batch_size, seq_len):
     kept = kept_by_autograd(config, precision, batch_size, seq_len, whole_model=True)
@@ -263,6 +264,7 @@ LIVE_CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "context_length", "precision", "mode"), LIVE_CASES)
 def test_peak_is_what_is_alive_on_a_cpu(size, context_length, precision, mode):
     """Within 1 %; forward may be predicted up to 10 % higher: log-sum-exp's own temporary passes no dispatcher."""
@@ -281,6 +283,7 @@ def test_peak_is_what_is_alive_on_a_cpu(size, context_length, precision, mode):
 POLICIES = ("full", "every-2", "every-3", "every-9", "first-2", "recursive", "keep-matmuls", "keep-attention")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", POLICIES)
 @pytest.mark.parametrize(
     ("size", "context_length", "precision", "mode"),
@@ -330,6 +333,7 @@ def allocated_at_peak(config: ModelConfig, precision: str, mode: str, optimizer:
     return peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tied", "precision", "mode", "optimizer", "moment"),
     [

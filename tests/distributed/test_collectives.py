@@ -43,6 +43,7 @@ def found(request):
     return spawn(exchange_all, request.param, timeout_s=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_collective_gives_the_right_elements_and_notices_wrong_ones(found, collective):
     for rank, by_rank in enumerate(found):

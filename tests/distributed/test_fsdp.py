@@ -415,6 +415,7 @@ def test_on_two_ranks(two, check):
     assert [ended[check.__name__] for ended in two] == [None, None]
 
 
+@pytest.mark.slow
 def test_on_four_ranks_and_on_one():
     for world_size, checks in ((4, ON_FOUR), (1, ON_ONE)):
         for ended in spawn(run_checks, world_size, checks, timeout_s=120):

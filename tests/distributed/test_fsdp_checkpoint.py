@@ -123,6 +123,7 @@ def same_bits(left, right):
     return left.keys() == right.keys() and all((left[name] == right[name]).all() for name in right)
 
 
+@pytest.mark.slow
 def test_the_newest_ones_are_kept_and_say_what_they_hold(saved):
     folder, _ = saved
     assert [path.name for path in complete_checkpoints(folder / "torch")] == ["step-00000001", "step-00000002"]
@@ -132,6 +133,7 @@ def test_the_newest_ones_are_kept_and_say_what_they_hold(saved):
     assert marker["optimizer"][0]["betas"] == [0.8, 0.9]
 
 
+@pytest.mark.slow
 def test_a_save_that_is_killed_leaves_the_one_before_and_any_number_of_ranks_reads_it(saved):
     folder, _ = saved
     with pytest.raises(RankFailed):
@@ -154,6 +156,7 @@ def test_a_save_that_is_killed_leaves_the_one_before_and_any_number_of_ranks_rea
                 torch.testing.assert_close(torch.from_numpy(resumed[name][1][key]), torch.from_numpy(value))
 
 
+@pytest.mark.slow
 def test_as_many_ranks_go_on_with_the_same_bits(saved):
     folder, before = saved
     for resumed in spawn(resume_and_go_on, 2, folder, timeout_s=120):
@@ -161,6 +164,7 @@ def test_as_many_ranks_go_on_with_the_same_bits(saved):
             assert all(map(same_bits, resumed[name], before[0][name]))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused(saved):
     folder, _ = saved
     for messages in spawn(load_what_does_not_fit, 2, folder, timeout_s=60):

@@ -80,6 +80,7 @@ def slurm_job(tmp_path_factory):
     job.wait()
 
 
+@pytest.mark.slow
 def test_static_rendezvous_makes_two_nodes_and_tells_the_first_error(static_agents):
     for number, (code, stdout, stderr) in enumerate([output_of(agent) for agent in static_agents]):
         assert said_by_ranks(stdout) == [[number, 0, 2, 21, "1"]] * 2, stderr
@@ -87,12 +88,14 @@ def test_static_rendezvous_makes_two_nodes_and_tells_the_first_error(static_agen
         assert ("ArithmeticError: rank 1 cannot go on" in stderr) == (number == 1)
 
 
+@pytest.mark.slow
 def test_c10d_rendezvous_under_slurm_makes_two_nodes(slurm_job):
     code, stdout, stderr = output_of(slurm_job)
     assert code == 0, stderr
     assert said_by_ranks(stdout) == [[number, 0, 2, 21, *AWKWARD] for number in (0, 0, 1, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "variables", "message"),
     [
@@ -109,6 +112,7 @@ def test_recipes_name_what_is_missing(script, variables, message):
     assert message in stderr
 
 
+@pytest.mark.slow
 def test_a_recipe_needs_something_to_run():
     code, _, stderr = output_of(start(["bash", str(RECIPES / "multi_node.sh")], NNODES="1", MASTER_ADDR="here"))
     assert (code, stderr) == (2, "multi_node.sh: nothing to run; give a script and its arguments\n")

@@ -176,6 +176,7 @@ def test_ctrl_c_ends_the_ranks(tmp_path):
     assert all_gone(tmp_path)
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_parent_that_is_killed(parent):
     process, folder = parent
     wait_for_ranks(folder)

@@ -464,6 +464,7 @@ def other_worlds(rank: Rank, checkpoint: bytes) -> list[torch.Tensor]:
     return go_on(rank, checkpoint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_a_checkpoint_of_two_ranks_goes_on_alike_in_another_world(two_ranks, world_size):
     expected = Toy()

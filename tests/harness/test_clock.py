@@ -37,6 +37,7 @@ def test_sample_counts(warmup, steps):
     assert len(times.warmup_ms) == warmup
 
 
+@pytest.mark.timing
 def test_parts_add_up_to_the_whole_step_by_step():
     samples = time_phases({"a": sleep_5_ms, "b": nothing, "c": sleep_5_ms}, device=CPU, warmup=0, steps=4).samples_ms
     for a, b, c, whole in zip(samples["a"], samples["b"], samples["c"], samples[WHOLE], strict=True):
@@ -44,6 +45,7 @@ def test_parts_add_up_to_the_whole_step_by_step():
         assert whole >= 10
 
 
+@pytest.mark.timing
 def test_a_sleep_reads_as_long_as_it_is_and_in_its_own_phase():
     samples = time_phases({"idle": nothing, "asleep": sleep_5_ms}, device=CPU, warmup=1, steps=10).samples_ms
     assert min(samples["asleep"]) >= 5
@@ -51,6 +53,7 @@ def test_a_sleep_reads_as_long_as_it_is_and_in_its_own_phase():
     assert median(samples["idle"]) < 1
 
 
+@pytest.mark.timing
 def test_warm_up_is_kept_apart():
     durations = iter([0.05, 0.05, 0.0, 0.0, 0.0])
     times = time_phases({"a": lambda: time.sleep(next(durations))}, device=CPU, warmup=2, steps=3)
@@ -58,6 +61,7 @@ def test_warm_up_is_kept_apart():
     assert median(times.samples_ms["a"]) < 25
 
 
+@pytest.mark.timing
 def test_time_kernel_counts_and_durations():
     calls = []
     samples = time_kernel(lambda: (calls.append(None), sleep_5_ms()), device=CPU, warmup=3, samples=10)

@@ -25,6 +25,7 @@ def sweep(whats, timeout_s=60.0, row_file=None, world_size=2, folder=""):
     return list(run_sweep("bench", cells, measure, row_file=row_file, **limits))
 
 
+@pytest.mark.slow
 def test_cells_in_ranks_of_their_own_end_as_rows(tmp_path, capfd):
     whats = ["ok", "unsupported", "MemoryError on rank 1", "SIGKILL on rank 1", "ok"]
     csv = tmp_path / "rows.csv"
@@ -70,6 +71,7 @@ def test_ranks_that_would_time_different_numbers_of_steps_hear_of_it():
     )
 
 
+@pytest.mark.slow
 def test_under_a_launcher_failed_cells_are_rows_and_the_rest_still_runs(tmp_path):
     cells = ["ok@2", "MemoryError on rank 1@2", "unsupported@2", "late@2", "ok@3", "ok@2", "stuck@2", "ok@2"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -175,6 +175,7 @@ def test_a_crash_is_no_oom_even_if_the_kernel_killed_something_else(monkeypatch)
     assert run("os._exit").status == "error"
 
 
+@pytest.mark.timing
 def test_a_timeout_kills_the_cell_and_all_that_it_started(tmp_path):
     started = time.perf_counter()
     outcome = run("sleep", tmp_path, timeout_s=1.5)
@@ -268,6 +269,7 @@ def test_a_full_disk_ends_the_sweep_with_every_earlier_row_on_disk(tmp_path, mon
     assert list(read_rows(tmp_path / "rows.csv")["metric"]) == ["value", "rate"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(scripts):
     process, folder = scripts[0]
     cell, grandchild = wait_for_pids(folder, 60)

@@ -16,6 +16,7 @@ from cs336_systems.profiling.memory_snapshot import MARK, Snapshot
 from cs336_systems.training import TrainingCase, assemble
 
 US_PER_EVENT = 1000
+TORCH = str(Path(torch.__file__).parent)
 
 
 class EventLog:
@@ -68,7 +69,7 @@ class EventLog:
 
 def place(text: str) -> dict[str, Any]:
     """``file:line function`` as a frame of a snapshot."""
-    where, _, name = text.partition(" ")
+    where, _, name = text.rpartition(" ")
     file, _, line = where.rpartition(":")
     return {"filename": file, "line": int(line), "name": name}
 
@@ -98,7 +99,7 @@ def own_frames() -> tuple[str, ...]:
     frames, frame = [], sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/torch/" not in file and file != __file__:
+        if not file.startswith(TORCH) and file != __file__:
             frames.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return tuple(frames)
@@ -114,7 +115,7 @@ def simulated_snapshot(setup: TrainingCase, batch_size: int, mode: str) -> Snaps
     def annotate(text: str) -> None:
         log.metadata = text
 
-    patches = {"_address": address_of, "annotate": annotate}
+    patches = {"storage_address": address_of, "annotate": annotate}
     with WatchedStorages(log), patch.multiple(memory_profile, **patches):
         step = assemble(setup)
         ids, targets = (torch.zeros(batch_size, setup.config.context_length, dtype=torch.int64) for _ in range(2))

@@ -9,7 +9,7 @@ from torch import nn
 
 from cs336_systems.config import MODEL_SIZES, PRECISIONS
 from cs336_systems.costs.activations import block_cast_bytes, block_saved_tensors, saved_bytes, total_bytes
-from cs336_systems.model import REFERENCE_OPS
+from cs336_systems.model import REFERENCE_OPS, TransformerLM
 from cs336_systems.profiling.residuals import (
     ACTIVATION,
     KINDS,
@@ -18,10 +18,11 @@ from cs336_systems.profiling.residuals import (
     PARAMETER_COPY,
     TABLE,
     block_residuals,
-    model_residuals,
     module_residuals,
     norm_residuals,
 )
+from cs336_systems.training import cross_entropy
+from cs336_systems.training.precision import parameter_dtype
 
 CPU = torch.device("cpu")
 TINY = MODEL_SIZES["tiny"]
@@ -40,6 +41,17 @@ def quick_compiler():
     with torch._inductor.config.patch({"cpp.vec_isa_ok": False}):
         yield
     torch.compiler.reset()
+
+
+class ModelAndLoss(nn.Module):
+    """A step's forward."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, targets):
+        return cross_entropy(self.model(ids), targets)
 
 
 def activations(residuals):
@@ -62,10 +74,13 @@ def test_a_block_keeps_what_is_predicted(config, precision, batch):
 @pytest.mark.parametrize("precision", CPU_PRECISIONS)
 def test_the_model_keeps_what_is_predicted(precision):
     precision = PRECISIONS[precision].on("cpu")
-    residuals = model_residuals(TINY, 2, 32, precision, CPU)
+    ids, targets = (torch.randint(TINY.vocab_size, (2, 32)) for _ in range(2))
+    module = ModelAndLoss(TransformerLM(TINY, dtype=parameter_dtype(precision)))
+    tables = {"token ids": ids, "targets": targets}
+    residuals = module_residuals(module, (ids, targets), precision, tables=tables)
     kept = residuals.activation_mib + residuals.mib(PARAMETER_COPY)
     assert kept * MIB == saved_bytes(TINY, 2, 32, precision)
-    modules = set(activations(residuals)["module"])
+    modules = set(activations(residuals)["module"].str.removeprefix("model."))
     assert {"layers.0.ln1", "layers.1.ffn.w2", "ln_final", "lm_head"} <= modules
     assert set(residuals.tensors.loc[residuals.tensors["kind"] == TABLE, "module"]) >= {"token ids", "targets"}
 
@@ -144,6 +159,7 @@ def test_unknown_kinds_and_long_sequences_are_refused():
 # ---- compiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_compiled_norm_keeps_its_input_alone(quick_compiler, precision):
     """Eager: three saves of full-size tensors, in two storages (the widened input and the normalised one)."""
@@ -161,6 +177,7 @@ def test_a_compiled_norm_keeps_its_input_alone(quick_compiler, precision):
     assert compiled.activation_mib < eager.activation_mib * 0.55
 
 
+@pytest.mark.slow
 def test_a_compiled_block_keeps_less_and_says_what(quick_compiler):
     eager, compiled = (
         block_residuals(TINY, 2, 64, PRECISIONS["autocast-bf16"], CPU, compile=compile) for compile in (False, True)

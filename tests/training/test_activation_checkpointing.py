@@ -75,6 +75,7 @@ def test_any_number_of_layers_will_do(policy, n_layers):
     assert_same_bits(after_backward(policy, config), after_backward("none", config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("attention", ["tiled", "sdpa-flash"])
 def test_other_attentions_have_the_same_bits(policy, attention):
@@ -86,6 +87,7 @@ def test_other_attentions_have_the_same_bits(policy, attention):
     assert_same_bits(after_backward(policy, attention=attention), after_backward("none", attention=attention))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_frozen_embedding_feeds_blocks_that_still_learn(policy):
     """The first block's input needs no gradient then, which the older kind of checkpointing takes for all of it."""
@@ -105,6 +107,7 @@ def test_a_frozen_embedding_feeds_blocks_that_still_learn(policy):
     assert all(torch.equal(checkpointed[name], plain[name]) for name in plain.keys() - frozen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_parameters_keep_their_names_and_steps_stay_the_same(policy):
     checkpointed, plain = (assemble(TrainingCase.of(CONFIG, checkpoint=name)) for name in (policy, "none"))
@@ -144,6 +147,7 @@ def test_nothing_but_the_input_of_a_segment_is_kept():
     assert [tuple(t.shape) for t in kept if t.numel() and t.data_ptr() not in shared] == [(2, 16, 32)] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "products"), [("keep-matmuls", 0), ("keep-attention", 4 + 2 + 1), ("full", 9 - 1)])
 def test_selective_policies_multiply_again_what_they_did_not_keep(policy, products):
     """A block has nine: four projections, two of attention, three of the feed-forward, whose last is always spared."""
@@ -180,6 +184,7 @@ def backend(monkeypatch):
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "precision"),
     [
@@ -198,6 +203,7 @@ def test_compiled_blocks_have_the_same_bits_in_one_graph_for_all(backend, policy
     assert any(block._compiled_call_impl is not None for block in step.model.layers) == (policy not in SELECTIVE)
 
 
+@pytest.mark.slow
 def test_what_a_compiled_block_keeps_is_what_its_policy_says(backend):
     """Two sequences, four heads, 16 tokens: keep-matmuls has the scores, keep-attention its result alone."""
     model = TransformerLM(CONFIG)

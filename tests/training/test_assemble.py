@@ -72,6 +72,7 @@ def test_an_unknown_optimizer_is_refused_by_name():
         assemble(TrainingCase.of(CONFIG, optimizer="sgd"))
 
 
+@pytest.mark.slow
 def test_compiled_steps_have_the_losses_of_eager_ones():
     """The budget is the eager error against fp64, and one rounding of such a loss where that happens to vanish."""
     eager, compiled, oracle = (assemble(TrainingCase.of(CONFIG, compile=flag)) for flag in ("off", "on", "off"))

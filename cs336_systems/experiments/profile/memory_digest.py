@@ -9,7 +9,6 @@ says so. Run it in a process of its own, as the sweep does: it assembles the who
 """
 
 import gc
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from cs336_systems.experiments.profile.memory_tables import (
 from cs336_systems.experiments.profile.memory_timeline import draw_memory_timeline
 from cs336_systems.harness.provenance import host_name
 from cs336_systems.profiling.memory_profile import MemoryProfile, profile_memory
+from cs336_systems.profiling.places import short_place
 from cs336_systems.profiling.residuals import PARAMETER_COPY, block_residuals, norm_residuals
 from cs336_systems.training import check_supported
 from cs336_systems.training.assemble import case_ops
@@ -202,15 +202,9 @@ def _profile_parts(profile: MemoryProfile, name: str) -> list[str]:
         if allocation.stack and allocation.stack not in shown and len(shown) < _STACKS:
             shown.add(allocation.stack)
             places = [place for place in allocation.stack if not place.endswith(_MODULE_CALLS)]
-            stack = "\n".join(_short_place(place) for place in places[:_STACK_FRAMES])
+            stack = "\n".join(map(short_place, places[:_STACK_FRAMES]))
             parts.append(f"Stack of {allocation.n_bytes / MIB:,.2f} MiB in {allocation.phase}:\n\n```\n{stack}\n```")
     return [
         *parts,
         f"All of them: `{name}-allocations.csv`; the snapshot for pytorch.org/memory_viz: `{profile.path.name}`.",
     ]
-
-
-def _short_place(place: str) -> str:
-    """A frame without the folders that differ between machines."""
-    known = re.search(r"(?:cs336_systems|site-packages|dist-packages|torchinductor_\w+)/.*", place)
-    return known[0] if known else place.rpartition("/")[2]

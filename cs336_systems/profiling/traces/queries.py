@@ -2,7 +2,7 @@
 
     times(trace, trace.instances("forward", inside="step"))    how long a range kept the device
     kernel_table(...)                                          what ran in it, how often, with which share
-    class_shares(...)                                          matmul against the rest
+    class_times(...)                                           matmul against the rest
     limits(trace)                                              is the step bound by compute, memory or overhead?
     overlap(trace)                                             communication hidden behind compute, by stream
     slowdown(alone, beside)                                    what communication costs the kernels it runs beside
@@ -134,8 +134,6 @@ class Limits:
     """Nothing runs."""
     late_gaps: float
     """Times per step that the device is idle although it has finished all it was given: the host was late."""
-    late_ms: float
-    """Idle time in those gaps, as recorded."""
     traced_step_ms: float
     """The step as it was recorded; recording slows launches, so its idle time is not the step's own."""
 
@@ -163,7 +161,7 @@ def limits(trace: Trace, step_ms: float | None = None) -> Limits:
             the busy time; kernels run as long under a profiler as without, launches do not.
     """
     steps = trace.instances(STEP)
-    traced = compute = memory = communication = late = n_late = 0
+    traced = compute = memory = communication = n_late = 0
     for index, row in steps.iterrows():
         ops = trace.operations(steps.loc[[index]]).sort_values("start", kind="stable")
         if ops.empty:
@@ -178,9 +176,7 @@ def limits(trace: Trace, step_ms: float | None = None) -> Limits:
         traced += int(ops["end"].max() - row["start"])
         idle = np.concatenate([[[row["start"], busy[0, 0]]], gaps(busy)])
         launched = ops["launch_start"].to_numpy()[np.searchsorted(ops["start"].to_numpy(), idle[:, 1])]
-        late_idle = idle[launched >= idle[:, 0]]
-        n_late += len(late_idle)
-        late += length(late_idle)
+        n_late += int((launched >= idle[:, 0]).sum())
     count = len(steps)
     traced_ms, busy_ms = traced / count / MS, (compute + memory + communication) / count / MS
     whole_ms = max(traced_ms if step_ms is None else step_ms, busy_ms)
@@ -191,7 +187,6 @@ def limits(trace: Trace, step_ms: float | None = None) -> Limits:
         communication_ms=communication / count / MS,
         idle_ms=whole_ms - busy_ms,
         late_gaps=n_late / count,
-        late_ms=late / count / MS,
         traced_step_ms=traced_ms,
     )
 

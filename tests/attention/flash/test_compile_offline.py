@@ -32,6 +32,7 @@ print(json.dumps({"ptx": compiled.asm["ptx"], "metadata": {"shared": compiled.me
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "d_head", "most_spilled_bytes"), [("dkdv", 64, 128), ("dkdv", 128, 16)])
 def test_tile_compiles_for_hopper(kernel: str, d_head: int, most_spilled_bytes: int) -> None:
     found = report(COMPILE, kernel, d_head)

@@ -144,6 +144,7 @@ def test_twice_in_one_graph() -> None:
     assert torch.equal(leaf.grad, once.grad)
 
 
+@pytest.mark.slow
 def test_operators_pass_opcheck() -> None:
     q, k, v, do = (strided(x)[i % 2] for i, x in enumerate(make("cpu", heads=2, n_queries=5)))
     torch.library.opcheck(forward_op, (q, k, v, True, 0.25))
@@ -151,6 +152,7 @@ def test_operators_pass_opcheck() -> None:
     torch.library.opcheck(backward_op, (q, k, v, o, lse, do, True, 0.25, True, False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_without_graph_breaks(dynamic: bool) -> None:
     torch.compiler.reset()

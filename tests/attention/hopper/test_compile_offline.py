@@ -28,6 +28,7 @@ print(json.dumps({"ptx": kernel.asm["ptx"], "metadata": metadata}))
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "d_head", "most_spilled_bytes"),
     [("forward", 64, 0), ("forward", 128, 0), ("backward", 64, 0), ("backward", 128, 256)],

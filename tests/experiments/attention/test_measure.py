@@ -32,6 +32,7 @@ def cell(**values) -> AttentionCell:
     return AttentionCell(**(defaults | values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in VARIANTS if "softcap" not in name])
 def test_a_dense_mask_is_the_variant(name):
     torch.manual_seed(0)

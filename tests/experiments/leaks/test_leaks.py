@@ -160,6 +160,7 @@ def test_predicted_knee_of_an_h200(load):
     assert load("roofline_knee").predicted_knee(66.9e12, 4.3e12) == pytest.approx(62.2, abs=0.1)
 
 
+@pytest.mark.slow
 @torch._inductor.config.patch({"cpp.vec_isa_ok": False})  # scalar code compiles in a third of the time
 def test_every_chain_computes_the_same(load):
     script = load("roofline_knee")
@@ -268,6 +269,7 @@ def test_launch_overhead_runs(load, capsys, tmp_path):
     assert set(rows["metric"]) == {"eager", "issue"}
 
 
+@pytest.mark.slow
 def test_flops_against_time_runs(load, capsys, tmp_path):
     arguments = ["--compile", "off", "--steps", "1", "--batch-size", "1", "--context-length", "32"]
     found, rows = check_run(load("flops_against_time"), arguments, capsys, tmp_path)

@@ -31,6 +31,7 @@ def test_the_answers_of_the_4d_question(script, capsys):
     assert math.ceil(answer["tokens per device, max, rings of n"]) == 320
 
 
+@pytest.mark.slow
 def test_figures_are_written_where_asked(script, capsys, tmp_path):
     for question in ("pipeline", "scaling", "failures"):
         path = tmp_path / f"{question}.png"

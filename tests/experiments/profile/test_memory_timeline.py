@@ -1,7 +1,6 @@
 """The picture of a log: that it is drawn, and that what it says is in the history."""
 
 import pytest
-from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from cs336_systems.config import MODEL_SIZES
@@ -11,17 +10,6 @@ from cs336_systems.training import TrainingCase
 from tests.profiling.snapshots import EventLog, simulated_snapshot
 
 GIB = 1024**3
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures that were saved."""
-    figures = []
-    savefig = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *args, **kwargs: (figures.append(self), savefig(self, *args, **kwargs))
-    )
-    return figures
 
 
 def texts(figure):

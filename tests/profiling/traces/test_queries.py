@@ -89,7 +89,6 @@ def test_a_steps_time_is_split_over_what_binds_it(two_steps):
     assert found.traced_step_ms == found.step_ms == 9
     assert found.idle_ms == 3
     assert found.late_gaps == 2
-    assert found.late_ms == 3
     assert found.idle_percent == pytest.approx(100 / 3)
 
 
@@ -118,7 +117,6 @@ def test_a_gap_before_a_kernel_that_was_queued_is_not_the_hosts_fault(trace_of):
     found = limits(trace_of(ops, ms_ranges(("step", 0, 4, CALLER))))
     assert found.idle_ms == 2
     assert found.late_gaps == 1
-    assert found.late_ms == 1
 
 
 def test_overlap_of_communication_with_compute(trace_of):
