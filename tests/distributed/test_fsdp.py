@@ -82,7 +82,7 @@ def check_parity(rank, make, optimizer, loss_function=loss_of, n_words=11, dtype
     for name, parameter in reference.named_parameters(remove_duplicate=False):
         torch.testing.assert_close(full[name], parameter.detach(), **close)
     assert same_on_all_ranks(full)
-    assert all(group.whole_bytes == 0 or group is fsdp.groups[0] for group in fsdp.groups)
+    assert all(group.unsharded_bytes == 0 or group is fsdp.groups[0] for group in fsdp.groups)
 
 
 def wide_loss(output, targets):
@@ -217,14 +217,29 @@ def unusual_orders_of_passes(rank):
     fsdp.eval()
     with torch.no_grad():
         torch.testing.assert_close(fsdp(first), reference(first))
-    assert all(group.whole_bytes == 0 for group in fsdp.groups)
+    assert all(group.unsharded_bytes == 0 for group in fsdp.groups)
+
+
+def a_unit_called_after_forward(rank):
+    """As by code that computes the loss in chunks, outside of the model."""
+    torch.manual_seed(0)
+    reference = Blocks(tied=False)
+    fsdp = FSDP(copy.deepcopy(reference))
+    (ids,) = batches(1)
+    for _ in range(3):
+        for model, inner, rows in ((reference, reference, ids), (fsdp, fsdp.module, own_rows(ids, rank))):
+            wide_loss(model(rows) + inner.head(inner.embedding(rows)), rows).backward()
+        fsdp.finish_gradient_synchronization()
+        assert all(group.unsharded_bytes == 0 for group in fsdp.groups)
+    for name, gradient in full_gradients(fsdp).items():
+        torch.testing.assert_close(gradient, reference.get_parameter(name).grad)
 
 
 def an_error_inside_leaves_shards_in_place(rank):
     fsdp = FSDP(Blocks())
     with pytest.raises(IndexError):
         fsdp(torch.full((1, 2), 99))
-    assert all(group.whole_bytes == 0 for group in fsdp.groups)
+    assert all(group.unsharded_bytes == 0 for group in fsdp.groups)
     wide_loss(fsdp(batches(1)[0]), batches(1)[0]).backward()
     fsdp.finish_gradient_synchronization()
 
@@ -379,6 +394,7 @@ ON_TWO = [
     gradients_that_no_sharded_layer_announces,
     accumulation_equals_one_large_batch,
     unusual_orders_of_passes,
+    a_unit_called_after_forward,
     an_error_inside_leaves_shards_in_place,
     weights_that_a_module_moves_are_told,
     half_precision_equals_the_same_arithmetic_in_one_process,
