@@ -256,7 +256,8 @@ class _View:
                 else:
                     raise ValueError(
                         f"optimizer state {key} of {name} has shape {tuple(value.shape)}, its shard "
-                        f"{tuple(sharded_param.shape)}: only states like the shard can be read by other numbers of ranks"
+                        f"{tuple(sharded_param.shape)}: only states like the shard can be read by other "
+                        "numbers of ranks"
                     )
         return tensors
 

@@ -1,7 +1,7 @@
 """The sharded optimizer against one process: the same parameters, a share of the state, and no more sent than stated.
 
 Most checks run on two ranks that are started once; each rank asserts for itself. A bucket holds a few tensors of a
-small model, so that every step has several waves, and the ranks' shards cut tensors.
+small model, so that every step has several buckets, and the ranks' shards cut tensors.
 """
 
 import copy
