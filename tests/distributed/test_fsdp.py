@@ -5,7 +5,6 @@ Worlds are started once per module; each check runs on all ranks of them and rep
 
 import copy
 import math
-import traceback
 import weakref
 
 import pytest
@@ -20,6 +19,7 @@ from cs336_systems.harness.traffic import Traffic
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.transformer import TransformerBlock
 
+from .checks import failures, run_checks, world_of
 from .fsdp_models import Block, Blocks, Menagerie, full_gradients, same_on_all_ranks
 
 SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1})
@@ -407,30 +407,16 @@ ON_FOUR = [parity_of_blocks_with_sgd, parity_of_every_kind_of_parameter]
 ON_ONE = [parity_of_blocks_with_adamw]
 
 
-def run_checks(rank: Rank, checks):
-    """How each check ended on this rank: None, or its traceback."""
-    ended = {}
-    for check in checks:
-        try:
-            check(rank)
-            ended[check.__name__] = None
-        except Exception:
-            ended[check.__name__] = traceback.format_exc()
-            print(ended[check.__name__])
-    return ended
-
-
-@pytest.fixture(scope="module")
-def two():
-    return spawn(run_checks, 2, ON_TWO, timeout_s=120)
+two = world_of(2, ON_TWO)
 
 
 @pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
 def test_on_two_ranks(two, check):
-    assert [ended[check.__name__] for ended in two] == [None, None]
+    assert failures(two, check) == []
 
 
-def test_on_four_ranks_and_on_one():
-    for world_size, checks in ((4, ON_FOUR), (1, ON_ONE)):
-        for ended in spawn(run_checks, world_size, checks, timeout_s=120):
-            assert set(ended.values()) == {None}
+@pytest.mark.parametrize(("world_size", "checks"), [(4, ON_FOUR), (1, ON_ONE)])
+def test_on_four_ranks_and_on_one(world_size, checks):
+    world = spawn(run_checks, world_size, checks, timeout_s=120)
+    for check in checks:
+        assert failures(world, check) == []

@@ -18,13 +18,13 @@ from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.fsdp import model_units, state_bytes, step_traffic
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.fsdp_parameters import GroupState
-from cs336_systems.distributed.process_group import spawn
 from cs336_systems.harness.traffic import MATMUL, Traffic
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.transformer import TransformerBlock
 
+from .checks import failures, world_of
 from .fsdp_models import Block, Blocks, full_gradients
-from .test_fsdp import batches, loss_of, own_rows, run_checks, wide_loss
+from .test_fsdp import batches, loss_of, own_rows, wide_loss
 
 KINDS = {
     "all-gather": "_allgather_base",
@@ -263,11 +263,9 @@ CHECKS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def two():
-    return spawn(run_checks, 2, CHECKS, timeout_s=120)
+two = world_of(2, CHECKS)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_on_two_ranks(two, check):
-    assert [ended[check.__name__] for ended in two] == [None, None]
+    assert failures(two, check) == []
