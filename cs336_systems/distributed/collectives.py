@@ -34,31 +34,6 @@ _EXACT_INTEGERS = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2*
 """Up to which integer a dtype holds every one."""
 
 
-def all_reduce(tensor: Tensor) -> None:
-    """Sum over ranks, in place."""
-    dist.all_reduce(tensor)
-
-
-def all_gather(output: Tensor, part: Tensor) -> None:
-    """Every rank's ``part``, one after another, into ``output`` of world size times its length."""
-    dist.all_gather_into_tensor(output, part)
-
-
-def reduce_scatter(part: Tensor, tensor: Tensor) -> None:
-    """This rank's part of the sum over ranks of ``tensor``, into ``part``."""
-    dist.reduce_scatter_tensor(part, tensor)
-
-
-def broadcast(tensor: Tensor) -> None:
-    """Rank 0's tensor, on every rank, in place."""
-    dist.broadcast(tensor, src=0)
-
-
-def all_to_all(output: Tensor, tensor: Tensor) -> None:
-    """Part i of ``tensor`` goes to rank i; ``output`` holds what the ranks sent to this one, in their order."""
-    dist.all_to_all_single(output, tensor)
-
-
 class Exchange:
     """One collective of a given size on this rank's device.
 
@@ -99,15 +74,15 @@ class Exchange:
         """The collective, once."""
         match self.collective:
             case "all_reduce":
-                all_reduce(self.sent)
+                dist.all_reduce(self.sent)
             case "all_gather":
-                all_gather(self.received, self.sent)
+                dist.all_gather_into_tensor(self.received, self.sent)
             case "reduce_scatter":
-                reduce_scatter(self.received, self.sent)
+                dist.reduce_scatter_tensor(self.received, self.sent)
             case "broadcast":
-                broadcast(self.sent)
+                dist.broadcast(self.sent, src=0)
             case "all_to_all":
-                all_to_all(self.received, self.sent)
+                dist.all_to_all_single(self.received, self.sent)
 
     def wrong_elements(self) -> int:
         """Elements of this rank's result that are not what one ``run`` after ``reset`` must give; NaN is wrong."""

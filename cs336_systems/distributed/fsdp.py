@@ -96,7 +96,7 @@ class FSDP(nn.Module):
         self.replicated: list[ManagedParameter] = layout.replicated.parameters
         self._schedule = Schedule(layout.groups, layout.replicated, prefetch)
         for unit in layout.units:
-            unit.run_by(self._schedule)
+            unit.run_by(self._schedule.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; floating-point inputs are cast to ``compute_dtype``."""
@@ -138,7 +138,7 @@ class FSDP(nn.Module):
             for parameter, whole in zip(group.parameters, group.full(), strict=True):
                 wholes |= dict.fromkeys(parameter.names, whole)
         for replicated in self.replicated:
-            wholes |= dict.fromkeys(replicated.names, replicated.kept.detach().clone())
+            wholes |= dict.fromkeys(replicated.names, replicated.sharded_param.detach().clone())
         return {name: wholes[name] for name, _ in self.module.named_parameters(remove_duplicate=False)}
 
     def managed_parameters(self) -> list[ManagedParameter]:
@@ -184,15 +184,15 @@ def clip_grad_norm_(fsdp: FSDP, max_norm: float, norm_type: float = 2.0) -> Tens
     """
     if not (max_norm > 0 and norm_type > 0):
         raise ValueError(f"max_norm and norm_type must be positive, got {max_norm} and {norm_type}")
-    sharded = [p.kept.grad for group in fsdp.groups for p in group.parameters if p.kept.grad is not None]
-    whole = [p.kept.grad for p in fsdp.replicated if p.kept.grad is not None]
+    sharded = [p.sharded_param for group in fsdp.groups for p in group.parameters]
+    replicated = [p.sharded_param for p in fsdp.replicated]
     ours, everyones = (
         torch.as_tensor(
-            nn.utils.get_total_norm([gradient for gradient in gradients if gradient.numel()], norm_type),
+            nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None and p.numel()], norm_type),
             device=fsdp.device,
             dtype=torch.float32,
         )
-        for gradients in (sharded, whole)
+        for parameters in (sharded, replicated)
     )
     if norm_type == torch.inf:
         dist.all_reduce(ours, dist.ReduceOp.MAX, group=fsdp.process_group)

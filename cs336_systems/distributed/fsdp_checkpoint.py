@@ -101,18 +101,11 @@ def load_checkpoint(folder: Path, fsdp: FSDP, optimizer: torch.optim.Optimizer |
     }
     tensors = view.model()
     _check(path, tensors, {name: entry for name, entry in stored.items() if not name.startswith("optimizer/")})
-    state: dict[str, Any] = {}
-    if optimizer is not None:
-        state = view.empty_optimizer_state(path, optimizer, settings, stored)
-        tensors |= {
-            f"optimizer/{name}/{key}": value
-            for name, values in state["tensors"].items()
-            for key, value in values.items()
-        }
+    state = view.empty_optimizer_state(path, optimizer, settings, stored) if optimizer is not None else {}
     with torch.no_grad():
-        dcp.load(tensors, storage_reader=reader, process_group=fsdp.process_group)
+        dcp.load(tensors | state, storage_reader=reader, process_group=fsdp.process_group)
     if optimizer is not None:
-        view.restore_optimizer(optimizer, settings, state["tensors"])
+        view.restore_optimizer(optimizer, settings, state)
     return settings["step"]
 
 
@@ -218,7 +211,7 @@ class _View:
         self._module = fsdp.module
         self._mesh = DeviceMesh.from_group(fsdp.process_group, fsdp.device.type)
         self._parameters = {parameter.names[0]: parameter for parameter in fsdp.managed_parameters()}
-        self._name_of: dict[Tensor, str] = {parameter.kept: name for name, parameter in self._parameters.items()}
+        self._name_of: dict[Tensor, str] = {p.sharded_param: name for name, p in self._parameters.items()}
 
     def _whole(self, parameter: ManagedParameter, value: Tensor) -> Tensor:
         """A tensor like the parameter's shard as the whole tensor it is a part of."""
@@ -230,7 +223,7 @@ class _View:
     def model(self) -> dict[str, Tensor]:
         """Parameters, and the buffers that the module's own state dict would hold."""
         tensors = {
-            f"model/{name}": self._whole(parameter, parameter.kept.detach())
+            f"model/{name}": self._whole(parameter, parameter.sharded_param.detach())
             for name, parameter in self._parameters.items()
         }
         parameters = {name for parameter in self._parameters.values() for name in parameter.names}
@@ -249,21 +242,22 @@ class _View:
             | {"params": [self._name_of[parameter] for parameter in group["params"]]}
             for group in optimizer.param_groups
         ]
-        for kept, state in optimizer.state.items():
-            name = self._name_of[kept]
+        for sharded_param, state in optimizer.state.items():
+            name = self._name_of[sharded_param]
             parameter = self._parameters[name]
             for key, value in state.items():
                 entry = f"optimizer/{name}/{key}"
                 if not isinstance(value, Tensor):
                     settings["scalars"][entry] = value
-                elif value.shape == kept.shape:
+                elif value.shape == sharded_param.shape:
                     tensors[entry] = self._whole(parameter, value)
                 elif value.numel() == 1 or not isinstance(parameter, ShardedParameter):
                     tensors[entry] = value
                 else:
                     raise ValueError(
                         f"optimizer state {key} of {name} has shape {tuple(value.shape)}, its shard "
-                        f"{tuple(kept.shape)}: only states like the shard can be read by other numbers of ranks"
+                        f"{tuple(sharded_param.shape)}: only states like the shard can be read by other "
+                        "numbers of ranks"
                     )
         return tensors
 
@@ -273,7 +267,7 @@ class _View:
         optimizer: torch.optim.Optimizer,
         settings: dict[str, Any],
         stored: dict[str, TensorStorageMetadata],
-    ) -> dict[str, Any]:
+    ) -> dict[str, Tensor]:
         """Tensors for what the checkpoint holds of the optimizer, to be filled.
 
         Raises:
@@ -287,44 +281,34 @@ class _View:
                 f"{[len(group) for group in theirs]} parameters, here are {[len(group) for group in ours]}, "
                 "or their names differ"
             )
-        tensors: dict[str, dict[str, Tensor]] = {}
+        tensors: dict[str, Tensor] = {}
         for entry, metadata in stored.items():
             if not entry.startswith("optimizer/"):
                 continue
-            _, name, key = entry.split("/")
-            parameter, dtype = self._parameters[name], metadata.properties.dtype
+            parameter, dtype = self._parameters[entry.split("/")[1]], metadata.properties.dtype
             if metadata.size == parameter.shape:
-                value = self._whole(parameter, torch.zeros_like(parameter.kept, dtype=dtype).detach())
+                shard = torch.zeros_like(parameter.sharded_param, dtype=dtype).detach()
+                tensors[entry] = self._whole(parameter, shard)
             else:
-                value = torch.zeros(metadata.size, dtype=dtype)
-            tensors.setdefault(name, {})[key] = value
-        return {"tensors": tensors}
+                tensors[entry] = torch.zeros(metadata.size, dtype=dtype)
+        return tensors
 
     def restore_optimizer(
-        self, optimizer: torch.optim.Optimizer, settings: dict[str, Any], tensors: dict[str, dict[str, Tensor]]
+        self, optimizer: torch.optim.Optimizer, settings: dict[str, Any], tensors: dict[str, Tensor]
     ) -> None:
         """Hand the optimizer the filled tensors, the numbers and the settings of its groups."""
-        numbers = [name for group in settings["optimizer"] for name in group["params"]]
+        names = [name for group in settings["optimizer"] for name in group["params"]]
+        number_of = {name: number for number, name in enumerate(names)}
         state: dict[int, dict[str, Any]] = {}
-        for number, name in enumerate(numbers):
-            values: dict[str, Any] = {
-                key: value.to_local() if isinstance(value, DTensor) else value
-                for key, value in tensors.get(name, {}).items()
-            }
-            prefix = f"optimizer/{name}/"
-            values |= {
-                entry.removeprefix(prefix): value
-                for entry, value in settings["scalars"].items()
-                if entry.startswith(prefix)
-            }
-            if values:
-                state[number] = values
-        groups, start = [], 0
-        for group in settings["optimizer"]:
-            indices = list(range(start, start + len(group["params"])))
-            start += len(indices)
-            restored = {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
-            groups.append(restored | {"params": indices})
+        for entry, value in (tensors | settings["scalars"]).items():
+            _, name, key = entry.split("/")
+            local = value.to_local() if isinstance(value, DTensor) else value
+            state.setdefault(number_of[name], {})[key] = local
+        groups = [
+            {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
+            | {"params": [number_of[name] for name in group["params"]]}
+            for group in settings["optimizer"]
+        ]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

@@ -2,23 +2,19 @@
 
 A parameter of two or more dimensions is split along the first one as ``torch.chunk`` would: rank r holds rows
 [r c, (r + 1) c) with c = ceil(rows / world_size), so the last ranks may hold fewer rows, or none. Two objects stand for
-it: ``kept``, the shard in the module's own dtype, which the optimizer sees, and ``working``, the whole in
-``compute_dtype``, which the module sees while it runs. Parameters of fewer dimensions are whole on every rank;
-their ``working`` is a cast copy, or ``kept`` itself if there is nothing to cast.
+it, named as in torch's ``fully_shard``: ``sharded_param``, the rows in the module's own dtype, which the optimizer
+sees, and ``unsharded_param``, the whole in ``compute_dtype``, which the module sees while it runs. Parameters of fewer
+dimensions are replicated: their ``sharded_param`` is whole on every rank, and their ``unsharded_param`` a cast copy of
+it, or itself if there is nothing to cast.
 
-Parameters that are used together form a ``ShardedGroup`` and travel in one collective. Its buffers are laid out so that
-NCCL has nothing to pack or unpack around it: every parameter has a padded slot of the rank's shards and a slot of the
-whole, and the coalesced collective moves each of them from slot to slot in one kernel. Only dtype changes copy: shards
+Parameters that are used together form a ``ShardedGroup`` and travel in one collective. Only dtype changes copy: shards
 into ``compute_dtype`` before they are gathered, gradients into ``reduce_dtype`` before they are reduced.
-
-Between uses the storage of the whole copies has zero bytes. Autograd saves tensors, not bytes: what it saved in forward
-is the same storage, which holds the weights again once it is resized and gathered for backward. For that each
-``working`` has a version counter of its own (``_alias``), which writing through another alias does not move.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import torch
 import torch.distributed as dist
@@ -29,12 +25,11 @@ _ALIGNMENT = 64
 """Elements to which slots are rounded: 128 bytes of bf16, more than vectorised loads and NCCL ask for."""
 
 
-def _aligned(n_elements: int) -> int:
-    return -(-n_elements // _ALIGNMENT) * _ALIGNMENT
-
-
 def _alias(buffer: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
-    """A contiguous tensor in ``buffer``'s storage, with a version counter of its own, as a view would not have."""
+    """A contiguous tensor in ``buffer``'s storage, with a version counter of its own, as a view would not have.
+
+    Autograd refuses a saved tensor whose version has changed; gathering it anew must not count as a change.
+    """
     stride = torch.empty(shape, device="meta").stride()
     return torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(
         buffer.untyped_storage(), offset, torch.Size(shape), stride
@@ -43,14 +38,16 @@ def _alias(buffer: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
 
 @dataclass(eq=False)
 class ManagedParameter:
-    """One parameter under all its names: what stays, and what the module sees while it runs."""
+    """One parameter under all its names."""
 
     names: tuple[str, ...]
-    kept: nn.Parameter
-    working: nn.Parameter
+    sharded_param: nn.Parameter
+    """What the optimizer sees: this rank's rows, or all of them if the parameter is replicated."""
+    unsharded_param: nn.Parameter
+    """What the module sees while it runs."""
     shape: torch.Size
     """Of the whole parameter."""
-    has_gradient: bool = False
+    has_gradient: bool = field(default=False, kw_only=True)
     """Whether this rank contributed to the gradient since the last synchronization."""
 
 
@@ -58,14 +55,14 @@ class ManagedParameter:
 class ShardedParameter(ManagedParameter):
     """A parameter that is split over the ranks."""
 
-    offset_bytes: int = 0
-    """Where the whole begins in the group's buffer."""
+    padded_numel: int
+    """Elements of the shard on every rank, which collectives need to be equal."""
     accumulated: Tensor | None = None
     """Whole gradient of backward passes under ``no_sync``, in the dtype in which it will be reduced."""
 
     def take_gradient(self, dtype: torch.dtype) -> Tensor | None:
         """What has been accumulated and the last backward's gradient, summed; both are given up."""
-        fresh, self.working.grad = self.working.grad, None
+        fresh, self.unsharded_param.grad = self.unsharded_param.grad, None
         old, self.accumulated = self.accumulated, None
         if fresh is None or old is None:
             return old if fresh is None else fresh
@@ -75,60 +72,59 @@ class ShardedParameter(ManagedParameter):
 class _PackedGather:
     """An all-gather of several tensors as one message; ``wait`` waits for it and unpacks it.
 
-    Each of ``shards`` is (n,), and the one of ``wholes`` that it goes to (world_size * n,), of the same dtype.
+    Each of ``inputs`` is (n,), and the one of ``outputs`` that it goes to (world_size * n,), of the same dtype.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, wholes: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
-        world_size, sizes = process_group.size(), [shard.numel() for shard in shards]
-        self._wholes = [whole.view(world_size, size) for whole, size in zip(wholes, sizes, strict=True)]
-        packed = torch.cat(tuple(shards))
+    def __init__(self, process_group: dist.ProcessGroup, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        world_size, sizes = process_group.size(), [shard.numel() for shard in inputs]
+        self._outputs = [output.view(world_size, size) for output, size in zip(outputs, sizes, strict=True)]
+        packed = torch.cat(tuple(inputs))
         received = packed.new_empty(world_size, sum(sizes))
         self._parts = received.split(sizes, dim=1)
         self._work = dist.all_gather_into_tensor(received.view(-1), packed, group=process_group, async_op=True)
 
     def wait(self) -> None:
         self._work.wait()
-        torch._foreach_copy_(self._wholes, self._parts)
+        torch._foreach_copy_(self._outputs, self._parts)
 
 
 def _all_gather(
-    process_group: dist.ProcessGroup, wholes: list[Tensor], shards: list[Tensor]
+    process_group: dist.ProcessGroup, outputs: list[Tensor], inputs: list[Tensor]
 ) -> "dist.Work | _PackedGather":
-    """Start to gather each of the flat ``shards`` into the one of ``wholes``, in one collective for all of them.
+    """Start to gather each of the flat ``inputs`` into the one of ``outputs``, in one collective for all of them.
 
     On CPUs the message is packed here. gloo would do the same in its coalesced all-gather, but that one corrupts the
     heap (torch 2.11): gloo's two workers note which operation they have finished in one ``std::string`` without a lock,
     and "ALLGATHER_COALESCED", unlike the names of the other collectives used here, is too long to be stored in place.
     """
-    if wholes[0].is_cuda:
-        return process_group.allgather_into_tensor_coalesced(wholes, shards)
-    return _PackedGather(process_group, wholes, shards)
+    if outputs[0].is_cuda:
+        return process_group.allgather_into_tensor_coalesced(outputs, inputs)
+    return _PackedGather(process_group, outputs, inputs)
 
 
 class Reduction:
     """A reduce-scatter under way; ``finish`` waits for it and leaves the gradients of the shards where they belong."""
 
-    def __init__(self, group: "ShardedGroup", parameters: list[ShardedParameter], dtype: torch.dtype) -> None:
-        self.parameters = parameters
+    def __init__(self, group: "ShardedGroup") -> None:
+        self.parameters, dtype = group.trainable, group.reduce_dtype
         self._world_size = group.world_size
         self.missing: list[ShardedParameter] = []
         """Parameters to which this rank contributed nothing and that had no gradient before."""
-        slots = [group.shard_slots[p] for p in parameters]
-        sizes = [stop - start for start, stop in slots]
-        gradients = [parameter.take_gradient(dtype) for parameter in parameters]
+        sizes = [parameter.padded_numel for parameter in self.parameters]
+        gradients = [parameter.take_gradient(dtype) for parameter in self.parameters]
         staged, sources, self._inputs = [], [], []
-        for parameter, size, gradient in zip(parameters, sizes, gradients, strict=True):
+        for parameter, size, gradient in zip(self.parameters, sizes, gradients, strict=True):
             parameter.has_gradient |= gradient is not None
-            if gradient is None:
-                whole = torch.zeros(size * group.world_size, dtype=dtype, device=group.device)
+            if gradient is None:  # takes part all the same: ranks may differ in what they used
+                padded = torch.zeros(size * group.world_size, dtype=dtype, device=group.device)
             elif gradient.dtype == dtype and gradient.numel() == size * group.world_size and gradient.is_contiguous():
-                whole = gradient.view(-1)
+                padded = gradient.view(-1)
             else:
-                whole = torch.empty(size * group.world_size, dtype=dtype, device=group.device)
-                whole[gradient.numel() :].zero_()
-                staged.append(whole[: gradient.numel()].view_as(gradient))
+                padded = torch.empty(size * group.world_size, dtype=dtype, device=group.device)
+                padded[gradient.numel() :].zero_()
+                staged.append(padded[: gradient.numel()].view_as(gradient))
                 sources.append(gradient)
-            self._inputs.append(whole)
+            self._inputs.append(padded)
         if staged:
             torch._foreach_copy_(staged, sources)
         self._flat = torch.empty(sum(sizes), dtype=dtype, device=group.device)
@@ -145,14 +141,26 @@ class Reduction:
         if not self._averages:
             self._flat.div_(self._world_size)
         for parameter, output in zip(self.parameters, self._outputs, strict=True):
-            kept = parameter.kept
-            average = output[: kept.numel()].view_as(kept).to(kept.dtype)
-            if kept.grad is not None:
-                kept.grad.add_(average)
+            shard = parameter.sharded_param
+            average = output[: shard.numel()].view_as(shard).to(shard.dtype)
+            if shard.grad is not None:
+                shard.grad.add_(average)
                 continue
-            kept.grad = average
+            # Also where no rank has a gradient: whether one has, this rank learns in ReplicatedParameters.all_reduce.
+            shard.grad = average
             if not parameter.has_gradient:
                 self.missing.append(parameter)
+
+
+class GroupState(Enum):
+    """What a group's unsharded parameters are at this moment."""
+
+    SHARDED = auto()
+    """Without memory."""
+    GATHERING = auto()
+    """On their way: nobody has waited for the all-gather."""
+    UNSHARDED = auto()
+    """There, for what the current stream does next."""
 
 
 class ShardedGroup:
@@ -160,8 +168,8 @@ class ShardedGroup:
 
     Args:
         names: all names of each parameter.
-        wholes: the parameters, equal on every rank; the group copies this rank's rows and holds on to no more.
-        compute_dtype: of the whole copies; None keeps the parameters' own.
+        parameters: whole, and equal on every rank; the group copies this rank's rows and holds on to no more.
+        compute_dtype: of the unsharded parameters; None keeps the parameters' own.
         reduce_dtype: in which gradients are communicated; None for the parameters' own.
         stream: where gathers are issued, so that their casts do not wait in line behind the computation; None on a CPU.
     """
@@ -169,7 +177,7 @@ class ShardedGroup:
     def __init__(
         self,
         names: Sequence[tuple[str, ...]],
-        wholes: Sequence[nn.Parameter],
+        parameters: Sequence[nn.Parameter],
         *,
         compute_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
@@ -178,104 +186,93 @@ class ShardedGroup:
     ) -> None:
         self.process_group = process_group
         self.world_size = world_size = process_group.size()
-        self.device = wholes[0].device
-        dtype = wholes[0].dtype
+        self.device = parameters[0].device
+        dtype = parameters[0].dtype
         self.compute_dtype = compute_dtype if compute_dtype and dtype.is_floating_point else dtype
         self.reduce_dtype = reduce_dtype or dtype
         self._stream = stream
         self.users = 0
-        """Units that use the group at this moment."""
-        self.is_gathered = False
-        """Whether the whole copies are there, or on their way."""
+        """Units that run with the group at this moment."""
+        self.state = GroupState.SHARDED
         self._work: dist.Work | _PackedGather | None = None
 
-        shard_sizes = [-(-whole.shape[0] // world_size) * whole[:1].numel() for whole in wholes]
-        shard_total, self._shard_starts = _offsets(shard_sizes)
-        whole_total, whole_starts = _offsets([size * world_size for size in shard_sizes])
-        self._shards = torch.zeros(shard_total, dtype=dtype, device=self.device)
-        self._wholes = torch.empty(whole_total, dtype=self.compute_dtype, device=self.device)
-        self._whole_bytes = self._wholes.untyped_storage().nbytes()
-        self._whole_slots = [
-            _alias(self._wholes, start, (size * world_size,))
-            for start, size in zip(whole_starts, shard_sizes, strict=True)
-        ]
+        # Every parameter has a padded slot of this rank's rows and one of the whole: the coalesced collective moves it
+        # from slot to slot in one kernel, and NCCL has nothing to pack or unpack around it.
+        n_rows = [-(-parameter.shape[0] // world_size) for parameter in parameters]
+        sizes = [n * parameter[:1].numel() for n, parameter in zip(n_rows, parameters, strict=True)]
+        n_sharded, starts = _offsets(sizes)
+        n_unsharded, unsharded_starts = _offsets([size * world_size for size in sizes])
+        self._sharded = torch.zeros(n_sharded, dtype=dtype, device=self.device)
+        self._unsharded = torch.empty(n_unsharded, dtype=self.compute_dtype, device=self.device)
+        self._slots = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        self._gather_inputs = [self._sharded[slot] for slot in self._slots]
+        self._gather_outputs: list[Tensor] = []
         self.parameters: list[ShardedParameter] = []
-        self.shard_slots: dict[ManagedParameter, tuple[int, int]] = {}
-        for name, whole, size, start, whole_start in zip(
-            names, wholes, shard_sizes, self._shard_starts, whole_starts, strict=True
-        ):
-            chunk = -(-whole.shape[0] // world_size)
-            rows = whole.detach()[chunk * process_group.rank() : chunk * (process_group.rank() + 1)]
-            kept = nn.Parameter(_alias(self._shards, start, rows.shape), whole.requires_grad)
-            kept.detach().copy_(rows)
-            working = nn.Parameter(_alias(self._wholes, whole_start, whole.shape), whole.requires_grad)
-            offset = whole_start * self._wholes.element_size()
-            parameter = ShardedParameter(name, kept, working, whole.shape, offset_bytes=offset)
-            self.parameters.append(parameter)
-            self.shard_slots[parameter] = (start, start + size)
-        self._shard_views = self._slots(self._shards)
-        self._wholes.untyped_storage().resize_(0)
+        for i, whole in enumerate(parameters):
+            first = n_rows[i] * process_group.rank()
+            rows = whole.detach()[first : first + n_rows[i]]
+            sharded = nn.Parameter(_alias(self._sharded, starts[i], rows.shape), whole.requires_grad)
+            sharded.detach().copy_(rows)
+            unsharded = nn.Parameter(_alias(self._unsharded, unsharded_starts[i], whole.shape), whole.requires_grad)
+            self.parameters.append(ShardedParameter(names[i], sharded, unsharded, whole.shape, sizes[i]))
+            self._gather_outputs.append(_alias(self._unsharded, unsharded_starts[i], (sizes[i] * world_size,)))
+        self._unsharded_bytes = self.unsharded_bytes
+        self._unsharded.untyped_storage().resize_(0)
 
     @property
     def trainable(self) -> list[ShardedParameter]:
         """The parameters that take part in a reduction."""
-        return [parameter for parameter in self.parameters if parameter.kept.requires_grad]
+        return [parameter for parameter in self.parameters if parameter.sharded_param.requires_grad]
 
     @property
-    def whole_bytes(self) -> int:
-        """Bytes that the whole copies hold at this moment."""
-        return self._wholes.untyped_storage().nbytes()
-
-    @property
-    def is_on_its_way(self) -> bool:
-        """Whether a gather has been started that nobody has waited for."""
-        return self._work is not None
+    def unsharded_bytes(self) -> int:
+        """Bytes that the unsharded parameters hold at this moment."""
+        return self._unsharded.untyped_storage().nbytes()
 
     def gather(self) -> None:
-        """Start to make the whole copies, unless they are there or on their way."""
-        if self.is_gathered:
+        """Start to make the unsharded parameters, unless they are there or on their way."""
+        if self.state is not GroupState.SHARDED:
             return
-        self.is_gathered = True
+        self.state = GroupState.GATHERING
         # Allocated for the current stream, which waits for the collective before it uses them and frees them after.
-        self._wholes.untyped_storage().resize_(self._whole_bytes)
-        source = self._shards
-        if self.compute_dtype != source.dtype:
-            source = torch.empty_like(source, dtype=self.compute_dtype)
+        self._unsharded.untyped_storage().resize_(self._unsharded_bytes)
+        self._sent = self._gather_inputs
         with self._on_stream():
-            if source is not self._shards:
-                source.copy_(self._shards)
-            self._sent = self._shard_views if source is self._shards else self._slots(source)
-            self._work = _all_gather(self.process_group, self._whole_slots, self._sent)
+            if self.compute_dtype != self._sharded.dtype:
+                cast = torch.empty_like(self._sharded, dtype=self.compute_dtype)
+                cast.copy_(self._sharded)
+                self._sent = [cast[slot] for slot in self._slots]
+            self._work = _all_gather(self.process_group, self._gather_outputs, self._sent)
 
     def wait(self) -> None:
-        """Make the current stream (on a CPU: the caller) wait until the whole copies are there."""
+        """Make the current stream (on a CPU: the caller) wait until the unsharded parameters are there."""
         if self._work is not None:
             self._work.wait()
             self._work = None
             del self._sent
+            self.state = GroupState.UNSHARDED
 
     def check_in_place(self) -> None:
-        """After a module has run with the whole copies.
+        """After a module has run with the unsharded parameters.
 
         Raises:
             RuntimeError: the module has given one other memory, in which no later gather would arrive.
         """
-        start = self._wholes.data_ptr()
-        for parameter in self.parameters:
-            if parameter.shape.numel() and parameter.working.data_ptr() != start + parameter.offset_bytes:
+        for parameter, output in zip(self.parameters, self._gather_outputs, strict=True):
+            if parameter.shape.numel() and parameter.unsharded_param.data_ptr() != output.data_ptr():
                 raise RuntimeError(f"{parameter.names[0]} was moved to other memory while its module ran")
 
-    def release(self) -> None:
-        """Give the memory of the whole copies back."""
+    def free(self) -> None:
+        """Give the memory of the unsharded parameters back."""
         self.wait()
-        self._wholes.untyped_storage().resize_(0)
-        self.is_gathered = False
+        # The bytes alone: what autograd saved in forward is this storage, and the weights again once they are gathered.
+        self._unsharded.untyped_storage().resize_(0)
+        self.state = GroupState.SHARDED
 
     def full(self) -> list[Tensor]:
         """The whole parameters in their own dtype, gathered into tensors of their own."""
-        sizes = [stop - start for start, stop in self.shard_slots.values()]
-        outputs = [self._shards.new_empty(size * self.world_size) for size in sizes]
-        _all_gather(self.process_group, outputs, self._shard_views).wait()
+        outputs = [shard.new_empty(shard.numel() * self.world_size) for shard in self._gather_inputs]
+        _all_gather(self.process_group, outputs, self._gather_inputs).wait()
         return [
             output[: parameter.shape.numel()].view(parameter.shape)
             for parameter, output in zip(self.parameters, outputs, strict=True)
@@ -283,21 +280,18 @@ class ShardedGroup:
 
     def reduce(self) -> Reduction:
         """Start to average the gradients over the ranks, each rank receiving those of its shards."""
-        return Reduction(self, self.trainable, self.reduce_dtype)
+        return Reduction(self)
 
     def accumulate(self) -> None:
-        """Set the gradients aside, whole, for a later reduction."""
+        """Keep the gradients, whole, for a later reduction."""
         for parameter in self.trainable:
             gradient = parameter.take_gradient(self.reduce_dtype)
             parameter.accumulated = None if gradient is None else gradient.to(self.reduce_dtype)
 
     @property
     def has_gradients(self) -> bool:
-        """Whether the last backward left gradients here that have been neither reduced nor set aside."""
-        return any(parameter.working.grad is not None for parameter in self.parameters)
-
-    def _slots(self, shards: Tensor) -> list[Tensor]:
-        return [shards[start:stop] for start, stop in self.shard_slots.values()]
+        """Whether the last backward left gradients here that have been neither reduced nor accumulated."""
+        return any(parameter.unsharded_param.grad is not None for parameter in self.parameters)
 
     def _on_stream(self) -> AbstractContextManager:
         if self._stream is None:
@@ -312,7 +306,7 @@ def _offsets(sizes: Sequence[int]) -> tuple[int, list[int]]:
     total, starts = 0, []
     for size in sizes:
         starts.append(total)
-        total += _aligned(size)
+        total += -(-size // _ALIGNMENT) * _ALIGNMENT
     return total, starts
 
 
@@ -322,34 +316,34 @@ class ReplicatedParameters:
     def __init__(
         self,
         names: Sequence[tuple[str, ...]],
-        wholes: Sequence[nn.Parameter],
+        parameters: Sequence[nn.Parameter],
         *,
         compute_dtype: torch.dtype | None,
         process_group: dist.ProcessGroup,
     ) -> None:
         self._process_group = process_group
         self.parameters = [
-            ManagedParameter(name, kept, _cast_copy(kept, compute_dtype), kept.shape)
-            for name, kept in zip(names, wholes, strict=True)
+            ManagedParameter(name, parameter, _cast_copy(parameter, compute_dtype), parameter.shape)
+            for name, parameter in zip(names, parameters, strict=True)
         ]
-        self._cast = [parameter for parameter in self.parameters if parameter.working is not parameter.kept]
-        self._targets = [_alias(parameter.working.detach(), 0, parameter.shape) for parameter in self._cast]
+        self._cast = [p for p in self.parameters if p.unsharded_param is not p.sharded_param]
+        self._targets = [_alias(parameter.unsharded_param.detach(), 0, parameter.shape) for parameter in self._cast]
 
     def refresh(self) -> None:
         """Cast what the optimizer has made of the parameters into the copies that the module sees."""
         if self._cast:
-            torch._foreach_copy_(self._targets, [parameter.kept.detach() for parameter in self._cast])
+            torch._foreach_copy_(self._targets, [parameter.sharded_param.detach() for parameter in self._cast])
 
     def collect(self) -> None:
         """Add the gradients of the cast copies to those of the parameters, in the parameters' dtype."""
         for parameter in self._cast:
-            gradient, parameter.working.grad = parameter.working.grad, None
+            gradient, parameter.unsharded_param.grad = parameter.unsharded_param.grad, None
             if gradient is None:
                 continue
-            if parameter.kept.grad is None:
-                parameter.kept.grad = gradient.to(parameter.kept.dtype)
+            if parameter.sharded_param.grad is None:
+                parameter.sharded_param.grad = gradient.to(parameter.sharded_param.dtype)
             else:
-                parameter.kept.grad.add_(gradient)
+                parameter.sharded_param.grad.add_(gradient)
 
     def all_reduce(self, device: torch.device, sharded: Sequence[ManagedParameter]) -> Tensor:
         """Average the gradients, and count the ranks that have one of each parameter, in the same collective.
@@ -359,19 +353,19 @@ class ReplicatedParameters:
         Returns:
             For each of ``sharded``, a number that is zero if no rank has contributed to its gradient; on the device.
         """
-        trainable = [parameter for parameter in self.parameters if parameter.kept.requires_grad]
+        trainable = [parameter for parameter in self.parameters if parameter.sharded_param.requires_grad]
         for parameter in trainable:
-            parameter.has_gradient = parameter.kept.grad is not None
+            parameter.has_gradient = parameter.sharded_param.grad is not None
         dtype = torch.float32
         for parameter in trainable:
-            dtype = torch.promote_types(dtype, parameter.kept.dtype)
+            dtype = torch.promote_types(dtype, parameter.sharded_param.dtype)
         counted = [*sharded, *trainable]
         sizes = [parameter.shape.numel() for parameter in trainable]
         flat = torch.zeros(sum(sizes) + len(counted), dtype=dtype, device=device)
         *averages, counts = flat.split([*sizes, len(counted)])
         averages = [part.view(parameter.shape) for part, parameter in zip(averages, trainable, strict=True)]
         present = [i for i, parameter in enumerate(trainable) if parameter.has_gradient]
-        gradients = [gradient for parameter in trainable if (gradient := parameter.kept.grad) is not None]
+        gradients = [gradient for parameter in trainable if (gradient := parameter.sharded_param.grad) is not None]
         if present:
             torch._foreach_copy_([averages[i] for i in present], gradients)
         counts.fill_(1)
@@ -384,12 +378,12 @@ class ReplicatedParameters:
             torch._foreach_copy_(gradients, [averages[i] for i in present])
         for i, parameter in enumerate(trainable):
             if not parameter.has_gradient and counts[len(sharded) + i] > 0:
-                parameter.kept.grad = averages[i].to(parameter.kept.dtype, copy=True)
+                parameter.sharded_param.grad = averages[i].to(parameter.sharded_param.dtype, copy=True)
         return counts[: len(sharded)]
 
 
-def _cast_copy(kept: nn.Parameter, compute_dtype: torch.dtype | None) -> nn.Parameter:
-    """A parameter of its own in ``compute_dtype``, or ``kept`` if that is its dtype already."""
-    if compute_dtype in (None, kept.dtype) or not kept.dtype.is_floating_point:
-        return kept
-    return nn.Parameter(kept.detach().to(compute_dtype), kept.requires_grad)
+def _cast_copy(parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> nn.Parameter:
+    """A parameter of its own in ``compute_dtype``, or ``parameter`` if that is its dtype already."""
+    if compute_dtype in (None, parameter.dtype) or not parameter.dtype.is_floating_point:
+        return parameter
+    return nn.Parameter(parameter.detach().to(compute_dtype), parameter.requires_grad)

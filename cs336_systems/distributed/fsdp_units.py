@@ -1,15 +1,12 @@
 """Which modules gather what: a module of any kind, divided into units, and its parameters into groups.
 
-A *unit* is a module that has its weights whole while it runs, and around it shards. By default that is every outermost
-module that holds a matrix itself (``Linear``, ``Embedding``, ``MultiheadAttention`` with all that is inside), and every
-module that has been compiled (``block.compile()``), because nothing can be gathered in the middle of compiled code. A
-predicate names larger units, such as a model's blocks; whatever it leaves over is divided by default.
+A *unit* is a module that has its parameters unsharded while it runs, and sharded around it. By default that is every
+outermost module that holds a matrix itself (``Linear``, ``Embedding``, ``MultiheadAttention`` with all that is inside),
+and every module that has been compiled (``block.compile()``). A predicate names larger units, such as a model's blocks;
+whatever it leaves over is divided by default.
 
 A *group* is a set of parameters that the same units use, in one dtype; it travels in one collective. A parameter that
 several units share, as a tied embedding is, is a group of its own: it exists once and its gradient is reduced once.
-
-A unit changes its class to a subclass of it that overrides ``__call__``. Hooks would not do: ``module.compile()`` moves
-a module's hooks into the compiled code, while ``__call__`` stays outside of it.
 
 Limits: a module whose weights its parent reads without calling it must lie in a unit with that parent (name the
 parent in the predicate); ranks must run the same units in the same order.
@@ -18,7 +15,7 @@ parent in the predicate); ranks must run the same units in the same order.
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,40 +30,38 @@ _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 """Modules that are never called: their parameters count as their parent's."""
 
 
-class Runner(Protocol):
-    """Runs a unit's own code with its weights whole."""
-
-    def forward(self, unit: "Unit", call: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
-
-
 @dataclass(eq=False)
 class Unit:
-    """A module that has its weights whole while it runs."""
+    """A module that has its parameters unsharded while it runs."""
 
-    name: str
     module: nn.Module
     groups: list[ShardedGroup] = field(default_factory=list)
-    places: list[tuple[nn.Module, str, ManagedParameter]] = field(default_factory=list)
-    """Where parameters sit that the module must find whole: (module, attribute, parameter)."""
+    param_slots: list[tuple[nn.Module, str, ManagedParameter]] = field(default_factory=list)
+    """Where the module refers to the parameters: (module, attribute, parameter)."""
 
-    def show_working(self) -> None:
-        for module, attribute, parameter in self.places:
-            parameter.working.requires_grad_(parameter.kept.requires_grad)
-            setattr(module, attribute, parameter.working)
+    def to_unsharded(self) -> None:
+        """Register the unsharded parameters in the module."""
+        for module, attribute, parameter in self.param_slots:
+            parameter.unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)  # the user's to change
+            setattr(module, attribute, parameter.unsharded_param)
 
-    def show_kept(self) -> None:
-        for module, attribute, parameter in self.places:
-            setattr(module, attribute, parameter.kept)
+    def to_sharded(self) -> None:
+        """Register the sharded parameters in the module."""
+        for module, attribute, parameter in self.param_slots:
+            setattr(module, attribute, parameter.sharded_param)
 
-    def run_by(self, runner: Runner) -> None:
-        """From now on, calling the module is left to ``runner``."""
-        self.module._fsdp_call = functools.partial(runner.forward, self)  # type: ignore[assignment]
+    def run_by(self, run: Callable[..., Any]) -> None:
+        """From now on, calling the module calls ``run(self, its own __call__, args, kwargs)``."""
+        self.module._fsdp_call = functools.partial(run, self)  # type: ignore[assignment]
         module_class: Any = type(self.module)
         self.module.__class__ = _unit_class(module_class)
 
 
 class _CalledByRunner:
-    """What a unit's class has before its own bases."""
+    """What a unit's class has before its own bases.
+
+    Hooks would not do: ``module.compile()`` moves a module's hooks into the compiled code; ``__call__`` stays outside.
+    """
 
     _fsdp_call: Callable[..., Any]
 
@@ -82,9 +77,11 @@ def _unit_class(module_class: Any) -> type:
 
 
 @dataclass
-class _Place:
+class _Slot:
+    """An attribute of a module that is a parameter, before sharding; a tied parameter has several."""
+
     unit: nn.Module | None
-    """The module of the unit that the place lies in; None if no unit is needed there."""
+    """The module of the unit that it lies in; None if no unit is needed there."""
     module: nn.Module
     attribute: str
     parameter: nn.Parameter
@@ -110,15 +107,15 @@ def _is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-def _places(module: nn.Module, predicate: Predicate | None, casts: bool) -> list[_Place]:
-    """Every place of a parameter, with the unit it lies in, in the order of ``module.modules()``."""
-    found: list[_Place] = []
+def _slots(module: nn.Module, predicate: Predicate | None, casts: bool) -> list[_Slot]:
+    """Every slot of a parameter, with the unit that it lies in, in the order of ``module.modules()``."""
+    found: list[_Slot] = []
     seen: set[tuple[nn.Module | None, nn.Module]] = set()
 
     def visit(module: nn.Module, outer: nn.Module | None) -> None:
         own = list(_own_parameters(module))
         inside = outer
-        if outer is None or not _is_compiled(outer):
+        if outer is None or not _is_compiled(outer):  # nothing can be gathered in the middle of compiled code
             named = _is_compiled(module) or (predicate is not None and predicate(module))
             if named or (outer is None and any(p.dim() > 1 for _, _, p in own)):
                 inside = module
@@ -127,7 +124,7 @@ def _places(module: nn.Module, predicate: Predicate | None, casts: bool) -> list
         seen.add((inside, module))
         # A holder of nothing but vectors has them whole already; if they are cast, it is a unit without its children.
         unit = module if inside is None and casts and own else inside
-        found.extend(_Place(unit, *place) for place in own)
+        found.extend(_Slot(unit, *slot) for slot in own)
         for child in module.children():
             if not isinstance(child, _CONTAINERS):
                 visit(child, inside)
@@ -141,6 +138,7 @@ class Layout:
     """A module's units and groups, after its parameters have been sharded."""
 
     units: list[Unit]
+    """Those that have something to gather or to cast, in the order of ``module.modules()``."""
     groups: list[ShardedGroup]
     replicated: ReplicatedParameters
 
@@ -163,61 +161,56 @@ def shard_module(
     Raises:
         ValueError: a parameter is on another device, or a module on ``meta`` cannot be initialised.
     """
-    names: dict[int, list[str]] = {}
+    names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.device not in (device, torch.device("meta")):
             raise ValueError(f"parameter {name} is on {parameter.device}, not on {device} where it is to be sharded")
-        names.setdefault(id(parameter), []).append(name)
-    casts = compute_dtype is not None
-    places = _places(module, predicate, casts)
-    users: dict[nn.Parameter, dict[nn.Module, None]] = {}
-    for place in places:
-        users.setdefault(place.parameter, {})
-        if place.unit is not None:
-            users[place.parameter][place.unit] = None
+        names.setdefault(parameter, []).append(name)
+    slots = _slots(module, predicate, casts=compute_dtype is not None)
+    slots_of: dict[nn.Parameter, list[_Slot]] = {}
+    for slot in slots:
+        slots_of.setdefault(slot.parameter, []).append(slot)
     members: dict[tuple[Any, ...], list[nn.Parameter]] = {}
-    for parameter, units in users.items():
+    for parameter, own in slots_of.items():
         if parameter.dim() > 1:
-            key = (parameter.dtype, *sorted(map(id, units)))
-            members.setdefault(key, []).append(parameter)
+            members.setdefault((parameter.dtype, frozenset(slot.unit for slot in own)), []).append(parameter)
+    waiting_for = {key: {slot.module for p in group for slot in slots_of[p]} for key, group in members.items()}
 
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     made: dict[nn.Parameter, nn.Parameter] = {}
     managed: dict[nn.Parameter, ManagedParameter] = {}
-    groups: dict[tuple[Any, ...], ShardedGroup] = {}
+    group_of: dict[nn.Parameter, ShardedGroup] = {}
 
-    def shard(key: tuple[Any, ...]) -> None:
-        wholes = [made.pop(parameter) for parameter in members[key]]
+    def shard(originals: list[nn.Parameter]) -> None:
+        wholes = [made.pop(parameter) for parameter in originals]
         _broadcast(wholes, process_group)
-        groups[key] = group = ShardedGroup(
-            [tuple(names[id(parameter)]) for parameter in members[key]],
+        group = ShardedGroup(
+            [tuple(names[parameter]) for parameter in originals],
             wholes,
             compute_dtype=compute_dtype,
             reduce_dtype=reduce_dtype,
             process_group=process_group,
             stream=stream,
         )
-        for parameter, sharded in zip(members[key], group.parameters, strict=True):
-            managed[parameter] = sharded
-            for place in places:
-                if place.parameter is parameter:
-                    setattr(place.module, place.attribute, sharded.kept)
+        for parameter, sharded in zip(originals, group.parameters, strict=True):
+            managed[parameter], group_of[parameter] = sharded, group
+            for slot in slots_of[parameter]:
+                setattr(slot.module, slot.attribute, sharded.sharded_param)
 
-    left = {key: {id(p.module) for p in places if p.parameter in group} for key, group in _as_sets(members).items()}
     for owner in list(module.modules()):
         if isinstance(owner, _CONTAINERS):
             continue
         _materialise(owner, made, device, initialise)
-        done = {id(holder) for holder in _with_containers(owner)}
-        for key in [key for key, holders in left.items() if holders & done]:
-            left[key] -= done
-            if not left[key]:
-                shard(key)
-    vectors = [parameter for parameter in users if parameter.dim() <= 1]
+        for key, holders in list(waiting_for.items()):
+            holders.difference_update(_with_containers(owner))
+            if not holders:
+                del waiting_for[key]
+                shard(members[key])
+    vectors = [parameter for parameter in slots_of if parameter.dim() <= 1]
     wholes = [made[parameter] for parameter in vectors]
     _broadcast([*wholes, *module.buffers()], process_group)
     replicated = ReplicatedParameters(
-        [tuple(names[id(parameter)]) for parameter in vectors],
+        [tuple(names[parameter]) for parameter in vectors],
         wholes,
         compute_dtype=compute_dtype,
         process_group=process_group,
@@ -225,16 +218,19 @@ def shard_module(
     managed |= dict(zip(vectors, replicated.parameters, strict=True))
     for owner in module.modules():
         if isinstance(owner, nn.RNNBase):  # on a GPU it would move weights that are new to it into cuDNN's own buffer
-            owner.flatten_parameters = _leave_in_place  # type: ignore[method-assign]
-    return Layout(_units(module, places, managed, groups), list(groups.values()), replicated)
+            owner.flatten_parameters = lambda: None  # type: ignore[method-assign]
 
-
-def _leave_in_place() -> None:
-    """Instead of ``RNNBase.flatten_parameters``."""
-
-
-def _as_sets(members: dict[tuple[Any, ...], list[nn.Parameter]]) -> dict[tuple[Any, ...], set[nn.Parameter]]:
-    return {key: set(group) for key, group in members.items()}
+    units: dict[nn.Module, Unit] = {}
+    for slot in slots:
+        ours = managed[slot.parameter]
+        if slot.unit is None or ours.unsharded_param is ours.sharded_param:  # nothing to gather, nor to cast
+            continue
+        unit = units.setdefault(slot.unit, Unit(slot.unit))
+        unit.param_slots.append((slot.module, slot.attribute, ours))
+        used = group_of.get(slot.parameter)
+        if used is not None and used not in unit.groups:
+            unit.groups.append(used)
+    return Layout(list(units.values()), list(dict.fromkeys(group_of.values())), replicated)
 
 
 def _materialise(
@@ -276,27 +272,3 @@ def _broadcast(tensors: list[Any], process_group: dist.ProcessGroup) -> None:
         dist.broadcast(sent.view(torch.uint8) if sent.dtype == torch.bool else sent, group_src=0, group=process_group)
         if not tensor.is_contiguous():
             tensor.detach().copy_(sent)
-
-
-def _units(
-    module: nn.Module,
-    places: list[_Place],
-    managed: dict[nn.Parameter, ManagedParameter],
-    groups: dict[tuple[Any, ...], ShardedGroup],
-) -> list[Unit]:
-    """The units that have something to gather or to cast, in the order of ``module.modules()``."""
-    group_of: dict[ManagedParameter, ShardedGroup] = {
-        parameter: group for group in groups.values() for parameter in group.parameters
-    }
-    units: dict[nn.Module, Unit] = {}
-    names = {owner: name for name, owner in module.named_modules()}
-    for place in places:
-        parameter = managed[place.parameter]
-        if place.unit is None or parameter.working is parameter.kept:
-            continue
-        unit = units.setdefault(place.unit, Unit(names[place.unit], place.unit))
-        unit.places.append((place.module, place.attribute, parameter))
-        group = group_of.get(parameter)
-        if group is not None and group not in unit.groups:
-            unit.groups.append(group)
-    return list(units.values())

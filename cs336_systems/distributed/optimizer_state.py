@@ -38,7 +38,8 @@ def whole_state(
     if world_size > 1:
         of_all: list[Any] = [None] * world_size
         dist.all_gather_object(of_all, described)
-        described = {place: description for theirs in of_all for place, description in theirs.items()}
+        for theirs in of_all:
+            described |= theirs
     whole: defaultdict[Tensor, Any] = defaultdict(dict)
     for i, (parameter, parts) in enumerate(pieces.items()):
         if (i, 0) not in described:

@@ -1,14 +1,12 @@
 """ZeRO stage 1 underneath ``ShardedOptimizer``: gradients reduce-scattered under backward, parameters all-gathered.
 
-Buffers hold parameters in the order in which their gradients become ready (last first). Each is reduce-scattered as
-soon as all its gradients have arrived and the buffers before it have started, so that every rank sends in the same
-order whatever its data makes it use. The reduced gradients replace this rank's shard of its own gradients in place:
-reducing needs no memory beyond the gradients, and ``.grad`` is scratch memory until it is cleared.
+Each bucket is one flat buffer, whose gradients lie in a flat buffer of their own from the moment they are reduced:
+reducing needs no memory beyond the gradients, and ``.grad`` is scratch memory from then until it is cleared.
 """
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -17,22 +15,32 @@ from torch import Tensor
 from cs336_systems.distributed.shards import FlatBuffer, Layout, Piece, flat_buffers
 
 
-class ScatteredWave:
+@dataclass
+class _Accumulation:
+    """What has become of a bucket's gradients since they were cleared."""
+
+    arrived: set[Tensor] = field(default_factory=set)
+    """Parameters whose gradients backward has made."""
+    n_expected: int = 0
+    """How many it will make; known once the first has arrived, for parameters may be frozen between steps."""
+    launched: bool = False
+    """Whether reducing has started."""
+    absent: set[Tensor] = field(default_factory=set)
+    """Parameters without a gradient on this rank when it did."""
+
+
+class ScatteredBucket:
     """One flat buffer, of which this rank updates one shard, and the gradients that belong to it."""
 
     def __init__(self, buffer: FlatBuffer, rank: int, world_size: int) -> None:
         self.buffer = buffer
         self.rank, self.world_size = rank, world_size
         self.shard = buffer.flat.chunk(world_size)[rank]
-        self.arrived: set[Tensor] = set()
-        """Parameters whose gradient backward has made since they were cleared."""
-        self._n_expected = 0
-        self.absent: set[Tensor] = set()
-        """Parameters without a gradient on this rank when reducing started."""
         self.unused: set[Tensor] = set()
-        """Parameters, of this wave among others, that no rank has a gradient of."""
-        self.launched = False
+        """Parameters, of this bucket among others, that no rank has a gradient of."""
+        self.accumulation = _Accumulation()
         self._reduction: dist.Work | None = None
+        """The one that is under way."""
         self._gradients: Tensor | None = None
         self._gradient_views: dict[Tensor, Tensor] = {}
         self.pieces: dict[Tensor, list[Piece]] = {}
@@ -46,34 +54,33 @@ class ScatteredWave:
 
     def arrive(self, parameter: Tensor) -> None:
         """Note that backward has made a parameter's gradient."""
-        if not self.arrived:
-            self._n_expected = sum(p.requires_grad for p in self.buffer.parameters)
-        self.arrived.add(parameter)
+        if not self.accumulation.arrived:
+            self.accumulation.n_expected = sum(p.requires_grad for p in self.buffer.parameters)
+        self.accumulation.arrived.add(parameter)
 
     @property
     def complete(self) -> bool:
         """Whether the gradients of all trainable parameters have arrived."""
-        if not self.arrived:
+        if not self.accumulation.arrived:
             return not any(parameter.requires_grad for parameter in self.buffer.parameters)
-        return len(self.arrived) == self._n_expected
+        return len(self.accumulation.arrived) == self.accumulation.n_expected
 
     def holds(self, parameter: Tensor) -> bool:
-        """Whether a parameter's ``.grad`` is this wave's view, and not one that backward or somebody else made."""
+        """Whether a parameter's ``.grad`` is this bucket's view, and not one that backward or somebody else made."""
         return parameter.grad is not None and parameter.grad is self._gradient_views.get(parameter)
 
     @property
     def current(self) -> bool:
         """Whether what is reduced, or being so, are the gradients that the parameters have now."""
-        return self.launched and all(
-            self.holds(parameter) if parameter.grad is not None else parameter in self.absent
+        return self.accumulation.launched and all(
+            self.holds(parameter) if parameter.grad is not None else parameter in self.accumulation.absent
             for parameter in self.buffer.parameters
         )
 
     def forget(self, *, free: bool) -> None:
         """Begin anew: no gradient has arrived. ``free`` also gives up their memory."""
         self.finish()
-        self.arrived.clear()
-        self.launched = False
+        self.accumulation = _Accumulation()
         if free:
             self._gradients, self._gradient_views = None, {}
             for pieces in self.pieces.values():
@@ -84,8 +91,8 @@ class ScatteredWave:
     @torch.no_grad()
     def reduce(self) -> None:
         """Start the reduce-scatter; every ``.grad`` becomes a view of what is reduced, an absent one counts as zero."""
-        self.launched = True
-        self.absent = {parameter for parameter in self.buffer.parameters if parameter.grad is None}
+        absent = {parameter for parameter in self.buffer.parameters if parameter.grad is None}
+        self.accumulation.launched, self.accumulation.absent = True, absent
         if not self.buffer.trainable:
             return
         self.finish()
@@ -93,13 +100,14 @@ class ScatteredWave:
             self._gradients = torch.empty_like(self.buffer.flat)
             self._gradient_views = dict(zip(self.buffer.parameters, self.buffer.views_of(self._gradients), strict=True))
         views = self._gradient_views
-        present = [parameter for parameter in views if parameter not in self.absent and not self.holds(parameter)]
+        present = [parameter for parameter in views if parameter not in absent and not self.holds(parameter)]
         if present:
             torch._foreach_copy_([views[p] for p in present], [p.grad for p in present if p.grad is not None])
-        if self.absent:
-            torch._foreach_zero_([views[parameter] for parameter in self.absent])
+        if absent:
+            torch._foreach_zero_([views[parameter] for parameter in absent])
         for parameter in present:
             parameter.grad = views[parameter]
+        # In place: the sum replaces this rank's own gradients of its shard.
         mine = self._gradients.chunk(self.world_size)[self.rank]
         self._reduction = dist.reduce_scatter_tensor(mine, self._gradients, async_op=True)
 
@@ -137,37 +145,37 @@ class ScatteredWave:
 
 
 class GradientScatter:
-    """Starts each wave's reduce-scatter when its last gradient arrives, in the order of the waves on every rank.
+    """Starts each bucket's reduce-scatter when its last gradient arrives, in the order of the buckets on every rank.
 
     Its hooks do not keep it alive: when the optimizer goes, they do nothing.
     """
 
     def __init__(self) -> None:
-        self.waves: list[ScatteredWave] = []
+        self.buckets: list[ScatteredBucket] = []
         self.enabled = True
-        self._wave_of: dict[Tensor, ScatteredWave] = {}
+        self._bucket_of: dict[Tensor, ScatteredBucket] = {}
         self._next = 0
         self._exchanged: tuple[list[bool], Tensor] | None = None
 
     def layout(self, parameters: Sequence[Tensor], rank: int, world_size: int, bucket_bytes: int) -> Layout:
-        """Lay out parameters, last first, and watch their gradients."""
-        waves = []
+        """Lay out parameters, last first, as backward makes their gradients, and watch these."""
+        buckets = []
         for buffer in flat_buffers(reversed(parameters), bucket_bytes, world_size):
-            wave = ScatteredWave(buffer, rank, world_size)
-            waves.append(wave)
+            bucket = ScatteredBucket(buffer, rank, world_size)
+            buckets.append(bucket)
             for parameter in buffer.parameters:
-                self._wave_of[parameter] = wave
+                self._bucket_of[parameter] = bucket
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(_weakly(self._gradient_arrived))
-        self.waves += waves
-        return Layout(list(waves), {parameter: self._wave_of[parameter].pieces[parameter] for parameter in parameters})
+        self.buckets += buckets
+        return Layout(list(buckets), {p: self._bucket_of[p].pieces[p] for p in parameters})
 
     def _gradient_arrived(self, parameter: Tensor) -> None:
-        wave = self._wave_of[parameter]
-        if not wave.buffer.holds(parameter):  # another optimizer has taken it, or step() will take it back
+        bucket = self._bucket_of[parameter]
+        if not bucket.buffer.holds(parameter):  # another optimizer has taken it, or step() will take it back
             return
-        if wave.launched:
-            if wave.holds(parameter):
+        if bucket.accumulation.launched:
+            if bucket.holds(parameter):
                 raise RuntimeError(
                     "backward added to gradients that are reduced already: run all but the last backward of a step "
                     "inside no_sync(), and clear gradients with the optimizer's zero_grad()"
@@ -175,23 +183,24 @@ class GradientScatter:
             self.forget(free=True)
         if not self.enabled:
             return
-        wave.arrive(parameter)
-        while self._next < len(self.waves) and self.waves[self._next].complete:
-            self.waves[self._next].reduce()
+        bucket.arrive(parameter)
+        # Not before those ahead of it: so every rank sends in the same order, whatever its data makes it use.
+        while self._next < len(self.buckets) and self.buckets[self._next].complete:
+            self.buckets[self._next].reduce()
             self._next += 1
 
     def reduce_the_rest(self) -> list[dist.Work]:
-        """Start what backward has not: waves with unused parameters, and gradients that were set by hand.
+        """Start what backward has not: buckets with unused parameters, and gradients that were set by hand.
 
         What no rank has a gradient of stays without one, so that the optimizer skips it. The ranks exchange a byte per
         parameter to know; only a rank that lacks a gradient needs the answer, and waits for it.
         """
-        for wave in self.waves:
-            if not wave.current:
-                wave.reduce()
-        self._next = len(self.waves)
-        parameters = list(self._wave_of)
-        absent = [parameter in self._wave_of[parameter].absent for parameter in parameters]
+        for bucket in self.buckets:
+            if not bucket.current:
+                bucket.reduce()
+        self._next = len(self.buckets)
+        parameters = list(self._bucket_of)
+        absent = [parameter in self._bucket_of[parameter].accumulation.absent for parameter in parameters]
         if self._exchanged is None or self._exchanged[0] != absent:  # a copy to the device waits for backward
             device = next((p.device for p in parameters if p.requires_grad), parameters[0].device)
             self._exchanged = (absent, torch.tensor(absent, device=device).logical_not().to(torch.uint8))
@@ -201,22 +210,23 @@ class GradientScatter:
             exchange.wait()
             absent = [not is_used for is_used in used.tolist()]
         unused = {parameter for parameter, is_absent in zip(parameters, absent, strict=True) if is_absent}
-        for wave in self.waves:
-            wave.unused = unused
+        for bucket in self.buckets:
+            bucket.unused = unused
         return [exchange]
 
     def forget(self, *, free: bool) -> None:
         """Gradients have been cleared: ``free`` if set to None, else to zero."""
-        for wave in self.waves:
-            wave.forget(free=free)
+        for bucket in self.buckets:
+            bucket.forget(free=free)
         self._next = 0
 
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     """The method as a hook, as long as its object lives."""
-    return partial(_call_if_alive, weakref.WeakMethod(method))
+    reference = weakref.WeakMethod(method)
 
+    def hook(tensor: Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive(tensor)
 
-def _call_if_alive(reference: "weakref.WeakMethod[Callable[[Tensor], None]]", tensor: Tensor) -> None:
-    if (method := reference()) is not None:
-        method(tensor)
+    return hook

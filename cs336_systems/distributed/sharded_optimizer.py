@@ -18,7 +18,7 @@ as much as plain DDP; the default's broadcasts, one after another, come on top. 
 the layouts, ``costs/sharding.py`` the arithmetic: of the busiest link in each collective.
 
 What the optimizer class must be like: it updates each parameter by itself (no LBFGS), and element by element for
-``"reduce-scatter"`` (SGD, Adam, AdamW; not Adafactor, Muon or LAMB). ``step`` runs it once per wave of flat buffers, so
+``"reduce-scatter"`` (SGD, Adam, AdamW; not Adafactor, Muon or LAMB). ``step`` runs it once per bucket, so
 that sending one overlaps with updating the next. With ``"reduce-scatter"``, ``.grad`` is scratch memory between
 backward and ``zero_grad``, and several backwards of a step go under ``no_sync()``, but for the last. Limits:
 ``torch.amp.GradScaler`` and gradient clipping need whole gradients, thus the default form; parameters must be dense,
@@ -38,7 +38,7 @@ from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB
 from cs336_systems.distributed.optimizer_state import check_state_fits, state_of_piece, whole_state
 from cs336_systems.distributed.process_group import check_same_across_ranks
 from cs336_systems.distributed.scattered import GradientScatter
-from cs336_systems.distributed.shards import Layout, Piece, Wave, local_layout, owned_layout
+from cs336_systems.distributed.shards import Layout, ParameterBucket, Piece, local_layout, owned_layout
 
 REDUCE_SCATTER = "reduce-scatter"
 
@@ -91,13 +91,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._prepare_layout()
         super().__init__(params, optimizer_cls([{"params": []}], **kwargs).defaults)
         self._batches = [len(self.param_groups)]
+        """How many groups were laid out together, in turn: a copy must lay out the same."""
         self._check_agreement(self.param_groups)
         self._lay_out(self.param_groups)
 
     def _prepare_layout(self) -> None:
         self.local: torch.optim.Optimizer | None = None
         """The optimizer of this rank's share; its param_groups correspond to these one by one."""
-        self._waves: list[Wave] = []
+        self._buckets: list[ParameterBucket] = []
         self._pieces: dict[Tensor, list[Piece]] = {}
         self._group_of: dict[Tensor, int] = {}
         self._loads = [0] * self.world_size
@@ -141,7 +142,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Divide the parameters of new groups and give this rank's pieces to its optimizer."""
         new = dict.fromkeys(parameter for group in groups for parameter in group["params"])
         layout = self._layout(list(new))
-        self._waves += layout.waves
+        self._buckets += layout.buckets
         self._pieces |= layout.pieces
         first = 0 if self.local is None else len(self.local.param_groups)
         local_groups = []
@@ -185,9 +186,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert self.local is not None
         for group, local_group in zip(self.param_groups, self.local.param_groups, strict=True):
             local_group.update(_options(group))
-        for wave in self._waves:
-            self._update(wave.prepare(), kwargs)
-            sent += wave.send()
+        for bucket in self._buckets:
+            self._update(bucket.prepare(), kwargs)
+            sent += bucket.send()
         for work in sent:
             work.wait()
         for group, local_group in zip(self.param_groups, self.local.param_groups, strict=True):

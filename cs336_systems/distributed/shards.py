@@ -1,12 +1,12 @@
-"""Who updates which parameters, and how the results travel: flat buffers, waves, and whole tensors with owners.
+"""Who updates which parameters, and how the results travel: flat buffers, buckets, and whole tensors with owners.
 
 Parameters move into flat buffers once, at construction (``param.data`` becomes a view), so that a collective sends many
-tensors without copying any. A *wave* is what is updated and sent together: while its collectives run, the next one is
-updated. Two layouts serve ``ShardedOptimizer``:
+tensors without copying any. A *bucket* is what is updated and sent together: while its collectives run, the next one
+is updated. Two layouts serve ``ShardedOptimizer``:
 
-    owned       (here) each parameter has one owner, each buffer the parameters of one owner. A wave is one buffer of
+    owned       (here) each parameter has one owner, each buffer the parameters of one owner. A bucket is one buffer of
                 every owner: all of them update theirs at the same time, then each broadcasts.
-    scattered   (scattered.py) buffers are cut into equal shards, one per rank, wherever the cut falls. A wave is one
+    scattered   (scattered.py) buffers are cut into equal shards, one per rank, wherever the cut falls. A bucket is one
                 buffer: its gradients are reduce-scattered, each rank updates its slices, the shards are all-gathered.
 
 Every rank must lay out the same parameters in the same order: the collectives follow from it.
@@ -37,7 +37,7 @@ class Piece:
     tensor: Tensor | None
 
 
-class Wave(Protocol):
+class ParameterBucket(Protocol):
     """Parameters that are updated and sent together."""
 
     def prepare(self) -> list[Tensor]:
@@ -49,9 +49,9 @@ class Wave(Protocol):
 
 @dataclass
 class Layout:
-    """Waves in the order in which every rank runs them, and where each parameter's pieces are."""
+    """Buckets in the order in which every rank runs them, and where each parameter's pieces are."""
 
-    waves: list[Wave]
+    buckets: list[ParameterBucket]
     pieces: dict[Tensor, list[Piece]]
 
 
@@ -122,9 +122,9 @@ def flat_buffers(parameters: Iterable[Tensor], bucket_bytes: int, shards: int) -
     Buffers are in the order of their last parameters, so those whose parameters become ready early come early.
     """
     kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[int, Tensor]]] = {}
-    for place, parameter in enumerate(parameters):
+    for position, parameter in enumerate(parameters):
         kind = (parameter.dtype, parameter.device, parameter.requires_grad)
-        kinds.setdefault(kind, []).append((place, parameter))
+        kinds.setdefault(kind, []).append((position, parameter))
     planned = [
         ([members[i] for i in plan.members], plan)
         for members in kinds.values()
@@ -137,11 +137,11 @@ def flat_buffers(parameters: Iterable[Tensor], bucket_bytes: int, shards: int) -
 def local_layout(parameters: Sequence[Tensor]) -> Layout:
     """World size 1: everything is updated here, nothing travels, no memory moves."""
     pieces = {parameter: [Piece(0, 0, parameter.numel(), parameter)] for parameter in parameters}
-    return Layout([_LocalWave(list(parameters))], pieces)
+    return Layout([_LocalBucket(list(parameters))], pieces)
 
 
 @dataclass
-class _LocalWave:
+class _LocalBucket:
     tensors: list[Tensor]
 
     def prepare(self) -> list[Tensor]:
@@ -170,19 +170,19 @@ def owned_layout(
         flat_buffers((parameter for parameter in parameters if owners[parameter] == owner), bucket_bytes, 1)
         for owner in range(world_size)
     ]
-    waves: list[Wave] = [
-        _OwnedWave([(owner, buffer) for owner, buffer in enumerate(buffers) if buffer is not None], rank)
+    buckets: list[ParameterBucket] = [
+        _OwnedBucket([(owner, buffer) for owner, buffer in enumerate(buffers) if buffer is not None], rank)
         for buffers in zip_longest(*by_owner)
     ]
     pieces = {
         parameter: [Piece(owners[parameter], 0, parameter.numel(), parameter if owners[parameter] == rank else None)]
         for parameter in parameters
     }
-    return Layout(waves, pieces)
+    return Layout(buckets, pieces)
 
 
 @dataclass
-class _OwnedWave:
+class _OwnedBucket:
     """One buffer of every owner that still has one."""
 
     buffers: list[tuple[int, FlatBuffer]]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.fsdp_parameters import ShardedGroup
+from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup
 from cs336_systems.harness.clock import synchronize
 
 LATE_MS = 0.02
@@ -48,7 +48,7 @@ class GatherWaits:
 
     def _timed(self, group: ShardedGroup, wait: Callable[[], None]) -> Callable[[], None]:
         def timed() -> None:
-            if not group.is_on_its_way:
+            if group.state is not GroupState.GATHERING:
                 return
             before = self._mark()
             wait()

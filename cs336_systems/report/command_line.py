@@ -79,7 +79,7 @@ def exit_with(command: str, main: Callable[[], int]) -> NoReturn:
     Ctrl-C outside a cell is one sentence, not a traceback. A reader that has had enough (``| head -1``), a closed
     stdout and a terminal that knows ASCII alone cost output, never rows, figures or the exit code.
     """
-    sys.stdout, sys.stderr = (_Lenient(stream) for stream in (sys.stdout, sys.stderr))  # type: ignore[assignment]
+    sys.stdout, sys.stderr = (_Lenient(stream) for stream in (sys.stdout, sys.stderr))
     try:
         code = main()
     except KeyboardInterrupt:

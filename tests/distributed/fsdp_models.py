@@ -85,7 +85,7 @@ def full_gradients(fsdp):
     """Every gradient whole, by name; None where there is none."""
     found = {}
     for parameter in fsdp.managed_parameters():
-        gradient = None if parameter.kept.grad is None else parameter.kept.grad.clone()
+        gradient = None if parameter.sharded_param.grad is None else parameter.sharded_param.grad.clone()
         if gradient is not None and gradient.dim() > 1:
             rows = -(-parameter.shape[0] // dist.get_world_size())
             padded = gradient.new_zeros(rows, *parameter.shape[1:])

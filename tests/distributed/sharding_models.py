@@ -8,7 +8,7 @@ from cs336_systems.training import AdamW
 FORMS = (None, "reduce-scatter")
 
 TINY_BUCKETS = {"bucket_size_mb": 600 / 1024**2}
-"""A few tensors of the model in each bucket, so that a step has several waves."""
+"""A few tensors of the model in each bucket, so that a step has several buckets."""
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),

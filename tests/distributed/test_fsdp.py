@@ -5,7 +5,6 @@ Worlds are started once per module; each check runs on all ranks of them and rep
 
 import copy
 import math
-import traceback
 import weakref
 
 import pytest
@@ -21,6 +20,7 @@ from cs336_systems.harness.traffic import Traffic
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.transformer import TransformerBlock
 
+from .checks import failures, run_checks, world_of
 from .fsdp_models import Block, Blocks, Menagerie, full_gradients, same_on_all_ranks
 
 SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1})
@@ -83,7 +83,7 @@ def check_parity(rank, make, optimizer, loss_function=loss_of, n_words=11, dtype
     for name, parameter in reference.named_parameters(remove_duplicate=False):
         torch.testing.assert_close(full[name], parameter.detach(), **close)
     assert same_on_all_ranks(full)
-    assert all(group.whole_bytes == 0 or group is fsdp.groups[0] for group in fsdp.groups)
+    assert all(group.unsharded_bytes == 0 or group is fsdp.groups[0] for group in fsdp.groups)
 
 
 def wide_loss(output, targets):
@@ -218,14 +218,29 @@ def unusual_orders_of_passes(rank):
     fsdp.eval()
     with torch.no_grad():
         torch.testing.assert_close(fsdp(first), reference(first))
-    assert all(group.whole_bytes == 0 for group in fsdp.groups)
+    assert all(group.unsharded_bytes == 0 for group in fsdp.groups)
+
+
+def a_unit_called_after_forward(rank):
+    """As by code that computes the loss in chunks, outside of the model."""
+    torch.manual_seed(0)
+    reference = Blocks(tied=False)
+    fsdp = FSDP(copy.deepcopy(reference))
+    (ids,) = batches(1)
+    for _ in range(3):
+        for model, inner, rows in ((reference, reference, ids), (fsdp, fsdp.module, own_rows(ids, rank))):
+            wide_loss(model(rows) + inner.head(inner.embedding(rows)), rows).backward()
+        fsdp.finish_gradient_synchronization()
+        assert all(group.unsharded_bytes == 0 for group in fsdp.groups)
+    for name, gradient in full_gradients(fsdp).items():
+        torch.testing.assert_close(gradient, reference.get_parameter(name).grad)
 
 
 def an_error_inside_leaves_shards_in_place(rank):
     fsdp = FSDP(Blocks())
     with pytest.raises(IndexError):
         fsdp(torch.full((1, 2), 99))
-    assert all(group.whole_bytes == 0 for group in fsdp.groups)
+    assert all(group.unsharded_bytes == 0 for group in fsdp.groups)
     wide_loss(fsdp(batches(1)[0]), batches(1)[0]).backward()
     fsdp.finish_gradient_synchronization()
 
@@ -380,6 +395,7 @@ ON_TWO = [
     gradients_that_no_sharded_layer_announces,
     accumulation_equals_one_large_batch,
     unusual_orders_of_passes,
+    a_unit_called_after_forward,
     an_error_inside_leaves_shards_in_place,
     weights_that_a_module_moves_are_told,
     half_precision_equals_the_same_arithmetic_in_one_process,
@@ -392,31 +408,17 @@ ON_FOUR = [parity_of_blocks_with_sgd, parity_of_every_kind_of_parameter]
 ON_ONE = [parity_of_blocks_with_adamw]
 
 
-def run_checks(rank: Rank, checks):
-    """How each check ended on this rank: None, or its traceback."""
-    ended = {}
-    for check in checks:
-        try:
-            check(rank)
-            ended[check.__name__] = None
-        except Exception:
-            ended[check.__name__] = traceback.format_exc()
-            print(ended[check.__name__])
-    return ended
-
-
-@pytest.fixture(scope="module")
-def two():
-    return spawn(run_checks, 2, ON_TWO, timeout_s=120)
+two = world_of(2, ON_TWO)
 
 
 @pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
 def test_on_two_ranks(two, check):
-    assert [ended[check.__name__] for ended in two] == [None, None]
+    assert failures(two, check) == []
 
 
 @pytest.mark.slow
-def test_on_four_ranks_and_on_one():
-    for world_size, checks in ((4, ON_FOUR), (1, ON_ONE)):
-        for ended in spawn(run_checks, world_size, checks, timeout_s=120):
-            assert set(ended.values()) == {None}
+@pytest.mark.parametrize(("world_size", "checks"), [(4, ON_FOUR), (1, ON_ONE)])
+def test_on_four_ranks_and_on_one(world_size, checks):
+    world = spawn(run_checks, world_size, checks, timeout_s=120)
+    for check in checks:
+        assert failures(world, check) == []

@@ -2,11 +2,12 @@
 
 import pytest
 
-from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.fully_sharded.measure import FullyShardedCell, measure_fully_sharded
 
+from .checks import failures, run_checks
 from .test_ddp import on_gpus
+from .test_ddp_gpu import COMMON, hidden_shares
 from .test_fsdp import (
     a_parameter_that_one_rank_alone_uses,
     accumulation_equals_one_large_batch,
@@ -15,7 +16,6 @@ from .test_fsdp import (
     parity_of_blocks_with_adamw,
     parity_of_every_kind_of_parameter,
     parity_without_look_ahead_and_with_much,
-    run_checks,
     unusual_orders_of_passes,
 )
 from .test_fsdp_schedule import a_forward_that_changes_course_still_is_right
@@ -33,42 +33,18 @@ CHECKS = [
 ]
 
 CELL = FullyShardedCell(
-    device="cuda",
-    fsdp="ours",
-    size="large",
-    batch_size=4,
-    context_length=512,
-    dtype="fp32",
-    attention="reference",
-    checkpoint="none",
-    compile="off",
-    prefetch=1,
-    optimizer="torch-fused",
-    world_size=2,
-    warmup=2,
-    steps=3,
-    repeat=0,
-    seed=0,
+    **COMMON, fsdp="ours", size="large", batch_size=4, attention="reference", checkpoint="none", prefetch=1, repeat=0
 )
-
-
-def run_checks_on_gpus(rank: Rank):
-    with rank.device:
-        return run_checks(rank, CHECKS)
-
-
-def hidden_share(rank: Rank, folder):
-    """The percentage of communication that ran beside other kernels (rank 0 alone knows)."""
-    found = {metric.name: metric.samples[0] for metric in measure_fully_sharded(CELL, rank, trace=folder)}
-    return found.get("hidden_share")
 
 
 @pytest.mark.parametrize(("world_size", "device"), [on_gpus(2), on_gpus(4)])
 def test_arithmetic_is_that_of_one_process(world_size, device):
-    for ended in spawn(run_checks_on_gpus, world_size, device=device, timeout_s=120):
-        assert ended == dict.fromkeys(ended)
+    world = spawn(run_checks, world_size, CHECKS, device=device, timeout_s=120)
+    for check in CHECKS:
+        assert failures(world, check) == []
 
 
 @pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
 def test_communication_lies_under_compute(world_size, device, tmp_path):
-    assert spawn(hidden_share, world_size, tmp_path, device=device, timeout_s=120)[0] >= 90
+    shares = spawn(hidden_shares, world_size, measure_fully_sharded, [CELL], tmp_path, device=device, timeout_s=120)[0]
+    assert shares[0] >= 90

@@ -17,13 +17,14 @@ from torch.utils.checkpoint import checkpoint
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.fsdp import model_units, state_bytes, step_traffic
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.spawn import spawn
+from cs336_systems.distributed.fsdp_parameters import GroupState
 from cs336_systems.harness.traffic import MATMUL, Traffic
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.transformer import TransformerBlock
 
+from .checks import failures, world_of
 from .fsdp_models import Block, Blocks, full_gradients
-from .test_fsdp import batches, loss_of, own_rows, run_checks, wide_loss
+from .test_fsdp import batches, loss_of, own_rows, wide_loss
 
 KINDS = {
     "all-gather": "_allgather_base",
@@ -37,7 +38,7 @@ def by_blocks(module):
 
 
 def whole_groups(fsdp):
-    return [i for i, group in enumerate(fsdp.groups) if group.whole_bytes]
+    return [i for i, group in enumerate(fsdp.groups) if group.unsharded_bytes]
 
 
 def collectives_of_the_model_are_those_predicted(rank):
@@ -131,7 +132,7 @@ def weights_are_whole_around_their_use_only(rank):
             loss = wide_loss(output, ids)
             loss.backward()
             assert whole_groups(fsdp) == []
-            assert all(group.is_gathered is False for group in fsdp.groups)
+            assert all(group.state is GroupState.SHARDED for group in fsdp.groups)
             fsdp.finish_gradient_synchronization()
             assert len(seen["forward"]) == len(seen["backward"]) == 6
             assert max(seen["forward"]) == (1 if first else 1 + prefetch)
@@ -262,11 +263,9 @@ CHECKS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def two():
-    return spawn(run_checks, 2, CHECKS, timeout_s=120)
+two = world_of(2, CHECKS)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_on_two_ranks(two, check):
-    assert [ended[check.__name__] for ended in two] == [None, None]
+    assert failures(two, check) == []

@@ -1,7 +1,7 @@
 """The sharded optimizer against one process: the same parameters, a share of the state, and no more sent than stated.
 
-Most checks run on two ranks that are started once; each rank asserts for itself. A bucket holds a few tensors of a
-small model, so that every step has several waves, and the ranks' shards cut tensors.
+Most checks run on two ranks that are started once; each rank asserts for itself, and each check is a test. A bucket
+holds a few tensors of a small model, so that every step has several buckets, and the ranks' shards cut tensors.
 """
 
 import copy
@@ -22,6 +22,7 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.spawn import spawn
 
+from .checks import failures, world_of
 from .sharding_models import FORMS, OPTIMIZERS, TINY_BUCKETS, Toy, backward_on_all, flat, loss_of, train
 
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
@@ -408,19 +409,12 @@ CHECKS = (
 )
 
 
-def run_checks(rank: Rank) -> dict:
-    """What each check returned; the first that fails ends the rank."""
-    return {check.__name__: check(rank) for check in CHECKS}
+two = world_of(2, CHECKS)
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> list[dict]:
-    return spawn(run_checks, 2, timeout_s=60)
-
-
-@pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
-def test_on_two_ranks(two_ranks, check):
-    assert all(check in results for results in two_ranks)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_on_two_ranks(two, check):
+    assert failures(two, check) == []
 
 
 def go_on(rank: Rank, checkpoint: bytes) -> list[torch.Tensor]:
@@ -466,11 +460,11 @@ def other_worlds(rank: Rank, checkpoint: bytes) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_a_checkpoint_of_two_ranks_goes_on_alike_in_another_world(two_ranks, world_size):
+def test_a_checkpoint_of_two_ranks_goes_on_alike_in_another_world(two, world_size):
     expected = Toy()
     optimizer = torch.optim.AdamW(expected.parameters(), **ADAMW)
     train(expected, optimizer, range(5), 2, 0)
-    for results in spawn(other_worlds, world_size, two_ranks[0]["saved_state_is_whole"], timeout_s=60):
+    for results in spawn(other_worlds, world_size, two[0]["saved_state_is_whole"].returned, timeout_s=60):
         assert len(results) == 6
         assert all(torch.equal(result, flat(expected)) for result in results)
 
