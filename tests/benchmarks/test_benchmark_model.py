@@ -11,7 +11,7 @@ import torch
 
 from cs336_systems.experiments.model.cells import ModelCell
 from cs336_systems.experiments.model.measure import fit_to_budget
-from cs336_systems.harness import process, sweep
+from cs336_systems.harness import sweep
 from cs336_systems.harness.record import Metric, RowFile, read_rows
 from tests.benchmarks.commands import cells_of, run, run_in_a_process
 from tests.harness.cells import fake_ceiling, fake_model
@@ -119,18 +119,17 @@ def test_the_table_as_csv(faked, command):
 
 def press_ctrl_c_in_cell(number, monkeypatch):
     """From now on the ``number``-th cell, counted from 1, is interrupted while it is waited for."""
-    really_converse, seen = process._converse, []
+    really_measure, seen = sweep.measure_in, []
 
-    def converse(report, connection, cell, deadline):
+    def measure_in(process, cell, deadline, report):
         seen.append(None)
         if len(seen) == number:
-            connection.send(cell)
-            connection.poll(10)
-            report |= connection.recv()
+            process.connection.send(cell)
+            report.update(process.receive(deadline))
             raise KeyboardInterrupt
-        really_converse(report, connection, cell, deadline)
+        really_measure(process, cell, deadline, report)
 
-    monkeypatch.setattr(process, "_converse", converse)
+    monkeypatch.setattr(sweep, "measure_in", measure_in)
 
 
 @pytest.mark.slow

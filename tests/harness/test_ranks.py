@@ -19,10 +19,10 @@ from tests.harness.cells import SKEW_S, RankedCell, disagree, measure
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def sweep(whats, timeout_s=60.0, row_file=None, world_size=2, folder=""):
+def sweep(whats, timeout_s=60.0, row_file=None, world_size=2, folder="", expected_s=None):
     cells = [RankedCell(what, str(folder), world_size=world_size) for what in whats]
-    limits = {"timeout_s": timeout_s, "describe": lambda cell: cell.what}
-    return list(run_sweep("bench", cells, measure, row_file=row_file, **limits))
+    options = {"timeout_s": timeout_s, "describe": lambda cell: cell.what, "expected_s": expected_s}
+    return list(run_sweep("bench", cells, measure, row_file=row_file, **options))
 
 
 @pytest.mark.slow
@@ -112,6 +112,16 @@ def test_the_world_size_is_the_launchers_or_the_one_asked_for(monkeypatch):
     assert not reports()
     with pytest.raises(ValueError, match="--world-size 2: the launcher has started 3 ranks"):
         resolve_world_sizes((2,), (2,))
+
+
+@pytest.mark.parametrize("expected_s", [None, lambda cell: 500.0])
+def test_on_a_terminal_there_is_a_bar_and_an_estimate_if_cells_say_what_they_take(expected_s, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich's word for a terminal
+    [outcome] = sweep(["ok"], world_size=1, expected_s=expected_s)
+    shown = capsys.readouterr().err
+    assert outcome.status == "ok"
+    assert "━" in shown
+    assert ("about 0:08" in shown) == (expected_s is not None)
 
 
 def test_a_row_names_the_cells_own_columns():

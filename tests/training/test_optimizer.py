@@ -2,6 +2,8 @@
 
 import io
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -226,3 +228,10 @@ def test_optimizers_by_name_agree_on_their_defaults():
 def test_an_unknown_optimizer_is_refused_by_name():
     with pytest.raises(ValueError, match="unknown optimizer 'sgd': known are reference, torch-fused"):
         make_optimizer("sgd", parameters())
+
+
+def test_it_does_not_import_dynamo():
+    imports = "import sys, torch; from cs336_systems.training import AdamW"
+    steps = "optimizer = AdamW([torch.ones(1, requires_grad=True)]); optimizer.zero_grad(); optimizer.step()"
+    code = f"{imports}; {steps}; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
