@@ -17,7 +17,7 @@ import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,7 +52,7 @@ _PROVENANCE = (
 
 _NUMBERS = ("median", "mean", "std", "p10", "p90", "n")
 
-DEFAULTS = {setting.name: setting.default for setting in fields(TrainingCase)}
+DEFAULTS: dict[str, Any] = asdict(TrainingCase())
 """Of rows that were measured before a training case could say a setting."""
 
 Row = dict[str, Any]
@@ -199,7 +199,8 @@ def read_rows(path: Path, cell_columns: Iterable[str] = ()) -> pd.DataFrame:
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {str(error).strip()}") from error
     if "context_length" in frame.columns:
-        frame = frame.assign(**{name: value for name, value in DEFAULTS.items() if name not in frame.columns})
+        for name in DEFAULTS.keys() - set(frame.columns):
+            frame[name] = DEFAULTS[name]
     missing = [column for column in schema_columns(cell_columns) if column not in frame.columns]
     if missing:
         raise ValueError(f"{path} lacks the columns {', '.join(missing)}")

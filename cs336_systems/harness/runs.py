@@ -87,7 +87,7 @@ def median_of(rows: pd.DataFrame, metric: str) -> float:
         ValueError: the rows do not hold the metric.
     """
     found = rows[rows["metric"].isin((metric, RATES.get(metric)))]
-    own = pooled(newest_run(found)).set_index("metric")["median"] if len(found) else {}
+    own = pooled(newest_run(found)).set_index("metric")["median"] if len(found) else pd.Series(dtype=float)
     if metric not in own:
         raise ValueError(f"no row holds the metric {metric!r}")
     return float(own[metric])

@@ -33,7 +33,7 @@ def compare(new: pd.DataFrame, old: pd.DataFrame) -> Table:
     caption, and differences of machine and versions are listed there.
     """
     beside = {*schema_columns(()), "repeat", "steps"}
-    keys = [column for column in new if column not in beside and column in old] + ["metric"]
+    keys = [str(column) for column in new if column not in beside and column in old] + ["metric"]
     sides = [_timings(frame, keys) for frame in (new, old)]
     shared = [key for key in sides[0] if key in sides[1]]
     noise = {

@@ -128,7 +128,7 @@ class ResultTable:
         """One line per cell, in the order in which the cells first appear; the last column is the status."""
         lines = self.lines(rows)
         settings = list(lines[0].settings) if lines else [name for name in self.settings if name in rows]
-        labels = LABELS | self.labels
+        labels = LABELS | dict(self.labels)
         frame = pd.DataFrame([line.settings for line in lines], columns=settings)
         caption, varying = settings_split(frame, settings, self.always, labels)
         shown = {column: [column.show(line) for line in lines] for column in self.columns}
@@ -146,7 +146,7 @@ class ResultTable:
     def lines(self, rows: pd.DataFrame) -> list[Line]:
         """The cells."""
         settings = [name for name in self.settings if name in rows.columns]
-        rows = rows.assign(**{name: [_plain(value) for value in rows[name]] for name in settings})
+        rows = rows.assign(**{name: rows[name].map(_plain) for name in settings})
         lines: dict[tuple, Line] = {}
         for key, cell in rows.groupby(settings, sort=False, dropna=False):
             run = newest_run(cell)

@@ -82,7 +82,7 @@ def test_the_table_scales_against_one_rank_of_the_same_rung():
     failed = Outcome(naive, "oom", "no room")
     failed.rows = make_rows("benchmark_ddp", failed, {"metrics": []})
     table = data_parallel_table(outcome_rows([outcome(one, 10.0), outcome(two, 12.5), failed]))
-    assert table.frame["scaling %"].tolist() == ["100.0", "80.0", ""]
+    assert table.frame["scaling %"].tolist() == ["100.0", "80.0", "–"]
     assert table.frame["bucket MiB"].tolist() == ["25", "25", ""]
     assert table.frame["exposed %"].tolist() == ["10.0", "8.0", "–"]
     assert table.frame["status"].tolist() == ["ok", "ok", "oom: no room"]

@@ -9,6 +9,7 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.fully_sharded.measure import measure_fully_sharded
 from cs336_systems.experiments.fully_sharded.table import fully_sharded_table
+from cs336_systems.harness.record import parse_samples
 from tests.benchmarks.commands import cells_of
 
 TINY = ["--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", "0"]
@@ -24,10 +25,12 @@ def rows():
     cells = cells_of("fully_sharded", *TINY, "--dtype", "bf16-compute", "--checkpoint", "full")
     measured = spawn(measure_all, 2, cells, timeout_s=90)[0]
     where = {"gpu": "", "status": "ok", "message": ""}
-    return pd.DataFrame(
-        asdict(cell) | where | metric.statistics()
-        for cell, metrics in zip(cells, measured, strict=True)
-        for metric in metrics
+    return parse_samples(
+        pd.DataFrame(
+            asdict(cell) | where | metric.statistics()
+            for cell, metrics in zip(cells, measured, strict=True)
+            for metric in metrics
+        )
     )
 
 
@@ -69,6 +72,14 @@ def test_states_and_traffic_are_as_predicted_and_every_gather_is_waited_for_once
     assert ours["gathers"] == 7  # four units, forward and backward, less the head, which stays
     assert 0 <= ours["late_gathers"] <= 7
     assert ddp["parameters"] == pytest.approx(2 * ours["parameters"], rel=0.01)
+
+
+def test_rows_of_an_earlier_command_are_not_pooled_with_the_newest(rows):
+    """A run of 98.4 ms appended to by one of 58.8 ms is shown as 58.8 ms."""
+    stamped = rows.assign(argv="a command", commit="c", timestamp="2026-01-02T00:00:00+00:00")
+    older = stamped.assign(timestamp="2026-01-01T00:00:00+00:00", median=1000 * rows["median"])
+    alone, appended = (fully_sharded_table(frame).frame for frame in (stamped, pd.concat([older, stamped])))
+    assert appended.to_dict("records") == alone.to_dict("records")
 
 
 def test_the_table_has_a_line_per_implementation_and_their_ratio(rows):

@@ -9,7 +9,7 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.sharded_optimizer.cells import SHARDINGS
 from cs336_systems.experiments.sharded_optimizer.measure import measure_sharding
-from cs336_systems.experiments.sharded_optimizer.table import draw_memory, memory_table, time_table
+from cs336_systems.experiments.sharded_optimizer.table import draw_memory, memory_figure, memory_table, time_table
 from cs336_systems.harness.record import Metric
 from tests.benchmarks.commands import cells_of
 
@@ -79,14 +79,22 @@ def test_tables(rows):
     for table in (times, memory):
         assert list(table.frame["how"]) == [*SHARDINGS, "replicated"]
         assert table.frame["status"].iloc[-1] == "oom: too large"
-        assert "world_size 2" in table.caption
+        assert "ranks 2" in table.caption
     assert times.frame["ratio to replicated"].iloc[0] == "1.000"
     assert times.frame["ratio to replicated"].iloc[-1] == "–"
     assert "activations GiB" not in memory.frame  # a CPU does not say
 
 
 def test_figure(rows, tmp_path):
+    figure = memory_figure(rows)
+    assert [axes.get_title() for axes in figure.axes] == ["initialised", "after forward", "before step", "after step"]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == list(SHARDINGS[::-1])
+    for axes, state in zip(figure.axes, (0, 1, 1, 1), strict=True):
+        widths = {bar.get_facecolor(): bar.get_width() for bars in axes.containers for bar in bars.patches[-1:]}
+        drawn = sorted(width for width in widths.values() if width)
+        assert len(drawn) >= 1 + state, "parameters, and the optimizer's state once there is one"
+    assert "Memory of one rank of 2: tiny" in figure.subfigs[0].get_suptitle()
     assert draw_memory(rows, tmp_path / "memory.png")
-    assert (tmp_path / "memory.png").stat().st_size > 10_000
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert not draw_memory(rows[rows["status"] != "ok"], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

@@ -84,10 +84,8 @@ OVERHEADS = ResultTable(
     settings=("subject", "metric"),
     always=("subject", "metric"),
     columns=(
-        Column(
-            "median", lambda line: f"{line.last['median']:.4g} {line.last['unit']}" if line.metrics else None, rank=0
-        ),
-        Column("p10–p90", lambda line: f"{line.last['p10']:.4g}–{line.last['p90']:.4g}" if line.metrics else None),
+        Column("median", lambda line: f"{line.last['median']:.4g} {line.last['unit']}" if line.metrics else "", rank=0),
+        Column("p10–p90", lambda line: f"{line.last['p10']:.4g}–{line.last['p90']:.4g}" if line.metrics else ""),
     ),
 )
 
