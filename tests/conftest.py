@@ -36,6 +36,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if named or config.option.capture == "no" else min(8, os.cpu_count() or 1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before the worker reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep tests together that share a fixture; in a worker, timings and then slow tests come first."""
     for item in items:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from cs336_systems.profiling import memory_profile
 from cs336_systems.profiling.memory_snapshot import MARK, Snapshot
-from cs336_systems.training import TrainingCase, assemble
+from cs336_systems.training import TrainingCase, assemble, random_batch
 
 US_PER_EVENT = 1000
 TORCH = str(Path(torch.__file__).parent)
@@ -105,7 +105,7 @@ def own_frames() -> tuple[str, ...]:
     return tuple(frames)
 
 
-def simulated_snapshot(setup: TrainingCase, batch_size: int, mode: str) -> Snapshot:
+def simulated_snapshot(case: TrainingCase, mode: str) -> Snapshot:
     """What ``profile_memory`` would record of the second pass of ``mode``, one block for each storage.
 
     Under a fake tensor mode the model may be as large as it likes.
@@ -117,8 +117,8 @@ def simulated_snapshot(setup: TrainingCase, batch_size: int, mode: str) -> Snaps
 
     patches = {"storage_address": address_of, "annotate": annotate}
     with WatchedStorages(log), patch.multiple(memory_profile, **patches):
-        step = assemble(setup)
-        ids, targets = (torch.zeros(batch_size, setup.config.context_length, dtype=torch.int64) for _ in range(2))
+        step = assemble(case)
+        ids, targets = random_batch(case)
         phases = step.phases(mode, ids, targets)
         for phase in phases.values():
             phase()
@@ -133,8 +133,3 @@ def simulated_snapshot(setup: TrainingCase, batch_size: int, mode: str) -> Snaps
                 phase()
         labels = [*memory_profile.state_labels(step, ids=ids, targets=targets), *gradients]
         return log.snapshot([[label.address, label.category, label.name] for label in labels])
-
-
-def raw_pickle(path: Path, data: bytes) -> Path:
-    path.write_bytes(data)
-    return path

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cs336_systems.config import MODEL_SIZES, PRECISIONS
+from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.activations import saved_bytes
 from cs336_systems.costs.memory import adamw_state_bytes, parameter_bytes, peak_memory
 from cs336_systems.profiling.memory_history import (
@@ -229,8 +229,9 @@ def test_the_total_is_a_running_sum(choices, n_before):
 @pytest.mark.parametrize("mode", ["backward", "step"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast-bf16"])
 def test_a_step_on_the_cpu_has_the_predicted_categories(precision, mode):
-    config, precision = MODEL_SIZES["tiny"], PRECISIONS[precision]
-    history = reconstruct(simulated_snapshot(TrainingCase.of(config, dtype=precision), 2, mode))
+    case = TrainingCase.of(MODEL_SIZES["tiny"], batch_size=2, dtype=precision)
+    config, precision = case.config, case.precision
+    history = reconstruct(simulated_snapshot(case, mode))
     live = history.live_bytes()
     assert (live[PARAMETERS] == parameter_bytes(config, precision)).all()
     assert (live[OPTIMIZER_STATE] == (adamw_state_bytes(config, precision) if mode == "step" else 0)).all()
@@ -251,7 +252,7 @@ def test_a_step_on_the_cpu_has_the_predicted_categories(precision, mode):
 
 
 def test_without_gradients_nothing_is_an_activation():
-    history = reconstruct(simulated_snapshot(TrainingCase.of(MODEL_SIZES["tiny"]), 2, "forward"))
+    history = reconstruct(simulated_snapshot(TrainingCase.of(MODEL_SIZES["tiny"], batch_size=2), "forward"))
     assert [phase.name for phase in history.phases] == ["forward"]
     assert set(history.peak().by_category) == set(CATEGORIES)
     assert not history.live_bytes()[ACTIVATIONS].any()
@@ -260,7 +261,7 @@ def test_without_gradients_nothing_is_an_activation():
 def test_full_checkpointing_keeps_the_residual_stream_and_recomputes_the_rest_as_temporaries():
     config = MODEL_SIZES["tiny"]
     plain, checkpointed = (
-        reconstruct(simulated_snapshot(TrainingCase.of(config, checkpoint=policy), 2, "backward"))
+        reconstruct(simulated_snapshot(TrainingCase.of(config, batch_size=2, checkpoint=policy), "backward"))
         for policy in ("none", "full")
     )
     kept = [history.live_bytes()[ACTIVATIONS].max() for history in (plain, checkpointed)]

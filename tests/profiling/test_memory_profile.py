@@ -85,20 +85,20 @@ def test_nodes_announce_themselves_in_order_and_the_loss_function_returns(monkey
 @pytest.mark.parametrize("mode", ["forward", "backward", "step"])
 @pytest.mark.parametrize("precision", ["fp32", "autocast-bf16"])
 def test_the_categories_of_a_step_on_a_gpu(tmp_path, precision, mode):
-    setup = TrainingCase.of(MODEL_SIZES["small"].at_context(128), dtype=precision, device="cuda", batch_size=2)
-    profile = profile_memory(setup, mode, tmp_path / "snapshot.pickle")
+    case = TrainingCase.of(MODEL_SIZES["small"].at_context(128), dtype=precision, device="cuda", batch_size=2)
+    profile = profile_memory(case, mode, tmp_path / "snapshot.pickle")
     history, peak = profile.history, profile.history.peak()
     large = sum(allocation.n_bytes > MIB for allocation in history.alive_at(peak.event))
     assert 0 <= profile.rounding_bytes <= 512 * len(history.alive_at(peak.event)) + MIB * large
     assert peak.n_bytes == pytest.approx(profile.unwatched_requested_bytes, rel=5e-3)
-    assert peak.by_category[PARAMETERS] == parameter_bytes(setup.config, setup.precision)
+    assert peak.by_category[PARAMETERS] == parameter_bytes(case.config, case.precision)
     if mode == "step":
-        assert peak.by_category[OPTIMIZER_STATE] == adamw_state_bytes(setup.config, setup.precision)
+        assert peak.by_category[OPTIMIZER_STATE] == adamw_state_bytes(case.config, case.precision)
     if mode != "forward":
         live = history.live_bytes()
         kept = live[ACTIVATIONS][history.phases[1].start - 1]
-        assert kept == pytest.approx(saved_bytes(setup.config, 2, 128, setup.precision), abs=64)
-        assert live[GRADIENTS].max() == parameter_bytes(setup.config, setup.precision)
+        assert kept == pytest.approx(saved_bytes(case.config, 2, 128, case.precision), abs=64)
+        assert live[GRADIENTS].max() == parameter_bytes(case.config, case.precision)
         in_backward = [a for a in history.allocations if a.phase == "backward" and a.category == TEMPORARIES]
         assert sum("Backward" in a.operation for a in in_backward) > 0.9 * len(in_backward)
     assert reconstruct(read_snapshot(profile.path)).peak() == peak

@@ -12,7 +12,7 @@ from cs336_systems.attention.dispatch import attention_op
 from cs336_systems.config import MODEL_SIZES, PRECISIONS, ModelConfig
 from cs336_systems.costs.checkpointing import make_plan, runs_again
 from cs336_systems.costs.memory import peak_memory
-from cs336_systems.model import REFERENCE_OPS, TransformerLM
+from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
 from cs336_systems.training import TrainingCase, TrainStep, assemble
 from cs336_systems.training.activation_checkpointing import FUSED_ATTENTION, checkpointed_stack, unsupported_reason
 
@@ -44,9 +44,11 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def after_backward(policy: str, config: ModelConfig = CONFIG, precision: str = "fp32", **setup) -> TrainStep:
+def after_backward(
+    policy: str, config: ModelConfig = CONFIG, precision: str = "fp32", ops: ModelOps = REFERENCE_OPS, **options: str
+) -> TrainStep:
     """A step whose forward and backward have run."""
-    step = assemble(TrainingCase.of(config, dtype=precision, checkpoint=policy, **setup))
+    step = assemble(TrainingCase.of(config, dtype=precision, checkpoint=policy, **options), ops=ops)
     phases = step.phases("step", *batch())
     phases["forward"]()
     phases["backward"]()

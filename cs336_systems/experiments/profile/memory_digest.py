@@ -92,31 +92,13 @@ def write_memory_digest(case: TrainingCase, mode: str, out: Path, raw: Path, *, 
 
 def profile_name(case: TrainingCase, mode: str) -> str:
     """The stem of every file of one profile; only what differs from the plain case is named after the precision."""
-    extras = [
-        *([case.attention] if case.attention != "reference" else []),
-        *(["compiled"] if case.compiled else []),
-        *([f"checkpoint-{case.checkpoint}"] if case.checkpoint != "none" else []),
-        *([case.optimizer] if case.optimizer != "reference" else []),
-    ]
-    config = case.config
-    parts = [
-        "memory",
-        config.name,
-        f"b{case.batch_size}",
-        f"c{config.context_length}",
-        case.precision.name,
-        *extras,
-        mode,
-    ]
-    return "-".join(parts)
+    shape = [case.config.name, f"b{case.batch_size}", f"c{case.context_length}", case.dtype]
+    return "-".join(["memory", *shape, *(extra.replace(" ", "-") for extra in case.extras), mode])
 
 
 def heading(case: TrainingCase, mode: str) -> str:
     """The case in one line."""
-    config = case.config
-    line = (
-        f"{config.name}, batch {case.batch_size}, context {config.context_length}, {case.precision.name}, mode {mode}"
-    )
+    line = f"{case.config.name}, batch {case.batch_size}, context {case.context_length}, {case.dtype}, mode {mode}"
     extras = [
         f"attention {case.attention}" if case.attention != "reference" else "",
         "compiled" if case.compiled else "",

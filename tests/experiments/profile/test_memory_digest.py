@@ -28,21 +28,21 @@ from cs336_systems.profiling.memory_profile import MemoryProfile
 from cs336_systems.training import TrainingCase
 from tests.profiling.snapshots import simulated_snapshot
 
-SETUP = TrainingCase.of(MODEL_SIZES["tiny"])
+CASE = TrainingCase.of(MODEL_SIZES["tiny"], batch_size=2)
 ROUNDING = 12_288
 GIB, MIB = 1024**3, 1024**2
 
 
 @pytest.fixture(scope="module")
 def profile():
-    history = reconstruct(simulated_snapshot(SETUP, 2, "step"))
+    history = reconstruct(simulated_snapshot(CASE, "step"))
     peak = history.peak().n_bytes + ROUNDING
-    return MemoryProfile(SETUP, 2, "step", history, peak, peak, peak, 2 * peak, Path("raw/x.pickle"))
+    return MemoryProfile(CASE, "step", history, peak, peak, peak, 2 * peak, Path("raw/x.pickle"))
 
 
 @pytest.fixture(scope="module")
 def accounts():
-    return [account_block(SETUP, 2, compile=False)]
+    return [account_block(CASE, compile=False)]
 
 
 def test_the_peak_adds_up_to_what_the_allocator_reported(profile):
@@ -61,7 +61,7 @@ def test_the_peak_adds_up_to_what_the_allocator_reported(profile):
 
 
 def test_a_compiled_step_has_no_prediction(profile):
-    compiled = replace(profile, setup=replace(SETUP, compile=True))
+    compiled = replace(profile, case=replace(CASE, compile="on"))
     assert not peak_table(compiled).frame["category"].str.startswith("predicted").any()
 
 
@@ -88,11 +88,11 @@ def test_equal_allocations_are_one_line_and_blocks_a_star(profile):
 
 
 def test_the_page_answers_the_questions(profile, accounts):
-    page = digest(SETUP, 2, "step", profile, accounts, "Some GPU")
+    page = digest(CASE, "step", profile, accounts, "Some GPU")
     assert page.startswith("# tiny, batch 2, context 128, fp32, mode step: where the memory goes\n")
     assert "![memory alive, by category](memory-tiny-b2-c128-fp32-step.png)" in page
     assert "2 x 128 x 64 elements of 4 bytes = **0.06 MiB**" in page
-    listed = total_bytes(block_saved_tensors(SETUP.config, 2, 128, PRECISIONS["fp32"]))
+    listed = total_bytes(block_saved_tensors(CASE.config, 2, 128, PRECISIONS["fp32"]))
     assert f"Predicted for the eager block: {listed / MIB:,.2f} MiB." in page
     assert "One RMSNorm by itself, eager, saves full-size tensors 3 times, in 2 storages: " in page
     assert "```\ncs336_systems/model/ops.py:" in page and "_call_impl" not in page
@@ -104,7 +104,7 @@ def test_a_pass_that_ran_out_of_memory_says_so(profile, accounts):
     failed = replace(
         profile, out_of_memory="CUDA out of memory. Tried to allocate 2 GiB.\nmore", unwatched_peak_bytes=0
     )
-    page = digest(SETUP, 2, "step", failed, accounts, "Some GPU")
+    page = digest(CASE, "step", failed, accounts, "Some GPU")
     assert "**Out of memory.** The pass ended early: CUDA out of memory. Tried to allocate 2 GiB.\n" in page
     assert peak_table(failed).frame.set_index("category")["GiB"]["the same, unwatched"] == "–"
 
@@ -119,20 +119,20 @@ def test_figures_are_named_with_their_units(profile, accounts):
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({}, "memory-tiny-b4-c128-fp32-forward"),
-        ({"compile": True}, "memory-tiny-b4-c128-fp32-compiled-forward"),
-        ({"attention": "tiled", "optimizer": "torch-fused"}, "memory-tiny-b4-c128-fp32-tiled-torch-fused-forward"),
-        ({"checkpoint": "full"}, "memory-tiny-b4-c128-fp32-checkpoint-full-forward"),
+        ({}, "memory-tiny-b2-c128-fp32-forward"),
+        ({"compile": "on"}, "memory-tiny-b2-c128-fp32-compiled-forward"),
+        ({"attention": "tiled", "optimizer": "torch-fused"}, "memory-tiny-b2-c128-fp32-tiled-torch-fused-forward"),
+        ({"checkpoint": "full"}, "memory-tiny-b2-c128-fp32-checkpoint-full-forward"),
     ],
 )
-def test_names_tell_setups_apart(changes, name):
-    assert profile_name(replace(SETUP, **changes), 4, "forward") == name
+def test_names_tell_cases_apart(changes, name):
+    assert profile_name(replace(CASE, **changes), "forward") == name
 
 
 @pytest.mark.parametrize("attention", ["reference", "tiled"])
 def test_without_cuda_the_block_is_accounted_for(tmp_path, attention):
-    setup = replace(SETUP, dtype="autocast-bf16", attention=attention)
-    written = write_memory_digest(setup, 2, "step", tmp_path / "out", tmp_path / "raw", compiled=False)
+    case = replace(CASE, dtype="autocast-bf16", attention=attention)
+    written = write_memory_digest(case, "step", tmp_path / "out", tmp_path / "raw", compiled=False)
     page = written.page.read_text()
     assert NEEDS_CUDA in page and "max_memory_allocated" not in page
     assert ("Predicted for the eager block" in page) == (attention == "reference")

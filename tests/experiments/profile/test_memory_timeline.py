@@ -19,7 +19,7 @@ def texts(figure):
 
 
 def test_a_step_is_drawn_with_its_phases_peak_and_categories(tmp_path, drawn):
-    history = reconstruct(simulated_snapshot(TrainingCase.of(MODEL_SIZES["tiny"]), 2, "step"))
+    history = reconstruct(simulated_snapshot(TrainingCase.of(MODEL_SIZES["tiny"], batch_size=2), "step"))
     draw_memory_timeline(history, path := tmp_path / "folder" / "x.png", "tiny")
     assert imread(path).shape[0] > 500
     notes, legend = texts(drawn[0])
