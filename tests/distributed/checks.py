@@ -4,9 +4,9 @@ import traceback
 from typing import Any, NamedTuple
 
 import pytest
+import torch.distributed as dist
 
-from cs336_systems.distributed.process_group import Rank
-from cs336_systems.distributed.spawn import spawn
+from cs336_systems.distributed.process_group import Rank, joined, spawn
 
 
 class Ended(NamedTuple):
@@ -18,13 +18,17 @@ class Ended(NamedTuple):
 
 
 def run_checks(rank: Rank, checks) -> dict[str, Ended]:
-    """Call each check with the rank, on the rank's device; one that fails does not keep the others from running."""
+    """Call each check with the rank, on its device and in a process group of its own: one that fails ends nothing else.
+
+    A rank that fails leaves the group, which ends the check on those that wait for it.
+    """
     ended = {}
+    dist.destroy_process_group()
     for check in checks:
         try:
-            with rank.device:
-                ended[check.__name__] = Ended(None, check(rank))
-        except Exception:
+            with joined(rank.device.type, timeout_s=60) as own, own.device:
+                ended[check.__name__] = Ended(None, check(own))
+        except (Exception, pytest.fail.Exception):  # the latter, of pytest.raises, is no Exception
             ended[check.__name__] = Ended(traceback.format_exc())
     return ended
 
