@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from cs336_systems.distributed.process_group import Rank, joined, spawn
+from cs336_systems.distributed.process_group import Rank, joined
+from cs336_systems.distributed.spawn import spawn
 
 
 class Ended(NamedTuple):
