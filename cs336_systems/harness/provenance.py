@@ -106,15 +106,16 @@ def versions(device: torch.device) -> dict[str, Any]:
 
 
 def device_state(device: torch.device) -> dict[str, Any]:
-    """Clocks (MHz), power (W), temperature (C) and active throttle reasons of a GPU; load and clock of a CPU."""
+    """The host's load; clocks (MHz), power (W), temperature (C) and active throttle reasons of a GPU, clock of a CPU."""
+    load = {"load_1min": round(os.getloadavg()[0], 2)}
     if device.type != "cuda":
         frequency = psutil.cpu_freq()
-        return {"load_1min": round(os.getloadavg()[0], 2), "cpu_mhz": round(frequency.current) if frequency else None}
+        return load | {"cpu_mhz": round(frequency.current) if frequency else None}
     import pynvml
 
     handle = _nvml_handle(device.index or 0)
     reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-    return {
+    return load | {
         "sm_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
         "memory_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
         "power_w": round(pynvml.nvmlDeviceGetPowerUsage(handle) / 1000),
