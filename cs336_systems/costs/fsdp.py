@@ -43,18 +43,11 @@ def model_units(config: ModelConfig) -> list[list[Shape]]:
     d_model, d_kv, d_ff = config.d_model, config.d_kv, config.d_ff
     attention = [(d_model, d_model), (d_kv, d_model), (d_kv, d_model), (d_model, d_model)]
     biases = [(d_model,), (d_kv,), (d_kv,)] if config.qkv_bias else []
-    block: list[Shape] = [
-        (d_model,),
-        *attention,
-        *biases,
-        (d_model,),
-        (d_ff, d_model),
-        (d_model, d_ff),
-        (d_ff, d_model),
-    ]
+    feed_forward = [(d_ff, d_model), (d_model, d_ff), (d_ff, d_model)]
+    block: list[Shape] = [(d_model,), *attention, *biases, (d_model,), *feed_forward]
     embedding: list[Shape] = [(config.vocab_size, d_model)]
-    head: list[list[Shape]] = [] if config.tie_embeddings else [list(embedding)]
-    return [embedding, *([list(block) for _ in range(config.n_layers)]), [(d_model,)], *head]
+    head = [] if config.tie_embeddings else [embedding]
+    return [embedding, *[block] * config.n_layers, [(d_model,)], *head]
 
 
 @dataclass(frozen=True)
