@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.costs.memory import block_parameter_sizes, outer_parameter_sizes
+from cs336_systems.costs.fsdp import model_units
 from cs336_systems.costs.sharding import (
     ALIGNMENT_BYTES,
     FORMS,
