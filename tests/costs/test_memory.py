@@ -162,7 +162,7 @@ def test_parameter_sizes_are_the_models(name):
     assert sum(map(sum, units)) == config.n_parameters
     model = TransformerLM(config.at_context(128), device="meta")
     assert Counter(units[1]) == Counter(p.numel() for p in model.layers[0].parameters())
-    assert Counter(sum(units, [])) == Counter(p.numel() for p in model.parameters())
+    assert Counter(n for unit in units for n in unit) == Counter(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(("precision", "n_bytes"), [("fp32", 4), ("tf32", 4), ("bf16", 2), ("autocast-fp16", 4)])
