@@ -5,6 +5,7 @@ import json
 import re
 import tempfile
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -169,16 +170,11 @@ def analyse(rows: pd.DataFrame) -> Findings:
     if rows.empty:
         return Findings([], {"steps": {}})
     first = rows.iloc[0]
-    drawn = rows[rows["size"] == first["size"]]
-
-    def draw(axes: Axes) -> None:
-        _draw(axes, drawn)
-
     title = (
         f"A training step of {first['size']}, {first['dtype']}, batch {first['batch_size']}, context "
         f"{first['context_length']}, on {where(rows)}"
     )
-    return Findings(tables, {"steps": figures}, draw, title, (8.5, 3.6))
+    return Findings(tables, {"steps": figures}, partial(_draw, rows[rows["size"] == first["size"]]), title, (8.5, 3.6))
 
 
 def _table(size: str, hows: dict[str, pd.DataFrame]) -> Table:
@@ -207,7 +203,7 @@ def _table(size: str, hows: dict[str, pd.DataFrame]) -> Table:
     return Table(caption, pd.DataFrame(lines))
 
 
-def _draw(axes: Axes, rows: pd.DataFrame) -> None:
+def _draw(rows: pd.DataFrame, axes: Axes) -> None:
     """Stacked bars of 100 %: FLOPs above, time of each way below."""
     bars = {"FLOPs": shares(family_values(rows, "flops"))}
     for how, cell in rows.groupby("variant", sort=False):

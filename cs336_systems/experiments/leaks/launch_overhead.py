@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -146,12 +147,9 @@ def analyse(rows: pd.DataFrame) -> Findings:
     if not found:
         return Findings([], {"operations": {}})
 
-    def draw(axes: Axes) -> None:
-        _draw(axes, found, rows)
-
     first = rows.iloc[0]
     title = f"Chains of {first['depth']} operations, {first['dtype']}, on {where(rows)}"
-    return Findings(tables, {"operations": figures}, draw, title, (8.5, 4.8))
+    return Findings(tables, {"operations": figures}, partial(_draw, found, rows), title, (8.5, 4.8))
 
 
 def _table(operation: str, table: pd.DataFrame, size: float | None, rows: pd.DataFrame) -> Table:
@@ -177,7 +175,7 @@ def _table(operation: str, table: pd.DataFrame, size: float | None, rows: pd.Dat
     return Table(caption, pd.DataFrame(lines))
 
 
-def _draw(axes: Axes, found: dict[str, pd.DataFrame], rows: pd.DataFrame) -> None:
+def _draw(found: dict[str, pd.DataFrame], rows: pd.DataFrame, axes: Axes) -> None:
     """Microseconds per operation against bytes of one operand; colour is the way, marker and dash the operation."""
     width = 2 if rows["dtype"].iloc[0] == "bf16" else 4
     colours = {EAGER: OKABE_ITO[1], COMPILED: OKABE_ITO[2], GRAPH: OKABE_ITO[0]}

@@ -1,6 +1,7 @@
 """Speed of a matrix product on seven kinds of data, with power and clock beside it."""
 
 import time
+from functools import partial
 from statistics import median
 from typing import get_args
 
@@ -146,12 +147,8 @@ def analyse(rows: pd.DataFrame) -> Findings:
     if rows.empty:
         return Findings([], {"ratio_to_normal": {}})
     largest = rows[rows["size"] == rows["size"].max()]
-
-    def draw(axes: Axes) -> None:
-        _draw(axes, largest)
-
     title = f"{largest['dtype'].iloc[0]} products of n = {largest['size'].iloc[0]} on {where(rows)}"
-    return Findings(tables, {"ratio_to_normal": figures}, draw, title)
+    return Findings(tables, {"ratio_to_normal": figures}, partial(_draw, largest), title)
 
 
 def _of(rows: pd.DataFrame, data: str, *metrics: str) -> float | None:
@@ -190,7 +187,7 @@ def _table(rows: pd.DataFrame, ratios: dict[str, list[float]], kinds: list[str])
     return Table(caption, pd.DataFrame(lines).rename(columns={"subject": "kind"}))
 
 
-def _draw(axes: Axes, rows: pd.DataFrame) -> None:
+def _draw(rows: pd.DataFrame, axes: Axes) -> None:
     """Speed by kind as bars, p10 to p90 over the repeats as whiskers, watts and MHz written beside each."""
     speeds = {str(kind): _of(rows, str(kind), "matmul_tflops") or 0.0 for kind in rows["data"].unique()}
     kinds = sorted(speeds, key=lambda kind: speeds[kind])

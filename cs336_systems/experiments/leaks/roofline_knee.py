@@ -3,7 +3,6 @@
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -104,18 +103,14 @@ def measure(cell: ChainCell) -> list[Metric]:
     return [Metric("time", "ms", samples_ms), *metrics]
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Median milliseconds by length of chain, over the repeats."""
-
-    fmas: list[int]
-    ms: list[float]
+Curve = dict[int, float]
+"""Median milliseconds by length of chain, over the repeats."""
 
 
 def curve(rows: pd.DataFrame, how: str) -> Curve:
     """The measured times of one way to run the chain."""
     own = rows[(rows["metric"] == "time") & (rows["how"] == how)].groupby("fmas")["median"].median()
-    return Curve([int(k) for k in own.index], [float(ms) for ms in own])
+    return {int(k): float(ms) for k, ms in own.items()}
 
 
 def predicted_knee(flop_per_s: float, bytes_per_s: float) -> float:
@@ -126,7 +121,7 @@ def predicted_knee(flop_per_s: float, bytes_per_s: float) -> float:
 def analyse(rows: pd.DataFrame) -> Findings:
     """The fitted knee beside the predicted ones, every point, and time against operations per byte."""
     fused, eager = curve(rows, COMPILED), curve(rows, EAGER)
-    if len(fused.fmas) < 4:
+    if len(fused) < 4:
         return Findings([], {"knee_fmas": None})
     elements = int(rows[rows["how"] == COMPILED]["elements"].iloc[0])
     ceilings = {
@@ -135,12 +130,13 @@ def analyse(rows: pd.DataFrame) -> Findings:
         if (rows["metric"] == metric).any()
     }
     predictions = _predictions(rows, ceilings)
+    points = _points_table(fused, eager, elements, where(rows))
+    lengths, times = [float(k) for k in fused], list(fused.values())
     try:
-        knee = fit_knee([float(k) for k in fused.fmas], fused.ms)
+        knee = fit_knee(lengths, times)
     except ValueError as error:
-        figures: dict[str, Any] = {"knee_fmas": None, "message": str(error)}
-        return Findings([_points_table(fused, eager, elements, where(rows))], figures)
-    doubling = crossing([float(k) for k in fused.fmas], fused.ms, 2 * fused.ms[0])
+        return Findings([points], {"knee_fmas": None, "message": str(error)})
+    doubling = crossing(lengths, times, 2 * times[0])
     figures = {
         "knee_fmas": round(knee.position, 1),
         "knee_flop_per_byte": round(knee.position * FLOP / BYTES, 2),
@@ -150,15 +146,9 @@ def analyse(rows: pd.DataFrame) -> Findings:
         "rising_tflops": round(FLOP * elements / knee.slope / 1e9, 4),
         "kernels": max(map(int, rows[rows["metric"] == "kernels"]["median"]), default=None),
     }
-    tables = [
-        _knee_table(knee, doubling, predictions, ceilings, figures, where(rows)),
-        _points_table(fused, eager, elements, where(rows)),
-    ]
-
-    def draw(axes: Axes) -> None:
-        _draw(axes, fused, eager, knee, predictions)
-
-    return Findings(tables, figures, draw, f"{elements:,} fp32 numbers through a chain, on {where(rows)}")
+    tables = [_knee_table(knee, doubling, predictions, ceilings, figures, where(rows)), points]
+    title = f"{elements:,} fp32 numbers through a chain, on {where(rows)}"
+    return Findings(tables, figures, functools.partial(_draw, fused, eager, knee, predictions), title)
 
 
 def _predictions(rows: pd.DataFrame, ceilings: dict[str, float]) -> dict[str, float]:
@@ -182,74 +172,62 @@ def _knee_table(
     figures: dict[str, Any],
     place: str,
 ) -> Table:
-    lines = [
-        {
-            "source": f"predicted: {name}, measured copy",
-            "knee, multiply-adds": f"{value:.1f}",
-            "knee, FLOP/byte": f"{value * FLOP / BYTES:.1f}",
-            "twice the time at": f"{value + 1:.0f}–{2 * value:.0f}",
-            "GB/s": digits(ceilings["copy_ceiling"]),
-            "TFLOP/s": digits(value * FLOP / BYTES * ceilings["copy_ceiling"] / 1e3),
+    def line(source: str, position: float, doubled: str, gb_per_s: float, tflops: float) -> dict[str, str]:
+        return {
+            "source": source,
+            "knee, multiply-adds": f"{position:.1f}",
+            "knee, FLOP/byte": f"{position * FLOP / BYTES:.1f}",
+            "twice the time at": doubled,
+            "GB/s": digits(gb_per_s),
+            "TFLOP/s": digits(tflops),
         }
-        for name, value in predictions.items()
-    ]
-    lines.append(
-        {
-            "source": "measured: two fitted lines",
-            "knee, multiply-adds": f"{knee.position:.1f}",
-            "knee, FLOP/byte": f"{knee.position * FLOP / BYTES:.1f}",
-            "twice the time at": "beyond the last point" if doubling is None else f"{doubling:.0f}",
-            "GB/s": digits(figures["flat_gb_per_s"]),
-            "TFLOP/s": digits(figures["rising_tflops"]),
-        }
-    )
+
+    lines = []
+    for name, value in predictions.items():
+        copy, doubled = ceilings["copy_ceiling"], f"{value + 1:.0f}–{2 * value:.0f}"
+        lines.append(line(f"predicted: {name}, measured copy", value, doubled, copy, value * FLOP / BYTES * copy / 1e3))
+    doubled = "beyond the last point" if doubling is None else f"{doubling:.0f}"
+    rates = figures["flat_gb_per_s"], figures["rising_tflops"]
+    lines.append(line("measured: two fitted lines", knee.position, doubled, *rates))
     caption = f"Knee of a fused chain of multiply-adds on {place}; GB/s of its flat part, TFLOP/s of its rising part."
     return Table(caption, pd.DataFrame(lines))
 
 
 def _points_table(fused: Curve, eager: Curve, elements: int, place: str) -> Table:
-    eager_ms = dict(zip(eager.fmas, eager.ms, strict=True))
+    first = next(iter(fused.values()))
     lines = [
         {
             "multiply-adds": str(k),
             "FLOP/byte": f"{k * FLOP / BYTES:g}",
             "fused ms": digits(ms),
-            "times the first": f"{ms / fused.ms[0]:.2f}",
+            "times the first": f"{ms / first:.2f}",
             "GB/s": digits(BYTES * elements / ms / 1e6),
             "TFLOP/s": digits(FLOP * k * elements / ms / 1e9),
-            "eager ms": digits(eager_ms[k]) if k in eager_ms else "–",
-            "eager / fused": f"{eager_ms[k] / ms:.1f}" if k in eager_ms else "–",
+            "eager ms": digits(eager[k]) if k in eager else "–",
+            "eager / fused": f"{eager[k] / ms:.1f}" if k in eager else "–",
         }
-        for k, ms in zip(fused.fmas, fused.ms, strict=True)
+        for k, ms in fused.items()
     ]
     return Table(f"Time of a chain on {elements:,} fp32 numbers on {place}.", pd.DataFrame(lines))
 
 
-def _draw(axes: Axes, fused: Curve, eager: Curve, knee: Knee, predictions: dict[str, float]) -> None:
+def _draw(fused: Curve, eager: Curve, knee: Knee, predictions: dict[str, float], axes: Axes) -> None:
     """Measured points, the fitted lines, the predicted knees as verticals; operations per byte below."""
     scale = FLOP / BYTES
-    axes.plot([scale * k for k in fused.fmas], fused.ms, "o", color=OKABE_ITO[0], label="fused, measured")
-    dense = [1 + (fused.fmas[-1] - 1) * i / 400 for i in range(401)]
-    axes.plot(
-        [scale * k for k in dense], [knee.at(k) for k in dense], color=OKABE_ITO[0], label="fused, two lines fitted"
-    )
-    if eager.fmas:
-        axes.plot([scale * k for k in eager.fmas], eager.ms, "s--", color=OKABE_ITO[1], label="eager, measured")
-    axes.plot(
-        scale * knee.position,
-        knee.flat,
-        "*",
-        markersize=15,
-        color=OKABE_ITO[6],
-        label=f"knee found: {scale * knee.position:.1f}",
-    )
-    for i, (name, value) in enumerate(predictions.items()):
-        axes.axvline(
-            scale * value,
-            color=OKABE_ITO[(2, 3)[i % 2]],
-            linestyle=(":", "-.")[i % 2],
-            label=f"knee predicted, {name}: {scale * value:.1f}",
-        )
+    last = max(fused)
+    fitted = {k: knee.at(k) for k in (1 + (last - 1) * i / 400 for i in range(401))}
+    found = f"knee found: {scale * knee.position:.1f}"
+    curves: list[tuple[dict[Any, float], str, int, str]] = [
+        (fused, "o", 0, "fused, measured"),
+        (fitted, "-", 0, "fused, two lines fitted"),
+        *([(eager, "s--", 1, "eager, measured")] if eager else []),
+    ]
+    for points, style, colour, label in curves:
+        axes.plot([scale * k for k in points], list(points.values()), style, color=OKABE_ITO[colour], label=label)
+    axes.plot(scale * knee.position, knee.flat, "*", markersize=15, color=OKABE_ITO[6], label=found)
+    for (name, value), colour, style in zip(predictions.items(), (2, 3), (":", "-."), strict=False):
+        label = f"knee predicted, {name}: {scale * value:.1f}"
+        axes.axvline(scale * value, color=OKABE_ITO[colour], linestyle=style, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(PLAIN_NUMBERS)
