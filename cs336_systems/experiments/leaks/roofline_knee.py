@@ -110,7 +110,7 @@ Curve = dict[int, float]
 def curve(rows: pd.DataFrame, how: str) -> Curve:
     """The measured times of one way to run the chain."""
     own = rows[(rows["metric"] == "time") & (rows["how"] == how)].groupby("fmas")["median"].median()
-    return {int(k): float(ms) for k, ms in own.items()}
+    return {int(k): float(ms) for k, ms in zip(own.index, own, strict=True)}
 
 
 def predicted_knee(flop_per_s: float, bytes_per_s: float) -> float:
