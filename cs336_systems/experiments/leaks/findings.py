@@ -20,9 +20,6 @@ from cs336_systems.harness.sweep import Outcome, outcome_rows
 from cs336_systems.report.show import show
 from cs336_systems.report.tables import Table
 
-PLAIN_NUMBERS = FuncFormatter(lambda value, _: f"{value:g}")
-"""Of a logarithmic axis whose ticks are no powers of ten."""
-
 
 @dataclass(frozen=True)
 class Findings:
@@ -86,6 +83,14 @@ def draw_figure(findings: Findings, path: Path) -> Figure:
     axes.set_title(findings.title, fontsize=10, loc="left")
     figure.savefig(path, dpi=150)
     return figure
+
+
+def logarithmic(axes: Axes) -> None:
+    """Both axes logarithmic, x in powers of two, with plain numbers at the ticks."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def where(rows: pd.DataFrame) -> str:

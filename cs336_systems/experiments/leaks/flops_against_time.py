@@ -48,21 +48,11 @@ def fused_cpu_kernels(path: Path) -> pd.DataFrame:
     rows = []
     for event in events:
         if event.get("ph") == "X" and (match := _FUSED_ON_CPU.match(str(event.get("name")))):
-            start = round(1000 * float(event["ts"]))
-            rows.append(
-                {
-                    "name": match["kernel"],
-                    "kind": OPERATOR_KIND,
-                    "start": start,
-                    "end": start + round(1000 * float(event["dur"])),
-                    "pid": int(event["pid"]),
-                    "device": -1,
-                    "stream": int(event["tid"]),
-                    "launch_tid": int(event["tid"]),
-                    "launch_start": start,
-                    "correlation": -1,
-                }
-            )
+            start, tid = round(1000 * float(event["ts"])), int(event["tid"])
+            row = {"name": match["kernel"], "kind": OPERATOR_KIND, "pid": int(event["pid"]), "device": -1}
+            row |= {"start": start, "end": start + round(1000 * float(event["dur"]))}
+            row |= {"stream": tid, "launch_tid": tid, "launch_start": start, "correlation": -1}
+            rows.append(row)
     return pd.DataFrame(rows)
 
 
@@ -151,6 +141,12 @@ def family_values(rows: pd.DataFrame, what: str) -> dict[str, float]:
     return {name: float(newest[f"{name}_{what}"]) for name in FAMILIES}
 
 
+def step_and_busy_ms(rows: pd.DataFrame) -> tuple[float, float]:
+    """Of the rows of one cell: a step, and the time in it that something runs."""
+    step, busy = (median(rows[rows["metric"] == metric]["median"]) for metric in ("step", "busy"))
+    return step, busy
+
+
 def analyse(rows: pd.DataFrame) -> Findings:
     """A table per size with eager and compiled side by side, the shares as main figures, and a figure of the first."""
     tables, figures = [], {}
@@ -159,7 +155,7 @@ def analyse(rows: pd.DataFrame) -> Findings:
         tables.append(_table(str(size), hows))
         for how, cell in hows.items():
             time_shares = shares(family_values(cell, "time"))
-            step_ms, busy_ms = (median(cell[cell["metric"] == metric]["median"]) for metric in ("step", "busy"))
+            step_ms, busy_ms = step_and_busy_ms(cell)
             figures[f"{size} {how}"] = {
                 "step_ms": step_ms,
                 "busy_ms": busy_ms,
@@ -192,7 +188,7 @@ def _table(size: str, hows: dict[str, pd.DataFrame]) -> Table:
         lines.append(line)
     notes = []
     for how, cell in hows.items():
-        step_ms, busy_ms = (median(cell[cell["metric"] == metric]["median"]) for metric in ("step", "busy"))
+        step_ms, busy_ms = step_and_busy_ms(cell)
         notes.append(f"{how} {digits(step_ms)} ms, of which operators run {digits(busy_ms)}")
     row = first.iloc[0]
     kind = "kernels" if row["device"] == "cuda" else "CPU operators"
@@ -224,12 +220,8 @@ def _draw(rows: pd.DataFrame, axes: Axes) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(FAMILIES), frameon=False, fontsize=9)
 
 
-EXPERIMENT = leak_experiment(
-    NAME,
-    StepCell,
-    default_options,
-    make_cells,
-    measure,
-    analyse,
-    expected_s=lambda cell: 20.0 if cell.compile == "on" else 5.0,
-)
+def _expected_s(cell: StepCell) -> float:
+    return 20.0 if cell.compile == "on" else 5.0
+
+
+EXPERIMENT = leak_experiment(NAME, StepCell, default_options, make_cells, measure, analyse, _expected_s)

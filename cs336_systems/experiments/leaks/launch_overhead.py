@@ -10,7 +10,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from cs336_systems.experiments.leaks.findings import PLAIN_NUMBERS, Findings, leak_experiment, where
+from cs336_systems.experiments.leaks.findings import Findings, leak_experiment, logarithmic, where
 from cs336_systems.experiments.leaks.knees import crossing
 from cs336_systems.experiments.leaks.launch_overhead_cells import ChainCell, default_options, make_cells
 from cs336_systems.harness.clock import synchronize
@@ -192,21 +192,14 @@ def _draw(found: dict[str, pd.DataFrame], rows: pd.DataFrame, axes: Axes) -> Non
             label = f"{operation} turns at n = {float(f'{size:.3g}'):,.0f}"
             face = ("black", "white")[i % 2]
             axes.plot(bytes_kib, height, "*", color="black", markersize=13, markerfacecolor=face, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(PLAIN_NUMBERS)
-    axes.yaxis.set_major_formatter(PLAIN_NUMBERS)
+    logarithmic(axes)
     axes.set_xlabel("size of one operand, KiB")
     axes.set_ylabel("time per operation, µs (median)")
     axes.legend(frameon=False, fontsize=8)
 
 
-EXPERIMENT = leak_experiment(
-    NAME,
-    ChainCell,
-    default_options,
-    make_cells,
-    measure,
-    analyse,
-    expected_s=lambda cell: 2.5 if cell.compile == "on" else 0.5,
-)
+def _expected_s(cell: ChainCell) -> float:
+    return 2.5 if cell.compile == "on" else 0.5
+
+
+EXPERIMENT = leak_experiment(NAME, ChainCell, default_options, make_cells, measure, analyse, _expected_s)

@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
 from cs336_systems.config import PRECISIONS
-from cs336_systems.experiments.leaks.findings import PLAIN_NUMBERS, Findings, leak_experiment, where
+from cs336_systems.experiments.leaks.findings import Findings, leak_experiment, logarithmic, where
 from cs336_systems.experiments.leaks.knees import Knee, crossing, fit_knee
 from cs336_systems.experiments.leaks.roofline_knee_cells import (
     CEILING,
@@ -228,23 +228,16 @@ def _draw(fused: Curve, eager: Curve, knee: Knee, predictions: dict[str, float],
     for (name, value), colour, style in zip(predictions.items(), (2, 3), (":", "-."), strict=False):
         label = f"knee predicted, {name}: {scale * value:.1f}"
         axes.axvline(scale * value, color=OKABE_ITO[colour], linestyle=style, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(PLAIN_NUMBERS)
+    logarithmic(axes)
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(PLAIN_NUMBERS)
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("operations per byte of memory traffic of the fused kernel, FLOP/byte")
     axes.set_ylabel("time, ms (median)")
     axes.legend(frameon=False, fontsize=8)
 
 
-EXPERIMENT = leak_experiment(
-    NAME,
-    ChainCell,
-    default_options,
-    make_cells,
-    measure,
-    analyse,
-    expected_s=lambda cell: 3.0 if cell.how != EAGER and cell.repeat == 0 else 0.5,
-)
+def _expected_s(cell: ChainCell) -> float:
+    return 3.0 if cell.how != EAGER and cell.repeat == 0 else 0.5
+
+
+EXPERIMENT = leak_experiment(NAME, ChainCell, default_options, make_cells, measure, analyse, _expected_s)
