@@ -16,7 +16,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from cs336_systems.report.console import complain
+from cs336_systems.report.command_line import complain
 from cs336_systems.report.show import Format, show
 from cs336_systems.report.tables import Table
 
