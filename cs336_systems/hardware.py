@@ -76,10 +76,6 @@ class Hardware:
     datasheet: str | None
     """URL of the NVIDIA document that the figures are from."""
 
-    def __post_init__(self) -> None:
-        unknown = set(self.peak_flops) - set(MATMUL_DTYPES)
-        assert not unknown, f"{self.name}: peak_flops has {sorted(unknown)}, known are {MATMUL_DTYPES}"
-
     def peak(self, dtype: str) -> float | None:
         """Dense matmul FLOP/s of `dtype`, None where none is published; ValueError for any other name."""
         if dtype not in MATMUL_DTYPES:
@@ -87,178 +83,82 @@ class Hardware:
         return self.peak_flops.get(dtype)
 
 
-def _peaks(**tflops: float) -> dict[str, float]:
-    """TFLOP/s by dtype name -> FLOP/s by dtype name."""
-    return {dtype: value * TERA for dtype, value in tflops.items()}
+def _gpu(
+    name: str,
+    device_names: tuple[str, ...],
+    tflops: tuple[float, ...],
+    gib: int,
+    gb_per_s: float,
+    link_gb_per_s: float | None,
+    pcie_gen: int,
+    datasheet: str,
+) -> Hardware:
+    """A GPU in its datasheet's units; TFLOP/s are those of fp32, tf32, fp16 and bf16 alike, and fp8 if it has that."""
+    fp32, tf32, half, *fp8 = (value * TERA for value in tflops)
+    return Hardware(
+        name,
+        tuple(f"NVIDIA {device_name}" for device_name in device_names),
+        {"fp32": fp32, "tf32": tf32, "fp16": half, "bf16": half} | ({"fp8": fp8[0]} if fp8 else {}),
+        gib * GIB,
+        gb_per_s * GB_PER_S,
+        None if link_gb_per_s is None else link_gb_per_s * GB_PER_S,
+        {4: PCIE_GEN4_X16, 5: PCIE_GEN5_X16}[pcie_gen],
+        datasheet,
+    )
 
 
-_A100_PEAKS = _peaks(fp32=19.5, tf32=156, fp16=312, bf16=312)  # SXM and PCIe alike; fp8 came with Hopper
-_GH100_SXM_PEAKS = _peaks(fp32=66.9, tf32=494.7, fp16=989.4, bf16=989.4, fp8=1978.9)
+_A100 = (19.5, 156, 312)  # SXM and PCIe alike; fp8 came with Hopper
+_GH100_SXM = (66.9, 494.7, 989.4, 1978.9)
 
-_A100_80GB_DATASHEET = (
-    "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
-    "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
+_CONTENT = "https://www.nvidia.com/content"
+_GEFORCE = "https://images.nvidia.com/aem-dam/Solutions/geforce"
+_A100_40GB_PDF = f"{_CONTENT}/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet.pdf"
+_A100_80GB_PDF = f"{_A100_40GB_PDF.removesuffix('.pdf')}-us-nvidia-1758950-r4-web.pdf"
+_HOPPER = "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper"
+_H200 = "https://www.nvidia.com/en-us/data-center/h200/"
+_B200 = "https://resources.nvidia.com/en-us-blackwell-architecture/datasheet"
+_L4 = "https://www.nvidia.com/en-us/data-center/l4/"
+_L40S = "https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413"
+_RTX_3090 = f"{_CONTENT}/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.1.pdf"
+_RTX_4090 = f"{_GEFORCE}/ada/nvidia-ada-gpu-architecture.pdf"  # v2.02, which corrected fp8
+_RTX_5090 = f"{_GEFORCE}/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
+_RTX_PRO_NAMES = ("RTX PRO 6000 Blackwell Workstation Edition",)
+_RTX_PRO = (
+    f"{_CONTENT}/dam/en-zz/Solutions/design-visualization/quadro-product-literature/"
+    "NVIDIA-RTX-Blackwell-PRO-GPU-Architecture-v1.0.pdf"
 )
-_HOPPER_WHITEPAPER = "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper"
 
 HARDWARE: tuple[Hardware, ...] = (
-    Hardware(
-        name="A100 40GB",  # SXM and PCIe: every figure below is the same
-        device_names=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
-        peak_flops=_A100_PEAKS,
-        memory_bytes=40 * GIB,
-        memory_bytes_per_s=1555 * GB_PER_S,
-        link_bytes_per_s=300 * GB_PER_S,
-        host_link_bytes_per_s=PCIE_GEN4_X16,
-        datasheet=("https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet.pdf"),
-    ),
-    Hardware(
-        name="A100 SXM 80GB",
-        device_names=("NVIDIA A100-SXM4-80GB",),
-        peak_flops=_A100_PEAKS,
-        memory_bytes=80 * GIB,
-        memory_bytes_per_s=2039 * GB_PER_S,
-        link_bytes_per_s=300 * GB_PER_S,
-        host_link_bytes_per_s=PCIE_GEN4_X16,
-        datasheet=_A100_80GB_DATASHEET,
-    ),
-    Hardware(
-        name="A100 PCIe 80GB",
-        device_names=("NVIDIA A100 80GB PCIe",),
-        peak_flops=_A100_PEAKS,
-        memory_bytes=80 * GIB,
-        memory_bytes_per_s=1935 * GB_PER_S,
-        link_bytes_per_s=300 * GB_PER_S,
-        host_link_bytes_per_s=PCIE_GEN4_X16,
-        datasheet=_A100_80GB_DATASHEET,
-    ),
-    Hardware(
-        name="H100 SXM",
-        device_names=("NVIDIA H100 80GB HBM3",),
-        peak_flops=_GH100_SXM_PEAKS,
-        memory_bytes=80 * GIB,
-        memory_bytes_per_s=3350 * GB_PER_S,
-        link_bytes_per_s=450 * GB_PER_S,
-        host_link_bytes_per_s=PCIE_GEN5_X16,
-        datasheet=_HOPPER_WHITEPAPER,  # the datasheet has the same figures, sparse and rounded
-    ),
-    Hardware(
-        name="H100 PCIe",
-        device_names=("NVIDIA H100 PCIe",),
-        peak_flops=_peaks(fp32=51.2, tf32=378, fp16=756, bf16=756, fp8=1513),
-        memory_bytes=80 * GIB,
-        memory_bytes_per_s=2039 * GB_PER_S,  # whitepaper; the datasheet rounds to 2 TB/s
-        link_bytes_per_s=300 * GB_PER_S,
-        host_link_bytes_per_s=PCIE_GEN5_X16,
-        datasheet=_HOPPER_WHITEPAPER,
-    ),
-    Hardware(
-        name="H200",  # the SXM board; "NVIDIA H200 NVL" is a slower PCIe card
-        device_names=("NVIDIA H200",),
-        # The datasheet prints these sparse and rounded (bf16 1,979); chip and clocks are the H100 SXM's, so
-        # the whitepaper's unrounded figures hold.
-        peak_flops=_GH100_SXM_PEAKS,
-        memory_bytes=141 * GIB,
-        memory_bytes_per_s=4800 * GB_PER_S,
-        link_bytes_per_s=450 * GB_PER_S,
-        host_link_bytes_per_s=PCIE_GEN5_X16,
-        datasheet="https://www.nvidia.com/en-us/data-center/h200/",
-    ),
-    Hardware(
-        name="B200",
-        device_names=("NVIDIA B200",),
-        # The datasheet's HGX B200 column, halved because sparse. It rounds tf32 to 2.2 PFLOP/s sparse; half
-        # of bf16, as on A100 and H100, is 1125. fp32: the datasheet's 75; the 2024 brief announced 80,
-        # but 148 SMs x 128 cores x 2 x 1.965 GHz is 74.5.
-        peak_flops=_peaks(fp32=75, tf32=1125, fp16=2250, bf16=2250, fp8=4500),
-        # Announced as 192 GB and 8 TB/s; the datasheet of the shipping part says 180 GB and 7.7 TB/s, and
-        # drivers report a 7680-bit bus at 3996 MHz, which is 7.67.
-        memory_bytes=180 * GIB,
-        memory_bytes_per_s=7700 * GB_PER_S,
-        link_bytes_per_s=900 * GB_PER_S,
-        host_link_bytes_per_s=PCIE_GEN5_X16,  # datasheet; the technical brief announced Gen6
-        datasheet="https://resources.nvidia.com/en-us-blackwell-architecture/datasheet",
-    ),
-    Hardware(
-        name="L4",
-        device_names=("NVIDIA L4",),
-        peak_flops=_peaks(fp32=30.3, tf32=60, fp16=121, bf16=121, fp8=242.5),  # printed sparse: 120, 242, 485
-        memory_bytes=24 * GIB,
-        memory_bytes_per_s=300 * GB_PER_S,
-        link_bytes_per_s=None,
-        host_link_bytes_per_s=PCIE_GEN4_X16,
-        datasheet="https://www.nvidia.com/en-us/data-center/l4/",
-    ),
-    Hardware(
-        name="L40S",
-        device_names=("NVIDIA L40S",),
-        # As printed. Its bf16 pair is 362.05 dense | 733 sparse: the dense one is 2 x the L40's 181.05, while
-        # clocks (142 SMs x 1024 FLOP x 2.52 GHz) and half of 733 both give 366.4: shares read 1.2 % high.
-        peak_flops=_peaks(fp32=91.6, tf32=183, fp16=362.05, bf16=362.05, fp8=733),
-        memory_bytes=48 * GIB,
-        memory_bytes_per_s=864 * GB_PER_S,
-        link_bytes_per_s=None,
-        host_link_bytes_per_s=PCIE_GEN4_X16,
-        datasheet="https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413",
-    ),
-    Hardware(
-        name="RTX 3090",
-        device_names=("NVIDIA GeForce RTX 3090",),
-        peak_flops=_peaks(fp32=35.6, tf32=35.6, fp16=71, bf16=71),
-        memory_bytes=24 * GIB,
-        memory_bytes_per_s=936 * GB_PER_S,
-        link_bytes_per_s=56.25 * GB_PER_S,
-        host_link_bytes_per_s=PCIE_GEN4_X16,
-        datasheet="https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.1.pdf",
-    ),
-    Hardware(
-        name="RTX 4090",
-        device_names=("NVIDIA GeForce RTX 4090",),
-        peak_flops=_peaks(fp32=82.6, tf32=82.6, fp16=165.2, bf16=165.2, fp8=330.3),  # fp8 corrected in v2.02
-        memory_bytes=24 * GIB,
-        memory_bytes_per_s=1008 * GB_PER_S,
-        link_bytes_per_s=None,
-        host_link_bytes_per_s=PCIE_GEN4_X16,
-        datasheet="https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf",
-    ),
-    Hardware(
-        name="RTX 5090",
-        device_names=("NVIDIA GeForce RTX 5090",),
-        peak_flops=_peaks(fp32=104.8, tf32=104.8, fp16=209.5, bf16=209.5, fp8=419),
-        memory_bytes=32 * GIB,
-        memory_bytes_per_s=1792 * GB_PER_S,
-        link_bytes_per_s=None,
-        host_link_bytes_per_s=PCIE_GEN5_X16,
-        datasheet=(
-            "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
-        ),
-    ),
-    Hardware(
-        name="RTX PRO 6000 Blackwell",
-        # The 600 W Workstation Edition only: the Server and Max-Q Editions run at other clocks, and no dense
-        # figure per dtype was found for them. A professional card: FP32 accumulation runs at full rate.
-        # fp32 is the whitepaper's; the datasheet says 125.
-        device_names=("NVIDIA RTX PRO 6000 Blackwell Workstation Edition",),
-        peak_flops=_peaks(fp32=126.0, tf32=251.9, fp16=503.8, bf16=503.8, fp8=1007.6),
-        memory_bytes=96 * GIB,
-        memory_bytes_per_s=1792 * GB_PER_S,
-        link_bytes_per_s=None,
-        host_link_bytes_per_s=PCIE_GEN5_X16,
-        datasheet=(
-            "https://www.nvidia.com/content/dam/en-zz/Solutions/design-visualization/quadro-product-literature/"
-            "NVIDIA-RTX-Blackwell-PRO-GPU-Architecture-v1.0.pdf"
-        ),
-    ),
-    Hardware(
-        name="CPU",
-        device_names=("cpu",),
-        peak_flops={},
-        memory_bytes=None,
-        memory_bytes_per_s=None,
-        link_bytes_per_s=None,
-        host_link_bytes_per_s=None,
-        datasheet=None,
-    ),
+    # name, names after "NVIDIA", TFLOP/s, GiB, GB/s, link GB/s, PCIe generation, datasheet
+    # A100 of 40 GB: SXM and PCIe have the same figures throughout.
+    _gpu("A100 40GB", ("A100-SXM4-40GB", "A100-PCIE-40GB"), _A100, 40, 1555, 300, 4, _A100_40GB_PDF),
+    _gpu("A100 SXM 80GB", ("A100-SXM4-80GB",), _A100, 80, 2039, 300, 4, _A100_80GB_PDF),
+    _gpu("A100 PCIe 80GB", ("A100 80GB PCIe",), _A100, 80, 1935, 300, 4, _A100_80GB_PDF),
+    # Whitepaper: the SXM datasheet has its figures sparse and rounded, the PCIe card's its memory as 2 TB/s.
+    _gpu("H100 SXM", ("H100 80GB HBM3",), _GH100_SXM, 80, 3350, 450, 5, _HOPPER),
+    _gpu("H100 PCIe", ("H100 PCIe",), (51.2, 378, 756, 1513), 80, 2039, 300, 5, _HOPPER),
+    # The SXM board; "NVIDIA H200 NVL" is a slower PCIe card. The datasheet prints peaks sparse and rounded (bf16
+    # 1,979); chip and clocks are the H100 SXM's, so the whitepaper's unrounded figures hold.
+    _gpu("H200", ("H200",), _GH100_SXM, 141, 4800, 450, 5, _H200),
+    # The datasheet's HGX B200 column, halved because sparse. It rounds tf32 to 2.2 PFLOP/s sparse; half of bf16, as on
+    # A100 and H100, is 1125. fp32: the datasheet's 75; the 2024 brief announced 80, but 148 SMs x 128 cores x 2 x 1.965
+    # GHz is 74.5. Memory was announced as 192 GB and 8 TB/s; the datasheet of the shipping part says 180 GB and 7.7
+    # TB/s, and drivers report a 7680-bit bus at 3996 MHz, which is 7.67. PCIe: the datasheet's; the brief announced
+    # Gen6.
+    _gpu("B200", ("B200",), (75, 1125, 2250, 4500), 180, 7700, 900, 5, _B200),
+    # Tensor peaks are printed sparse: 120, 242, 485.
+    _gpu("L4", ("L4",), (30.3, 60, 121, 242.5), 24, 300, None, 4, _L4),
+    # As printed. Its bf16 pair is 362.05 dense | 733 sparse: the dense one is 2 x the L40's 181.05, while clocks (142
+    # SMs x 1024 FLOP x 2.52 GHz) and half of 733 both give 366.4: shares read 1.2 % high.
+    _gpu("L40S", ("L40S",), (91.6, 183, 362.05, 733), 48, 864, None, 4, _L40S),
+    _gpu("RTX 3090", ("GeForce RTX 3090",), (35.6, 35.6, 71), 24, 936, 56.25, 4, _RTX_3090),
+    _gpu("RTX 4090", ("GeForce RTX 4090",), (82.6, 82.6, 165.2, 330.3), 24, 1008, None, 4, _RTX_4090),
+    _gpu("RTX 5090", ("GeForce RTX 5090",), (104.8, 104.8, 209.5, 419), 32, 1792, None, 5, _RTX_5090),
+    # The 600 W Workstation Edition only: the Server and Max-Q Editions run at other clocks, and no dense figure per
+    # dtype was found for them. A professional card: FP32 accumulation runs at full rate. fp32 is the whitepaper's; the
+    # datasheet says 125.
+    _gpu("RTX PRO 6000 Blackwell", _RTX_PRO_NAMES, (126.0, 251.9, 503.8, 1007.6), 96, 1792, None, 5, _RTX_PRO),
+    Hardware("CPU", ("cpu",), {}, None, None, None, None, None),
 )
 
 

@@ -1,8 +1,33 @@
-"""Questions about training on many devices, answered by arithmetic: see --help."""
+"""Questions about training on many devices, answered by arithmetic: one subcommand for each.
 
-import sys
+    uv run scripts/parallelism.py ring --world-size 8
+    uv run scripts/parallelism.py forms --device h100 --world-size 8
+    uv run scripts/parallelism.py mesh --world-size 256
+    uv run scripts/parallelism.py accounting
+    uv run scripts/parallelism.py pipeline --stages 4 --microbatches 8 --figure pipeline.png
+    uv run scripts/parallelism.py scaling --figure scaling.png
+    uv run scripts/parallelism.py failures --figure goodput.png
+    uv run scripts/parallelism.py devices
 
-from cs336_systems.experiments.parallelism.questions import main
+Nothing runs and nothing is measured: every number is a bound from datasheet peaks. The last line is one JSON object.
+"""
+
+from typing import Annotated, Any, Union
+
+import tyro
+
+from cs336_systems.experiments.parallelism.questions import QUESTIONS
+from cs336_systems.report.command_line import exit_with
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Answer the question that the subcommand names; returns the exit code."""
+    kinds: Any = Union[tuple(Annotated[q, tyro.conf.subcommand(q.__name__.lower())] for q in QUESTIONS)]  # noqa: UP007
+    question = tyro.cli(kinds, args=arguments, description=__doc__)
+    from cs336_systems.experiments.parallelism.answers import answer  # pandas and matplotlib come with it
+
+    return answer(question)
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with("parallelism", main)

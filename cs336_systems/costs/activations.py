@@ -9,6 +9,7 @@ Sizes are in bytes. B batch, S sequence, D d_model, F d_ff, H heads, E d_head, V
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 from cs336_systems.config import ModelConfig, Precision
 from cs336_systems.costs.checkpointing import KEEP_ATTENTION, KEEP_MATMULS
@@ -28,10 +29,7 @@ class SavedTensor:
 
     @property
     def n_bytes(self) -> int:
-        n_bytes = self.bytes_per_element
-        for size in self.shape:
-            n_bytes *= size
-        return n_bytes
+        return prod(self.shape) * self.bytes_per_element
 
 
 def total_bytes(tensors: Iterable[SavedTensor]) -> int:
@@ -98,10 +96,8 @@ def feed_forward_saved_tensors(
 
 def block_saved_tensors(config: ModelConfig, batch_size: int, seq_len: int, precision: Precision) -> list[SavedTensor]:
     """Every activation that one Transformer block keeps for backward (parameters and their casts excluded)."""
-    return [
-        *attention_saved_tensors(config, batch_size, seq_len, precision),
-        *feed_forward_saved_tensors(config, batch_size, seq_len, precision),
-    ]
+    work = (config, batch_size, seq_len, precision)
+    return attention_saved_tensors(*work) + feed_forward_saved_tensors(*work)
 
 
 def selected_tensors(
@@ -167,48 +163,42 @@ def head_cast_bytes(config: ModelConfig, precision: Precision) -> int:
 
 def saved_bytes(config: ModelConfig, batch_size: int, seq_len: int, precision: Precision) -> int:
     """All activations that forward leaves for backward, casts of weights included."""
-    block = total_bytes(block_saved_tensors(config, batch_size, seq_len, precision))
-    head = total_bytes(head_saved_tensors(config, batch_size, seq_len, precision))
-    casts = config.n_layers * block_cast_bytes(config, precision) + head_cast_bytes(config, precision)
-    return config.n_layers * block + head + casts
+    work = (config, batch_size, seq_len, precision)
+    block = total_bytes(block_saved_tensors(*work)) + block_cast_bytes(config, precision)
+    return config.n_layers * block + total_bytes(head_saved_tensors(*work)) + head_cast_bytes(config, precision)
 
 
 class Transients:
     """Tensors alive for a moment only, each property read off the reference operations line by line."""
 
     def __init__(self, config: ModelConfig, batch_size: int, seq_len: int, precision: Precision) -> None:
+        tokens = batch_size * seq_len
         self.config = config
-        self.precision = precision
-        self.tokens = batch_size * seq_len
+        self.wide, self.narrow = precision.parameter_bytes, precision.matmul_bytes
+        self.softmax = precision.softmax_bytes
         self.n_scores = batch_size * config.n_heads * seq_len**2
-        self.n_residual = self.tokens * config.d_model
-        self.n_inner = self.tokens * config.d_ff
-        self.n_logits = self.tokens * config.vocab_size
+        self.n_residual = tokens * config.d_model
+        self.n_inner = tokens * config.d_ff
+        self.n_logits = tokens * config.vocab_size
         self.n_mask = seq_len**2
         self.casts_all = config.n_layers * block_cast_bytes(config, precision) + head_cast_bytes(config, precision)
 
     @property
     def attention_forward(self) -> int:
         """Probabilities times v: residual, norm output, q, k, v (and its contiguous copy), output; scores twice."""
-        wide, narrow, softmax = (
-            self.precision.parameter_bytes,
-            self.precision.matmul_bytes,
-            self.precision.softmax_bytes,
-        )
-        cast = narrow if softmax != narrow else 0
-        scores = self.n_scores * (narrow + softmax + cast)
-        return 2 * self.n_residual * wide + 5 * self.n_residual * narrow + scores + self.n_mask
+        cast = self.narrow if self.softmax != self.narrow else 0
+        scores = self.n_scores * (self.narrow + self.softmax + cast)
+        return self.n_residual * (2 * self.wide + 5 * self.narrow) + scores + self.n_mask
 
     @property
     def feed_forward_forward(self) -> int:
         """SwiGLU: residual, norm output; gate, silu(gate), up and the product."""
-        wide, narrow = self.precision.parameter_bytes, self.precision.matmul_bytes
-        return 2 * self.n_residual * wide + 4 * self.n_inner * narrow
+        return 2 * self.n_residual * self.wide + 4 * self.n_inner * self.narrow
 
     @property
     def loss_forward(self) -> int:
         """Log-sum-exp: last residual, fp32 logits and their exponentials; narrow logits are gone by then."""
-        return self.n_residual * self.precision.parameter_bytes + self.n_logits * 2 * WIDE
+        return self.n_residual * self.wide + self.n_logits * 2 * WIDE
 
     @property
     def loss_backward(self) -> int:
@@ -218,17 +208,11 @@ class Transients:
     @property
     def feed_forward_backward(self) -> int:
         """Residual gradient; gradients of the product and its two factors, less the product itself; w2's gradient."""
-        wide, narrow = self.precision.parameter_bytes, self.precision.matmul_bytes
-        weight = self.config.d_ff * self.config.d_model * narrow
-        return self.n_residual * wide + 2 * self.n_inner * narrow + weight
+        weight = self.config.d_ff * self.config.d_model
+        return self.n_residual * self.wide + (2 * self.n_inner + weight) * self.narrow
 
     @property
     def attention_backward(self) -> int:
         """Gradients of residual, v, probabilities and scores, of the later matrices, less the saved v and output."""
-        wide, narrow, softmax = (
-            self.precision.parameter_bytes,
-            self.precision.matmul_bytes,
-            self.precision.softmax_bytes,
-        )
-        weights = (3 * self.config.d_ff + self.config.d_model) * self.config.d_model * wide
-        return self.n_residual * (wide - narrow) + 2 * self.n_scores * softmax + weights
+        weights = (3 * self.config.d_ff + self.config.d_model) * self.config.d_model
+        return self.n_residual * (self.wide - self.narrow) + 2 * self.n_scores * self.softmax + weights * self.wide

@@ -15,7 +15,6 @@ is left out.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import ceil, prod
 
 from cs336_systems.config import ModelConfig
@@ -43,29 +42,20 @@ def model_units(config: ModelConfig) -> list[list[Shape]]:
     d_model, d_kv, d_ff = config.d_model, config.d_kv, config.d_ff
     attention = [(d_model, d_model), (d_kv, d_model), (d_kv, d_model), (d_model, d_model)]
     biases = [(d_model,), (d_kv,), (d_kv,)] if config.qkv_bias else []
-    block: list[Shape] = [
-        (d_model,),
-        *attention,
-        *biases,
-        (d_model,),
-        (d_ff, d_model),
-        (d_model, d_ff),
-        (d_ff, d_model),
-    ]
+    feed_forward = [(d_ff, d_model), (d_model, d_ff), (d_ff, d_model)]
+    block: list[Shape] = [(d_model,), *attention, *biases, (d_model,), *feed_forward]
     embedding: list[Shape] = [(config.vocab_size, d_model)]
-    head: list[list[Shape]] = [] if config.tie_embeddings else [list(embedding)]
-    return [embedding, *([list(block) for _ in range(config.n_layers)]), [(d_model,)], *head]
+    head = [] if config.tie_embeddings else [embedding]
+    return [embedding, *[block] * config.n_layers, [(d_model,)], *head]
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What the fullest rank holds between steps, and the largest units that it holds whole for a while."""
+    """What the fullest rank holds between steps."""
 
     parameters: int
     gradients: int
     optimizer: int
-    two_largest_units: int
-    """Whole copies of two neighbouring units, the one that runs and the one gathered ahead, at most."""
 
     @property
     def total(self) -> int:
@@ -73,26 +63,10 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def state_bytes(
-    units: Sequence[Sequence[Shape]],
-    world_size: int,
-    *,
-    parameter_bytes: int = 4,
-    compute_bytes: int = 4,
-    per_parameter: int = 2,
-) -> StateBytes:
-    """States of the fullest rank.
-
-    Args:
-        parameter_bytes: per element of shards, gradients and optimizer state.
-        compute_bytes: per element of the whole copies.
-        per_parameter: optimizer tensors like each parameter: 2 for AdamW.
-    """
-    held = parameter_bytes * sum(shard_elements(shape, world_size) for unit in units for shape in unit)
-    wholes = [compute_bytes * _padded(unit, world_size) for unit in units]
-    wholes = [whole for whole in wholes if whole]
-    pairs = [a + b for a, b in pairwise(wholes)] or wholes or [0]
-    return StateBytes(held, held, per_parameter * held, max(pairs))
+def state_bytes(units: Sequence[Sequence[Shape]], world_size: int) -> StateBytes:
+    """States of the fullest rank: fp32 shards, gradients as large, and AdamW's two moments."""
+    held = 4 * sum(shard_elements(shape, world_size) for unit in units for shape in unit)
+    return StateBytes(held, held, 2 * held)
 
 
 def _padded(unit: Sequence[Shape], world_size: int) -> int:

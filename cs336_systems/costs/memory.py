@@ -15,6 +15,7 @@ workspaces are part of the prediction there. Limits: eager execution; fragmentat
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 from cs336_systems.config import MODES, OPTIMIZERS, ModelConfig, Precision
 from cs336_systems.costs.activations import (
@@ -30,6 +31,7 @@ from cs336_systems.costs.activations import (
     selected_tensors,
 )
 from cs336_systems.costs.checkpointing import canonical_policy, kept_in_backward, make_plan
+from cs336_systems.costs.fsdp import model_units
 
 MIB = 1024**2
 
@@ -53,10 +55,6 @@ def cuda_block_bytes(n_bytes: int) -> int:
     return n_bytes + remainder // per_segment if remainder <= MIB else n_bytes
 
 
-def _exact_bytes(n_bytes: int) -> int:
-    return n_bytes
-
-
 def parameter_bytes(config: ModelConfig, precision: Precision) -> int:
     """All parameters, a tied embedding counted once; gradients take the same."""
     return config.n_parameters * precision.parameter_bytes
@@ -70,18 +68,6 @@ def adamw_state_bytes(config: ModelConfig, precision: Precision) -> int:
 def adamw_traffic_bytes(config: ModelConfig, precision: Precision) -> int:
     """Least bytes that one AdamW step moves: reads parameter, gradient, both moments; writes all but the gradient."""
     return 7 * parameter_bytes(config, precision)
-
-
-def block_parameter_sizes(config: ModelConfig) -> list[int]:
-    """Elements of each parameter of one Transformer block."""
-    d_model, d_kv = config.d_model, config.d_kv
-    matrices = [d_model * d_model] * 2 + [d_model * d_kv] * 2 + [d_model * config.d_ff] * 3
-    return matrices + [d_model] * 2 + ([d_model, d_kv, d_kv] if config.qkv_bias else [])
-
-
-def outer_parameter_sizes(config: ModelConfig) -> list[int]:
-    """Elements of each parameter outside the blocks: embedding, final norm, and the output head unless it is tied."""
-    return [config.vocab_size * config.d_model] * (1 if config.tie_embeddings else 2) + [config.d_model]
 
 
 def rotary_bytes(config: ModelConfig) -> int:
@@ -158,11 +144,11 @@ class _Step:
         self.config = config
         self.precision = precision
         self.checkpoint = checkpoint
-        self.block_bytes: Callable[[int], int] = cuda_block_bytes if device_type == "cuda" else _exact_bytes
+        self.block_bytes: Callable[[int], int] = cuda_block_bytes if device_type == "cuda" else int
         self.transient = Transients(config, batch_size, seq_len, precision)
         work = (config, batch_size, seq_len, precision)
-        self.block_parameters = self._states(block_parameter_sizes(config))
-        self.parameters = self._states(outer_parameter_sizes(config)) + config.n_layers * self.block_parameters
+        units = [self._states([prod(shape) for shape in unit]) for unit in model_units(config)]
+        self.parameters, self.block_parameters = sum(units), units[1]
         self.largest_parameter = self._states([max(config.vocab_size, config.d_ff) * config.d_model])
 
         self.casts = block_cast_bytes(config, precision)

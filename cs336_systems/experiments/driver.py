@@ -12,7 +12,7 @@ not suffice and requests that are unsupported are answers as long as something w
 
 import json
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class Experiment:
         default_options: the options' defaults on a device.
         make_cells: the grid; raises ValueError for what no cell can have. ``options.world_size`` is resolved by then.
         present: prints tables and draws figures, given outcomes, options and the file of rows; a number that is not
-            zero becomes the exit code.
+            zero becomes the exit code, a mapping holds main figures of the last line on stdout.
         headlines: metrics of the last line on stdout.
         describe: a cell in a few words.
         measured: whether a cell counts as an answer; ceilings do not.
@@ -79,7 +79,7 @@ class Experiment:
     default_options: Callable[[str], Any]
     make_cells: Callable[[Any], Sequence[Cell]]
     stages: Stages
-    present: Callable[[list[Outcome], Any, Path | None], int | None]
+    present: Callable[[list[Outcome], Any, Path | None], int | Mapping[str, Any] | None]
     headlines: Sequence[str]
     describe: Callable[[Any], str] = str
     measured: Callable[[Any], bool] = lambda cell: True
@@ -101,13 +101,15 @@ class Experiment:
         failure = self._measure(options, cells, row_file, outcomes)
         if not reports():
             return 0
-        code = failure
+        code, found = failure, None
         try:
             if outcomes:
-                code = self.present(outcomes, options, csv) or failure
+                found = self.present(outcomes, options, csv)
         except OSError as error:
             code = complain(self.name, f"a figure or page could not be written: {os_error(error)}")
-        return code or finish(self, outcomes, csv)
+        if isinstance(found, int):
+            code = found or code
+        return code or finish(self, outcomes, csv, found if isinstance(found, Mapping) else {})
 
     def prepare(self, options: Any) -> tuple[Any, Sequence[Cell]]:
         """The options with the world sizes that they mean here, and the grid, once all is checked.
@@ -162,13 +164,14 @@ def check_device(device: str) -> None:
 
 def check_dtypes(options: Any) -> None:
     """Raise ValueError if the device cannot compute in one of ``--dtype``, where they are training precisions."""
-    for dtype in getattr(options, "dtype", ()):
+    given = getattr(options, "dtype", ())
+    for dtype in (given,) if isinstance(given, str) else given:
         if dtype in PRECISIONS and (reason := unsupported_reason(PRECISIONS[dtype], torch.device(options.device))):
             raise ValueError(f"--dtype {dtype}: {reason}")
 
 
-def finish(experiment: Experiment, outcomes: Sequence[Outcome], csv: Path | None) -> int:
-    """Print the last line of stdout, one JSON object with main figures, and return the exit code.
+def finish(experiment: Experiment, outcomes: Sequence[Outcome], csv: Path | None, figures: Mapping[str, Any]) -> int:
+    """Print the last line of stdout, one JSON object with main ``figures``, and return the exit code.
 
     Units stand in the names. Where there are many cells the first of them are listed; the rows hold the others.
     """
@@ -178,7 +181,7 @@ def finish(experiment: Experiment, outcomes: Sequence[Outcome], csv: Path | None
     line["cells"] = [_summary(outcome, experiment) for outcome in outcomes[:_MOST_CELLS]]
     if len(outcomes) > _MOST_CELLS:
         line["cells_not_listed"] = len(outcomes) - _MOST_CELLS
-    print(json.dumps(line | {"csv": str(csv) if csv else None}))
+    print(json.dumps(line | {**figures, "csv": str(csv) if csv else None}))
     if outcomes and outcomes[-1].status == "interrupted":
         return INTERRUPTED
     if "ok" not in statuses:

@@ -109,6 +109,7 @@ class RankedCase(TimedCase):
 
 
 Cell = TypeVar("Cell", bound=TrainingCase)
+AnyCell = TypeVar("AnyCell")
 
 _SETS = ("size", "batch_size", "context_length", "dtype", "attention", "compile", "checkpoint", "optimizer")
 
@@ -152,6 +153,12 @@ def training_cells(
     if not any(field.name == "repeat" for field in fields(cell_type)):
         return cells
     return [replace(cell, repeat=repeat) for repeat in range(options.repeat) for cell in cells]  # type: ignore[call-arg]
+
+
+def cell_of(cell_type: type[AnyCell], options: Any, **own: Any) -> AnyCell:
+    """A cell whose fields are the options of the same name, but for its ``own``."""
+    names = [field.name for field in fields(cell_type) if field.name not in own]  # type: ignore[arg-type]
+    return cell_type(**{name: getattr(options, name) for name in names}, **own)
 
 
 def check_options(options: RunOptions) -> None:

@@ -46,8 +46,7 @@ def predicted_bytes(case: TrainingCase, mode: str = "step", *, world_size: int =
 
 def predicted_states(case: TrainingCase, world_size: int) -> int:
     """Bytes of parameters, gradients and optimizer state on the fullest rank of our FSDP; of DDP in a world of one."""
-    n_bytes = 2 if case.parallel.compute_dtype == "bf16" else 4
-    return state_bytes(model_units(case.config), world_size, compute_bytes=n_bytes).total
+    return state_bytes(model_units(case.config), world_size).total
 
 
 def check_fit(case: TrainingCase, mode: str = "step", rank: Rank | None = None, *, force: bool = False) -> int:

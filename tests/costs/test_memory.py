@@ -7,6 +7,7 @@ fake tensors, which have sizes and lifetimes but no bytes; on CUDA with measurem
 import weakref
 from collections import Counter
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -20,14 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from cs336_systems.config import MODEL_SIZES, MODES, PRECISIONS, ModelConfig, Precision, resolve_size
 from cs336_systems.costs.activations import block_cast_bytes, block_saved_tensors, saved_bytes, total_bytes
+from cs336_systems.costs.fsdp import model_units
 from cs336_systems.costs.memory import (
     CUBLAS_WORKSPACE_BYTES,
     MIB,
     adamw_state_bytes,
     adamw_traffic_bytes,
-    block_parameter_sizes,
     cuda_block_bytes,
-    outer_parameter_sizes,
     parameter_bytes,
     peak_memory,
     rotary_bytes,
@@ -158,11 +158,11 @@ def test_listed_shapes_by_hand():
 @pytest.mark.parametrize("name", MODEL_SIZES)
 def test_parameter_sizes_are_the_models(name):
     config = MODEL_SIZES[name]
-    block, outer = block_parameter_sizes(config), outer_parameter_sizes(config)
-    assert config.n_layers * sum(block) + sum(outer) == config.n_parameters
+    units = [[prod(shape) for shape in unit] for unit in model_units(config)]
+    assert sum(map(sum, units)) == config.n_parameters
     model = TransformerLM(config.at_context(128), device="meta")
-    assert Counter(block) == Counter(p.numel() for p in model.layers[0].parameters())
-    assert Counter(block * config.n_layers + outer) == Counter(p.numel() for p in model.parameters())
+    assert Counter(units[1]) == Counter(p.numel() for p in model.layers[0].parameters())
+    assert Counter(n for unit in units for n in unit) == Counter(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(("precision", "n_bytes"), [("fp32", 4), ("tf32", 4), ("bf16", 2), ("autocast-fp16", 4)])

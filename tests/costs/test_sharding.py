@@ -1,11 +1,13 @@
 """Bytes of sharded optimizer state by hand, and what must hold of any list of tensors."""
 
+from math import prod
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.costs.memory import block_parameter_sizes, outer_parameter_sizes
+from cs336_systems.costs.fsdp import model_units
 from cs336_systems.costs.sharding import (
     ALIGNMENT_BYTES,
     FORMS,
@@ -65,7 +67,7 @@ def test_every_byte_is_in_one_piece(sizes, world_size, bucket_bytes):
 def test_the_handouts_xl_is_balanced_within_a_percent(world_size):
     """2.0 B fp32 parameters, so 14.9 GiB of AdamW state whole."""
     config = MODEL_SIZES["xl"]
-    sizes = [4 * n for n in outer_parameter_sizes(config) + config.n_layers * block_parameter_sizes(config)]
+    sizes = [4 * prod(shape) for unit in model_units(config) for shape in unit]
     whole = 8 * config.n_parameters
     assert state_bytes_by_rank("replicated", sizes, world_size) == [whole] * world_size
     for form in ("owned", "scattered"):

@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cs336_systems.costs.communication import cost
-from cs336_systems.hardware import GB_PER_S, TERA, Hardware, find_hardware
+from cs336_systems.hardware import GB_PER_S, TERA, find_hardware
 
 Form = Literal["data-parallel", "fsdp", "tensor-parallel"]
 Pass = Literal["forward", "backward"]
@@ -81,13 +81,10 @@ class Device:
 
 
 def _gpu(key: str, device_name: str, domain_size: int, network: float, source: str) -> Device:
-    hardware = find_hardware(device_name)
-    assert isinstance(hardware, Hardware), device_name
-    peak, memory, link = hardware.peak("bf16"), hardware.memory_bytes, hardware.link_bytes_per_s
-    assert peak is not None, device_name
-    assert memory is not None, device_name
-    assert link is not None, device_name
-    return Device(key, peak, memory, link, domain_size, network, f"{hardware.datasheet}; {source}")
+    gpu = find_hardware(device_name)
+    assert gpu and gpu.peak_flops and gpu.memory_bytes and gpu.link_bytes_per_s, device_name
+    peak = gpu.peak_flops["bf16"]
+    return Device(key, peak, gpu.memory_bytes, gpu.link_bytes_per_s, domain_size, network, f"{gpu.datasheet}; {source}")
 
 
 DEVICES: dict[str, Device] = {

@@ -60,11 +60,6 @@ class RingRun:
         """Time of the run where a step ends with its largest message: ``alpha_s`` + its bytes over the bandwidth."""
         return sum(alpha_s + max(message.n_bytes for message in step) / bytes_per_s for step in self.steps)
 
-    def then(self, later: "RingRun") -> "RingRun":
-        """This run and one that begins with what this one left."""
-        assert self.holdings[-1] == later.holdings[0], "the second run begins with other holdings"
-        return RingRun(self.world_size, self.steps + later.steps, self.holdings + later.holdings[1:])
-
 
 def reduce_scatter(world_size: int, total_bytes: int) -> RingRun:
     """Every rank begins with all n chunks of its own tensor of ``total_bytes``; rank r ends with the sum of chunk r.
@@ -72,8 +67,9 @@ def reduce_scatter(world_size: int, total_bytes: int) -> RingRun:
     Raises:
         ValueError: no ranks, or negative bytes.
     """
+    sizes = _chunk_sizes(total_bytes, world_size)
     start = tuple({chunk: frozenset({rank}) for chunk in range(world_size)} for rank in range(world_size))
-    return _play(start, _chunk_sizes(total_bytes, world_size), lambda rank, step: rank - 1 - step, reduces=True)
+    return _play(start, sizes, lambda rank, step: rank - 1 - step, reduces=True)
 
 
 def all_gather(world_size: int, total_bytes: int) -> RingRun:
@@ -82,7 +78,7 @@ def all_gather(world_size: int, total_bytes: int) -> RingRun:
     Raises:
         ValueError: no ranks, or negative bytes.
     """
-    return _gather(tuple({rank: frozenset({rank})} for rank in range(world_size)), total_bytes)
+    return _play(_own(world_size), _chunk_sizes(total_bytes, world_size), lambda rank, step: rank - step)
 
 
 def all_reduce(world_size: int, total_bytes: int) -> RingRun:
@@ -92,8 +88,9 @@ def all_reduce(world_size: int, total_bytes: int) -> RingRun:
         ValueError: no ranks, or negative bytes.
     """
     first = reduce_scatter(world_size, total_bytes)
-    second = _gather(first.holdings[-1], total_bytes)
-    return first.then(second)
+    sizes = _chunk_sizes(total_bytes, world_size)
+    second = _play(first.holdings[-1], sizes, lambda rank, step: rank - step)
+    return RingRun(world_size, first.steps + second.steps, first.holdings + second.holdings[1:])
 
 
 def alternate_all_reduce(world_size: int, total_bytes: int) -> RingRun:
@@ -104,8 +101,8 @@ def alternate_all_reduce(world_size: int, total_bytes: int) -> RingRun:
     Raises:
         ValueError: no ranks, or negative bytes.
     """
-    start = tuple({rank: frozenset({rank})} for rank in range(world_size))
-    return _play(start, _whole_sizes(total_bytes, world_size), lambda rank, step: rank - step, reduces=False)
+    _check(total_bytes, world_size)
+    return _play(_own(world_size), [total_bytes] * world_size, lambda rank, step: rank - step)
 
 
 def summation_orders(run: RingRun) -> tuple[tuple[int, ...], ...]:
@@ -124,30 +121,12 @@ def complete(holdings: Holdings, chunks: Iterable[int]) -> bool:
     return all(held.get(chunk) == everyone for held in holdings for chunk in wanted)
 
 
-def _gather(start: Holdings, total_bytes: int) -> RingRun:
-    return _play(start, _chunk_sizes(total_bytes, len(start)), lambda rank, step: rank - step, reduces=False)
+def _own(world_size: int) -> Holdings:
+    """Rank r holds chunk r, which nothing has been added to."""
+    return tuple({rank: frozenset({rank})} for rank in range(world_size))
 
 
-def _added(own: frozenset[int] | None, arrived: frozenset[int]) -> frozenset[int]:
-    """The sum of two partial sums."""
-    assert own is not None, "a rank adds to a chunk that it does not hold"
-    assert not own & arrived, f"ranks {sorted(own & arrived)} would be counted twice"
-    return own | arrived
-
-
-def _kept(own: frozenset[int] | None, arrived: frozenset[int]) -> frozenset[int]:
-    """What arrived, in a place that was empty."""
-    assert own is None, f"a rank receives what it holds already: {sorted(arrived)}"
-    return arrived
-
-
-def _play(
-    start: Holdings,
-    sizes: list[int],
-    sent_by: Callable[[int, int], int],
-    *,
-    reduces: bool,
-) -> RingRun:
+def _play(start: Holdings, sizes: list[int], sent_by: Callable[[int, int], int], *, reduces: bool = False) -> RingRun:
     """n - 1 steps in which rank r sends chunk ``sent_by(r, step)`` mod n.
 
     Reducing, what arrives is added to one's own, and the sender's partial sum lives on at the neighbour only; else what
@@ -167,9 +146,11 @@ def _play(
             for message in messages:
                 del after[message.source][message.chunk]
         for message in messages:
-            held = after[message.destination]
-            own = held.get(message.chunk)
-            held[message.chunk] = (_added if reduces else _kept)(own, message.contributors)
+            held, arrived = after[message.destination], message.contributors
+            assert (message.chunk in held) == reduces, f"chunk {message.chunk} is added up, or fills an empty place"
+            own = held.get(message.chunk, frozenset())
+            assert not own & arrived, f"ranks {sorted(own & arrived)} would be counted twice"
+            held[message.chunk] = own | arrived
         steps.append(messages)
         holdings.append(tuple(after))
     return RingRun(world_size, tuple(steps), tuple(holdings))
@@ -179,11 +160,6 @@ def _chunk_sizes(total_bytes: int, world_size: int) -> list[int]:
     """``total_bytes`` in n chunks that differ by one byte at most."""
     _check(total_bytes, world_size)
     return [total_bytes // world_size + (chunk < total_bytes % world_size) for chunk in range(world_size)]
-
-
-def _whole_sizes(total_bytes: int, world_size: int) -> list[int]:
-    _check(total_bytes, world_size)
-    return [total_bytes] * world_size
 
 
 def _check(total_bytes: int, world_size: int) -> None:

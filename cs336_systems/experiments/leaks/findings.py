@@ -1,10 +1,8 @@
-"""An experiment from cells to exit code: rows, a Markdown table, a figure, one last line of JSON.
+"""What the four leak experiments share: their cells, and what their rows show.
 
-What the scripts under ``scripts/abstraction_leaks`` share. A script supplies its cells, the function that measures one,
-and ``analyse``, which reads nothing but rows: what a rerun and a committed CSV would show are the same.
+``analyse`` reads nothing but rows: what a rerun and a committed CSV would show are the same.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +11,13 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
+from cs336_systems.experiments.driver import Experiment, Stage
+from cs336_systems.experiments.options import RunOptions
 from cs336_systems.harness.process import Cell, Measure
-from cs336_systems.harness.record import RowFile
-from cs336_systems.harness.sweep import Outcome, cell_columns, outcome_rows, run_sweep
-from cs336_systems.report.console import INTERRUPTED, complain
-from cs336_systems.report.show import Format, show
+from cs336_systems.harness.sweep import Outcome, outcome_rows
+from cs336_systems.report.show import show
 from cs336_systems.report.tables import Table
 
 
@@ -37,69 +36,38 @@ class Findings:
     """Of the figure, in inches."""
 
 
-def run_experiment(
+def leak_experiment(
     name: str,
-    cells: Sequence[Cell],
+    cell: type,
+    default_options: Callable[[str], RunOptions],
+    make_cells: Callable[[Any], Sequence[Cell]],
     measure: Measure,
     analyse: Callable[[pd.DataFrame], Findings],
-    *,
-    describe: Callable[[Any], str],
     expected_s: Callable[[Any], float],
-    out: Path | None,
-    form: Format,
-    timeout_s: float,
-) -> int:
-    """Measure the cells in one shared process, show what their rows hold, and return the exit code.
+) -> Experiment:
+    """An experiment that shows what ``analyse`` finds, and draws it as ``<name>.png`` beside the rows.
 
     The cells are cheap and compared with each other, so they share a process (its CUDA context, its compiled code) as
-    long as none of them fails. With ``out``, rows are appended to ``<name>.csv`` there, and ``<name>.png`` is drawn.
-
-    Returns:
-        2 for an unusable ``out``, 130 after Ctrl-C, 1 if a cell ended in an error or timeout, 0 otherwise.
+    long as none of them fails.
     """
-    csv = out / f"{name}.csv" if out else None
-    outcomes: list[Outcome] = []
-    try:
-        row_file = RowFile(csv, cell_columns(type(cells[0]))) if csv else None
-    except ValueError as error:
-        return complain(name, str(error))
-    except OSError as error:
-        return complain(name, f"{error.filename}: {error.strerror}")
-    try:
-        outcomes.extend(
-            run_sweep(
-                name,
-                cells,
-                measure,
-                row_file=row_file,
-                timeout_s=timeout_s,
-                describe=describe,
-                expected_s=expected_s,
-                share=lambda cell: True,
-            )
-        )
-    except OSError as error:
-        return complain(name, f"rows could not be written to {csv}: {error.strerror}; every earlier row is there")
-    rows = outcome_rows(outcomes)
-    findings = analyse(rows[rows["status"] == "ok"])
-    for table in findings.tables:
-        show(table, form)
-    figure = None
-    if out and findings.draw is not None:
-        figure = out / f"{name}.png"
-        try:
+
+    def stages(options: RunOptions, cells: Sequence[Cell], outcomes: list[Outcome]) -> list[Stage]:
+        return [Stage(cells, measure, expected_s, share=lambda cell: True)]
+
+    def present(outcomes: list[Outcome], options: RunOptions, csv: Path | None) -> dict[str, Any]:
+        rows = outcome_rows(outcomes)
+        findings = analyse(rows[rows["status"] == "ok"])
+        for table in findings.tables:
+            show(table, options.format)
+        figure = csv.with_suffix(".png") if csv and findings.draw else None
+        if figure:
             draw_figure(findings, figure)
-        except OSError as error:
-            return complain(name, f"{figure}: {error.strerror}; the rows are in {csv}")
-    statuses = [outcome.status for outcome in outcomes]
-    last_line = {"script": name, "ok": statuses.count("ok"), "cells": len(cells), **findings.figures}
-    print(json.dumps(last_line | {"csv": str(csv) if csv else None, "figure": str(figure) if figure else None}))
-    if statuses[-1] == "interrupted":
-        return INTERRUPTED
-    return int(any(status in ("error", "timeout") for status in statuses))
+        return findings.figures | {"figure": str(figure) if figure else None}
+
+    return Experiment(name, cell, default_options, make_cells, stages, present, headlines=())
 
 
-def draw_figure(findings: Findings, path: Path) -> None:
+def draw_figure(findings: Findings, path: Path) -> Figure:
     """Draw the findings' figure as PNG.
 
     Raises:
@@ -114,6 +82,15 @@ def draw_figure(findings: Findings, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(findings.title, fontsize=10, loc="left")
     figure.savefig(path, dpi=150)
+    return figure
+
+
+def logarithmic(axes: Axes) -> None:
+    """Both axes logarithmic, x in powers of two, with plain numbers at the ticks."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def where(rows: pd.DataFrame) -> str:

@@ -1,43 +1,18 @@
-"""Where the operations are and where the time goes: shares of FLOPs against shares of time of a training step.
-
-    uv run scripts/abstraction_leaks/flops_against_time.py                       # eager and compiled
-    uv run scripts/abstraction_leaks/flops_against_time.py --size medium --context-length 1024 --out results/
-
-The abstraction: FLOPs are the cost of a model, and products are nearly all of them. It leaks because a product reuses
-each number it has read some hundred times and everything else uses it once: norms, softmax, gates and the optimizer
-run at the speed of memory, at one thousandth of the matrix units' rate per byte (Ivanov et al. 2020, "Data Movement Is
-All You Need": 0.2 % of a BERT layer's FLOPs are in operators that take 40 % of its time).
-
-**Prediction, before measuring.** Products hold over 99 % of the FLOPs of every named size but the tiniest. On an H200,
-small in bf16 at batch 4 and context 512: eagerly they take only 30 to 40 % of the time, elementwise kernels as much
-again (masks, rotary, casts to fp32 and back), softmax about 10 % and AdamW's dozen passes another 10 %. Compiling cuts
-the elementwise and norm kernels to a third of their time, leaves products and the uncompiled optimizer as they were,
-and so moves the products' share to 50 % or more. On a CPU memory is slow too, but arithmetic is far slower: products
-take most of the time at once, and the gap between the shares is small; with the tiny model each operator costs a few
-microseconds whatever it computes, and shares of time follow the *number* of operators.
-
-**Method.** One step is recorded with torch.profiler after warm-up and read through the package's traces. What the
-``optimizer`` phase launches is optimizer; else the kernel's class decides (``traces/kernels.py``), with whatever runs
-inside an RMSNorm's range, forward or backward, counted as normalisation. In a compiled block there are no ranges: a
-fused reduction counts as normalisation, or as softmax if it has one, with its elementwise neighbours inside. On a CPU
-Inductor's fused kernels are asked to name themselves in the trace. FLOPs by ``costs/operator_flops.py``. Shares are of
-the operators' summed time; time when none runs is reported beside (from a step without profiler).
-"""
+"""One training step read through a trace: shares of FLOPs against shares of time, by kind of operator."""
 
 import gzip
 import json
 import re
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Literal
 
 import pandas as pd
-import torch
 from matplotlib.axes import Axes
 
-from cs336_systems.config import PRECISIONS, resolve_size
+from cs336_systems.config import resolve_size
 from cs336_systems.costs.operator_flops import (
     ELEMENTWISE,
     FAMILIES,
@@ -47,7 +22,8 @@ from cs336_systems.costs.operator_flops import (
     SOFTMAX,
     step_flops_by_operator,
 )
-from cs336_systems.experiments.leaks.findings import Findings, run_experiment, where
+from cs336_systems.experiments.leaks.findings import Findings, leak_experiment, where
+from cs336_systems.experiments.leaks.flops_against_time_cells import StepCell, default_options, make_cells
 from cs336_systems.harness.clock import WHOLE
 from cs336_systems.harness.record import Metric
 from cs336_systems.profiling.ranges import BACKWARD, STEP
@@ -56,120 +32,13 @@ from cs336_systems.profiling.traces.queries import MS, n_steps, times
 from cs336_systems.profiling.traces.tables import OPERATOR as OPERATOR_KIND
 from cs336_systems.profiling.traces.tables import Trace, make_trace, require_kernels
 from cs336_systems.profiling.workload import PreparedStep, Workload
-from cs336_systems.report.console import check_device, complain, parse_for_device
 from cs336_systems.report.figures import OKABE_ITO
-from cs336_systems.report.show import Format
 from cs336_systems.report.tables import Table, digits
-from cs336_systems.training.precision import unsupported_reason
 
 NAME = "flops_against_time"
 _NORM_RANGE = re.compile(rf"(?:^|\.)(?:ln1|ln2|ln_final)(?:{re.escape(BACKWARD)})?$")
 _FUSED_ON_CPU = re.compile(r"^(?:graph_\d+_)?(?P<kernel>cpp_fused_\w+)$")
 _REDUCED = re.compile(r"_(mean|sum|amax|max|logsumexp|var)(_|$)")
-
-
-@dataclass(frozen=True)
-class Options:
-    """Share of FLOPs against share of time by kind of operator."""
-
-    size: tuple[str, ...] = ("small",)
-    """Named model sizes."""
-    context_length: int = 512
-    """Tokens per sequence."""
-    batch_size: int = 4
-    """Sequences per step."""
-    dtype: Literal["fp32", "tf32", "bf16", "autocast-bf16", "autocast-fp16"] = "bf16"
-    """How numbers are stored and multiplied."""
-    compile: tuple[Literal["off", "on"], ...] = ("off", "on")
-    """torch.compile of each block and of the loss."""
-    optimizer: Literal["reference", "torch-fused"] = "reference"
-    """AdamW written out, or torch's fused kernel."""
-    warmup: int = 3
-    """Steps before the recorded ones."""
-    steps: int = 5
-    """Timed steps without profiler, and recorded ones."""
-    device: Literal["cpu", "cuda"] = "cuda"
-    """Where to run."""
-    seed: int = 0
-    """Of parameters and tokens."""
-    out: Path | None = None
-    """Folder to which rows are appended (flops_against_time.csv) and where the figure is drawn."""
-    format: Format = "auto"
-    """Of the tables."""
-
-
-@dataclass(frozen=True)
-class StepCell:
-    """One training step, eager or compiled; the fields are columns."""
-
-    device: str
-    size: str
-    batch_size: int
-    context_length: int
-    dtype: str
-    compile: str
-    optimizer: str
-    warmup: int
-    steps: int
-    seed: int
-
-    @property
-    def variant(self) -> str:
-        return "compiled" if self.compile == "on" else "eager"
-
-    @property
-    def workload(self) -> Workload:
-        """The step to run: reference attention, nothing recomputed."""
-        names = ("device", "size", "batch_size", "context_length", "dtype", "compile", "optimizer", "warmup", "steps")
-        return Workload(**{name: getattr(self, name) for name in names}, seed=self.seed)
-
-
-def default_options(device: str) -> Options:
-    """The defaults on a device; a CPU gets the tiny model."""
-    if device == "cuda":
-        return Options()
-    return Options(device="cpu", size=("tiny",), context_length=128, dtype="fp32", warmup=1, steps=3)
-
-
-def make_cells(options: Options) -> list[StepCell]:
-    """Every size, eager and compiled next to each other.
-
-    Raises:
-        ValueError: a value that no cell can have.
-    """
-    check_device(options.device)
-    for name in ("size", "compile"):
-        if not getattr(options, name):
-            raise ValueError(f"--{name} needs at least one value, got none")
-    for name in ("batch_size", "context_length", "steps"):
-        if (value := getattr(options, name)) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
-    if options.warmup < 1 or not 0 <= options.seed < 2**63:
-        raise ValueError(
-            f"--warmup must be at least 1 (compiling happens there) and --seed lie in 0..2^63-1, "
-            f"got {options.warmup} and {options.seed}"
-        )
-    if reason := unsupported_reason(PRECISIONS[options.dtype], torch.device(options.device)):
-        raise ValueError(f"--dtype {options.dtype}: {reason}")
-    sizes = dict.fromkeys(resolve_size(size).name for size in options.size)
-    for size in sizes:
-        resolve_size(size).at_context(options.context_length)
-    return [
-        StepCell(
-            options.device,
-            size,
-            options.batch_size,
-            options.context_length,
-            options.dtype,
-            compiled,
-            options.optimizer,
-            options.warmup,
-            options.steps,
-            options.seed,
-        )
-        for size in sizes
-        for compiled in dict.fromkeys(options.compile)
-    ]
 
 
 def fused_cpu_kernels(path: Path) -> pd.DataFrame:
@@ -179,21 +48,11 @@ def fused_cpu_kernels(path: Path) -> pd.DataFrame:
     rows = []
     for event in events:
         if event.get("ph") == "X" and (match := _FUSED_ON_CPU.match(str(event.get("name")))):
-            start = round(1000 * float(event["ts"]))
-            rows.append(
-                {
-                    "name": match["kernel"],
-                    "kind": OPERATOR_KIND,
-                    "start": start,
-                    "end": start + round(1000 * float(event["dur"])),
-                    "pid": int(event["pid"]),
-                    "device": -1,
-                    "stream": int(event["tid"]),
-                    "launch_tid": int(event["tid"]),
-                    "launch_start": start,
-                    "correlation": -1,
-                }
-            )
+            start, tid = round(1000 * float(event["ts"])), int(event["tid"])
+            row = {"name": match["kernel"], "kind": OPERATOR_KIND, "pid": int(event["pid"]), "device": -1}
+            row |= {"start": start, "end": start + round(1000 * float(event["dur"]))}
+            row |= {"stream": tid, "launch_tid": tid, "launch_start": start, "correlation": -1}
+            rows.append(row)
     return pd.DataFrame(rows)
 
 
@@ -246,7 +105,7 @@ def record(cell: StepCell) -> tuple[list[float], Trace]:
 
     with tempfile.TemporaryDirectory() as folder, inductor.patch({"cpp.enable_kernel_profile": True}):
         path = Path(folder) / "step.json.gz"
-        prepared = PreparedStep(cell.workload)
+        prepared = PreparedStep(Workload(**asdict(cell)))
         step_ms = prepared.run(cell.warmup, cell.steps, annotated=False).samples_ms[WHOLE]
         with kineto.recording(path, prepared.device):
             prepared.run(1, cell.steps, annotated=True)
@@ -282,6 +141,12 @@ def family_values(rows: pd.DataFrame, what: str) -> dict[str, float]:
     return {name: float(newest[f"{name}_{what}"]) for name in FAMILIES}
 
 
+def step_and_busy_ms(rows: pd.DataFrame) -> tuple[float, float]:
+    """Of the rows of one cell: a step, and the time in it that something runs."""
+    step, busy = (median(rows[rows["metric"] == metric]["median"]) for metric in ("step", "busy"))
+    return step, busy
+
+
 def analyse(rows: pd.DataFrame) -> Findings:
     """A table per size with eager and compiled side by side, the shares as main figures, and a figure of the first."""
     tables, figures = [], {}
@@ -290,7 +155,7 @@ def analyse(rows: pd.DataFrame) -> Findings:
         tables.append(_table(str(size), hows))
         for how, cell in hows.items():
             time_shares = shares(family_values(cell, "time"))
-            step_ms, busy_ms = (median(cell[cell["metric"] == metric]["median"]) for metric in ("step", "busy"))
+            step_ms, busy_ms = step_and_busy_ms(cell)
             figures[f"{size} {how}"] = {
                 "step_ms": step_ms,
                 "busy_ms": busy_ms,
@@ -301,16 +166,11 @@ def analyse(rows: pd.DataFrame) -> Findings:
     if rows.empty:
         return Findings([], {"steps": {}})
     first = rows.iloc[0]
-    drawn = rows[rows["size"] == first["size"]]
-
-    def draw(axes: Axes) -> None:
-        _draw(axes, drawn)
-
     title = (
         f"A training step of {first['size']}, {first['dtype']}, batch {first['batch_size']}, context "
         f"{first['context_length']}, on {where(rows)}"
     )
-    return Findings(tables, {"steps": figures}, draw, title, (8.5, 3.6))
+    return Findings(tables, {"steps": figures}, partial(_draw, rows[rows["size"] == first["size"]]), title, (8.5, 3.6))
 
 
 def _table(size: str, hows: dict[str, pd.DataFrame]) -> Table:
@@ -328,7 +188,7 @@ def _table(size: str, hows: dict[str, pd.DataFrame]) -> Table:
         lines.append(line)
     notes = []
     for how, cell in hows.items():
-        step_ms, busy_ms = (median(cell[cell["metric"] == metric]["median"]) for metric in ("step", "busy"))
+        step_ms, busy_ms = step_and_busy_ms(cell)
         notes.append(f"{how} {digits(step_ms)} ms, of which operators run {digits(busy_ms)}")
     row = first.iloc[0]
     kind = "kernels" if row["device"] == "cuda" else "CPU operators"
@@ -339,7 +199,7 @@ def _table(size: str, hows: dict[str, pd.DataFrame]) -> Table:
     return Table(caption, pd.DataFrame(lines))
 
 
-def _draw(axes: Axes, rows: pd.DataFrame) -> None:
+def _draw(rows: pd.DataFrame, axes: Axes) -> None:
     """Stacked bars of 100 %: FLOPs above, time of each way below."""
     bars = {"FLOPs": shares(family_values(rows, "flops"))}
     for how, cell in rows.groupby("variant", sort=False):
@@ -360,26 +220,8 @@ def _draw(axes: Axes, rows: pd.DataFrame) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(FAMILIES), frameon=False, fontsize=9)
 
 
-def describe(cell: StepCell) -> str:
-    """A cell in a few words."""
-    return f"{cell.size} batch {cell.batch_size} context {cell.context_length} {cell.dtype} {cell.variant}"
+def _expected_s(cell: StepCell) -> float:
+    return 20.0 if cell.compile == "on" else 5.0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Record every step, print a table per size."""
-    options = parse_for_device(default_options, arguments, __doc__)
-    try:
-        cells = make_cells(options)
-    except ValueError as error:
-        return complain(NAME, str(error))
-    return run_experiment(
-        NAME,
-        cells,
-        measure,
-        analyse,
-        describe=describe,
-        expected_s=lambda cell: 20.0 if cell.compile == "on" else 5.0,
-        out=options.out,
-        form=options.format,
-        timeout_s=600,
-    )
+EXPERIMENT = leak_experiment(NAME, StepCell, default_options, make_cells, measure, analyse, _expected_s)

@@ -1,31 +1,9 @@
-"""Does a matrix product care what is in its matrices? Its speed on seven kinds of data, with power and clock beside it.
-
-    uv run scripts/abstraction_leaks/matmul_data.py                        # bf16 on a GPU, fp32 on a CPU
-    uv run scripts/abstraction_leaks/matmul_data.py --data zeros normal --size 4096 8192 --out results/
-
-The abstraction says no: 2 n^3 operations, whatever the numbers. It leaks through the power limit. A transistor costs
-energy when it switches; multiplying zeros switches next to nothing, multiplying random numbers switches about every
-second wire each cycle. A GPU whose large products already sit at the power limit pays for that with its clock
-(H. He 2024, "Strangely, Matrix Multiplications on GPUs Run Faster When Given Predictable Data").
-
-**Prediction, before measuring.** On a GPU at its limit, for n = 8192: the fewer bits flip, the higher the clock, so
-zeros >= ones > sparse-bits and integers > uniform > normal, and *watts do not differ while MHz do*. Zeros: 13 % above
-normal data, the one figure known from an H200 before (894 against 788 TFLOP/s). Below the limit (a small n, a GPU with
-a generous limit) the speeds agree and the watts differ instead. On a CPU nothing differs, as its clock follows the
-instructions (vector width) and not the operands; except subnormal numbers, which many x86 cores multiply by microcode:
-anything from no difference to a hundred times slower, by vendor and by whether the library flushes them to zero.
-
-**Method.** Products run back to back for ``--seconds``, after ``--warmup-seconds`` of the same (NVML's power is an
-average over a second); a thread reads power and clock meanwhile. The kinds alternate, the order turning round each
-repeat, and a kind's ratio is against normal data *of the same repeat*. The L2 cache is not flushed between products:
-flushing would write zeros and rest the multipliers. Both matrices are of the kind; a CPU reports no watts.
-"""
+"""Speed of a matrix product on seven kinds of data, with power and clock beside it."""
 
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from statistics import median
-from typing import Literal, get_args
+from typing import get_args
 
 import pandas as pd
 import torch
@@ -33,23 +11,16 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from cs336_systems.config import PRECISIONS
-from cs336_systems.experiments.leaks.findings import Findings, run_experiment, where
+from cs336_systems.experiments.leaks.findings import Findings, leak_experiment, where
+from cs336_systems.experiments.leaks.matmul_data_cells import REFERENCE, Data, DataCell, default_options, make_cells
 from cs336_systems.harness.clock import synchronize
 from cs336_systems.harness.record import Metric
 from cs336_systems.harness.state_sampler import StateSampler
-from cs336_systems.report.console import check_device, complain, parse_for_device
 from cs336_systems.report.figures import OKABE_ITO
-from cs336_systems.report.show import Format
 from cs336_systems.report.tables import Table, digits
-from cs336_systems.training.precision import matmul_dtype, matmul_precision, unsupported_reason
+from cs336_systems.training.precision import matmul_dtype, matmul_precision
 
 NAME = "matmul_data"
-REFERENCE = "normal"
-"""What the other kinds are compared with."""
-
-Data = Literal["zeros", "ones", "sparse-bits", "integers", "subnormal", "uniform", "normal"]
-Dtype = Literal["fp32", "tf32", "bf16"]
-
 PREDICTED_ON_GPU: dict[str, float] = {
     "zeros": 1.13,
     "ones": 1.12,
@@ -64,95 +35,6 @@ flip: ones have one pattern, subnormals lose the exponent's flips, uniform numbe
 
 _CHUNK_S = 0.02
 """Products are queued in chunks of about this long, one chunk ahead of the device, so that it never waits."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Does a matrix product care what is in its matrices?"""
-
-    data: tuple[Data, ...] = get_args(Data)
-    """Kinds of data; normal is always measured, as the others are compared with it."""
-    size: tuple[int, ...] = (8192,)
-    """Rows and columns of the square matrices."""
-    dtype: Dtype = "bf16"
-    """Of the product."""
-    seconds: float = 1.0
-    """Time recorded per kind and repeat."""
-    warmup_seconds: float = 1.0
-    """The same before, unrecorded, so that power and clock settle."""
-    repeat: int = 2
-    """Times that all kinds are run, every second time backwards."""
-    device: Literal["cpu", "cuda"] = "cuda"
-    """Where to run."""
-    seed: int = 0
-    """Of the data."""
-    out: Path | None = None
-    """Folder to which rows are appended (matmul_data.csv) and where the figure is drawn."""
-    format: Format = "auto"
-    """Of the table."""
-
-
-@dataclass(frozen=True)
-class DataCell:
-    """One kind of data, once."""
-
-    device: str
-    data: str
-    size: int
-    dtype: str
-    seconds: float
-    warmup_seconds: float
-    repeat: int
-    seed: int
-
-    @property
-    def variant(self) -> str:
-        return self.data
-
-
-def default_options(device: str) -> Options:
-    """The defaults on a device; a CPU gets fp32, smaller matrices and less time."""
-    if device == "cuda":
-        return Options()
-    return Options(device="cpu", size=(1024,), dtype="fp32", seconds=0.5, warmup_seconds=0.2)
-
-
-def make_cells(options: Options) -> list[DataCell]:
-    """Every kind at every size, in turning order.
-
-    Raises:
-        ValueError: a value that no cell can have.
-    """
-    check_device(options.device)
-    if not options.size or min(options.size) < 1:
-        raise ValueError(f"--size must be positive, got {list(options.size)}")
-    if options.repeat < 1 or not 0 <= options.seed < 2**63:
-        raise ValueError(
-            f"--repeat must be positive and --seed lie in 0..2^63-1, got {options.repeat} and {options.seed}"
-        )
-    if not 0 < options.seconds <= 600 or not 0 <= options.warmup_seconds <= 600:
-        raise ValueError(
-            f"--seconds must lie in (0, 600] and --warmup-seconds in [0, 600], "
-            f"got {options.seconds:g} and {options.warmup_seconds:g}"
-        )
-    if reason := unsupported_reason(PRECISIONS[options.dtype], torch.device(options.device)):
-        raise ValueError(f"--dtype {options.dtype}: {reason}")
-    kinds = list(dict.fromkeys([*options.data, REFERENCE]))
-    return [
-        DataCell(
-            options.device,
-            data,
-            size,
-            options.dtype,
-            options.seconds,
-            options.warmup_seconds,
-            repeat,
-            options.seed,
-        )
-        for size in options.size
-        for repeat in range(options.repeat)
-        for data in (kinds if repeat % 2 == 0 else kinds[::-1])
-    ]
 
 
 def make_data(kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -265,12 +147,8 @@ def analyse(rows: pd.DataFrame) -> Findings:
     if rows.empty:
         return Findings([], {"ratio_to_normal": {}})
     largest = rows[rows["size"] == rows["size"].max()]
-
-    def draw(axes: Axes) -> None:
-        _draw(axes, largest)
-
     title = f"{largest['dtype'].iloc[0]} products of n = {largest['size'].iloc[0]} on {where(rows)}"
-    return Findings(tables, {"ratio_to_normal": figures}, draw, title)
+    return Findings(tables, {"ratio_to_normal": figures}, partial(_draw, largest), title)
 
 
 def _of(rows: pd.DataFrame, data: str, *metrics: str) -> float | None:
@@ -309,7 +187,7 @@ def _table(rows: pd.DataFrame, ratios: dict[str, list[float]], kinds: list[str])
     return Table(caption, pd.DataFrame(lines).rename(columns={"subject": "kind"}))
 
 
-def _draw(axes: Axes, rows: pd.DataFrame) -> None:
+def _draw(rows: pd.DataFrame, axes: Axes) -> None:
     """Speed by kind as bars, p10 to p90 over the repeats as whiskers, watts and MHz written beside each."""
     speeds = {str(kind): _of(rows, str(kind), "matmul_tflops") or 0.0 for kind in rows["data"].unique()}
     kinds = sorted(speeds, key=lambda kind: speeds[kind])
@@ -329,26 +207,8 @@ def _draw(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set_ylabel("what both matrices hold")
 
 
-def describe(cell: DataCell) -> str:
-    """A cell in a few words."""
-    return f"{cell.data} n={cell.size} {cell.dtype} repeat {cell.repeat}"
+def _expected_s(cell: DataCell) -> float:
+    return cell.seconds + cell.warmup_seconds
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure every kind, print the table."""
-    options = parse_for_device(default_options, arguments, __doc__)
-    try:
-        cells = make_cells(options)
-    except ValueError as error:
-        return complain(NAME, str(error))
-    return run_experiment(
-        NAME,
-        cells,
-        measure,
-        analyse,
-        describe=describe,
-        expected_s=lambda cell: cell.seconds + cell.warmup_seconds,
-        out=options.out,
-        form=options.format,
-        timeout_s=60 + 10 * (options.seconds + options.warmup_seconds),
-    )
+EXPERIMENT = leak_experiment(NAME, DataCell, default_options, make_cells, measure, analyse, _expected_s)

@@ -1,50 +1,33 @@
-"""How many multiply-adds per element until an elementwise kernel takes twice as long as with one?
-
-    uv run scripts/abstraction_leaks/roofline_knee.py
-    uv run scripts/abstraction_leaks/roofline_knee.py --fmas 1 8 32 64 128 256 --out results/
-
-``out = f(x)`` reads and writes 8 bytes per fp32 element however much f computes. The roofline says: the time is the
-larger of bytes over bandwidth and operations over their rate, so arithmetic is free up to the *knee*, where both are
-equal: k = 4 rate / bandwidth multiply-adds (2 operations each, 8 bytes). The kernel takes twice as long where the
-arithmetic alone does, at 2 k, if the two overlap perfectly; if they did not overlap at all it would be at k + 1.
-
-**Prediction, before measuring.** H200: 66.9 TFLOP/s (datasheet, fp32 off the tensor cores) over 4.3 TB/s (copy) puts
-the knee at 62 multiply-adds, 15.6 operations per byte, and twice the time between 63 and 125, near the upper end since
-thousands of threads hide each other's latencies; from a measured fp32 product (51 TFLOP/s) it is 47. A CPU core is
-fast beside its share of the memory, but a chain is the worst case for it: each step waits 4 cycles for the last, and a
-core overlaps only the few vectors that fit its reordering window. Its knee should lie at 8 to 32, well *below* the one
-predicted from a matrix product, whose sums are independent. Eagerly each multiplication and addition is a kernel that
-reads and writes everything: 2 k times the flat time, a straight line without a knee. Fusing buys that factor.
-
-**Method.** torch.compile makes one kernel of the chain (C++ on a CPU, Triton on a GPU; the count of kernels is a row),
-with contraction of a * b + c into one instruction allowed on a CPU, where Inductor forbids it by default. ``out`` is
-given, so that no page faults are timed. The knee is fitted to the measured points alone (``knees.py``): no peak
-enters. Compile time is a row of its own. The predictions use the copy measured in the same run.
-"""
+"""The roofline's knee: a chain of multiply-adds fused and eager, and where its time turns from flat to rising."""
 
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 import torch
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 from torch import Tensor
 
 from cs336_systems.config import PRECISIONS
-from cs336_systems.experiments.leaks.findings import Findings, run_experiment, where
+from cs336_systems.experiments.leaks.findings import Findings, leak_experiment, logarithmic, where
 from cs336_systems.experiments.leaks.knees import Knee, crossing, fit_knee
+from cs336_systems.experiments.leaks.roofline_knee_cells import (
+    CEILING,
+    COMPILED,
+    EAGER,
+    LONGEST_CHAIN,
+    ChainCell,
+    default_options,
+    make_cells,
+)
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.ceilings import measure_ceilings
 from cs336_systems.harness.clock import synchronize, time_kernel
 from cs336_systems.harness.record import Metric
-from cs336_systems.report.console import check_device, complain, parse_for_device
 from cs336_systems.report.figures import OKABE_ITO
-from cs336_systems.report.show import Format
 from cs336_systems.report.tables import Table, digits
 
 NAME = "roofline_knee"
@@ -52,86 +35,6 @@ BYTES = 8
 """Per element: four read, four written."""
 FLOP = 2
 """Per multiply-add."""
-
-CEILING, COMPILED, EAGER = "ceiling", "compiled", "eager"
-_MOST_EAGER = 16
-"""Multiply-adds of the longest eager chain: it is a straight line, and more would only take longer."""
-
-_LONGEST_CHAIN = 512
-"""Inductor unrolls the chain; beyond this, compiling takes minutes."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How many multiply-adds per element until an elementwise kernel takes twice as long as with one?"""
-
-    fmas: tuple[int, ...] = (1, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
-    """Multiply-adds per element."""
-    elements: int = 2**26
-    """fp32 numbers; input and output should not fit any cache."""
-    samples: int = 20
-    """Timed calls per point and repeat."""
-    repeat: int = 2
-    """Times that all points are run."""
-    device: Literal["cpu", "cuda"] = "cuda"
-    """Where to run."""
-    seed: int = 0
-    """Of the data."""
-    out: Path | None = None
-    """Folder to which rows are appended (roofline_knee.csv) and where the figure is drawn."""
-    format: Format = "auto"
-    """Of the tables."""
-
-
-@dataclass(frozen=True)
-class ChainCell:
-    """One length of the chain, run one way; ``how`` ceiling stands for the machine's own limits."""
-
-    device: str
-    how: str
-    fmas: int
-    elements: int
-    samples: int
-    repeat: int
-    seed: int
-
-    @property
-    def variant(self) -> str:
-        return self.how
-
-
-def default_options(device: str) -> Options:
-    """The defaults on a device; a CPU gets shorter chains of fewer numbers."""
-    if device == "cuda":
-        return Options()
-    return Options(device="cpu", fmas=(1, 4, 16, 32, 64, 96, 128), elements=2**24, samples=5)
-
-
-def make_cells(options: Options) -> list[ChainCell]:
-    """The ceilings, then every point, repeat by repeat.
-
-    Raises:
-        ValueError: a value that no cell can have, or too few points for a knee.
-    """
-    check_device(options.device)
-    chains = sorted(set(options.fmas))
-    if len(chains) < 4 or chains[0] != 1:
-        raise ValueError(f"--fmas needs four different values or more, 1 among them, got {list(options.fmas)}")
-    if chains[-1] > _LONGEST_CHAIN:
-        raise ValueError(f"--fmas must be at most {_LONGEST_CHAIN}, got {chains[-1]}")
-    if min(options.elements, options.samples, options.repeat) < 1 or not 0 <= options.seed < 2**63:
-        raise ValueError(
-            f"--elements, --samples and --repeat must be positive and --seed lie in 0..2^63-1, got {options.elements}, "
-            f"{options.samples}, {options.repeat} and {options.seed}"
-        )
-    cells = [ChainCell(options.device, CEILING, 0, 0, 0, 0, options.seed)]
-    for repeat in range(options.repeat):
-        for fmas in chains:
-            for how in (COMPILED, EAGER) if fmas <= _MOST_EAGER else (COMPILED,):
-                cells.append(
-                    ChainCell(options.device, how, fmas, options.elements, options.samples, repeat, options.seed)
-                )
-    return cells
 
 
 def chain(fmas: int) -> Callable[[Tensor, Tensor], None]:
@@ -171,7 +74,7 @@ def compile_metrics(run: Callable[[Tensor, Tensor], None], x: Tensor, out: Tenso
 
     inductor.reset()
     started = time.perf_counter()
-    with torch._dynamo.config.patch(recompile_limit=2 * _LONGEST_CHAIN):  # every chain is a variant of one function
+    with torch._dynamo.config.patch(recompile_limit=2 * LONGEST_CHAIN):  # every chain is a variant of one function
         run(x, out)
     synchronize(x.device)
     if not inductor.generated_kernel_count:
@@ -200,18 +103,14 @@ def measure(cell: ChainCell) -> list[Metric]:
     return [Metric("time", "ms", samples_ms), *metrics]
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Median milliseconds by length of chain, over the repeats."""
-
-    fmas: list[int]
-    ms: list[float]
+Curve = dict[int, float]
+"""Median milliseconds by length of chain, over the repeats."""
 
 
 def curve(rows: pd.DataFrame, how: str) -> Curve:
     """The measured times of one way to run the chain."""
     own = rows[(rows["metric"] == "time") & (rows["how"] == how)].groupby("fmas")["median"].median()
-    return Curve([int(k) for k in own.index], [float(ms) for ms in own])
+    return {int(k): float(ms) for k, ms in zip(own.index, own, strict=True)}
 
 
 def predicted_knee(flop_per_s: float, bytes_per_s: float) -> float:
@@ -222,7 +121,7 @@ def predicted_knee(flop_per_s: float, bytes_per_s: float) -> float:
 def analyse(rows: pd.DataFrame) -> Findings:
     """The fitted knee beside the predicted ones, every point, and time against operations per byte."""
     fused, eager = curve(rows, COMPILED), curve(rows, EAGER)
-    if len(fused.fmas) < 4:
+    if len(fused) < 4:
         return Findings([], {"knee_fmas": None})
     elements = int(rows[rows["how"] == COMPILED]["elements"].iloc[0])
     ceilings = {
@@ -231,12 +130,13 @@ def analyse(rows: pd.DataFrame) -> Findings:
         if (rows["metric"] == metric).any()
     }
     predictions = _predictions(rows, ceilings)
+    points = _points_table(fused, eager, elements, where(rows))
+    lengths, times = [float(k) for k in fused], list(fused.values())
     try:
-        knee = fit_knee([float(k) for k in fused.fmas], fused.ms)
+        knee = fit_knee(lengths, times)
     except ValueError as error:
-        figures: dict[str, Any] = {"knee_fmas": None, "message": str(error)}
-        return Findings([_points_table(fused, eager, elements, where(rows))], figures)
-    doubling = crossing([float(k) for k in fused.fmas], fused.ms, 2 * fused.ms[0])
+        return Findings([points], {"knee_fmas": None, "message": str(error)})
+    doubling = crossing(lengths, times, 2 * times[0])
     figures = {
         "knee_fmas": round(knee.position, 1),
         "knee_flop_per_byte": round(knee.position * FLOP / BYTES, 2),
@@ -246,15 +146,9 @@ def analyse(rows: pd.DataFrame) -> Findings:
         "rising_tflops": round(FLOP * elements / knee.slope / 1e9, 4),
         "kernels": max(map(int, rows[rows["metric"] == "kernels"]["median"]), default=None),
     }
-    tables = [
-        _knee_table(knee, doubling, predictions, ceilings, figures, where(rows)),
-        _points_table(fused, eager, elements, where(rows)),
-    ]
-
-    def draw(axes: Axes) -> None:
-        _draw(axes, fused, eager, knee, predictions)
-
-    return Findings(tables, figures, draw, f"{elements:,} fp32 numbers through a chain, on {where(rows)}")
+    tables = [_knee_table(knee, doubling, predictions, ceilings, figures, where(rows)), points]
+    title = f"{elements:,} fp32 numbers through a chain, on {where(rows)}"
+    return Findings(tables, figures, functools.partial(_draw, fused, eager, knee, predictions), title)
 
 
 def _predictions(rows: pd.DataFrame, ceilings: dict[str, float]) -> dict[str, float]:
@@ -278,105 +172,72 @@ def _knee_table(
     figures: dict[str, Any],
     place: str,
 ) -> Table:
-    lines = [
-        {
-            "source": f"predicted: {name}, measured copy",
-            "knee, multiply-adds": f"{value:.1f}",
-            "knee, FLOP/byte": f"{value * FLOP / BYTES:.1f}",
-            "twice the time at": f"{value + 1:.0f}–{2 * value:.0f}",
-            "GB/s": digits(ceilings["copy_ceiling"]),
-            "TFLOP/s": digits(value * FLOP / BYTES * ceilings["copy_ceiling"] / 1e3),
+    def line(source: str, position: float, doubled: str, gb_per_s: float, tflops: float) -> dict[str, str]:
+        return {
+            "source": source,
+            "knee, multiply-adds": f"{position:.1f}",
+            "knee, FLOP/byte": f"{position * FLOP / BYTES:.1f}",
+            "twice the time at": doubled,
+            "GB/s": digits(gb_per_s),
+            "TFLOP/s": digits(tflops),
         }
-        for name, value in predictions.items()
-    ]
-    lines.append(
-        {
-            "source": "measured: two fitted lines",
-            "knee, multiply-adds": f"{knee.position:.1f}",
-            "knee, FLOP/byte": f"{knee.position * FLOP / BYTES:.1f}",
-            "twice the time at": "beyond the last point" if doubling is None else f"{doubling:.0f}",
-            "GB/s": digits(figures["flat_gb_per_s"]),
-            "TFLOP/s": digits(figures["rising_tflops"]),
-        }
-    )
+
+    lines = []
+    for name, value in predictions.items():
+        copy, doubled = ceilings["copy_ceiling"], f"{value + 1:.0f}–{2 * value:.0f}"
+        lines.append(line(f"predicted: {name}, measured copy", value, doubled, copy, value * FLOP / BYTES * copy / 1e3))
+    doubled = "beyond the last point" if doubling is None else f"{doubling:.0f}"
+    rates = figures["flat_gb_per_s"], figures["rising_tflops"]
+    lines.append(line("measured: two fitted lines", knee.position, doubled, *rates))
     caption = f"Knee of a fused chain of multiply-adds on {place}; GB/s of its flat part, TFLOP/s of its rising part."
     return Table(caption, pd.DataFrame(lines))
 
 
 def _points_table(fused: Curve, eager: Curve, elements: int, place: str) -> Table:
-    eager_ms = dict(zip(eager.fmas, eager.ms, strict=True))
+    first = next(iter(fused.values()))
     lines = [
         {
             "multiply-adds": str(k),
             "FLOP/byte": f"{k * FLOP / BYTES:g}",
             "fused ms": digits(ms),
-            "times the first": f"{ms / fused.ms[0]:.2f}",
+            "times the first": f"{ms / first:.2f}",
             "GB/s": digits(BYTES * elements / ms / 1e6),
             "TFLOP/s": digits(FLOP * k * elements / ms / 1e9),
-            "eager ms": digits(eager_ms[k]) if k in eager_ms else "–",
-            "eager / fused": f"{eager_ms[k] / ms:.1f}" if k in eager_ms else "–",
+            "eager ms": digits(eager[k]) if k in eager else "–",
+            "eager / fused": f"{eager[k] / ms:.1f}" if k in eager else "–",
         }
-        for k, ms in zip(fused.fmas, fused.ms, strict=True)
+        for k, ms in fused.items()
     ]
     return Table(f"Time of a chain on {elements:,} fp32 numbers on {place}.", pd.DataFrame(lines))
 
 
-def _draw(axes: Axes, fused: Curve, eager: Curve, knee: Knee, predictions: dict[str, float]) -> None:
+def _draw(fused: Curve, eager: Curve, knee: Knee, predictions: dict[str, float], axes: Axes) -> None:
     """Measured points, the fitted lines, the predicted knees as verticals; operations per byte below."""
     scale = FLOP / BYTES
-    axes.plot([scale * k for k in fused.fmas], fused.ms, "o", color=OKABE_ITO[0], label="fused, measured")
-    dense = [1 + (fused.fmas[-1] - 1) * i / 400 for i in range(401)]
-    axes.plot(
-        [scale * k for k in dense], [knee.at(k) for k in dense], color=OKABE_ITO[0], label="fused, two lines fitted"
-    )
-    if eager.fmas:
-        axes.plot([scale * k for k in eager.fmas], eager.ms, "s--", color=OKABE_ITO[1], label="eager, measured")
-    axes.plot(
-        scale * knee.position,
-        knee.flat,
-        "*",
-        markersize=15,
-        color=OKABE_ITO[6],
-        label=f"knee found: {scale * knee.position:.1f}",
-    )
-    for i, (name, value) in enumerate(predictions.items()):
-        axes.axvline(
-            scale * value,
-            color=OKABE_ITO[(2, 3)[i % 2]],
-            linestyle=(":", "-.")[i % 2],
-            label=f"knee predicted, {name}: {scale * value:.1f}",
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    last = max(fused)
+    fitted = {k: knee.at(k) for k in (1 + (last - 1) * i / 400 for i in range(401))}
+    found = f"knee found: {scale * knee.position:.1f}"
+    curves: list[tuple[dict[Any, float], str, int, str]] = [
+        (fused, "o", 0, "fused, measured"),
+        (fitted, "-", 0, "fused, two lines fitted"),
+        *([(eager, "s--", 1, "eager, measured")] if eager else []),
+    ]
+    for points, style, colour, label in curves:
+        axes.plot([scale * k for k in points], list(points.values()), style, color=OKABE_ITO[colour], label=label)
+    axes.plot(scale * knee.position, knee.flat, "*", markersize=15, color=OKABE_ITO[6], label=found)
+    for (name, value), colour, style in zip(predictions.items(), (2, 3), (":", "-."), strict=False):
+        label = f"knee predicted, {name}: {scale * value:.1f}"
+        axes.axvline(scale * value, color=OKABE_ITO[colour], linestyle=style, label=label)
+    logarithmic(axes)
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("operations per byte of memory traffic of the fused kernel, FLOP/byte")
     axes.set_ylabel("time, ms (median)")
     axes.legend(frameon=False, fontsize=8)
 
 
-def describe(cell: ChainCell) -> str:
-    """A cell in a few words."""
-    return "product and copy ceilings" if cell.how == CEILING else f"{cell.how} {cell.fmas} repeat {cell.repeat}"
+def _expected_s(cell: ChainCell) -> float:
+    return 3.0 if cell.how != EAGER and cell.repeat == 0 else 0.5
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure every point, print both tables."""
-    options = parse_for_device(default_options, arguments, __doc__)
-    try:
-        cells = make_cells(options)
-    except ValueError as error:
-        return complain(NAME, str(error))
-    return run_experiment(
-        NAME,
-        cells,
-        measure,
-        analyse,
-        describe=describe,
-        expected_s=lambda cell: 3.0 if cell.how != EAGER and cell.repeat == 0 else 0.5,
-        out=options.out,
-        form=options.format,
-        timeout_s=300,
-    )
+EXPERIMENT = leak_experiment(NAME, ChainCell, default_options, make_cells, measure, analyse, _expected_s)

@@ -1,61 +1,11 @@
-"""Questions about training on many devices, answered by arithmetic: one subcommand for each.
+"""What ``parallelism.py`` can be asked, one subcommand each. Imports no torch, pandas or matplotlib."""
 
-uv run scripts/parallelism.py ring --world-size 8
-uv run scripts/parallelism.py forms --device h100 --world-size 8
-uv run scripts/parallelism.py mesh --world-size 256
-uv run scripts/parallelism.py accounting
-uv run scripts/parallelism.py pipeline --stages 4 --microbatches 8 --figure pipeline.png
-uv run scripts/parallelism.py scaling --figure scaling.png
-uv run scripts/parallelism.py failures --figure goodput.png
-uv run scripts/parallelism.py devices
-
-Nothing runs and nothing is measured: every number is a bound from datasheet peaks. The last line is one JSON object.
-"""
-
-import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
 
-import pandas as pd
-import tyro
-
-from cs336_systems.costs.parallelism import ring as rings
-from cs336_systems.costs.parallelism.accounting import XXL, smaller_batches, thresholds, torus_network
-from cs336_systems.costs.parallelism.failures import FAILURES_PER_1000_NODE_DAYS, Job, mean_time_between_failures
-from cs336_systems.costs.parallelism.forms import (
-    DEVICES,
-    FORMS,
-    PASSES,
-    FeedForward,
-    find_device,
-    largest_world,
-    pass_cost,
-)
-from cs336_systems.costs.parallelism.mesh import Network, best_whole_split, largest_mesh, optimal_split
-from cs336_systems.costs.parallelism.pipeline import SCHEDULES, simulate
-from cs336_systems.costs.parallelism.scaling import (
-    CASES,
-    LLAMA3_70B,
-    Case,
-    Workload,
-    case,
-    communication_limit,
-    fsdp_step,
-)
-from cs336_systems.experiments.parallelism.figures import draw_goodput, draw_scaling
-from cs336_systems.experiments.parallelism.pipeline_figure import draw_pipelines
-from cs336_systems.report.console import complain
-from cs336_systems.report.show import show
-from cs336_systems.report.tables import Table, digits
-
-MILLI = 1e3
-Answer = tuple[list[Table], dict[str, Any]]
-
-
-def table(caption: str, lines: list[dict[str, Any]]) -> Table:
-    return Table(caption, pd.DataFrame(lines))
+from cs336_systems.costs.parallelism.failures import FAILURES_PER_1000_NODE_DAYS
+from cs336_systems.costs.parallelism.forms import FeedForward
+from cs336_systems.costs.parallelism.scaling import LLAMA3_70B
 
 
 @dataclass(frozen=True)
@@ -67,28 +17,6 @@ class Ring:
     """The whole tensor, MiB."""
     device: str = "h100"
     """Whose link the seconds are for."""
-
-    def answer(self) -> Answer:
-        device = find_device(self.device)
-        runs = {
-            "all-gather": rings.all_gather,
-            "reduce-scatter": rings.reduce_scatter,
-            "all-reduce": rings.all_reduce,
-            "alternate all-reduce": rings.alternate_all_reduce,
-        }
-        lines, summary = [], dict[str, Any]()
-        for name, play in runs.items():
-            run = play(self.world_size, self.total_mib * 2**20)
-            ms = MILLI * run.seconds(device.egress(self.world_size))
-            sent = max(run.bytes_per_link) / 2**20
-            lines.append(
-                {"subject": name, "steps": len(run.steps), "MiB sent per rank": f"{sent:,.1f}", "ms": f"{ms:.3f}"}
-            )
-            summary[f"{name} ms"] = ms
-        caption = (
-            f"{self.total_mib} MiB over {self.world_size} ranks of {device.name}; bytes in one direction of a link"
-        )
-        return [table(caption, lines)], summary
 
 
 @dataclass(frozen=True)
@@ -121,30 +49,6 @@ class OneLayer:
 class Forms(OneLayer):
     """Data parallel, FSDP and tensor parallel: FLOPs, bytes, seconds and the largest number of devices."""
 
-    def answer(self) -> Answer:
-        device, layer = find_device(self.device), self.layer
-        egress = device.egress(self.world_size)
-        lines, summary = [], dict[str, Any]()
-        for form in FORMS:
-            for which in PASSES:
-                found = pass_cost(form, layer, self.tokens, self.world_size, which, large_rings=self.large_rings)
-                limit = largest_world(
-                    form, layer, self.tokens, which, device.flops_per_s, egress, large_rings=self.large_rings
-                )
-                lines.append(
-                    {
-                        "subject": form,
-                        "pass": which,
-                        "TFLOP per device": digits(found.flops / 1e12),
-                        "MiB sent per device": f"{found.sent_bytes / 2**20:,.1f}",
-                        "compute ms": f"{MILLI * found.compute_s(device):.3f}",
-                        "communication ms": f"{MILLI * found.communication_s(egress):.3f}",
-                        "largest N": "any" if math.isinf(limit) else f"{limit:,.1f}",
-                    }
-                )
-                summary[f"{form} {which} largest N"] = limit
-        return [table(self.caption(egress), lines)], summary
-
 
 @dataclass(frozen=True)
 class Mesh(OneLayer):
@@ -152,31 +56,6 @@ class Mesh(OneLayer):
 
     world_size: int = 256
     tokens: int = 2**20
-
-    def answer(self) -> Answer:
-        device, layer = find_device(self.device), self.layer
-        egress = device.egress(self.world_size)
-        lines, summary = [], dict[str, Any]()
-        for overlapping in (True, False):
-            network = Network(device.flops_per_s, egress, egress, overlapping, self.large_rings)
-            best = optimal_split(layer, self.tokens, self.world_size, network)
-            whole = best_whole_split(layer, self.tokens, self.world_size, network)
-            x, y = largest_mesh(layer, self.tokens, network)
-            axes = "overlapping" if overlapping else "sharing"
-            lines.append(
-                {
-                    "how": "axes overlap: max" if overlapping else "axes share the network: sum",
-                    "best X x Y": f"{best.fsdp:.1f} x {best.tp:.1f}",
-                    "of whole numbers": f"{whole.fsdp:g} x {whole.tp:g}",
-                    "compute ms": f"{MILLI * whole.compute_s:.3f}",
-                    "FSDP ms": f"{MILLI * whole.fsdp_s:.3f}",
-                    "TP ms": f"{MILLI * whole.tp_s:.3f}",
-                    "communication ms": f"{MILLI * whole.communication_s:.3f}",
-                    "largest mesh": f"{x:.1f} x {y:.1f} = {x * y:,.0f}",
-                }
-            )
-            summary |= {f"{axes} best fsdp": best.fsdp, f"{axes} whole fsdp": whole.fsdp, f"{axes} largest N": x * y}
-        return [table("Forward. " + self.caption(egress) + ", along both axes", lines)], summary
 
 
 @dataclass(frozen=True)
@@ -192,52 +71,6 @@ class Accounting:
     tokens: int = 0
     """Per device, whose activations count in the FSDP degree."""
 
-    def answer(self) -> Answer:
-        tpu, states = find_device("tpu-v5p"), XXL.state_bytes
-        degree = XXL.least_devices(tpu.memory_bytes, self.tokens)
-        h100, h100_gib = math.ceil(states / 80e9), math.ceil(states / (80 * 2**30))
-        fitting = f"{degree} ({XXL.device_bytes(degree, self.tokens) / 1e9:.1f} GB each)"
-        memory = {
-            "parameters": f"{XXL.n_parameters / 1e9:.1f} billion",
-            "FP32 weights, gradients, two moments": f"{states / 1e9:,.0f} GB ({states / 2**30:,.0f} GiB)",
-            "BF16 activations": f"{XXL.activation_bytes_per_token / 1e6:.2f} MB per token",
-            "H100 of 80 GB (of 80 GiB)": f"{h100} ({h100_gib})",
-            f"FSDP degree that fits 95 GB, {self.tokens} tokens per device": fitting,
-        }
-        about = [{"subject": subject, "value": value} for subject, value in memory.items()]
-        n, lines = self.fsdp * self.tp, []
-        summary: dict[str, Any] = {"states GB": states / 1e9, "h100": h100, "fsdp": degree}
-        for large_rings in (True, False):
-            found = []
-            for overlapping in (False, True):
-                axes = {"overlapping": overlapping, "large_rings": large_rings}
-                network = torus_network(tpu, self.fsdp_axes, self.tp_axes, **axes)
-                found.append(thresholds(XXL.layer, n, network))
-            for one, other in zip(*found, strict=True):
-                lines.append(
-                    {
-                        "how": "rings of n (the book)" if large_rings else "rings of n - 1",
-                        "X x Y": f"{one.fsdp} x {one.tp}",
-                        "tokens per device, sum": _tokens(one.tokens_per_device),
-                        "in all, sum": _tokens(one.tokens),
-                        "tokens per device, max": _tokens(other.tokens_per_device),
-                        "in all, max": _tokens(other.tokens),
-                    }
-                )
-                if (one.fsdp, one.tp) == (self.fsdp, self.tp):
-                    rings_of = "n" if large_rings else "n-1"
-                    summary[f"tokens per device, sum, rings of {rings_of}"] = one.tokens_per_device
-                    summary[f"tokens per device, max, rings of {rings_of}"] = other.tokens_per_device
-        mesh = f"{n} x {tpu.name}, M_x = {self.fsdp_axes}, M_y = {self.tp_axes}"
-        caption = f"Tokens from which forward is bound by compute, {mesh}"
-        book = torus_network(tpu, self.fsdp_axes, self.tp_axes, overlapping=False, large_rings=True)
-        smaller = [
-            {"how": how, "tokens per device": _tokens(least)}
-            for how, least in smaller_batches(XXL.layer, self.fsdp, self.tp, book)
-        ]
-        title = "XXL: d_model 16384, d_ff 53248, 126 blocks"
-        return [table(title, about), table(caption, lines), table("How to reduce the batch", smaller)], summary
-
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -249,28 +82,6 @@ class Pipeline:
     """Chunks per stage of the interleaved schedule."""
     figure: Path | None = None
     """PNG to draw."""
-
-    def answer(self) -> Answer:
-        timelines = [
-            simulate(name, self.stages, self.microbatches, chunks=self.chunks if name == "interleaved" else 1)
-            for name in SCHEDULES
-        ]
-        if self.figure:
-            draw_pipelines(timelines, self.figure)
-        lines = [
-            {
-                "subject": timeline.schedule,
-                "bubble, forwards": f"{timeline.bubble:g}",
-                "bubble % of step": f"{100 * timeline.bubble_fraction:.1f}",
-                "activations, first stage": f"{timeline.peak_activations[0]:g}",
-                "activations, last stage": f"{timeline.peak_activations[-1]:g}",
-            }
-            for timeline in timelines
-        ]
-        caption = (
-            f"{self.stages} stages, {self.microbatches} microbatches; forward and both gradients take one unit each"
-        )
-        return [table(caption, lines)], {f"{t.schedule} bubble": t.bubble_fraction for t in timelines}
 
 
 @dataclass(frozen=True)
@@ -286,36 +97,6 @@ class Scaling:
     figure: Path | None = None
     """PNG to draw."""
 
-    def answer(self) -> Answer:
-        device, workload = find_device(self.device), Workload(self.parameters, self.batch, self.context_length)
-        if self.most_devices <= device.domain_size:
-            raise ValueError(
-                f"--most-devices must be above one domain of {device.domain_size}, got {self.most_devices}"
-            )
-        if self.figure:
-            draw_scaling(workload, device, self.figure, self.most_devices)
-        counts = [8 * 2**power for power in range(32) if 8 * 2**power <= self.most_devices]
-        lines = []
-        for n in counts:
-            step, found = fsdp_step(workload, n, device), case(workload, n, device)
-            lines.append(
-                {
-                    "devices": f"{n:,}",
-                    "compute s": digits(step.compute_s),
-                    "communication s": digits(step.communication_s),
-                    "tokens each": f"{step.tokens_per_device:,.0f}",
-                    "sequences each": f"{step.sequences_per_device:g}",
-                    **_limits(found),
-                }
-            )
-        remedies = [{**_limits(c), "how": c.what, "explanation": c.remedy} for c in CASES]
-        summary = {
-            "communication limit": communication_limit(workload, device),
-            "local batch limit": workload.n_sequences,
-        }
-        caption = f"FSDP of {self.parameters / 1e9:.1f} billion parameters, {self.batch:,} tokens, {device.name} peaks"
-        return [table(caption, lines), table("The four cases", remedies)], summary
-
 
 @dataclass(frozen=True)
 class Failures:
@@ -330,81 +111,10 @@ class Failures:
     figure: Path | None = None
     """PNG to draw."""
 
-    def answer(self) -> Answer:
-        between = {n: mean_time_between_failures(n, self.per_1000_node_days) for n in self.nodes}
-        jobs = [(n, Job(mtbf, self.save, self.restart)) for n, mtbf in between.items()]
-        if not jobs:
-            raise ValueError("--nodes names no number of nodes")
-        if self.figure:
-            draw_goodput([(f"{n:,} nodes, M = {job.mtbf_s / 3600:.3g} h", job) for n, job in jobs], self.figure)
-        lines = [
-            {
-                "nodes": f"{n:,}",
-                "hours between failures": digits(job.mtbf_s / 3600),
-                "Young min": digits(job.young_s / 60),
-                "Daly min": digits(job.daly_s / 60),
-                "exact min": digits(job.optimal_s / 60),
-                "goodput % there": f"{100 * job.goodput(job.optimal_s):.2f}",
-                "at Young": f"{100 * job.goodput(job.young_s):.2f}",
-                "saving hourly": f"{100 * job.goodput(3600):.2f}",
-            }
-            for n, job in jobs
-        ]
-        rate = f"{self.per_1000_node_days:g} failures per 1000 node-days"
-        caption = f"{rate}, {self.save:g} s to save, {self.restart:g} s to restart"
-        return [table(caption, lines)], {f"{n} nodes: optimum s": job.optimal_s for n, job in jobs}
-
 
 @dataclass(frozen=True)
 class Devices:
     """The presets, with their sources."""
 
-    def answer(self) -> Answer:
-        lines = [
-            {
-                "subject": device.name,
-                "bf16 TFLOP/s": f"{device.flops_per_s / 1e12:g}",
-                "GB": f"{device.memory_bytes / 1e9:.0f}",
-                "W inside, GB/s": f"{device.egress_bytes_per_s / 1e9:g}",
-                "domain": device.domain_size,
-                "W beyond, GB/s": f"{device.egress(device.domain_size + 1) / 1e9:g}",
-                "C/W inside, tokens": f"{device.flops_per_s / device.egress(1):,.0f}",
-                "beyond": f"{device.flops_per_s / device.egress(device.domain_size + 1):,.0f}",
-                "source": device.source,
-            }
-            for device in DEVICES.values()
-        ]
-        return [table("W is a device's egress; on the TPU both directions of one torus axis", lines)], {
-            "devices": list(DEVICES)
-        }
 
-
-COMMANDS = (Ring, Forms, Mesh, Accounting, Pipeline, Scaling, Failures, Devices)
-
-
-def _limits(found: Case) -> dict[str, str]:
-    reached = {"batch limit": found.local_batch_limit, "communication limit": found.communication_limit}
-    return {limit: "reached" if there else "-" for limit, there in reached.items()}
-
-
-def _tokens(count: float) -> str:
-    return "never" if math.isinf(count) else f"{math.ceil(count):,}"
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Answer the question that the subcommand names; 2 for a value that makes no sense."""
-    kinds: Any = Annotated[Ring, tyro.conf.subcommand("ring")]
-    for kind in COMMANDS[1:]:
-        kinds = kinds | Annotated[kind, tyro.conf.subcommand(kind.__name__.lower())]
-    question = tyro.cli(kinds, args=arguments, description=(__doc__ or "").partition("\n")[0])
-    name = type(question).__name__.lower()
-    try:
-        tables, summary = question.answer()
-    except ValueError as error:
-        return complain(f"parallelism {name}", str(error))
-    for found in tables:
-        show(found, "auto")
-    figure = getattr(question, "figure", None)
-    finite = {key: None if value == math.inf else value for key, value in summary.items()}
-    print(json.dumps({"question": name, **finite} | ({"figure": str(figure)} if figure else {})))
-    return 0
+QUESTIONS = (Ring, Forms, Mesh, Accounting, Pipeline, Scaling, Failures, Devices)

@@ -1,7 +1,9 @@
 """What a sum of 0.01 comes to in low precision: where it goes wrong, and what repairs it.
 
-uv run scripts/mixed_precision_accumulation.py                      # 1,000 and 10,000 terms
-uv run scripts/mixed_precision_accumulation.py --terms 100 --term 0.1
+    uv run scripts/mixed_precision_accumulation.py                      # 1,000 and 10,000 terms
+    uv run scripts/mixed_precision_accumulation.py --terms 100 --term 0.1
+
+Terms and accumulator are fp32, fp16 or bf16; the terms are added in order, with Kahan's compensation, and pairwise.
 """
 
 import json
@@ -14,7 +16,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from cs336_systems.report.console import complain
+from cs336_systems.report.command_line import complain
 from cs336_systems.report.show import Format, show
 from cs336_systems.report.tables import Table
 

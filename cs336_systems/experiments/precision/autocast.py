@@ -1,7 +1,7 @@
 """Which dtype has each tensor of a model under autocast? Read by hooks from the running model.
 
-uv run scripts/autocast_dtypes.py                     # this machine's device
-uv run scripts/autocast_dtypes.py --device cpu        # differs: the CPU's autocast leaves norms and softmax narrow
+    uv run scripts/autocast_dtypes.py                     # this machine's device
+    uv run scripts/autocast_dtypes.py --device cpu        # differs: the CPU's autocast leaves norms and softmax narrow
 
 Two models: the handout's toy (fc1, relu, LayerNorm, fc2) and this suite's Transformer, tiny. For each, one forward and
 backward pass as training runs them: forward and loss under autocast, backward outside.
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from cs336_systems.config import MODEL_SIZES, PRECISIONS
+from cs336_systems.experiments.driver import check_device
 from cs336_systems.model import TransformerLM
-from cs336_systems.report.console import check_device, complain, parse_for_device
+from cs336_systems.report.command_line import complain, parse
 from cs336_systems.report.show import Format, show
 from cs336_systems.report.tables import Table
 from cs336_systems.training import cross_entropy
@@ -164,7 +165,7 @@ def default_options(device: str) -> Options:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run both models under both dtypes and print."""
-    options = parse_for_device(default_options, arguments, __doc__)
+    options = parse(default_options, arguments, __doc__)
     try:
         check_device(options.device)
     except ValueError as error:

@@ -1,11 +1,12 @@
-"""From cells to exit code: what is printed, drawn and kept, and how failures end."""
+"""From cells to what is printed, drawn and kept; how failures end is the driver's."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from cs336_systems.experiments.leaks.findings import Findings, run_experiment, where
+from cs336_systems.experiments.leaks.findings import Findings, draw_figure, leak_experiment, where
+from cs336_systems.experiments.options import RunOptions
 from cs336_systems.harness.record import read_rows
 from cs336_systems.report.tables import Table
 from tests.harness.cells import Cell, measure
@@ -20,17 +21,16 @@ def run(*whats, out=None, drawing=True):
             tables, {"value": rows["median"].iloc[0]}, (lambda axes: axes.plot([1, 2])) if drawing else None
         )
 
-    return run_experiment(
+    experiment = leak_experiment(
         "experiment",
-        [Cell(what) for what in whats],
+        Cell,
+        lambda device: RunOptions(device=device),
+        lambda options: [Cell(what) for what in whats],
         measure,
         analyse,
-        describe=lambda cell: cell.what,
         expected_s=lambda cell: 1.0,
-        out=out,
-        form="markdown",
-        timeout_s=60,
     )
+    return experiment.run(RunOptions(device="cpu", out=out, format="markdown", timeout=60))
 
 
 def test_rows_table_figure_and_json(tmp_path, capsys):
@@ -38,8 +38,8 @@ def test_rows_table_figure_and_json(tmp_path, capsys):
     out = capsys.readouterr().out.strip().splitlines()
     assert out[0] == "caption" and out[2].startswith("|")
     found = json.loads(out[-1])
-    assert (found["script"], found["ok"], found["cells"], found["value"]) == ("experiment", 2, 2, 2.0)
-    assert Path(found["figure"]).read_bytes().startswith(b"\x89PNG")
+    assert (found["benchmark"], found["ok"], found["asked"], found["value"]) == ("experiment", 2, 2, 2.0)
+    assert Path(found["figure"]) == tmp_path / "experiment.png" and Path(found["figure"]).exists()
     rows = read_rows(Path(found["csv"]))
     assert len(rows) == 4 and where(rows) == rows["host"].iloc[0] != ""
 
@@ -61,8 +61,17 @@ def test_a_failed_cell_is_a_row_and_an_error_the_exit_code(what, code, tmp_path,
     assert len(read_rows(tmp_path / "experiment.csv")) == 3
 
 
+def test_the_figure_has_what_was_drawn_and_what_its_points_share(tmp_path):
+    findings = Findings([], {}, lambda axes: axes.plot([1, 2], [3, 5]), "a title", (3.0, 2.0))
+    figure = draw_figure(findings, tmp_path / "figure.png")
+    (axes,) = figure.axes
+    assert list(axes.lines[0].get_ydata()) == [3, 5]
+    assert (axes.get_title(loc="left"), tuple(figure.get_size_inches())) == ("a title", (3.0, 2.0))
+    assert (tmp_path / "figure.png").exists()
+
+
 def test_nothing_measured_still_ends_in_json(capsys):
-    assert run("unsupported") == 0
+    assert run("unsupported") == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["value"] is None
 
 
@@ -72,4 +81,4 @@ def test_an_unusable_folder_is_one_sentence(tmp_path, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1
     (tmp_path / "experiment.png").mkdir()
     assert run("ok", out=tmp_path) == 2
-    assert "the rows are in" in capsys.readouterr().err
+    assert "experiment.png" in capsys.readouterr().err

@@ -17,10 +17,22 @@ NAMES = ("matmul_data", "roofline_knee", "launch_overhead", "flops_against_time"
 CPU = torch.device("cpu")
 
 
+class Leak:
+    """An experiment's two modules, its options and cells before its measurement, and its command."""
+
+    def __init__(self, name: str, command):
+        package = "cs336_systems.experiments.leaks"
+        self._modules = [importlib.import_module(f"{package}.{name}{part}") for part in ("_cells", "")]
+        self.command = command
+
+    def __getattr__(self, name: str):
+        return next(getattr(module, name) for module in self._modules if hasattr(module, name))
+
+
 @pytest.fixture
-def load():
+def load(load_script):
     """An experiment by its name."""
-    return lambda name: importlib.import_module(f"cs336_systems.experiments.leaks.{name}")
+    return lambda name: Leak(name, load_script(f"scripts/abstraction_leaks/{name}.py"))
 
 
 def rows_of(*measured) -> pd.DataFrame:
@@ -33,15 +45,25 @@ def rows_of(*measured) -> pd.DataFrame:
     return outcome_rows(outcomes)
 
 
+def drawn(script, rows, folder):
+    """The one axes of the figure that an experiment draws of rows."""
+    return draw_figure(script.analyse(rows), folder / "figure.png").axes[0]
+
+
+def labels(axes):
+    """What a legend would name, in order."""
+    return axes.get_legend_handles_labels()[1]
+
+
 def check_run(script, arguments, capsys, tmp_path):
     """Run a script's command with --out; returns its JSON line and rows."""
-    assert script.main([*arguments, "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert script.command.main([*arguments, "--device", "cpu", "--out", str(tmp_path)]) == 0
     *table, last = capsys.readouterr().out.strip().splitlines()
     assert any(line.startswith("|") for line in table)
     found = json.loads(last)
-    assert found["script"] == script.NAME
-    assert found["ok"] == found["cells"]
-    assert Path(found["figure"]).read_bytes().startswith(b"\x89PNG")
+    assert found["benchmark"] == script.NAME
+    assert found["ok"] == found["asked"]
+    assert Path(found["figure"]) == tmp_path / f"{script.NAME}.png" and Path(found["figure"]).exists()
     rows = read_rows(Path(found["csv"]))
     assert set(rows["schema_version"]) == {SCHEMA_VERSION}
     assert set(rows["status"]) == {"ok"}
@@ -50,7 +72,7 @@ def check_run(script, arguments, capsys, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_script_predicts_and_says_how_to_run_it(load, name):
-    text = load(name).__doc__
+    text = load(name).command.__doc__
     assert "**Prediction, before measuring.**" in text
     assert f"uv run scripts/abstraction_leaks/{name}.py" in text
 
@@ -76,7 +98,7 @@ def test_each_script_predicts_and_says_how_to_run_it(load, name):
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(load, name, arguments, capsys):
-    assert load(name).main([*arguments, "--device", "cpu"]) == 2
+    assert load(name).command.main([*arguments, "--device", "cpu"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
@@ -85,10 +107,10 @@ def test_bad_input_is_one_sentence_and_exit_code_2(load, name, arguments, capsys
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without one")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_missing_gpu_and_a_foreign_file_are_one_sentence(load, name, capsys, tmp_path):
-    script = load(name)
-    assert script.main(["--device", "cuda"]) == 2
+    main = load(name).command.main
+    assert main(["--device", "cuda"]) == 2
     (tmp_path / f"{name}.csv").write_text("a,b\n1,2\n")
-    assert script.main(["--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert main(["--device", "cpu", "--out", str(tmp_path)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
 
 
@@ -137,9 +159,10 @@ def chain_rows(script, time_ms, copy_gb_per_s=100.0, matmul_tflops=1.0):
     return rows_of(*measured)
 
 
-def test_knee_and_doubling_of_a_roofline(load):
+def test_knee_and_doubling_of_a_roofline(load, tmp_path):
     script = load("roofline_knee")
-    found = script.analyse(chain_rows(script, lambda k: max(2.0, k / 20)))
+    rows = chain_rows(script, lambda k: max(2.0, k / 20))
+    found = script.analyse(rows)
     assert found.figures["knee_fmas"] == pytest.approx(40)
     assert found.figures["knee_flop_per_byte"] == pytest.approx(10)
     assert found.figures["doubling_fmas"] == pytest.approx(80, rel=0.01)
@@ -147,6 +170,15 @@ def test_knee_and_doubling_of_a_roofline(load):
     assert found.figures["rising_tflops"] == pytest.approx(2 * 20 * 2**26 / 1e-3 / 1e12, rel=1e-3)
     assert found.figures["predicted_knee_fmas"] == {"measured fp32 product": 40.0}  # 8 B / 100 GB/s x 1 TFLOP/s / 2
     assert "eager / fused" in found.tables[1].frame.columns
+    axes = drawn(script, rows, tmp_path)
+    measured, fitted, eager, knee, predicted = axes.lines
+    assert list(measured.get_xdata()) == [k / 4 for k in (1, 4, 16, 64, 128, 256)]  # 2 operations for 8 bytes
+    assert list(measured.get_ydata()) == [max(2.0, k / 20) for k in (1, 4, 16, 64, 128, 256)]
+    assert fitted.get_ydata()[[0, -1]] == pytest.approx([2.0, 256 / 20])
+    assert list(eager.get_ydata()) == [4.0, 16.0, 64.0]
+    assert (knee.get_xdata()[0], knee.get_ydata()[0]) == pytest.approx((10, 2.0))
+    assert predicted.get_xdata()[0] == pytest.approx(10)
+    assert labels(axes)[-2:] == ["knee found: 10.0", "knee predicted, measured fp32 product: 10.0"]
 
 
 def test_a_chain_that_never_slows_has_no_knee(load):
@@ -200,18 +232,30 @@ def test_the_turn_is_where_the_device_needs_as_long_as_the_host(load):
     assert beyond["elementwise"]["turn_n"] is None
 
 
-def test_figures_of_a_gpu_are_drawn(load, tmp_path):
-    """With graphs beside eager, and power beside speed: what no run on a CPU draws."""
+def test_graphs_are_drawn_beside_eager_with_the_turn(load, tmp_path):
     script = load("launch_overhead")
-    draw_figure(script.analyse(turning_rows(script, "cuda", lambda n: max(1.0, n / 100))), tmp_path / "launch.png")
+    axes = drawn(script, turning_rows(script, "cuda", lambda n: max(1.0, n / 100)), tmp_path)
+    assert labels(axes) == ["elementwise, eager", "elementwise, graph", "elementwise turns at n = 500"]
+    eager, graph, star = axes.lines
+    assert list(graph.get_xdata()) == [2 * n / 1024 for n in (1, 10, 100, 1000, 10_000)]  # KiB of bf16
+    assert list(graph.get_ydata()) == [1.0, 1.0, 1.0, 10.0, 100.0]
+    assert list(eager.get_ydata()) == [5.0, 5.0, 5.0, 10.0, 100.0]
+    assert (star.get_xdata()[0], star.get_ydata()[0]) == pytest.approx((2 * 500 / 1024, 5.0))
+
+
+def test_power_and_clock_are_drawn_beside_speed(load, tmp_path):
     script = load("matmul_data")
     cells = script.make_cells(script.Options(device="cpu", dtype="fp32", data=("zeros",), repeat=1))
-    values = {"matmul_tflops": ("TFLOP/s", 700.0), "power_w": ("W", 690.0), "sm_mhz": ("MHz", 1500.0)}
-    found = script.analyse(rows_of(*((cell, values) for cell in cells)))
-    draw_figure(found, tmp_path / "data.png")
-    assert list(found.tables[0].frame["W"]) == ["690", "690"]
-    assert list(found.tables[0].frame["MHz"]) == ["1500", "1500"]
-    assert all(path.stat().st_size > 10_000 for path in tmp_path.iterdir())
+    values = {"power_w": ("W", 690.0), "sm_mhz": ("MHz", 1500.0)}
+    speeds = {"zeros": 800.0, "normal": 700.0}
+    rows = rows_of(*((cell, values | {"matmul_tflops": ("TFLOP/s", speeds[cell.data])}) for cell in cells))
+    frame = script.analyse(rows).tables[0].frame
+    assert list(frame["W"]) == ["690", "690"]
+    assert list(frame["MHz"]) == ["1500", "1500"]
+    axes = drawn(script, rows, tmp_path)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["normal", "zeros"]
+    assert [bar.get_width() for bar in axes.patches] == [700.0, 800.0]
+    assert [text.get_text() for text in axes.texts] == ["690 W, 1500 MHz"] * 2
 
 
 def test_without_graphs_the_turn_is_twice_the_least_time(load):
@@ -242,6 +286,26 @@ def test_time_is_sorted_into_families(load):
     assert script.family("aten::mm", in_norm=False, in_optimizer=True) == "optimizer"
     assert script.shares({"a": 3.0, "b": 1.0}) == {"a": 75.0, "b": 25.0}
     assert script.shares({"a": 0.0}) == {"a": 0.0}
+
+
+def test_shares_of_flops_and_time_are_drawn_as_bars_of_100(load, tmp_path):
+    script = load("flops_against_time")
+    options = script.Options(device="cpu", size=("tiny",), context_length=128, dtype="fp32")
+    flops = dict(zip(FAMILIES, (96.0, 1.0, 1.0, 1.0, 1.0), strict=True))
+    times = {"off": (1.0, 1.0, 1.0, 1.0, 1.0), "on": (2.0, 0.5, 0.5, 0.5, 0.5)}
+    measured = []
+    for cell in script.make_cells(options):
+        ms = dict(zip(FAMILIES, times[cell.compile], strict=True))
+        values = {"step": ("ms", 6.0), "busy": ("ms", 5.0)}
+        values |= {f"{name}_time": ("ms", ms[name]) for name in FAMILIES}
+        values |= {f"{name}_flops": ("GFLOP", flops[name]) for name in FAMILIES}
+        measured.append((cell, values))
+    axes = drawn(script, rows_of(*measured), tmp_path)
+    assert labels(axes) == list(FAMILIES)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["FLOPs", "time, eager", "time, compiled"]
+    widths = [[bar.get_width() for bar in bars] for bars in axes.containers]
+    assert widths[0] == pytest.approx([96, 20, 50]) and widths[1] == pytest.approx([1, 20, 12.5])
+    assert [sum(column) for column in zip(*widths, strict=True)] == pytest.approx([100] * 3)
 
 
 def test_fused_cpu_kernels_are_read_from_a_trace(load, tmp_path):

@@ -5,12 +5,10 @@ import math
 
 import pytest
 
-from cs336_systems.experiments.parallelism import questions
-
 
 @pytest.fixture
-def script():
-    return questions
+def script(load_script):
+    return load_script("scripts/parallelism.py")
 
 
 @pytest.mark.parametrize(
