@@ -106,7 +106,7 @@ def versions(device: torch.device) -> dict[str, Any]:
 
 
 def device_state(device: torch.device) -> dict[str, Any]:
-    """The host's load; clocks (MHz), power (W), temperature (C) and active throttle reasons of a GPU, clock of a CPU."""
+    """The host's load; clocks (MHz), power (W), temperature (C), active throttle reasons of a GPU; clock of a CPU."""
     load = {"load_1min": round(os.getloadavg()[0], 2)}
     if device.type != "cuda":
         frequency = psutil.cpu_freq()
