@@ -1,7 +1,7 @@
 """How the suite is spread over workers, fixtures that several folders share, and Triton's interpreter where needed.
 
-``pytest`` starts one worker per core; named tests, ``-s`` and ``--pdb`` run in this process. Tests that share a
-fixture of their module stay together in one worker. A test marked ``timing`` runs while no other worker runs any.
+``pytest`` starts one worker per core; named tests, ``-s`` and ``--pdb`` run in this process. A file stays in one worker,
+as its tests may share a fixture that takes long. A test marked ``timing`` runs while no other worker runs any.
 """
 
 import fcntl
@@ -36,13 +36,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if named or config.option.capture == "no" else min(8, os.cpu_count() or 1)
 
 
-@pytest.hookimpl(tryfirst=True)  # before the worker reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep tests together that share a fixture; in a worker, timings and then slow tests come first."""
-    for item in items:
-        definitions = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
-        if any(definition.scope == "module" for same_name in definitions for definition in same_name):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    """In a worker, files with timings and then those with slow tests come first, so that no long one is left over."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("timing", "slow")])
 
