@@ -1,7 +1,7 @@
 """How the suite is spread over workers, fixtures that several folders share, and Triton's interpreter where needed.
 
-``pytest`` starts one worker per core; named tests, ``-s`` and ``--pdb`` run in this process. A file stays in one worker,
-as its tests may share a fixture that takes long. A test marked ``timing`` runs while no other worker runs any.
+``pytest`` starts one worker per core; named tests, ``-s`` and ``--pdb`` run in this process. A file stays in one
+worker, as its tests may share a fixture that takes long. A test marked ``timing`` runs while no other worker runs any.
 """
 
 import fcntl

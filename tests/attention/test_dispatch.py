@@ -25,6 +25,7 @@ def test_the_table_is_keyed_by_the_names_of_the_command_line():
     assert tuple(dispatch._IMPLEMENTATIONS) == ATTENTIONS
 
 
+@pytest.mark.slow
 def test_importing_the_package_does_not_import_triton():
     script = "import sys, cs336_systems.attention as a; assert 'triton' not in sys.modules; a.FlashAttention"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -82,6 +82,7 @@ def test_rows_of_an_earlier_command_are_not_pooled_with_the_newest(rows):
     assert appended.to_dict("records") == alone.to_dict("records")
 
 
+@pytest.mark.slow
 def test_the_table_has_a_line_per_implementation_and_their_ratio(rows):
     frame = fully_sharded_table(rows).frame
     assert list(frame["implementation"]) == ["ours", "torch", "ddp"]

@@ -448,6 +448,7 @@ def run_checks(rank: Rank):
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "device"), [(2, "cpu"), on_gpus(2)])
 def test_every_behaviour(world_size, device):
     assert spawn(run_checks, world_size, device=device, timeout_s=60) == [True] * world_size

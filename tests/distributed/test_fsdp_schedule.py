@@ -266,6 +266,7 @@ CHECKS = [
 two = world_of(2, CHECKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_on_two_ranks(two, check):
     assert failures(two, check) == []

@@ -224,6 +224,7 @@ def test_cells_that_differ_in_what_they_share_have_their_own_process(tmp_path):
     assert first.median("pid") == second.median("pid") != third.median("pid")
 
 
+@pytest.mark.slow
 def test_rows_are_on_disk_before_the_next_cell_starts_and_a_failure_stops_nothing(tmp_path, capsys):
     endings = ("rows on disk", "unsupported", "rows on disk")
     outcomes = list(sweep_cells([Cell(what, str(tmp_path)) for what in endings], tmp_path))
@@ -305,6 +306,7 @@ def test_ctrl_c_while_the_fork_server_starts_is_a_row_and_leaves_no_process(tmp_
     assert all(is_gone(pid) for pid in descendants)
 
 
+@pytest.mark.slow
 def test_a_cell_dies_with_a_sweep_that_is_killed(scripts):
     process, folder = scripts[1]
     cell, grandchild = wait_for_pids(folder, 60)

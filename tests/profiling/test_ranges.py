@@ -274,6 +274,7 @@ def test_backward_ranges_open_on_the_thread_that_runs_backward(emitted, run_else
     assert emitted.balanced
 
 
+@pytest.mark.slow
 def test_compiled_modules_are_ranged_as_a_whole(emitted, batch):
     step, plain = tiny_step(), tiny_step()
     for block in step.model.layers:

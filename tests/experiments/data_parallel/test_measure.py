@@ -38,6 +38,7 @@ def measure_three(rank, folder):
     ]
 
 
+@pytest.mark.slow
 def test_metrics_of_ours_and_of_torchs(tmp_path):
     first, second = spawn(measure_three, 2, tmp_path, timeout_s=60)
     ours, torchs, bf16 = first
@@ -75,6 +76,7 @@ def drift(rank):
     replica.check_replicas()
 
 
+@pytest.mark.slow
 def test_replicas_that_drift_apart_fail_the_cell():
     with pytest.raises(RankFailed, match="1 parameters are not the same bits on all ranks"):
         spawn(drift, 2, timeout_s=60)

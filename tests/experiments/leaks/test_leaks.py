@@ -319,6 +319,7 @@ def test_fused_cpu_kernels_are_read_from_a_trace(load, tmp_path):
     assert set(found["end"] - found["start"]) == {2250}
 
 
+@pytest.mark.slow
 def test_matmul_data_runs(load, capsys, tmp_path):
     short = ["--size", "64", "--seconds", "0.02", "--warmup-seconds", "0", "--repeat", "2"]
     found, rows = check_run(load("matmul_data"), ["--data", "zeros", *short], capsys, tmp_path)
@@ -326,6 +327,7 @@ def test_matmul_data_runs(load, capsys, tmp_path):
     assert len(rows[rows["metric"] == "matmul"]) == 4
 
 
+@pytest.mark.slow
 def test_launch_overhead_runs(load, capsys, tmp_path):
     arguments = ["--size", "4", "64", "--depth", "3", "--samples", "5", "--compile", "off"]
     found, rows = check_run(load("launch_overhead"), arguments, capsys, tmp_path)
