@@ -5,7 +5,8 @@
 #
 # The flash parts take about five minutes each on an H200, training three, the others one or two. The tiled
 # implementation launches a dozen small operations for each of its tiles, so its part of the flash grid ends at length
-# 4096. PYTHON picks the interpreter (default: uv run). Each part appends to its own folder below FOLDER.
+# 4096. PYTHON picks the interpreter (default: uv run). Each part appends to its own folder below FOLDER;
+# uv run scripts/report.py --adopt FOLDER moves the rows to profiles/results/<gpu>/.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_attention.sh FOLDER PART...}
 shift

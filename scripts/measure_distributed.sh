@@ -5,7 +5,8 @@
 #
 # RANKS names the worlds (default: 2 4), TORCHRUN the launcher (default: uv run torchrun). Between two H200s collectives
 # take half a minute, ddp about ten minutes (five were measured with half the steps), the others one to four. Each part
-# appends to its own folder below FOLDER. Run autocast cells on a host that does nothing else: they wait for launches.
+# appends to its own folder below FOLDER; uv run scripts/report.py --adopt FOLDER moves rows and pictures to profiles/.
+# Run autocast cells on a host that does nothing else: they wait for launches.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_distributed.sh FOLDER PART...}
 shift

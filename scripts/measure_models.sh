@@ -5,7 +5,8 @@
 #
 # Parts: grid context-512 memory-256 compiled optimizers warmup harness checkpointing. On an H200 the grid takes about seven
 # minutes, checkpointing about three, the others together about twelve. PYTHON picks the interpreter (default: uv run).
-# Each part appends to its own folder below FOLDER.
+# Each part appends to its own folder below FOLDER; uv run scripts/report.py --adopt FOLDER moves the rows to
+# profiles/results/<gpu>/.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_models.sh FOLDER PART...}
 shift

@@ -5,7 +5,7 @@
 #
 # On an H200 nsys takes about twelve minutes, kineto four, memory three. PYTHON picks the interpreter (default: uv run).
 # Raw traces and snapshots stay in profiles/raw; every part writes its pages, CSVs and pictures to its own folder below
-# FOLDER.
+# FOLDER, from which uv run scripts/report.py --adopt FOLDER moves them to profiles/digests/<gpu>/.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_profiles.sh FOLDER PART...}
 shift

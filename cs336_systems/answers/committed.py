@@ -1,75 +1,166 @@
 """Rows and digests that are committed, by part: read once, their provenance checked, absence said aloud.
 
     committed = Committed(Path("profiles"), "h200")
-    committed.rows("grid")                                # results/h200/grid/benchmark_model.csv, or .csv.gz
-    committed.digest("nsys", "small-b4-c512-fp32-nsys-kernels.csv")
-    committed.problems                                    # rows that do not say where they come from
+    committed.rows("grid", size="xl", mode="step")     # results/h200/grid/*.csv, or .csv.gz
+    committed.rows("nsys")                             # digests/h200/nsys/profile_model.csv
+    committed.digests("nsys", "kernels")               # of every digest of a part, one below the other
+    committed.problems                                 # rows that do not say where they come from
 
-A part without rows raises ``NotMeasured``, which ``visible`` turns into a sentence: a document shows a gap, and what
-would fill it.
+What these return are questions: nothing is read until the frame or a number is asked for. A part that is missing, or
+holds no such row, then raises ``NotMeasured``.
 """
 
+import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from cs336_systems.config import MODEL_SIZES
 from cs336_systems.harness.record import read_rows
+from cs336_systems.harness.runs import RATES, newest_run, pooled
+from cs336_systems.report.tables import settings_split
 
 PROVENANCE = ("commit", "argv", "timestamp", "torch")
 """What every row must say; besides the GPU, or the host of a row that a CPU measured."""
 
 _UNKNOWN = ("", "unknown", "nan")
 
+_EFFORT = ("warmup", "steps", "repeat", "calls", "recorded_steps")
+"""Columns of a cell that do not tell what was measured, only how often."""
+
+_DIGEST = ["profiler", "size", "batch_size", "context_length", "dtype"]
+
 
 class NotMeasured(LookupError):
     """Rows or digests that a document asks for are not committed."""
 
 
-class Committed:
-    """What ``profiles/`` holds of one machine, which the name of its GPU stands for."""
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one part, or of several below each other, whose settings are as asked for."""
 
-    def __init__(self, profiles: Path, machine: str) -> None:
-        self.results, self.digests = profiles / "results" / machine, profiles / "digests" / machine
-        self.problems: list[str] = []
-        self._profiles = profiles
-        self._read: dict[Path, pd.DataFrame] = {}
+    read: Callable[[], pd.DataFrame]
+    settings: tuple[tuple[str, Any], ...] = ()
+    order: tuple[str, ...] = ()
 
-    def beside(self, machine: str) -> "Committed":
-        """What is committed of another machine; problems are gathered here."""
-        other = Committed(self._profiles, machine)
-        other.problems = self.problems
-        return other
+    def where(self, **settings: Any) -> "Rows":
+        """Those whose columns hold the values; a list of values means any of them."""
+        return replace(self, settings=(*self.settings, *settings.items()))
 
-    def rows(self, part: str, benchmark: str = "benchmark_model") -> pd.DataFrame:
-        """The rows of one part of the measuring recipes.
+    def by(self, *columns: str) -> "Rows":
+        """The same in the order of columns: sizes from small to large, numbers by value, equal ones as measured."""
+        return replace(self, order=columns)
+
+    def frame(self) -> pd.DataFrame:
+        """The rows themselves.
 
         Raises:
-            NotMeasured: they are not committed.
-            ValueError: the file holds no rows of this schema.
+            NotMeasured: there are none.
+            ValueError: a setting that is no column.
         """
-        return self._table(self.results / part / f"{benchmark}.csv")
+        rows = self.read()
+        for name, value in self.settings:
+            if name not in rows:
+                raise ValueError(f"no column is called {name!r}")
+            rows = rows[_holds(rows[name], value)]
+        if rows.empty:
+            raise NotMeasured(f"no row has {', '.join(f'{name} {value}' for name, value in self.settings)}")
+        if self.order:
+            rows = rows.sort_values(list(self.order), key=_places, kind="stable")
+        return rows
 
-    def profile_rows(self, part: str) -> pd.DataFrame:
-        """The rows that a part of the digests was recorded with; raises as ``rows``."""
-        return self._table(self.digests / part / "profile_model.csv")
+    def number(self, metric: str, statistic: str = "median") -> float:
+        """One metric of one cell, by the rule of ``harness/runs.py``; `a + b` is the sum of two metrics.
 
-    def digest(self, part: str, name: str) -> Path:
-        """A file of a digest; NotMeasured if it is not committed."""
-        path = self.digests / part / name
-        if not path.exists():
-            raise NotMeasured(f"`{_below_profiles(path)}` is not committed")
-        return path
+        Raises:
+            NotMeasured: there is no such row.
+            ValueError: the part knows no such metric, or the rows are of several cells.
+        """
+        if " + " in metric:
+            return sum(self.number(part, statistic) for part in metric.split(" + "))
+        if metric not in set(self.read()["metric"]):
+            raise ValueError(f"no row holds the metric {metric!r}")
+        cell = self.frame()
+        rows = cell[cell["metric"] == metric]
+        if rows.empty:
+            raise NotMeasured(f"no row holds {metric}")
+        columns = list(rows.columns)
+        of_cell = columns[columns.index("variant") + 1 : columns.index("status")]
+        if several := [name for name in of_cell if name not in _EFFORT and rows[name].nunique() > 1]:
+            raise ValueError(f"{metric} of several cells, which differ in {', '.join(several)}")
+        with_time = cell[cell["metric"].isin((metric, RATES.get(metric)))]
+        return float(pooled(newest_run(with_time)).set_index("metric").loc[metric, statistic])
+
+
+def _holds(column: pd.Series, value: Any) -> pd.Series:
+    if isinstance(value, list):
+        return pd.concat([_holds(column, each) for each in value], axis=1).any(axis=1)
+    return column.astype(str) == value if isinstance(value, str) else pd.to_numeric(column, errors="coerce") == value
+
+
+def _places(column: pd.Series) -> pd.Series:
+    if column.name == "size":
+        return column.map({name: place for place, name in enumerate(MODEL_SIZES)})
+    numbers = pd.to_numeric(column, errors="coerce")
+    return column if numbers.isna().any() else numbers
+
+
+class Committed:
+    """What ``profiles/`` holds, of one machine unless another is named; a machine is named after its GPU."""
+
+    def __init__(self, profiles: Path, machine: str) -> None:
+        self.problems: list[str] = []
+        self._profiles, self._machine = profiles, machine
+        self._read: dict[Path, pd.DataFrame] = {}
+
+    def rows(self, *parts: str, machine: str = "", **settings: Any) -> Rows:
+        """Rows of parts of the measuring recipes; ``part/file`` where a part has several files."""
+        machine = machine or self._machine
+
+        def read() -> pd.DataFrame:
+            tables = [self._table(self._file(part, machine)) for part in parts]
+            return tables[0] if len(tables) == 1 else pd.concat(tables)
+
+        return Rows(read).where(**settings)
+
+    def digests(self, part: str, what: str) -> Rows:
+        """``what`` (kernels, ranges, allocations: CSVs; or page: the text) of every digest, with its cell's columns."""
+        return Rows(functools.cache(lambda: self._digests(part, what)))
+
+    def _file(self, part: str, machine: str) -> Path:
+        folder, _, name = part.partition("/")
+        rows = (self._profiles / "results" / machine / folder).glob(f"{name or '*'}.csv*")
+        found = [*rows, *(self._profiles / "digests" / machine / folder).glob("profile_model.csv")]
+        if not found:
+            raise NotMeasured(f"the rows of `results/{machine}/{part}` are missing")
+        if len(found) > 1:
+            raise ValueError(f"part {part!r} has several files, name one: {', '.join(sorted(p.name for p in found))}")
+        return found[0]
 
     def _table(self, path: Path) -> pd.DataFrame:
-        path = path if path.exists() else path.with_suffix(".csv.gz")
-        if not path.exists():
-            raise NotMeasured(f"the rows of `{_below_profiles(path.with_suffix('').with_suffix('.csv'))}` are missing")
         if path not in self._read:
             self._read[path] = read_rows(path)
-            self.problems += [f"{_below_profiles(path)}, {problem}" for problem in missing_provenance(self._read[path])]
+            name = path.relative_to(self._profiles)
+            self.problems += [f"{name}, {problem}" for problem in missing_provenance(self._read[path])]
         return self._read[path]
+
+    def _digests(self, part: str, what: str) -> pd.DataFrame:
+        rows = self.rows(part, status="ok").frame()
+        folder = self._profiles / "digests" / self._machine / part
+        found = []
+        keys = [*_DIGEST, "mode"] if rows["profiler"].iloc[0] == "memory" else _DIGEST
+        for cell, _ in cells(rows, keys):
+            form = "{size}-b{batch_size}-c{context_length}-{dtype}"
+            stem = (f"memory-{form}-{{mode}}" if "mode" in cell else f"{form}-{{profiler}}").format(**cell)
+            path = folder / (f"{stem}.md" if what == "page" else f"{stem}-{what}.csv")
+            if not path.exists():
+                raise NotMeasured(f"`{path.relative_to(self._profiles)}` is not committed")
+            own = pd.DataFrame({"text": [path.read_text()]}) if what == "page" else pd.read_csv(path)
+            found.append(own.assign(**cell))
+        return pd.concat(found)
 
 
 def missing_provenance(rows: pd.DataFrame) -> list[str]:
@@ -88,25 +179,15 @@ def missing_provenance(rows: pd.DataFrame) -> list[str]:
     return problems
 
 
+def caption(rows: pd.DataFrame, settings: list[str], note: str) -> str:
+    """The settings that all rows share, and a note in which ``{n}`` stands for the samples behind each of them."""
+    said, _ = settings_split(rows, settings, always="")
+    counts = rows["n"].dropna()
+    n = " to ".join(f"{count:g}" for count in sorted({counts.min(), counts.max()}))
+    return f"{said}; {note.format(n=n)}."
+
+
 def cells(rows: pd.DataFrame, keys: list[str]) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
     """The rows of each cell beside the values that tell it from others, in the order measured."""
     for key, cell in rows.groupby(keys, sort=False, dropna=False):
         yield dict(zip(keys, key, strict=True)), cell
-
-
-def visible(block: Callable[[], str]) -> Callable[[], str]:
-    """The block, or in its place a sentence that says what is missing."""
-
-    def rendered() -> str:
-        try:
-            return block()
-        except NotMeasured as missing:
-            return f"**Not measured yet:** {missing.args[0]}."
-
-    return rendered
-
-
-def _below_profiles(path: Path) -> str:
-    """A path as documents name it."""
-    parts = path.parts
-    return "/".join(parts[max(i for i, part in enumerate(parts) if part in ("results", "digests")) - 1 :])

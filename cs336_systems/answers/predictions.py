@@ -9,7 +9,7 @@ Columns of the rows are those of the ``benchmark_*.py`` that measured them.
 
 import pandas as pd
 
-from cs336_systems.answers.committed import NotMeasured, cells
+from cs336_systems.answers.committed import NotMeasured, caption, cells
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.communication import LINKS, Link, RingCost, cost, fit
 from cs336_systems.costs.fsdp import Shape, model_units
@@ -57,6 +57,27 @@ def _cost(row: pd.Series) -> RingCost:
     return cost(row["collective"], int(row["world_size"]), int(row["total_bytes"]))
 
 
+def link_of(collectives: pd.DataFrame, world_size: int) -> Link:
+    """The link fitted to a world; raises ``NotMeasured`` where its times do not suffice."""
+    link = fitted_link(collectives, world_size)
+    if link is None:
+        raise NotMeasured(f"no link of {world_size} ranks can be fitted")
+    return link
+
+
+def best_bucket_mib(collectives: pd.DataFrame, size: str, world_size: int) -> float:
+    """sqrt(s w o) with the fitted link: s all gradients, o its latency per call, w its all-reduce bandwidth."""
+    link, call = link_of(collectives, world_size), cost("all_reduce", world_size, 1.0)
+    overhead, bandwidth = call.steps * link.alpha_s, 1 / (call.wire_bytes * link.beta_s_per_byte)
+    return (sum(gradient_sizes(size)) * bandwidth * overhead) ** 0.5 / MIB
+
+
+def predicted_exposed(rung: str, bucket_mib: float = 25.0, size: str = "xl", world_size: int = 2) -> float:
+    """At the datasheet's bandwidth; backward taken to be long enough to hide what it can; ms."""
+    messages = rung_messages(rung, gradient_sizes(size), bucket_mib)
+    return exposed_ms(rung, messages, world_size, DATASHEET, float("inf"))
+
+
 def collectives_predictions(collectives: pd.DataFrame, collective: str = "all_reduce") -> Table:
     """One collective at every world and size: measured, by the datasheet, and by the ring fitted to the smallest world.
 
@@ -83,7 +104,7 @@ def collectives_predictions(collectives: pd.DataFrame, collective: str = "all_re
             ring = 1e3 * link.seconds(_cost(row))
             line |= {f"ring of {smallest} ms": digits(ring), "ring's error %": error(ring, row["median"])}
         lines.append(line)
-    return Table("Between GPUs, fp32; MB of 1e6 bytes.", pd.DataFrame(lines))
+    return Table(caption(times, ["device", "dtype"], "medians of {n} samples; MB of 1e6 bytes"), pd.DataFrame(lines))
 
 
 def gradient_sizes(size: str, bytes_per_element: int = 4) -> list[int]:
@@ -126,7 +147,7 @@ def exposed_ms(rung: str, messages: list[int], world_size: int, link: Link, back
     return max(each[-1], sum(each) - backward_ms)
 
 
-def ddp_predictions(rows: pd.DataFrame, collectives: pd.DataFrame | None) -> Table:
+def ddp_predictions(rows: pd.DataFrame, collectives: pd.DataFrame) -> Table:
     """Exposed communication of every rung: predicted from the model's gradients and a link, and measured."""
     lines = []
     keys = [*_DDP_SETTINGS, "world_size", "ddp", "bucket_size_mb"]
@@ -140,7 +161,7 @@ def ddp_predictions(rows: pd.DataFrame, collectives: pd.DataFrame | None) -> Tab
         line = {name: str(values[name]) for name in _DDP_SETTINGS}
         line |= {"ddp": values["ddp"], "bucket MiB": "" if pd.isna(bucket) else f"{bucket:g}"}
         line |= {"ranks": str(values["world_size"]), "measured exposed ms": f"{medians['exposed']:.2f}"}
-        fitted = fitted_link(collectives, values["world_size"]) if collectives is not None else None
+        fitted = fitted_link(collectives, values["world_size"])
         for label, link in (("datasheet", DATASHEET), ("fitted ring", fitted)):
             if link is not None:
                 predicted = exposed_ms(values["ddp"], messages, values["world_size"], link, medians["local_backward"])
@@ -153,7 +174,7 @@ def ddp_predictions(rows: pd.DataFrame, collectives: pd.DataFrame | None) -> Tab
     return _table("Exposed communication; error: fitted ring less measured.", lines, _DDP_SETTINGS)
 
 
-def sharded_predictions(rows: pd.DataFrame, collectives: pd.DataFrame | None) -> Table:
+def sharded_predictions(rows: pd.DataFrame, collectives: pd.DataFrame) -> Table:
     """Each way to hold optimizer state: state per rank and the optimizer's phase, predicted and measured.
 
     The optimizer's phase of one rank is the replicated one over the world, as each updates its part, and then the
@@ -165,7 +186,7 @@ def sharded_predictions(rows: pd.DataFrame, collectives: pd.DataFrame | None) ->
     for values, group in cells(rows[rows["status"] == "ok"], keys):
         medians = group.groupby(["sharding", "metric"], sort=False)["median"].median().unstack()
         world_size = int(values["world_size"])
-        link = (fitted_link(collectives, world_size) if collectives is not None else None) or DATASHEET
+        link = fitted_link(collectives, world_size) or DATASHEET
         n_bytes = sum(gradient_sizes(values["size"], BYTES.get(values["dtype"], 4)))
         for sharding, found in medians.iterrows():
             form = names.get(str(sharding), str(sharding))
@@ -194,7 +215,7 @@ def sharded_predictions(rows: pd.DataFrame, collectives: pd.DataFrame | None) ->
     return Table("", pd.DataFrame(lines))
 
 
-def fsdp_predictions(rows: pd.DataFrame, collectives: pd.DataFrame | None) -> Table:
+def fsdp_predictions(rows: pd.DataFrame, collectives: pd.DataFrame) -> Table:
     """Of each cell of ours: states, bytes sent, and the gather of one block beside a block's forward.
 
     A gather of the next block that takes no longer than the forward of this one hides behind it.
@@ -205,7 +226,7 @@ def fsdp_predictions(rows: pd.DataFrame, collectives: pd.DataFrame | None) -> Ta
     for values, cell in cells(ours, keys):
         medians = cell.groupby("metric")["median"].median()
         config, world_size = resolve_size(values["size"]), int(values["world_size"])
-        link = (fitted_link(collectives, world_size) if collectives is not None else None) or DATASHEET
+        link = fitted_link(collectives, world_size) or DATASHEET
         n_bytes = (2 if values["dtype"] == "bf16-compute" else 4) * config.n_block_parameters
         gather_ms = 1e3 * link.seconds(cost("all_gather", world_size, n_bytes))
         line = {name: str(values[name]) for name in _FSDP_SETTINGS}
@@ -226,8 +247,7 @@ def fsdp_predictions(rows: pd.DataFrame, collectives: pd.DataFrame | None) -> Ta
         for label, metric, form in (("late", "late_gathers", ".0f"), ("waited ms", "gather_wait", ".2f")):
             line[label] = format(medians[metric], form) if metric in medians else "–"
         lines.append(line)
-    source = "the fitted ring" if collectives is not None else "the datasheet's link"
-    return _table(f"Gathers by {source}.", lines, _FSDP_SETTINGS)
+    return _table("Gathers by the fitted ring.", lines, _FSDP_SETTINGS)
 
 
 def _table(caption: str, lines: list[dict[str, str]], settings: list[str]) -> Table:

@@ -1,107 +1,60 @@
-"""Blocks and quoted numbers about where the time of a step goes, from the digests of ``profile_model.py``.
+"""Tables and numbers about where the time of a step goes, from the digests of ``profile_model.py``.
 
 Traces are too large to commit; their digests hold every kernel by pass and every range (CSV), so that one table can
 compare the sizes and lengths that each page looks at alone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
 
-from cs336_systems.answers.committed import Committed, NotMeasured, cells
-from cs336_systems.answers.quotes import Term
+from cs336_systems.answers.committed import NotMeasured, caption, cells
 from cs336_systems.config import MODEL_SIZES, PRECISIONS
 from cs336_systems.costs.attention_stages import attention_stages
-from cs336_systems.harness.runs import median_of
 from cs336_systems.profiling.ranges import SCORES, SOFTMAX, VALUES
 from cs336_systems.profiling.traces.kernels import CLASSES, MATMUL, short_name
 from cs336_systems.report.tables import Table, digits
 
-_PASSES = {"inference": "inference forward", "forward-backward": "forward + backward", "step": "full step"}
-"""Words of a quote, and what digests call the pass."""
+_FORWARD, _BACKWARD_TOO = "inference forward", "forward + backward"
+_PASSES = (_FORWARD, _BACKWARD_TOO, "full step")
+"""What digests call the passes."""
 
 _CELL = ["size", "context_length", "dtype"]
 
 
-def blocks(committed: Committed) -> dict[str, Callable[[], str]]:
-    """Tables by the names of their markers."""
-    rows = committed.profile_rows
-    return {
-        "nsys-forward": lambda: forward_table(rows("nsys")).markdown(),
-        "nsys-kernels": lambda: top_kernels_table(_digests(committed, "nsys", "kernels")).markdown(),
-        "nsys-classes": lambda: classes_table(_digests(committed, "nsys", "kernels")).markdown(),
-        "nsys-autocast-classes": lambda: classes_table(_digests(committed, "nsys-autocast", "kernels")).markdown(),
-        "nsys-other-kernels": lambda: other_kernels_table(_digests(committed, "nsys", "kernels")).markdown(),
-        "nsys-stages": lambda: stages_table(_digests(committed, "nsys", "ranges")).markdown(),
-        "nsys-autocast-stages": lambda: stages_table(_digests(committed, "nsys-autocast", "ranges")).markdown(),
-    }
+def kernel_share(kernels: pd.DataFrame, passes: str, size: str, context: int, kernel_class: str = MATMUL) -> float:
+    """Of a class of kernels in the summed time of a pass."""
+    own = _of_pass(kernels, passes, size, context)
+    return float(own[own["kernel_class"] == kernel_class]["total_ms"].sum() / own["total_ms"].sum())
 
 
-def terms(committed: Committed) -> dict[str, Term]:
-    """Numbers that prose quotes, by the first word of the quote."""
-
-    def profiled(part: str, metric: str, size: str, context: str, mode: str, dtype: str = "fp32") -> float:
-        rows = committed.profile_rows(part)
-        cell = (rows["size"] == size) & (rows["context_length"] == int(context)) & (rows["mode"] == mode)
-        return median_of(rows[cell & (rows["dtype"] == dtype)], metric)
-
-    def kernels_of(part: str, passes: str, size: str, context: str) -> pd.DataFrame:
-        own = _digests(committed, part, "kernels")
-        return own[(own["size"] == size) & (own["context_length"] == int(context)) & (own["passes"] == _PASSES[passes])]
-
-    def kernel_share(part: str, passes: str, kernel_class: str, size: str, context: str) -> float:
-        """Of a class of kernels in the summed time of a pass."""
-        own = kernels_of(part, passes, size, context)
-        return float(own[own["kernel_class"] == kernel_class]["total_ms"].sum() / own["total_ms"].sum())
-
-    def top_kernel(part: str, passes: str, size: str, context: str) -> float:
-        """How often the kernel with the most time runs in a pass."""
-        return float(kernels_of(part, passes, size, context).sort_values("total_ms")["count"].iloc[-1])
-
-    def products_over_softmax(part: str, size: str, context: str) -> float:
-        """Time of attention's two products over that of its softmax, in forward."""
-        own = _digests(committed, part, "ranges")
-        own = own[(own["size"] == size) & (own["context_length"] == int(context)) & (own["mode"] == "forward")]
-        spent = own.groupby("range")["summed_ms"].sum()
-        return float((spent[SCORES] + spent[VALUES]) / spent[SOFTMAX])
-
-    def attention_work(what: str, size: str, context: str, dtype: str = "fp32") -> float:
-        """The two products of attention's forward over its softmax: in FLOPs, or in least bytes."""
-        config = MODEL_SIZES[size].at_context(int(context))
-        stages = attention_stages(config, 4, int(context), PRECISIONS[dtype].on("cuda"), "forward")
-        products, softmax = (stages.scores_matmul, stages.values_matmul), stages.softmax
-        if what == "flops":
-            return sum(stage.flops for stage in products) / softmax.flops
-        return sum(stage.n_bytes for stage in products) / softmax.n_bytes
-
-    return {
-        "profiled": Term(profiled),
-        "kernel-share": Term(kernel_share, "%.0f"),
-        "top-kernel-runs": Term(top_kernel, ".0f"),
-        "products-over-softmax": Term(products_over_softmax, ".1f"),
-        "attention-work": Term(attention_work),
-    }
+def top_kernel_runs(kernels: pd.DataFrame, passes: str, size: str, context: int) -> float:
+    """How often the kernel with the most time runs in a pass."""
+    return float(_of_pass(kernels, passes, size, context).sort_values("total_ms")["count"].iloc[-1])
 
 
-def _digests(committed: Committed, part: str, what: str) -> pd.DataFrame:
-    """``what`` (kernels or ranges) of every digest of a part, one below the other, with the cell's columns."""
-    found = []
-    rows = committed.profile_rows(part)
-    for cell, _ in cells(rows[rows["status"] == "ok"], ["profiler", "batch_size", *_CELL]):
-        stem = "{size}-b{batch_size}-c{context_length}-{dtype}-{profiler}".format(**cell)
-        found.append(pd.read_csv(committed.digest(part, f"{stem}-{what}.csv")).assign(**cell))
-    if not found:
-        raise NotMeasured(f"no profile of part {part} succeeded")
-    return _sorted(pd.concat(found))
+def _of_pass(kernels: pd.DataFrame, passes: str, size: str, context: int) -> pd.DataFrame:
+    own = kernels[(kernels["size"] == size) & (kernels["context_length"] == context) & (kernels["passes"] == passes)]
+    if own.empty:
+        raise NotMeasured(f"no digest holds {passes} of {size} at context {context}")
+    return own
 
 
-def _sorted(rows: pd.DataFrame) -> pd.DataFrame:
-    """By size, then context; equal ones in the order in which they came."""
-    order = {name: place for place, name in enumerate(MODEL_SIZES)}
-    return rows.sort_values(
-        ["size", "context_length"], key=lambda x: x.map(order) if x.name == "size" else x, kind="stable"
-    )
+def products_over_softmax(ranges: pd.DataFrame) -> float:
+    """Time of attention's two products over that of its softmax, in one forward."""
+    spent = ranges.groupby("range")["summed_ms"].sum()
+    return float((spent[SCORES] + spent[VALUES]) / spent[SOFTMAX])
+
+
+def attention_work(what: str, size: str, context: int, dtype: str = "fp32") -> float:
+    """The two products of attention's forward over its softmax: in FLOPs, or in least bytes."""
+    config = MODEL_SIZES[size].at_context(context)
+    stages = attention_stages(config, 4, context, PRECISIONS[dtype].on("cuda"), "forward")
+    products, softmax = (stages.scores_matmul, stages.values_matmul), stages.softmax
+    if what == "flops":
+        return sum(stage.flops for stage in products) / softmax.flops
+    return sum(stage.n_bytes for stage in products) / softmax.n_bytes
 
 
 def _label(cell: Mapping[str, Any] | pd.Series) -> dict[str, Any]:
@@ -111,7 +64,7 @@ def _label(cell: Mapping[str, Any] | pd.Series) -> dict[str, Any]:
 def forward_table(rows: pd.DataFrame) -> Table:
     """Forward without gradients by the harness's clock and by the profiler, a line per size and context."""
     lines = []
-    for values, cell in cells(_sorted(rows[rows["mode"] == "forward"]), _CELL):
+    for values, cell in cells(rows, _CELL):
         found = cell.set_index("metric")["median"]
         if "unprofiled_forward" not in found:
             lines.append(_label(values) | {"status": f"{cell['status'].iloc[-1]}: {cell['message'].iloc[-1]}"})
@@ -127,14 +80,15 @@ def forward_table(rows: pd.DataFrame) -> Table:
                 "status": "ok",
             }
         )
-    return Table("Forward without gradients, batch 4.", pd.DataFrame(lines).fillna("–"))
+    said = caption(rows, ["batch_size"], "forward without gradients")
+    return Table(said, pd.DataFrame(lines).fillna("–"))
 
 
 def top_kernels_table(kernels: pd.DataFrame) -> Table:
     """The kernel with the largest share of forward and of forward and backward, how often it runs, and its share."""
     lines = []
     for values, cell in cells(kernels, _CELL):
-        for label in (_PASSES["inference"], _PASSES["forward-backward"]):
+        for label in (_FORWARD, _BACKWARD_TOO):
             own = cell[cell["passes"] == label]
             if own.empty:
                 continue
@@ -151,7 +105,7 @@ def top_kernels_table(kernels: pd.DataFrame) -> Table:
 def classes_table(kernels: pd.DataFrame) -> Table:
     """Share of GPU time by class of kernel, in each of ``_PASSES``."""
     lines = []
-    kernels = kernels[kernels["passes"].isin(_PASSES.values())]
+    kernels = kernels[kernels["passes"].isin(_PASSES)]
     present = [name for name in CLASSES if (kernels["kernel_class"] == name).any()]
     for values, cell in cells(kernels, [*_CELL, "passes"]):
         sums = cell.groupby("kernel_class")["total_ms"].sum()
@@ -162,7 +116,7 @@ def classes_table(kernels: pd.DataFrame) -> Table:
 
 def other_kernels_table(kernels: pd.DataFrame, least_percent: float = 2.0) -> Table:
     """Kernels of inference that multiply no matrices and take more than a small share."""
-    own = kernels[(kernels["passes"] == "inference forward") & (kernels["kernel_class"] != MATMUL)]
+    own = kernels[(kernels["passes"] == _FORWARD) & (kernels["kernel_class"] != MATMUL)]
     own = own[own["share_percent"] >= least_percent]
     lines = [
         _label(row)
@@ -179,8 +133,7 @@ def other_kernels_table(kernels: pd.DataFrame, least_percent: float = 2.0) -> Ta
 def stages_table(ranges: pd.DataFrame) -> Table:
     """Softmax beside the two products of attention in forward: time, executed FLOPs, least bytes, as ratios too."""
     lines = []
-    forward = ranges[ranges["mode"] == "forward"]
-    for values, cell in cells(forward, [*_CELL, "batch_size"]):
+    for values, cell in cells(ranges, [*_CELL, "batch_size"]):
         spent = cell.groupby("range")["summed_ms"].sum()
         if SOFTMAX not in spent:
             continue

@@ -3,8 +3,16 @@
 import pandas as pd
 import pytest
 
-from cs336_systems.answers.attention import blocks, flash_table, materialised_table, terms
+from cs336_systems.answers.attention import (
+    flash_speedups,
+    flash_table,
+    flash_wins_from,
+    handout_attention,
+    materialised_table,
+)
 from cs336_systems.answers.committed import Committed
+from cs336_systems.answers.rendering import Pages
+from cs336_systems.answers.vocabulary import vocabulary
 from cs336_systems.harness.record import Metric, schema_columns
 
 COLUMNS = ("device", "grid", "impl", "dtype", "d_head", "length", "batch_size", "heads", "causal", "mask")
@@ -16,7 +24,15 @@ def rows(**times):
     for impl, by_length in times.items():
         for length, ms in by_length.items():
             cell = {"schema_version": 1, "gpu": "NVIDIA H200", "impl": impl.replace("_", "-"), "dtype": "bf16"}
-            cell |= {"device": "cuda", "d_head": 64, "length": length, "batch_size": 1, "heads": 1, "status": "ok"}
+            cell |= {
+                "device": "cuda",
+                "d_head": 64,
+                "length": length,
+                "batch_size": 1,
+                "heads": 1,
+                "causal": True,
+                "status": "ok",
+            }
             cell |= {"commit": "abc", "argv": "x", "torch": "2.11", "timestamp": "now"}
             if ms is None:
                 cells.append(cell | {"status": "oom"})
@@ -49,14 +65,17 @@ def committed(tmp_path):
     return Committed(tmp_path, "h200")
 
 
-def test_quoted_numbers(committed):
-    found = terms(committed)
-    assert found["attention"].value("flash-bf16", "both", "flash", "64", "256") == pytest.approx(1.1)
-    assert found["flash-wins-from"].value("bf16", "64") == 512
-    assert found["flash-speedup"].value("bf16", "most") == pytest.approx(4.0)
-    assert found["attention-account"].value("scores") == 8 * 65_536**2 * 4 / 2**30
+def test_numbers(committed):
+    flash = committed.rows("attention-flash-bf16", d_head=64)
+    assert flash.where(impl="flash", length=256).number("both") == pytest.approx(1.1)
+    assert flash_wins_from(flash.frame()) == 512
+    assert max(flash_speedups(flash.frame())) == pytest.approx(4.0)
+    assert 4 * handout_attention(65_536).n_scores == 8 * 65_536**2 * 4
 
 
-def test_blocks_render(committed):
-    assert " 4.00 |" in blocks(committed)["flash-bf16"]()
-    assert "512" in blocks(committed)["attention-account"]()
+def test_templates_render(committed):
+    text = '# T\n{{ flash_table(rows("attention-flash-bf16")) }}\n{{ account_table(handout_attention(65_536), 4) }}'
+    rendered = Pages({"page.md": text}, vocabulary(committed)).render("page.md")
+    assert "batch 1, dtype bf16, causal True; ms, medians of 1 passes; ratio: reference over flash." in rendered
+    assert " 4.00 |" in rendered
+    assert "length 65,536" in rendered

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from cs336_systems.answers.committed import Committed, NotMeasured, missing_provenance, visible
+from cs336_systems.answers.committed import Committed, NotMeasured, caption, missing_provenance
 from tests.report.rows import make_cell, make_frame, ms
 
 WHERE = {"gpu": "NVIDIA H200", "device": "cuda", "commit": "abc", "argv": "benchmark_model.py", "dirty": False}
@@ -24,8 +24,8 @@ def profiles(tmp_path):
 
 def test_rows_are_read_by_part(profiles):
     committed = Committed(profiles, "h200")
-    assert list(committed.rows("grid")["median"]) == [1.0, 2.0]
-    assert committed.rows("grid") is committed.rows("grid")
+    assert list(committed.rows("grid").frame()["median"]) == [1.0, 2.0]
+    assert committed.rows("grid").frame() is committed.rows("grid").frame()
     assert committed.problems == []
 
 
@@ -33,15 +33,15 @@ def test_problems_of_another_machines_rows_are_told_with_the_others(profiles):
     committed = Committed(profiles, "h200")
     (profiles / "results" / "cpu").mkdir()
     (profiles / "results" / "h200" / "lost").rename(profiles / "results" / "cpu" / "lost")
-    assert len(committed.beside("cpu").rows("lost")) == 2
+    assert len(committed.rows("lost", machine="cpu").frame()) == 2
     assert len(committed.problems) == 1
 
 
 def test_rows_that_do_not_say_where_they_come_from_are_named(profiles):
     committed = Committed(profiles, "h200")
-    committed.rows("lost")
+    committed.rows("lost").frame()
     expected = "results/h200/lost/benchmark_model.csv, line 3: 1 of 2 rows do not say their commit"
-    assert [problem.partition("/")[2] for problem in committed.problems] == [expected]
+    assert committed.problems == [expected]
 
 
 @pytest.mark.parametrize("column", ["gpu", "commit", "argv", "timestamp", "torch"])
@@ -57,12 +57,72 @@ def test_a_cpus_rows_name_their_host_instead():
     assert missing_provenance(rows.assign(host="")) == ["line 2: 1 of 1 rows do not say their host"]
 
 
-def test_a_part_that_is_missing_is_a_sentence_in_the_document(profiles):
+def test_a_part_that_is_missing_is_not_measured(profiles):
     committed = Committed(profiles, "h200")
+    with pytest.raises(NotMeasured, match="the rows of `results/h200/ddp` are missing"):
+        committed.rows("ddp").number("step")
     with pytest.raises(NotMeasured):
-        committed.rows("ddp", "benchmark_ddp")
-    text = visible(lambda: str(committed.rows("ddp", "benchmark_ddp")))()
-    assert text.startswith("**Not measured yet:** the rows of `")
-    assert text.endswith("results/h200/ddp/benchmark_ddp.csv` are missing.")
-    with pytest.raises(NotMeasured):
-        committed.digest("nsys", "page.md")
+        committed.digests("nsys", "kernels").frame()
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """Small was measured twice, in two repeats each; xl under two policies, at other numbers of warm-up steps."""
+    cells = [
+        make_cell(ms("step", time), ms("mfu", 50.0), size="small", repeat=repeat, **(WHERE | {"argv": argv}))
+        for argv, times in (("first", (9.0, 9.0)), ("second", (1.0, 3.0)))
+        for repeat, time in enumerate(times)
+    ]
+    for policy, warmup in (("10.0", 5), ("9", 1)):
+        cells.append(make_cell(ms("step", 7.0, 9.0), size="xl", checkpoint=policy, warmup=warmup, **WHERE))
+    cells.append(make_cell(status="oom", message="no", size="10b", checkpoint="", **WHERE))
+    write(make_frame(*cells), tmp_path / "results" / "h200" / "grid" / "benchmark_model.csv")
+    return Committed(tmp_path, "h200").rows("grid")
+
+
+def test_a_number_is_the_median_over_repeats_of_the_newest_run(asked):
+    assert asked.where(size="small").number("step") == 2.0
+    assert asked.where(size="small").number("step + mfu") == 52.0
+    assert asked.where(size="xl", checkpoint=9).number("step", "std") == pytest.approx(2**0.5)
+
+
+def test_a_number_of_several_cells_is_an_error_that_names_how_they_differ(asked):
+    with pytest.raises(ValueError, match="several cells, which differ in checkpoint$"):
+        asked.where(size="xl").number("step")
+
+
+def test_what_is_not_asked_rightly_is_an_error_and_what_has_no_row_is_not_measured(asked):
+    with pytest.raises(ValueError, match="no column is called 'rung'"):
+        asked.where(rung="naive").number("step")
+    with pytest.raises(ValueError, match="no row holds the metric 'guess'"):
+        asked.where(size="small").number("guess")
+    for size in ("2.7b", "10b"):
+        with pytest.raises(NotMeasured):
+            asked.where(size=size).number("step")
+
+
+def test_settings_are_compared_as_numbers_or_as_text_and_may_be_several(asked):
+    assert len(asked.where(checkpoint=[9, 10]).frame()) == 2
+    assert len(asked.where(checkpoint=["", 10]).frame()) == 2
+    assert set(asked.where(size=["xl", "10b"]).frame()["size"]) == {"xl", "10b"}
+
+
+def test_rows_are_ordered_by_size_and_by_number(asked):
+    assert list(asked.by("size").frame()["size"].unique()) == ["small", "xl", "10b"]
+    assert list(asked.where(size="xl").by("checkpoint").frame()["checkpoint"]) == ["9", "10.0"]
+
+
+def test_a_part_of_several_files_wants_one_named(profiles):
+    folder = profiles / "results" / "h200" / "grid"
+    (folder / "other.csv").write_bytes((folder / "benchmark_model.csv").read_bytes())
+    committed = Committed(profiles, "h200")
+    with pytest.raises(ValueError, match="name one: benchmark_model.csv, other.csv"):
+        committed.rows("grid").frame()
+    assert len(committed.rows("grid/other").frame()) == 2
+    assert len(committed.rows("grid/other", "lost").frame()) == 4
+
+
+def test_captions_say_what_all_rows_share_and_how_often_it_was_measured(asked):
+    rows = asked.where(size=["small", "xl"]).frame()
+    said = caption(rows, ["size", "dtype", "context_length"], "medians of {n} steps")
+    assert said == "dtype fp32, context 128; medians of 1 to 2 steps."

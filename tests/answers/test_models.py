@@ -3,7 +3,18 @@
 import pytest
 
 from cs336_systems.answers.committed import Committed
-from cs336_systems.answers.models import compiled_table, mixed_precision_table, peak_ratio, phases_table, terms
+from cs336_systems.answers.models import (
+    backward_over_forward,
+    compile_seconds,
+    compiled_table,
+    deviations,
+    first_and_rest,
+    mixed_precision_table,
+    peak_ratio,
+    phases_table,
+    warmup_table,
+)
+from cs336_systems.answers.vocabulary import vocabulary
 from tests.report.rows import make_cell, make_frame, ms
 
 STEP = {"size": "small", "context_length": 512, "batch_size": 4, "gpu": "NVIDIA H200"}
@@ -22,7 +33,9 @@ def rows():
 
 
 def test_phases_have_means_and_deviations_and_failures_their_reason():
-    lines = phases_table(rows()).frame.set_index("size")
+    found = phases_table(rows().query("dtype == 'fp32'"))
+    assert found.caption == "batch 4, context 512, dtype fp32; mean ± standard deviation of 1 to 2 steps."
+    lines = found.frame.set_index("size")
     assert lines.loc["small", "forward ms"] == "4.20 ± 0.28"
     assert lines.loc["small", "backward / forward"] == "2.00"
     assert lines.loc["10b", "status"] == "predicted-oom: needs 192 GiB"
@@ -48,14 +61,33 @@ def committed(tmp_path):
     return Committed(tmp_path, "h200")
 
 
-def test_quoted_numbers_are_those_of_the_rows(committed):
-    found = terms(committed)
-    assert found["model"].value("forward", "xl", "fp32") == pytest.approx(4.2)
-    assert found["statistic"].value("forward", "xl", "fp32", "mean") == pytest.approx(4.2)
-    assert found["passes"].value("xl", "autocast-bf16") == pytest.approx(3.15)
-    assert found["backward-over-forward"].value("least", "fp32") == pytest.approx(2.0)
-    assert found["deviation"].value("most", "fp32") == pytest.approx(0.2 * 2**0.5 / 4.2)
-    assert found["backward-over-forward"].form == ".2f"
+def test_numbers_are_those_of_the_rows(committed):
+    model = vocabulary(committed)["model"]
+    assert model("forward", "xl", "fp32") == pytest.approx(4.2)
+    assert model("forward", "xl", "fp32", statistic="mean") == pytest.approx(4.2)
+    assert model("forward + backward", "xl", "autocast-bf16") == pytest.approx(3.15)
+    fp32 = committed.rows("context-512", dtype="fp32").frame()
+    assert min(backward_over_forward(fp32)) == pytest.approx(2.0)
+    assert max(deviations(fp32)) == pytest.approx(0.2 * 2**0.5 / 4.2)
+
+
+def test_a_question_takes_its_settings_in_order_and_others_by_name(committed):
+    model = vocabulary(committed)["model"]
+    assert model("step", dtype="fp32", size="xl") == model("step", "xl", "fp32")
+    with pytest.raises(TypeError, match="'step' takes size, dtype, and other settings by name"):
+        model("step", "xl", "fp32", "eager")
+    with pytest.raises(TypeError, match="by name"):
+        model("step", "xl", size="xl", dtype="fp32")
+
+
+def test_the_first_step_is_told_from_the_others():
+    cold = make_frame(make_cell(ms("step", 90.0, 10.0, 12.0), ms("warmup_step", 3000.0, 1.0), **(STEP | {"warmup": 0})))
+    found = first_and_rest(cold)
+    assert (found["first"], found["rest"], found["rest_std"]) == pytest.approx((90.0, 11.0, 2**0.5))
+    assert compile_seconds(cold) == [3.0]
+    table = warmup_table(cold)
+    assert table.caption.endswith("whole steps, 3 recorded.")
+    assert table.frame.loc[0, "others, ms (mean ± std)"] == "11.0 ± 1.41"
 
 
 def test_the_ratio_of_peaks_is_the_datasheets():

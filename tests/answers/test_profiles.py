@@ -3,13 +3,14 @@
 import pandas as pd
 import pytest
 
-from cs336_systems.answers.committed import Committed, NotMeasured
+from cs336_systems.answers.committed import Committed
 from cs336_systems.answers.profiles import (
-    blocks,
     classes_table,
+    forward_table,
+    kernel_share,
     other_kernels_table,
     stages_table,
-    terms,
+    top_kernel_runs,
     top_kernels_table,
 )
 from cs336_systems.config import MODEL_SIZES
@@ -56,12 +57,6 @@ def test_stages_have_times_and_work():
     assert line["FLOPs"] == f"{4 * MODEL_SIZES['small'].d_head / 5:.1f}"
 
 
-def test_what_is_not_recorded_is_not_measured(tmp_path):
-    committed = Committed(tmp_path, "h200")
-    with pytest.raises(NotMeasured):
-        blocks(committed)["nsys-forward"]()
-
-
 def test_digests_are_found_by_their_rows(tmp_path):
     folder = tmp_path / "digests" / "h200" / "nsys"
     folder.mkdir(parents=True)
@@ -72,8 +67,10 @@ def test_digests_are_found_by_their_rows(tmp_path):
     frame.to_csv(folder / "profile_model.csv", index=False)
     kernels().to_csv(folder / "small-b4-c512-fp32-nsys-kernels.csv", index=False)
     committed = Committed(tmp_path, "h200")
-    assert " 0.500 |" in blocks(committed)["nsys-forward"]()
-    found = terms(committed)
-    assert found["kernel-share"].value("nsys", "inference", "matmul", "small", "512") == pytest.approx(6 / 7.6)
-    assert found["top-kernel-runs"].value("nsys", "forward-backward", "small", "512") == 48
-    assert found["profiled"].value("nsys", "busy", "small", "512", "forward") == 5
+    forward = forward_table(committed.rows("nsys", mode="forward").frame())
+    assert forward.caption == "batch 4; forward without gradients."
+    assert forward.frame.loc[0, "busy / harness"] == "0.500"
+    found = committed.digests("nsys", "kernels").frame()
+    assert kernel_share(found, "inference forward", "small", 512) == pytest.approx(6 / 7.6)
+    assert top_kernel_runs(found, "forward + backward", "small", 512) == 48
+    assert committed.rows("nsys", size="small", context_length=512).number("busy") == 5

@@ -1,0 +1,59 @@
+"""What ``scripts/report.py`` does: adopt a run, render every document, draw every figure; in sentences."""
+
+import sys
+from pathlib import Path
+
+from cs336_systems.answers.adopt import carry_out, plan
+from cs336_systems.answers.committed import Committed
+from cs336_systems.answers.figures import draw
+from cs336_systems.answers.rendering import CannotRender, Pages, documents, read_templates, stale_lines
+from cs336_systems.answers.vocabulary import vocabulary
+
+MACHINE = "h200"
+"""Whose rows documents show, unless a call names another."""
+
+
+def adopt(run: Path, profiles: Path, machine: str, replace: bool) -> int:
+    """Move a run's files and say so; the exit code."""
+    try:
+        moves = plan(run, profiles, machine, replace=replace)
+        for move in moves:
+            print(move)
+        carry_out(moves)
+    except (OSError, ValueError) as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def render(root: Path, *, check: bool) -> int:
+    """Write the documents below ``root`` that differ from their templates, or name the lines; the exit code."""
+    committed = Committed(root / "profiles", MACHINE)
+    templates = read_templates()
+    pages = Pages(templates, vocabulary(committed))
+    stale, problems = [], []
+    for name in documents(templates):
+        path = root / name
+        try:
+            rendered = pages.render(name)
+        except CannotRender as error:
+            problems += error.problems
+            continue
+        text = path.read_text() if path.exists() else ""
+        if text == rendered:
+            continue
+        stale += [f"{name}, {difference}" for difference in stale_lines(text, rendered)]
+        if not check:
+            path.write_text(rendered)
+    problems += [f"without provenance: {problem}" for problem in committed.problems]
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    if check:
+        for difference in stale:
+            print(f"stale: {difference}", file=sys.stderr)
+        if stale:
+            print("run scripts/report.py", file=sys.stderr)
+        return int(bool(stale or problems))
+    missing = draw(committed, root / "profiles" / "figures")
+    print(f"{len(stale)} lines rendered anew; drew the figures" + (f"; not measured: {missing}" if missing else ""))
+    return int(bool(problems))

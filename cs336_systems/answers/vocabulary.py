@@ -1,0 +1,189 @@
+"""What templates may ask: rows, named questions to them, and the functions that make tables and numbers of rows."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from cs336_systems.answers import arithmetic, attention, memory, models, precision, predictions, profiles
+from cs336_systems.answers.committed import Committed, NotMeasured, Rows
+from cs336_systems.answers.rendering import Pending
+from cs336_systems.config import resolve_size
+from cs336_systems.costs.communication import cost
+from cs336_systems.costs.fsdp import model_units, state_bytes, step_traffic
+from cs336_systems.costs.parallelism.accounting import XXL
+from cs336_systems.costs.parallelism.forms import least_tokens_per_device
+from cs336_systems.costs.parallelism.scaling import communication_limit
+from cs336_systems.costs.sharding import link_bytes_per_step, state_bytes_by_rank
+from cs336_systems.experiments.attention import table as attention_tables
+from cs336_systems.experiments.collectives.table import collectives_table
+from cs336_systems.experiments.data_parallel.table import data_parallel_table
+from cs336_systems.experiments.fully_sharded.table import fully_sharded_table
+from cs336_systems.experiments.leaks import flops_against_time, launch_overhead, matmul_data, roofline_knee
+from cs336_systems.experiments.leaks.findings import Findings
+from cs336_systems.experiments.model.table import step_table
+from cs336_systems.experiments.parallelism.questions import COMMANDS
+from cs336_systems.experiments.sharded_optimizer import table as sharded_tables
+from cs336_systems.report.tables import Table
+
+LEAKS = {leak.NAME: leak.analyse for leak in (matmul_data, roofline_knee, launch_overhead, flops_against_time)}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A metric of one cell, by name: ``ddp("exposed", "naive", size="2.7b")``.
+
+    Values that follow the metric answer ``order``; what is not said is as in ``rows``.
+    """
+
+    rows: Rows
+    order: tuple[str, ...]
+    defaults: dict[str, Any]
+
+    def __call__(self, metric: str, *values: object, statistic: str = "median", **settings: object) -> float:
+        said = dict(zip(self.order, values, strict=False))
+        if len(values) > len(self.order) or said.keys() & settings.keys():
+            raise TypeError(f"{metric!r} takes {', '.join(self.order)}, and other settings by name")
+        return self.rows.where(**self.defaults | said | settings).number(metric, statistic)
+
+
+def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
+    """Every question by its name in templates: the part, what is said without a name, and what need not be said."""
+
+    def question(part: str, *order: str, machine: str = "", **defaults: Any) -> Question:
+        return Question(rows(part, machine=machine), order, defaults)
+
+    xl: dict[str, Any] = {"size": "xl", "world_size": 2, "dtype": "fp32"}
+    attended, profiled = ("impl", "d_head", "length"), ("size", "context_length", "mode")
+    step: dict[str, Any] = {"mode": "step", "variant": ["eager", "compiled"]}
+    return {
+        "model": question("context-512", "size", "dtype", **step),
+        "forward_only": question("context-512", "size", "dtype", mode="forward"),
+        "ceiling": question("context-512", "dtype", variant="ceiling"),
+        "grid": question("grid", "size", "dtype", "context_length", **step),
+        "compiled": question("compiled", "size", "dtype", "compile", **step),
+        "optimizer": question("optimizers", "size", "optimizer", **step),
+        "warmup": question("warmup", "size", "warmup", **step),
+        "checkpointed": question("checkpointing", "checkpoint", "context_length", context_length=2048, **step),
+        "pytorch_attention": question("attention-pytorch", *attended),
+        "flash_bf16": question("attention-flash-bf16", *attended),
+        "flash_fp32": question("attention-flash-fp32", *attended),
+        "attention_leaderboard": question(
+            "attention-training", "impl", batch_size=1, heads=16, length=16_384, d_head=64
+        ),
+        "nsys": question("nsys", *profiled, dtype="fp32"),
+        "nsys_autocast": question("nsys-autocast", *profiled),
+        "nsys_alone": question("nsys-alone", *profiled),
+        "memory": question("memory", *profiled, dtype="fp32"),
+        "collective": question("collectives", "collective", "world_size", "size_mb", dtype="fp32"),
+        "gloo": question("collectives", "world_size", "size_mb", machine="cpu"),
+        "ddp": question("ddp", "ddp", **xl),
+        "ddp_host": question("ddp-host", "ddp", "bucket_size_mb", "size"),
+        "ddp_ctas8": question("ddp-ctas8", "ddp"),
+        "ddp_recorded": question("traces/benchmark_ddp", "ddp"),
+        "sharded": question("sharded-optimizer", "sharding", **xl),
+        "fsdp": question("fsdp", "fsdp", **xl),
+        "fsdp_leaderboard": question("fsdp-leaderboard", "fsdp", attention="hopper"),
+    }
+
+
+NUMBERS = (
+    *(
+        models.backward_over_forward,
+        models.deviations,
+        models.compile_seconds,
+        models.first_and_rest,
+        models.peak_ratio,
+    ),
+    *(attention.handout_attention, attention.flash_wins_from, attention.flash_speedups, attention_tables.time_over),
+    *(profiles.kernel_share, profiles.top_kernel_runs, profiles.products_over_softmax, profiles.attention_work),
+    *(memory.KeptByBlock, memory.predicted_peak, memory.recomputed_flops, memory.recomputed_blocks),
+    *(predictions.gradient_sizes, predictions.rung_messages, predictions.predicted_exposed),
+    *(predictions.link_of, predictions.best_bucket_mib),
+    *(cost, model_units, state_bytes, step_traffic, link_bytes_per_step, state_bytes_by_rank, resolve_size),
+    *(arithmetic.ring_ratio, arithmetic.h100s_that_hide, arithmetic.Mesh, arithmetic.schedule, arithmetic.job),
+    *(arithmetic.xxl_threshold, arithmetic.xxl_remedies, least_tokens_per_device, communication_limit),
+    precision.accumulated,
+)
+
+TABLES = (
+    *(step_table, models.phases_table, models.mixed_precision_table, models.compiled_table, models.earlier_work_table),
+    *(models.memory_errors_table, models.warmup_table, models.harness_text, models.ceilings_table),
+    *(attention_tables.attention_table, attention_tables.comparison_table, attention_tables.account_table),
+    *(attention_tables.length_table, attention_tables.tile_table),
+    *(attention.materialised_table, attention.compiled_attention_table, attention.flash_table),
+    *(profiles.forward_table, profiles.top_kernels_table, profiles.classes_table, profiles.other_kernels_table),
+    profiles.stages_table,
+    *(memory.peaks_table, memory.largest_table, memory.residuals_table, memory.checkpoint_table),
+    *(collectives_table, data_parallel_table, fully_sharded_table),
+    *(predictions.collectives_predictions, predictions.ddp_predictions),
+    *(predictions.sharded_predictions, predictions.fsdp_predictions),
+    *(precision.sums_table, precision.toy_table),
+)
+
+CONSTANTS = {
+    "XXL": XXL,
+    "LAYER": arithmetic.LAYER,
+    "WORKLOAD": arithmetic.WORKLOAD,
+    "H100": arithmetic.H100,
+    "TPU": arithmetic.TPU,
+    "NVLINK": predictions.DATASHEET,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+
+
+def vocabulary(committed: Committed) -> dict[str, Any]:
+    """Every name that a template may use; rows that are missing become "not measured yet", or a table's sentence."""
+    tables = {table.__name__: table for table in TABLES} | {
+        "sharded_memory_table": sharded_tables.memory_table,
+        "sharded_time_table": sharded_tables.time_table,
+        "leak_tables": leak_tables,
+    }
+    numbers: dict[str, Callable[..., Any]] = {number.__name__: number for number in NUMBERS}
+    numbers |= {"leak": leak, "parallelism": parallelism, **questions(committed.rows)}
+    return {
+        **{name: answering(table, _sentence) for name, table in tables.items()},
+        **{name: answering(number, lambda missing: Pending()) for name, number in numbers.items()},
+        **CONSTANTS,
+        "rows": committed.rows,
+        "digests": committed.digests,
+    }
+
+
+def leak(rows: pd.DataFrame) -> dict[str, Any]:
+    """The main figures of one experiment of ``experiments/leaks``, as its own analysis finds them in its rows."""
+    return _findings(rows).figures
+
+
+def leak_tables(rows: pd.DataFrame) -> str:
+    """Its tables."""
+    return "\n\n".join(table.markdown() for table in _findings(rows).tables)
+
+
+def _findings(rows: pd.DataFrame) -> Findings:
+    return LEAKS[rows["benchmark"].iloc[0]](rows[rows["status"] == "ok"])
+
+
+def parallelism(question: str) -> list[Table]:
+    """The tables of a question of ``scripts/parallelism.py``, at its defaults."""
+    return {command.__name__.lower(): command for command in COMMANDS}[question]().answer()[0]
+
+
+def answering(function: Callable[..., Any], instead: Callable[[NotMeasured], Any]) -> Callable[..., Any]:
+    """The function over rows as templates name them, and what stands in a document while they are missing."""
+
+    @functools.wraps(function)
+    def answer(*arguments: Any, **named: Any) -> Any:
+        try:
+            return function(*(each.frame() if isinstance(each, Rows) else each for each in arguments), **named)
+        except NotMeasured as missing:
+            return instead(missing)
+
+    return answer
+
+
+def _sentence(missing: NotMeasured) -> str:
+    return f"**Not measured yet:** {missing}."

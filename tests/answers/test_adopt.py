@@ -1,0 +1,160 @@
+"""A run's rows and digests moved into profiles/: checked, merged, refused, and never half."""
+
+import gzip
+
+import pytest
+
+from cs336_systems.answers import adopt
+from cs336_systems.answers.adopt import carry_out, plan
+from cs336_systems.harness.record import RowFile, read_rows
+from tests.report.rows import SETTINGS, make_cell, ms
+
+WHERE = {"gpu": "NVIDIA H200", "device": "cuda", "commit": "abc", "argv": "x", "dirty": False}
+
+
+def write(path, *milliseconds, day=1, **values):
+    file = RowFile(path, SETTINGS)
+    for time in milliseconds:
+        file.append(make_cell(ms("step", time), timestamp=f"2026-01-{day:02}T00:00:00+00:00", **(WHERE | values)))
+    return path
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tmp_path / "run7"
+
+
+@pytest.fixture
+def profiles(tmp_path):
+    return tmp_path / "profiles"
+
+
+def adopted(run, profiles, **how):
+    moves = plan(run, profiles, how.pop("machine", "h200"), replace=how.pop("replace", False))
+    carry_out(moves)
+    return moves
+
+
+def medians(profiles, name="benchmark_model.csv"):
+    return list(read_rows(profiles / "results" / "h200" / "grid" / name)["median"])
+
+
+def test_rows_and_digests_go_to_their_parts_and_raw_recordings_stay(run, profiles):
+    write(run / "grid" / "benchmark_model.csv", 1.0)
+    (run / "grid" / "benchmark_model_frontier.png").write_bytes(b"drawn from the rows")
+    write(run / "nsys" / "profile_model.csv", 2.0)
+    for name in ("small-nsys.md", "small-nsys-kernels.csv", "small-nsys-step.png", "small.nsys-rep", "t.json.gz"):
+        (run / "nsys" / name).write_bytes(b"x")
+    adopted(run, profiles)
+    found = {path.relative_to(profiles).as_posix() for path in profiles.rglob("*") if path.is_file()}
+    digests = ("profile_model.csv", "small-nsys.md", "small-nsys-kernels.csv", "small-nsys-step.png")
+    assert found == {"results/h200/grid/benchmark_model.csv"} | {f"digests/h200/nsys/{name}" for name in digests}
+
+
+def test_newer_rows_are_appended_and_adopting_again_changes_nothing(run, profiles):
+    source = write(run / "grid" / "benchmark_model.csv", 1.0)
+    adopted(run, profiles)
+    write(source, 2.0, 3.0, day=2)
+    (move,) = adopted(run, profiles)
+    assert move.what == "2 of 3 rows appended"
+    assert medians(profiles) == [1.0, 2.0, 3.0]
+    assert (profiles / "results/h200/grid/benchmark_model.csv").read_bytes() == source.read_bytes()
+    assert adopted(run, profiles)[0].what == "all there already"
+    assert medians(profiles) == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("day", [1, 2])
+def test_rows_that_differ_and_are_no_newer_are_refused_unless_told(run, profiles, day):
+    write(profiles / "results" / "h200" / "grid" / "benchmark_model.csv", 1.0, day=2)
+    write(run / "grid" / "benchmark_model.csv", 9.0, day=day)
+    (move,) = plan(run, profiles, "h200", replace=False)
+    assert str(move).startswith("refused: ") and "no newer" in str(move)
+    with pytest.raises(ValueError, match="nothing was moved"):
+        carry_out([move])
+    assert medians(profiles) == [1.0]
+    adopted(run, profiles, replace=True)
+    assert medians(profiles) == [9.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"dirty": True}, "uncommitted changes"),
+        ({"commit": ""}, "do not say their commit"),
+        ({"gpu": "NVIDIA B200"}, "rows of NVIDIA B200, not of h200"),
+        ({"device": "cpu", "gpu": ""}, "rows of cpu, not of h200"),
+    ],
+)
+def test_rows_that_cannot_be_committed_keep_everything_back(run, profiles, values, reason):
+    write(run / "fine" / "benchmark_model.csv", 1.0)
+    write(run / "grid" / "benchmark_model.csv", 1.0, **values)
+    moves = plan(run, profiles, "h200", replace=True)
+    assert [move.refused for move in moves] == [False, True]
+    assert reason in moves[1].what
+    with pytest.raises(ValueError, match="refused"):
+        carry_out(moves)
+    assert not profiles.exists()
+
+
+def test_a_machine_is_named_after_its_gpu_or_is_a_cpu(run, profiles):
+    write(run / "collectives" / "benchmark_collectives.csv", 1.0, device="cpu", gpu="")
+    adopted(run, profiles, machine="cpu")
+    assert (profiles / "results" / "cpu" / "collectives" / "benchmark_collectives.csv").exists()
+
+
+def test_torn_files_and_other_columns_are_refused(run, profiles):
+    source = write(run / "grid" / "benchmark_model.csv", 1.0)
+    committed = profiles / "results" / "h200" / "grid" / "benchmark_model.csv"
+    RowFile(committed, ["size"]).append(make_cell(ms("step", 1.0), **WHERE))
+    assert "other columns" in plan(run, profiles, "h200", replace=False)[0].what
+    source.write_bytes(source.read_bytes()[:-5])
+    assert "torn line" in plan(run, profiles, "h200", replace=True)[0].what
+
+
+def test_large_rows_are_compressed_and_stay_so_and_large_pages_refused(run, profiles, monkeypatch):
+    source = write(run / "grid" / "benchmark_model.csv", 1.0)
+    adopted(run, profiles)
+    monkeypatch.setattr(adopt, "LARGEST", 600)
+    write(source, 2.0, day=2)
+    adopted(run, profiles)
+    folder = profiles / "results" / "h200" / "grid"
+    assert [path.name for path in folder.iterdir()] == ["benchmark_model.csv.gz"]
+    write(source, 3.0, day=3)
+    adopted(run, profiles)
+    assert medians(profiles, "benchmark_model.csv.gz") == [1.0, 2.0, 3.0]
+    assert gzip.decompress((folder / "benchmark_model.csv.gz").read_bytes()) == source.read_bytes()
+    (run / "grid" / "page.md").write_text("x" * 1001)
+    assert [move.refused for move in plan(run, profiles, "h200", replace=True)] == [False, True]
+
+
+def test_pages_that_differ_are_refused_unless_told(run, profiles):
+    (run / "nsys").mkdir(parents=True)
+    page, committed = run / "nsys" / "page.md", profiles / "digests" / "h200" / "nsys" / "page.md"
+    page.write_text("one")
+    assert adopted(run, profiles)[0].what == "new"
+    assert adopted(run, profiles)[0].what == "there already"
+    page.write_text("two")
+    assert plan(run, profiles, "h200", replace=False)[0].refused
+    adopted(run, profiles, replace=True)
+    assert committed.read_text() == "two"
+
+
+def test_a_file_is_whole_or_as_it_was(run, profiles, monkeypatch):
+    source = write(run / "grid" / "benchmark_model.csv", 1.0)
+    adopted(run, profiles)
+    write(source, 2.0, day=2)
+
+    def full(descriptor):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.fsync", full)
+    moves = plan(run, profiles, "h200", replace=False)
+    with pytest.raises(OSError, match="disk full"):
+        carry_out(moves)
+    assert medians(profiles) == [1.0]
+    assert len(list((profiles / "results" / "h200" / "grid").iterdir())) == 1
+
+
+def test_a_folder_without_parts_is_an_error(run, profiles):
+    with pytest.raises(ValueError, match="holds no folder of a part"):
+        plan(run, profiles, "h200", replace=False)

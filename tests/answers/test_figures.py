@@ -1,0 +1,74 @@
+"""Figures of the documents: what each drew, from which rows."""
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from cs336_systems.answers import figures as answers_figures
+from cs336_systems.answers.committed import Committed, NotMeasured
+from cs336_systems.answers.figures import draw, figures
+from cs336_systems.experiments.leaks.findings import Findings
+from tests.report.rows import make_cell, make_frame, ms
+
+BY_ARITHMETIC = {"pipeline_schedules.png", "fsdp_scaling.png", "goodput.png"}
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """Every figure that is saved, by file name."""
+    found = {}
+    save = Figure.savefig
+
+    def noted(figure, path, **options):
+        found[path.name] = figure
+        save(figure, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", noted)
+    return found
+
+
+def write(tmp_path, part, name, *cells):
+    path = tmp_path / "results" / "h200" / part / name
+    path.parent.mkdir(parents=True)
+    make_frame(*cells).assign(samples="").to_csv(path, index=False)
+    return Committed(tmp_path, "h200")
+
+
+def test_without_rows_only_arithmetic_is_drawn_and_the_rest_is_named(tmp_path, saved):
+    committed = Committed(tmp_path, "h200")
+    missing = draw(committed, tmp_path / "figures")
+    assert set(saved) == BY_ARITHMETIC == {path.name for path in (tmp_path / "figures").iterdir()}
+    assert set(missing) == set(figures(committed)) - BY_ARITHMETIC
+    schedules = " ".join(text.get_text() for text in saved["pipeline_schedules.png"].findobj(Text))
+    assert all(name in schedules for name in ("GPipe", "1F1B", "interleaved 1F1B", "ZB-H1"))
+    jobs = [str(line.get_label()).partition(" nodes")[0] for line in saved["goodput.png"].axes[0].get_lines()]
+    assert [job for job in jobs if job[0].isdigit()] == ["8", "64", "512", "2,048"]
+    curves = [line for line in saved["fsdp_scaling.png"].axes[0].get_lines() if len(line.get_xdata()) > 5]
+    assert {(line.get_xdata()[0], line.get_xdata()[-1]) for line in curves} == {(8, 8192)}
+
+
+def test_the_grid_is_drawn_from_its_rows(tmp_path, saved):
+    cells = [
+        make_cell(ms("step", time), ms("mfu", 50.0), size="small", context_length=context, gpu="NVIDIA H200")
+        for context, time in ((128, 10.0), (256, 20.0))
+    ]
+    found = figures(write(tmp_path, "grid", "benchmark_model.csv", *cells))
+    found["h200_grid.png"](tmp_path / "h200_grid.png")
+    drawn = saved["h200_grid.png"].axes[0].get_lines()[0]
+    assert list(drawn.get_xdata()) == [128, 256]
+    assert list(drawn.get_ydata()) == [10.0, 20.0]
+    with pytest.raises(NotMeasured):
+        found["h200_checkpointing.png"](tmp_path / "x.png")
+
+
+def test_an_experiment_draws_its_own_findings(tmp_path, saved, monkeypatch):
+    def analyse(rows):
+        return Findings([], {}, lambda axes: axes.plot([0, 1], [0, rows["median"].sum()]), "Title")
+
+    monkeypatch.setitem(answers_figures.LEAKS, "roofline_knee", analyse)
+    failed = make_cell(status="error", message="no", gpu="NVIDIA H200")
+    committed = write(tmp_path, "leaks", "roofline_knee.csv", make_cell(ms("time", 46.0), gpu="NVIDIA H200"), failed)
+    figures(committed)["h200_leak_roofline_knee.png"](tmp_path / "knee.png")
+    (axes,) = saved["knee.png"].axes
+    assert list(axes.get_lines()[0].get_ydata()) == [0, 46.0]
+    assert axes.get_title(loc="left") == "Title"
