@@ -92,7 +92,7 @@ class Rows:
         if several := [name for name in of_cell if name not in _EFFORT and rows[name].nunique() > 1]:
             raise ValueError(f"{metric} of several cells, which differ in {', '.join(several)}")
         with_time = cell[cell["metric"].isin((metric, RATES.get(metric)))]
-        return float(pooled(newest_run(with_time)).set_index("metric").loc[metric, statistic])
+        return float(pooled(newest_run(with_time)).set_index("metric")[statistic][metric])
 
 
 def _holds(column: pd.Series, value: Any) -> pd.Series:

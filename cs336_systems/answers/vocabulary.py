@@ -24,7 +24,8 @@ from cs336_systems.experiments.fully_sharded.table import fully_sharded_table
 from cs336_systems.experiments.leaks import flops_against_time, launch_overhead, matmul_data, roofline_knee
 from cs336_systems.experiments.leaks.findings import Findings
 from cs336_systems.experiments.model.table import step_table
-from cs336_systems.experiments.parallelism.questions import COMMANDS
+from cs336_systems.experiments.parallelism.answers import found
+from cs336_systems.experiments.parallelism.questions import QUESTIONS
 from cs336_systems.experiments.sharded_optimizer import table as sharded_tables
 from cs336_systems.report.tables import Table
 
@@ -169,7 +170,8 @@ def _findings(rows: pd.DataFrame) -> Findings:
 
 def parallelism(question: str) -> list[Table]:
     """The tables of a question of ``scripts/parallelism.py``, at its defaults."""
-    return {command.__name__.lower(): command for command in COMMANDS}[question]().answer()[0]
+    kinds = {kind.__name__.lower(): kind for kind in QUESTIONS}
+    return found(kinds[question]())[0]
 
 
 def answering(function: Callable[..., Any], instead: Callable[[NotMeasured], Any]) -> Callable[..., Any]:

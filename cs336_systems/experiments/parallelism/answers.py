@@ -37,15 +37,20 @@ def answer(question: Any) -> int:
     """Print the answer to one of ``QUESTIONS``; 2 for a value that makes no sense."""
     name = type(question).__name__.lower()
     try:
-        tables, summary = _ANSWERS[type(question)](question)
+        tables, summary = found(question)
     except ValueError as error:
         return complain(f"parallelism {name}", str(error))
-    for found in tables:
-        show(found, "auto")
+    for table in tables:
+        show(table, "auto")
     figure = getattr(question, "figure", None)
     finite = {key: None if value == math.inf else value for key, value in summary.items()}
     print(json.dumps({"question": name, **finite} | ({"figure": str(figure)} if figure else {})))
     return 0
+
+
+def found(question: Any) -> Answer:
+    """Tables and main figures; raises ValueError for a value that makes no sense."""
+    return _ANSWERS[type(question)](question)
 
 
 def _table(caption: str, lines: list[dict[str, Any]]) -> Table:
