@@ -64,7 +64,9 @@ def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None
     if (rows["variant"] != CEILING).any():
         show(step_table(rows), options.format)
         if options.compare is not None:
-            show(compare(rows, read_rows(options.compare)), options.format)
+            before = read_rows(options.compare)
+            appended = len(rows) if csv and csv.samefile(options.compare) else 0
+            show(compare(rows, before.head(len(before) - appended)), options.format)
     if csv:
         draw_step_figure(read_rows(csv), csv.with_suffix(".png"))
         draw_frontier(read_rows(csv), csv.with_name(f"{csv.stem}_frontier.png"))
