@@ -9,6 +9,7 @@ an even number of samples is not the rate of the median time; pooled, each rate 
 time that is shown beside it.
 """
 
+import numpy as np
 import pandas as pd
 
 RATES = (
@@ -21,6 +22,7 @@ RATES = (
 """Metrics that are an amount over a time, with the metric of that time."""
 
 _COMMAND = ("argv", "commit")
+_WRITTEN = (*_COMMAND, "timestamp")
 
 
 def newest_run(cell: pd.DataFrame) -> pd.DataFrame:
@@ -30,7 +32,11 @@ def newest_run(cell: pd.DataFrame) -> pd.DataFrame:
         cell: rows of one cell, or of one metric of it, in the order in which they were written.
     """
     repeat = repeats(cell)
-    outcome = cell.reindex(columns=[*_COMMAND, "timestamp"]).astype(object).fillna("").assign(repeat=repeat)
+    if cell["metric"].is_unique and all(
+        map(_is_constant, (repeat, *(cell[name] for name in _WRITTEN if name in cell)))
+    ):
+        return cell  # measured once: no more to tell apart, in nearly every cell
+    outcome = cell.reindex(columns=[*_WRITTEN]).astype(object).fillna("").assign(repeat=repeat)
     command = outcome[[*_COMMAND]]
     outcome["again"] = outcome.assign(metric=cell["metric"]).groupby([*outcome, "metric"], dropna=False).cumcount()
     same_outcome = (outcome == outcome.shift()).all(axis=1)
@@ -38,6 +44,11 @@ def newest_run(cell: pd.DataFrame) -> pd.DataFrame:
     number = (~(same_outcome | next_repeat)).cumsum()
     run = cell[number == number.iloc[-1]]
     return run[run["status"] == "ok"] if run["status"].iloc[-1] == "ok" else run.iloc[-1:]
+
+
+def _is_constant(values: pd.Series) -> bool:
+    array = values.to_numpy()
+    return bool((array == array[0]).all())
 
 
 def repeats(rows: pd.DataFrame) -> pd.Series:
@@ -49,25 +60,26 @@ def repeats(rows: pd.DataFrame) -> pd.Series:
 def pooled(run: pd.DataFrame) -> pd.DataFrame:
     """One row per metric of a run: the median of the repeats' medians, the lowest p10, the highest p90, n in all."""
     rows = run.drop_duplicates("metric", keep="last").set_index("metric", drop=False)
-    by_metric = run.groupby("metric", sort=False)
-    for column, pool in (("median", "median"), ("p10", "min"), ("p90", "max"), ("n", "sum")):
-        if column in rows:
-            rows[column] = by_metric[column].agg(pool)
+    if len(rows) < len(run):
+        by_metric = run.groupby("metric", sort=False)
+        for column, pool in (("median", "median"), ("p10", "min"), ("p90", "max"), ("n", "sum")):
+            if column in rows:
+                rows[column] = by_metric[column].agg(pool)
+    medians = run["median"].groupby(run["metric"].to_numpy(), sort=False).agg(list)
+    inverses = {time: _inverse_times(run, time) for time in set(RATES.values()) & set(rows.index)}
     for rate, time in RATES.items():
-        if rate in rows.index and time in rows.index and (amount := _amount(run, rate, time)) is not None:
+        if rate in rows.index and (of_one_unit := inverses.get(time)) and len(of_one_unit) == len(medians[rate]):
+            amount = np.median(np.divide(medians[rate], of_one_unit))
             shown = amount / rows.loc[time, ["median", "p90", "p10"]].astype(float)
             rows.loc[rate, ["median", "p10", "p90"]] = shown.to_numpy()
     return rows.drop(columns="samples", errors="ignore").reset_index(drop=True)
 
 
-def _amount(run: pd.DataFrame, rate: str, time: str) -> float | None:
-    """What a rate counts, by the times it was computed from; None if those are not in the rows."""
-    rates, times = (run[run["metric"] == metric] for metric in (rate, time))
-    samples = [found for found in times.get("samples", []) if found]
-    if not samples or len(samples) != len(rates):
-        return None
-    of_one_unit = [float(pd.Series([1 / value for value in found]).median()) for found in samples]
-    return float((rates["median"] / of_one_unit).median())
+def _inverse_times(run: pd.DataFrame, time: str) -> list[float]:
+    """The median of one over each sample of a time, by repeat: the rate of one unit of work; none without samples."""
+    if "samples" not in run:
+        return []
+    return [float(np.median(1 / np.asarray(found))) for found in run["samples"][run["metric"] == time] if found]
 
 
 def newest(rows: pd.DataFrame, settings: list[str]) -> pd.DataFrame:
