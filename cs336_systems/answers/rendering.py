@@ -31,10 +31,13 @@ PENDING = "not measured yet"
 
 
 class Pending:
-    """A number that waits for rows: whatever is asked of it or computed with it, it stays one."""
+    """A number or table that waits for rows: whatever is asked of it or computed with it, it stays one."""
+
+    def __init__(self, text: str = PENDING) -> None:
+        self._text = text
 
     def __str__(self) -> str:
-        return PENDING
+        return self._text
 
     def _itself(self, *_: object) -> "Pending":
         return self

@@ -113,7 +113,7 @@ TABLES = (
     *(step_table, models.phases_table, models.mixed_precision_table, models.compiled_table, models.earlier_work_table),
     *(models.memory_errors_table, models.warmup_table, models.harness_text, models.ceilings_table),
     *(attention_tables.attention_table, attention_tables.comparison_table, attention_tables.account_table),
-    *(attention_tables.length_table, attention_tables.tile_table),
+    *(attention_tables.length_tables, attention_tables.tile_table),
     *(attention.materialised_table, attention.compiled_attention_table, attention.flash_table),
     *(profiles.forward_table, profiles.top_kernels_table, profiles.classes_table, profiles.other_kernels_table),
     profiles.stages_table,
@@ -147,7 +147,7 @@ def vocabulary(committed: Committed) -> dict[str, Any]:
     numbers |= {"leak": leak, "parallelism": parallelism, **questions(committed.rows)}
     return {
         **{name: answering(table, _sentence) for name, table in tables.items()},
-        **{name: answering(number, lambda missing: Pending()) for name, number in numbers.items()},
+        **{name: answering(number, lambda _: Pending()) for name, number in numbers.items()},
         **CONSTANTS,
         "rows": committed.rows,
         "digests": committed.digests,
@@ -187,5 +187,5 @@ def answering(function: Callable[..., Any], instead: Callable[[NotMeasured], Any
     return answer
 
 
-def _sentence(missing: NotMeasured) -> str:
-    return f"**Not measured yet:** {missing}."
+def _sentence(missing: NotMeasured) -> Pending:
+    return Pending(f"**Not measured yet:** {missing}.")

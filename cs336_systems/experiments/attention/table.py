@@ -79,13 +79,17 @@ def _by_repeat(rows: pd.DataFrame, metric: str, impl: str) -> pd.Series:
     return by_repeat(newest_run(own), metric)
 
 
-def length_table(rows: pd.DataFrame, metric: str) -> Table:
-    """The median of one metric for every implementation (columns) at every dtype, head dim and length (lines).
+def length_tables(rows: pd.DataFrame, *metrics: str) -> list[Table]:
+    """A table per metric: its median for every implementation (columns) at every dtype, head dim and length (lines).
 
     A cell that has no such metric says how it ended instead; one that was not measured is empty.
     """
     impls = list(dict.fromkeys(rows["impl"]))
     rows = newest(rows, [name for name in SETTINGS if name in rows])
+    return [_length_table(rows, impls, metric) for metric in metrics]
+
+
+def _length_table(rows: pd.DataFrame, impls: list[str], metric: str) -> Table:
     lines = []
     for (dtype, d_head, length), cells in rows.groupby(["dtype", "d_head", "length"], sort=True):
         line = {"dtype": dtype, "d": d_head, "length": f"{length:,}"}

@@ -9,7 +9,7 @@ from cs336_systems.experiments.attention.table import (
     account_table,
     attention_table,
     comparison_table,
-    length_table,
+    length_tables,
     tile_table,
     time_of,
 )
@@ -84,7 +84,7 @@ def test_repeats_are_pooled_and_compared_with_their_neighbours():
 def test_lengths_are_lines_and_gaps_are_told_from_failures():
     rows = cell("flash", 2.0) + cell("flash", 4.0, length=2048)
     rows += [row("peer", "", None, status="unsupported", length=2048)]
-    frame = length_table(pd.DataFrame(rows), "both").frame
+    frame = length_tables(pd.DataFrame(rows), "both")[0].frame
     assert list(frame["length"]) == ["1,024", "2,048"]
     assert list(frame["flash"]) == ["6.00", "12.0"]
     assert list(frame["peer"]) == ["", "unsupported"]
