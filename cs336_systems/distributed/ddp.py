@@ -220,7 +220,7 @@ class DDP(nn.Module):
             )
         progress.ready[position] = None
         self._bucket_of[position].gradient_is_ready()
-        if self._during_backward:
+        if self._during_backward:  # never before those ahead of it: the order must be the same on every rank
             while progress.n_started < len(self._buckets) and not self._buckets[progress.n_started].waiting_for:
                 self._start(self._buckets[progress.n_started])
 

@@ -11,8 +11,8 @@ A group that several runs use stays between the first and the last of them, in e
 gathered once. Each class below holds what lives equally long: one forward, the runs of a graph, one backward, the
 gradients of a step.
 
-Limits: activation checkpointing must be non-reentrant. When a segment of several units runs
-again, those that backward's look-ahead has not reached are gathered for it, one by one, and again for their backward.
+Limits: activation checkpointing must be non-reentrant. When a segment of several units runs again, those that
+backward's look-ahead has not reached are gathered for it, one by one, and again for their backward.
 """
 
 import weakref

@@ -1,5 +1,6 @@
 """Checks that all ranks of a world run: it is started once for many of them, and each reports under its own name."""
 
+import time
 import traceback
 from typing import Any, NamedTuple
 
@@ -21,16 +22,28 @@ class Ended(NamedTuple):
 def run_checks(rank: Rank, checks) -> dict[str, Ended]:
     """Call each check with the rank, on its device and in a process group of its own: one that fails ends nothing else.
 
-    A rank that fails leaves the group, which ends the check on those that wait for it.
+    A rank that fails leaves the group, which ends the check on those that wait for it. Otherwise ranks leave together:
+    one may still be connecting, or waiting for another's last message.
     """
-    ended = {}
+    store = dist.distributed_c10d._get_default_store()
+
+    def meet(place: str) -> None:
+        store.add(place, 1)
+        while store.add(place, 0) < rank.world_size:
+            time.sleep(0.005)
+
+    meet("start")
     dist.destroy_process_group()
+    ended = {}
     for check in checks:
+        name = check.__name__
         try:
             with joined(rank.device.type, timeout_s=60) as own, own.device:
-                ended[check.__name__] = Ended(None, check(own))
+                ended[name] = Ended(None, check(own))
+                meet(name)
         except (Exception, pytest.fail.Exception):  # the latter, of pytest.raises, is no Exception
-            ended[check.__name__] = Ended(traceback.format_exc())
+            ended[name] = Ended(traceback.format_exc())
+            store.add(name, 1)
     return ended
 
 
