@@ -12,6 +12,7 @@ Sources: CS336 assignment 2 handout, table 1; the ``config.json`` files that Met
 
 import difflib
 from dataclasses import dataclass, replace
+from functools import partial
 
 
 @dataclass(frozen=True)
@@ -112,84 +113,31 @@ class ModelConfig:
         return replace(self, context_length=context_length)
 
 
-def _handout(name: str, d_model: int, d_ff: int, n_layers: int, n_heads: int) -> ModelConfig:
-    return ModelConfig(name=name, d_model=d_model, d_ff=d_ff, n_layers=n_layers, n_heads=n_heads)
-
-
-def _llama3(
-    name: str, d_model: int, d_ff: int, n_layers: int, max_context_length: int, scaling: RopeScaling | None, tied: bool
-) -> ModelConfig:
-    return ModelConfig(
-        name=name,
-        d_model=d_model,
-        d_ff=d_ff,
-        n_layers=n_layers,
-        n_heads=32,
-        n_kv_heads=8,
-        vocab_size=128_256,
-        max_context_length=max_context_length,
-        rope_theta=500_000.0,
-        rope_scaling=scaling,
-        tie_embeddings=tied,
-    )
-
-
-def _qwen25(
-    name: str,
-    d_model: int,
-    d_ff: int,
-    n_layers: int,
-    n_heads: int,
-    n_kv_heads: int,
-    max_context_length: int,
-    rms_norm_eps: float = 1e-6,
-    vocab_size: int = 152_064,
-    tied: bool = False,
-) -> ModelConfig:
-    return ModelConfig(
-        name=name,
-        d_model=d_model,
-        d_ff=d_ff,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        vocab_size=vocab_size,
-        max_context_length=max_context_length,
-        qkv_bias=True,
-        tie_embeddings=tied,
-        rope_theta=1_000_000.0,
-        rms_norm_eps=rms_norm_eps,
-    )
-
-
 _LLAMA_3_2_SCALING = RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=8192)
+_llama3 = partial(ModelConfig, n_heads=32, n_kv_heads=8, vocab_size=128_256, rope_theta=500_000.0)
+_llama3_2 = partial(_llama3, tie_embeddings=True, rope_scaling=_LLAMA_3_2_SCALING)
+_qwen25 = partial(ModelConfig, vocab_size=152_064, qkv_bias=True, rope_theta=1_000_000.0, rms_norm_eps=1e-6)
+_qwen25_tied = partial(_qwen25, n_kv_heads=2, vocab_size=151_936, tie_embeddings=True)
 
 MODEL_SIZES: dict[str, ModelConfig] = {
     config.name: config
     for config in (
-        ModelConfig(name="tiny", d_model=64, d_ff=192, n_layers=2, n_heads=4, vocab_size=256, context_length=128),
-        _handout("small", 768, 3072, 12, 12),
-        _handout("medium", 1024, 4096, 24, 16),
-        _handout("large", 1280, 5120, 36, 20),
-        _handout("xl", 1600, 6400, 48, 25),
-        _handout("2.7b", 2560, 10_240, 32, 32),
-        _handout("10b", 4608, 12_288, 50, 36),
-        ModelConfig(
-            name="leaderboard-8b",
-            d_model=4096,
-            d_ff=11_008,
-            n_layers=34,
-            n_heads=32,
-            vocab_size=151_936,
-            context_length=32_768,
-        ),
-        _llama3("llama3-1b", 2048, 8192, 16, 131_072, _LLAMA_3_2_SCALING, tied=True),
-        _llama3("llama3-8b", 4096, 14_336, 32, 8192, None, tied=False),
-        _qwen25("qwen2.5-0.5b", 896, 4864, 24, 14, 2, 32_768, vocab_size=151_936, tied=True),
-        _qwen25("qwen2.5-1.5b", 1536, 8960, 28, 12, 2, 131_072, vocab_size=151_936, tied=True),
-        _qwen25("qwen2.5-3b", 2048, 11_008, 36, 16, 2, 32_768, vocab_size=151_936, tied=True),
-        _qwen25("qwen2.5-7b", 3584, 18_944, 28, 28, 4, 131_072),
-        _qwen25("qwen2.5-14b", 5120, 13_824, 48, 40, 8, 131_072, rms_norm_eps=1e-5),
+        # name, d_model, d_ff, layers, heads
+        ModelConfig("tiny", 64, 192, 2, 4, vocab_size=256, context_length=128),
+        ModelConfig("small", 768, 3072, 12, 12),
+        ModelConfig("medium", 1024, 4096, 24, 16),
+        ModelConfig("large", 1280, 5120, 36, 20),
+        ModelConfig("xl", 1600, 6400, 48, 25),
+        ModelConfig("2.7b", 2560, 10_240, 32, 32),
+        ModelConfig("10b", 4608, 12_288, 50, 36),
+        ModelConfig("leaderboard-8b", 4096, 11_008, 34, 32, vocab_size=151_936, context_length=32_768),
+        _llama3_2("llama3-1b", 2048, 8192, 16, max_context_length=131_072),
+        _llama3("llama3-8b", 4096, 14_336, 32, max_context_length=8192),
+        _qwen25_tied("qwen2.5-0.5b", 896, 4864, 24, 14, max_context_length=32_768),
+        _qwen25_tied("qwen2.5-1.5b", 1536, 8960, 28, 12, max_context_length=131_072),
+        _qwen25_tied("qwen2.5-3b", 2048, 11_008, 36, 16, max_context_length=32_768),
+        _qwen25("qwen2.5-7b", 3584, 18_944, 28, 28, n_kv_heads=4, max_context_length=131_072),
+        _qwen25("qwen2.5-14b", 5120, 13_824, 48, 40, n_kv_heads=8, max_context_length=131_072, rms_norm_eps=1e-5),
     )
 }
 

@@ -30,22 +30,14 @@ crossing up by 1/0.7.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cs336_systems.config import ModelConfig
+from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.communication import cost
 from cs336_systems.costs.parallelism.forms import Device
 
-LLAMA3_70B = ModelConfig(
-    name="llama3-70b",
-    d_model=8192,
-    d_ff=28_672,
-    n_layers=80,
-    n_heads=64,
-    n_kv_heads=8,
-    vocab_size=128_256,
-    context_length=8192,
-    rope_theta=500_000.0,
+LLAMA3_70B = replace(
+    MODEL_SIZES["llama3-8b"], name="llama3-70b", d_model=8192, d_ff=28_672, n_layers=80, n_heads=64, context_length=8192
 )
 """As Meta publishes it, 70.6 billion parameters; not among the sizes of ``config.py``, which are there to run."""
 
