@@ -10,12 +10,20 @@ matrices (Glorot & Bengio 2010) and 1 for embeddings; gains start at one and bia
 
 import math
 from collections.abc import Callable
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from cs336_systems.config import ModelConfig
 from cs336_systems.model.ops import ModelOps
+
+
+class Placement(TypedDict, total=False):
+    """Where a layer's tensors are made, and in which dtype; torch's defaults where it does not say."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 def _truncated_normal_(tensor: Tensor, std: float) -> None:
@@ -26,19 +34,12 @@ class Linear(nn.Module):
     """x (..., d_in) -> (..., d_out); ``weight`` is (d_out, d_in), ``bias`` (d_out,) or None."""
 
     def __init__(
-        self,
-        d_in: int,
-        d_out: int,
-        ops: ModelOps,
-        *,
-        bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, d_in: int, d_out: int, ops: ModelOps, *, bias: bool = False, **placement: Unpack[Placement]
     ) -> None:
         super().__init__()
         self.ops = ops
-        self.weight = nn.Parameter(torch.empty(d_out, d_in, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(d_out, device=device, dtype=dtype)) if bias else None
+        self.weight = nn.Parameter(torch.empty(d_out, d_in, **placement))
+        self.bias = nn.Parameter(torch.empty(d_out, **placement)) if bias else None
 
     def reset_parameters(self) -> None:
         d_out, d_in = self.weight.shape
@@ -53,18 +54,10 @@ class Linear(nn.Module):
 class Embedding(nn.Module):
     """Integer ids (...) -> (..., d_model); ``weight`` is (vocab_size, d_model)."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        d_model: int,
-        ops: ModelOps,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, vocab_size: int, d_model: int, ops: ModelOps, **placement: Unpack[Placement]) -> None:
         super().__init__()
         self.ops = ops
-        self.weight = nn.Parameter(torch.empty(vocab_size, d_model, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model, **placement))
 
     def reset_parameters(self) -> None:
         _truncated_normal_(self.weight, std=1.0)
@@ -76,19 +69,11 @@ class Embedding(nn.Module):
 class RMSNorm(nn.Module):
     """Root-mean-square normalisation of the last dimension with a learned gain ``weight`` (d_model,)."""
 
-    def __init__(
-        self,
-        d_model: int,
-        eps: float,
-        ops: ModelOps,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, d_model: int, eps: float, ops: ModelOps, **placement: Unpack[Placement]) -> None:
         super().__init__()
         self.ops = ops
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(d_model, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(d_model, **placement))
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
@@ -122,19 +107,13 @@ class RotaryEmbedding(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, **placement: Unpack[Placement]) -> None:
         super().__init__()
         self.config = config
-        table_dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
-        shape = (config.context_length, config.d_head // 2)
+        dtype = torch.promote_types(placement.get("dtype") or torch.get_default_dtype(), torch.float32)
         for name in ("cos", "sin"):
-            self.register_buffer(name, torch.empty(shape, device=device, dtype=table_dtype), persistent=False)
+            table = torch.empty(config.context_length, config.d_head // 2, device=placement.get("device"), dtype=dtype)
+            self.register_buffer(name, table, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
         """``nn.Module._apply``, which ``to`` calls: a change of dtype computes the tables anew."""
@@ -168,20 +147,12 @@ class RotaryEmbedding(nn.Module):
 class SwiGLU(nn.Module):
     """Gated feed-forward w2(silu(w1 x) * w3 x): (..., d_model) -> (..., d_model) through width d_ff."""
 
-    def __init__(
-        self,
-        d_model: int,
-        d_ff: int,
-        ops: ModelOps,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, d_model: int, d_ff: int, ops: ModelOps, **placement: Unpack[Placement]) -> None:
         super().__init__()
         self.ops = ops
-        self.w1 = Linear(d_model, d_ff, ops, device=device, dtype=dtype)
-        self.w2 = Linear(d_ff, d_model, ops, device=device, dtype=dtype)
-        self.w3 = Linear(d_model, d_ff, ops, device=device, dtype=dtype)
+        self.w1 = Linear(d_model, d_ff, ops, **placement)
+        self.w2 = Linear(d_ff, d_model, ops, **placement)
+        self.w3 = Linear(d_model, d_ff, ops, **placement)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(self.ops.swiglu(self.w1(x), self.w3(x)))

@@ -12,35 +12,29 @@ and knows nothing of how it is measured, compiled or distributed.
 """
 
 from collections.abc import Callable
+from typing import Unpack
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
 from cs336_systems.config import ModelConfig
-from cs336_systems.model.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU
+from cs336_systems.model.layers import Embedding, Linear, Placement, RMSNorm, RotaryEmbedding, SwiGLU
 from cs336_systems.model.ops import REFERENCE_OPS, ModelOps
 
 
 class CausalSelfAttention(nn.Module):
     """Multi-head (or grouped-query) causal self-attention with rotary positions: (B, S, d_model) -> same."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        ops: ModelOps,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, ops: ModelOps, **placement: Unpack[Placement]) -> None:
         super().__init__()
         self.ops = ops
         self.d_head = config.d_head
         d_model, d_kv, bias = config.d_model, config.d_kv, config.qkv_bias
-        self.q_proj = Linear(d_model, d_model, ops, bias=bias, device=device, dtype=dtype)
-        self.k_proj = Linear(d_model, d_kv, ops, bias=bias, device=device, dtype=dtype)
-        self.v_proj = Linear(d_model, d_kv, ops, bias=bias, device=device, dtype=dtype)
-        self.output_proj = Linear(d_model, d_model, ops, device=device, dtype=dtype)
+        self.q_proj = Linear(d_model, d_model, ops, bias=bias, **placement)
+        self.k_proj = Linear(d_model, d_kv, ops, bias=bias, **placement)
+        self.v_proj = Linear(d_model, d_kv, ops, bias=bias, **placement)
+        self.output_proj = Linear(d_model, d_model, ops, **placement)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (
@@ -54,19 +48,12 @@ class CausalSelfAttention(nn.Module):
 class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then + feed-forward(norm(x)): (B, S, d_model) -> same; cos, sin (S, d_head / 2)."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        ops: ModelOps = REFERENCE_OPS,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, ops: ModelOps = REFERENCE_OPS, **placement: Unpack[Placement]) -> None:
         super().__init__()
-        self.ln1 = RMSNorm(config.d_model, config.rms_norm_eps, ops, device=device, dtype=dtype)
-        self.attn = CausalSelfAttention(config, ops, device=device, dtype=dtype)
-        self.ln2 = RMSNorm(config.d_model, config.rms_norm_eps, ops, device=device, dtype=dtype)
-        self.ffn = SwiGLU(config.d_model, config.d_ff, ops, device=device, dtype=dtype)
+        self.ln1 = RMSNorm(config.d_model, config.rms_norm_eps, ops, **placement)
+        self.attn = CausalSelfAttention(config, ops, **placement)
+        self.ln2 = RMSNorm(config.d_model, config.rms_norm_eps, ops, **placement)
+        self.ffn = SwiGLU(config.d_model, config.d_ff, ops, **placement)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attn(self.ln1(x), cos, sin)
@@ -80,24 +67,15 @@ class TransformerLM(nn.Module):
         ValueError: in ``forward``, a sequence beyond ``config.context_length``.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        ops: ModelOps = REFERENCE_OPS,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, ops: ModelOps = REFERENCE_OPS, **placement: Unpack[Placement]) -> None:
         super().__init__()
         self.config = config
         self.ops = ops
-        self.token_embeddings = Embedding(config.vocab_size, config.d_model, ops, device=device, dtype=dtype)
-        self.rotary = RotaryEmbedding(config, device=device, dtype=dtype)
-        self.layers = nn.ModuleList(
-            TransformerBlock(config, ops, device=device, dtype=dtype) for _ in range(config.n_layers)
-        )
-        self.ln_final = RMSNorm(config.d_model, config.rms_norm_eps, ops, device=device, dtype=dtype)
-        self.lm_head = Linear(config.d_model, config.vocab_size, ops, device=device, dtype=dtype)
+        self.token_embeddings = Embedding(config.vocab_size, config.d_model, ops, **placement)
+        self.rotary = RotaryEmbedding(config, **placement)
+        self.layers = nn.ModuleList(TransformerBlock(config, ops, **placement) for _ in range(config.n_layers))
+        self.ln_final = RMSNorm(config.d_model, config.rms_norm_eps, ops, **placement)
+        self.lm_head = Linear(config.d_model, config.vocab_size, ops, **placement)
         self._tie_embeddings()
         if not self.token_embeddings.weight.is_meta:
             self.reset_parameters()
