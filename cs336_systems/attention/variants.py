@@ -249,9 +249,7 @@ def softcap(cap: float) -> Variant:
         return cap * (2.0 * torch.sigmoid(2.0 * scores / cap) - 1.0)
 
     return Variant(
-        f"softcap {cap:g}",
-        score_mod=lambda score, b, h, q, k: cap * torch.tanh(score / cap),
-        score_formula=formula,
+        f"softcap {cap:g}", score_mod=lambda score, b, h, q, k: cap * torch.tanh(score / cap), score_formula=formula
     )
 
 

@@ -15,9 +15,6 @@ from dataclasses import dataclass
 
 from cs336_systems.config import ModelConfig, Precision
 
-SOFTMAX_FORWARD_OPERATIONS = 5
-SOFTMAX_BACKWARD_OPERATIONS = 4
-
 
 @dataclass(frozen=True)
 class StageWork:
@@ -55,12 +52,6 @@ def attention_stages(
     narrow, wide = precision.matmul_bytes, precision.softmax_bytes
     scores = config.n_layers * batch_size * config.n_heads * seq_len**2
     heads = config.n_layers * batch_size * config.n_heads * seq_len * config.d_head
-    products = 2 if backward else 1
+    products, operations, softmax_bytes = (2, 4, 2 * wide + narrow) if backward else (1, 5, narrow + wide)
     matmul = StageWork(products * 2 * scores * config.d_head, products * narrow * (scores + 2 * heads))
-    operations = SOFTMAX_BACKWARD_OPERATIONS if backward else SOFTMAX_FORWARD_OPERATIONS
-    softmax_bytes = 2 * wide + narrow if backward else narrow + wide
-    return AttentionStages(
-        scores_matmul=matmul,
-        softmax=StageWork(operations * scores, softmax_bytes * scores),
-        values_matmul=matmul,
-    )
+    return AttentionStages(matmul, StageWork(operations * scores, softmax_bytes * scores), matmul)

@@ -107,11 +107,7 @@ def step_traffic(
         "reduce-scatter": gradient_bytes * sum(sizes),
         "all-reduce": 4 * replicated + COUNT_BYTES * n_parameters,
     }
-    counts = {
-        "all-gather": max(0, 2 * len(sizes) - (not first)),
-        "reduce-scatter": len(sizes),
-        "all-reduce": 1,
-    }
+    counts = {"all-gather": max(0, 2 * len(sizes) - (not first)), "reduce-scatter": len(sizes), "all-reduce": 1}
     share = (world_size - 1) / world_size
     sent = share * (messages["all-gather"] + messages["reduce-scatter"] + 2 * messages["all-reduce"])
     return StepTraffic(counts, messages, sent)

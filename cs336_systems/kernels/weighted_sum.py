@@ -99,15 +99,7 @@ def launch_backward(x_RD: Tensor, weight_D: Tensor, grad_out_R: Tensor) -> tuple
     if x_RD.numel():
         with torch.cuda.device_of(x_RD):
             weighted_sum_backward_kernel[(programs,)](
-                x_RD,
-                weight_D,
-                grad_out_R,
-                grad_x,
-                partial,
-                n_rows,
-                d,
-                BLOCK_ROWS=BLOCK_ROWS,
-                BLOCK_D=_block_d(d),
+                x_RD, weight_D, grad_out_R, grad_x, partial, n_rows, d, BLOCK_ROWS=BLOCK_ROWS, BLOCK_D=_block_d(d)
             )
     return grad_x, partial.sum(dim=0).to(weight_D.dtype)
 

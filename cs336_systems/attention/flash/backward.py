@@ -327,12 +327,7 @@ def launch_backward(
 
     lse_log2, delta = launch_preprocess(o, do, lse_BHQ.contiguous())
     group = n_heads // n_kv_heads
-    common = {
-        "D": d_head,
-        "BLOCK_D": next_power_of_2(d_head),
-        "CAUSAL": causal,
-        "PRECISION": input_precision(),
-    }
+    common = {"D": d_head, "BLOCK_D": next_power_of_2(d_head), "CAUSAL": causal, "PRECISION": input_precision()}
     inputs = (q, k, v, do, lse_log2, delta)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
     scales = (scale, scale * LOG2_E.value)

@@ -33,15 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.attention.flash.host import input_precision, with_short_rows
-from cs336_systems.attention.flash.primitives import (
-    LN_2,
-    LOG2_E,
-    load_tile,
-    own_tile,
-    seen_keys,
-    store_tile,
-    visible,
-)
+from cs336_systems.attention.flash.primitives import LN_2, LOG2_E, load_tile, own_tile, seen_keys, store_tile, visible
 from cs336_systems.attention.flash.tiles import Tile, tile_for
 from cs336_systems.attention.launching import ceil_div, launch, next_power_of_2
 
@@ -164,20 +156,15 @@ def launch_forward(
     if batch == 0:
         return o, lse
     tile = tile or tile_for("forward", d_head, q.element_size())
+    tensors = (q, k, v, o)
     grid = (ceil_div(n_queries, tile.block_q) * batch * n_heads,)
     with torch.cuda.device_of(q):  # Triton launches on the current device, which may be another
         launch(
             flash_forward_kernel,
             grid,
-            q,
-            k,
-            v,
-            o,
+            *tensors,
             lse,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
-            *o.stride()[:3],
+            *(stride for x in tensors for stride in x.stride()[:3]),
             n_heads,
             n_heads // n_kv_heads,
             n_queries,

@@ -18,14 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper.host import (
-    copyable,
-    counter,
-    descriptor,
-    empty_result,
-    n_multiprocessors,
-    section_heads,
-)
+from cs336_systems.attention.hopper import host
 from cs336_systems.attention.hopper.passes import launch_postprocess, launch_preprocess
 from cs336_systems.attention.hopper.plans import KeyPlan
 from cs336_systems.attention.hopper.primitives import (
@@ -42,12 +35,7 @@ from cs336_systems.attention.hopper.primitives import (
     tma_add,
     visible,
 )
-from cs336_systems.attention.hopper.schedules import (
-    BACKWARD,
-    MAX_REGISTERS_WITH,
-    BackwardSchedule,
-    padded_head_dim,
-)
+from cs336_systems.attention.hopper.schedules import BACKWARD, MAX_REGISTERS_WITH, BackwardSchedule, padded_head_dim
 from cs336_systems.attention.launching import ceil_div, launch
 
 
@@ -318,14 +306,14 @@ def launch_backward(
     """
     batch, n_heads, n_queries, d_head = q_BHQD.shape
     n_kv_heads, n_keys = k_BKND.shape[1:3]
-    dq, dk, dv = (empty_result(x) for x in (q_BHQD, k_BKND, v_BKND))
+    dq, dk, dv = (host.empty_result(x) for x in (q_BHQD, k_BKND, v_BKND))
     if batch == 0:
         return dq, dk, dv
-    q, k, v, o, do = (copyable(x) for x in (q_BHQD, k_BKND, v_BKND, o_BHQD, do_BHQD))
+    q, k, v, o, do = (host.copyable(x) for x in (q_BHQD, k_BKND, v_BKND, o_BHQD, do_BHQD))
     block_d = padded_head_dim(d_head)
     schedule = schedule or BACKWARD[block_d]
     stats, dq_sums, padded = launch_preprocess(o, do, lse_BHQ, block_d)
-    taken = turns = counter(q.device)
+    taken = turns = host.counter(q.device)
     if ordered:
         n_turns = 2 * batch * n_heads * padded // schedule.block_q
         turns = torch.zeros(n_turns, dtype=torch.int32, device=q.device)
@@ -335,22 +323,22 @@ def launch_backward(
     # A head reads q and do and adds to dq, which has twice their bytes.
     queries_bytes = group * n_queries * d_head * (2 * q.element_size() + dq_sums.element_size())
     items = ceil_div(n_keys, schedule.block_k) * batch * n_kv_heads
-    programs = min(items, n_multiprocessors(q.device))
+    programs = min(items, host.n_multiprocessors(q.device))
     launch(
         hopper_backward_kernel,
         (programs,),
-        descriptor(q, queries),
-        descriptor(k, keys),
-        descriptor(v, keys),
-        descriptor(do, queries),
-        descriptor(stats, (2, schedule.block_q)),
-        descriptor(dq_sums, dq_box),
-        descriptor(dk, half_keys),
-        descriptor(dv, half_keys),
+        host.descriptor(q, queries),
+        host.descriptor(k, keys),
+        host.descriptor(v, keys),
+        host.descriptor(do, queries),
+        host.descriptor(stats, (2, schedule.block_q)),
+        host.descriptor(dq_sums, dq_box),
+        host.descriptor(dk, half_keys),
+        host.descriptor(dv, half_keys),
         turns,
         taken,
         group,
-        section_heads(queries_bytes, batch * n_kv_heads),
+        host.section_heads(queries_bytes, batch * n_kv_heads),
         padded,
         scale,
         scale * LOG2_E.value,

@@ -18,14 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper.host import (
-    copyable,
-    counter,
-    descriptor,
-    empty_result,
-    n_multiprocessors,
-    section_heads,
-)
+from cs336_systems.attention.hopper import host
 from cs336_systems.attention.hopper.plans import QueryPlan
 from cs336_systems.attention.hopper.primitives import (
     LN_2,
@@ -41,12 +34,7 @@ from cs336_systems.attention.hopper.primitives import (
     take_item,
     visible,
 )
-from cs336_systems.attention.hopper.schedules import (
-    FORWARD,
-    MAX_REGISTERS_WITH,
-    ForwardSchedule,
-    padded_head_dim,
-)
+from cs336_systems.attention.hopper.schedules import FORWARD, MAX_REGISTERS_WITH, ForwardSchedule, padded_head_dim
 from cs336_systems.attention.launching import ceil_div, launch
 
 
@@ -261,12 +249,7 @@ def hopper_forward_kernel(
 
 
 def launch_forward(
-    q_BHQD: Tensor,
-    k_BKND: Tensor,
-    v_BKND: Tensor,
-    causal: bool,
-    scale: float,
-    schedule: ForwardSchedule | None = None,
+    q_BHQD: Tensor, k_BKND: Tensor, v_BKND: Tensor, causal: bool, scale: float, schedule: ForwardSchedule | None = None
 ) -> tuple[Tensor, Tensor]:
     """o (B, H, Q, D) as ``empty_result`` lays it out, and lse (B, H, Q) in fp32; ``schedule`` overrides the table's.
 
@@ -274,29 +257,29 @@ def launch_forward(
     """
     batch, n_heads, n_queries, d_head = q_BHQD.shape
     n_kv_heads, n_keys = k_BKND.shape[1:3]
-    o = empty_result(q_BHQD)
+    o = host.empty_result(q_BHQD)
     lse = torch.empty(batch, n_heads, n_queries, dtype=torch.float32, device=q_BHQD.device)
     if batch == 0:
         return o, lse
-    q, k, v = (copyable(x) for x in (q_BHQD, k_BKND, v_BKND))
+    q, k, v = (host.copyable(x) for x in (q_BHQD, k_BKND, v_BKND))
     block_d = padded_head_dim(d_head)
     schedule = schedule or FORWARD[block_d]
     group = n_heads // n_kv_heads
     keys_and_values = 2 * n_keys * d_head * k.element_size()
     rows, keys = (1, 1, ROWS.value, block_d), (1, 1, schedule.block_k, block_d)
     items = ceil_div(n_queries, ROWS.value * schedule.consumers) * batch * n_heads
-    programs = min(items, n_multiprocessors(q.device))
+    programs = min(items, host.n_multiprocessors(q.device))
     launch(
         hopper_forward_kernel,
         (programs,),
-        descriptor(q, rows),
-        descriptor(k, keys),
-        descriptor(v, keys),
-        descriptor(o, rows),
+        host.descriptor(q, rows),
+        host.descriptor(k, keys),
+        host.descriptor(v, keys),
+        host.descriptor(o, rows),
         lse,
-        counter(q.device),
+        host.counter(q.device),
         group,
-        section_heads(keys_and_values, batch * n_kv_heads) * group,
+        host.section_heads(keys_and_values, batch * n_kv_heads) * group,
         scale * LOG2_E.value,
         CAUSAL=causal,
         CONSUMERS=schedule.consumers,
