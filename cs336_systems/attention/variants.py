@@ -54,14 +54,21 @@ MaskFormula = Callable[[AttentionShape, torch.device], Tensor]
 ScoreFormula = Callable[[Tensor], Tensor]
 """All scores (batch, heads, n_queries, n_keys) -> the same, modified."""
 
-Check = Callable[[AttentionShape], None]
-"""Raises ValueError for a shape that the mods' tensors do not fit."""
-
 _ONE_STAGE = {"num_stages": 1}
 """A table read for every score is loaded ahead like keys and values: three stages of it need 240 KiB of shared memory,
 and an H200 has 227."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """A tensor that the mods read: document ids, or a learned table."""
+
+    name: str
+    tensor: Tensor
+    wanted_shape: Callable[[AttentionShape], tuple[int, ...]]
+    """Its shape in an attention of that shape."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,9 +82,7 @@ class Variant:
     """None: scores stay as they are."""
     mask_formula: MaskFormula | None = None
     score_formula: ScoreFormula | None = None
-    tensors: tuple[Tensor, ...] = ()
-    """What the mods read, document ids or a learned table."""
-    checks: tuple[Check, ...] = ()
+    operands: tuple[Operand, ...] = ()
     mask_per_batch: bool = False
     """Whether the mask differs within a batch; never between heads."""
     kernel_options: dict[str, Any] = field(default_factory=dict)
@@ -113,8 +118,7 @@ class Variant:
 
     def _shared(self, other: "Variant") -> dict[str, Any]:
         return {
-            "tensors": self.tensors + other.tensors,
-            "checks": self.checks + other.checks,
+            "operands": self.operands + other.operands,
             "mask_per_batch": self.mask_per_batch or other.mask_per_batch,
             "kernel_options": self.kernel_options | other.kernel_options,
         }
@@ -158,8 +162,7 @@ def document(ids: Tensor) -> Variant:
         "document",
         mask_mod=lambda b, h, q, k: (q >= 0) & (ids[b, q.clamp(min=0)] == ids[b, k]),
         mask_formula=formula,
-        tensors=(ids,),
-        checks=(_fits("document ids", ids, lambda shape: (shape.batch, shape.n_keys)),),
+        operands=(Operand("document ids", ids, lambda shape: (shape.batch, shape.n_keys)),),
         mask_per_batch=True,
     )
 
@@ -177,8 +180,7 @@ def prefix_lm(lengths: Tensor) -> Variant:
         "prefix-LM",
         mask_mod=lambda b, h, q, k: (k <= q) | (k < lengths[b]),
         mask_formula=formula,
-        tensors=(lengths,),
-        checks=(_fits("prefix lengths", lengths, lambda shape: (shape.batch,)),),
+        operands=(Operand("prefix lengths", lengths, lambda shape: (shape.batch,)),),
         mask_per_batch=True,
     )
 
@@ -204,8 +206,7 @@ def alibi(slopes: Tensor) -> Variant:
         "ALiBi",
         score_mod=lambda score, b, h, q, k: score - slopes[h] * (q - k).abs(),
         score_formula=formula,
-        tensors=(slopes,),
-        checks=(_fits("ALiBi slopes", slopes, lambda shape: (shape.heads,)),),
+        operands=(Operand("ALiBi slopes", slopes, lambda shape: (shape.heads,)),),
     )
 
 
@@ -230,8 +231,7 @@ def relative_bias(table: Tensor) -> Variant:
         f"relative bias {max_distance}",
         score_mod=lambda score, b, h, q, k: score + table[h, (k - q).clamp(-max_distance, max_distance) + max_distance],
         score_formula=formula,
-        tensors=(table,),
-        checks=(_fits("the relative biases", table, lambda shape: (shape.heads, 2 * max_distance + 1)),),
+        operands=(Operand("the relative biases", table, lambda shape: (shape.heads, 2 * max_distance + 1)),),
         kernel_options=_ONE_STAGE,
     )
 
@@ -261,9 +261,10 @@ def make_block_mask(
     Evaluates the mask on all n_queries n_keys scores, once for all heads: time and memory that belong outside a loop.
     """
     _check(variant, shape, torch.device(device))
-    if variant.mask_mod is None:
+    mod, offset = variant.mask_mod, shape.offset
+    if mod is None:
         return None
-    mask_mod = _mask_of_indices(variant.mask_mod, shape.offset)
+    mask_mod = (lambda b, h, q, k: mod(b, h, q + offset, k)) if offset else mod  # FlexAttention passes query indices
     batch = shape.batch if variant.mask_per_batch else None
     return create_block_mask(mask_mod, batch, None, shape.n_queries, shape.n_keys, device, block_size)
 
@@ -273,7 +274,7 @@ def block_sparsity(variant: Variant, shape: AttentionShape, block_size: int = BL
 
     ``BlockMask.sparsity`` divides by the unpadded matrix instead, and is negative where blocks stick out of it.
     """
-    device = variant.tensors[0].device if variant.tensors else "cpu"
+    device = variant.operands[0].tensor.device if variant.operands else "cpu"
     mask = make_block_mask(variant, shape, device, block_size)
     if mask is None:
         return 0.0
@@ -307,7 +308,7 @@ def variant_attention(
     if compiled is None:
         compiled = q.device.type != "cpu"
     if q.device.type == "cpu":
-        learned = (q, k, v, *variant.tensors) if compiled else (q, k, v)
+        learned = (q, k, v, *(operand.tensor for operand in variant.operands if compiled))
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learned):
             raise ValueError(
                 f"FlexAttention has no backward on a CPU for {variant.name!r}: "
@@ -318,7 +319,8 @@ def variant_attention(
         q, k, v = q[:, None], k[:, None], v[:, None]
     if block_mask is None:
         block_mask = make_block_mask(variant, shape, q.device)
-    score_mod = None if variant.score_mod is None else _score_of_indices(variant.score_mod, shape.offset)
+    mod, offset = variant.score_mod, shape.offset
+    score_mod = (lambda score, b, h, q, k: mod(score, b, h, q + offset, k)) if mod and offset else mod
     with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
         options = variant.kernel_options or None
         o = _flex(compiled)(q, k, v, score_mod, block_mask, scale, enable_gqa=True, kernel_options=options)
@@ -362,31 +364,12 @@ def _flex(compiled: bool) -> Any:
 
 
 def _check(variant: Variant, shape: AttentionShape, device: torch.device) -> None:
-    for check in variant.checks:
-        check(shape)
-    for tensor in variant.tensors:
-        if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
-            raise ValueError(f"the tensors of {variant.name!r} are on {tensor.device}, not on {device}")
-
-
-def _fits(what: str, tensor: Tensor, wanted: Callable[[AttentionShape], tuple[int, ...]]) -> Check:
-    """A check that the tensor has the wanted shape."""
-
-    def check(shape: AttentionShape) -> None:
-        if tuple(tensor.shape) != wanted(shape):
-            raise ValueError(f"{what} must have shape {wanted(shape)} for this attention: {tuple(tensor.shape)}")
-
-    return check
-
-
-def _mask_of_indices(mod: MaskMod, offset: int) -> MaskMod:
-    """A mod of positions as FlexAttention calls it, with query indices."""
-    return (lambda b, h, q, k: mod(b, h, q + offset, k)) if offset else mod
-
-
-def _score_of_indices(mod: ScoreMod, offset: int) -> ScoreMod:
-    """A mod of positions as FlexAttention calls it, with query indices."""
-    return (lambda score, b, h, q, k: mod(score, b, h, q + offset, k)) if offset else mod
+    for operand in variant.operands:
+        found, wanted, where = tuple(operand.tensor.shape), operand.wanted_shape(shape), operand.tensor.device
+        if found != wanted:
+            raise ValueError(f"{operand.name} must have shape {wanted} for this attention: {found}")
+        if where.type != device.type or device.index not in (None, where.index):
+            raise ValueError(f"the tensors of {variant.name!r} are on {where}, not on {device}")
 
 
 def _merge(first: T | None, second: T | None, join: Callable[[T, T], T]) -> T | None:

@@ -2,7 +2,7 @@
 
 The lists name every tensor that autograd keeps for one block (materialised attention) and for the head, and their sums
 equal what ``saved_tensors_hooks`` counts; ``selected_tensors`` are what a selective checkpointing policy keeps besides.
-``Transients`` holds what is alive only while an operation runs; ``costs/memory.py`` adds both up to a peak.
+``transient_bytes`` are alive only while an operation runs; ``costs/memory.py`` adds both up to a peak.
 
 Sizes are in bytes. B batch, S sequence, D d_model, F d_ff, H heads, E d_head, V vocabulary; tokens T = B S.
 """
@@ -168,51 +168,25 @@ def saved_bytes(config: ModelConfig, batch_size: int, seq_len: int, precision: P
     return config.n_layers * block + total_bytes(head_saved_tensors(*work)) + head_cast_bytes(config, precision)
 
 
-class Transients:
-    """Tensors alive for a moment only, each property read off the reference operations line by line."""
-
-    def __init__(self, config: ModelConfig, batch_size: int, seq_len: int, precision: Precision) -> None:
-        tokens = batch_size * seq_len
-        self.config = config
-        self.wide, self.narrow = precision.parameter_bytes, precision.matmul_bytes
-        self.softmax = precision.softmax_bytes
-        self.n_scores = batch_size * config.n_heads * seq_len**2
-        self.n_residual = tokens * config.d_model
-        self.n_inner = tokens * config.d_ff
-        self.n_logits = tokens * config.vocab_size
-        self.n_mask = seq_len**2
-        self.casts_all = config.n_layers * block_cast_bytes(config, precision) + head_cast_bytes(config, precision)
-
-    @property
-    def attention_forward(self) -> int:
-        """Probabilities times v: residual, norm output, q, k, v (and its contiguous copy), output; scores twice."""
-        cast = self.narrow if self.softmax != self.narrow else 0
-        scores = self.n_scores * (self.narrow + self.softmax + cast)
-        return self.n_residual * (2 * self.wide + 5 * self.narrow) + scores + self.n_mask
-
-    @property
-    def feed_forward_forward(self) -> int:
-        """SwiGLU: residual, norm output; gate, silu(gate), up and the product."""
-        return 2 * self.n_residual * self.wide + 4 * self.n_inner * self.narrow
-
-    @property
-    def loss_forward(self) -> int:
-        """Log-sum-exp: last residual, fp32 logits and their exponentials; narrow logits are gone by then."""
-        return self.n_residual * self.wide + self.n_logits * 2 * WIDE
-
-    @property
-    def loss_backward(self) -> int:
-        """Gradient of the target's logit, then of log-sum-exp with one temporary, all in fp32."""
-        return 3 * self.n_logits * WIDE
-
-    @property
-    def feed_forward_backward(self) -> int:
-        """Residual gradient; gradients of the product and its two factors, less the product itself; w2's gradient."""
-        weight = self.config.d_ff * self.config.d_model
-        return self.n_residual * self.wide + (2 * self.n_inner + weight) * self.narrow
-
-    @property
-    def attention_backward(self) -> int:
-        """Gradients of residual, v, probabilities and scores, of the later matrices, less the saved v and output."""
-        weights = (3 * self.config.d_ff + self.config.d_model) * self.config.d_model
-        return self.n_residual * (self.wide - self.narrow) + 2 * self.n_scores * self.softmax + weights * self.wide
+def transient_bytes(config: ModelConfig, batch_size: int, seq_len: int, precision: Precision) -> dict[str, int]:
+    """Tensors alive for a moment only, read off the reference operations line by line."""
+    tokens = batch_size * seq_len
+    wide, narrow, softmax = precision.parameter_bytes, precision.matmul_bytes, precision.softmax_bytes
+    n_residual, n_inner, n_logits = tokens * config.d_model, tokens * config.d_ff, tokens * config.vocab_size
+    n_scores = batch_size * config.n_heads * seq_len**2
+    cast_scores = narrow if softmax != narrow else 0
+    later_weights = (3 * config.d_ff + config.d_model) * config.d_model
+    return {
+        # Probabilities times v: residual, norm output, q, k, v (and its contiguous copy), output; scores twice; mask.
+        "attention": n_residual * (2 * wide + 5 * narrow) + n_scores * (narrow + softmax + cast_scores) + seq_len**2,
+        # SwiGLU: residual, norm output; gate, silu(gate), up and the product.
+        "feed-forward": 2 * n_residual * wide + 4 * n_inner * narrow,
+        # Log-sum-exp: last residual, fp32 logits and their exponentials; narrow logits are gone by then.
+        "loss": n_residual * wide + n_logits * 2 * WIDE,
+        # Gradient of the target's logit, then of log-sum-exp with one temporary, all in fp32.
+        "loss backward": 3 * n_logits * WIDE,
+        # Residual gradient; gradients of the product and its two factors, less the product itself; w2's gradient.
+        "feed-forward backward": n_residual * wide + (2 * n_inner + config.d_ff * config.d_model) * narrow,
+        # Gradients of residual, v, probabilities and scores, of the later matrices, less the saved v and output.
+        "attention backward": n_residual * (wide - narrow) + 2 * n_scores * softmax + later_weights * wide,
+    }

@@ -18,18 +18,8 @@ from dataclasses import dataclass
 from math import prod
 
 from cs336_systems.config import MODES, OPTIMIZERS, ModelConfig, Precision
-from cs336_systems.costs.activations import (
-    WIDE,
-    SavedTensor,
-    Transients,
-    attention_saved_tensors,
-    block_cast_bytes,
-    feed_forward_saved_tensors,
-    head_cast_bytes,
-    head_saved_tensors,
-    qkv_cast_bytes,
-    selected_tensors,
-)
+from cs336_systems.costs import activations
+from cs336_systems.costs.activations import WIDE, SavedTensor
 from cs336_systems.costs.checkpointing import canonical_policy, kept_in_backward, make_plan
 from cs336_systems.costs.fsdp import model_units
 
@@ -116,7 +106,7 @@ def peak_memory(
         if value not in known:
             raise ValueError(f"unknown {name} {value!r}: known are {', '.join(known)}")
     checkpoint = canonical_policy(checkpoint)
-    step = _Step(config, batch_size, seq_len, precision.on(device_type), checkpoint, device_type)
+    step = _Step((config, batch_size, seq_len, precision.on(device_type)), checkpoint, device_type)
     base = step.parameters + rotary_bytes(config)
     if device_type == "cuda":
         base += workspace_bytes * (1 if mode == "forward" else 2)
@@ -132,34 +122,26 @@ def peak_memory(
 class _Step:
     """Bytes alive above parameters and optimizer state, moment by moment."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        batch_size: int,
-        seq_len: int,
-        precision: Precision,
-        checkpoint: str,
-        device_type: str,
-    ) -> None:
-        self.config = config
-        self.precision = precision
-        self.checkpoint = checkpoint
+    def __init__(self, work: tuple[ModelConfig, int, int, Precision], checkpoint: str, device_type: str) -> None:
+        config, batch_size, seq_len, precision = work
+        self.config, self.precision, self.checkpoint = config, precision, checkpoint
         self.block_bytes: Callable[[int], int] = cuda_block_bytes if device_type == "cuda" else int
-        self.transient = Transients(config, batch_size, seq_len, precision)
-        work = (config, batch_size, seq_len, precision)
+        self.transient = activations.transient_bytes(*work)
         units = [self._states([prod(shape) for shape in unit]) for unit in model_units(config)]
         self.parameters, self.block_parameters = sum(units), units[1]
         self.largest_parameter = self._states([max(config.vocab_size, config.d_ff) * config.d_model])
 
-        self.casts = block_cast_bytes(config, precision)
-        self.qkv_casts = qkv_cast_bytes(config, precision)
-        attention = self._saved(attention_saved_tensors(*work))
-        self.block = attention + self._saved(feed_forward_saved_tensors(*work)) + self.casts
+        self.casts = activations.block_cast_bytes(config, precision)
+        self.qkv_casts = activations.qkv_cast_bytes(config, precision)
+        self.head_casts = activations.head_cast_bytes(config, precision)
+        attention = self._saved(activations.attention_saved_tensors(*work))
+        self.block = attention + self._saved(activations.feed_forward_saved_tensors(*work)) + self.casts
         self.attention = attention + self.qkv_casts
-        self.head = self._saved(head_saved_tensors(*work)) + head_cast_bytes(config, precision)
+        self.head = self._saved(activations.head_saved_tensors(*work)) + self.head_casts
+        self.fp32_logits = batch_size * seq_len * config.vocab_size * WIDE
 
-        self.input = self.block_bytes(self.transient.n_residual * precision.parameter_bytes)
-        selected = selected_tensors(*work, checkpoint)
+        self.input = self.block_bytes(batch_size * seq_len * config.d_model * precision.parameter_bytes)
+        selected = activations.selected_tensors(*work, checkpoint)
         self.selected = self._saved(selected)
         self.selected_after_scores = self._saved(selected[4:])
         # Recomputation stops before w2's product, whose kept result nobody fetches.
@@ -173,12 +155,8 @@ class _Step:
 
     def forward_moments(self) -> dict[str, int]:
         """Without gradients."""
-        casts = self.transient.casts_all
-        return {
-            "attention": casts + self.transient.attention_forward,
-            "feed-forward": casts + self.transient.feed_forward_forward,
-            "loss": casts + self.transient.loss_forward,
-        }
+        casts = self.config.n_layers * self.casts + self.head_casts
+        return {moment: casts + self.transient[moment] for moment in ("attention", "feed-forward", "loss")}
 
     def backward_moments(self) -> dict[str, int]:
         """Forward with gradients, and backward."""
@@ -198,12 +176,12 @@ class _Step:
                 cached = (config.n_layers - len(kept.blocks)) * self.casts
                 if config.n_layers - 1 in kept.inputs:
                     to_come = self.input + self.selected_after_scores + self.casts - self.qkv_casts
-                    moments["last block's attention"] = alive + cached - to_come + transient.attention_forward
-                moments["loss"] = alive + cached + self.head + transient.n_logits * WIDE
-                moments["loss backward"] = alive + self.head + transient.loss_backward
+                    moments["last block's attention"] = alive + cached - to_come + transient["attention"]
+                moments["loss"] = alive + cached + self.head + self.fp32_logits
+                moments["loss backward"] = alive + self.head + transient["loss backward"]
             else:
                 alive += head_gradient + (config.n_layers - 1 - kept.block) * self.block_parameters + self.unfetched
                 in_attention = alive - self.block + self.attention
-                moments[f"block {kept.block}, feed-forward backward"] = alive + transient.feed_forward_backward
-                moments[f"block {kept.block}, attention backward"] = in_attention + transient.attention_backward
+                for moment, before in (("feed-forward backward", alive), ("attention backward", in_attention)):
+                    moments[f"block {kept.block}, {moment}"] = before + transient[moment]
         return moments

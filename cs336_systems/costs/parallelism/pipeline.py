@@ -28,7 +28,6 @@ until W.
     timeline.bubble_fraction, timeline.peak_activations
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -135,53 +134,36 @@ class Timeline:
         return found
 
 
-def _gpipe(stage: int, stages: int, microbatches: int, chunks: int) -> list[Operation]:
-    return [Operation("F", i) for i in range(microbatches)] + [Operation("BW", i) for i in range(microbatches)]
-
-
-def _one_f_one_b(stage: int, stages: int, microbatches: int, chunks: int) -> list[Operation]:
-    forwards = [Operation("F", i) for i in range(microbatches)]
-    backwards = [Operation("BW", i) for i in range(microbatches)]
-    return _alternate(forwards, backwards, min(stages - stage - 1, microbatches))
-
-
-def _interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list[Operation]:
-    """Groups of p microbatches go through all chunks before the next group begins."""
-    order = [
-        (group + i, chunk) for group in range(0, microbatches, stages) for chunk in range(chunks) for i in range(stages)
-    ]
+def _order(schedule: str, stage: int, stages: int, microbatches: int, chunks: int) -> list[Operation]:
+    """So many forwards ahead, then forward and backward in turn, then the backwards that are left."""
+    order = [(i, 0) for i in range(microbatches)]
+    ahead = microbatches if schedule == "gpipe" else stages - stage - 1
+    if schedule == "interleaved":  # groups of p microbatches go through all chunks before the next group begins
+        groups = range(0, microbatches, stages)
+        order = [(group + i, chunk) for group in groups for chunk in range(chunks) for i in range(stages)]
+        ahead = 2 * ahead + (chunks - 1) * stages
+    ahead = min(ahead, len(order))
     forwards = [Operation("F", i, chunk) for i, chunk in order]
-    backwards = [Operation("BW", i, chunks - 1 - chunk) for i, chunk in order]
-    return _alternate(forwards, backwards, min(2 * (stages - stage - 1) + (chunks - 1) * stages, len(forwards)))
-
-
-def _zb_h1(stage: int, stages: int, microbatches: int, chunks: int) -> list[Operation]:
-    """1F1B in which the W of microbatch i runs after the B of microbatch i + s, and what is left over at the end."""
-    forwards = [Operation("F", i) for i in range(microbatches)]
-    backwards = [Operation("B", i) for i in range(microbatches)]
-    ordered: list[Operation] = []
-    for operation in _alternate(forwards, backwards, min(stages - stage - 1, microbatches)):
-        ordered.append(operation)
-        if operation.kind == "B" and operation.microbatch >= stage:
-            ordered.append(Operation("W", operation.microbatch - stage))
-    first_left = max(microbatches - stage, 0)
-    return ordered + [Operation("W", i) for i in range(first_left, microbatches)]
-
-
-def _alternate(forwards: list[Operation], backwards: list[Operation], ahead: int) -> list[Operation]:
-    """So many forwards first, then forward and backward in turn, then the backwards that are left."""
+    whole: Kind = "B" if schedule == "zb-h1" else "BW"
+    backwards = [Operation(whole, i, chunks - 1 - chunk) for i, chunk in order]
     ordered = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         ordered += [forward, backward]
-    return ordered + backwards[len(forwards) - ahead :]
+    ordered += backwards[len(forwards) - ahead :]
+    return _with_weights_put_off(ordered, stage) if schedule == "zb-h1" else ordered
 
 
-_ORDERS: dict[str, Callable[[int, int, int, int], list[Operation]]] = {
-    "gpipe": _gpipe,
-    "1f1b": _one_f_one_b,
-    "interleaved": _interleaved,
-    "zb-h1": _zb_h1,
-}
+def _with_weights_put_off(ordered: list[Operation], stage: int) -> list[Operation]:
+    """The W of microbatch i runs after the B of microbatch i + s, and what is left over at the end."""
+    with_weights: list[Operation] = []
+    waiting: list[Operation] = []
+    for operation in ordered:
+        with_weights.append(operation)
+        if operation.kind == "B":
+            waiting.append(Operation("W", operation.microbatch))
+            if len(waiting) > stage:
+                with_weights.append(waiting.pop(0))
+    return with_weights + waiting
 
 
 def inputs_of(stage: int, operation: Operation, stages: int, chunks: int) -> list[tuple[int, Operation]]:
@@ -211,7 +193,7 @@ def simulate(
         ValueError: no such schedule; no stages or microbatches; chunks that do not suit the schedule; or an interleaved
             schedule whose number of microbatches is no multiple of the stages.
     """
-    if schedule not in _ORDERS:
+    if schedule not in SCHEDULES:
         raise ValueError(f"unknown schedule {schedule!r}: known are {', '.join(SCHEDULES)}")
     if stages < 1 or microbatches < 1:
         raise ValueError(f"stages and microbatches must be positive, got {stages} and {microbatches}")
@@ -222,7 +204,7 @@ def simulate(
     if schedule == "interleaved" and microbatches % stages:
         raise ValueError(f"interleaved needs a multiple of {stages} microbatches, got {microbatches}")
     durations = durations or Durations()
-    waiting = [_ORDERS[schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
+    waiting = [_order(schedule, stage, stages, microbatches, chunks) for stage in range(stages)]
     timed: list[list[TimedOperation]] = [[] for _ in range(stages)]
     ends: dict[tuple[int, Operation], float] = {}
     while any(waiting):
