@@ -110,9 +110,7 @@ def hardware_flops(
     again = _recomputed_flops(config, batch_size * seq_len, forward, flash, canonical_policy(checkpoint), compiled)
     if mode == "forward":
         return forward.total
-    backward = 2 * (forward.total - forward.attention) + (
-        5 * forward.attention // 2 if flash else 2 * forward.attention
-    )
+    backward = 2 * (forward.total - forward.attention) + (5 if flash else 4) * forward.attention // 2
     return forward.total + backward + again
 
 

@@ -73,24 +73,19 @@ def plan_buckets(sizes: Sequence[int], bucket_bytes: int, shards: int = 1) -> li
     Args:
         shards: equal and aligned parts into which every buffer can be cut.
     """
-    plans: list[BucketPlan] = []
-    members: list[int] = []
-    offsets: list[int] = []
+    buckets: list[dict[int, int]] = []  # number of each tensor -> its offset
     end = 0
     for i, size in enumerate(sizes):
-        if members and end + size > bucket_bytes:
-            plans.append(_plan(members, offsets, end, shards))
-            members, offsets, end = [], [], 0
-        members.append(i)
-        offsets.append(end)
+        if not buckets or end + size > bucket_bytes:
+            buckets.append({})
+            end = 0
+        buckets[-1][i] = end
         end = _rounded(end + size, ALIGNMENT_BYTES)
-    if members:
-        plans.append(_plan(members, offsets, end, shards))
-    return plans
-
-
-def _plan(members: list[int], offsets: list[int], end: int, shards: int) -> BucketPlan:
-    return BucketPlan(tuple(members), tuple(offsets), _rounded(max(end, 1), shards * ALIGNMENT_BYTES))
+    ends = [max(offset + sizes[i] for i, offset in bucket.items()) for bucket in buckets]
+    return [
+        BucketPlan(tuple(bucket), tuple(bucket.values()), _rounded(max(end, 1), shards * ALIGNMENT_BYTES))
+        for bucket, end in zip(buckets, ends, strict=True)
+    ]
 
 
 def _rounded(n_bytes: int, multiple: int) -> int:

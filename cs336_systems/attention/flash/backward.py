@@ -326,11 +326,10 @@ def launch_backward(
         return dq, dk, dv
 
     lse_log2, delta = launch_preprocess(o, do, lse_BHQ.contiguous())
-    group = n_heads // n_kv_heads
     common = {"D": d_head, "BLOCK_D": next_power_of_2(d_head), "CAUSAL": causal, "PRECISION": input_precision()}
     inputs = (q, k, v, do, lse_log2, delta)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
-    scales = (scale, scale * LOG2_E.value)
+    strides = [stride for x in (q, k, v, do) for stride in x.stride()[:3]]
+    sizes_and_scales = (n_heads // n_kv_heads, n_queries, n_keys, scale, scale * LOG2_E.value)
     with torch.cuda.device_of(q):
         if dk is not None and dv is not None:
             tile = dkdv_tile or tile_for("dkdv", d_head, q.element_size())
@@ -344,10 +343,7 @@ def launch_backward(
                 *dk.stride()[:3],
                 *dv.stride()[:3],
                 n_kv_heads,
-                group,
-                n_queries,
-                n_keys,
-                *scales,
+                *sizes_and_scales,
                 **tile.launch_options(),
                 **common,
             )
@@ -361,10 +357,7 @@ def launch_backward(
                 *strides,
                 *dq.stride()[:3],
                 n_heads,
-                group,
-                n_queries,
-                n_keys,
-                *scales,
+                *sizes_and_scales,
                 **tile.launch_options(),
                 **common,
             )
