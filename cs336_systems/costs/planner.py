@@ -1,6 +1,7 @@
 """Which activation checkpointing fits a memory budget at the least cost?
 
-    choice = cheapest_policy(config, 4, 2048, PRECISIONS["autocast-bf16"], "step", budget_bytes=80 * 1024**3)
+    case = TrainingCase("cuda", "xl", batch_size=4, context_length=2048, dtype="autocast-bf16")
+    choice = cheapest_policy(case, "step", budget_bytes=80 * 1024**3)
     choice.policy, choice.peak_bytes, choice.extra_flops
 
 Every policy is a candidate, at every length of segment and every number of first blocks. Of those whose predicted peak
@@ -11,9 +12,9 @@ is not matrix products (norms, softmax, casts, which ``keep-matmuls`` runs again
 
 from dataclasses import dataclass
 
-from cs336_systems.config import ModelConfig, Precision
+from cs336_systems.case import TrainingCase
 from cs336_systems.costs.checkpointing import SELECTIVE
-from cs336_systems.costs.flops import AttentionKind, hardware_flops
+from cs336_systems.costs.flops import hardware_flops
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, peak_memory
 
 GIB = 1024**3
@@ -43,52 +44,48 @@ def candidate_policies(n_layers: int) -> list[str]:
 
 
 def cheapest_policy(
-    config: ModelConfig,
-    batch_size: int,
-    seq_len: int,
-    precision: Precision,
+    case: TrainingCase,
     mode: str,
     budget_bytes: int,
     *,
-    optimizer: str = "reference",
-    attention: AttentionKind = "materialised",
     selective: bool = True,
-    device_type: str = "cuda",
     workspace_bytes: int = CUBLAS_WORKSPACE_BYTES,
 ) -> Choice:
-    """The policy of least recomputation whose predicted peak is at most ``budget_bytes``.
+    """The policy of least recomputation with which the predicted peak of ``case`` is at most ``budget_bytes``.
+
+    The attention decides what running a block again costs; the peak is that of the reference attention either way.
 
     Args:
-        attention: decides what running a block again costs; the peak is that of the reference attention either way.
         selective: whether the attention can be had with policies that keep results of operators.
 
     Raises:
-        ValueError: no policy fits, and the message names the smallest predicted peak; or an unknown mode, optimizer,
-            attention or device type.
+        ValueError: no policy fits, and the message names the smallest predicted peak; or an unknown mode, optimizer or
+            device.
     """
-    work = (config, batch_size, seq_len)
-    step_flops = hardware_flops(*work, mode, attention=attention)
+
+    def executed(policy: str) -> int:
+        return hardware_flops(*case.work, mode, attention=case.attention_kind, checkpoint=policy)
+
     choices = []
-    for policy in candidate_policies(config.n_layers):
+    for policy in candidate_policies(case.config.n_layers):
         if policy in SELECTIVE and not selective:
             continue
         peak = peak_memory(
-            *work,
-            precision,
+            *case.work,
+            case.precision,
             mode,
-            optimizer=optimizer,
+            optimizer=case.optimizer,
             checkpoint=policy,
-            device_type=device_type,
+            device_type=case.device,
             workspace_bytes=workspace_bytes,
         )
-        executed = hardware_flops(*work, mode, attention=attention, checkpoint=policy)
-        choices.append(Choice(policy, peak.n_bytes, executed - step_flops, step_flops))
+        choices.append(Choice(policy, peak.n_bytes, executed(policy) - executed("none"), executed("none")))
     fitting = [choice for choice in choices if choice.peak_bytes <= budget_bytes]
     if not fitting:
         least = min(choices, key=lambda choice: choice.peak_bytes)
         raise ValueError(
-            f"no checkpoint policy fits {budget_bytes / GIB:.4g} GiB for {config.name}, batch {batch_size}, context "
-            f"{seq_len}, {precision.name}, {mode}: the smallest predicted peak is {least.peak_bytes / GIB:.4g} GiB, "
-            f"with {least.policy}"
+            f"no checkpoint policy fits {budget_bytes / GIB:.4g} GiB for {case.config.name}, batch {case.batch_size}, "
+            f"context {case.context_length}, {case.dtype}, {mode}: the smallest predicted peak is "
+            f"{least.peak_bytes / GIB:.4g} GiB, with {least.policy}"
         )
     return min(fitting, key=lambda choice: (choice.extra_flops, choice.policy != "none", choice.peak_bytes))

@@ -102,17 +102,12 @@ def fit_to_budget(cells: list[ModelCell], budget_gib: float) -> tuple[list[Model
     """
     fitted, notes = [], []
     for cell in cells:
-        device = torch.device(cell.device)
         choice = cheapest_policy(
-            *cell.work,
-            cell.precision,
+            cell,
             cell.mode,
             int(budget_gib * GIB),
-            optimizer=cell.optimizer,
-            attention=cell.attention_kind,
             selective=checkpointing_reason(KEEP_MATMULS, cell.attention) is None,
-            device_type=device.type,
-            workspace_bytes=cublas_workspace_bytes(device),
+            workspace_bytes=cublas_workspace_bytes(torch.device(cell.device)),
         )
         fitted.append(replace(cell, checkpoint=choice.policy))
         limit = " (the peak is that of eager reference attention: this cell should need less)"
