@@ -33,7 +33,6 @@ class SavedTensor:
 
 
 def total_bytes(tensors: Iterable[SavedTensor]) -> int:
-    """Sum over the tensors."""
     return sum(tensor.n_bytes for tensor in tensors)
 
 

@@ -59,7 +59,6 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """Parameters, gradients and optimizer state."""
         return self.parameters + self.gradients + self.optimizer
 
 

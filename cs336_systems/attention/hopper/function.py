@@ -58,17 +58,11 @@ class HopperKernels(torch.autograd.Function):
 class HopperFlashAttention(HopperKernels):
     """``HopperFlashAttention.apply(q, k, v, is_causal=False, scale=None, deterministic=False)``.
 
-    softmax(scale q k^T) v, exact, without storing a score.
-
-    q is (batch, heads, n_queries, d) and k, v are (batch, kv_heads, n_keys, d), where kv_heads divides heads; or all
-    are (batch, seq, d). Strides of batch, head and sequence are free as long as they are positive multiples of 16
-    bytes; others, a last stride other than 1, and a first element off a 16-byte boundary, cost a copy. Returns a tensor
-    laid out like q, or contiguous where q's strides cost a copy.
+    Shapes, mask and scale are those of ``flash.FlashAttention``. Strides of batch, head and sequence are free as long
+    as they are positive multiples of 16 bytes; others, a last stride other than 1, and a first element off a 16-byte
+    boundary, cost a copy. Returns a tensor laid out like q, or contiguous where q's strides cost a copy.
 
     Args:
-        is_causal: query i sees the keys j <= i + n_keys - n_queries, so that the last query sees all; a query that sees
-            none gives zeros.
-        scale: of the scores, 1/sqrt(d) if None.
         deterministic: sum dq in a fixed order, so that gradients have the same bits every run; also where torch is
             told to use deterministic algorithms. The output always has.
 
