@@ -80,11 +80,7 @@ def attention_op(impl: str) -> Callable[..., Tensor]:
         ValueError: there is no such implementation.
     """
     serve = _named(impl).serve
-
-    def op(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-        return serve(q, k, v, causal, None)
-
-    return op
+    return lambda q, k, v, *, causal: serve(q, k, v, causal, None)
 
 
 def unsupported_reason(
