@@ -27,7 +27,7 @@ MAX_TIMEOUT_S = 1e6
 
 _POSITIVE = (
     *("context_length", "batch_size", "steps", "recorded_steps", "repeat", "bucket_size_mb", "calls", "rounds"),
-    *("length", "d_head", "samples"),
+    *("length", "d_head", "samples", "rows", "width"),
 )
 _NOT_NEGATIVE = ("warmup", "prefetch")
 _MEANINGFUL_WHEN_EMPTY = ("impl", "length", "d_head", "compile")
