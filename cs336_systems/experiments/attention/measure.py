@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor
 
