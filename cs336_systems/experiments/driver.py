@@ -3,7 +3,7 @@
 A question supplies its parts as an ``Experiment``; ``run`` is the same for all, on one process, on ranks that it starts
 and under torchrun (where rank 0 alone presents).
 
-    EXPERIMENT = Experiment("benchmark_ddp", DataParallelCell, default_options, make_cells, stages, present, metrics)
+    EXPERIMENT = Experiment("benchmark_ddp", DataParallelCell, make_cells, stages, present, metrics)
     return EXPERIMENT.run(options)
 
 Requested and nothing measured is exit code 1, with the reason; one failed cell among others is, too. Memory that does
@@ -64,7 +64,6 @@ class Experiment:
     Attributes:
         name: stem of the file of rows, and the command's name in messages.
         cell: the dataclass of its cells, whose fields are columns.
-        default_options: the options' defaults on a device.
         make_cells: the grid; raises ValueError for what no cell can have. ``options.world_size`` is resolved by then.
         present: prints tables and draws figures, given outcomes, options and the file of rows; a number that is not
             zero becomes the exit code, a mapping holds main figures of the last line on stdout.
@@ -76,7 +75,6 @@ class Experiment:
 
     name: str
     cell: type
-    default_options: Callable[[str], Any]
     make_cells: Callable[[Any], Sequence[Cell]]
     stages: Stages
     present: Callable[[list[Outcome], Any, Path | None], int | Mapping[str, Any] | None]
@@ -91,7 +89,7 @@ class Experiment:
         try:
             options, cells = self.prepare(options)
             row_file = RowFile(csv, cell_columns(self.cell)) if csv and reports() else None
-            if reports() and (note := small_defaults_note(options, self.default_options)):
+            if reports() and (note := small_defaults_note(options)):
                 print(note, file=sys.stderr)
         except ValueError as error:
             return complain(self.name, str(error))

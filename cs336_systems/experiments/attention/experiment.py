@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from cs336_systems.experiments.attention.cells import AttentionCell, Options, default_options, make_cells
+from cs336_systems.experiments.attention.cells import AttentionCell, Options, make_cells
 from cs336_systems.experiments.attention.measure import measure
 from cs336_systems.experiments.attention.table import attention_table, tile_table
 from cs336_systems.experiments.driver import Experiment, Stage
@@ -35,7 +35,6 @@ def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None
 EXPERIMENT = Experiment(
     "benchmark_attention",
     AttentionCell,
-    default_options,
     make_cells,
     stages,
     present,

@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from cs336_systems.experiments.options import RunOptions
 
@@ -18,6 +18,7 @@ MOST_MB = 8000
 class Options(RunOptions):
     """What does a collective cost on this machine?"""
 
+    CPU_DEFAULTS: ClassVar = {"size_mb": (1, 10), "calls": 1, "warmup": 1, "steps": 10}
     timeout: float = 300.0
     collective: tuple[CollectiveName, ...] = get_args(CollectiveName)
     """Which to time."""
@@ -57,13 +58,6 @@ class CollectiveCell:
 
     def __str__(self) -> str:
         return f"{self.collective} {self.size_mb:g} MB {self.dtype} on {self.world_size} ranks ({self.variant})"
-
-
-def default_options(device: str) -> Options:
-    """The defaults on a device; without a GPU they shrink, so that a bare command ends in under a minute."""
-    if device == "cuda":
-        return Options()
-    return Options(device="cpu", size_mb=(1, 10), calls=1, warmup=1, steps=10)
 
 
 def make_cells(options: Options) -> list[CollectiveCell]:

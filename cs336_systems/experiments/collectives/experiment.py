@@ -8,7 +8,7 @@ import torch
 from cs336_systems.costs.communication import algbw, busbw
 from cs336_systems.distributed.collectives import Exchange
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.experiments.collectives.cells import CollectiveCell, Options, default_options, make_cells
+from cs336_systems.experiments.collectives.cells import CollectiveCell, Options, make_cells
 from cs336_systems.experiments.collectives.table import collectives_table, draw_collectives
 from cs336_systems.experiments.driver import Experiment, one_stage
 from cs336_systems.experiments.ranked import total
@@ -65,7 +65,6 @@ def default_worlds(device: str) -> tuple[int, ...]:
 EXPERIMENT = Experiment(
     "benchmark_collectives",
     CollectiveCell,
-    default_options,
     make_cells,
     one_stage(measure_collective),
     present,

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from cs336_systems.experiments.data_parallel.cells import DataParallelCell, Options, default_options, make_cells
+from cs336_systems.experiments.data_parallel.cells import DataParallelCell, Options, make_cells
 from cs336_systems.experiments.data_parallel.measure import measure_data_parallel
 from cs336_systems.experiments.data_parallel.table import data_parallel_table
 from cs336_systems.experiments.driver import Experiment, Stage
@@ -28,7 +28,6 @@ def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None
 EXPERIMENT = Experiment(
     "benchmark_ddp",
     DataParallelCell,
-    default_options,
     make_cells,
     stages,
     present,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cs336_systems.experiments.driver import Experiment, Stage
-from cs336_systems.experiments.fully_sharded.cells import FullyShardedCell, Options, default_options, make_cells
+from cs336_systems.experiments.fully_sharded.cells import FullyShardedCell, Options, make_cells
 from cs336_systems.experiments.fully_sharded.measure import measure_fully_sharded
 from cs336_systems.experiments.fully_sharded.table import fully_sharded_table
 from cs336_systems.experiments.ranked import draw_traces
@@ -28,7 +28,6 @@ def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None
 EXPERIMENT = Experiment(
     "benchmark_fsdp",
     FullyShardedCell,
-    default_options,
     make_cells,
     stages,
     present,

@@ -39,7 +39,6 @@ class Findings:
 def leak_experiment(
     name: str,
     cell: type,
-    default_options: Callable[[str], RunOptions],
     make_cells: Callable[[Any], Sequence[Cell]],
     measure: Measure,
     analyse: Callable[[pd.DataFrame], Findings],
@@ -64,7 +63,7 @@ def leak_experiment(
             draw_figure(findings, figure)
         return findings.figures | {"figure": str(figure) if figure else None}
 
-    return Experiment(name, cell, default_options, make_cells, stages, present, headlines=())
+    return Experiment(name, cell, make_cells, stages, present, headlines=())
 
 
 def draw_figure(findings: Findings, path: Path) -> Figure:

@@ -23,7 +23,7 @@ from cs336_systems.costs.operator_flops import (
     step_flops_by_operator,
 )
 from cs336_systems.experiments.leaks.findings import Findings, leak_experiment, where
-from cs336_systems.experiments.leaks.flops_against_time_cells import StepCell, default_options, make_cells
+from cs336_systems.experiments.leaks.flops_against_time_cells import StepCell, make_cells
 from cs336_systems.harness.clock import WHOLE
 from cs336_systems.harness.record import Metric
 from cs336_systems.profiling.ranges import BACKWARD, STEP
@@ -224,4 +224,4 @@ def _expected_s(cell: StepCell) -> float:
     return 20.0 if cell.compile == "on" else 5.0
 
 
-EXPERIMENT = leak_experiment(NAME, StepCell, default_options, make_cells, measure, analyse, _expected_s)
+EXPERIMENT = leak_experiment(NAME, StepCell, make_cells, measure, analyse, _expected_s)

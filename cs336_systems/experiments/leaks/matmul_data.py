@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cs336_systems.config import PRECISIONS
 from cs336_systems.experiments.leaks.findings import Findings, leak_experiment, where
-from cs336_systems.experiments.leaks.matmul_data_cells import REFERENCE, Data, DataCell, default_options, make_cells
+from cs336_systems.experiments.leaks.matmul_data_cells import REFERENCE, Data, DataCell, make_cells
 from cs336_systems.harness.clock import synchronize
 from cs336_systems.harness.record import Metric
 from cs336_systems.harness.state_sampler import StateSampler
@@ -211,4 +211,4 @@ def _expected_s(cell: DataCell) -> float:
     return cell.seconds + cell.warmup_seconds
 
 
-EXPERIMENT = leak_experiment(NAME, DataCell, default_options, make_cells, measure, analyse, _expected_s)
+EXPERIMENT = leak_experiment(NAME, DataCell, make_cells, measure, analyse, _expected_s)

@@ -20,7 +20,6 @@ from cs336_systems.experiments.leaks.roofline_knee_cells import (
     EAGER,
     LONGEST_CHAIN,
     ChainCell,
-    default_options,
     make_cells,
 )
 from cs336_systems.hardware import find_hardware
@@ -240,4 +239,4 @@ def _expected_s(cell: ChainCell) -> float:
     return 3.0 if cell.how != EAGER and cell.repeat == 0 else 0.5
 
 
-EXPERIMENT = leak_experiment(NAME, ChainCell, default_options, make_cells, measure, analyse, _expected_s)
+EXPERIMENT = leak_experiment(NAME, ChainCell, make_cells, measure, analyse, _expected_s)

@@ -13,7 +13,6 @@ from cs336_systems.experiments.model.cells import (
     ModelCell,
     Options,
     ceiling_cells,
-    default_options,
 )
 from cs336_systems.experiments.model.figure import draw_step_figure
 from cs336_systems.experiments.model.frontier import draw_frontier
@@ -75,7 +74,6 @@ def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None
 EXPERIMENT = Experiment(
     "benchmark_model",
     ModelCell,
-    default_options,
     make_cells,
     stages,
     present,

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from cs336_systems.experiments.driver import Experiment, one_stage
-from cs336_systems.experiments.sharded_optimizer.cells import Options, ShardingCell, default_options, make_cells
+from cs336_systems.experiments.sharded_optimizer.cells import Options, ShardingCell, make_cells
 from cs336_systems.experiments.sharded_optimizer.measure import measure_sharding
 from cs336_systems.experiments.sharded_optimizer.table import draw_memory, memory_table, time_table
 from cs336_systems.harness.record import read_rows
@@ -23,7 +23,6 @@ def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None
 EXPERIMENT = Experiment(
     "benchmark_sharded_optimizer",
     ShardingCell,
-    default_options,
     make_cells,
     one_stage(measure_sharding),
     present,

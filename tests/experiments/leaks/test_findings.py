@@ -24,7 +24,6 @@ def run(*whats, out=None, drawing=True):
     experiment = leak_experiment(
         "experiment",
         Cell,
-        lambda device: RunOptions(device=device),
         lambda options: [Cell(what) for what in whats],
         measure,
         analyse,
