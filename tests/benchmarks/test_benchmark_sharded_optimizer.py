@@ -9,7 +9,7 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.sharded_optimizer.cells import SHARDINGS
 from cs336_systems.experiments.sharded_optimizer.measure import measure_sharding
-from cs336_systems.experiments.sharded_optimizer.table import draw_memory, memory_figure, memory_table, time_table
+from cs336_systems.experiments.sharded_optimizer.table import MEMORY, TIMES, draw_memory, memory_figure
 from cs336_systems.harness.record import Metric
 from tests.benchmarks.commands import cells_of
 
@@ -75,7 +75,7 @@ def test_measured_bytes_are_the_predicted_ones(rows):
 
 
 def test_tables(rows):
-    times, memory = time_table(rows), memory_table(rows)
+    times, memory = TIMES.of(rows), MEMORY.of(rows)
     for table in (times, memory):
         assert list(table.frame["how"]) == [*SHARDINGS, "replicated"]
         assert table.frame["status"].iloc[-1] == "oom: too large"

@@ -14,7 +14,6 @@ from cs336_systems.experiments.sharded_optimizer.measure import CATEGORIES, MOME
 from cs336_systems.harness.runs import newest
 from cs336_systems.report.figures import OKABE_ITO, save
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
-from cs336_systems.report.tables import Table
 
 _SETTINGS = (
     *("gpu", "device", "world_size", "size", "batch_size", "context_length", "dtype", "attention", "compile"),
@@ -51,6 +50,7 @@ TIMES = ResultTable(
         Column("GiB per link", "predicted_link_traffic", optional=True, rank=2),
     ),
 )
+"""One line per cell of ``benchmark_sharded_optimizer.py``: its phases, the step as a ratio, bytes on the links."""
 
 MEMORY = ResultTable(
     settings=_SETTINGS,
@@ -67,16 +67,7 @@ MEMORY = ResultTable(
         Column("peak GiB", "before_step_peak", optional=True),
     ),
 )
-
-
-def time_table(rows: pd.DataFrame) -> Table:
-    """One line per cell of ``benchmark_sharded_optimizer.py``: its phases, the step as a ratio, bytes on the links."""
-    return TIMES.of(rows)
-
-
-def memory_table(rows: pd.DataFrame) -> Table:
-    """One line per cell: GiB of the fullest rank by category, the state's prediction, and the whole at each moment."""
-    return MEMORY.of(rows)
+"""One line per cell: GiB of the fullest rank by category, the state's prediction, and the whole at each moment."""
 
 
 def draw_memory(rows: pd.DataFrame, path: Path) -> bool:
