@@ -27,11 +27,12 @@ class Options:
 def main(arguments: list[str] | None = None) -> int:
     """Draw and write; 2 for a length or a folder that will not do."""
     options = tyro.cli(Options, args=arguments, description=__doc__)
-    from cs336_systems.experiments.attention.masks import draw_masks  # torch and matplotlib come with it
+    from cs336_systems.experiments.attention.masks import masks_figure  # torch and matplotlib come with it
+    from cs336_systems.report.figures import save
 
     path = options.out / "attention_masks.png"
     try:
-        draw_masks(options.length, path)
+        save(masks_figure(options.length), path)
     except ValueError as error:
         return complain("draw_masks", str(error))
     except OSError as error:

@@ -1,7 +1,5 @@
 """Attention masks as pictures: what FlexAttention runs, and what skipping empty blocks leaves of their scores."""
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from matplotlib.axes import Axes
@@ -85,12 +83,11 @@ def draw(axes: Axes, title: str, variant: Variant, n_queries: int, n_keys: int) 
     axes.annotate(shares, (0, 1), (0, 5), "axes fraction", "offset points", fontsize=8, color="#555555")
 
 
-def draw_masks(length: int, path: Path) -> Figure:
-    """All pictures of masks over ``length`` keys, as PNG.
+def masks_figure(length: int) -> Figure:
+    """All pictures of masks over ``length`` keys.
 
     Raises:
         ValueError: the blocks do not divide the length, or there are fewer than four.
-        OSError: the file cannot be written.
     """
     if length % BLOCK_SIZE or length < 4 * BLOCK_SIZE:
         raise ValueError(f"--length must be a multiple of {BLOCK_SIZE}, at least {4 * BLOCK_SIZE}, got {length}")
@@ -104,6 +101,4 @@ def draw_masks(length: int, path: Path) -> Figure:
         axes.set_ylabel("query position, tokens")
     handles = [Patch(color=COLOURS(kind), label=label) for kind, label in LABELS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
     return figure

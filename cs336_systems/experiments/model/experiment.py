@@ -14,8 +14,8 @@ from cs336_systems.experiments.model.cells import (
     Options,
     ceiling_cells,
 )
-from cs336_systems.experiments.model.figure import draw_step_figure
-from cs336_systems.experiments.model.frontier import draw_frontier
+from cs336_systems.experiments.model.figure import step_figure
+from cs336_systems.experiments.model.frontier import frontier_figure
 from cs336_systems.experiments.model.measure import (
     Ceilings,
     expected_seconds,
@@ -27,6 +27,7 @@ from cs336_systems.experiments.model.table import step_table
 from cs336_systems.harness.record import read_rows
 from cs336_systems.harness.sweep import Outcome, cell_columns, outcome_rows
 from cs336_systems.report.compare import compare
+from cs336_systems.report.figures import save
 from cs336_systems.report.show import show
 
 
@@ -67,8 +68,8 @@ def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None
             appended = len(rows) if csv and csv.samefile(options.compare) else 0
             show(compare(rows, before.head(len(before) - appended)), options.format)
     if csv:
-        draw_step_figure(read_rows(csv), csv.with_suffix(".png"))
-        draw_frontier(read_rows(csv), csv.with_name(f"{csv.stem}_frontier.png"))
+        save(step_figure(read_rows(csv)), csv.with_suffix(".png"))
+        save(frontier_figure(read_rows(csv)), csv.with_name(f"{csv.stem}_frontier.png"))
 
 
 EXPERIMENT = Experiment(

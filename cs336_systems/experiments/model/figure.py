@@ -4,19 +4,18 @@ Legible in print: units on the axes, the Okabe-Ito colours that colour-blind rea
 dtype, and what all points share in the title. Drawn without pyplot, so importing this touches no display.
 """
 
-from pathlib import Path
 from typing import Literal
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from cs336_systems.config import MODES
 from cs336_systems.experiments.model.cells import CEILING
 from cs336_systems.harness.runs import newest
-from cs336_systems.report.figures import OKABE_ITO, save
+from cs336_systems.report.figures import OKABE_ITO, WITH_COMMAS, dress
 
 _MARKERS = "osD^vPX*"
 _DASHES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
@@ -25,11 +24,6 @@ _SHARES = {
     "mfu": "MFU: % of the dtype's datasheet peak\n(model FLOPs, causal)",
     "matmul_ceiling_share": "% of the measured matmul ceiling\n(model FLOPs, causal)",
 }
-
-
-def draw_step_figure(rows: pd.DataFrame, path: Path) -> bool:
-    """Write ``step_figure`` as PNG; returns whether there was one."""
-    return save(step_figure(rows), path)
 
 
 def step_figure(rows: pd.DataFrame) -> Figure | None:
@@ -56,7 +50,7 @@ def step_figure(rows: pd.DataFrame) -> Figure | None:
     _draw(time_axes, rows[rows["metric"] == "step"], x, series)
     time_axes.set_yscale("log")
     time_axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    time_axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    time_axes.yaxis.set_major_formatter(WITH_COMMAS)
     time_axes.yaxis.set_minor_formatter(NullFormatter())
     time_axes.set_ylabel("time of the whole pass, ms\n(median, bar p10 to p90)")
     if share:
@@ -120,8 +114,7 @@ def _draw(axes: Axes, rows: pd.DataFrame, x: str, series: tuple[list[str], list[
         axes.set_xlabel("context length, tokens")
     else:
         axes.set_xlabel("model size")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    dress(axes)
 
 
 def _legend(rows: pd.DataFrame, x: str) -> list[Line2D]:

@@ -6,8 +6,6 @@ an open marker above or below a point is the predicted peak. The grey staircase 
 needs both less time and less memory than a point on it. Policies that did not run are named with their status.
 """
 
-from pathlib import Path
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,7 +15,7 @@ from cs336_systems.config import MODES
 from cs336_systems.experiments.model.cells import CEILING
 from cs336_systems.experiments.model.table import SETTINGS
 from cs336_systems.harness.runs import newest
-from cs336_systems.report.figures import OKABE_ITO, save
+from cs336_systems.report.figures import OKABE_ITO, dress
 
 _FAMILIES = {"every": "segments of k blocks (full is k = 1)", "first": "the first m blocks", "": "other policies"}
 _COLOURS = dict(zip(_FAMILIES, OKABE_ITO, strict=False))
@@ -26,11 +24,6 @@ _LABELS_AT = {"every": (8, -3), "first": (-6, -11), "": (6, -11)}
 """Where a point's name stands, in points from it: neighbours of different families do not overprint each other."""
 
 _MOST_PANELS = 3
-
-
-def draw_frontier(rows: pd.DataFrame, path: Path) -> bool:
-    """Write ``frontier_figure`` as PNG; returns whether there was one."""
-    return save(frontier_figure(rows), path)
 
 
 def frontier_figure(rows: pd.DataFrame) -> Figure | None:
@@ -126,8 +119,7 @@ def _draw_panel(axes: Axes, group: pd.DataFrame) -> None:
     axes.margins(x=0.12)
     axes.set_xlabel("time of the whole pass, ms (median)")
     axes.set_ylabel("peak memory, GiB")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    dress(axes)
     axes.set_title(_title(group), fontsize=10)
 
 

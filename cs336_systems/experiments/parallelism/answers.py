@@ -14,8 +14,8 @@ from cs336_systems.costs.parallelism.forms import DEVICES, FORMS, PASSES, find_d
 from cs336_systems.costs.parallelism.mesh import Network, best_whole_split, largest_mesh, optimal_split
 from cs336_systems.costs.parallelism.pipeline import SCHEDULES, simulate
 from cs336_systems.costs.parallelism.scaling import CASES, Case, Workload, case, communication_limit, fsdp_step
-from cs336_systems.experiments.parallelism.figures import draw_goodput, draw_scaling
-from cs336_systems.experiments.parallelism.pipeline_figure import draw_pipelines
+from cs336_systems.experiments.parallelism.figures import goodput_figure, scaling_figure
+from cs336_systems.experiments.parallelism.pipeline_figure import pipelines_figure
 from cs336_systems.experiments.parallelism.questions import (
     Accounting,
     Devices,
@@ -27,6 +27,7 @@ from cs336_systems.experiments.parallelism.questions import (
     Scaling,
 )
 from cs336_systems.report.command_line import complain
+from cs336_systems.report.figures import save
 from cs336_systems.report.show import show
 from cs336_systems.report.tables import Table, digits
 
@@ -195,7 +196,7 @@ def _answer_pipeline(asked: Pipeline) -> Answer:
         for name in SCHEDULES
     ]
     if asked.figure:
-        draw_pipelines(timelines, asked.figure)
+        save(pipelines_figure(timelines), asked.figure)
     lines = [
         {
             "subject": timeline.schedule,
@@ -218,7 +219,7 @@ def _answer_scaling(asked: Scaling) -> Answer:
     if asked.most_devices <= device.domain_size:
         raise ValueError(f"--most-devices must be above one domain of {device.domain_size}, got {asked.most_devices}")
     if asked.figure:
-        draw_scaling(workload, device, asked.figure, asked.most_devices)
+        save(scaling_figure(workload, device, asked.most_devices), asked.figure)
     counts = [8 * 2**power for power in range(32) if 8 * 2**power <= asked.most_devices]
     lines = []
     for n in counts:
@@ -248,7 +249,8 @@ def _answer_failures(asked: Failures) -> Answer:
     if not jobs:
         raise ValueError("--nodes names no number of nodes")
     if asked.figure:
-        draw_goodput([(f"{n:,} nodes, M = {job.mtbf_s / 3600:.3g} h", job) for n, job in jobs], asked.figure)
+        labelled = [(f"{n:,} nodes, M = {job.mtbf_s / 3600:.3g} h", job) for n, job in jobs]
+        save(goodput_figure(labelled), asked.figure)
     lines = [
         {
             "nodes": f"{n:,}",

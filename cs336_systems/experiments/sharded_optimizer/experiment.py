@@ -5,9 +5,10 @@ from pathlib import Path
 from cs336_systems.experiments.driver import Experiment, one_stage
 from cs336_systems.experiments.sharded_optimizer.cells import Options, ShardingCell, make_cells
 from cs336_systems.experiments.sharded_optimizer.measure import measure_sharding
-from cs336_systems.experiments.sharded_optimizer.table import MEMORY, TIMES, draw_memory
+from cs336_systems.experiments.sharded_optimizer.table import MEMORY, TIMES, memory_figure
 from cs336_systems.harness.record import read_rows
 from cs336_systems.harness.sweep import Outcome, outcome_rows
+from cs336_systems.report.figures import save
 from cs336_systems.report.show import show
 
 
@@ -17,7 +18,7 @@ def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None
     show(TIMES.of(rows), options.format)
     show(MEMORY.of(rows), options.format)
     if csv:
-        draw_memory(read_rows(csv), csv.with_suffix(".png"))
+        save(memory_figure(read_rows(csv)), csv.with_suffix(".png"))
 
 
 EXPERIMENT = Experiment(

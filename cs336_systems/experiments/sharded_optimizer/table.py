@@ -4,15 +4,13 @@ The figure stacks what a rank's memory is taken by, one bar for each way to hold
 step; a line across a bar is what parameters, gradients and state were predicted to take.
 """
 
-from pathlib import Path
-
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from cs336_systems.experiments.sharded_optimizer.measure import CATEGORIES, MOMENTS
 from cs336_systems.harness.runs import newest
-from cs336_systems.report.figures import OKABE_ITO, save
+from cs336_systems.report.figures import OKABE_ITO
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 
 _SETTINGS = (
@@ -68,11 +66,6 @@ MEMORY = ResultTable(
     ),
 )
 """One line per cell: GiB of the fullest rank by category, the state's prediction, and the whole at each moment."""
-
-
-def draw_memory(rows: pd.DataFrame, path: Path) -> bool:
-    """Write ``memory_figure`` as PNG; returns whether there was one."""
-    return save(memory_figure(rows), path)
 
 
 def memory_figure(rows: pd.DataFrame) -> Figure | None:

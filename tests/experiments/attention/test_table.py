@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from cs336_systems.costs.attention import AttentionWork
-from cs336_systems.experiments.attention.figure import draw_scaling, scaling_figure
+from cs336_systems.experiments.attention.figure import scaling_figure
 from cs336_systems.experiments.attention.table import (
     ATTENTION,
     account_table,
@@ -13,6 +13,7 @@ from cs336_systems.experiments.attention.table import (
     tile_table,
     time_of,
 )
+from cs336_systems.report.figures import save
 
 
 def row(impl, metric, median, *, length=1024, status="ok", message="", dtype="bf16", d_head=64, mask="", repeat=0):
@@ -122,7 +123,7 @@ def test_a_figure_of_one_shape(tmp_path):
     with pytest.raises(ValueError, match="takes one shape, got"):
         scaling_figure(pd.DataFrame(rows + cell("flash", 1.0, d_head=128)))
     path = tmp_path / "figure.png"
-    assert draw_scaling(pd.DataFrame(rows), path)
+    assert save(scaling_figure(pd.DataFrame(rows)), path)
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert not draw_scaling(pd.DataFrame([row("flash", "", None, status="oom")]), tmp_path / "none.png")
+    assert not save(scaling_figure(pd.DataFrame([row("flash", "", None, status="oom")])), tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
