@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tyro
 
-from cs336_systems.report.command_line import complain, exit_with, os_error
+from cs336_systems.report.command_line import complain, exit_with
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     path = options.out / "attention_masks.png"
     try:
         save(masks_figure(options.length), path)
-    except ValueError as error:
-        return complain("draw_masks", str(error))
-    except OSError as error:
-        return complain("draw_masks", os_error(error))
+    except (ValueError, OSError) as error:
+        return complain("draw_masks", error)
     print(f"drew {path}")
     return 0
 

@@ -68,7 +68,6 @@ class Experiment:
         present: prints tables and draws figures, given outcomes, options and the file of rows; a number that is not
             zero becomes the exit code, a mapping holds main figures of the last line on stdout.
         headlines: metrics of the last line on stdout.
-        describe: a cell in a few words.
         measured: whether a cell counts as an answer; ceilings do not.
         default_worlds: of ranks on a device, where the command line does not say.
     """
@@ -79,7 +78,6 @@ class Experiment:
     stages: Stages
     present: Callable[[list[Outcome], Any, Path | None], int | Mapping[str, Any] | None]
     headlines: Sequence[str]
-    describe: Callable[[Any], str] = str
     measured: Callable[[Any], bool] = lambda cell: True
     default_worlds: Callable[[str], tuple[int, ...]] = one_rank_per_gpu
 
@@ -91,10 +89,8 @@ class Experiment:
             row_file = RowFile(csv, cell_columns(self.cell)) if csv and reports() else None
             if reports() and (note := small_defaults_note(options)):
                 print(note, file=sys.stderr)
-        except ValueError as error:
-            return complain(self.name, str(error))
-        except OSError as error:
-            return complain(self.name, os_error(error))
+        except (ValueError, OSError) as error:
+            return complain(self.name, error)
         outcomes: list[Outcome] = []
         failure = self._measure(options, cells, row_file, outcomes)
         if not reports():
@@ -137,7 +133,6 @@ class Experiment:
                         stage.measure,
                         row_file=row_file,
                         timeout_s=options.timeout,
-                        describe=self.describe,
                         expected_s=stage.expected_s,
                         share=stage.share,
                     )
@@ -145,12 +140,11 @@ class Experiment:
                 if outcomes and outcomes[-1].status == "interrupted":
                     return 0
         except ValueError as error:
-            return complain(self.name, str(error))
+            return complain(self.name, error)
         except OSError as error:
             where = row_file.path if row_file else "the disk"
-            return complain(
-                self.name, f"rows could not be written to {where}: {os_error(error)}; earlier rows are there"
-            )
+            fault = f"rows could not be written to {where}: {os_error(error)}; earlier rows are there"
+            return complain(self.name, fault)
         return 0
 
 
@@ -197,7 +191,7 @@ def _summary(outcome: Outcome, experiment: Experiment) -> dict[str, Any]:
         if row.get("metric") in experiment.headlines
     }
     ended = {"status": outcome.status} | ({"message": outcome.message} if outcome.message else {})
-    return {"cell": experiment.describe(outcome.cell)} | ended | found
+    return {"cell": str(outcome.cell)} | ended | found
 
 
 def metric_name(metric: str, unit: str) -> str:

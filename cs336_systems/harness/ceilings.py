@@ -5,32 +5,22 @@ sweep therefore measures its own ceilings first, with the same clock, on random 
 faster). Shares of these ceilings stand beside shares of the peak.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from cs336_systems.config import Precision
 from cs336_systems.harness.clock import time_kernel
-from cs336_systems.training.precision import matmul_precision
-
-_MATMUL_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """Samples of the two ceilings."""
-
-    matmul_tflops: list[float]
-    copy_gb_per_s: list[float]
-    """Bytes read plus bytes written, in 1e9 bytes per second."""
+from cs336_systems.harness.record import Metric
+from cs336_systems.training.precision import matmul_dtype, matmul_precision
 
 
-def measure_ceilings(precision: Precision, device: torch.device) -> Ceilings:
-    """Square matmul in the precision's matmul dtype (8192, CPU: 2048) and a copy of 2 GiB (CPU: 256 MiB)."""
+def measure_ceilings(precision: Precision, device: torch.device) -> list[Metric]:
+    """Square matmul in the precision's matmul dtype (8192, CPU: 2048) and a copy of 2 GiB (CPU: 256 MiB).
+
+    The copy's rate counts bytes read plus bytes written.
+    """
     on_gpu = device.type == "cuda"
     size = 8192 if on_gpu else 2048
-    dtype = _MATMUL_DTYPES[precision.matmul_dtype]
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device).to(matmul_dtype(precision)) for _ in range(2))
     warmup, samples = (5, 20) if on_gpu else (3, 10)
     with matmul_precision(precision):
         matmul_ms = time_kernel(lambda: a @ b, device=device, warmup=warmup, samples=samples)
@@ -39,7 +29,7 @@ def measure_ceilings(precision: Precision, device: torch.device) -> Ceilings:
     target = torch.empty_like(source)
     copy_ms = time_kernel(lambda: target.copy_(source), device=device, warmup=warmup, samples=samples)
     moved = 2 * source.numel() * source.element_size()
-    return Ceilings(
-        matmul_tflops=[2 * size**3 / ms / 1e9 for ms in matmul_ms],
-        copy_gb_per_s=[moved / ms / 1e6 for ms in copy_ms],
-    )
+    return [
+        Metric("matmul_ceiling", "TFLOP/s", [2 * size**3 / ms / 1e9 for ms in matmul_ms]),
+        Metric("copy_ceiling", "GB/s", [moved / ms / 1e6 for ms in copy_ms]),
+    ]

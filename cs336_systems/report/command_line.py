@@ -74,9 +74,9 @@ def experiment_command(kind: type[HasDevice], module: str, description: str | No
     return main
 
 
-def complain(command: str, message: str) -> int:
+def complain(command: str, fault: Exception | str) -> int:
     """One sentence on stderr; returns the exit code of bad input."""
-    print(f"{command}: {message}", file=sys.stderr)
+    print(f"{command}: {os_error(fault) if isinstance(fault, OSError) else fault}", file=sys.stderr)
     return BAD_INPUT
 
 

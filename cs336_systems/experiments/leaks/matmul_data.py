@@ -15,7 +15,7 @@ from cs336_systems.experiments.leaks.findings import Findings, leak_experiment, 
 from cs336_systems.experiments.leaks.matmul_data_cells import REFERENCE, Data, DataCell, make_cells
 from cs336_systems.harness.clock import synchronize
 from cs336_systems.harness.record import Metric
-from cs336_systems.harness.state_sampler import StateSampler
+from cs336_systems.harness.state_sampler import sampled_state
 from cs336_systems.report.figures import OKABE_ITO
 from cs336_systems.report.tables import Table, digits
 from cs336_systems.training.precision import matmul_dtype, matmul_precision
@@ -110,7 +110,7 @@ def measure(cell: DataCell) -> list[Metric]:
     with matmul_precision(precision):
         if cell.warmup_seconds:
             sustained_ms(a, b, cell.warmup_seconds)
-        with StateSampler(device) as sampler:
+        with sampled_state(device) as states:
             samples_ms = sustained_ms(a, b, cell.seconds)
     metrics = [
         Metric("matmul", "ms", samples_ms),
@@ -118,7 +118,7 @@ def measure(cell: DataCell) -> list[Metric]:
     ]
     clock = "sm_mhz" if device.type == "cuda" else "cpu_mhz"
     for name, unit in (("power_w", "W"), (clock, "MHz")):
-        if values := sampler.values(name):
+        if values := states.values(name):
             metrics.append(Metric(name, unit, values))
     return metrics
 

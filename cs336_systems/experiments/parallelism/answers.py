@@ -40,7 +40,7 @@ def answer(question: Any) -> int:
     try:
         tables, summary = found(question)
     except ValueError as error:
-        return complain(f"parallelism {name}", str(error))
+        return complain(f"parallelism {name}", error)
     for table in tables:
         show(table, "auto")
     figure = getattr(question, "figure", None)

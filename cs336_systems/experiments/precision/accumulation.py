@@ -164,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         frame = run(options)
     except ValueError as error:
-        return complain(NAME, str(error))
+        return complain(NAME, error)
     shown = frame.assign(
         terms=[f"{n:,}" for n in frame["terms"]],
         exact=[f"{value:g}" for value in frame["exact"]],

@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         check_device(options.device)
     except ValueError as error:
-        return complain(NAME, str(error))
+        return complain(NAME, error)
     device = torch.device(options.device)
     results = {}
     for name, run in (("The toy model", toy_dtypes), ("The Transformer", transformer_dtypes)):
