@@ -41,7 +41,7 @@ from cs336_systems.case import Unsupported
 from cs336_systems.experiments.attention.cells import MATERIALISED, AttentionCell
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.clock import time_kernel
-from cs336_systems.harness.memory import PeakMeter, free_bytes
+from cs336_systems.harness.memory import PeakMeter, allocated_bytes, free_bytes
 from cs336_systems.harness.process import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
 
@@ -94,12 +94,16 @@ def measure(cell: AttentionCell) -> list[Metric]:
 
     torch._functorch.config.donated_buffer = False  # backward is run many times on one graph
     both()  # compiles and autotunes outside of every clock and meter
-    memory = _Memory((q, k, v, do))
+    meter, before = PeakMeter(device), allocated_bytes(device)
     o = forward()
-    memory.note_kept()
+    kept = allocated_bytes(device) - before
     gradients = torch.autograd.grad(o, inputs, do, retain_graph=True)
-    metrics = [
-        *memory.metrics(),
+    metrics = []
+    if device.type == "cuda" and (peak_bytes := meter.peak_bytes()):
+        not_ours = max(0, before - sum(x.nbytes for x in (q, k, v, do)))  # cuBLAS workspaces, say
+        metrics.append(Metric("kept_for_backward", "GiB", [kept / GIB]))
+        metrics.append(Metric("peak_memory", "GiB", [(peak_bytes - not_ours) / GIB]))
+    metrics += [
         Metric("predicted_peak_memory", "GiB", [needed / GIB]),
         *errors(cell, served.exact, (q, k, v), do, (o, *gradients)),
         *served.metrics,
@@ -242,29 +246,3 @@ def _tune(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> list[Met
         use_tile(timing.kernel, q.shape[-1], q.element_size(), timing.best)
         metrics += [Metric(f"{TILE}{timing.kernel} {tile}", "ms", times) for tile, times in timing.samples_ms.items()]
     return metrics
-
-
-class _Memory:
-    """What forward keeps and the peak of both passes, from construction on; a CPU does not say."""
-
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        self.on_gpu = tensors[0].device.type == "cuda"
-        if self.on_gpu:
-            self.meter = PeakMeter(tensors[0].device)
-            self.before = torch.cuda.memory_allocated()
-            self.not_ours = max(0, self.before - sum(x.nbytes for x in tensors))  # cuBLAS workspaces, say
-
-    def note_kept(self) -> None:
-        """Forward has just ended."""
-        if self.on_gpu:
-            self.kept = torch.cuda.memory_allocated() - self.before
-
-    def metrics(self) -> list[Metric]:
-        if not self.on_gpu:
-            return []
-        peak = self.meter.peak_bytes()
-        assert peak is not None
-        return [
-            Metric("kept_for_backward", "GiB", [self.kept / GIB]),
-            Metric("peak_memory", "GiB", [(peak - self.not_ours) / GIB]),
-        ]

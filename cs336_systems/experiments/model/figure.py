@@ -36,12 +36,7 @@ def step_figure(rows: pd.DataFrame) -> Figure | None:
     rows = _one_setting(rows[rows["variant"] != CEILING])
     if rows.empty:
         return None
-    rows = rows.assign(
-        how=[
-            dtype if c == "off" else f"{dtype}, compiled"
-            for dtype, c in zip(rows["dtype"], rows["compile"], strict=True)
-        ]
-    )
+    rows = rows.assign(how=rows["dtype"].where(rows["compile"] == "off", rows["dtype"] + ", compiled"))
     x = "context_length" if rows["context_length"].nunique() > 1 else "size"
     share = next((metric for metric in _SHARES if (rows["metric"] == metric).any()), None)
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -120,16 +115,10 @@ def _draw(axes: Axes, rows: pd.DataFrame, x: str, series: tuple[list[str], list[
 def _legend(rows: pd.DataFrame, x: str) -> list[Line2D]:
     """One entry per size (colour) and per dtype (marker and dash), instead of one per line."""
     colours, styles = _series(rows, x)
-    if x != "context_length":
-        return [
-            Line2D(
-                [], [], color=OKABE_ITO[i % len(OKABE_ITO)], marker=_MARKERS[i % 8], linestyle=_DASHES[i % 4], label=how
-            )
-            for i, how in enumerate(styles)
-        ]
+    both = x == "context_length"
+    by_style = []
+    for i, how in enumerate(styles):
+        colour = "grey" if both else OKABE_ITO[i % len(OKABE_ITO)]
+        by_style.append(Line2D([], [], color=colour, marker=_MARKERS[i % 8], linestyle=_DASHES[i % 4], label=how))
     by_colour = [Line2D([], [], color=OKABE_ITO[i % len(OKABE_ITO)], label=size) for i, size in enumerate(colours)]
-    by_style = [
-        Line2D([], [], color="grey", marker=_MARKERS[i % 8], linestyle=_DASHES[i % 4], label=how)
-        for i, how in enumerate(styles)
-    ]
-    return by_colour + by_style
+    return by_colour + by_style if both else by_style

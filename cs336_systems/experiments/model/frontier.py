@@ -82,37 +82,21 @@ def _draw_panel(axes: Axes, group: pd.DataFrame) -> None:
     axes.step(front["step"], front["peak_memory"], where="post", color="0.8", linewidth=4, zorder=0)
     labelled: set[str] = set()
     for family, policies in _families(points.index).items():
-        line, colour, marker = points.loc[policies], _COLOURS[family], _MARKERS[family]
-        predicted = line["predicted_peak_memory"]
-        axes.plot(
-            line["step"],
-            line["peak_memory"],
-            linestyle="-" if family else "none",
-            marker=marker,
-            color=colour,
-            zorder=2,
-        )
-        axes.vlines(line["step"], line["peak_memory"], predicted, color=colour, linewidth=0.8)
-        axes.plot(
-            line["step"],
-            predicted,
-            linestyle="none",
-            marker=marker,
-            markerfacecolor="white",
-            markersize=4,
-            color=colour,
-            zorder=3,
-        )
+        line, style = points.loc[policies], {"marker": _MARKERS[family], "color": _COLOURS[family]}
+        measured, predicted = line["peak_memory"], line["predicted_peak_memory"]
+        axes.plot(line["step"], measured, ls="-" if family else "none", zorder=2, **style)
+        axes.vlines(line["step"], measured, predicted, color=_COLOURS[family], linewidth=0.8)
+        axes.plot(line["step"], predicted, ls="none", mfc="white", markersize=4, zorder=3, **style)
         for policy in [policy for policy in policies if policy not in labelled]:
             labelled.add(policy)
             right, up = _LABELS_AT["first" if policy == "full" else family]
             axes.annotate(
                 policy,
-                (line.loc[policy, "step"], line.loc[policy, "peak_memory"]),
+                (line.loc[policy, "step"], measured[policy]),
                 xytext=(right, up),
                 textcoords="offset points",
                 ha="right" if right < 0 else "left",
-                color=colour,
+                color=_COLOURS[family],
                 fontsize=8,
             )
     axes.set_ylim(bottom=0)

@@ -64,16 +64,7 @@ def measure_model(cell: ModelCell, *, ceilings: Ceilings, force: bool) -> list[M
         *cell.work, cell.mode, attention=cell.attention_kind, checkpoint=cell.checkpoint, compiled=cell.compiled
     )
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return metrics + step_rates(
-        cell.config,
-        cell.precision,
-        cell.batch_size,
-        cell.mode,
-        times.samples_ms,
-        executed,
-        device_name,
-        ceilings.get(cell.dtype, {}),
-    )
+    return metrics + step_rates(cell, times.samples_ms, executed, device_name, ceilings.get(cell.dtype, {}))
 
 
 def expected_seconds(cell: ModelCell, *, ceilings: Ceilings) -> float:

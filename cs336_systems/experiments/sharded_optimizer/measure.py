@@ -24,6 +24,7 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.ranked import check_losses
 from cs336_systems.experiments.sharded_optimizer.cells import ShardingCell
 from cs336_systems.harness.fit import check_fit
+from cs336_systems.harness.memory import allocated_bytes
 from cs336_systems.harness.ranks import time_phases_of_ranks
 from cs336_systems.harness.record import Metric
 from cs336_systems.training import random_batch
@@ -107,13 +108,12 @@ class _Meter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.readings: dict[str, float] = {}
-        self._baseline = 0
-        self._baseline = self.allocated()
+        self._baseline = allocated_bytes(device)
         self.restart_peak()
 
     def allocated(self) -> int:
-        """What tensors take on a GPU beyond the baseline; 0 on a CPU, which does not say."""
-        return torch.cuda.memory_allocated(self.device) - self._baseline if self.device.type == "cuda" else 0
+        """What tensors take beyond the baseline, as ``allocated_bytes`` says."""
+        return allocated_bytes(self.device) - self._baseline
 
     def restart_peak(self) -> None:
         if self.device.type == "cuda":
