@@ -10,6 +10,7 @@ Requested and nothing measured is exit code 1, with the reason; one failed cell 
 not suffice and requests that are unsupported are answers as long as something was measured.
 """
 
+import functools
 import json
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -124,19 +125,10 @@ class Experiment:
         self, options: RunOptions, cells: Sequence[Cell], row_file: RowFile | None, outcomes: list[Outcome]
     ) -> int:
         """Fill ``outcomes``, stage by stage; the code of what ended it, else 0."""
+        sweep = functools.partial(run_sweep, self.name, row_file=row_file, timeout_s=options.timeout)
         try:
             for stage in self.stages(options, cells, outcomes):
-                outcomes.extend(
-                    run_sweep(
-                        self.name,
-                        stage.cells,
-                        stage.measure,
-                        row_file=row_file,
-                        timeout_s=options.timeout,
-                        expected_s=stage.expected_s,
-                        share=stage.share,
-                    )
-                )
+                outcomes.extend(sweep(stage.cells, stage.measure, expected_s=stage.expected_s, share=stage.share))
                 if outcomes and outcomes[-1].status == "interrupted":
                     return 0
         except ValueError as error:

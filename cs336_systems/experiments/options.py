@@ -8,7 +8,7 @@ grid. Imports no torch.
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
@@ -117,17 +117,14 @@ class RankedCase(TimedCase):
     world_size: int = 1
 
 
-Cell = TypeVar("Cell", bound=TrainingCase)
+Cell = TypeVar("Cell", bound=TimedCase)
 AnyCell = TypeVar("AnyCell")
 
 _SETS = ("size", "batch_size", "context_length", "dtype", "attention", "compile", "checkpoint", "optimizer")
 
 
 def training_cells(
-    cell_type: type[Cell],
-    options: TrainingOptions,
-    *,
-    inner: Sequence[Mapping[str, Any]] = ({},),
+    cell_type: type[Cell], options: TrainingOptions, *, inner: Sequence[Mapping[str, Any]] = ({},)
 ) -> list[Cell]:
     """The grid of training cases: the product of all options that are sets, worlds slowest, once for each repeat.
 
@@ -148,19 +145,10 @@ def training_cells(
     for name in options.attention:
         if name not in ATTENTIONS:
             raise ValueError(f"--attention {name}: known are {', '.join(ATTENTIONS)}")
-    varied = {*sets, *inner[0], "repeat"}
-    fixed = {
-        field.name: getattr(options, field.name)
-        for field in fields(cell_type)
-        if field.name not in varied and hasattr(options, field.name)
-    }
-    cells = [
-        cell_type(**fixed, **dict(zip(sets, values, strict=True)), **own)
-        for *values, own in itertools.product(*sets.values(), inner)
+    return [
+        cell_of(cell_type, options, repeat=repeat, **dict(zip(sets, values, strict=True)), **own)
+        for repeat, *values, own in itertools.product(range(options.repeat), *sets.values(), inner)
     ]
-    if not any(field.name == "repeat" for field in fields(cell_type)):
-        return cells
-    return [replace(cell, repeat=repeat) for repeat in range(options.repeat) for cell in cells]  # type: ignore[call-arg]
 
 
 def cell_of(cell_type: type[AnyCell], options: Any, **own: Any) -> AnyCell:

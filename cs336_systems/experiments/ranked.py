@@ -13,16 +13,18 @@ import torch.distributed as dist
 
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.driver import Experiment, Stage
+from cs336_systems.experiments.options import RankedCase
 from cs336_systems.harness.clock import WHOLE, PhaseTimes
 from cs336_systems.harness.process import Cell
 from cs336_systems.harness.record import Metric, read_rows
 from cs336_systems.harness.sweep import Outcome, outcome_rows
+from cs336_systems.harness.traffic import Event, Traffic
 from cs336_systems.profiling.traces import kineto
 from cs336_systems.profiling.traces.tables import TraceError
 from cs336_systems.report.show import show
 from cs336_systems.report.tables import Table
 from cs336_systems.report.timeline import draw_timeline
-from cs336_systems.training import TrainStep
+from cs336_systems.training import TrainStep, assemble, random_batch
 
 
 def largest(value: float, rank: Rank) -> float:
@@ -39,6 +41,26 @@ def total(value: float, rank: Rank) -> float:
     return found.item()
 
 
+class PreparedStep:
+    """A cell's model, data and optimizer on this rank, ready to take steps."""
+
+    def __init__(self, cell: RankedCase, rank: Rank) -> None:
+        self.cell, self.rank = cell, rank
+        self.step = assemble(cell, rank)
+        self.batch = random_batch(cell, rank)
+
+    def phases(self) -> dict[str, Callable[[], None]]:
+        """Forward, backward and optimizer; backward holds whatever synchronising gradients adds to it."""
+        return self.step.phases("step", *self.batch)
+
+    def sent(self) -> list[Event]:
+        """The collectives of one step."""
+        with Traffic() as traffic:
+            for phase in self.phases().values():
+                phase()
+        return traffic.sent
+
+
 def check_losses(step: TrainStep, rank: Rank) -> None:
     """Raise FloatingPointError on every rank unless the last loss of each is finite."""
     assert step.loss is not None
@@ -46,11 +68,12 @@ def check_losses(step: TrainStep, rank: Rank) -> None:
         raise FloatingPointError("the loss is not finite on every rank")
 
 
-def time_metrics(times: PhaseTimes, tokens: int) -> list[Metric]:
+def time_metrics(times: PhaseTimes, cell: RankedCase) -> list[Metric]:
     """Each phase, the warm-up, and the rate of all ranks' tokens."""
     metrics = [Metric(name, "ms", samples) for name, samples in times.samples_ms.items()]
     if times.warmup_ms:
         metrics.append(Metric("warmup_step", "ms", times.warmup_ms))
+    tokens = cell.world_size * cell.batch_size * cell.context_length
     rates = [tokens / ms * 1e3 for ms in times.samples_ms[WHOLE]]
     return [*metrics, Metric("tokens_per_s", "1/s, all ranks", rates, derived=True)]
 

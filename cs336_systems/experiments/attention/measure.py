@@ -16,27 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cs336_systems.attention import variants
 from cs336_systems.attention.dispatch import attention, unsupported_reason
 from cs336_systems.attention.oracle import oracle_attention
 from cs336_systems.attention.shapes import AttentionShape, validate
-from cs336_systems.attention.variants import (
-    Variant,
-    alibi,
-    alibi_slopes,
-    block_sparsity,
-    causal,
-    dense_attention,
-    dense_mask,
-    dense_scores,
-    document,
-    full,
-    make_block_mask,
-    prefix_lm,
-    relative_bias,
-    sliding_window,
-    softcap,
-    variant_attention,
-)
 from cs336_systems.case import Unsupported
 from cs336_systems.experiments.attention.cells import MATERIALISED, AttentionCell
 from cs336_systems.hardware import find_hardware
@@ -157,7 +140,7 @@ def errors(
     ]
 
 
-def make_variant(name: str, shape: AttentionShape, device: torch.device, *, of_heads: int) -> Variant:
+def make_variant(name: str, shape: AttentionShape, device: torch.device, *, of_heads: int) -> variants.Variant:
     """One of ``VARIANTS`` with plausible data: four documents of unequal length, a prefix of a quarter, fixed biases.
 
     ``shape`` may hold fewer heads than the ``of_heads`` over which slopes are spread: the first of them.
@@ -165,19 +148,19 @@ def make_variant(name: str, shape: AttentionShape, device: torch.device, *, of_h
     positions = torch.arange(shape.n_keys, device=device)
     bounds = torch.tensor([0.1, 0.3, 0.6], device=device) * shape.n_keys
     ids = torch.bucketize(positions, bounds, right=True).repeat(shape.batch, 1)
-    slopes = alibi_slopes(of_heads)[: shape.heads].to(device)
+    slopes = variants.alibi_slopes(of_heads)[: shape.heads].to(device)
     distances = torch.linspace(-1, 1, 257, device=device).abs().neg().repeat(shape.heads, 1)
-    parts: dict[str, Callable[[], Variant]] = {
-        "full": full,
-        "causal": causal,
-        "window 256": lambda: sliding_window(256),
-        "document": lambda: document(ids),
-        "prefix-LM": lambda: prefix_lm(torch.full((shape.batch,), shape.n_keys // 4, device=device)),
-        "ALiBi": lambda: alibi(slopes),
-        "relative bias": lambda: relative_bias(distances),
-        "softcap": lambda: softcap(30.0),
+    parts: dict[str, Callable[[], variants.Variant]] = {
+        "full": variants.full,
+        "causal": variants.causal,
+        "window 256": lambda: variants.sliding_window(256),
+        "document": lambda: variants.document(ids),
+        "prefix-LM": lambda: variants.prefix_lm(torch.full((shape.batch,), shape.n_keys // 4, device=device)),
+        "ALiBi": lambda: variants.alibi(slopes),
+        "relative bias": lambda: variants.relative_bias(distances),
+        "softcap": lambda: variants.softcap(30.0),
     }
-    return functools.reduce(Variant.__and__, (parts[part]() for part in name.split(" & ")))
+    return functools.reduce(variants.Variant.__and__, (parts[part]() for part in name.split(" & ")))
 
 
 def _serve(cell: AttentionCell, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> _Served:
@@ -199,38 +182,38 @@ def _serve_variant(cell: AttentionCell, q: Tensor, k: Tensor, v: Tensor) -> _Ser
     if cell.impl == "flex":
         if q.device.type != "cuda":
             raise Unsupported(f"flex is compiled for CUDA devices, the inputs are on {q.device.type}")
-        blocks = make_block_mask(variant, shape, q.device)
-        attend = functools.partial(variant_attention, variant=variant, block_mask=blocks)
+        blocks = variants.make_block_mask(variant, shape, q.device)
+        attend = functools.partial(variants.variant_attention, variant=variant, block_mask=blocks)
         n_bytes = sum(x.numel() * x.element_size() for x in blocks.as_tuple() if isinstance(x, Tensor)) if blocks else 0
     else:
         dense = _dense_form(variant, shape, q)
         attend = functools.partial(F.scaled_dot_product_attention, attn_mask=dense)
         n_bytes = dense.untyped_storage().nbytes()
-    share = dense_mask(alone, first, q.device).double().mean().item()
+    share = variants.dense_mask(alone, first, q.device).double().mean().item()
     return _Served(
         attend=attend,
-        exact=lambda q, k, v: dense_attention(q, k, v, alone)[0],
+        exact=lambda q, k, v: variants.dense_attention(q, k, v, alone)[0],
         share_of_scores=share,
         metrics=[
             Metric("seen_scores", "% of all", [100 * share]),
-            Metric("skipped_blocks", "% of all", [block_sparsity(variant, shape)]),
+            Metric("skipped_blocks", "% of all", [variants.block_sparsity(variant, shape)]),
             Metric("mask_memory", "GiB", [n_bytes / GIB]),
         ],
     )
 
 
-def _dense_form(variant: Variant, shape: AttentionShape, q: Tensor) -> Tensor:
+def _dense_form(variant: variants.Variant, shape: AttentionShape, q: Tensor) -> Tensor:
     """What ``attn_mask`` takes: bool where scores are only hidden, else what is added to them, in the dtype of q.
 
     Raises:
         Unsupported: the variant changes scores by more than a sum.
     """
-    seen = dense_mask(variant, shape, q.device)[:, :1]
+    seen = variants.dense_mask(variant, shape, q.device)[:, :1]
     if variant.score_formula is None:
         return (seen if variant.mask_per_batch else seen[:1]).contiguous()
     zeros = torch.zeros(1, shape.heads, shape.n_queries, shape.n_keys, device=q.device)
-    added = dense_scores(variant, zeros)
-    if not torch.equal(dense_scores(variant, zeros + 1), added + 1):
+    added = variants.dense_scores(variant, zeros)
+    if not torch.equal(variants.dense_scores(variant, zeros + 1), added + 1):
         raise Unsupported(f"torch's attention can add to scores, and {variant.name!r} does more")
     return added.masked_fill(~seen, float("-inf")).to(q.dtype)
 

@@ -4,7 +4,7 @@ import itertools
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from cs336_systems.experiments.options import RunOptions
+from cs336_systems.experiments.options import RunOptions, cell_of
 
 CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"]
 
@@ -70,7 +70,6 @@ def make_cells(options: Options) -> list[CollectiveCell]:
         parts = int(size_mb * 1e6) // (n * ALIGNMENT) if 0 < size_mb <= MOST_MB else 0
         if parts < 1:
             raise ValueError(f"--size-mb must lie between {n * ALIGNMENT / 1e6:g} and {MOST_MB}, got {size_mb:g}")
-        counts = (options.calls, options.warmup, options.steps)
-        bytes_and_counts = (parts * n * ALIGNMENT, *counts, options.seed)
-        cells.append(CollectiveCell(options.device, n, dtype, collective, size_mb, *bytes_and_counts))
+        own = {"world_size": n, "dtype": dtype, "collective": collective, "size_mb": size_mb}
+        cells.append(cell_of(CollectiveCell, options, **own, total_bytes=parts * n * ALIGNMENT))
     return cells

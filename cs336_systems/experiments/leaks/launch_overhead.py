@@ -198,8 +198,6 @@ def _draw(found: dict[str, pd.DataFrame], rows: pd.DataFrame, axes: Axes) -> Non
     axes.legend(frameon=False, fontsize=8)
 
 
-def _expected_s(cell: ChainCell) -> float:
-    return 2.5 if cell.compile == "on" else 0.5
-
-
-EXPERIMENT = leak_experiment(NAME, ChainCell, make_cells, measure, analyse, _expected_s)
+EXPERIMENT = leak_experiment(
+    NAME, ChainCell, make_cells, measure, analyse, lambda cell: 2.5 if cell.compile == "on" else 0.5
+)

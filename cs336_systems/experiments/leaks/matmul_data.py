@@ -207,8 +207,6 @@ def _draw(rows: pd.DataFrame, axes: Axes) -> None:
     axes.set_ylabel("what both matrices hold")
 
 
-def _expected_s(cell: DataCell) -> float:
-    return cell.seconds + cell.warmup_seconds
-
-
-EXPERIMENT = leak_experiment(NAME, DataCell, make_cells, measure, analyse, _expected_s)
+EXPERIMENT = leak_experiment(
+    NAME, DataCell, make_cells, measure, analyse, lambda cell: cell.seconds + cell.warmup_seconds
+)

@@ -231,8 +231,6 @@ def _draw(fused: Curve, eager: Curve, knee: Knee, predictions: dict[str, float],
     axes.legend(frameon=False, fontsize=8)
 
 
-def _expected_s(cell: ChainCell) -> float:
-    return 3.0 if cell.how != EAGER and cell.repeat == 0 else 0.5
-
-
-EXPERIMENT = leak_experiment(NAME, ChainCell, make_cells, measure, analyse, _expected_s)
+EXPERIMENT = leak_experiment(
+    NAME, ChainCell, make_cells, measure, analyse, lambda cell: 3.0 if cell.how != EAGER and cell.repeat == 0 else 0.5
+)

@@ -6,6 +6,8 @@ an open marker above or below a point is the predicted peak. The grey staircase 
 needs both less time and less memory than a point on it. Policies that did not run are named with their status.
 """
 
+from typing import Any
+
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -82,7 +84,8 @@ def _draw_panel(axes: Axes, group: pd.DataFrame) -> None:
     axes.step(front["step"], front["peak_memory"], where="post", color="0.8", linewidth=4, zorder=0)
     labelled: set[str] = set()
     for family, policies in _families(points.index).items():
-        line, style = points.loc[policies], {"marker": _MARKERS[family], "color": _COLOURS[family]}
+        line = points.loc[policies]
+        style: dict[str, Any] = {"marker": _MARKERS[family], "color": _COLOURS[family]}
         measured, predicted = line["peak_memory"], line["predicted_peak_memory"]
         axes.plot(line["step"], measured, ls="-" if family else "none", zorder=2, **style)
         axes.vlines(line["step"], measured, predicted, color=_COLOURS[family], linewidth=0.8)

@@ -17,11 +17,7 @@ from cs336_systems.costs.parallelism.pipeline import Timeline
 from cs336_systems.report.figures import OKABE_ITO
 
 _COLOURS = {"F": OKABE_ITO[5], "B": OKABE_ITO[0], "BW": OKABE_ITO[0], "W": OKABE_ITO[4]}
-_LABELS = {
-    "F": "forward",
-    "B": "backward (in ZB-H1: gradient of the input only)",
-    "W": "gradient of the weights",
-}
+_LABELS = {"F": "forward", "B": "backward (in ZB-H1: gradient of the input only)", "W": "gradient of the weights"}
 _NAMES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", "zb-h1": "zero bubble, ZB-H1"}
 _MOST_NUMBERED = 400
 """Boxes of a panel beyond which no number could be read."""

@@ -37,13 +37,6 @@ MOMENTS = ("initialised", "after_forward", "before_step", "after_step")
 CATEGORIES = ("parameters", "gradients", "optimizer_state", "activations", "other")
 
 
-def predicted_state_bytes(sharding: str, sizes: list[int], world_size: int, bucket_size_mb: float) -> int:
-    """AdamW's two moments on the fullest rank; torch's ZeRO deals tensors out as ``owned`` does."""
-    form = "owned" if sharding == "torch-zero" else sharding
-    bucket_bytes = int(bucket_size_mb * 1024**2)
-    return max(state_bytes_by_rank(form, sizes, world_size, per_parameter=2, bucket_bytes=bucket_bytes))
-
-
 def measure_sharding(cell: ShardingCell, rank: Rank) -> list[Metric]:
     """Build one model and its optimizer, read the memory of its second step, then time its steps.
 
@@ -65,13 +58,14 @@ def measure_sharding(cell: ShardingCell, rank: Rank) -> list[Metric]:
     check_losses(step, rank)
     metrics = [Metric(name, "ms", samples) for name, samples in times.samples_ms.items()]
     sizes = [parameter.nbytes for parameter in parameters]
+    form = "owned" if cell.sharding == "torch-zero" else cell.sharding  # torch's ZeRO deals tensors out as owned does
+    bucket_bytes = int(cell.bucket_size_mb * 1024**2)
+    moments = state_bytes_by_rank(form, sizes, rank.world_size, per_parameter=2, bucket_bytes=bucket_bytes)
     predicted = {
         "predicted_parameters": sum(sizes),
         "predicted_gradients": sum(sizes),
-        "predicted_optimizer_state": predicted_state_bytes(cell.sharding, sizes, rank.world_size, cell.bucket_size_mb),
-        "predicted_link_traffic": link_bytes_per_step(
-            "owned" if cell.sharding == "torch-zero" else cell.sharding, sum(sizes), rank.world_size
-        ),
+        "predicted_optimizer_state": max(moments),
+        "predicted_link_traffic": link_bytes_per_step(form, sum(sizes), rank.world_size),
     }
     in_bytes = meter.of_the_fullest_rank(rank.world_size) | predicted
     return metrics + [Metric(name, "GiB", [n_bytes / GIB]) for name, n_bytes in in_bytes.items()]
