@@ -171,7 +171,7 @@ def _table(rows: pd.DataFrame, ratios: dict[str, list[float]], kinds: list[str])
         predicted = f"{PREDICTED_ON_GPU[kind]:.2f}" if on_gpu else "1.00 or far less" if kind == "subnormal" else "1.00"
         lines.append(
             {
-                "subject": kind,
+                "kind": kind,
                 "TFLOP/s": "–" if speed is None else digits(speed),
                 "ratio to normal": f"{median(ratios[kind]):.3f}",
                 "lowest–highest": f"{min(ratios[kind]):.3f}–{max(ratios[kind]):.3f}",
@@ -184,7 +184,7 @@ def _table(rows: pd.DataFrame, ratios: dict[str, list[float]], kinds: list[str])
         f"Products of {first['dtype']} matrices, n = {first['size']}, by what is in them, on {where(rows)}; ratios "
         "within a repeat."
     )
-    return Table(caption, pd.DataFrame(lines).rename(columns={"subject": "kind"}))
+    return Table(caption, pd.DataFrame(lines))
 
 
 def _draw(rows: pd.DataFrame, axes: Axes) -> None:
