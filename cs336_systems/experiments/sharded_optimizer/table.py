@@ -4,6 +4,8 @@ The figure stacks what a rank's memory is taken by, one bar for each way to hold
 step; a line across a bar is what parameters, gradients and state were predicted to take.
 """
 
+from dataclasses import replace
+
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -17,8 +19,6 @@ _SETTINGS = (
     *("gpu", "device", "world_size", "size", "batch_size", "context_length", "dtype", "attention", "compile"),
     *("checkpoint", "optimizer", "bucket_size_mb", "warmup", "steps", "sharding"),
 )
-_ALWAYS = ("size", "sharding")
-_LABELS = {"world_size": "ranks", "bucket_size_mb": "bucket MiB", "sharding": "how"}
 _COLOURS = dict(zip(CATEGORIES, OKABE_ITO, strict=False))
 _MOST_PANEL_ROWS = 3
 
@@ -30,8 +30,8 @@ def _state_error(line: Line) -> float | None:
 
 TIMES = ResultTable(
     settings=_SETTINGS,
-    always=_ALWAYS,
-    labels=_LABELS,
+    always=("size", "sharding"),
+    labels={"world_size": "ranks", "bucket_size_mb": "bucket MiB", "sharding": "how"},
     columns=(
         Column("forward ms", "forward", optional=True, rank=2),
         Column("backward ms", "backward", optional=True, rank=2),
@@ -50,10 +50,8 @@ TIMES = ResultTable(
 )
 """One line per cell of ``benchmark_sharded_optimizer.py``: its phases, the step as a ratio, bytes on the links."""
 
-MEMORY = ResultTable(
-    settings=_SETTINGS,
-    always=_ALWAYS,
-    labels=_LABELS,
+MEMORY = replace(
+    TIMES,
     columns=(
         Column("parameters GiB", "before_step_parameters", optional=True, rank=2),
         Column("gradients GiB", "before_step_gradients", optional=True, rank=2),
