@@ -13,17 +13,10 @@ implementations take turns at each shape, all in one process: a GPU's clock foll
 what is compared should meet the same of both.
 """
 
-from cs336_systems.experiments.attention.cells import default_options
-from cs336_systems.report.command_line import exit_with, parse
+from cs336_systems.experiments.attention.cells import Options
+from cs336_systems.report.command_line import exit_with, experiment_command
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, then measure; returns the exit code."""
-    options = parse(default_options, arguments, __doc__)
-    from cs336_systems.experiments.attention.experiment import EXPERIMENT  # torch, pandas and matplotlib come with it
-
-    return EXPERIMENT.run(options)
-
+main = experiment_command(Options, "attention.experiment", __doc__)
 
 if __name__ == "__main__":
     exit_with("benchmark_attention", main)

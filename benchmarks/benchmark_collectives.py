@@ -12,17 +12,10 @@ Beside each time stands what a ring would take whose latency and bandwidth are f
 run, and beside each busbw its share of the link's datasheet bandwidth.
 """
 
-from cs336_systems.experiments.collectives.cells import default_options
-from cs336_systems.report.command_line import exit_with, parse
+from cs336_systems.experiments.collectives.cells import Options
+from cs336_systems.report.command_line import exit_with, experiment_command
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, then measure; returns the exit code."""
-    options = parse(default_options, arguments, __doc__)
-    from cs336_systems.experiments.collectives.experiment import EXPERIMENT  # torch, pandas and matplotlib come with it
-
-    return EXPERIMENT.run(options)
-
+main = experiment_command(Options, "collectives.experiment", __doc__)
 
 if __name__ == "__main__":
     exit_with("benchmark_collectives", main)

@@ -11,19 +11,10 @@ communication is the step less the same step without communication (``no_sync``)
 After the run every parameter must be the same bits on all ranks, or the cell fails.
 """
 
-from cs336_systems.experiments.data_parallel.cells import default_options
-from cs336_systems.report.command_line import exit_with, parse
+from cs336_systems.experiments.data_parallel.cells import Options
+from cs336_systems.report.command_line import exit_with, experiment_command
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, then measure; returns the exit code."""
-    options = parse(default_options, arguments, __doc__)
-    from cs336_systems.experiments.data_parallel.experiment import (
-        EXPERIMENT,  # torch, pandas and matplotlib come with it
-    )
-
-    return EXPERIMENT.run(options)
-
+main = experiment_command(Options, "data_parallel.experiment", __doc__)
 
 if __name__ == "__main__":
     exit_with("benchmark_ddp", main)

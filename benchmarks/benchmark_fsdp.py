@@ -10,19 +10,10 @@ Every rank trains on its own random batch of ``--batch-size``; a step takes as l
 against prediction by kind; for every gather of ours the time is measured that its unit had to wait for it.
 """
 
-from cs336_systems.experiments.fully_sharded.cells import default_options
-from cs336_systems.report.command_line import exit_with, parse
+from cs336_systems.experiments.fully_sharded.cells import Options
+from cs336_systems.report.command_line import exit_with, experiment_command
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, then measure; returns the exit code."""
-    options = parse(default_options, arguments, __doc__)
-    from cs336_systems.experiments.fully_sharded.experiment import (
-        EXPERIMENT,  # torch, pandas and matplotlib come with it
-    )
-
-    return EXPERIMENT.run(options)
-
+main = experiment_command(Options, "fully_sharded.experiment", __doc__)
 
 if __name__ == "__main__":
     exit_with("benchmark_fsdp", main)

@@ -8,19 +8,10 @@ rounds; each round yields one ratio of medians, which should lie within two perc
 reported.
 """
 
-from cs336_systems.experiments.harness_cost.cells import default_options
-from cs336_systems.report.command_line import exit_with, parse
+from cs336_systems.experiments.harness_cost.cells import Options
+from cs336_systems.report.command_line import exit_with, experiment_command
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, then measure; returns the exit code."""
-    options = parse(default_options, arguments, __doc__)
-    from cs336_systems.experiments.harness_cost.experiment import (
-        EXPERIMENT,  # torch, pandas and matplotlib come with it
-    )
-
-    return EXPERIMENT.run(options)
-
+main = experiment_command(Options, "harness_cost.experiment", __doc__)
 
 if __name__ == "__main__":
     exit_with("benchmark_harness", main)

@@ -11,19 +11,10 @@ ZeroRedundancyOptimizer. ``--repeat`` runs all of them in turn, several times, s
 ratios are to replicated of the same repeat. Batch sizes are per rank. Time is that of the slowest rank in every step.
 """
 
-from cs336_systems.experiments.sharded_optimizer.cells import default_options
-from cs336_systems.report.command_line import exit_with, parse
+from cs336_systems.experiments.sharded_optimizer.cells import Options
+from cs336_systems.report.command_line import exit_with, experiment_command
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, then measure; returns the exit code."""
-    options = parse(default_options, arguments, __doc__)
-    from cs336_systems.experiments.sharded_optimizer.experiment import (
-        EXPERIMENT,  # torch, pandas and matplotlib come with it
-    )
-
-    return EXPERIMENT.run(options)
-
+main = experiment_command(Options, "sharded_optimizer.experiment", __doc__)
 
 if __name__ == "__main__":
     exit_with("benchmark_sharded_optimizer", main)

@@ -12,13 +12,13 @@ profiles/raw/; --out receives a page (Markdown), CSVs and pictures per workload.
 each run uses one.
 """
 
-from cs336_systems.experiments.profile.cells import default_options
+from cs336_systems.experiments.profile.cells import Options
 from cs336_systems.report.command_line import exit_with, parse
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, then profile, or read what was recorded; returns the exit code."""
-    options = parse(default_options, arguments, __doc__)
+    options = parse(Options, arguments, __doc__)
     from cs336_systems.experiments.profile.experiment import EXPERIMENT, show_trace  # torch and pandas come with it
 
     return show_trace(options.read, options.format) if options.read else EXPERIMENT.run(options)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tyro
 
-from cs336_systems.report.command_line import complain, exit_with, os_error
+from cs336_systems.report.command_line import complain, exit_with
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,14 @@ class Options:
 def main(arguments: list[str] | None = None) -> int:
     """Draw and write; 2 for a length or a folder that will not do."""
     options = tyro.cli(Options, args=arguments, description=__doc__)
-    from cs336_systems.experiments.attention.masks import draw_masks  # torch and matplotlib come with it
+    from cs336_systems.experiments.attention.masks import masks_figure  # torch and matplotlib come with it
+    from cs336_systems.report.figures import save
 
     path = options.out / "attention_masks.png"
     try:
-        draw_masks(options.length, path)
-    except ValueError as error:
-        return complain("draw_masks", str(error))
-    except OSError as error:
-        return complain("draw_masks", os_error(error))
+        save(masks_figure(options.length), path)
+    except (ValueError, OSError) as error:
+        return complain("draw_masks", error)
     print(f"drew {path}")
     return 0
 

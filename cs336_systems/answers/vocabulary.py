@@ -19,8 +19,8 @@ from cs336_systems.costs.parallelism.scaling import communication_limit
 from cs336_systems.costs.sharding import link_bytes_per_step, state_bytes_by_rank
 from cs336_systems.experiments.attention import table as attention_tables
 from cs336_systems.experiments.collectives.table import collectives_table
-from cs336_systems.experiments.data_parallel.table import data_parallel_table
-from cs336_systems.experiments.fully_sharded.table import fully_sharded_table
+from cs336_systems.experiments.data_parallel.table import DATA_PARALLEL
+from cs336_systems.experiments.fully_sharded.table import FULLY_SHARDED
 from cs336_systems.experiments.leaks import flops_against_time, launch_overhead, matmul_data, roofline_knee
 from cs336_systems.experiments.leaks.findings import Findings
 from cs336_systems.experiments.model.table import step_table
@@ -112,13 +112,13 @@ NUMBERS = (
 TABLES = (
     *(step_table, models.phases_table, models.mixed_precision_table, models.compiled_table, models.earlier_work_table),
     *(models.memory_errors_table, models.warmup_table, models.harness_text, models.ceilings_table),
-    *(attention_tables.attention_table, attention_tables.comparison_table, attention_tables.account_table),
+    *(attention_tables.comparison_table, attention_tables.account_table),
     *(attention_tables.length_tables, attention_tables.tile_table),
     *(attention.materialised_table, attention.compiled_attention_table, attention.flash_table),
     *(profiles.forward_table, profiles.top_kernels_table, profiles.classes_table, profiles.other_kernels_table),
     profiles.stages_table,
     *(memory.peaks_table, memory.largest_table, memory.residuals_table, memory.checkpoint_table),
-    *(collectives_table, data_parallel_table, fully_sharded_table),
+    collectives_table,
     *(predictions.collectives_predictions, predictions.ddp_predictions),
     *(predictions.sharded_predictions, predictions.fsdp_predictions),
     *(precision.sums_table, precision.toy_table),
@@ -139,8 +139,11 @@ CONSTANTS = {
 def vocabulary(committed: Committed) -> dict[str, Any]:
     """Every name that a template may use; rows that are missing become "not measured yet", or a table's sentence."""
     tables = {table.__name__: table for table in TABLES} | {
-        "sharded_memory_table": sharded_tables.memory_table,
-        "sharded_time_table": sharded_tables.time_table,
+        "attention_table": attention_tables.ATTENTION.of,
+        "data_parallel_table": DATA_PARALLEL.of,
+        "fully_sharded_table": FULLY_SHARDED.of,
+        "sharded_memory_table": sharded_tables.MEMORY.of,
+        "sharded_time_table": sharded_tables.TIMES.of,
         "leak_tables": leak_tables,
     }
     numbers: dict[str, Callable[..., Any]] = {number.__name__: number for number in NUMBERS}

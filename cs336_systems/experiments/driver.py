@@ -3,13 +3,14 @@
 A question supplies its parts as an ``Experiment``; ``run`` is the same for all, on one process, on ranks that it starts
 and under torchrun (where rank 0 alone presents).
 
-    EXPERIMENT = Experiment("benchmark_ddp", DataParallelCell, default_options, make_cells, stages, present, metrics)
+    EXPERIMENT = Experiment("benchmark_ddp", DataParallelCell, make_cells, stages, present, metrics)
     return EXPERIMENT.run(options)
 
 Requested and nothing measured is exit code 1, with the reason; one failed cell among others is, too. Memory that does
 not suffice and requests that are unsupported are answers as long as something was measured.
 """
 
+import functools
 import json
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -64,24 +65,20 @@ class Experiment:
     Attributes:
         name: stem of the file of rows, and the command's name in messages.
         cell: the dataclass of its cells, whose fields are columns.
-        default_options: the options' defaults on a device.
         make_cells: the grid; raises ValueError for what no cell can have. ``options.world_size`` is resolved by then.
         present: prints tables and draws figures, given outcomes, options and the file of rows; a number that is not
             zero becomes the exit code, a mapping holds main figures of the last line on stdout.
         headlines: metrics of the last line on stdout.
-        describe: a cell in a few words.
         measured: whether a cell counts as an answer; ceilings do not.
         default_worlds: of ranks on a device, where the command line does not say.
     """
 
     name: str
     cell: type
-    default_options: Callable[[str], Any]
     make_cells: Callable[[Any], Sequence[Cell]]
     stages: Stages
     present: Callable[[list[Outcome], Any, Path | None], int | Mapping[str, Any] | None]
     headlines: Sequence[str]
-    describe: Callable[[Any], str] = str
     measured: Callable[[Any], bool] = lambda cell: True
     default_worlds: Callable[[str], tuple[int, ...]] = one_rank_per_gpu
 
@@ -91,12 +88,10 @@ class Experiment:
         try:
             options, cells = self.prepare(options)
             row_file = RowFile(csv, cell_columns(self.cell)) if csv and reports() else None
-            if reports() and (note := small_defaults_note(options, self.default_options)):
+            if reports() and (note := small_defaults_note(options)):
                 print(note, file=sys.stderr)
-        except ValueError as error:
-            return complain(self.name, str(error))
-        except OSError as error:
-            return complain(self.name, os_error(error))
+        except (ValueError, OSError) as error:
+            return complain(self.name, error)
         outcomes: list[Outcome] = []
         failure = self._measure(options, cells, row_file, outcomes)
         if not reports():
@@ -130,29 +125,18 @@ class Experiment:
         self, options: RunOptions, cells: Sequence[Cell], row_file: RowFile | None, outcomes: list[Outcome]
     ) -> int:
         """Fill ``outcomes``, stage by stage; the code of what ended it, else 0."""
+        sweep = functools.partial(run_sweep, self.name, row_file=row_file, timeout_s=options.timeout)
         try:
             for stage in self.stages(options, cells, outcomes):
-                outcomes.extend(
-                    run_sweep(
-                        self.name,
-                        stage.cells,
-                        stage.measure,
-                        row_file=row_file,
-                        timeout_s=options.timeout,
-                        describe=self.describe,
-                        expected_s=stage.expected_s,
-                        share=stage.share,
-                    )
-                )
+                outcomes.extend(sweep(stage.cells, stage.measure, expected_s=stage.expected_s, share=stage.share))
                 if outcomes and outcomes[-1].status == "interrupted":
                     return 0
         except ValueError as error:
-            return complain(self.name, str(error))
+            return complain(self.name, error)
         except OSError as error:
             where = row_file.path if row_file else "the disk"
-            return complain(
-                self.name, f"rows could not be written to {where}: {os_error(error)}; earlier rows are there"
-            )
+            fault = f"rows could not be written to {where}: {os_error(error)}; earlier rows are there"
+            return complain(self.name, fault)
         return 0
 
 
@@ -199,7 +183,7 @@ def _summary(outcome: Outcome, experiment: Experiment) -> dict[str, Any]:
         if row.get("metric") in experiment.headlines
     }
     ended = {"status": outcome.status} | ({"message": outcome.message} if outcome.message else {})
-    return {"cell": experiment.describe(outcome.cell)} | ended | found
+    return {"cell": str(outcome.cell)} | ended | found
 
 
 def metric_name(metric: str, unit: str) -> str:

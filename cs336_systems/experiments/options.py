@@ -7,10 +7,10 @@ grid. Imports no torch.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.config import ATTENTIONS, resolve_size
@@ -38,6 +38,9 @@ _MEANINGFUL_WHEN_EMPTY = ("impl", "length", "d_head", "compile")
 class RunOptions:
     """What every benchmark is asked."""
 
+    CPU_DEFAULTS: ClassVar[dict[str, Any]] = {}
+    """Where there is no GPU defaults shrink, so that a bare command ends in under a minute."""
+
     device: Literal["cpu", "cuda"] = "cuda"
     """Where to run; several ranks talk through NCCL on cuda and through gloo on cpu."""
     seed: int = 0
@@ -49,11 +52,17 @@ class RunOptions:
     timeout: float = 900.0
     """Seconds after which a cell, and a collective in it, is given up."""
 
+    @classmethod
+    def default(cls, device: str) -> Self:
+        """The defaults on a device."""
+        return cls() if device == "cuda" else cls(device="cpu", **cls.CPU_DEFAULTS)
+
 
 @dataclass(frozen=True)
 class TrainingOptions(RunOptions):
     """What every benchmark of a training step is asked; options that take several values make a grid."""
 
+    CPU_DEFAULTS: ClassVar = {"size": ("tiny",), "context_length": (128,), "batch_size": (1,)}
     size: tuple[str, ...] = ("small",)
     """Named model sizes: tiny; the handout's small, medium, large, xl, 2.7b (xl-2026), 10b; leaderboard-8b; llama3-1b,
     llama3-8b; qwen2.5-0.5b, -1.5b, -3b, -7b, -14b."""
@@ -108,30 +117,26 @@ class RankedCase(TimedCase):
     world_size: int = 1
 
 
-Cell = TypeVar("Cell", bound=TrainingCase)
+Cell = TypeVar("Cell", bound=TimedCase)
 AnyCell = TypeVar("AnyCell")
 
 _SETS = ("size", "batch_size", "context_length", "dtype", "attention", "compile", "checkpoint", "optimizer")
 
 
 def training_cells(
-    cell_type: type[Cell],
-    options: TrainingOptions,
-    *,
-    outer: Mapping[str, Sequence[Any]] | None = None,
-    inner: Sequence[Mapping[str, Any]] = ({},),
+    cell_type: type[Cell], options: TrainingOptions, *, inner: Sequence[Mapping[str, Any]] = ({},)
 ) -> list[Cell]:
-    """The grid of training cases: the product of all options that are sets, once for each repeat.
+    """The grid of training cases: the product of all options that are sets, worlds slowest, once for each repeat.
 
     Args:
-        outer: sets of the cell's own columns that vary slowest, by column.
         inner: the cell's own columns that vary fastest, a mapping for each combination: what is compared is so next to
             each other.
 
     Raises:
         ValueError: a value that no cell can have.
     """
-    sets = dict(outer or {}) | {name: getattr(options, name) for name in _SETS}
+    worlds = {"world_size": options.world_size or ()} if isinstance(options, RankedOptions) else {}
+    sets = worlds | {name: getattr(options, name) for name in _SETS}
     sets |= {
         "size": resolved_sizes(options.size, options.context_length),
         "compile": options.compile or ("on",),
@@ -140,19 +145,10 @@ def training_cells(
     for name in options.attention:
         if name not in ATTENTIONS:
             raise ValueError(f"--attention {name}: known are {', '.join(ATTENTIONS)}")
-    varied = {*sets, *inner[0], "repeat"}
-    fixed = {
-        field.name: getattr(options, field.name)
-        for field in fields(cell_type)
-        if field.name not in varied and hasattr(options, field.name)
-    }
-    cells = [
-        cell_type(**fixed, **dict(zip(sets, values, strict=True)), **own)
-        for *values, own in itertools.product(*sets.values(), inner)
+    return [
+        cell_of(cell_type, options, repeat=repeat, **dict(zip(sets, values, strict=True)), **own)
+        for repeat, *values, own in itertools.product(range(options.repeat), *sets.values(), inner)
     ]
-    if not any(field.name == "repeat" for field in fields(cell_type)):
-        return cells
-    return [replace(cell, repeat=repeat) for repeat in range(options.repeat) for cell in cells]  # type: ignore[call-arg]
 
 
 def cell_of(cell_type: type[AnyCell], options: Any, **own: Any) -> AnyCell:
@@ -189,15 +185,14 @@ def resolved_sizes(sizes: Sequence[str], context_lengths: Sequence[int]) -> list
     return names
 
 
-def small_defaults_note(options: RunOptions, default_options: Callable[[str], Any]) -> str:
+def small_defaults_note(options: RunOptions) -> str:
     """A sentence on which options stand at the smaller defaults of a machine without a GPU; "" if none do."""
-    small, usual = default_options("cpu"), default_options("cuda")
-    names = [field.name for field in fields(small) if field.name not in ("device", "timeout")]
-    differing = [name for name in names if getattr(small, name) != getattr(usual, name)]
-    shrunk = [name for name in differing if getattr(options, name) == getattr(small, name)]
+    usual, small = options.default("cuda"), options.CPU_DEFAULTS
+    names = [field.name for field in fields(options) if field.name in small]
+    shrunk = [name for name in names if getattr(options, name) == small[name] != getattr(usual, name)]
     if options.device != "cpu" or not shrunk:
         return ""
-    here = ", ".join(f"{flag(name)} {_shown(getattr(small, name))}" for name in shrunk)
+    here = ", ".join(f"{flag(name)} {_shown(small[name])}" for name in shrunk)
     return f"On a CPU the defaults shrink: {here} (on a GPU {', '.join(_shown(getattr(usual, n)) for n in shrunk)})."
 
 

@@ -1,22 +1,30 @@
-"""What experiments on several ranks share: one value from all ranks, the check at the end, pictures of recordings."""
+"""What experiments on several ranks share: one value from all ranks, the check at the end, tables and pictures."""
 
+import functools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 
 from cs336_systems.distributed.process_group import Rank
+from cs336_systems.experiments.driver import Experiment, Stage
+from cs336_systems.experiments.options import RankedCase
 from cs336_systems.harness.clock import WHOLE, PhaseTimes
-from cs336_systems.harness.record import Metric
-from cs336_systems.harness.sweep import Outcome
+from cs336_systems.harness.process import Cell
+from cs336_systems.harness.record import Metric, read_rows
+from cs336_systems.harness.sweep import Outcome, outcome_rows
+from cs336_systems.harness.traffic import Event, Traffic
 from cs336_systems.profiling.traces import kineto
 from cs336_systems.profiling.traces.tables import TraceError
+from cs336_systems.report.show import show
+from cs336_systems.report.tables import Table
 from cs336_systems.report.timeline import draw_timeline
-from cs336_systems.training import TrainStep
+from cs336_systems.training import TrainStep, assemble, random_batch
 
 
 def largest(value: float, rank: Rank) -> float:
@@ -33,6 +41,26 @@ def total(value: float, rank: Rank) -> float:
     return found.item()
 
 
+class PreparedStep:
+    """A cell's model, data and optimizer on this rank, ready to take steps."""
+
+    def __init__(self, cell: RankedCase, rank: Rank) -> None:
+        self.cell, self.rank = cell, rank
+        self.step = assemble(cell, rank)
+        self.batch = random_batch(cell, rank)
+
+    def phases(self) -> dict[str, Callable[[], None]]:
+        """Forward, backward and optimizer; backward holds whatever synchronising gradients adds to it."""
+        return self.step.phases("step", *self.batch)
+
+    def sent(self) -> list[Event]:
+        """The collectives of one step."""
+        with Traffic() as traffic:
+            for phase in self.phases().values():
+                phase()
+        return traffic.sent
+
+
 def check_losses(step: TrainStep, rank: Rank) -> None:
     """Raise FloatingPointError on every rank unless the last loss of each is finite."""
     assert step.loss is not None
@@ -40,13 +68,35 @@ def check_losses(step: TrainStep, rank: Rank) -> None:
         raise FloatingPointError("the loss is not finite on every rank")
 
 
-def time_metrics(times: PhaseTimes, tokens: int) -> list[Metric]:
+def time_metrics(times: PhaseTimes, cell: RankedCase) -> list[Metric]:
     """Each phase, the warm-up, and the rate of all ranks' tokens."""
     metrics = [Metric(name, "ms", samples) for name, samples in times.samples_ms.items()]
     if times.warmup_ms:
         metrics.append(Metric("warmup_step", "ms", times.warmup_ms))
+    tokens = cell.world_size * cell.batch_size * cell.context_length
     rates = [tokens / ms * 1e3 for ms in times.samples_ms[WHOLE]]
     return [*metrics, Metric("tokens_per_s", "1/s, all ranks", rates, derived=True)]
+
+
+def traced_experiment(
+    name: str,
+    cell: type,
+    make_cells: Callable[[Any], Sequence[Cell]],
+    measure: Callable[..., list[Metric]],
+    table: Callable[[pd.DataFrame], Table],
+    headlines: Sequence[str],
+) -> Experiment:
+    """One table of the outcomes and of earlier rows of the file; with ``--trace`` a picture beside each recording."""
+
+    def stages(options: Any, cells: Sequence[Cell], outcomes: list[Outcome]) -> list[Stage]:
+        return [Stage(cells, functools.partial(measure, trace=options.trace))]
+
+    def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> None:
+        show(table(read_rows(csv) if csv else outcome_rows(outcomes)), options.format)
+        if options.trace is not None:
+            draw_traces(outcomes, options.trace)
+
+    return Experiment(name, cell, make_cells, stages, present, headlines)
 
 
 def draw_traces(outcomes: Sequence[Outcome], folder: Path) -> None:

@@ -5,35 +5,24 @@ sweep therefore measures its own ceilings first, with the same clock, on random 
 faster). Shares of these ceilings stand beside shares of the peak.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from cs336_systems.config import Precision
 from cs336_systems.harness.clock import time_kernel
-from cs336_systems.training.precision import matmul_precision
+from cs336_systems.harness.record import Metric
+from cs336_systems.training.precision import matmul_dtype, matmul_precision
 
-_MATMUL_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COUNTS = {"cuda": {"warmup": 5, "samples": 20}, "cpu": {"warmup": 3, "samples": 10}}
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """Samples of the two ceilings."""
-
-    matmul_tflops: list[float]
-    copy_gb_per_s: list[float]
-    """Bytes read plus bytes written, in 1e9 bytes per second."""
-
-
-def measure_ceilings(precision: Precision, device: torch.device) -> Ceilings:
+def measure_ceilings(precision: Precision, device: torch.device) -> list[Metric]:
     """Square matmul in the precision's matmul dtype (8192, CPU: 2048) and a copy (``measure_copy``)."""
     size = 8192 if device.type == "cuda" else 2048
-    dtype = _MATMUL_DTYPES[precision.matmul_dtype]
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device).to(matmul_dtype(precision)) for _ in range(2))
     with matmul_precision(precision):
         matmul_ms = time_kernel(lambda: a @ b, device=device, **_COUNTS[device.type])
-    return Ceilings([2 * size**3 / ms / 1e9 for ms in matmul_ms], measure_copy(device))
+    product = Metric("matmul_ceiling", "TFLOP/s", [2 * size**3 / ms / 1e9 for ms in matmul_ms])
+    return [product, Metric("copy_ceiling", "GB/s", measure_copy(device))]
 
 
 def measure_copy(device: torch.device) -> list[float]:

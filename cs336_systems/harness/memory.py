@@ -27,6 +27,11 @@ def cublas_workspace_bytes(device: torch.device) -> int:
     return CUBLAS_WORKSPACE_BYTES if torch.cuda.get_device_capability(device)[0] >= 9 else _OLDER_WORKSPACE_BYTES
 
 
+def allocated_bytes(device: torch.device) -> int:
+    """What tensors take on a GPU; 0 on a CPU, which does not say."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
 def free_bytes(device: torch.device) -> int:
     """Bytes that a new process could still allocate on ``device``."""
     if device.type == "cuda":

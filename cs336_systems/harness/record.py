@@ -33,21 +33,8 @@ STATUSES = ("ok", "oom", "predicted-oom", "timeout", "unsupported", "error", "in
 _LEADING = ("schema_version", "benchmark", "variant")
 _RESULT = ("status", "message", "metric", "unit", "median", "mean", "std", "p10", "p90", "n", "samples")
 _PROVENANCE = (
-    "gpu",
-    "gpu_count",
-    "driver",
-    "cuda",
-    "host",
-    "python",
-    "torch",
-    "triton",
-    "commit",
-    "dirty",
-    "argv",
-    "seed",
-    "timestamp",
-    "state_before",
-    "state_after",
+    *("gpu", "gpu_count", "driver", "cuda", "host", "python", "torch", "triton", "commit", "dirty", "argv", "seed"),
+    *("timestamp", "state_before", "state_after"),
 )
 
 _NUMBERS = ("median", "mean", "std", "p10", "p90", "n")

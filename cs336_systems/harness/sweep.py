@@ -99,7 +99,6 @@ class _Log:
     benchmark: str
     cells: Sequence[Cell]
     row_file: RowFile | None
-    describe: Callable[[Any], str]
     expected_s: Callable[[Any], float] | None
 
     def __post_init__(self) -> None:
@@ -121,7 +120,7 @@ class _Log:
     def _begin(self) -> None:
         self.cell_started = time.perf_counter()
         if (number := len(self.outcomes)) < len(self.cells):
-            self.place = f"[{number + 1}/{len(self.cells)}] {self.describe(self.cells[number])}"
+            self.place = f"[{number + 1}/{len(self.cells)}] {self.cells[number]}"
             self.progress.update(self.task, description=self.place)
 
     def outcome(self, report: Report) -> Outcome:
@@ -152,7 +151,6 @@ def run_sweep(
     *,
     row_file: RowFile | None,
     timeout_s: float,
-    describe: Callable[[Any], str],
     expected_s: Callable[[Any], float] | None = None,
     share: Callable[[Any], Hashable] | None = None,
 ) -> Iterator[Outcome]:
@@ -166,7 +164,6 @@ def run_sweep(
             which runs on every rank and reduces over ranks what has to be reduced; rank 0's metrics become rows.
         row_file: where rows are appended, of the process that ``reports``; None keeps them in memory only.
         timeout_s: how long a cell may take, and a collective may wait for the other ranks; under a launcher the latter.
-        describe: a short name of a cell for the progress display.
         expected_s: seconds that a cell should take; without it there is no estimate of what is left.
         share: successive cells with equal values share a process while none of them leaves it in doubt; by default
             every cell has its own.
@@ -176,7 +173,7 @@ def run_sweep(
         ValueError: a launcher has described its ranks badly, or the device is not there.
         RankFailed: under a launcher, a cell has failed on this rank but not on all: its row is written.
     """
-    log = _Log(benchmark, cells, row_file, describe, expected_s)
+    log = _Log(benchmark, cells, row_file, expected_s)
     if launched() and cells and hasattr(cells[0], "world_size"):
         sweep = LaunchedSweep(cells, measure, timeout_s, lambda report: log.keep(log.outcome(report)))
         with log.progress:

@@ -2,11 +2,7 @@
 
 Imports no torch, pandas or matplotlib, so that ``--help`` and a typing error are answered at once. A command reads
 
-    def main(arguments: list[str] | None = None) -> int:
-        options = parse(default_options, arguments, __doc__)
-        from cs336_systems.experiments.data_parallel.experiment import EXPERIMENT  # brings torch along
-
-        return EXPERIMENT.run(options)
+    main = experiment_command(Options, "data_parallel.experiment", __doc__)
 
     if __name__ == "__main__":
         exit_with("benchmark_ddp", main)
@@ -14,10 +10,11 @@ Imports no torch, pandas or matplotlib, so that ``--help`` and a typing error ar
 Exit codes: 0 done, 1 nothing was measured or something failed, 2 bad input, 130 Ctrl-C.
 """
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn, Protocol, TextIO, TypeVar
+from typing import Any, Literal, NoReturn, Protocol, Self, TextIO, TypeVar
 
 import tyro
 
@@ -29,10 +26,12 @@ INTERRUPTED = 130
 
 
 class HasDevice(Protocol):
-    """Options of a command: a frozen dataclass for tyro, with at least a device."""
+    """Options of a command: a frozen dataclass for tyro, with at least a device, on which its defaults depend."""
 
     @property
     def device(self) -> str: ...
+    @classmethod
+    def default(cls, device: str) -> Self: ...
 
 
 Options = TypeVar("Options", bound=HasDevice)
@@ -52,19 +51,32 @@ def n_gpus() -> int:
         return 0
 
 
-def parse(default_options: Callable[[str], Options], arguments: list[str] | None, description: str | None) -> Options:
+def parse(kind: type[Options], arguments: list[str] | None, description: str | None) -> Options:
     """Options from the command line, with the defaults of the device that they name, else of the one found here."""
     found = "cuda" if n_gpus() else "cpu"
-    default = default_options(found)
-    options = tyro.cli(type(default), args=arguments, default=default, description=description)
+    options = tyro.cli(kind, args=arguments, default=kind.default(found), description=description)
     if options.device == found:
         return options
-    return tyro.cli(type(default), args=arguments, default=default_options(options.device), description=description)
+    return tyro.cli(kind, args=arguments, default=kind.default(options.device), description=description)
 
 
-def complain(command: str, message: str) -> int:
+def experiment_command(kind: type[HasDevice], module: str, description: str | None) -> Callable[..., int]:
+    """The ``main`` of a command: (arguments) -> exit code; parses, then runs the ``EXPERIMENT`` of a module.
+
+    Args:
+        module: below ``cs336_systems.experiments``, named, not imported: torch, pandas and matplotlib come with it.
+    """
+
+    def main(arguments: list[str] | None = None) -> int:
+        options = parse(kind, arguments, description)
+        return importlib.import_module(f"cs336_systems.experiments.{module}").EXPERIMENT.run(options)
+
+    return main
+
+
+def complain(command: str, fault: Exception | str) -> int:
     """One sentence on stderr; returns the exit code of bad input."""
-    print(f"{command}: {message}", file=sys.stderr)
+    print(f"{command}: {os_error(fault) if isinstance(fault, OSError) else fault}", file=sys.stderr)
     return BAD_INPUT
 
 

@@ -5,18 +5,10 @@ driver or commit, and a machine that was busy with something else.
 """
 
 import json
-from collections.abc import Iterator
 
 import pandas as pd
 
-from cs336_systems.harness.comparison import (
-    ENOUGH_PROCESSES,
-    Processes,
-    pooled_median,
-    ratio_interval,
-    shown_noise,
-    verdict,
-)
+from cs336_systems.harness import comparison
 from cs336_systems.harness.record import schema_columns
 from cs336_systems.harness.runs import newest_run
 from cs336_systems.report.tables import Table, settings_split
@@ -37,16 +29,16 @@ def compare(new: pd.DataFrame, old: pd.DataFrame) -> Table:
     sides = [_timings(frame, keys) for frame in (new, old)]
     shared = [key for key in sides[0] if key in sides[1]]
     noise = {
-        metric: shown_noise(side[key] for key in shared for side in sides if key[-1] == metric)
+        metric: comparison.shown_noise(side[key] for key in shared for side in sides if key[-1] == metric)
         for metric in dict.fromkeys(key[-1] for key in shared)
     }
     lines = []
     for key in shared:
         now, before = (side[key] for side in sides)
-        ratio, low, high = ratio_interval(now, before, noise=noise[key[-1]])
+        ratio, low, high = comparison.ratio_interval(now, before, noise=noise[key[-1]])
         figures = (
-            *(f"{pooled_median(before):.3f}", f"{pooled_median(now):.3f}", f"{len(before)}, {len(now)}"),
-            *(f"{ratio:.3f}", f"{low:.3f}–{high:.3f}", verdict(low, high)),
+            *(*(f"{comparison.pooled_median(side):.3f}" for side in (before, now)), f"{len(before)}, {len(now)}"),
+            *(f"{ratio:.3f}", f"{low:.3f}–{high:.3f}", comparison.verdict(low, high)),
         )
         lines.append(dict(zip((*keys, *_FIGURES), (*key, *figures), strict=True)))
     notes = [
@@ -61,9 +53,10 @@ def compare(new: pd.DataFrame, old: pd.DataFrame) -> Table:
     notes += [f"{name} rows: {load}" for name, frame in (("old", old), ("new", new)) if (load := _overload(frame))]
     frame = pd.DataFrame(lines, columns=[*keys, *_FIGURES])
     caption, varying = settings_split(frame, keys[:-1])
-    few = any(min(len(side[key]) for side in sides) < ENOUGH_PROCESSES for key in shared)
+    enough = comparison.ENOUGH_PROCESSES
+    few = any(min(len(side[key]) for side in sides) < enough for key in shared)
     widened = ", ".join(f"{metric} {100 * share:.0f} %" for metric, share in noise.items())
-    footnote = f"with fewer than {ENOUGH_PROCESSES} processes a side, less than what processes may differ by is unclear"
+    footnote = f"with fewer than {enough} processes a side, less than what processes may differ by is unclear"
     return Table(
         "; ".join([caption, *notes] if caption else notes),
         frame[[*varying, "metric", *_FIGURES]],
@@ -72,9 +65,9 @@ def compare(new: pd.DataFrame, old: pd.DataFrame) -> Table:
     )
 
 
-def _timings(frame: pd.DataFrame, keys: list[str]) -> dict[tuple, Processes]:
+def _timings(frame: pd.DataFrame, keys: list[str]) -> dict[tuple, comparison.Processes]:
     """Time samples by cell and metric, a list for each process of the newest run; none of a run that failed."""
-    timings: dict[tuple, Processes] = {}
+    timings: dict[tuple, comparison.Processes] = {}
     for key, cell in frame.groupby([frame[name].astype(str) for name in keys[:-1]], sort=False):
         run = newest_run(cell)
         for metric, rows in run[(run["unit"] == "ms") & (run["metric"] != "warmup_step")].groupby("metric", sort=False):
@@ -85,15 +78,11 @@ def _timings(frame: pd.DataFrame, keys: list[str]) -> dict[tuple, Processes]:
 
 def _overload(frame: pd.DataFrame) -> str:
     """By how much the host was busier than its cores allow, at its busiest when a cell began; nothing if it was not."""
-    busiest = max(_loads(frame), key=lambda load: load[0] / load[1], default=(0.0, 1))
-    load, cores = busiest
-    return f"the machine was loaded, {load:.1f} processes on {cores} cores" if load > cores else ""
-
-
-def _loads(frame: pd.DataFrame) -> Iterator[tuple[float, int]]:
-    """(load, cores) of the host before each cell, where the rows say both."""
+    busiest = (0.0, 1)
     for host, state in frame[["host", "state_before"]].drop_duplicates().itertuples(index=False):
         cores = host.removesuffix(" cores").rpartition(" ")[2]
         load = json.loads(state or "{}").get("load_1min")
         if load is not None and cores.isdigit():
-            yield load, int(cores)
+            busiest = max(busiest, (load, int(cores)), key=lambda found: found[0] / found[1])
+    load, cores = busiest
+    return f"the machine was loaded, {load:.1f} processes on {cores} cores" if load > cores else ""

@@ -1,16 +1,32 @@
-"""What all figures share: how they are written, and colours that colour-blind readers can tell apart."""
+"""What all figures share: how axes look, how they are written, and colours that colour-blind readers can tell apart."""
 
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito 2008."""
 
+PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
+"""Of ticks on a logarithmic axis: no powers of ten."""
+WITH_COMMAS = FuncFormatter(lambda value, _: f"{value:,g}")
+
+
+def dress(axes: Axes) -> None:
+    """A pale grid behind the data, and no frame above and to the right of it."""
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
 
 def save(figure: Figure | None, path: Path) -> bool:
-    """Write a figure as PNG; returns whether there was one."""
-    if figure is None:
-        return False
-    figure.savefig(path, dpi=150)
-    return True
+    """Write a figure as PNG, in a folder that need not be there yet; returns whether there was one.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if figure is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+    return figure is not None

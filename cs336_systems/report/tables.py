@@ -131,10 +131,7 @@ def _escape_latex(text: str) -> str:
 
 
 def settings_split(
-    frame: pd.DataFrame,
-    settings: list[str],
-    always: Collection[str] = ("size",),
-    labels: Mapping[str, str] = LABELS,
+    frame: pd.DataFrame, settings: list[str], always: Collection[str] = ("size",), labels: Mapping[str, str] = LABELS
 ) -> tuple[str, list[str]]:
     """Settings that every line shares, as a caption, and the names of those that vary or are ``always`` columns."""
     if frame.empty:

@@ -1,19 +1,9 @@
 """Loss, optimizer, precision, the case of a step, assembling it, and the step itself."""
 
-from cs336_systems.case import Parallel, TrainingCase, Unsupported
+from cs336_systems.case import TrainingCase
 from cs336_systems.training.assemble import assemble, check_supported, random_batch
 from cs336_systems.training.loss import cross_entropy
 from cs336_systems.training.optimizer import AdamW
 from cs336_systems.training.step import TrainStep
 
-__all__ = [
-    "AdamW",
-    "Parallel",
-    "TrainStep",
-    "TrainingCase",
-    "Unsupported",
-    "assemble",
-    "check_supported",
-    "cross_entropy",
-    "random_batch",
-]
+__all__ = ["AdamW", "TrainStep", "TrainingCase", "assemble", "check_supported", "cross_entropy", "random_batch"]

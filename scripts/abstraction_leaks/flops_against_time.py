@@ -24,19 +24,10 @@ Inductor's fused kernels are asked to name themselves in the trace. FLOPs by ``c
 the operators' summed time; time when none runs is reported beside (from a step without profiler).
 """
 
-from cs336_systems.experiments.leaks.flops_against_time_cells import default_options
-from cs336_systems.report.command_line import exit_with, parse
+from cs336_systems.experiments.leaks.flops_against_time_cells import Options
+from cs336_systems.report.command_line import exit_with, experiment_command
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, then measure; returns the exit code."""
-    options = parse(default_options, arguments, __doc__)
-    from cs336_systems.experiments.leaks.flops_against_time import (
-        EXPERIMENT,  # torch, pandas and matplotlib come with it
-    )
-
-    return EXPERIMENT.run(options)
-
+main = experiment_command(Options, "leaks.flops_against_time", __doc__)
 
 if __name__ == "__main__":
     exit_with("flops_against_time", main)

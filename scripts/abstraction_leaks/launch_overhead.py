@@ -23,17 +23,10 @@ from the first call until the device is done, by the host's clock, over the dept
 last call has returned. L2 stays warm: the chain's own intermediates are what an operation finds there in a model.
 """
 
-from cs336_systems.experiments.leaks.launch_overhead_cells import default_options
-from cs336_systems.report.command_line import exit_with, parse
+from cs336_systems.experiments.leaks.launch_overhead_cells import Options
+from cs336_systems.report.command_line import exit_with, experiment_command
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, then measure; returns the exit code."""
-    options = parse(default_options, arguments, __doc__)
-    from cs336_systems.experiments.leaks.launch_overhead import EXPERIMENT  # torch, pandas and matplotlib come with it
-
-    return EXPERIMENT.run(options)
-
+main = experiment_command(Options, "leaks.launch_overhead", __doc__)
 
 if __name__ == "__main__":
     exit_with("launch_overhead", main)

@@ -21,17 +21,10 @@ repeat, and a kind's ratio is against normal data *of the same repeat*. The L2 c
 flushing would write zeros and rest the multipliers. Both matrices are of the kind; a CPU reports no watts.
 """
 
-from cs336_systems.experiments.leaks.matmul_data_cells import default_options
-from cs336_systems.report.command_line import exit_with, parse
+from cs336_systems.experiments.leaks.matmul_data_cells import Options
+from cs336_systems.report.command_line import exit_with, experiment_command
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, then measure; returns the exit code."""
-    options = parse(default_options, arguments, __doc__)
-    from cs336_systems.experiments.leaks.matmul_data import EXPERIMENT  # torch, pandas and matplotlib come with it
-
-    return EXPERIMENT.run(options)
-
+main = experiment_command(Options, "leaks.matmul_data", __doc__)
 
 if __name__ == "__main__":
     exit_with("matmul_data", main)

@@ -22,17 +22,10 @@ given, so that no page faults are timed. The knee is fitted to the measured poin
 enters. Compile time is a row of its own. The predictions use the copy measured in the same run.
 """
 
-from cs336_systems.experiments.leaks.roofline_knee_cells import default_options
-from cs336_systems.report.command_line import exit_with, parse
+from cs336_systems.experiments.leaks.roofline_knee_cells import Options
+from cs336_systems.report.command_line import exit_with, experiment_command
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, then measure; returns the exit code."""
-    options = parse(default_options, arguments, __doc__)
-    from cs336_systems.experiments.leaks.roofline_knee import EXPERIMENT  # torch, pandas and matplotlib come with it
-
-    return EXPERIMENT.run(options)
-
+main = experiment_command(Options, "leaks.roofline_knee", __doc__)
 
 if __name__ == "__main__":
     exit_with("roofline_knee", main)

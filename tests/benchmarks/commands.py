@@ -18,8 +18,8 @@ def experiment(question: str) -> Any:
 
 def cells_of(question: str, *arguments: str, device: str = "cpu") -> list[Any]:
     """The grid that a command line asks for; raises ValueError for bad input."""
-    found = experiment(question)
-    _, cells = found.prepare(parse(found.default_options, ["--device", device, *arguments], None))
+    options = importlib.import_module(f"cs336_systems.experiments.{question}.cells").Options
+    _, cells = experiment(question).prepare(parse(options, ["--device", device, *arguments], None))
     return list(cells)
 
 

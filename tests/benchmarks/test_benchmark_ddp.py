@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from cs336_systems.experiments.data_parallel.table import data_parallel_table
+from cs336_systems.experiments.data_parallel.table import DATA_PARALLEL
 from cs336_systems.harness.record import Metric
 from cs336_systems.harness.sweep import Outcome, make_rows, outcome_rows
 from tests.benchmarks.commands import cells_of
@@ -81,7 +81,7 @@ def test_the_table_scales_against_one_rank_of_the_same_rung():
     naive = dataclasses.replace(two, ddp="naive", bucket_size_mb=None)
     failed = Outcome(naive, "oom", "no room")
     failed.rows = make_rows("benchmark_ddp", failed, {"metrics": []})
-    table = data_parallel_table(outcome_rows([outcome(one, 10.0), outcome(two, 12.5), failed]))
+    table = DATA_PARALLEL.of(outcome_rows([outcome(one, 10.0), outcome(two, 12.5), failed]))
     assert table.frame["scaling %"].tolist() == ["100.0", "80.0", "–"]
     assert table.frame["bucket MiB"].tolist() == ["25", "25", ""]
     assert table.frame["exposed %"].tolist() == ["10.0", "8.0", "–"]

@@ -8,7 +8,7 @@ import pytest
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.fully_sharded.measure import measure_fully_sharded
-from cs336_systems.experiments.fully_sharded.table import fully_sharded_table
+from cs336_systems.experiments.fully_sharded.table import FULLY_SHARDED
 from cs336_systems.harness.record import parse_samples
 from tests.benchmarks.commands import cells_of
 
@@ -78,13 +78,13 @@ def test_rows_of_an_earlier_command_are_not_pooled_with_the_newest(rows):
     """A run of 98.4 ms appended to by one of 58.8 ms is shown as 58.8 ms."""
     stamped = rows.assign(argv="a command", commit="c", timestamp="2026-01-02T00:00:00+00:00")
     older = stamped.assign(timestamp="2026-01-01T00:00:00+00:00", median=1000 * rows["median"])
-    alone, appended = (fully_sharded_table(frame).frame for frame in (stamped, pd.concat([older, stamped])))
+    alone, appended = (FULLY_SHARDED.of(frame).frame for frame in (stamped, pd.concat([older, stamped])))
     assert appended.to_dict("records") == alone.to_dict("records")
 
 
 @pytest.mark.slow
 def test_the_table_has_a_line_per_implementation_and_their_ratio(rows):
-    frame = fully_sharded_table(rows).frame
+    frame = FULLY_SHARDED.of(rows).frame
     assert list(frame["implementation"]) == ["ours", "torch", "ddp"]
     assert float(frame["/ FSDP2"][0]) == pytest.approx(
         medians(rows, "ours")["step"] / medians(rows, "torch")["step"], abs=1e-3

@@ -18,7 +18,7 @@ from tests.harness.cells import fake_ceiling, fake_model
 
 ALWAYS_KNOWN = ("host", "python", "torch", "triton", "commit", "dirty", "argv", "seed", "timestamp")
 
-MEASURED = "cs336_systems.experiments.model.experiment"
+MEASURED = "cs336_systems.experiments.model.measure"
 SWEEP = "cs336_systems.experiments.driver.run_sweep"
 
 

@@ -9,8 +9,9 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.sharded_optimizer.cells import SHARDINGS
 from cs336_systems.experiments.sharded_optimizer.measure import measure_sharding
-from cs336_systems.experiments.sharded_optimizer.table import draw_memory, memory_figure, memory_table, time_table
+from cs336_systems.experiments.sharded_optimizer.table import MEMORY, TIMES, memory_figure
 from cs336_systems.harness.record import Metric
+from cs336_systems.report.figures import save
 from tests.benchmarks.commands import cells_of
 
 TINY = ["--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", "0"]
@@ -75,7 +76,7 @@ def test_measured_bytes_are_the_predicted_ones(rows):
 
 
 def test_tables(rows):
-    times, memory = time_table(rows), memory_table(rows)
+    times, memory = TIMES.of(rows), MEMORY.of(rows)
     for table in (times, memory):
         assert list(table.frame["how"]) == [*SHARDINGS, "replicated"]
         assert table.frame["status"].iloc[-1] == "oom: too large"
@@ -94,7 +95,7 @@ def test_figure(rows, tmp_path):
         drawn = sorted(width for width in widths.values() if width)
         assert len(drawn) >= 1 + state, "parameters, and the optimizer's state once there is one"
     assert "Memory of one rank of 2: tiny" in figure.subfigs[0].get_suptitle()
-    assert draw_memory(rows, tmp_path / "memory.png")
+    assert save(memory_figure(rows), tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-    assert not draw_memory(rows[rows["status"] != "ok"], tmp_path / "none.png")
+    assert not save(memory_figure(rows[rows["status"] != "ok"]), tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

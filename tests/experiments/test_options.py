@@ -1,13 +1,14 @@
 """What options must be: each fault is one sentence that names the flag and the value."""
 
 from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
 import pytest
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.experiments.options import (
+    RankedCase,
     RankedOptions,
-    TimedCase,
     TrainingOptions,
     check_options,
     resolved_sizes,
@@ -18,12 +19,11 @@ from cs336_systems.experiments.options import (
 
 @dataclass(frozen=True)
 class Options(RankedOptions):
+    CPU_DEFAULTS: ClassVar = {"batch_size": (2, 8), "steps": 10}
     device: str = "cpu"
+    batch_size: tuple[int, ...] = (16,)
+    steps: int = 20
     bucket_size_mb: tuple[float, ...] = (25.0,)
-
-
-def defaults(device):
-    return Options(batch_size=(2, 8)) if device == "cpu" else Options("cuda", batch_size=(16,), steps=20)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_each_fault_is_named(fault, message):
 )
 def test_each_unknown_name_is_told(fault, message):
     with pytest.raises(ValueError, match=message):
-        training_cells(TimedCase, replace(Options(), **fault))
+        training_cells(RankedCase, replace(Options(), world_size=(1,), **fault))
 
 
 def test_sizes_are_known_by_their_one_name_and_contexts_fit_them():
@@ -71,16 +71,16 @@ def test_every_field_of_a_training_case_is_an_option():
 
 
 def test_the_grid_varies_what_a_question_compares_fastest_and_repeats_it_whole():
-    options = replace(Options(), dtype=("fp32", "bf16"), repeat=2, compile=())
+    options = replace(Options(), world_size=(2, 1), dtype=("fp32", "bf16"), repeat=2, compile=())
     own = [{"steps": 1}, {"steps": 2}]
-    cells = training_cells(TimedCase, options, outer={"seed": (7, 8)}, inner=own)
-    kinds = [(cell.repeat, cell.seed, cell.dtype, cell.steps) for cell in cells]
-    assert kinds == [(r, s, d, n) for r in (0, 1) for s in (7, 8) for d in ("fp32", "bf16") for n in (1, 2)]
+    cells = training_cells(RankedCase, options, inner=own)
+    kinds = [(cell.repeat, cell.world_size, cell.dtype, cell.steps) for cell in cells]
+    assert kinds == [(r, w, d, n) for r in (0, 1) for w in (2, 1) for d in ("fp32", "bf16") for n in (1, 2)]
     assert {cell.compile for cell in cells} == {"on"}
 
 
 def test_the_note_names_what_stands_at_the_smaller_default():
-    note = small_defaults_note(replace(defaults("cpu"), steps=5), defaults)
+    note = small_defaults_note(replace(Options.default("cpu"), steps=5))
     assert note == "On a CPU the defaults shrink: --batch-size 2 8 (on a GPU 16)."
-    assert small_defaults_note(replace(defaults("cpu"), batch_size=(1,), steps=5), defaults) == ""
-    assert small_defaults_note(defaults("cuda"), defaults) == ""
+    assert small_defaults_note(replace(Options.default("cpu"), batch_size=(1,), steps=5)) == ""
+    assert small_defaults_note(replace(Options.default("cuda"), device="cuda")) == ""

@@ -40,6 +40,9 @@ class Cell:
     def variant(self) -> str:
         return "test"
 
+    def __str__(self) -> str:
+        return self.what
+
 
 @dataclass(frozen=True)
 class RankedCell(Cell):

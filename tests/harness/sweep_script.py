@@ -29,9 +29,7 @@ def main() -> int:
     csv, cells = Path(folder, "rows.csv"), [make_cell(name, folder) for name in names]
     row_file = RowFile(csv, cell_columns(type(cells[0]))) if reports() else None
     print("begins", flush=True)
-    outcomes = list(
-        run_sweep("script", cells, measure, row_file=row_file, timeout_s=110, describe=lambda cell: cell.what)
-    )
+    outcomes = list(run_sweep("script", cells, measure, row_file=row_file, timeout_s=110))
     print(json.dumps([outcome.status for outcome in outcomes]))
     return INTERRUPTED if outcomes and outcomes[-1].status == "interrupted" else 0
 

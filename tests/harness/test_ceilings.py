@@ -46,7 +46,9 @@ def test_ceilings_are_work_over_time(monkeypatch):
     precision = torch.get_float32_matmul_precision()
     found = ceilings.measure_ceilings(PRECISIONS["fp32"], torch.device("cpu"))
     (flops, _, matmul_s), (_, n_bytes, copy_s) = watched
-    assert len(found.matmul_tflops) == len(found.copy_gb_per_s) == 10
-    assert found.matmul_tflops == pytest.approx([flops / s / 1e12 for s in matmul_s], rel=0.05)
-    assert found.copy_gb_per_s == pytest.approx([n_bytes / s / 1e9 for s in copy_s], rel=0.05)
+    matmul, copy = found
+    assert (matmul.name, matmul.unit, copy.name, copy.unit) == ("matmul_ceiling", "TFLOP/s", "copy_ceiling", "GB/s")
+    assert len(matmul.samples) == len(copy.samples) == 10
+    assert matmul.samples == pytest.approx([flops / s / 1e12 for s in matmul_s], rel=0.05)
+    assert copy.samples == pytest.approx([n_bytes / s / 1e9 for s in copy_s], rel=0.05)
     assert torch.get_float32_matmul_precision() == precision

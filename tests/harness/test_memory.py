@@ -95,9 +95,7 @@ def test_no_cublas_workspace_on_a_cpu():
 
 def run(*whats, share=None):
     cells = [Cell(what) for what in whats]
-    return list(
-        run_sweep("b", cells, measure, row_file=None, timeout_s=60, describe=lambda cell: cell.what, share=share)
-    )
+    return list(run_sweep("b", cells, measure, row_file=None, timeout_s=60, share=share))
 
 
 def test_the_meter_sees_a_tensor_that_is_gone_when_it_is_read():

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def sweep(whats, timeout_s=60.0, row_file=None, world_size=2, folder="", expected_s=None):
     cells = [RankedCell(what, str(folder), world_size=world_size) for what in whats]
-    options = {"timeout_s": timeout_s, "describe": lambda cell: cell.what, "expected_s": expected_s}
+    options = {"timeout_s": timeout_s, "expected_s": expected_s}
     return list(run_sweep("bench", cells, measure, row_file=row_file, **options))
 
 

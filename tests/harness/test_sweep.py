@@ -83,7 +83,7 @@ def server(scripts):
 def run(what, folder="", timeout_s=30.0):
     """The outcome of one cell, which has left no process behind."""
     cells = [Cell(what, str(folder))]
-    [outcome] = run_sweep("bench", cells, measure, row_file=None, timeout_s=timeout_s, describe=lambda cell: cell.what)
+    [outcome] = run_sweep("bench", cells, measure, row_file=None, timeout_s=timeout_s)
     assert outcome.status in STATUSES
     assert all(row["status"] == outcome.status and row["message"] == outcome.message for row in outcome.rows)
     assert all(is_known(row) for row in outcome.rows)
@@ -202,7 +202,6 @@ def sweep_cells(cells, folder, share=None):
         measure,
         row_file=RowFile(folder / "rows.csv", cell_columns(Cell)),
         timeout_s=30,
-        describe=lambda cell: cell.what,
         share=share,
     )
 

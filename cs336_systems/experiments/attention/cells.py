@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -37,6 +37,7 @@ CPU_LENGTHS = (256, 1024)
 class Options(RunOptions):
     """Which attention for these shapes?"""
 
+    CPU_DEFAULTS: ClassVar = {"length": CPU_LENGTHS, "d_head": (64,)}
     timeout: float = 300.0
     grid: tuple[Literal["pytorch", "flash", "training", "variants"], ...] = ("pytorch", "flash")
     """Sets of shapes; see above."""
@@ -131,11 +132,6 @@ GRIDS = {
         allowed=VARIANT_IMPLEMENTATIONS,
     ),
 }
-
-
-def default_options(device: str) -> Options:
-    """The defaults on a device; a CPU gets one head dimension and the short lengths."""
-    return Options() if device == "cuda" else Options(device="cpu", length=CPU_LENGTHS, d_head=(64,))
 
 
 def make_cells(options: Options) -> list[AttentionCell]:

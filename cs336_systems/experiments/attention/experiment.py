@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from cs336_systems.experiments.attention.cells import AttentionCell, Options, default_options, make_cells
+from cs336_systems.experiments.attention.cells import AttentionCell, Options, make_cells
 from cs336_systems.experiments.attention.measure import measure
-from cs336_systems.experiments.attention.table import attention_table, tile_table
+from cs336_systems.experiments.attention.table import ATTENTION, tile_table
 from cs336_systems.experiments.driver import Experiment, Stage
 from cs336_systems.harness.sweep import Outcome, outcome_rows
 from cs336_systems.report.show import show
@@ -27,7 +27,7 @@ def stages(options: Options, cells: Sequence[AttentionCell], outcomes: list[Outc
 def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None:
     rows = outcome_rows(outcomes)
     for grid in dict.fromkeys(rows["grid"]):
-        show(attention_table(rows[rows["grid"] == grid]), options.format)
+        show(ATTENTION.of(rows[rows["grid"] == grid]), options.format)
     if options.autotune:
         show(tile_table(rows), options.format)
 
@@ -35,7 +35,6 @@ def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None
 EXPERIMENT = Experiment(
     "benchmark_attention",
     AttentionCell,
-    default_options,
     make_cells,
     stages,
     present,

@@ -1,23 +1,16 @@
 """Attention against sequence length: what grows with the square of it, and what with the length alone, as PNG."""
 
-from pathlib import Path
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from cs336_systems.harness.runs import newest
-from cs336_systems.report.figures import OKABE_ITO, save
+from cs336_systems.report.figures import OKABE_ITO, PLAIN, dress
 
 _COLOURS = (*OKABE_ITO, "#999999")
 _MARKERS = "osD^vPX*"
 _SHAPE = ("gpu", "device", "dtype", "batch_size", "heads", "d_head", "causal")
-
-
-def draw_scaling(rows: pd.DataFrame, path: Path) -> bool:
-    """Write ``scaling_figure`` as PNG; returns whether there was one."""
-    return save(scaling_figure(rows), path)
 
 
 def scaling_figure(rows: pd.DataFrame) -> Figure | None:
@@ -88,8 +81,7 @@ def _dress(axes: Axes, lengths: list[int], label: str) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(base=10))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter(PLAIN)
     axes.set_xlabel("sequence length, tokens")
     axes.set_ylabel(label)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    dress(axes)

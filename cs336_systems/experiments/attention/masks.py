@@ -1,7 +1,5 @@
 """Attention masks as pictures: what FlexAttention runs, and what skipping empty blocks leaves of their scores."""
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from matplotlib.axes import Axes
@@ -9,18 +7,8 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from cs336_systems.attention import AttentionShape
-from cs336_systems.attention.variants import (
-    BLOCK_SIZE,
-    Variant,
-    block_sparsity,
-    causal,
-    dense_mask,
-    document,
-    full,
-    prefix_lm,
-    sliding_window,
-)
+from cs336_systems.attention import AttentionShape, variants
+from cs336_systems.attention.variants import BLOCK_SIZE
 from cs336_systems.report.figures import OKABE_ITO
 
 SKIPPED, MASKED, SEEN = range(3)
@@ -32,21 +20,21 @@ LABELS = {
 }
 
 
-def panels(length: int) -> list[tuple[str, Variant, int]]:
+def panels(length: int) -> list[tuple[str, variants.Variant, int]]:
     """(title, variant, number of queries) of each picture."""
     bounds = torch.tensor([0.22, 0.36, 0.74]) * length
     ids = torch.bucketize(torch.arange(length), bounds, right=True)[None]
-    prefix = prefix_lm(torch.tensor([round(0.3 * length)]))
+    prefix = variants.prefix_lm(torch.tensor([round(0.3 * length)]))
     window = length // 5
     return [
-        ("full", full(), length),
-        ("causal", causal(), length),
-        (f"sliding window of {window}", sliding_window(window), length),
+        ("full", variants.full(), length),
+        ("causal", variants.causal(), length),
+        (f"sliding window of {window}", variants.sliding_window(window), length),
         ("prefix-LM", prefix, length),
-        ("documents", document(ids), length),
-        ("documents & causal", document(ids) & causal(), length),
-        ("documents & window", document(ids) & sliding_window(window), length),
-        (f"causal, the last {length // 2} queries", causal(), length // 2),
+        ("documents", variants.document(ids), length),
+        ("documents & causal", variants.document(ids) & variants.causal(), length),
+        ("documents & window", variants.document(ids) & variants.sliding_window(window), length),
+        (f"causal, the last {length // 2} queries", variants.causal(), length // 2),
     ]
 
 
@@ -58,18 +46,13 @@ def picture(mask: torch.Tensor) -> np.ndarray:
     return torch.where(mask, SEEN, torch.where(visited, MASKED, SKIPPED)).numpy()
 
 
-def draw(axes: Axes, title: str, variant: Variant, n_queries: int, n_keys: int) -> None:
+def draw(axes: Axes, title: str, variant: variants.Variant, n_queries: int, n_keys: int) -> None:
     """One mask, with its shares of skipped blocks and of seen scores."""
     shape = AttentionShape(batch=1, heads=1, kv_heads=1, n_queries=n_queries, n_keys=n_keys, d_head=64)
-    mask = dense_mask(variant, shape)[0, 0]
+    mask = variants.dense_mask(variant, shape)[0, 0]
     first = n_keys - n_queries
     axes.imshow(
-        picture(mask),
-        cmap=COLOURS,
-        vmin=SKIPPED,
-        vmax=SEEN,
-        extent=(0, n_keys, n_keys, first),
-        interpolation="nearest",
+        picture(mask), cmap=COLOURS, vmin=SKIPPED, vmax=SEEN, extent=(0, n_keys, n_keys, first), interpolation="nearest"
     )
     blocks = range(0, n_keys + 1, BLOCK_SIZE)
     axes.set_xticks(blocks, minor=True)
@@ -81,16 +64,16 @@ def draw(axes: Axes, title: str, variant: Variant, n_queries: int, n_keys: int) 
     axes.spines[:].set_visible(False)
     axes.set_anchor("N")
     axes.set_title(title, loc="left", fontsize=10, pad=18)
-    shares = f"{100 * mask.double().mean():.0f} % seen, {block_sparsity(variant, shape):.0f} % of blocks skipped"
+    skipped = variants.block_sparsity(variant, shape)
+    shares = f"{100 * mask.double().mean():.0f} % seen, {skipped:.0f} % of blocks skipped"
     axes.annotate(shares, (0, 1), (0, 5), "axes fraction", "offset points", fontsize=8, color="#555555")
 
 
-def draw_masks(length: int, path: Path) -> Figure:
-    """All pictures of masks over ``length`` keys, as PNG.
+def masks_figure(length: int) -> Figure:
+    """All pictures of masks over ``length`` keys.
 
     Raises:
         ValueError: the blocks do not divide the length, or there are fewer than four.
-        OSError: the file cannot be written.
     """
     if length % BLOCK_SIZE or length < 4 * BLOCK_SIZE:
         raise ValueError(f"--length must be a multiple of {BLOCK_SIZE}, at least {4 * BLOCK_SIZE}, got {length}")
@@ -104,6 +87,4 @@ def draw_masks(length: int, path: Path) -> Figure:
         axes.set_ylabel("query position, tokens")
     handles = [Patch(color=COLOURS(kind), label=label) for kind, label in LABELS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
     return figure

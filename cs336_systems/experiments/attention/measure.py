@@ -17,32 +17,15 @@ import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor
 
+from cs336_systems.attention import variants
 from cs336_systems.attention.dispatch import attention, unsupported_reason
 from cs336_systems.attention.oracle import oracle_attention
 from cs336_systems.attention.shapes import AttentionShape, validate
-from cs336_systems.attention.variants import (
-    Variant,
-    alibi,
-    alibi_slopes,
-    block_sparsity,
-    causal,
-    dense_attention,
-    dense_mask,
-    dense_scores,
-    document,
-    full,
-    make_block_mask,
-    prefix_lm,
-    relative_bias,
-    sliding_window,
-    softcap,
-    variant_attention,
-)
 from cs336_systems.case import Unsupported
 from cs336_systems.experiments.attention.cells import MATERIALISED, AttentionCell
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.clock import time_kernel
-from cs336_systems.harness.memory import PeakMeter, free_bytes
+from cs336_systems.harness.memory import PeakMeter, allocated_bytes, free_bytes
 from cs336_systems.harness.process import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
 
@@ -95,12 +78,16 @@ def measure(cell: AttentionCell) -> list[Metric]:
 
     torch._functorch.config.donated_buffer = False  # backward is run many times on one graph
     both()  # compiles and autotunes outside of every clock and meter
-    memory = _Memory((q, k, v, do))
+    meter, before = PeakMeter(device), allocated_bytes(device)
     o = forward()
-    memory.note_kept()
+    kept = allocated_bytes(device) - before
     gradients = torch.autograd.grad(o, inputs, do, retain_graph=True)
-    metrics = [
-        *memory.metrics(),
+    metrics = []
+    if device.type == "cuda" and (peak_bytes := meter.peak_bytes()):
+        not_ours = max(0, before - sum(x.nbytes for x in (q, k, v, do)))  # cuBLAS workspaces, say
+        metrics.append(Metric("kept_for_backward", "GiB", [kept / GIB]))
+        metrics.append(Metric("peak_memory", "GiB", [(peak_bytes - not_ours) / GIB]))
+    metrics += [
         Metric("predicted_peak_memory", "GiB", [needed / GIB]),
         *errors(cell, served.exact, (q, k, v), do, (o, *gradients)),
         *served.metrics,
@@ -154,7 +141,7 @@ def errors(
     ]
 
 
-def make_variant(name: str, shape: AttentionShape, device: torch.device, *, of_heads: int) -> Variant:
+def make_variant(name: str, shape: AttentionShape, device: torch.device, *, of_heads: int) -> variants.Variant:
     """One of ``VARIANTS`` with plausible data: four documents of unequal length, a prefix of a quarter, fixed biases.
 
     ``shape`` may hold fewer heads than the ``of_heads`` over which slopes are spread: the first of them.
@@ -162,19 +149,19 @@ def make_variant(name: str, shape: AttentionShape, device: torch.device, *, of_h
     positions = torch.arange(shape.n_keys, device=device)
     bounds = torch.tensor([0.1, 0.3, 0.6], device=device) * shape.n_keys
     ids = torch.bucketize(positions, bounds, right=True).repeat(shape.batch, 1)
-    slopes = alibi_slopes(of_heads)[: shape.heads].to(device)
+    slopes = variants.alibi_slopes(of_heads)[: shape.heads].to(device)
     distances = torch.linspace(-1, 1, 257, device=device).abs().neg().repeat(shape.heads, 1)
-    parts: dict[str, Callable[[], Variant]] = {
-        "full": full,
-        "causal": causal,
-        "window 256": lambda: sliding_window(256),
-        "document": lambda: document(ids),
-        "prefix-LM": lambda: prefix_lm(torch.full((shape.batch,), shape.n_keys // 4, device=device)),
-        "ALiBi": lambda: alibi(slopes),
-        "relative bias": lambda: relative_bias(distances),
-        "softcap": lambda: softcap(30.0),
+    parts: dict[str, Callable[[], variants.Variant]] = {
+        "full": variants.full,
+        "causal": variants.causal,
+        "window 256": lambda: variants.sliding_window(256),
+        "document": lambda: variants.document(ids),
+        "prefix-LM": lambda: variants.prefix_lm(torch.full((shape.batch,), shape.n_keys // 4, device=device)),
+        "ALiBi": lambda: variants.alibi(slopes),
+        "relative bias": lambda: variants.relative_bias(distances),
+        "softcap": lambda: variants.softcap(30.0),
     }
-    return functools.reduce(Variant.__and__, (parts[part]() for part in name.split(" & ")))
+    return functools.reduce(variants.Variant.__and__, (parts[part]() for part in name.split(" & ")))
 
 
 def _serve(cell: AttentionCell, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> _Served:
@@ -196,38 +183,38 @@ def _serve_variant(cell: AttentionCell, q: Tensor, k: Tensor, v: Tensor) -> _Ser
     if cell.impl == "flex":
         if q.device.type != "cuda":
             raise Unsupported(f"flex is compiled for CUDA devices, the inputs are on {q.device.type}")
-        blocks = make_block_mask(variant, shape, q.device)
-        attend = functools.partial(variant_attention, variant=variant, block_mask=blocks)
+        blocks = variants.make_block_mask(variant, shape, q.device)
+        attend = functools.partial(variants.variant_attention, variant=variant, block_mask=blocks)
         n_bytes = sum(x.numel() * x.element_size() for x in blocks.as_tuple() if isinstance(x, Tensor)) if blocks else 0
     else:
         dense = _dense_form(variant, shape, q)
         attend = functools.partial(F.scaled_dot_product_attention, attn_mask=dense)
         n_bytes = dense.untyped_storage().nbytes()
-    share = dense_mask(alone, first, q.device).double().mean().item()
+    share = variants.dense_mask(alone, first, q.device).double().mean().item()
     return _Served(
         attend=attend,
-        exact=lambda q, k, v: dense_attention(q, k, v, alone)[0],
+        exact=lambda q, k, v: variants.dense_attention(q, k, v, alone)[0],
         share_of_scores=share,
         metrics=[
             Metric("seen_scores", "% of all", [100 * share]),
-            Metric("skipped_blocks", "% of all", [block_sparsity(variant, shape)]),
+            Metric("skipped_blocks", "% of all", [variants.block_sparsity(variant, shape)]),
             Metric("mask_memory", "GiB", [n_bytes / GIB]),
         ],
     )
 
 
-def _dense_form(variant: Variant, shape: AttentionShape, q: Tensor) -> Tensor:
+def _dense_form(variant: variants.Variant, shape: AttentionShape, q: Tensor) -> Tensor:
     """What ``attn_mask`` takes: bool where scores are only hidden, else what is added to them, in the dtype of q.
 
     Raises:
         Unsupported: the variant changes scores by more than a sum.
     """
-    seen = dense_mask(variant, shape, q.device)[:, :1]
+    seen = variants.dense_mask(variant, shape, q.device)[:, :1]
     if variant.score_formula is None:
         return (seen if variant.mask_per_batch else seen[:1]).contiguous()
     zeros = torch.zeros(1, shape.heads, shape.n_queries, shape.n_keys, device=q.device)
-    added = dense_scores(variant, zeros)
-    if not torch.equal(dense_scores(variant, zeros + 1), added + 1):
+    added = variants.dense_scores(variant, zeros)
+    if not torch.equal(variants.dense_scores(variant, zeros + 1), added + 1):
         raise Unsupported(f"torch's attention can add to scores, and {variant.name!r} does more")
     return added.masked_fill(~seen, float("-inf")).to(q.dtype)
 
@@ -243,29 +230,3 @@ def _tune(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> list[Met
         use_tile(timing.kernel, q.shape[-1], q.element_size(), timing.best)
         metrics += [Metric(f"{TILE}{timing.kernel} {tile}", "ms", times) for tile, times in timing.samples_ms.items()]
     return metrics
-
-
-class _Memory:
-    """What forward keeps and the peak of both passes, from construction on; a CPU does not say."""
-
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        self.on_gpu = tensors[0].device.type == "cuda"
-        if self.on_gpu:
-            self.meter = PeakMeter(tensors[0].device)
-            self.before = torch.cuda.memory_allocated()
-            self.not_ours = max(0, self.before - sum(x.nbytes for x in tensors))  # cuBLAS workspaces, say
-
-    def note_kept(self) -> None:
-        """Forward has just ended."""
-        if self.on_gpu:
-            self.kept = torch.cuda.memory_allocated() - self.before
-
-    def metrics(self) -> list[Metric]:
-        if not self.on_gpu:
-            return []
-        peak = self.meter.peak_bytes()
-        assert peak is not None
-        return [
-            Metric("kept_for_backward", "GiB", [self.kept / GIB]),
-            Metric("peak_memory", "GiB", [(peak - self.not_ours) / GIB]),
-        ]

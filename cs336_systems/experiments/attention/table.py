@@ -32,11 +32,7 @@ ATTENTION = ResultTable(
         Column("largest error", _largest_error, ".1e", rank=2, note="of the output and the gradients, relative"),
     ),
 )
-
-
-def attention_table(rows: pd.DataFrame) -> Table:
-    """Time, rate, memory and largest error of every cell of ``benchmark_attention.py`` rows; failures as they are."""
-    return ATTENTION.of(rows)
+"""Time, rate, memory and largest error of every cell of ``benchmark_attention.py`` rows; failures as they are."""
 
 
 def comparison_table(rows: pd.DataFrame, ours: str = "flash") -> Table:

@@ -2,9 +2,9 @@
 
 import itertools
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
-from cs336_systems.experiments.options import RunOptions
+from cs336_systems.experiments.options import RunOptions, cell_of
 
 CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"]
 
@@ -18,6 +18,7 @@ MOST_MB = 8000
 class Options(RunOptions):
     """What does a collective cost on this machine?"""
 
+    CPU_DEFAULTS: ClassVar = {"size_mb": (1, 10), "calls": 1, "warmup": 1, "steps": 10}
     timeout: float = 300.0
     collective: tuple[CollectiveName, ...] = get_args(CollectiveName)
     """Which to time."""
@@ -59,13 +60,6 @@ class CollectiveCell:
         return f"{self.collective} {self.size_mb:g} MB {self.dtype} on {self.world_size} ranks ({self.variant})"
 
 
-def default_options(device: str) -> Options:
-    """The defaults on a device; without a GPU they shrink, so that a bare command ends in under a minute."""
-    if device == "cuda":
-        return Options()
-    return Options(device="cpu", size_mb=(1, 10), calls=1, warmup=1, steps=10)
-
-
 def make_cells(options: Options) -> list[CollectiveCell]:
     """The grid; raises ValueError for a size that the ranks cannot divide, or that is too large."""
     assert options.world_size is not None
@@ -76,7 +70,6 @@ def make_cells(options: Options) -> list[CollectiveCell]:
         parts = int(size_mb * 1e6) // (n * ALIGNMENT) if 0 < size_mb <= MOST_MB else 0
         if parts < 1:
             raise ValueError(f"--size-mb must lie between {n * ALIGNMENT / 1e6:g} and {MOST_MB}, got {size_mb:g}")
-        counts = (options.calls, options.warmup, options.steps)
-        bytes_and_counts = (parts * n * ALIGNMENT, *counts, options.seed)
-        cells.append(CollectiveCell(options.device, n, dtype, collective, size_mb, *bytes_and_counts))
+        own = {"world_size": n, "dtype": dtype, "collective": collective, "size_mb": size_mb}
+        cells.append(cell_of(CollectiveCell, options, **own, total_bytes=parts * n * ALIGNMENT))
     return cells

@@ -8,13 +8,14 @@ import torch
 from cs336_systems.costs.communication import algbw, busbw
 from cs336_systems.distributed.collectives import Exchange
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.experiments.collectives.cells import CollectiveCell, Options, default_options, make_cells
-from cs336_systems.experiments.collectives.table import collectives_table, draw_collectives
+from cs336_systems.experiments.collectives.cells import CollectiveCell, Options, make_cells
+from cs336_systems.experiments.collectives.table import collectives_figure, collectives_table
 from cs336_systems.experiments.driver import Experiment, one_stage
 from cs336_systems.experiments.ranked import total
 from cs336_systems.harness.ranks import time_phases_of_ranks
 from cs336_systems.harness.record import Metric, read_rows
 from cs336_systems.harness.sweep import Outcome, outcome_rows
+from cs336_systems.report.figures import save
 from cs336_systems.report.show import show
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -49,7 +50,7 @@ def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> int:
     """The table and the figure; 1 if an element was wrong."""
     show(collectives_table(outcome_rows(outcomes)), options.format)
     if csv:
-        draw_collectives(read_rows(csv), csv.with_suffix(".png"))
+        save(collectives_figure(read_rows(csv)), csv.with_suffix(".png"))
     wrong = [str(outcome.cell) for outcome in outcomes if outcome.median("wrong_elements")]
     if wrong:
         print(f"{EXPERIMENT.name}: wrong elements in {', '.join(wrong)}", file=sys.stderr)
@@ -65,7 +66,6 @@ def default_worlds(device: str) -> tuple[int, ...]:
 EXPERIMENT = Experiment(
     "benchmark_collectives",
     CollectiveCell,
-    default_options,
     make_cells,
     one_stage(measure_collective),
     present,

@@ -6,18 +6,17 @@ prediction in each line is not of that line alone: where it is off, the collecti
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import NullFormatter
 
 from cs336_systems.costs.communication import COLLECTIVES, Link, RingCost, cost, fit
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.runs import newest
-from cs336_systems.report.figures import OKABE_ITO, save
+from cs336_systems.report.figures import OKABE_ITO, WITH_COMMAS, dress
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 from cs336_systems.report.tables import Table, digits
 
@@ -91,11 +90,6 @@ def _bandwidth(link: Link) -> str:
     return f"{digits(link.bytes_per_s / 1e9)} GB/s"
 
 
-def draw_collectives(rows: pd.DataFrame, path: Path) -> bool:
-    """Write ``collectives_figure`` as PNG; returns whether there was one."""
-    return save(collectives_figure(rows), path)
-
-
 def collectives_figure(rows: pd.DataFrame) -> Figure | None:
     """Time (left; thin grey: the fitted ring) and busbw (right) against size.
 
@@ -124,7 +118,7 @@ def collectives_figure(rows: pd.DataFrame) -> Figure | None:
             time_axes.plot(line["total_bytes"] / 1e6, ring_ms, color="0.6", linewidth=0.8, zorder=1)
     _label(time_axes, sorted(rows["size_mb"].unique()), "time, ms (median, bar p10 to p90)")
     time_axes.set_yscale("log")
-    time_axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    time_axes.yaxis.set_major_formatter(WITH_COMMAS)
     _label(bus_axes, sorted(rows["size_mb"].unique()), "busbw, GB/s (as nccl-tests)")
     bus_axes.set_ylim(bottom=0)
     hardware = find_hardware(first["gpu"])
@@ -160,8 +154,7 @@ def _label(axes: Axes, sizes: list[float], y: str) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("total size, MB")
     axes.set_ylabel(y)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    dress(axes)
 
 
 def _legend(rows: pd.DataFrame, worlds: list[int], fitted: bool) -> list[Line2D]:

@@ -17,6 +17,7 @@ SIZED = ("bucketed", "torch")
 class Options(RankedOptions):
     """What does each step of data parallelism buy?"""
 
+    CPU_DEFAULTS = RankedOptions.CPU_DEFAULTS | {"warmup": 1, "steps": 6}
     dtype: tuple[Literal["fp32", "tf32", "bf16", "autocast-bf16"], ...] = ("fp32",)
     steps: int = 20
     """Recorded steps with communication; as many without it."""
@@ -67,20 +68,12 @@ class DataParallelCell(RankedCase):
         return f"{self.ddp}{bucket}{sent} on {self.world_size} ranks: {super().__str__()}"
 
 
-def default_options(device: str) -> Options:
-    """The defaults on a device; without a GPU they shrink, so that a bare command ends in under a minute."""
-    if device == "cuda":
-        return Options()
-    return Options(device="cpu", size=("tiny",), context_length=(128,), batch_size=(1,), warmup=1, steps=6)
-
-
 def make_cells(options: Options) -> list[DataParallelCell]:
     """The grid; raises ValueError for a value that no cell can have."""
-    assert options.world_size is not None
     rungs = [
         {"communication_dtype": sent, "ddp": rung, "bucket_size_mb": size}
         for sent in options.communication_dtype
         for rung in options.ddp
         for size in (options.bucket_size_mb if rung in SIZED else (None,))
     ]
-    return training_cells(DataParallelCell, options, outer={"world_size": options.world_size}, inner=rungs)
+    return training_cells(DataParallelCell, options, inner=rungs)

@@ -12,7 +12,6 @@ them. When all is measured, every parameter must be the same bits on every rank,
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -23,17 +22,15 @@ import torch.distributed as dist
 from cs336_systems.distributed.buckets import broadcast_from_rank_0
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.data_parallel.cells import DataParallelCell
-from cs336_systems.experiments.ranked import check_losses, largest, time_metrics
+from cs336_systems.experiments.ranked import PreparedStep, check_losses, largest, time_metrics
 from cs336_systems.harness.clock import WHOLE, PhaseTimes
 from cs336_systems.harness.fit import check_fit
 from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.harness.ranks import time_phases_of_ranks
 from cs336_systems.harness.record import Metric
-from cs336_systems.harness.traffic import Traffic
 from cs336_systems.profiling.rank_traces import communication_metrics, record_phases_of_ranks
 from cs336_systems.profiling.traces import kineto
 from cs336_systems.profiling.traces.queries import slowdown
-from cs336_systems.training import assemble, random_batch
 
 GIB, MIB = 1024**3, 1024**2
 
@@ -41,25 +38,17 @@ LOCAL = "local"
 """Prefix of the metrics of the step without communication."""
 
 
-@dataclass
-class _Samples:
-    """Milliseconds by phase of the steps of one kind, over all rounds, and the median step of each round."""
-
-    by_phase: dict[str, list[float]] = field(default_factory=dict)
-    rounds: list[float] = field(default_factory=list)
+def joined(rounds: list[PhaseTimes]) -> PhaseTimes:
+    """The samples of all rounds, and the first one's warm-up."""
+    samples = {name: [ms for times in rounds for ms in times.samples_ms[name]] for name in rounds[0].samples_ms}
+    return PhaseTimes(samples, rounds[0].warmup_ms)
 
 
-class PreparedReplica:
-    """A cell's model, data and optimizer on this rank, ready to take steps with and without communication."""
+class PreparedReplica(PreparedStep):
+    """Takes steps with and without communication."""
 
-    def __init__(self, cell: DataParallelCell, rank: Rank) -> None:
-        self.cell, self.rank = cell, rank
-        self.step = assemble(cell, rank)
-        self.batch = random_batch(cell, rank)
-
-    def phases(self, *, communicate: bool) -> dict[str, Callable[[], None]]:
-        """Forward, backward and optimizer; backward holds whatever synchronising gradients adds to it."""
-        phases = self.step.phases("step", *self.batch)
+    def phases(self, *, communicate: bool = True) -> dict[str, Callable[[], None]]:
+        phases = super().phases()
         if communicate:
             return phases
         no_sync: Callable[[], AbstractContextManager[None]] = self.step.model.no_sync  # type: ignore[assignment]
@@ -73,42 +62,26 @@ class PreparedReplica:
 
         return {name: phase if name == "optimizer" else quietly(phase) for name, phase in phases.items()}
 
-    def time(self) -> tuple[_Samples, _Samples, list[float]]:
-        """Samples with communication and without it, taken in turn, and the whole steps of the first warm-up."""
-        with_it, without = _Samples(), _Samples()
+    def time(self) -> tuple[list[PhaseTimes], list[PhaseTimes]]:
+        """Rounds of steps with communication and of steps without it, taken in turn."""
+        with_it: list[PhaseTimes] = []
+        without: list[PhaseTimes] = []
         first, second = math.ceil(self.cell.steps / 2), self.cell.steps // 2
-        few = min(1, self.cell.warmup)
-        warmup_ms: list[float] = []
-        for samples, warmup, steps in (
-            (with_it, self.cell.warmup, first),
-            (without, few, first),
-            (without, few, second),
-            (with_it, few, second),
-        ):
+        for rounds, steps in ((with_it, first), (without, first), (without, second), (with_it, second)):
             if not steps:
                 continue
-            phases = self.phases(communicate=samples is with_it)
-            times = time_phases_of_ranks(phases, self.rank, warmup=warmup, steps=steps)
-            warmup_ms = warmup_ms or times.warmup_ms
-            for name, found in times.samples_ms.items():
-                samples.by_phase.setdefault(name, []).extend(found)
-            samples.rounds.append(median(times.samples_ms[WHOLE]))
-            if samples is without:
+            phases = self.phases(communicate=rounds is with_it)
+            warmup = min(1, self.cell.warmup) if with_it else self.cell.warmup
+            rounds.append(time_phases_of_ranks(phases, self.rank, warmup=warmup, steps=steps))
+            if rounds is without:
                 self.reunite()
-        return with_it, without, warmup_ms
+        return with_it, without
 
     def reunite(self) -> None:
         """Make parameters and optimizer state rank 0's."""
         states = chain.from_iterable(state.values() for state in self.step.optimizer.state.values())
         tensors = (state for state in states if isinstance(state, torch.Tensor) and state.device == self.rank.device)
         broadcast_from_rank_0(chain(self.step.model.parameters(), tensors))
-
-    def traffic(self) -> Traffic:
-        """What one step sends."""
-        with Traffic() as traffic:
-            for phase in self.phases(communicate=True).values():
-                phase()
-        return traffic
 
     def check_replicas(self) -> None:
         """Raise on every rank unless all parameters are the same bits everywhere and all losses are finite."""
@@ -122,10 +95,6 @@ class PreparedReplica:
             raise RuntimeError(f"{found} parameters are not the same bits on all ranks after training")
         check_losses(self.step, self.rank)
 
-    def record(self, path: Path, *, communicate: bool) -> None:
-        """Run one warm-up step and a few more, recorded by torch.profiler on rank 0 to ``path``."""
-        record_phases_of_ranks(self.phases(communicate=communicate), self.rank, path)
-
 
 def measure_data_parallel(cell: DataParallelCell, rank: Rank, *, trace: Path | None = None) -> list[Metric]:
     """Everything about one cell; ``trace`` is a folder for a recording of rank 0.
@@ -138,16 +107,16 @@ def measure_data_parallel(cell: DataParallelCell, rank: Rank, *, trace: Path | N
     check_fit(cell, rank=rank)
     meter = PeakMeter(rank.device)
     replica = PreparedReplica(cell, rank)
-    with_it, without, warmup_ms = replica.time()
-    sent = replica.traffic().sent
+    with_it, without = replica.time()
+    sent = replica.sent()
     replica.check_replicas()
     peak = meter.peak_bytes()
 
-    tokens = cell.world_size * cell.batch_size * cell.context_length
-    metrics = time_metrics(PhaseTimes(with_it.by_phase, warmup_ms), tokens)
-    metrics += [Metric(f"{LOCAL}_{name}", "ms", samples) for name, samples in without.by_phase.items()]
-    exposed = [a - b for a, b in zip(with_it.rounds, without.rounds, strict=True)]
-    shares = [100 * gap / whole for gap, whole in zip(exposed, with_it.rounds, strict=True)]
+    metrics = time_metrics(joined(with_it), cell)
+    metrics += [Metric(f"{LOCAL}_{name}", "ms", samples) for name, samples in joined(without).samples_ms.items()]
+    whole, local = ([median(times.samples_ms[WHOLE]) for times in rounds] for rounds in (with_it, without))
+    exposed = [a - b for a, b in zip(whole, local, strict=True)]
+    shares = [100 * gap / step for gap, step in zip(exposed, whole, strict=True)]
     metrics += [
         Metric("exposed", "ms, one value per round", exposed, derived=True),
         Metric("exposed_share", "% of the step", shares, derived=True),
@@ -158,8 +127,8 @@ def measure_data_parallel(cell: DataParallelCell, rank: Rank, *, trace: Path | N
         metrics.append(Metric("peak_memory", "GiB, the most of any rank", [largest(peak / GIB, rank)]))
     if trace is not None:
         path, local_path = trace / f"{cell.name}.json.gz", trace / f"{cell.name}-{LOCAL}.json.gz"
-        replica.record(path, communicate=True)
-        replica.record(local_path, communicate=False)
+        record_phases_of_ranks(replica.phases(), rank, path)
+        record_phases_of_ranks(replica.phases(communicate=False), rank, local_path)
         if rank.rank == 0:
             metrics += _overlap_metrics(path, local_path)
     return metrics

@@ -1,9 +1,6 @@
 """The rows of ``benchmark_ddp.py`` as a table: a line per rung, the step beside the one without communication."""
 
-import pandas as pd
-
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
-from cs336_systems.report.tables import Table
 
 
 def _scaling(line: Line) -> float | None:
@@ -52,8 +49,4 @@ DATA_PARALLEL = ResultTable(
         ),
     ),
 )
-
-
-def data_parallel_table(rows: pd.DataFrame) -> Table:
-    """One line per cell: times, exposed communication, throughput, and scaling from one rank."""
-    return DATA_PARALLEL.of(rows)
+"""One line per cell: times, exposed communication, throughput, and scaling from one rank."""

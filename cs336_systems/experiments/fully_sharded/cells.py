@@ -19,6 +19,7 @@ _WRAPPERS = {OURS: "fsdp", TORCH: "fsdp2", DDP: "bucketed"}
 class Options(RankedOptions):
     """What does full sharding buy, and what does it cost?"""
 
+    CPU_DEFAULTS = RankedOptions.CPU_DEFAULTS | {"warmup": 2, "steps": 5}
     size: tuple[str, ...] = ("xl",)
     dtype: tuple[Literal["fp32", "bf16-compute"], ...] = ("fp32",)
     """fp32; or bf16-compute: fp32 masters, bf16 weights gathered and computed with, fp32 reductions (ddp: autocast)."""
@@ -68,19 +69,11 @@ class FullyShardedCell(RankedCase):
         return f"{self.fsdp}{ahead} on {self.world_size} ranks: {super().__str__()}"
 
 
-def default_options(device: str) -> Options:
-    """The defaults on a device; without a GPU they shrink, so that a bare command ends in under a minute."""
-    if device == "cuda":
-        return Options()
-    return Options(device="cpu", size=("tiny",), context_length=(128,), batch_size=(1,), warmup=2, steps=5)
-
-
 def make_cells(options: Options) -> list[FullyShardedCell]:
     """The grid; raises ValueError for a value that no cell can have."""
-    assert options.world_size is not None
     sides = [
         {"fsdp": name, "prefetch": ahead}
         for name in options.fsdp
         for ahead in (options.prefetch if name == OURS else (None,))
     ]
-    return training_cells(FullyShardedCell, options, outer={"world_size": options.world_size}, inner=sides)
+    return training_cells(FullyShardedCell, options, inner=sides)

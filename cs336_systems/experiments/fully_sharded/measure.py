@@ -6,7 +6,7 @@ same seed on the same data, with fp32 masters and, under ``bf16-compute``, bf16 
 computes under bf16 autocast). Repeats of the grid interleave them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,34 +17,22 @@ from cs336_systems.costs.fsdp import model_units, step_traffic
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.fully_sharded.cells import BF16_COMPUTE, DDP, OURS, FullyShardedCell
-from cs336_systems.experiments.ranked import check_losses, largest, time_metrics
+from cs336_systems.experiments.ranked import PreparedStep, check_losses, largest, time_metrics
 from cs336_systems.harness.clock import synchronize
 from cs336_systems.harness.fit import check_fit, predicted_states
 from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.harness.ranks import time_phases_of_ranks
 from cs336_systems.harness.record import Metric
-from cs336_systems.harness.traffic import Event, Traffic
+from cs336_systems.harness.traffic import Event
 from cs336_systems.profiling.gather_waits import GatherWaits
 from cs336_systems.profiling.rank_traces import communication_metrics, record_phases_of_ranks
 from cs336_systems.profiling.traces import kineto
-from cs336_systems.training import assemble, random_batch
 
 GIB, MIB = 1024**3, 1024**2
 
 
-class PreparedModel:
-    """A cell's model, data and optimizer on this rank, ready to take steps."""
-
-    def __init__(self, cell: FullyShardedCell, rank: Rank) -> None:
-        self.cell, self.rank = cell, rank
-        self.step = assemble(cell, rank)
-        synchronize(rank.device)
-        self.meter = PeakMeter(rank.device)
-        self.batch = random_batch(cell, rank)
-
-    def phases(self) -> dict[str, Callable[[], None]]:
-        """Forward, backward and optimizer; backward holds the wait for the gradients."""
-        return self.step.phases("step", *self.batch)
+class PreparedModel(PreparedStep):
+    """Tells what it holds, and what it waits for."""
 
     def states(self) -> dict[str, int]:
         """Bytes that this rank holds of parameters, gradients and optimizer state, taken in a step of its own."""
@@ -59,13 +47,6 @@ class PreparedModel:
             "gradients": gradients,
             "optimizer_state": _storage_bytes(value for value in states if isinstance(value, Tensor)),
         }
-
-    def traffic(self) -> list[Event]:
-        """The collectives of one step."""
-        with Traffic() as traffic:
-            for phase in self.phases().values():
-                phase()
-        return traffic.sent
 
     def waits(self) -> list[Metric]:
         """What the units of our FSDP waited for their weights, in steps of their own."""
@@ -88,10 +69,6 @@ class PreparedModel:
             Metric("late_gathers", "per step", late),
             Metric("largest_gather_wait", "ms, the longest of a step", largest),
         ]
-
-    def record(self, path: Path) -> None:
-        """Run one warm-up step and a few more, recorded by torch.profiler on rank 0 to ``path``."""
-        record_phases_of_ranks(self.phases(), self.rank, path)
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -125,13 +102,15 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
     predicted = predicted_states(cell, 1 if cell.fsdp == DDP else cell.world_size)
     check_fit(cell, rank=rank)
     prepared = PreparedModel(cell, rank)
+    synchronize(rank.device)
+    meter = PeakMeter(rank.device)
     times = time_phases_of_ranks(prepared.phases(), rank, warmup=cell.warmup, steps=cell.steps)
-    peak = prepared.meter.peak_bytes()
+    peak = meter.peak_bytes()
     held = {name: largest(size, rank) for name, size in prepared.states().items()}
-    sent = prepared.traffic()
+    sent = prepared.sent()
     check_losses(prepared.step, rank)
 
-    metrics = time_metrics(times, cell.world_size * cell.batch_size * cell.context_length)
+    metrics = time_metrics(times, cell)
     state = sum(held.values())
     metrics += [
         *(Metric(name, "GiB, the most of any rank", [size / GIB]) for name, size in held.items()),
@@ -151,7 +130,7 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
         metrics += prepared.waits()
     if trace is not None:
         path = trace / f"{cell.name}.json.gz"
-        prepared.record(path)
+        record_phases_of_ranks(prepared.phases(), rank, path)
         if rank.rank == 0:
             metrics += communication_metrics(kineto.read(path))
     return metrics

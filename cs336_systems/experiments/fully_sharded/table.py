@@ -1,9 +1,6 @@
 """The rows of ``benchmark_fsdp.py`` as a table: a line per implementation, memory by kind, waits, ratio to FSDP2."""
 
-import pandas as pd
-
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
-from cs336_systems.report.tables import Table
 
 _PEER = "torch"
 
@@ -49,8 +46,4 @@ FULLY_SHARDED = ResultTable(
         Column("hidden %", "hidden_share", ".1f", rank=2, note="communication beside other kernels, by a trace"),
     ),
 )
-
-
-def fully_sharded_table(rows: pd.DataFrame) -> Table:
-    """One line per cell: step times, states and peak, communication and waits for weights."""
-    return FULLY_SHARDED.of(rows)
+"""One line per cell: step times, states and peak, communication and waits for weights."""

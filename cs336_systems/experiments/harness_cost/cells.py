@@ -34,11 +34,6 @@ class HarnessCell:
         return self.subject
 
 
-def default_options(device: str) -> Options:
-    """The same everywhere but for the device."""
-    return Options() if device == "cuda" else Options(device="cpu")
-
-
 def make_cells(options: Options) -> list[HarnessCell]:
     """Every kernel, and the command."""
     return [HarnessCell(options.device, subject, options.rounds, options.seed) for subject in (*KERNELS, COMMAND)]

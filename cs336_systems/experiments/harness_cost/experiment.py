@@ -12,7 +12,7 @@ import torch
 
 from cs336_systems.case import Unsupported
 from cs336_systems.experiments.driver import Experiment, one_stage
-from cs336_systems.experiments.harness_cost.cells import COMMAND, HarnessCell, Options, default_options, make_cells
+from cs336_systems.experiments.harness_cost.cells import COMMAND, HarnessCell, Options, make_cells
 from cs336_systems.harness.clock import time_kernel
 from cs336_systems.harness.record import Metric, read_rows
 from cs336_systems.harness.sweep import Outcome, outcome_rows
@@ -97,7 +97,6 @@ def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None
 EXPERIMENT = Experiment(
     "benchmark_harness",
     HarnessCell,
-    default_options,
     make_cells,
     one_stage(measure, lambda cell: 10.0 if cell.subject == COMMAND else 1.0),
     present,

@@ -11,12 +11,12 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 from cs336_systems.experiments.driver import Experiment, Stage
 from cs336_systems.experiments.options import RunOptions
 from cs336_systems.harness.process import Cell, Measure
 from cs336_systems.harness.sweep import Outcome, outcome_rows
+from cs336_systems.report.figures import PLAIN, dress, save
 from cs336_systems.report.show import show
 from cs336_systems.report.tables import Table
 
@@ -39,7 +39,6 @@ class Findings:
 def leak_experiment(
     name: str,
     cell: type,
-    default_options: Callable[[str], RunOptions],
     make_cells: Callable[[Any], Sequence[Cell]],
     measure: Measure,
     analyse: Callable[[pd.DataFrame], Findings],
@@ -61,27 +60,21 @@ def leak_experiment(
             show(table, options.format)
         figure = csv.with_suffix(".png") if csv and findings.draw else None
         if figure:
-            draw_figure(findings, figure)
+            save(findings_figure(findings), figure)
         return findings.figures | {"figure": str(figure) if figure else None}
 
-    return Experiment(name, cell, default_options, make_cells, stages, present, headlines=())
+    return Experiment(name, cell, make_cells, stages, present, headlines=())
 
 
-def draw_figure(findings: Findings, path: Path) -> Figure:
-    """Draw the findings' figure as PNG.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+def findings_figure(findings: Findings) -> Figure:
+    """What ``draw`` draws, under its title."""
     assert findings.draw is not None
     figure = Figure(figsize=findings.size, layout="constrained")
     axes = figure.subplots()
     findings.draw(axes)
-    axes.grid(alpha=0.3)
+    dress(axes)
     axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(findings.title, fontsize=10, loc="left")
-    figure.savefig(path, dpi=150)
     return figure
 
 
@@ -90,7 +83,7 @@ def logarithmic(axes: Axes) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_major_formatter(PLAIN)
 
 
 def where(rows: pd.DataFrame) -> str:

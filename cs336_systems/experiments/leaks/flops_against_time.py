@@ -13,17 +13,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from cs336_systems.config import resolve_size
-from cs336_systems.costs.operator_flops import (
-    ELEMENTWISE,
-    FAMILIES,
-    MATMUL,
-    NORMALISATION,
-    OPTIMIZER,
-    SOFTMAX,
-    step_flops_by_operator,
-)
+from cs336_systems.costs import operator_flops as costs
 from cs336_systems.experiments.leaks.findings import Findings, leak_experiment, where
-from cs336_systems.experiments.leaks.flops_against_time_cells import StepCell, default_options, make_cells
+from cs336_systems.experiments.leaks.flops_against_time_cells import StepCell, make_cells
 from cs336_systems.harness.clock import WHOLE
 from cs336_systems.harness.record import Metric
 from cs336_systems.profiling.ranges import BACKWARD, STEP
@@ -65,20 +57,20 @@ def family(name: str, *, in_norm: bool, in_optimizer: bool) -> str:
         in_optimizer: whether the optimizer phase does.
     """
     if in_optimizer:
-        return OPTIMIZER
+        return costs.OPTIMIZER
     if name.startswith("cpp_fused"):
         kind = kernels.SOFTMAX if "softmax" in name else kernels.REDUCTION if _REDUCED.search(name) else ""
         kind = kind or kernels.ELEMENTWISE
     else:
         kind = kernels.kernel_class(name)
     if kind in (kernels.MATMUL, kernels.ATTENTION):
-        return MATMUL
+        return costs.MATMUL
     if kind == kernels.SOFTMAX:
-        return SOFTMAX
+        return costs.SOFTMAX
     fused = name.startswith(("cpp_fused", "triton_"))
     if in_norm or (fused and kind == kernels.REDUCTION):
-        return NORMALISATION
-    return ELEMENTWISE
+        return costs.NORMALISATION
+    return costs.ELEMENTWISE
 
 
 def family_times(trace: Trace) -> dict[str, float]:
@@ -89,7 +81,7 @@ def family_times(trace: Trace) -> dict[str, float]:
     norms = inside[inside["name"].str.contains(_NORM_RANGE)]
     in_norm = set() if norms.empty else set(trace.operations(norms).index)
     in_optimizer = set(trace.operations(trace.instances("optimizer", inside=STEP)).index)
-    sums = dict.fromkeys(FAMILIES, 0.0)
+    sums = dict.fromkeys(costs.FAMILIES, 0.0)
     for index, name, start, end in ops[["name", "start", "end"]].itertuples(name=None):
         sums[family(name, in_norm=index in in_norm, in_optimizer=index in in_optimizer)] += (end - start) / MS
     return {label: total / n_steps(trace) for label, total in sums.items()}
@@ -125,7 +117,7 @@ def measure(cell: StepCell) -> list[Metric]:
     metrics.append(Metric("busy", "ms", [busy.unioned_ms], derived=True))
     metrics.append(Metric("operations", "count", [busy.operations], derived=True))
     metrics += [Metric(f"{name}_time", "ms", [ms], derived=True) for name, ms in family_times(trace).items()]
-    flops = step_flops_by_operator(resolve_size(cell.size), cell.batch_size, cell.context_length)
+    flops = costs.step_flops_by_operator(resolve_size(cell.size), cell.batch_size, cell.context_length)
     return metrics + [Metric(f"{name}_flops", "GFLOP", [n / 1e9], derived=True) for name, n in flops.items()]
 
 
@@ -138,7 +130,7 @@ def shares(values: dict[str, float]) -> dict[str, float]:
 def family_values(rows: pd.DataFrame, what: str) -> dict[str, float]:
     """The newest ``time`` (ms) or ``flops`` (GFLOP) of each family in the rows of one cell."""
     newest = rows.drop_duplicates("metric", keep="last").set_index("metric")["median"]
-    return {name: float(newest[f"{name}_{what}"]) for name in FAMILIES}
+    return {name: float(newest[f"{name}_{what}"]) for name in costs.FAMILIES}
 
 
 def step_and_busy_ms(rows: pd.DataFrame) -> tuple[float, float]:
@@ -159,9 +151,9 @@ def analyse(rows: pd.DataFrame) -> Findings:
             figures[f"{size} {how}"] = {
                 "step_ms": step_ms,
                 "busy_ms": busy_ms,
-                "matmul_flops_percent": round(shares(family_values(cell, "flops"))[MATMUL], 2),
-                "matmul_time_percent": round(time_shares[MATMUL], 1),
-                "elementwise_time_percent": round(time_shares[ELEMENTWISE], 1),
+                "matmul_flops_percent": round(shares(family_values(cell, "flops"))[costs.MATMUL], 2),
+                "matmul_time_percent": round(time_shares[costs.MATMUL], 1),
+                "elementwise_time_percent": round(time_shares[costs.ELEMENTWISE], 1),
             }
     if rows.empty:
         return Findings([], {"steps": {}})
@@ -179,7 +171,7 @@ def _table(size: str, hows: dict[str, pd.DataFrame]) -> Table:
     flop_shares = shares(flops)
     found = {how: family_values(cell, "time") for how, cell in hows.items()}
     lines = []
-    for name in FAMILIES:
+    for name in costs.FAMILIES:
         line = {"class": name, "GFLOP": digits(flops[name]), "% of FLOPs": f"{flop_shares[name]:.2f}"}
         for how, ms in found.items():
             line[f"{how} ms"] = digits(ms[name])
@@ -204,24 +196,24 @@ def _draw(rows: pd.DataFrame, axes: Axes) -> None:
     bars = {"FLOPs": shares(family_values(rows, "flops"))}
     for how, cell in rows.groupby("variant", sort=False):
         bars[f"time, {how}"] = shares(family_values(cell, "time"))
-    colours = dict(zip(FAMILIES, (OKABE_ITO[0], OKABE_ITO[4], OKABE_ITO[2], OKABE_ITO[1], OKABE_ITO[3]), strict=True))
+    colours = dict(
+        zip(costs.FAMILIES, (OKABE_ITO[0], OKABE_ITO[4], OKABE_ITO[2], OKABE_ITO[1], OKABE_ITO[3]), strict=True)
+    )
     left = dict.fromkeys(bars, 0.0)
-    for name in FAMILIES:
+    for name in costs.FAMILIES:
         widths = [bar[name] for bar in bars.values()]
         axes.barh(list(bars), widths, left=list(left.values()), color=colours[name], edgecolor="white", label=name)
         for i, (label, width) in enumerate(zip(bars, widths, strict=True)):
             if width >= 5:
-                ink = "white" if name == MATMUL else "black"
+                ink = "white" if name == costs.MATMUL else "black"
                 axes.text(left[label] + width / 2, i, f"{width:.0f} %", ha="center", va="center", fontsize=9, color=ink)
             left[label] += width
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
     axes.set_xlabel("share, %")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(FAMILIES), frameon=False, fontsize=9)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(costs.FAMILIES), frameon=False, fontsize=9)
 
 
-def _expected_s(cell: StepCell) -> float:
-    return 20.0 if cell.compile == "on" else 5.0
-
-
-EXPERIMENT = leak_experiment(NAME, StepCell, default_options, make_cells, measure, analyse, _expected_s)
+EXPERIMENT = leak_experiment(
+    NAME, StepCell, make_cells, measure, analyse, lambda cell: 20.0 if cell.compile == "on" else 5.0
+)

@@ -1,6 +1,7 @@
 """What ``flops_against_time.py`` is asked, and its grid, eager and compiled next to each other. Imports no torch."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cs336_systems.experiments.options import Dtype, OptimizerName, RunOptions, Switch, cell_of, resolved_sizes
 
@@ -9,6 +10,7 @@ from cs336_systems.experiments.options import Dtype, OptimizerName, RunOptions, 
 class Options(RunOptions):
     """Share of FLOPs against share of time by kind of operator."""
 
+    CPU_DEFAULTS: ClassVar = {"size": ("tiny",), "context_length": 128, "dtype": "fp32", "warmup": 1, "steps": 3}
     size: tuple[str, ...] = ("small",)
     """Named model sizes."""
     context_length: int = 512
@@ -48,13 +50,6 @@ class StepCell:
 
     def __str__(self) -> str:
         return f"{self.size} batch {self.batch_size} context {self.context_length} {self.dtype} {self.variant}"
-
-
-def default_options(device: str) -> Options:
-    """The defaults on a device; a CPU gets the tiny model."""
-    if device == "cuda":
-        return Options()
-    return Options(device="cpu", size=("tiny",), context_length=128, dtype="fp32", warmup=1, steps=3)
 
 
 def make_cells(options: Options) -> list[StepCell]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cs336_systems.experiments.leaks.findings import Findings, leak_experiment, logarithmic, where
 from cs336_systems.experiments.leaks.knees import crossing
-from cs336_systems.experiments.leaks.launch_overhead_cells import ChainCell, default_options, make_cells
+from cs336_systems.experiments.leaks.launch_overhead_cells import ChainCell, make_cells
 from cs336_systems.harness.clock import synchronize
 from cs336_systems.harness.record import Metric
 from cs336_systems.report.figures import OKABE_ITO
@@ -198,8 +198,6 @@ def _draw(found: dict[str, pd.DataFrame], rows: pd.DataFrame, axes: Axes) -> Non
     axes.legend(frameon=False, fontsize=8)
 
 
-def _expected_s(cell: ChainCell) -> float:
-    return 2.5 if cell.compile == "on" else 0.5
-
-
-EXPERIMENT = leak_experiment(NAME, ChainCell, default_options, make_cells, measure, analyse, _expected_s)
+EXPERIMENT = leak_experiment(
+    NAME, ChainCell, make_cells, measure, analyse, lambda cell: 2.5 if cell.compile == "on" else 0.5
+)

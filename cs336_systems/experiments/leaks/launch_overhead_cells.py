@@ -1,7 +1,7 @@
 """What ``launch_overhead.py`` is asked, and its grid, small sizes first. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from cs336_systems.experiments.options import RunOptions, Switch, cell_of
 
@@ -18,6 +18,7 @@ _LARGEST = {"matmul": 2**15, "elementwise": 2**31}
 class Options(RunOptions):
     """At which size does a chain of small operations turn from host bound to device bound?"""
 
+    CPU_DEFAULTS: ClassVar = {"depth": 10}
     operation: tuple[Literal["matmul", "elementwise"], ...] = ("matmul", "elementwise")
     """matmul: n x n by n x n; elementwise: a multiplication of n numbers by a constant."""
     size: tuple[int, ...] = ()
@@ -49,11 +50,6 @@ class ChainCell:
 
     def __str__(self) -> str:
         return f"{self.operation} n={self.size}"
-
-
-def default_options(device: str) -> Options:
-    """The defaults on a device."""
-    return Options() if device == "cuda" else Options(device="cpu", depth=10)
 
 
 def make_cells(options: Options) -> list[ChainCell]:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from cs336_systems.config import PRECISIONS
 from cs336_systems.experiments.leaks.findings import Findings, leak_experiment, where
-from cs336_systems.experiments.leaks.matmul_data_cells import REFERENCE, Data, DataCell, default_options, make_cells
+from cs336_systems.experiments.leaks.matmul_data_cells import REFERENCE, Data, DataCell, make_cells
 from cs336_systems.harness.clock import synchronize
 from cs336_systems.harness.record import Metric
-from cs336_systems.harness.state_sampler import StateSampler
+from cs336_systems.harness.state_sampler import sampled_state
 from cs336_systems.report.figures import OKABE_ITO
 from cs336_systems.report.tables import Table, digits
 from cs336_systems.training.precision import matmul_dtype, matmul_precision
@@ -110,7 +110,7 @@ def measure(cell: DataCell) -> list[Metric]:
     with matmul_precision(precision):
         if cell.warmup_seconds:
             sustained_ms(a, b, cell.warmup_seconds)
-        with StateSampler(device) as sampler:
+        with sampled_state(device) as states:
             samples_ms = sustained_ms(a, b, cell.seconds)
     metrics = [
         Metric("matmul", "ms", samples_ms),
@@ -118,7 +118,7 @@ def measure(cell: DataCell) -> list[Metric]:
     ]
     clock = "sm_mhz" if device.type == "cuda" else "cpu_mhz"
     for name, unit in (("power_w", "W"), (clock, "MHz")):
-        if values := sampler.values(name):
+        if values := states.values(name):
             metrics.append(Metric(name, unit, values))
     return metrics
 
@@ -171,7 +171,7 @@ def _table(rows: pd.DataFrame, ratios: dict[str, list[float]], kinds: list[str])
         predicted = f"{PREDICTED_ON_GPU[kind]:.2f}" if on_gpu else "1.00 or far less" if kind == "subnormal" else "1.00"
         lines.append(
             {
-                "subject": kind,
+                "kind": kind,
                 "TFLOP/s": "–" if speed is None else digits(speed),
                 "ratio to normal": f"{median(ratios[kind]):.3f}",
                 "lowest–highest": f"{min(ratios[kind]):.3f}–{max(ratios[kind]):.3f}",
@@ -184,7 +184,7 @@ def _table(rows: pd.DataFrame, ratios: dict[str, list[float]], kinds: list[str])
         f"Products of {first['dtype']} matrices, n = {first['size']}, by what is in them, on {where(rows)}; ratios "
         "within a repeat."
     )
-    return Table(caption, pd.DataFrame(lines).rename(columns={"subject": "kind"}))
+    return Table(caption, pd.DataFrame(lines))
 
 
 def _draw(rows: pd.DataFrame, axes: Axes) -> None:
@@ -207,8 +207,6 @@ def _draw(rows: pd.DataFrame, axes: Axes) -> None:
     axes.set_ylabel("what both matrices hold")
 
 
-def _expected_s(cell: DataCell) -> float:
-    return cell.seconds + cell.warmup_seconds
-
-
-EXPERIMENT = leak_experiment(NAME, DataCell, default_options, make_cells, measure, analyse, _expected_s)
+EXPERIMENT = leak_experiment(
+    NAME, DataCell, make_cells, measure, analyse, lambda cell: cell.seconds + cell.warmup_seconds
+)

@@ -1,7 +1,7 @@
 """What ``matmul_data.py`` is asked, and its grid, the kinds of data in turning order. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from cs336_systems.experiments.options import RunOptions, cell_of
 
@@ -15,6 +15,7 @@ Data = Literal["zeros", "ones", "sparse-bits", "integers", "subnormal", "uniform
 class Options(RunOptions):
     """Does a matrix product care what is in its matrices?"""
 
+    CPU_DEFAULTS: ClassVar = {"size": (1024,), "dtype": "fp32", "seconds": 0.5, "warmup_seconds": 0.2}
     data: tuple[Data, ...] = get_args(Data)
     """Kinds of data; normal is always measured, as the others are compared with it."""
     size: tuple[int, ...] = (8192,)
@@ -48,13 +49,6 @@ class DataCell:
 
     def __str__(self) -> str:
         return f"{self.data} n={self.size} {self.dtype} repeat {self.repeat}"
-
-
-def default_options(device: str) -> Options:
-    """The defaults on a device; a CPU gets fp32, smaller matrices and less time."""
-    if device == "cuda":
-        return Options()
-    return Options(device="cpu", size=(1024,), dtype="fp32", seconds=0.5, warmup_seconds=0.2)
 
 
 def make_cells(options: Options) -> list[DataCell]:

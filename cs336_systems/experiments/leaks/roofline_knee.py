@@ -20,7 +20,6 @@ from cs336_systems.experiments.leaks.roofline_knee_cells import (
     EAGER,
     LONGEST_CHAIN,
     ChainCell,
-    default_options,
     make_cells,
 )
 from cs336_systems.hardware import find_hardware
@@ -90,11 +89,7 @@ def measure(cell: ChainCell) -> list[Metric]:
     device = torch.device(cell.device)
     torch.manual_seed(cell.seed)
     if cell.how == CEILING:
-        ceilings = measure_ceilings(PRECISIONS["fp32"], device)
-        return [
-            Metric("matmul_ceiling", "TFLOP/s", ceilings.matmul_tflops),
-            Metric("copy_ceiling", "GB/s", ceilings.copy_gb_per_s),
-        ]
+        return measure_ceilings(PRECISIONS["fp32"], device)
     x = torch.randn(cell.elements, device=device)
     out = torch.empty_like(x)
     run = eager_chain(cell.fmas) if cell.how == EAGER else compiled_chain(cell.fmas)
@@ -236,8 +231,6 @@ def _draw(fused: Curve, eager: Curve, knee: Knee, predictions: dict[str, float],
     axes.legend(frameon=False, fontsize=8)
 
 
-def _expected_s(cell: ChainCell) -> float:
-    return 3.0 if cell.how != EAGER and cell.repeat == 0 else 0.5
-
-
-EXPERIMENT = leak_experiment(NAME, ChainCell, default_options, make_cells, measure, analyse, _expected_s)
+EXPERIMENT = leak_experiment(
+    NAME, ChainCell, make_cells, measure, analyse, lambda cell: 3.0 if cell.how != EAGER and cell.repeat == 0 else 0.5
+)

@@ -1,6 +1,7 @@
 """What ``roofline_knee.py`` is asked, and its points. Imports no torch."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cs336_systems.experiments.options import RunOptions, cell_of
 
@@ -16,6 +17,7 @@ LONGEST_CHAIN = 512
 class Options(RunOptions):
     """How many multiply-adds per element until an elementwise kernel takes twice as long as with one?"""
 
+    CPU_DEFAULTS: ClassVar = {"fmas": (1, 4, 16, 32, 64, 96, 128), "elements": 2**24, "samples": 5}
     fmas: tuple[int, ...] = (1, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
     """Multiply-adds per element."""
     elements: int = 2**26
@@ -44,13 +46,6 @@ class ChainCell:
 
     def __str__(self) -> str:
         return "product and copy ceilings" if self.how == CEILING else f"{self.how} {self.fmas} repeat {self.repeat}"
-
-
-def default_options(device: str) -> Options:
-    """The defaults on a device; a CPU gets shorter chains of fewer numbers."""
-    if device == "cuda":
-        return Options()
-    return Options(device="cpu", fmas=(1, 4, 16, 32, 64, 96, 128), elements=2**24, samples=5)
 
 
 def make_cells(options: Options) -> list[ChainCell]:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from cs336_systems.experiments.options import MODES, Dtype, Mode, TimedCase, TrainingOptions, training_cells
 
@@ -14,6 +15,7 @@ CEILING = "ceiling"
 class Options(TrainingOptions):
     """What does a training step of this model cost on this machine?"""
 
+    CPU_DEFAULTS: ClassVar = {"context_length": (128,), "batch_size": (1,), "warmup": (1,), "steps": 3}
     dtype: tuple[Dtype, ...] = ("fp32",)
     warmup: tuple[int, ...] = (5,)
     mode: tuple[Mode, ...] = MODES
@@ -50,13 +52,6 @@ class CeilingCell(ModelCell):
 
     def __str__(self) -> str:
         return f"ceilings of this machine in {self.dtype}"
-
-
-def default_options(device: str) -> Options:
-    """The defaults on a device; without a GPU they shrink, so that a bare command ends in under a minute."""
-    if device == "cuda":
-        return Options()
-    return Options(device="cpu", context_length=(128,), batch_size=(1,), warmup=(1,), steps=3)
 
 
 def make_cells(options: Options) -> list[ModelCell]:

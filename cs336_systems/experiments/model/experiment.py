@@ -7,27 +7,15 @@ from pathlib import Path
 
 from cs336_systems.experiments.driver import Experiment, Stage
 from cs336_systems.experiments.model import cells as grid
-from cs336_systems.experiments.model.cells import (
-    CEILING,
-    CeilingCell,
-    ModelCell,
-    Options,
-    ceiling_cells,
-    default_options,
-)
-from cs336_systems.experiments.model.figure import draw_step_figure
-from cs336_systems.experiments.model.frontier import draw_frontier
-from cs336_systems.experiments.model.measure import (
-    Ceilings,
-    expected_seconds,
-    fit_to_budget,
-    measure_ceiling,
-    measure_model,
-)
+from cs336_systems.experiments.model import measure
+from cs336_systems.experiments.model.cells import CEILING, CeilingCell, ModelCell, Options
+from cs336_systems.experiments.model.figure import step_figure
+from cs336_systems.experiments.model.frontier import frontier_figure
 from cs336_systems.experiments.model.table import step_table
 from cs336_systems.harness.record import read_rows
 from cs336_systems.harness.sweep import Outcome, cell_columns, outcome_rows
 from cs336_systems.report.compare import compare
+from cs336_systems.report.figures import save
 from cs336_systems.report.show import show
 
 
@@ -42,20 +30,20 @@ def make_cells(options: Options) -> list[ModelCell]:
     if options.compare is not None:
         read_rows(options.compare, cell_columns(ModelCell))
     if options.memory_budget_gib is not None:
-        cells, notes = fit_to_budget(cells, options.memory_budget_gib)
+        cells, notes = measure.fit_to_budget(cells, options.memory_budget_gib)
         print(*notes, sep="\n", file=sys.stderr)
     return cells
 
 
 def stages(options: Options, cells: Sequence[ModelCell], outcomes: list[Outcome]) -> Iterator[Stage]:
     """The ceilings of every dtype; then the cells, which stand beside them."""
-    ceilings: Ceilings = {}
-    expected_s = functools.partial(expected_seconds, ceilings=ceilings)
-    yield Stage(ceiling_cells(options), measure_ceiling, expected_s)
+    ceilings: measure.Ceilings = {}
+    expected_s = functools.partial(measure.expected_seconds, ceilings=ceilings)
+    yield Stage(grid.ceiling_cells(options), measure.measure_ceiling, expected_s)
     for outcome in outcomes:
         medians = {metric: outcome.median(metric) for metric in ("matmul_ceiling", "copy_ceiling", "free_memory")}
         ceilings[outcome.cell.dtype] = {name: value for name, value in medians.items() if value is not None}
-    yield Stage(cells, functools.partial(measure_model, ceilings=ceilings, force=options.force), expected_s)
+    yield Stage(cells, functools.partial(measure.measure_model, ceilings=ceilings, force=options.force), expected_s)
 
 
 def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None:
@@ -68,14 +56,13 @@ def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None
             appended = len(rows) if csv and csv.samefile(options.compare) else 0
             show(compare(rows, before.head(len(before) - appended)), options.format)
     if csv:
-        draw_step_figure(read_rows(csv), csv.with_suffix(".png"))
-        draw_frontier(read_rows(csv), csv.with_name(f"{csv.stem}_frontier.png"))
+        save(step_figure(read_rows(csv)), csv.with_suffix(".png"))
+        save(frontier_figure(read_rows(csv)), csv.with_name(f"{csv.stem}_frontier.png"))
 
 
 EXPERIMENT = Experiment(
     "benchmark_model",
     ModelCell,
-    default_options,
     make_cells,
     stages,
     present,

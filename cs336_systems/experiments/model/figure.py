@@ -4,19 +4,18 @@ Legible in print: units on the axes, the Okabe-Ito colours that colour-blind rea
 dtype, and what all points share in the title. Drawn without pyplot, so importing this touches no display.
 """
 
-from pathlib import Path
 from typing import Literal
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from cs336_systems.config import MODES
 from cs336_systems.experiments.model.cells import CEILING
 from cs336_systems.harness.runs import newest
-from cs336_systems.report.figures import OKABE_ITO, save
+from cs336_systems.report.figures import OKABE_ITO, WITH_COMMAS, dress
 
 _MARKERS = "osD^vPX*"
 _DASHES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
@@ -25,11 +24,6 @@ _SHARES = {
     "mfu": "MFU: % of the dtype's datasheet peak\n(model FLOPs, causal)",
     "matmul_ceiling_share": "% of the measured matmul ceiling\n(model FLOPs, causal)",
 }
-
-
-def draw_step_figure(rows: pd.DataFrame, path: Path) -> bool:
-    """Write ``step_figure`` as PNG; returns whether there was one."""
-    return save(step_figure(rows), path)
 
 
 def step_figure(rows: pd.DataFrame) -> Figure | None:
@@ -42,12 +36,7 @@ def step_figure(rows: pd.DataFrame) -> Figure | None:
     rows = _one_setting(rows[rows["variant"] != CEILING])
     if rows.empty:
         return None
-    rows = rows.assign(
-        how=[
-            dtype if c == "off" else f"{dtype}, compiled"
-            for dtype, c in zip(rows["dtype"], rows["compile"], strict=True)
-        ]
-    )
+    rows = rows.assign(how=rows["dtype"].where(rows["compile"] == "off", rows["dtype"] + ", compiled"))
     x = "context_length" if rows["context_length"].nunique() > 1 else "size"
     share = next((metric for metric in _SHARES if (rows["metric"] == metric).any()), None)
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -56,7 +45,7 @@ def step_figure(rows: pd.DataFrame) -> Figure | None:
     _draw(time_axes, rows[rows["metric"] == "step"], x, series)
     time_axes.set_yscale("log")
     time_axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    time_axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    time_axes.yaxis.set_major_formatter(WITH_COMMAS)
     time_axes.yaxis.set_minor_formatter(NullFormatter())
     time_axes.set_ylabel("time of the whole pass, ms\n(median, bar p10 to p90)")
     if share:
@@ -120,23 +109,16 @@ def _draw(axes: Axes, rows: pd.DataFrame, x: str, series: tuple[list[str], list[
         axes.set_xlabel("context length, tokens")
     else:
         axes.set_xlabel("model size")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    dress(axes)
 
 
 def _legend(rows: pd.DataFrame, x: str) -> list[Line2D]:
     """One entry per size (colour) and per dtype (marker and dash), instead of one per line."""
     colours, styles = _series(rows, x)
-    if x != "context_length":
-        return [
-            Line2D(
-                [], [], color=OKABE_ITO[i % len(OKABE_ITO)], marker=_MARKERS[i % 8], linestyle=_DASHES[i % 4], label=how
-            )
-            for i, how in enumerate(styles)
-        ]
+    both = x == "context_length"
+    by_style = []
+    for i, how in enumerate(styles):
+        colour = "grey" if both else OKABE_ITO[i % len(OKABE_ITO)]
+        by_style.append(Line2D([], [], color=colour, marker=_MARKERS[i % 8], linestyle=_DASHES[i % 4], label=how))
     by_colour = [Line2D([], [], color=OKABE_ITO[i % len(OKABE_ITO)], label=size) for i, size in enumerate(colours)]
-    by_style = [
-        Line2D([], [], color="grey", marker=_MARKERS[i % 8], linestyle=_DASHES[i % 4], label=how)
-        for i, how in enumerate(styles)
-    ]
-    return by_colour + by_style
+    return by_colour + by_style if both else by_style

@@ -6,7 +6,7 @@ an open marker above or below a point is the predicted peak. The grey staircase 
 needs both less time and less memory than a point on it. Policies that did not run are named with their status.
 """
 
-from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ from cs336_systems.config import MODES
 from cs336_systems.experiments.model.cells import CEILING
 from cs336_systems.experiments.model.table import SETTINGS
 from cs336_systems.harness.runs import newest
-from cs336_systems.report.figures import OKABE_ITO, save
+from cs336_systems.report.figures import OKABE_ITO, dress
 
 _FAMILIES = {"every": "segments of k blocks (full is k = 1)", "first": "the first m blocks", "": "other policies"}
 _COLOURS = dict(zip(_FAMILIES, OKABE_ITO, strict=False))
@@ -26,11 +26,6 @@ _LABELS_AT = {"every": (8, -3), "first": (-6, -11), "": (6, -11)}
 """Where a point's name stands, in points from it: neighbours of different families do not overprint each other."""
 
 _MOST_PANELS = 3
-
-
-def draw_frontier(rows: pd.DataFrame, path: Path) -> bool:
-    """Write ``frontier_figure`` as PNG; returns whether there was one."""
-    return save(frontier_figure(rows), path)
 
 
 def frontier_figure(rows: pd.DataFrame) -> Figure | None:
@@ -89,45 +84,29 @@ def _draw_panel(axes: Axes, group: pd.DataFrame) -> None:
     axes.step(front["step"], front["peak_memory"], where="post", color="0.8", linewidth=4, zorder=0)
     labelled: set[str] = set()
     for family, policies in _families(points.index).items():
-        line, colour, marker = points.loc[policies], _COLOURS[family], _MARKERS[family]
-        predicted = line["predicted_peak_memory"]
-        axes.plot(
-            line["step"],
-            line["peak_memory"],
-            linestyle="-" if family else "none",
-            marker=marker,
-            color=colour,
-            zorder=2,
-        )
-        axes.vlines(line["step"], line["peak_memory"], predicted, color=colour, linewidth=0.8)
-        axes.plot(
-            line["step"],
-            predicted,
-            linestyle="none",
-            marker=marker,
-            markerfacecolor="white",
-            markersize=4,
-            color=colour,
-            zorder=3,
-        )
+        line = points.loc[policies]
+        style: dict[str, Any] = {"marker": _MARKERS[family], "color": _COLOURS[family]}
+        measured, predicted = line["peak_memory"], line["predicted_peak_memory"]
+        axes.plot(line["step"], measured, ls="-" if family else "none", zorder=2, **style)
+        axes.vlines(line["step"], measured, predicted, color=_COLOURS[family], linewidth=0.8)
+        axes.plot(line["step"], predicted, ls="none", mfc="white", markersize=4, zorder=3, **style)
         for policy in [policy for policy in policies if policy not in labelled]:
             labelled.add(policy)
             right, up = _LABELS_AT["first" if policy == "full" else family]
             axes.annotate(
                 policy,
-                (line.loc[policy, "step"], line.loc[policy, "peak_memory"]),
+                (line.loc[policy, "step"], measured[policy]),
                 xytext=(right, up),
                 textcoords="offset points",
                 ha="right" if right < 0 else "left",
-                color=colour,
+                color=_COLOURS[family],
                 fontsize=8,
             )
     axes.set_ylim(bottom=0)
     axes.margins(x=0.12)
     axes.set_xlabel("time of the whole pass, ms (median)")
     axes.set_ylabel("peak memory, GiB")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    dress(axes)
     axes.set_title(_title(group), fontsize=10)
 
 

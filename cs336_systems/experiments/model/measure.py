@@ -32,12 +32,7 @@ def measure_ceiling(cell: CeilingCell) -> list[Metric]:
     """The machine's matmul and copy ceilings in the cell's dtype, and the memory that is free for cells."""
     device = torch.device(cell.device)
     free = free_bytes(device)
-    ceilings = measure_ceilings(cell.precision, device)
-    return [
-        Metric("matmul_ceiling", "TFLOP/s", ceilings.matmul_tflops),
-        Metric("copy_ceiling", "GB/s", ceilings.copy_gb_per_s),
-        Metric("free_memory", "GiB", [free / GIB]),
-    ]
+    return [*measure_ceilings(cell.precision, device), Metric("free_memory", "GiB", [free / GIB])]
 
 
 def measure_model(cell: ModelCell, *, ceilings: Ceilings, force: bool) -> list[Metric]:
@@ -69,16 +64,7 @@ def measure_model(cell: ModelCell, *, ceilings: Ceilings, force: bool) -> list[M
         *cell.work, cell.mode, attention=cell.attention_kind, checkpoint=cell.checkpoint, compiled=cell.compiled
     )
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return metrics + step_rates(
-        cell.config,
-        cell.precision,
-        cell.batch_size,
-        cell.mode,
-        times.samples_ms,
-        executed,
-        device_name,
-        ceilings.get(cell.dtype, {}),
-    )
+    return metrics + step_rates(cell, times.samples_ms, executed, device_name, ceilings.get(cell.dtype, {}))
 
 
 def expected_seconds(cell: ModelCell, *, ceilings: Ceilings) -> float:

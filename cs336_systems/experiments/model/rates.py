@@ -4,46 +4,41 @@ Every rate is computed sample by sample and marked as derived, so that its sprea
 and bytes a rate counts, and of which limit it is a share, stands in its unit; ``costs/flops.py`` has the conventions.
 """
 
-from cs336_systems.config import ModelConfig, Precision
 from cs336_systems.costs.flops import model_flops
 from cs336_systems.costs.memory import adamw_traffic_bytes
+from cs336_systems.experiments.model.cells import ModelCell
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.clock import WHOLE
 from cs336_systems.harness.record import Metric
 
 
 def step_rates(
-    config: ModelConfig,
-    precision: Precision,
-    batch_size: int,
-    mode: str,
+    cell: ModelCell,
     samples_ms: dict[str, list[float]],
     executed_flops: int,
     device_name: str,
     ceilings: dict[str, float],
 ) -> list[Metric]:
-    """Rates of sequences as long as the model's context: tokens/s, model TFLOP/s, shares of peak and ceiling.
+    """Tokens/s, model TFLOP/s, shares of peak and ceiling.
 
     Args:
-        mode: which phases ran (``config.MODES``).
         samples_ms: milliseconds of each phase and of the whole pass.
         executed_flops: of the whole pass, recomputation included; their share of the peak is ``hfu``.
         device_name: as the driver calls it; shares of the peak are left out for a device that has none on record.
         ceilings: TFLOP/s and GB/s measured in the same run, empty if they were not.
     """
-    work = (config, batch_size, config.context_length)
-    whole = "forward" if mode == "forward" else "step"
-    needed = {"forward": model_flops(*work, "forward"), "backward": model_flops(*work, "backward")}
+    whole = "forward" if cell.mode == "forward" else "step"
+    needed = {phase: model_flops(*cell.work, phase) for phase in ("forward", "backward")}
     needed[WHOLE] = needed["forward"] + (needed["backward"] if whole == "step" else 0)
-    palm = model_flops(*work, whole, "palm")
+    palm = model_flops(*cell.work, whole, "palm")
     hardware = find_hardware(device_name)
-    peak = hardware.peak(precision.matmul_dtype) if hardware else None
+    peak = hardware.peak(cell.precision.matmul_dtype) if hardware else None
 
     def rate(name: str, unit: str, amount: float, phase: str = WHOLE) -> Metric:
         return Metric(name, unit, [amount / (ms / 1e3) for ms in samples_ms[phase]], derived=True)
 
     metrics = [
-        rate("tokens_per_s", "1/s", batch_size * config.context_length),
+        rate("tokens_per_s", "1/s", cell.batch_size * cell.context_length),
         rate("model_tflops", "TFLOP/s", needed[WHOLE] / 1e12),
     ]
     for phase in ("forward", "backward"):
@@ -57,7 +52,7 @@ def step_rates(
         share = needed[WHOLE] / (ceilings["matmul_ceiling"] * 1e12)
         metrics.append(rate("matmul_ceiling_share", "% of measured matmul, causal", 100 * share))
     if "optimizer" in samples_ms:
-        traffic = adamw_traffic_bytes(config, precision)
+        traffic = adamw_traffic_bytes(cell.config, cell.precision)
         metrics.append(rate("optimizer_bandwidth", "GB/s", traffic / 1e9, "optimizer"))
         if "copy_ceiling" in ceilings:
             share = traffic / (ceilings["copy_ceiling"] * 1e9)

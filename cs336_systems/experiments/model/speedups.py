@@ -1,19 +1,12 @@
 """How many times as fast one precision is as another, phase by phase, against model size, as PNG."""
 
-from pathlib import Path
-
 import pandas as pd
 from matplotlib.figure import Figure
 
 from cs336_systems.harness.runs import newest
-from cs336_systems.report.figures import OKABE_ITO, save
+from cs336_systems.report.figures import OKABE_ITO, dress
 
 _STYLES = {"forward": ("o", "-"), "backward": ("s", "--"), "optimizer": ("^", ":"), "step": ("D", "-.")}
-
-
-def draw_speedups(rows: pd.DataFrame, path: Path) -> bool:
-    """Write ``speedups_figure`` as PNG; returns whether there was one."""
-    return save(speedups_figure(rows), path)
 
 
 def speedups_figure(rows: pd.DataFrame, slow: str = "fp32", fast: str = "autocast-bf16") -> Figure | None:
@@ -39,7 +32,6 @@ def speedups_figure(rows: pd.DataFrame, slow: str = "fp32", fast: str = "autocas
     axes.set_ylabel(f"time in {slow} / time in {fast}")
     first = rows.iloc[0]
     axes.set_title(f"{first['gpu']}: batch {first['batch_size']}, context {first['context_length']}", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    dress(axes)
     axes.legend(frameon=False, fontsize=9)
     return figure

@@ -1,8 +1,8 @@
 """The answers to ``questions.py``: tables, a figure where one is asked for, main figures as one JSON object."""
 
+import functools
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
@@ -14,19 +14,11 @@ from cs336_systems.costs.parallelism.forms import DEVICES, FORMS, PASSES, find_d
 from cs336_systems.costs.parallelism.mesh import Network, best_whole_split, largest_mesh, optimal_split
 from cs336_systems.costs.parallelism.pipeline import SCHEDULES, simulate
 from cs336_systems.costs.parallelism.scaling import CASES, Case, Workload, case, communication_limit, fsdp_step
-from cs336_systems.experiments.parallelism.figures import draw_goodput, draw_scaling
-from cs336_systems.experiments.parallelism.pipeline_figure import draw_pipelines
-from cs336_systems.experiments.parallelism.questions import (
-    Accounting,
-    Devices,
-    Failures,
-    Forms,
-    Mesh,
-    Pipeline,
-    Ring,
-    Scaling,
-)
+from cs336_systems.experiments.parallelism import questions
+from cs336_systems.experiments.parallelism.figures import goodput_figure, scaling_figure
+from cs336_systems.experiments.parallelism.pipeline_figure import pipelines_figure
 from cs336_systems.report.command_line import complain
+from cs336_systems.report.figures import save
 from cs336_systems.report.show import show
 from cs336_systems.report.tables import Table, digits
 
@@ -39,7 +31,7 @@ def answer(question: Any) -> int:
     try:
         tables, summary = found(question)
     except ValueError as error:
-        return complain(f"parallelism {name}", str(error))
+        return complain(f"parallelism {name}", error)
     for table in tables:
         show(table, "auto")
     figure = getattr(question, "figure", None)
@@ -48,9 +40,10 @@ def answer(question: Any) -> int:
     return 0
 
 
+@functools.singledispatch
 def found(question: Any) -> Answer:
     """Tables and main figures; raises ValueError for a value that makes no sense."""
-    return _ANSWERS[type(question)](question)
+    raise TypeError(f"not one of QUESTIONS: {question}")
 
 
 def _table(caption: str, lines: list[dict[str, Any]]) -> Table:
@@ -70,7 +63,8 @@ def _limits(found: Case) -> dict[str, str]:
     return {limit: "reached" if there else "-" for limit, there in reached.items()}
 
 
-def _answer_ring(asked: Ring) -> Answer:
+@found.register
+def _ring(asked: questions.Ring) -> Answer:
     device = find_device(asked.device)
     runs = {
         "all-gather": rings.all_gather,
@@ -91,7 +85,8 @@ def _answer_ring(asked: Ring) -> Answer:
     return [_table(caption, lines)], summary
 
 
-def _answer_forms(asked: Forms) -> Answer:
+@found.register
+def _forms(asked: questions.Forms) -> Answer:
     device, layer = find_device(asked.device), asked.layer
     egress = device.egress(asked.world_size)
     lines, summary = [], dict[str, Any]()
@@ -116,7 +111,8 @@ def _answer_forms(asked: Forms) -> Answer:
     return [_table(asked.caption(egress), lines)], summary
 
 
-def _answer_mesh(asked: Mesh) -> Answer:
+@found.register
+def _mesh(asked: questions.Mesh) -> Answer:
     device, layer = find_device(asked.device), asked.layer
     egress = device.egress(asked.world_size)
     lines, summary = [], dict[str, Any]()
@@ -142,7 +138,8 @@ def _answer_mesh(asked: Mesh) -> Answer:
     return [_table("Forward. " + asked.caption(egress) + ", along both axes", lines)], summary
 
 
-def _answer_accounting(asked: Accounting) -> Answer:
+@found.register
+def _accounting(asked: questions.Accounting) -> Answer:
     tpu, states = find_device("tpu-v5p"), XXL.state_bytes
     degree = XXL.least_devices(tpu.memory_bytes, asked.tokens)
     h100, h100_gib = math.ceil(states / 80e9), math.ceil(states / (80 * 2**30))
@@ -189,13 +186,14 @@ def _answer_accounting(asked: Accounting) -> Answer:
     return [_table(title, about), _table(caption, lines), _table("How to reduce the batch", smaller)], summary
 
 
-def _answer_pipeline(asked: Pipeline) -> Answer:
+@found.register
+def _pipeline(asked: questions.Pipeline) -> Answer:
     timelines = [
         simulate(name, asked.stages, asked.microbatches, chunks=asked.chunks if name == "interleaved" else 1)
         for name in SCHEDULES
     ]
     if asked.figure:
-        draw_pipelines(timelines, asked.figure)
+        save(pipelines_figure(timelines), asked.figure)
     lines = [
         {
             "subject": timeline.schedule,
@@ -210,15 +208,13 @@ def _answer_pipeline(asked: Pipeline) -> Answer:
     return [_table(caption, lines)], {f"{t.schedule} bubble": t.bubble_fraction for t in timelines}
 
 
-def _answer_scaling(asked: Scaling) -> Answer:
-    device, workload = (
-        find_device(asked.device),
-        Workload(asked.parameters, asked.batch, asked.context_length),
-    )
+@found.register
+def _scaling(asked: questions.Scaling) -> Answer:
+    device, workload = find_device(asked.device), Workload(asked.parameters, asked.batch, asked.context_length)
     if asked.most_devices <= device.domain_size:
         raise ValueError(f"--most-devices must be above one domain of {device.domain_size}, got {asked.most_devices}")
     if asked.figure:
-        draw_scaling(workload, device, asked.figure, asked.most_devices)
+        save(scaling_figure(workload, device, asked.most_devices), asked.figure)
     counts = [8 * 2**power for power in range(32) if 8 * 2**power <= asked.most_devices]
     lines = []
     for n in counts:
@@ -234,21 +230,21 @@ def _answer_scaling(asked: Scaling) -> Answer:
             }
         )
     remedies = [{**_limits(c), "how": c.what, "explanation": c.remedy} for c in CASES]
-    summary = {
-        "communication limit": communication_limit(workload, device),
-        "local batch limit": workload.n_sequences,
-    }
+    limit = communication_limit(workload, device)
+    summary = {"communication limit": limit, "local batch limit": workload.n_sequences}
     caption = f"FSDP of {asked.parameters / 1e9:.1f} billion parameters, {asked.batch:,} tokens, {device.name} peaks"
     return [_table(caption, lines), _table("The four cases", remedies)], summary
 
 
-def _answer_failures(asked: Failures) -> Answer:
+@found.register
+def _failures(asked: questions.Failures) -> Answer:
     between = {n: mean_time_between_failures(n, asked.per_1000_node_days) for n in asked.nodes}
     jobs = [(n, Job(mtbf, asked.save, asked.restart)) for n, mtbf in between.items()]
     if not jobs:
         raise ValueError("--nodes names no number of nodes")
     if asked.figure:
-        draw_goodput([(f"{n:,} nodes, M = {job.mtbf_s / 3600:.3g} h", job) for n, job in jobs], asked.figure)
+        labelled = [(f"{n:,} nodes, M = {job.mtbf_s / 3600:.3g} h", job) for n, job in jobs]
+        save(goodput_figure(labelled), asked.figure)
     lines = [
         {
             "nodes": f"{n:,}",
@@ -267,7 +263,8 @@ def _answer_failures(asked: Failures) -> Answer:
     return [_table(caption, lines)], {f"{n} nodes: optimum s": job.optimal_s for n, job in jobs}
 
 
-def _answer_devices(asked: Devices) -> Answer:
+@found.register
+def _devices(asked: questions.Devices) -> Answer:
     lines = [
         {
             "subject": device.name,
@@ -285,15 +282,3 @@ def _answer_devices(asked: Devices) -> Answer:
     return [_table("W is a device's egress; on the TPU both directions of one torus axis", lines)], {
         "devices": list(DEVICES)
     }
-
-
-_ANSWERS: dict[type, Callable[[Any], Answer]] = {
-    Ring: _answer_ring,
-    Forms: _answer_forms,
-    Mesh: _answer_mesh,
-    Accounting: _answer_accounting,
-    Pipeline: _answer_pipeline,
-    Scaling: _answer_scaling,
-    Failures: _answer_failures,
-    Devices: _answer_devices,
-}

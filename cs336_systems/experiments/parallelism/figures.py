@@ -5,7 +5,6 @@ Colours are Okabe and Ito's; each line also has its own dash, so that the figure
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,12 +13,12 @@ from matplotlib.ticker import FuncFormatter
 from cs336_systems.costs.parallelism.failures import Job
 from cs336_systems.costs.parallelism.forms import Device
 from cs336_systems.costs.parallelism.scaling import Workload, communication_limit, fsdp_step
-from cs336_systems.report.figures import OKABE_ITO
+from cs336_systems.report.figures import OKABE_ITO, PLAIN, dress
 
 _COMPUTE, _COMMUNICATION, _LIMIT = OKABE_ITO[0], OKABE_ITO[1], OKABE_ITO[2]
 
 
-def draw_scaling(workload: Workload, device: Device, path: Path, most_devices: int) -> None:
+def scaling_figure(workload: Workload, device: Device, most_devices: int) -> Figure:
     """Compute and communication seconds of a step of FSDP against devices, with both limits marked."""
     counts = [device.domain_size]
     while counts[-1] < most_devices:
@@ -44,17 +43,18 @@ def draw_scaling(workload: Workload, device: Device, path: Path, most_devices: i
     if counts[0] < sequences <= most_devices:
         _mark(axes, sequences, f"local batch limit: {sequences:,}\n(one sequence each)", low=True)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter(PLAIN)
     axes.set_xlabel(f"devices ({device.name}), fixed batch of {workload.batch_tokens:,} tokens")
     axes.set_ylabel("seconds per step at datasheet peaks")
     axes.set_title(
         f"FSDP, {workload.n_parameters / 1e9:.1f} billion parameters, sequences of {workload.sequence_length:,}"
     )
     axes.legend(frameon=False, fontsize=9, loc="lower left")
-    _finish(figure, axes, path)
+    dress(axes)
+    return figure
 
 
-def draw_goodput(jobs: Sequence[tuple[str, Job]], path: Path) -> None:
+def goodput_figure(jobs: Sequence[tuple[str, Job]]) -> Figure:
     """Goodput against checkpoint interval, a line per job; dots at the exact optimum, crosses at Young's."""
     figure = Figure(figsize=(7.5, 4.6), layout="constrained")
     axes = figure.subplots()
@@ -70,23 +70,17 @@ def draw_goodput(jobs: Sequence[tuple[str, Job]], path: Path) -> None:
     axes.plot([], [], "x", color="black", label="Young: sqrt(2 save M)")
     axes.set_xscale("log")
     axes.set_ylim(0, 100)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_major_formatter(PLAIN)
     axes.set_xlabel("checkpoint interval, minutes of work")
     axes.set_ylabel("goodput, % of time that becomes work kept")
     first = jobs[0][1]
     axes.set_title(f"{first.save_s:g} s to save, {first.restart_s:g} s to restart")
     axes.legend(frameon=False, fontsize=9, loc="lower left")
-    _finish(figure, axes, path)
+    dress(axes)
+    return figure
 
 
 def _mark(axes: Axes, at: int, label: str, low: bool = False) -> None:
     axes.axvline(at, color=_LIMIT, ls=":", lw=1.5)
     axes.annotate(label, (at, 0.03 if low else 0.5), (5 if not low else -5, 0), axes.get_xaxis_transform(),
                   "offset points", fontsize=9, ha="right" if low else "left", color="#333333")  # fmt: skip
-
-
-def _finish(figure: Figure, axes: Axes, path: Path) -> None:
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)

@@ -7,7 +7,6 @@ alive.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
@@ -18,17 +17,13 @@ from cs336_systems.costs.parallelism.pipeline import Timeline
 from cs336_systems.report.figures import OKABE_ITO
 
 _COLOURS = {"F": OKABE_ITO[5], "B": OKABE_ITO[0], "BW": OKABE_ITO[0], "W": OKABE_ITO[4]}
-_LABELS = {
-    "F": "forward",
-    "B": "backward (in ZB-H1: gradient of the input only)",
-    "W": "gradient of the weights",
-}
+_LABELS = {"F": "forward", "B": "backward (in ZB-H1: gradient of the input only)", "W": "gradient of the weights"}
 _NAMES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", "zb-h1": "zero bubble, ZB-H1"}
 _MOST_NUMBERED = 400
 """Boxes of a panel beyond which no number could be read."""
 
 
-def draw_pipelines(timelines: Sequence[Timeline], path: Path) -> None:
+def pipelines_figure(timelines: Sequence[Timeline]) -> Figure:
     """One panel below the other, on a common time axis in units of one microbatch's forward on one stage."""
     stages = max(timeline.stages for timeline in timelines)
     figure = Figure(figsize=(11, len(timelines) * (0.75 + 0.24 * stages) + 0.8), layout="constrained")
@@ -46,8 +41,7 @@ def draw_pipelines(timelines: Sequence[Timeline], path: Path) -> None:
             Patch(color=_paler(OKABE_ITO[0], 1, 2), label="paler: a later chunk of layers on the same stage")
         )
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 def _draw(axes: Axes, timeline: Timeline) -> None:

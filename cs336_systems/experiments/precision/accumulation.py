@@ -6,6 +6,7 @@
 Terms and accumulator are fp32, fp16 or bf16; the terms are added in order, with Kahan's compensation, and pairwise.
 """
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -45,11 +46,17 @@ class Sum:
     """Number of the last term that changed the total; the number of terms where they have no order."""
 
 
-def in_order(n: int, term: Tensor, accumulator: torch.dtype) -> Sum:
-    """total = total + term, n times; torch promotes a narrower term to the accumulator's dtype."""
-    total, last = torch.tensor(0.0, dtype=accumulator), 0
+def in_order(n: int, term: Tensor, accumulator: torch.dtype, *, compensated: bool = False) -> Sum:
+    """total = total + term, n times; torch promotes a narrower term to the accumulator's dtype.
+
+    Compensated (Kahan 1965), what an addition rounds off is carried into the next.
+    """
+    total, lost, last = torch.tensor(0.0, dtype=accumulator), torch.tensor(0.0, dtype=accumulator), 0
     for i in range(1, n + 1):
-        grown = total + term
+        added = term - lost
+        grown = total + added
+        if compensated:
+            lost = (grown - total) - added
         last = i if grown != total else last
         total = grown
     return Sum(total.item(), last)
@@ -60,17 +67,7 @@ def cast_up(n: int, term: Tensor, accumulator: torch.dtype) -> Sum:
     return in_order(n, term.to(accumulator), accumulator)
 
 
-def kahan(n: int, term: Tensor, accumulator: torch.dtype) -> Sum:
-    """Compensated summation (Kahan 1965): what an addition rounds off is carried into the next."""
-    total, lost, last = torch.tensor(0.0, dtype=accumulator), torch.tensor(0.0, dtype=accumulator), 0
-    term = term.to(accumulator)
-    for i in range(1, n + 1):
-        corrected = term - lost
-        grown = total + corrected
-        lost = (grown - total) - corrected
-        last = i if grown != total else last
-        total = grown
-    return Sum(total.item(), last)
+kahan = functools.partial(in_order, compensated=True)
 
 
 def pairwise(n: int, term: Tensor, accumulator: torch.dtype) -> Sum:
@@ -164,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         frame = run(options)
     except ValueError as error:
-        return complain(NAME, str(error))
+        return complain(NAME, error)
     shown = frame.assign(
         terms=[f"{n:,}" for n in frame["terms"]],
         exact=[f"{value:g}" for value in frame["exact"]],

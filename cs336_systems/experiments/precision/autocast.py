@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import pandas as pd
 import torch
@@ -53,6 +53,10 @@ class Options:
     """Where to run."""
     format: Format = "auto"
     """Of the tables: auto draws them on a terminal and writes Markdown elsewhere."""
+
+    @classmethod
+    def default(cls, device: str) -> Self:
+        return cls(device="cuda" if device == "cuda" else "cpu")
 
 
 class ToyModel(nn.Module):
@@ -158,18 +162,13 @@ def dtype_table(name: str, found: dict[str, dict[str, str]], device: torch.devic
     return Table(f"{name} under autocast on {device.type}, torch {torch.__version__}.", frame)
 
 
-def default_options(device: str) -> Options:
-    """The defaults on a device."""
-    return Options(device="cuda" if device == "cuda" else "cpu")
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run both models under both dtypes and print."""
-    options = parse(default_options, arguments, __doc__)
+    options = parse(Options, arguments, __doc__)
     try:
         check_device(options.device)
     except ValueError as error:
-        return complain(NAME, str(error))
+        return complain(NAME, error)
     device = torch.device(options.device)
     results = {}
     for name, run in (("The toy model", toy_dtypes), ("The Transformer", transformer_dtypes)):

@@ -14,6 +14,7 @@ MEMORY = "memory"
 class Options(TrainingOptions):
     """Where does a step of this model spend its time, or its memory?"""
 
+    CPU_DEFAULTS = TrainingOptions.CPU_DEFAULTS | {"warmup": 1, "steps": 3, "recorded_steps": 2}
     dtype: tuple[Dtype, ...] = ("fp32",)
     warmup: int = 5
     """Steps before those that are timed or recorded, every time."""
@@ -52,15 +53,6 @@ class ProfileCell(TimedCase):
 
     def __str__(self) -> str:
         return f"{self.name} {self.mode}"
-
-
-def default_options(device: str) -> Options:
-    """The defaults on a device; without a GPU they shrink, so that a bare command ends in well under a minute."""
-    if device == "cuda":
-        return Options()
-    return Options(
-        device="cpu", size=("tiny",), context_length=(128,), batch_size=(1,), warmup=1, steps=3, recorded_steps=2
-    )
 
 
 def make_cells(options: Options) -> list[ProfileCell]:

@@ -13,7 +13,7 @@ import pandas as pd
 
 from cs336_systems.experiments.driver import Experiment, Stage
 from cs336_systems.experiments.profile import cells as grid
-from cs336_systems.experiments.profile.cells import MEMORY, Options, ProfileCell, default_options
+from cs336_systems.experiments.profile.cells import MEMORY, Options, ProfileCell
 from cs336_systems.experiments.profile.digest import write_digest
 from cs336_systems.experiments.profile.memory_digest import write_memory_digest
 from cs336_systems.experiments.profile.tables import Profile, class_table, overhead_table, phase_table
@@ -156,7 +156,6 @@ def show_trace(path: Path, form: Format) -> int:
 EXPERIMENT = Experiment(
     "profile_model",
     ProfileCell,
-    default_options,
     make_cells,
     stages,
     present,

@@ -15,6 +15,7 @@ SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
 class Options(RankedOptions):
     """What does sharding the optimizer state save, and what does it cost?"""
 
+    CPU_DEFAULTS = RankedOptions.CPU_DEFAULTS | {"bucket_size_mb": (0.1,), "warmup": 1, "steps": 5}
     size: tuple[str, ...] = ("xl",)
     dtype: tuple[Literal["fp32", "tf32", "bf16", "autocast-bf16"], ...] = ("fp32",)
     warmup: int = 3
@@ -47,17 +48,7 @@ class ShardingCell(RankedCase):
         return f"{self.sharding} on {self.world_size} ranks: {super().__str__()}"
 
 
-def default_options(device: str) -> Options:
-    """The defaults on a device; without a GPU they shrink, so that a bare command ends in under a minute."""
-    if device == "cuda":
-        return Options()
-    return Options(
-        device="cpu", size=("tiny",), context_length=(128,), batch_size=(1,), bucket_size_mb=(0.1,), warmup=1, steps=5
-    )
-
-
 def make_cells(options: Options) -> list[ShardingCell]:
     """The grid; raises ValueError for a value that no cell can have."""
-    assert options.world_size is not None
     ways = [{"bucket_size_mb": mb, "sharding": way} for mb in options.bucket_size_mb for way in options.sharding]
-    return training_cells(ShardingCell, options, outer={"world_size": options.world_size}, inner=ways)
+    return training_cells(ShardingCell, options, inner=ways)

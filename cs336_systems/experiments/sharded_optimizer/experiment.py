@@ -3,27 +3,27 @@
 from pathlib import Path
 
 from cs336_systems.experiments.driver import Experiment, one_stage
-from cs336_systems.experiments.sharded_optimizer.cells import Options, ShardingCell, default_options, make_cells
+from cs336_systems.experiments.sharded_optimizer.cells import Options, ShardingCell, make_cells
 from cs336_systems.experiments.sharded_optimizer.measure import measure_sharding
-from cs336_systems.experiments.sharded_optimizer.table import draw_memory, memory_table, time_table
+from cs336_systems.experiments.sharded_optimizer.table import MEMORY, TIMES, memory_figure
 from cs336_systems.harness.record import read_rows
 from cs336_systems.harness.sweep import Outcome, outcome_rows
+from cs336_systems.report.figures import save
 from cs336_systems.report.show import show
 
 
 def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None:
     """The tables of time and of memory, and the memory of all rows of the file as a figure."""
     rows = outcome_rows(outcomes)
-    show(time_table(rows), options.format)
-    show(memory_table(rows), options.format)
+    show(TIMES.of(rows), options.format)
+    show(MEMORY.of(rows), options.format)
     if csv:
-        draw_memory(read_rows(csv), csv.with_suffix(".png"))
+        save(memory_figure(read_rows(csv)), csv.with_suffix(".png"))
 
 
 EXPERIMENT = Experiment(
     "benchmark_sharded_optimizer",
     ShardingCell,
-    default_options,
     make_cells,
     one_stage(measure_sharding),
     present,

@@ -24,6 +24,7 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.ranked import check_losses
 from cs336_systems.experiments.sharded_optimizer.cells import ShardingCell
 from cs336_systems.harness.fit import check_fit
+from cs336_systems.harness.memory import allocated_bytes
 from cs336_systems.harness.ranks import time_phases_of_ranks
 from cs336_systems.harness.record import Metric
 from cs336_systems.training import random_batch
@@ -34,13 +35,6 @@ GIB = 1024**3
 MOMENTS = ("initialised", "after_forward", "before_step", "after_step")
 
 CATEGORIES = ("parameters", "gradients", "optimizer_state", "activations", "other")
-
-
-def predicted_state_bytes(sharding: str, sizes: list[int], world_size: int, bucket_size_mb: float) -> int:
-    """AdamW's two moments on the fullest rank; torch's ZeRO deals tensors out as ``owned`` does."""
-    form = "owned" if sharding == "torch-zero" else sharding
-    bucket_bytes = int(bucket_size_mb * 1024**2)
-    return max(state_bytes_by_rank(form, sizes, world_size, per_parameter=2, bucket_bytes=bucket_bytes))
 
 
 def measure_sharding(cell: ShardingCell, rank: Rank) -> list[Metric]:
@@ -64,13 +58,14 @@ def measure_sharding(cell: ShardingCell, rank: Rank) -> list[Metric]:
     check_losses(step, rank)
     metrics = [Metric(name, "ms", samples) for name, samples in times.samples_ms.items()]
     sizes = [parameter.nbytes for parameter in parameters]
+    form = "owned" if cell.sharding == "torch-zero" else cell.sharding  # torch's ZeRO deals tensors out as owned does
+    bucket_bytes = int(cell.bucket_size_mb * 1024**2)
+    moments = state_bytes_by_rank(form, sizes, rank.world_size, per_parameter=2, bucket_bytes=bucket_bytes)
     predicted = {
         "predicted_parameters": sum(sizes),
         "predicted_gradients": sum(sizes),
-        "predicted_optimizer_state": predicted_state_bytes(cell.sharding, sizes, rank.world_size, cell.bucket_size_mb),
-        "predicted_link_traffic": link_bytes_per_step(
-            "owned" if cell.sharding == "torch-zero" else cell.sharding, sum(sizes), rank.world_size
-        ),
+        "predicted_optimizer_state": max(moments),
+        "predicted_link_traffic": link_bytes_per_step(form, sum(sizes), rank.world_size),
     }
     in_bytes = meter.of_the_fullest_rank(rank.world_size) | predicted
     return metrics + [Metric(name, "GiB", [n_bytes / GIB]) for name, n_bytes in in_bytes.items()]
@@ -107,13 +102,12 @@ class _Meter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.readings: dict[str, float] = {}
-        self._baseline = 0
-        self._baseline = self.allocated()
+        self._baseline = allocated_bytes(device)
         self.restart_peak()
 
     def allocated(self) -> int:
-        """What tensors take on a GPU beyond the baseline; 0 on a CPU, which does not say."""
-        return torch.cuda.memory_allocated(self.device) - self._baseline if self.device.type == "cuda" else 0
+        """What tensors take beyond the baseline, as ``allocated_bytes`` says."""
+        return allocated_bytes(self.device) - self._baseline
 
     def restart_peak(self) -> None:
         if self.device.type == "cuda":

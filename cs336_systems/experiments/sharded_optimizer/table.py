@@ -4,7 +4,7 @@ The figure stacks what a rank's memory is taken by, one bar for each way to hold
 step; a line across a bar is what parameters, gradients and state were predicted to take.
 """
 
-from pathlib import Path
+from dataclasses import replace
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -12,16 +12,13 @@ from matplotlib.lines import Line2D
 
 from cs336_systems.experiments.sharded_optimizer.measure import CATEGORIES, MOMENTS
 from cs336_systems.harness.runs import newest
-from cs336_systems.report.figures import OKABE_ITO, save
+from cs336_systems.report.figures import OKABE_ITO
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
-from cs336_systems.report.tables import Table
 
 _SETTINGS = (
     *("gpu", "device", "world_size", "size", "batch_size", "context_length", "dtype", "attention", "compile"),
     *("checkpoint", "optimizer", "bucket_size_mb", "warmup", "steps", "sharding"),
 )
-_ALWAYS = ("size", "sharding")
-_LABELS = {"world_size": "ranks", "bucket_size_mb": "bucket MiB", "sharding": "how"}
 _COLOURS = dict(zip(CATEGORIES, OKABE_ITO, strict=False))
 _MOST_PANEL_ROWS = 3
 
@@ -33,8 +30,8 @@ def _state_error(line: Line) -> float | None:
 
 TIMES = ResultTable(
     settings=_SETTINGS,
-    always=_ALWAYS,
-    labels=_LABELS,
+    always=("size", "sharding"),
+    labels={"world_size": "ranks", "bucket_size_mb": "bucket MiB", "sharding": "how"},
     columns=(
         Column("forward ms", "forward", optional=True, rank=2),
         Column("backward ms", "backward", optional=True, rank=2),
@@ -51,11 +48,10 @@ TIMES = ResultTable(
         Column("GiB per link", "predicted_link_traffic", optional=True, rank=2),
     ),
 )
+"""One line per cell of ``benchmark_sharded_optimizer.py``: its phases, the step as a ratio, bytes on the links."""
 
-MEMORY = ResultTable(
-    settings=_SETTINGS,
-    always=_ALWAYS,
-    labels=_LABELS,
+MEMORY = replace(
+    TIMES,
     columns=(
         Column("parameters GiB", "before_step_parameters", optional=True, rank=2),
         Column("gradients GiB", "before_step_gradients", optional=True, rank=2),
@@ -67,21 +63,7 @@ MEMORY = ResultTable(
         Column("peak GiB", "before_step_peak", optional=True),
     ),
 )
-
-
-def time_table(rows: pd.DataFrame) -> Table:
-    """One line per cell of ``benchmark_sharded_optimizer.py``: its phases, the step as a ratio, bytes on the links."""
-    return TIMES.of(rows)
-
-
-def memory_table(rows: pd.DataFrame) -> Table:
-    """One line per cell: GiB of the fullest rank by category, the state's prediction, and the whole at each moment."""
-    return MEMORY.of(rows)
-
-
-def draw_memory(rows: pd.DataFrame, path: Path) -> bool:
-    """Write ``memory_figure`` as PNG; returns whether there was one."""
-    return save(memory_figure(rows), path)
+"""One line per cell: GiB of the fullest rank by category, the state's prediction, and the whole at each moment."""
 
 
 def memory_figure(rows: pd.DataFrame) -> Figure | None:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from cs336_systems.experiments.attention.masks import MASKED, SEEN, SKIPPED, draw_masks, picture
+from cs336_systems.experiments.attention.masks import MASKED, SEEN, SKIPPED, masks_figure, picture
+from cs336_systems.report.figures import save
 
 
 def test_a_block_without_a_seen_score_is_skipped():
@@ -16,7 +17,8 @@ def test_a_block_without_a_seen_score_is_skipped():
 
 
 def test_every_mask_has_its_picture_and_its_shares(tmp_path):
-    figure = draw_masks(512, tmp_path / "figures" / "masks.png")
+    figure = masks_figure(512)
+    assert save(figure, tmp_path / "figures" / "masks.png")
     shown = {axes.get_title(loc="left"): axes for axes in figure.axes}
     assert list(shown)[:2] == ["full", "causal"] and len(shown) == 8
     assert (shown["full"].images[0].get_array() == SEEN).all()

@@ -4,15 +4,16 @@ import pandas as pd
 import pytest
 
 from cs336_systems.costs.attention import AttentionWork
-from cs336_systems.experiments.attention.figure import draw_scaling, scaling_figure
+from cs336_systems.experiments.attention.figure import scaling_figure
 from cs336_systems.experiments.attention.table import (
+    ATTENTION,
     account_table,
-    attention_table,
     comparison_table,
     length_tables,
     tile_table,
     time_of,
 )
+from cs336_systems.report.figures import save
 
 
 def row(impl, metric, median, *, length=1024, status="ok", message="", dtype="bf16", d_head=64, mask="", repeat=0):
@@ -46,7 +47,7 @@ def cell(impl, ms, *, kept=0.25, **values):
 
 def test_a_cell_is_a_line_and_a_failure_says_why():
     rows = pd.DataFrame([*cell("flash", 2.0), row("flex", "", None, status="oom", message="too much")])
-    frame = attention_table(rows).frame
+    frame = ATTENTION.of(rows).frame
     assert list(frame["impl"]) == ["flash", "flex"]
     assert list(frame["both ms"]) == ["6.00", "–"]
     assert list(frame["largest error"]) == ["3.0e-03", "–"]
@@ -56,7 +57,7 @@ def test_a_cell_is_a_line_and_a_failure_says_why():
 
 def test_what_only_variants_have_is_shown_where_one_has_it():
     rows = pd.DataFrame([*cell("flex", 1.0, mask="causal"), row("flex", "mask_memory", 0.5, mask="causal")])
-    assert list(attention_table(rows).frame["mask GiB"]) == ["0.500"]
+    assert list(ATTENTION.of(rows).frame["mask GiB"]) == ["0.500"]
 
 
 def test_others_are_divided_by_ours():
@@ -69,7 +70,7 @@ def test_others_are_divided_by_ours():
 def test_repeats_are_pooled_and_compared_with_their_neighbours():
     times = {"flash": (1.0, 2.0, 9.0), "peer": (3.0, 4.0, 9.0)}
     rows = pd.DataFrame([r for impl in times for i, ms in enumerate(times[impl]) for r in cell(impl, ms, repeat=i)])
-    assert list(attention_table(rows).frame["forward ms"]) == ["2.00", "4.00"]
+    assert list(ATTENTION.of(rows).frame["forward ms"]) == ["2.00", "4.00"]
     frame = comparison_table(rows).frame
     assert list(frame["flash ms"]) == ["2.00", "4.00", "6.00"]
     assert list(frame["peer / flash"]) == ["2.00"] * 3
@@ -122,7 +123,7 @@ def test_a_figure_of_one_shape(tmp_path):
     with pytest.raises(ValueError, match="takes one shape, got"):
         scaling_figure(pd.DataFrame(rows + cell("flash", 1.0, d_head=128)))
     path = tmp_path / "figure.png"
-    assert draw_scaling(pd.DataFrame(rows), path)
+    assert save(scaling_figure(pd.DataFrame(rows)), path)
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert not draw_scaling(pd.DataFrame([row("flash", "", None, status="oom")]), tmp_path / "none.png")
+    assert not save(scaling_figure(pd.DataFrame([row("flash", "", None, status="oom")])), tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

@@ -7,10 +7,10 @@ from cs336_systems.costs.communication import COLLECTIVES, Link, busbw, cost
 from cs336_systems.experiments.collectives.table import (
     collectives_figure,
     collectives_table,
-    draw_collectives,
     fit_links,
 )
 from cs336_systems.harness.record import Metric, parse_samples
+from cs336_systems.report.figures import save
 
 LINK = Link(5e-6, 1 / 300e9)
 SHARED = {"gpu": "NVIDIA H200", "host": "a host", "device": "cuda", "variant": "nccl", "calls": 5, "message": ""}
@@ -101,7 +101,7 @@ def test_each_collective_of_each_world_is_a_line_in_both_halves_beside_its_ring(
 
 def test_the_figure_is_drawn_if_there_is_something_to_draw(rows, tmp_path):
     path = tmp_path / "figure.png"
-    assert draw_collectives(rows, path)
+    assert save(collectives_figure(rows), path)
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert not draw_collectives(rows[rows["status"] == "oom"], tmp_path / "none.png")
+    assert not save(collectives_figure(rows[rows["status"] == "oom"]), tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

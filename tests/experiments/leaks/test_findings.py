@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.experiments.leaks.findings import Findings, draw_figure, leak_experiment, where
+from cs336_systems.experiments.leaks.findings import Findings, findings_figure, leak_experiment, where
 from cs336_systems.experiments.options import RunOptions
 from cs336_systems.harness.record import read_rows
+from cs336_systems.report.figures import save
 from cs336_systems.report.tables import Table
 from tests.harness.cells import Cell, measure
 
@@ -24,7 +25,6 @@ def run(*whats, out=None, drawing=True):
     experiment = leak_experiment(
         "experiment",
         Cell,
-        lambda device: RunOptions(device=device),
         lambda options: [Cell(what) for what in whats],
         measure,
         analyse,
@@ -63,7 +63,8 @@ def test_a_failed_cell_is_a_row_and_an_error_the_exit_code(what, code, tmp_path,
 
 def test_the_figure_has_what_was_drawn_and_what_its_points_share(tmp_path):
     findings = Findings([], {}, lambda axes: axes.plot([1, 2], [3, 5]), "a title", (3.0, 2.0))
-    figure = draw_figure(findings, tmp_path / "figure.png")
+    figure = findings_figure(findings)
+    assert save(figure, tmp_path / "figure.png")
     (axes,) = figure.axes
     assert list(axes.lines[0].get_ydata()) == [3, 5]
     assert (axes.get_title(loc="left"), tuple(figure.get_size_inches())) == ("a title", (3.0, 2.0))

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from cs336_systems.costs.operator_flops import FAMILIES
-from cs336_systems.experiments.leaks.findings import draw_figure
+from cs336_systems.experiments.leaks.findings import findings_figure
 from cs336_systems.harness.record import SCHEMA_VERSION, Metric, read_rows
 from cs336_systems.harness.sweep import Outcome, make_rows, outcome_rows
+from cs336_systems.report.figures import save
 
 NAMES = ("matmul_data", "roofline_knee", "launch_overhead", "flops_against_time")
 CPU = torch.device("cpu")
@@ -47,7 +48,9 @@ def rows_of(*measured) -> pd.DataFrame:
 
 def drawn(script, rows, folder):
     """The one axes of the figure that an experiment draws of rows."""
-    return draw_figure(script.analyse(rows), folder / "figure.png").axes[0]
+    figure = findings_figure(script.analyse(rows))
+    assert save(figure, folder / "figure.png")
+    return figure.axes[0]
 
 
 def labels(axes):

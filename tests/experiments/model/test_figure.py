@@ -3,7 +3,8 @@
 import pytest
 from matplotlib.colors import to_hex
 
-from cs336_systems.experiments.model.figure import draw_step_figure, step_figure
+from cs336_systems.experiments.model.figure import step_figure
+from cs336_systems.report.figures import save
 from tests.report.rows import ceiling, make_cell, make_frame, ms, rate
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -50,7 +51,7 @@ def by_size():
 )
 def test_what_ran_is_drawn_in_both_halves_and_named(tmp_path, cells, n_lines, x, legend):
     path = tmp_path / "figure.png"
-    assert draw_step_figure(make_frame(*cells), path) is True
+    assert save(step_figure(make_frame(*cells)), path) is True
     assert path.read_bytes().startswith(PNG)
     times, shares, entries = drawn(*cells)
     assert len(times) == len(shares) == n_lines
@@ -77,7 +78,7 @@ def test_a_cell_that_failed_when_last_measured_has_no_point():
 )
 def test_without_a_measured_cell_nothing_is_written(tmp_path, cells):
     path = tmp_path / "figure.png"
-    assert draw_step_figure(make_frame(*cells), path) is False
+    assert save(step_figure(make_frame(*cells)), path) is False
     assert not path.exists()
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from cs336_systems.experiments.model.frontier import draw_frontier, frontier_figure
+from cs336_systems.experiments.model.frontier import frontier_figure
+from cs336_systems.report.figures import save
 from tests.report.rows import ceiling, make_cell, make_frame, ms, rate
 
 
@@ -30,7 +31,7 @@ def points(axes) -> list[list[tuple[float, float]]]:
 
 def test_a_png_is_drawn(tmp_path):
     path = tmp_path / "frontier.png"
-    assert draw_frontier(make_frame(*SWEEP, ceiling()), path) is True
+    assert save(frontier_figure(make_frame(*SWEEP, ceiling())), path) is True
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -74,5 +75,5 @@ def test_repeats_are_one_point_and_models_are_panels():
 )
 def test_without_several_policies_of_one_model_nothing_is_written(tmp_path, rows):
     path = tmp_path / "frontier.png"
-    assert draw_frontier(make_frame(*rows), path) is False
+    assert save(frontier_figure(make_frame(*rows)), path) is False
     assert not path.exists()

@@ -2,8 +2,9 @@
 
 import pytest
 
-from cs336_systems.config import MODEL_SIZES, PRECISIONS
+from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.flops import model_flops
+from cs336_systems.experiments.model.cells import ModelCell
 from cs336_systems.experiments.model.rates import step_rates
 from cs336_systems.harness.clock import WHOLE
 
@@ -14,8 +15,9 @@ CEILINGS = {"matmul_ceiling": 2.0, "copy_ceiling": 10.0}
 
 def rates(mode: str, device_name: str, ceilings: dict[str, float]) -> dict[str, float]:
     samples = TIMES if mode == "step" else {"forward": [1.0], WHOLE: [1.0]}
+    cell = ModelCell(size="tiny", batch_size=2, context_length=128, mode=mode)
     executed = 7 * 10**9
-    metrics = step_rates(CONFIG, PRECISIONS["fp32"], 2, mode, samples, executed, device_name, ceilings)
+    metrics = step_rates(cell, samples, executed, device_name, ceilings)
     assert all(metric.derived for metric in metrics)
     return {metric.name: metric.samples[0] for metric in metrics}
 

@@ -1,6 +1,7 @@
 """The figure of speedups is drawn from rows of two precisions, and not from one."""
 
-from cs336_systems.experiments.model.speedups import draw_speedups, speedups_figure
+from cs336_systems.experiments.model.speedups import speedups_figure
+from cs336_systems.report.figures import save
 from tests.report.rows import make_cell, make_frame, ms
 
 
@@ -23,7 +24,7 @@ def test_two_precisions_make_a_figure(tmp_path):
     }
     assert axes.get_ylabel() == "time in fp32 / time in autocast-bf16"
     assert axes.get_title() == "NVIDIA H200: batch 1, context 128"
-    assert draw_speedups(make_frame(*cells), tmp_path / "figure.png")
+    assert save(speedups_figure(make_frame(*cells)), tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert not draw_speedups(make_frame(cells[0]), tmp_path / "none.png")
+    assert not save(speedups_figure(make_frame(cells[0])), tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
