@@ -9,17 +9,10 @@ that must move, however it is computed; beside them stands their share of a larg
 Errors are relative Frobenius norms against the formula in fp64.
 """
 
-from cs336_systems.experiments.kernels.cells import default_options
-from cs336_systems.report.command_line import exit_with, parse
+from cs336_systems.experiments.kernels.cells import Options
+from cs336_systems.report.command_line import exit_with, experiment_command
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, then measure; returns the exit code."""
-    options = parse(default_options, arguments, __doc__)
-    from cs336_systems.experiments.kernels.experiment import EXPERIMENT  # torch and pandas come with it
-
-    return EXPERIMENT.run(options)
-
+main = experiment_command(Options, "kernels.experiment", __doc__)
 
 if __name__ == "__main__":
     exit_with("benchmark_kernels", main)

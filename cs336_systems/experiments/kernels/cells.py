@@ -16,6 +16,8 @@ How = Literal["ours", "eager", "compiled"]
 class Options(RunOptions):
     """How fast is each fused kernel?"""
 
+    CPU_DEFAULTS = {"how": ("ours", "eager"), "dtype": ("fp32",), "rows": (1024,), "width": (1024,), "samples": 10}
+
     kernel: tuple[str, ...] = KERNELS
     """Which to measure, by default all."""
     how: tuple[How, ...] = get_args(How)
@@ -49,13 +51,6 @@ class KernelCell:
 
     def __str__(self) -> str:
         return f"{self.kernel} {self.how} {self.dtype} {self.rows} x {self.width}"
-
-
-def default_options(device: str) -> Options:
-    """The defaults on a device; without a GPU they shrink, and nothing is compiled."""
-    if device == "cuda":
-        return Options()
-    return Options(device="cpu", how=("ours", "eager"), dtype=("fp32",), rows=(1024,), width=(1024,), samples=10)
 
 
 def make_cells(options: Options) -> list[KernelCell]:

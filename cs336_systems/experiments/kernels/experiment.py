@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cs336_systems.case import Unsupported
 from cs336_systems.experiments.driver import Experiment, Stage
-from cs336_systems.experiments.kernels.cells import KernelCell, Options, default_options, make_cells
+from cs336_systems.experiments.kernels.cells import KernelCell, Options, make_cells
 from cs336_systems.harness.ceilings import measure_copy
 from cs336_systems.harness.clock import time_kernel
 from cs336_systems.harness.record import Metric
@@ -137,7 +137,6 @@ def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None
 EXPERIMENT = Experiment(
     "benchmark_kernels",
     KernelCell,
-    default_options,
     make_cells,
     lambda options, cells, outcomes: [Stage(cells, measure, share=lambda cell: cell.kernel)],
     present,
