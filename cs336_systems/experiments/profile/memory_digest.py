@@ -8,6 +8,7 @@ pass leaves. Without CUDA there is no allocator to watch: the page then holds th
 says so. Run it in a process of its own, as the sweep does: it assembles the whole model.
 """
 
+import functools
 import gc
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ from cs336_systems.experiments.profile.memory_timeline import draw_memory_timeli
 from cs336_systems.harness.provenance import host_name
 from cs336_systems.profiling.memory_profile import MemoryProfile, profile_memory
 from cs336_systems.profiling.places import short_place
-from cs336_systems.profiling.residuals import PARAMETER_COPY, block_residuals, norm_residuals
+from cs336_systems.profiling.residuals import PARAMETER_COPY, block_residuals
 from cs336_systems.training import check_supported
 from cs336_systems.training.assemble import case_ops
 
@@ -109,14 +110,9 @@ def heading(case: TrainingCase, mode: str) -> str:
 
 def account_block(case: TrainingCase, *, compile: bool) -> BlockAccount:
     """What one block of the model keeps at the case's batch and context; checkpointing, between blocks, left out."""
-    config, device = case.config, torch.device(case.device)
-    ops = case_ops(case)
-    arguments = (config, case.batch_size, config.context_length, case.precision, device)
-    return BlockAccount(
-        "compiled" if compile else "eager",
-        block_residuals(*arguments, ops=ops, compile=compile),
-        norm_residuals(*arguments, ops=ops, compile=compile),
-    )
+    arguments = (case.config, case.batch_size, case.context_length, case.precision, torch.device(case.device))
+    account = functools.partial(block_residuals, *arguments, ops=case_ops(case), compile=compile)
+    return BlockAccount("compiled" if compile else "eager", account(), account(norm_only=True))
 
 
 def main_figures(profile: MemoryProfile | None, accounts: list[BlockAccount]) -> dict[str, float]:
