@@ -148,15 +148,12 @@ def state_labels(step: TrainStep, **inputs: Tensor) -> list[Label]:
 def _labelled_gradients(step: TrainStep, labels: list[Label]) -> Iterator[None]:
     """Append a label for every gradient that is accumulated inside."""
 
-    def hook_for(name: str) -> Callable[[Tensor], None]:
-        def label(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            labels.append(Label(storage_address(parameter.grad), GRADIENTS, f"gradient of {name}"))
-
-        return label
-
     handles = [
-        parameter.register_post_accumulate_grad_hook(hook_for(name))
+        parameter.register_post_accumulate_grad_hook(
+            lambda parameter, name=name: labels.append(
+                Label(storage_address(parameter.grad), GRADIENTS, f"gradient of {name}")
+            )
+        )
         for name, parameter in step.model.named_parameters()
     ]
     try:
@@ -180,17 +177,11 @@ def _named_nodes(step: TrainStep) -> Iterator[Callable[[], None]]:
     def name_nodes() -> None:
         for node in graph_nodes(losses.pop()):
             if node.next_functions:  # not where gradients are accumulated: a hook there could cost a copy
-                node.register_prehook(_annotator(node.name()))
+                name = node.name()
+                node.register_prehook(lambda gradients, name=name: annotate(name))
 
     step.loss_function = keeping_loss
     try:
         yield name_nodes
     finally:
         step.loss_function = loss_function
-
-
-def _annotator(name: str) -> Callable[[tuple[Tensor, ...]], None]:
-    def write_name(gradients: tuple[Tensor, ...]) -> None:
-        annotate(name)
-
-    return write_name

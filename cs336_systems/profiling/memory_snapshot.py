@@ -68,7 +68,8 @@ def recording(device: torch.device, max_entries: int = MAX_ENTRIES) -> Iterator[
     Raises:
         ValueError: ``device`` is not a CUDA device, or ``max_entries`` is not positive.
     """
-    _check_cuda(device)
+    if device.type != "cuda":
+        raise ValueError(f"the allocator's history is recorded on CUDA devices, not on {str(device)!r}")
     if max_entries < 1:
         raise ValueError(f"max_entries must be positive, got {max_entries}")
     torch.cuda.memory._record_memory_history("all", "alloc", "python", max_entries, clear_history=True)
@@ -115,10 +116,9 @@ def read_snapshot(path: Path) -> Snapshot:
         ValueError: the file is empty, torn, no pickle, asks for objects, or is not a memory snapshot.
         OSError: the file cannot be read.
     """
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty: not a memory snapshot")
     with path.open("rb") as file:
-        if not file.read(1):
-            raise ValueError(f"{path} is empty: not a memory snapshot")
-        file.seek(0)
         try:
             snapshot = _PlainUnpickler(file).load()
         except _READ_ERRORS as error:
@@ -149,7 +149,7 @@ def check_snapshot(snapshot: Any) -> None:
         _check_integers("segment", segment, ("address",))
         for block in segment["blocks"]:
             _check_integers("block", block, ("size",))
-            _check_integers("block", block, tuple({"requested_size"} & block.keys()))
+            _check_integers("block", block, {"requested_size"} & block.keys())
     for label in snapshot.get("labels", []):
         if not (isinstance(label, list) and [type(value) for value in label] == [int, str, str]):
             raise ValueError(f"a label is {str(label)[:60]!r}, not an address, a category and a name")
@@ -168,7 +168,7 @@ def _check_event(event: Any) -> None:
         raise ValueError(f"the frames of an event are {str(frames)[:60]!r}, not a list of dictionaries")
 
 
-def _check_integers(what: str, holder: Any, keys: tuple[str, ...]) -> None:
+def _check_integers(what: str, holder: Any, keys: Iterable[str]) -> None:
     for key in keys:
         value = holder.get(key) if isinstance(holder, dict) else None
         if type(value) is not int or value < 0:
@@ -183,8 +183,3 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> NoReturn:
         raise pickle.UnpicklingError("it refers to objects outside the file")
-
-
-def _check_cuda(device: torch.device) -> None:
-    if device.type != "cuda":
-        raise ValueError(f"the allocator's history is recorded on CUDA devices, not on {str(device)!r}")
