@@ -13,33 +13,17 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from cs336_systems.profiling.ranges import BACKWARD, STEP
-from cs336_systems.profiling.traces.kernels import (
-    ATTENTION,
-    CLASSES,
-    COMMUNICATION,
-    COPY,
-    ELEMENTWISE,
-    MATMUL,
-    OPTIMIZER,
-    OTHER,
-    REDUCTION,
-    SOFTMAX,
-    kernel_class,
-)
+from cs336_systems.profiling.traces.kernels import CLASSES, kernel_class
 from cs336_systems.profiling.traces.queries import MS
 from cs336_systems.profiling.traces.tables import Trace
 
-CLASS_COLOURS = {
-    MATMUL: "#0072B2",
-    ATTENTION: "#56B4E9",
-    SOFTMAX: "#D55E00",
-    REDUCTION: "#F0E442",
-    ELEMENTWISE: "#E69F00",
-    COPY: "#CC79A7",
-    OPTIMIZER: "#009E73",
-    COMMUNICATION: "#000000",
-    OTHER: "#999999",
-}
+CLASS_COLOURS = dict(
+    zip(
+        CLASSES,
+        ("#0072B2", "#56B4E9", "#D55E00", "#F0E442", "#E69F00", "#CC79A7", "#009E73", "#000000", "#999999"),
+        strict=True,
+    )
+)
 _RANGE_GREYS = ("#D9D9D9", "#F0F0F0")
 _MOST_DEPTHS = 5
 _WIDTH_INCHES = 12.0
@@ -57,8 +41,7 @@ def draw_timeline(trace: Trace, phases: list[str], title: str, path: Path, step:
         TraceError: the trace holds no step.
         IndexError: it holds fewer steps than asked for.
     """
-    steps = trace.instances(STEP)
-    window = steps.iloc[[step]]
+    window = trace.instances(STEP).iloc[[step]]
     ops = trace.operations(window)
     ranges = trace.during(trace.ranges, window)
     zero = int(window["start"].iloc[0])
@@ -69,7 +52,7 @@ def draw_timeline(trace: Trace, phases: list[str], title: str, path: Path, step:
     for tid in sorted(ranges["tid"].unique(), key=lambda tid: tid != caller):
         thread = "caller's thread" if tid == caller else "autograd's thread"
         own = ranges[ranges["tid"] == tid]
-        rows += [(f"{thread} {depth}" if depth else thread, group) for depth, group in own.groupby("depth")]
+        rows += [(f"depth {depth}" if depth else thread, group) for depth, group in own.groupby("depth")]
     streams = list(ops.groupby(["device", "stream"]))
 
     height = 1.6 + 0.33 * (len(rows) + 1) + 0.75 * len(streams)
@@ -79,7 +62,7 @@ def draw_timeline(trace: Trace, phases: list[str], title: str, path: Path, step:
     )
     for i, (_, group) in enumerate(rows):
         _draw_ranges(host, group, i, zero, (end - zero) / MS)
-    host.set_yticks(range(len(rows)), [_row_label(label) for label, _ in rows], fontsize=7)
+    host.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=7)
     host.set_ylim(len(rows) - 0.5, -0.5)
     host.set_title("host: ranges by thread and depth", loc="left", fontsize=9)
 
@@ -109,26 +92,24 @@ def draw_timeline(trace: Trace, phases: list[str], title: str, path: Path, step:
     figure.savefig(path, dpi=160)
 
 
-def _row_label(label: str) -> str:
-    """The thread at its outermost row, the depth at the others."""
-    return f"depth {label.rsplit(' ', 1)[1]}" if label[-1].isdigit() else label
-
-
 def _bar_label(axes: Axes, name: str, start_ms: float, length_ms: float, y: float, whole_ms: float) -> None:
     """The name centred in its bar, if it fits."""
     if len(name) * whole_ms / _CHARACTERS_ACROSS < length_ms:
         axes.text(start_ms + length_ms / 2, y, name, ha="center", va="center", fontsize=6.5, clip_on=True)
 
 
+def _bars(rows: pd.DataFrame, zero: int) -> list[tuple[float, float]]:
+    """Start and length in ms of each row."""
+    return list(zip((rows["start"] - zero) / MS, (rows["end"] - rows["start"]) / MS, strict=True))
+
+
 def _draw_ranges(axes: Axes, ranges: pd.DataFrame, row: int, zero: int, whole_ms: float) -> None:
     """One row of ranges, neighbours in alternating greys."""
-    starts, lengths = (ranges["start"] - zero) / MS, (ranges["end"] - ranges["start"]) / MS
     colours = [_RANGE_GREYS[i % 2] for i in range(len(ranges))]
-    axes.broken_barh(
-        list(zip(starts, lengths, strict=True)), (row - 0.45, 0.9), facecolors=colours, edgecolor="#7F7F7F", lw=0.3
-    )
-    for name, start, length in zip(ranges["name"], starts, lengths, strict=True):
-        _bar_label(axes, name.removesuffix(BACKWARD), start, length, row, whole_ms)
+    bars = _bars(ranges, zero)
+    axes.broken_barh(bars, (row - 0.45, 0.9), facecolors=colours, edgecolor="#7F7F7F", lw=0.3)
+    for name, bar in zip(ranges["name"], bars, strict=True):
+        _bar_label(axes, name.removesuffix(BACKWARD), *bar, row, whole_ms)
 
 
 def _draw_phases(axes: Axes, trace: Trace, window: pd.DataFrame, phases: list[str], zero: int, whole_ms: float) -> None:
@@ -145,5 +126,4 @@ def _draw_phases(axes: Axes, trace: Trace, window: pd.DataFrame, phases: list[st
 def _draw_operations(axes: Axes, ops: pd.DataFrame, row: int, zero: int) -> None:
     """One stream; bars have no edges, so that a thousand of them stay readable."""
     for label, group in ops.groupby(ops["name"].map(kernel_class)):
-        bars = list(zip((group["start"] - zero) / MS, (group["end"] - group["start"]) / MS, strict=True))
-        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=CLASS_COLOURS[str(label)], lw=0)
+        axes.broken_barh(_bars(group, zero), (row - 0.4, 0.8), facecolors=CLASS_COLOURS[str(label)], lw=0)

@@ -66,10 +66,9 @@ def _by_instance(trace: Trace, instances: pd.DataFrame) -> pd.DataFrame:
 
 
 def _total(rows: pd.DataFrame, steps: int) -> RangeTimes:
-    durations = {
-        f"{name}_ms": float(rows[name].sum()) / steps / MS for name in ("host", "summed", "unioned", "projected")
-    }
-    return RangeTimes(calls=len(rows) / steps, operations=float(rows["operations"].sum()) / steps, **durations)
+    names = ("host", "summed", "unioned", "projected")
+    durations_ms = {f"{name}_ms": float(rows[name].sum()) / steps / MS for name in names}
+    return RangeTimes(calls=len(rows) / steps, operations=float(rows["operations"].sum()) / steps, **durations_ms)
 
 
 def range_table(trace: Trace) -> pd.DataFrame:
