@@ -148,8 +148,7 @@ def check_snapshot(snapshot: Any) -> None:
             raise ValueError("a segment has no list of blocks")
         _check_integers("segment", segment, ("address",))
         for block in segment["blocks"]:
-            _check_integers("block", block, ("size",))
-            _check_integers("block", block, {"requested_size"} & block.keys())
+            _check_integers("block", block, ("size",), optional="requested_size")
     for label in snapshot.get("labels", []):
         if not (isinstance(label, list) and [type(value) for value in label] == [int, str, str]):
             raise ValueError(f"a label is {str(label)[:60]!r}, not an address, a category and a name")
@@ -160,7 +159,7 @@ def _check_event(event: Any) -> None:
         found = event.get("action") if isinstance(event, dict) else event
         raise ValueError(f"an event's action is {str(found)[:60]!r}, known are {', '.join(sorted(_KNOWN_ACTIONS))}")
     keys = ("size",) if event["action"] in ("oom", "snapshot") else ("addr", "size")
-    _check_integers("event", event, (*keys, *({"time_us"} & event.keys())))
+    _check_integers("event", event, keys, optional="time_us")
     if not isinstance(metadata := event.get("user_metadata", ""), str):
         raise ValueError(f"the metadata of an event is {str(metadata)[:60]!r}, not a string")
     frames = event.get("frames", [])
@@ -168,9 +167,10 @@ def _check_event(event: Any) -> None:
         raise ValueError(f"the frames of an event are {str(frames)[:60]!r}, not a list of dictionaries")
 
 
-def _check_integers(what: str, holder: Any, keys: Iterable[str]) -> None:
-    for key in keys:
-        value = holder.get(key) if isinstance(holder, dict) else None
+def _check_integers(what: str, holder: Any, keys: tuple[str, ...], optional: str = "") -> None:
+    holder = holder if isinstance(holder, dict) else {}
+    for key in (*keys, *({optional} & holder.keys())):
+        value = holder.get(key)
         if type(value) is not int or value < 0:
             raise ValueError(f"the {key!r} of one {what} is {str(value)[:60]!r}, not a whole number")
 

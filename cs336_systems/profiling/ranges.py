@@ -190,7 +190,7 @@ def annotate(model: nn.Module) -> ExitStack:
         for handle in _range_calls(module, name, device, outermost=not path):
             annotation.callback(handle.remove)
         if isinstance(ops := getattr(module, "ops", None), ModelOps):
-            module.ops = ranged_ops(ops)  # type: ignore[assignment]
+            module.ops = ranged_ops(ops)
             annotation.callback(setattr, module, "ops", ops)
     return annotation
 

@@ -41,7 +41,8 @@ def peak_frame(profile: MemoryProfile) -> pd.DataFrame:
 def peak_table(profile: MemoryProfile) -> Table:
     """What is alive at the peak, beside what was predicted."""
     peak, case = profile.history.peak(), profile.case
-    lines = [(row.category, digits(row.gib), f"{row.percent:.1f}") for row in peak_frame(profile).itertuples()]
+    frame = peak_frame(profile).itertuples(index=False, name=None)
+    lines = [(category, digits(gib), f"{percent:.1f}") for category, gib, percent in frame]
     lines.append(("max_memory_allocated", digits(profile.peak_allocated_bytes / GIB), "100.0"))
     unwatched = digits(profile.unwatched_peak_bytes / GIB) if profile.unwatched_peak_bytes else "–"
     lines.append(("the same, unwatched", unwatched, ""))
@@ -139,6 +140,7 @@ def kept_table(accounts: list[BlockAccount]) -> Table:
 def largest_table(account: BlockAccount) -> Table:
     """The five activations that take the most."""
     largest = account.block.largest(5)
+    places = largest[["module", "source"]].itertuples(index=False)
     shown = pd.DataFrame(
         {
             "MiB": [digits(mib) for mib in largest["mib"]],
@@ -146,9 +148,7 @@ def largest_table(account: BlockAccount) -> Table:
             "shape": _shapes(largest),
             "dtype": largest["dtype"],
             "kept by": largest["kept_by"],
-            "source": [
-                ", ".join(filter(None, pair)) for pair in zip(largest["module"], largest["source"], strict=True)
-            ],
+            "source": [", ".join(filter(None, place)) for place in places],
         }
     )
     together = largest["percent"].sum()

@@ -34,7 +34,10 @@ OP_COLUMNS: dict[str, type] = {
     **dict.fromkeys(("name", "kind"), object),
     **dict.fromkeys(("start", "end", "pid", "device", "stream", "launch_tid", "launch_start", "correlation"), np.int64),
 }
-RANGE_COLUMNS: dict[str, type] = {"name": object} | dict.fromkeys(("start", "end", "pid", "tid", "depth"), np.int64)
+RANGE_COLUMNS: dict[str, type] = {
+    "name": object,
+    **dict.fromkeys(("start", "end", "pid", "tid", "depth"), np.int64),
+}
 
 
 class TraceError(Exception):
