@@ -42,12 +42,13 @@ def draw_timeline(trace: Trace, phases: list[str], title: str, path: Path, step:
         IndexError: it holds fewer steps than asked for.
     """
     window = trace.instances(STEP).iloc[[step]]
-    ops = trace.operations(window)
-    ranges = trace.during(trace.ranges, window)
-    zero = int(window["start"].iloc[0])
-    end = max(int(window["end"].iloc[0]), int(ops["end"].max()))
-    caller = int(window["tid"].iloc[0])
+    zero, caller = int(window["start"].iloc[0]), int(window["tid"].iloc[0])
+    ops, ranges = (_in_ms(rows, zero) for rows in (trace.operations(window), trace.during(trace.ranges, window)))
     ranges = ranges[ranges["depth"] < _MOST_DEPTHS]
+    whole_ms = (max(int(window["end"].iloc[0]), int(ops["end"].max())) - zero) / MS
+    ran = trace.operations(trace.during(trace.ranges[trace.ranges["name"].isin(phases)], window))
+    named = ran.groupby(trace.ranges["name"][ran["instance"]].to_numpy(), sort=False)
+    passes = _in_ms(named.agg(start=("start", "min"), end=("end", "max")).reset_index(names="name"), zero)
     rows: list[tuple[str, pd.DataFrame]] = []
     for tid in sorted(ranges["tid"].unique(), key=lambda tid: tid != caller):
         thread = "caller's thread" if tid == caller else "autograd's thread"
@@ -60,22 +61,23 @@ def draw_timeline(trace: Trace, phases: list[str], title: str, path: Path, step:
     host, device = figure.subplots(
         2, 1, sharex=True, height_ratios=[max(1, len(rows)) * 0.33, 0.33 + 0.75 * max(1, len(streams))]
     )
+    device.set_xlim(0, whole_ms)
     for i, (_, group) in enumerate(rows):
-        _draw_ranges(host, group, i, zero, (end - zero) / MS)
+        _draw_ranges(host, group, i - 0.45, 0.9)
     host.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=7)
     host.set_ylim(len(rows) - 0.5, -0.5)
     host.set_title("host: ranges by thread and depth", loc="left", fontsize=9)
 
-    _draw_phases(device, trace, window, phases, zero, (end - zero) / MS)
+    _draw_ranges(device, passes, -0.93, 0.36)
     for i, (_, group) in enumerate(streams):
-        _draw_operations(device, group, i, zero)
+        for label, kernels in group.groupby(group["name"].map(kernel_class)):  # no edges: a thousand stay readable
+            device.broken_barh(_bars(kernels), (i - 0.4, 0.8), facecolors=CLASS_COLOURS[str(label)], lw=0)
     names = [f"GPU {d}, stream {s}" if trace.has_gpu else "CPU operators" for (d, s), _ in streams]
     device.set_yticks([-0.75, *range(len(names))], ["phases", *names], fontsize=7)
     device.set_ylim(len(names) - 0.5, -1.0)
     what = "device: kernels, copies and fills by stream" if trace.has_gpu else "CPU: operators by thread"
     device.set_title(f"{what}; the phases from their first operation to their last", loc="left", fontsize=9)
     device.set_xlabel("time since the step began, ms", fontsize=9)
-    device.set_xlim(0, (end - zero) / MS)
     for axes in (host, device):
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
@@ -92,38 +94,21 @@ def draw_timeline(trace: Trace, phases: list[str], title: str, path: Path, step:
     figure.savefig(path, dpi=160)
 
 
-def _bar_label(axes: Axes, name: str, start_ms: float, length_ms: float, y: float, whole_ms: float) -> None:
-    """The name centred in its bar, if it fits."""
-    if len(name) * whole_ms / _CHARACTERS_ACROSS < length_ms:
-        axes.text(start_ms + length_ms / 2, y, name, ha="center", va="center", fontsize=6.5, clip_on=True)
+def _in_ms(rows: pd.DataFrame, zero: int) -> pd.DataFrame:
+    """With ``start_ms`` after ``zero`` and ``length_ms``."""
+    return rows.assign(start_ms=(rows["start"] - zero) / MS, length_ms=(rows["end"] - rows["start"]) / MS)
 
 
-def _bars(rows: pd.DataFrame, zero: int) -> list[tuple[float, float]]:
-    """Start and length in ms of each row."""
-    return list(zip((rows["start"] - zero) / MS, (rows["end"] - rows["start"]) / MS, strict=True))
+def _bars(rows: pd.DataFrame) -> list[tuple[float, float]]:
+    return list(zip(rows["start_ms"], rows["length_ms"], strict=True))
 
 
-def _draw_ranges(axes: Axes, ranges: pd.DataFrame, row: int, zero: int, whole_ms: float) -> None:
-    """One row of ranges, neighbours in alternating greys."""
+def _draw_ranges(axes: Axes, ranges: pd.DataFrame, bottom: float, height: float) -> None:
+    """One row of ranges, neighbours in alternating greys, each with its name in its middle if it fits."""
     colours = [_RANGE_GREYS[i % 2] for i in range(len(ranges))]
-    bars = _bars(ranges, zero)
-    axes.broken_barh(bars, (row - 0.45, 0.9), facecolors=colours, edgecolor="#7F7F7F", lw=0.3)
-    for name, bar in zip(ranges["name"], bars, strict=True):
-        _bar_label(axes, name.removesuffix(BACKWARD), *bar, row, whole_ms)
-
-
-def _draw_phases(axes: Axes, trace: Trace, window: pd.DataFrame, phases: list[str], zero: int, whole_ms: float) -> None:
-    """Where each phase's operations ran."""
-    for i, phase in enumerate(phases):
-        ops = trace.operations(trace.during(trace.ranges[trace.ranges["name"] == phase], window))
-        if ops.empty:
-            continue
-        start, length = (ops["start"].min() - zero) / MS, (ops["end"].max() - ops["start"].min()) / MS
-        axes.broken_barh([(start, length)], (-0.93, 0.36), facecolors=_RANGE_GREYS[i % 2], edgecolor="#7F7F7F", lw=0.3)
-        _bar_label(axes, phase, start, length, -0.75, whole_ms)
-
-
-def _draw_operations(axes: Axes, ops: pd.DataFrame, row: int, zero: int) -> None:
-    """One stream; bars have no edges, so that a thousand of them stay readable."""
-    for label, group in ops.groupby(ops["name"].map(kernel_class)):
-        axes.broken_barh(_bars(group, zero), (row - 0.4, 0.8), facecolors=CLASS_COLOURS[str(label)], lw=0)
+    axes.broken_barh(_bars(ranges), (bottom, height), facecolors=colours, edgecolor="#7F7F7F", lw=0.3)
+    per_character = axes.get_xlim()[1] / _CHARACTERS_ACROSS
+    for name, (start, length) in zip(ranges["name"].str.removesuffix(BACKWARD), _bars(ranges), strict=True):
+        if len(name) * per_character < length:
+            middle = (start + length / 2, bottom + height / 2)
+            axes.text(*middle, name, ha="center", va="center", fontsize=6.5, clip_on=True)
