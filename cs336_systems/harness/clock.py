@@ -40,7 +40,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class _Stopwatch:
+class Stopwatch:
     """Marks on the device's time line; ``laps_ms`` waits, then returns the times between successive marks."""
 
     def __init__(self, device: torch.device) -> None:
@@ -75,7 +75,7 @@ def time_phases(
     times = PhaseTimes({name: [] for name in (*phases, WHOLE)})
     for i in range(warmup + steps):
         synchronize(device)
-        stopwatch = _Stopwatch(device)
+        stopwatch = Stopwatch(device)
         stopwatch.mark()
         for phase in phases.values():
             phase()
@@ -108,7 +108,7 @@ def time_kernel(
     for _ in range(samples):
         if flush is not None:
             flush.zero_()
-        stopwatch = _Stopwatch(device)
+        stopwatch = Stopwatch(device)
         stopwatch.mark()
         operation()
         stopwatch.mark()

@@ -10,15 +10,12 @@ between them is what the collective was late, and is near zero if it was in time
 caller stood still. Attached from outside; the wrapped model does not know of it.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup
-from cs336_systems.harness.clock import synchronize
+from cs336_systems.harness.clock import Stopwatch
 
 LATE_MS = 0.02
 """Longer waits count as late: two events with nothing between them lie a few microseconds apart."""
@@ -40,42 +37,29 @@ class GatherWaits:
     """Times every wait for a gather that was under way, in order."""
 
     def __init__(self, fsdp: FSDP) -> None:
-        self._device = fsdp.device
-        self._groups = fsdp.groups
-        self._marks: list[tuple[str, torch.cuda.Event | float, torch.cuda.Event | float]] = []
+        self._fsdp = fsdp
+        self._names: list[str] = []
+        self._stopwatch = Stopwatch(fsdp.device)
         for group in fsdp.groups:
             group.wait = self._timed(group, group.wait)  # type: ignore[method-assign]
 
     def _timed(self, group: ShardedGroup, wait: Callable[[], None]) -> Callable[[], None]:
         def timed() -> None:
-            if group.state is not GroupState.GATHERING:
-                return
-            before = self._mark()
-            wait()
-            self._marks.append((group.parameters[0].names[0], before, self._mark()))
+            if group.state is GroupState.GATHERING:
+                self._names.append(group.parameters[0].names[0])
+                self._stopwatch.mark()
+                wait()
+                self._stopwatch.mark()
 
         return timed
 
-    def _mark(self) -> torch.cuda.Event | float:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
     def read(self) -> list[Wait]:
         """The waits since the last reading."""
-        synchronize(self._device)
-        marks, self._marks = self._marks, []
-        return [Wait(name, _between(before, after)) for name, before, after in marks]
+        waits = list(map(Wait, self._names, self._stopwatch.laps_ms()[::2]))
+        self._names, self._stopwatch = [], Stopwatch(self._fsdp.device)
+        return waits
 
     def remove(self) -> None:
         """Leave the model as it was."""
-        for group in self._groups:
+        for group in self._fsdp.groups:
             del group.wait
-
-
-def _between(before: torch.cuda.Event | float, after: torch.cuda.Event | float) -> float:
-    if isinstance(before, float) or isinstance(after, float):
-        return (float(after) - float(before)) * 1e3  # type: ignore[arg-type]
-    return before.elapsed_time(after)

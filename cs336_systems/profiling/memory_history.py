@@ -42,7 +42,7 @@ class Allocation:
     address: int
     n_bytes: int
     start: int
-    end: int
+    end: int = -1
     phase: str = BEFORE
     category: str = TEMPORARIES
     name: str = ""
@@ -172,7 +172,6 @@ def _replay(trace: Sequence[dict[str, Any]], living_at_end: dict[int, int]) -> M
                 address,
                 event["size"],
                 event_number,
-                end=-1,
                 phase=marks[-1][0] if marks else BEFORE,
                 operation="" if metadata.startswith(MARK) else metadata,
                 stack=tuple(_place(frame) for frame in event.get("frames", ())),
@@ -185,16 +184,13 @@ def _replay(trace: Sequence[dict[str, Any]], living_at_end: dict[int, int]) -> M
             event_number += 1
             if action == "free_requested":
                 waiting.add(address)
-            allocation = alive.pop(address, None) or Allocation(
-                address, event["size"], 0, end=-1, category=OTHER, name="existed before"
-            )
+            allocation = alive.pop(address, None) or _existing(address, event["size"])
             allocation.end = event_number
             done.append(allocation)
         elif action == "oom" and out_of_memory is None:
             out_of_memory = event_number
     for address, n_bytes in living_at_end.items():
-        if address not in alive:
-            alive[address] = Allocation(address, n_bytes, 0, end=-1, category=OTHER, name="existed before")
+        alive.setdefault(address, _existing(address, n_bytes))
     for allocation in alive.values():
         allocation.end = event_number + 1
         done.append(allocation)
@@ -204,6 +200,10 @@ def _replay(trace: Sequence[dict[str, Any]], living_at_end: dict[int, int]) -> M
         for (name, start, time_us), (_, end, until_us) in pairwise(marks)
     ]
     return MemoryHistory(done, phases, event_number, out_of_memory)
+
+
+def _existing(address: int, n_bytes: int) -> Allocation:
+    return Allocation(address, n_bytes, start=0, category=OTHER, name="existed before")
 
 
 def _place(frame: dict[str, Any]) -> str:

@@ -21,24 +21,10 @@ from torch import Tensor
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.harness.clock import synchronize
+from cs336_systems.profiling import memory_history, memory_snapshot
 from cs336_systems.profiling.graph import graph_nodes, storage_address
-from cs336_systems.profiling.memory_history import (
-    GRADIENTS,
-    OPTIMIZER_STATE,
-    OTHER,
-    PARAMETERS,
-    MemoryHistory,
-    reconstruct,
-)
-from cs336_systems.profiling.memory_snapshot import (
-    MAX_ENTRIES,
-    Label,
-    annotate,
-    mark_phase,
-    recording,
-    take_snapshot,
-    write_snapshot,
-)
+from cs336_systems.profiling.memory_history import GRADIENTS, OPTIMIZER_STATE, OTHER, PARAMETERS
+from cs336_systems.profiling.memory_snapshot import MAX_ENTRIES, Label, annotate
 from cs336_systems.training import TrainStep, assemble, random_batch
 
 
@@ -48,7 +34,7 @@ class MemoryProfile:
 
     case: TrainingCase
     mode: str
-    history: MemoryHistory
+    history: memory_history.MemoryHistory
     peak_allocated_bytes: int
     """``torch.cuda.max_memory_allocated`` of the watched pass."""
     unwatched_peak_bytes: int
@@ -99,10 +85,11 @@ def profile_memory(case: TrainingCase, mode: str, path: Path, *, max_entries: in
 
     torch.cuda.reset_peak_memory_stats(device)
     gradients: list[Label] = []
-    with recording(device, max_entries), _labelled_gradients(step, gradients), _named_nodes(step) as name_nodes:
+    log = memory_snapshot.recording(device, max_entries)
+    with log, _labelled_gradients(step, gradients), _named_nodes(step) as name_nodes:
         try:
             for name, phase in phases.items():
-                mark_phase(name, device)
+                memory_snapshot.mark_phase(name, device)
                 if name == "backward":
                     name_nodes()
                 phase()
@@ -110,10 +97,11 @@ def profile_memory(case: TrainingCase, mode: str, path: Path, *, max_entries: in
         except torch.OutOfMemoryError as error:
             out_of_memory = str(error)
         peak = torch.cuda.max_memory_allocated(device)
-        snapshot = take_snapshot([*state_labels(step, token_ids=token_ids, targets=targets), *gradients])
-    write_snapshot(path, snapshot)
+        labels = [*state_labels(step, token_ids=token_ids, targets=targets), *gradients]
+        snapshot = memory_snapshot.take_snapshot(labels)
+    memory_snapshot.write_snapshot(path, snapshot)
     index = torch.cuda.current_device() if device.index is None else device.index
-    history = reconstruct(snapshot, index)
+    history = memory_history.reconstruct(snapshot, index)
     if [phase.name for phase in history.phases] != list(phases)[: len(history.phases)] or not history.phases:
         raise ValueError(f"the log of {max_entries} events lost the beginning of the pass: raise max_entries")
     return MemoryProfile(
@@ -148,15 +136,12 @@ def state_labels(step: TrainStep, **inputs: Tensor) -> list[Label]:
 def _labelled_gradients(step: TrainStep, labels: list[Label]) -> Iterator[None]:
     """Append a label for every gradient that is accumulated inside."""
 
-    def hook_for(name: str) -> Callable[[Tensor], None]:
-        def label(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            labels.append(Label(storage_address(parameter.grad), GRADIENTS, f"gradient of {name}"))
-
-        return label
-
     handles = [
-        parameter.register_post_accumulate_grad_hook(hook_for(name))
+        parameter.register_post_accumulate_grad_hook(
+            lambda parameter, name=name: labels.append(
+                Label(storage_address(parameter.grad), GRADIENTS, f"gradient of {name}")
+            )
+        )
         for name, parameter in step.model.named_parameters()
     ]
     try:
@@ -180,17 +165,11 @@ def _named_nodes(step: TrainStep) -> Iterator[Callable[[], None]]:
     def name_nodes() -> None:
         for node in graph_nodes(losses.pop()):
             if node.next_functions:  # not where gradients are accumulated: a hook there could cost a copy
-                node.register_prehook(_annotator(node.name()))
+                name = node.name()
+                node.register_prehook(lambda gradients, name=name: annotate(name))
 
     step.loss_function = keeping_loss
     try:
         yield name_nodes
     finally:
         step.loss_function = loss_function
-
-
-def _annotator(name: str) -> Callable[[tuple[Tensor, ...]], None]:
-    def write_name(gradients: tuple[Tensor, ...]) -> None:
-        annotate(name)
-
-    return write_name

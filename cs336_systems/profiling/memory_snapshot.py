@@ -68,7 +68,8 @@ def recording(device: torch.device, max_entries: int = MAX_ENTRIES) -> Iterator[
     Raises:
         ValueError: ``device`` is not a CUDA device, or ``max_entries`` is not positive.
     """
-    _check_cuda(device)
+    if device.type != "cuda":
+        raise ValueError(f"the allocator's history is recorded on CUDA devices, not on {str(device)!r}")
     if max_entries < 1:
         raise ValueError(f"max_entries must be positive, got {max_entries}")
     torch.cuda.memory._record_memory_history("all", "alloc", "python", max_entries, clear_history=True)
@@ -115,10 +116,9 @@ def read_snapshot(path: Path) -> Snapshot:
         ValueError: the file is empty, torn, no pickle, asks for objects, or is not a memory snapshot.
         OSError: the file cannot be read.
     """
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty: not a memory snapshot")
     with path.open("rb") as file:
-        if not file.read(1):
-            raise ValueError(f"{path} is empty: not a memory snapshot")
-        file.seek(0)
         try:
             snapshot = _PlainUnpickler(file).load()
         except _READ_ERRORS as error:
@@ -148,8 +148,7 @@ def check_snapshot(snapshot: Any) -> None:
             raise ValueError("a segment has no list of blocks")
         _check_integers("segment", segment, ("address",))
         for block in segment["blocks"]:
-            _check_integers("block", block, ("size",))
-            _check_integers("block", block, tuple({"requested_size"} & block.keys()))
+            _check_integers("block", block, ("size",), optional="requested_size")
     for label in snapshot.get("labels", []):
         if not (isinstance(label, list) and [type(value) for value in label] == [int, str, str]):
             raise ValueError(f"a label is {str(label)[:60]!r}, not an address, a category and a name")
@@ -160,7 +159,7 @@ def _check_event(event: Any) -> None:
         found = event.get("action") if isinstance(event, dict) else event
         raise ValueError(f"an event's action is {str(found)[:60]!r}, known are {', '.join(sorted(_KNOWN_ACTIONS))}")
     keys = ("size",) if event["action"] in ("oom", "snapshot") else ("addr", "size")
-    _check_integers("event", event, (*keys, *({"time_us"} & event.keys())))
+    _check_integers("event", event, keys, optional="time_us")
     if not isinstance(metadata := event.get("user_metadata", ""), str):
         raise ValueError(f"the metadata of an event is {str(metadata)[:60]!r}, not a string")
     frames = event.get("frames", [])
@@ -168,9 +167,10 @@ def _check_event(event: Any) -> None:
         raise ValueError(f"the frames of an event are {str(frames)[:60]!r}, not a list of dictionaries")
 
 
-def _check_integers(what: str, holder: Any, keys: tuple[str, ...]) -> None:
-    for key in keys:
-        value = holder.get(key) if isinstance(holder, dict) else None
+def _check_integers(what: str, holder: Any, keys: tuple[str, ...], optional: str = "") -> None:
+    holder = holder if isinstance(holder, dict) else {}
+    for key in (*keys, *({optional} & holder.keys())):
+        value = holder.get(key)
         if type(value) is not int or value < 0:
             raise ValueError(f"the {key!r} of one {what} is {str(value)[:60]!r}, not a whole number")
 
@@ -183,8 +183,3 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> NoReturn:
         raise pickle.UnpicklingError("it refers to objects outside the file")
-
-
-def _check_cuda(device: torch.device) -> None:
-    if device.type != "cuda":
-        raise ValueError(f"the allocator's history is recorded on CUDA devices, not on {str(device)!r}")

@@ -25,9 +25,10 @@ calls modules, their ranges are left out of it.
 """
 
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,7 @@ from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from cs336_systems.model import ModelOps
 
@@ -50,14 +52,6 @@ SCORES, SOFTMAX, VALUES = "scores matmul", "softmax", "values matmul"
 """Ranges of attention's stages, inside the module's."""
 
 
-class _Range:
-    """One open range on the thread that opened it."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.record = record_function(name) if torch.autograd._profiler_enabled() else None
-
-
 class _OpenRanges(threading.local):
     """The open ranges of each thread, outermost first."""
 
@@ -68,37 +62,32 @@ class _OpenRanges(threading.local):
 _open_ranges = _OpenRanges()
 
 
-def _open(name: str) -> _Range:
-    opened = _Range(name)
-    nvtx.push_range(name)
-    if opened.record is not None:
-        opened.record.__enter__()
-    _open_ranges.stack.append(opened)
-    return opened
+class _Range:
+    """A range on the thread that made it, which opens it."""
 
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.record = record_function(name) if torch.autograd._profiler_enabled() else None
+        nvtx.push_range(name)
+        if self.record is not None:
+            self.record.__enter__()
+        _open_ranges.stack.append(self)
 
-def _close(opened: _Range) -> None:
-    """Close a range of this thread and all that were left open inside it; nothing if it is closed already."""
-    stack = _open_ranges.stack
-    if opened not in stack:
-        return
-    while True:
-        innermost = stack.pop()
-        if innermost.record is not None:
-            innermost.record.__exit__(None, None, None)
-        nvtx.pop_range()
-        if innermost is opened:
-            return
+    def close(self) -> None:
+        """Close it and all that were left open inside it; nothing if it is closed already."""
+        stack = _open_ranges.stack
+        while self in stack:
+            innermost = stack.pop()
+            if innermost.record is not None:
+                innermost.record.__exit__(None, None, None)
+            nvtx.pop_range()
 
 
 @contextmanager
 def ranged(name: str) -> Iterator[None]:
     """A range of this name around what is inside, for nsys and for torch.profiler, closed whatever happens."""
-    opened = _open(name)
-    try:
+    with closing(_Range(name)):
         yield
-    finally:
-        _close(opened)
 
 
 @functools.cache
@@ -108,53 +97,30 @@ def _anchor(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class _Call:
-    """One ranged call, from its forward to its backward."""
+    """One ranged call, from its forward, which begins as it is made, to its backward."""
 
-    def __init__(self, name: str, outermost: bool) -> None:
+    backward: _Range
+
+    def __init__(self, name: str, device: torch.device, outermost: bool = False) -> None:
         self.name = name
         self.outermost = outermost
-        self.forward: _Range | None = None
-        self.backward: _Range | None = None
         self.marker: Tensor | None = None
-        self.anchor_gradient: Tensor | None = None
-
-    def begin(self, device: torch.device) -> None:
-        """Before the first operation."""
         if torch.is_grad_enabled():
             anchor, self.anchor_gradient = _anchor(device)
             self.marker = _First.apply(anchor, self)
-        self.forward = _open(self.name)
+        self.forward = _Range(name)
 
     def end(self, output: Any) -> Any:
         """After the last operation; returns the output, as the aliases that are to be used instead."""
-        self.abandon()
+        self.forward.close()
         marker, self.marker = self.marker, None
-        if marker is None:
-            return output
-        if isinstance(output, Tensor):
-            return _Last.apply(marker, self, output)[0] if output.requires_grad else output
         leaves, structure = tree_flatten(output)
         wrapped = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not wrapped:
+        if marker is None or not wrapped:
             return output
         for i, alias in zip(wrapped, _Last.apply(marker, self, *(leaves[i] for i in wrapped)), strict=True):
             leaves[i] = alias
         return tree_unflatten(leaves, structure)
-
-    def abandon(self) -> None:
-        """Close forward's range; all that there is to do if forward raised."""
-        if self.forward is not None:
-            _close(self.forward)
-
-    def begin_backward(self) -> None:
-        if self.outermost:
-            for stale in [opened for opened in _open_ranges.stack if opened.name == self.name + BACKWARD]:
-                _close(stale)
-        self.backward = _open(self.name + BACKWARD)
-
-    def end_backward(self) -> None:
-        if self.backward is not None:
-            _close(self.backward)
 
 
 class _First(torch.autograd.Function):
@@ -170,7 +136,7 @@ class _First(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[None, None]:
-        ctx.call.end_backward()
+        ctx.call.backward.close()
         return None, None
 
 
@@ -185,8 +151,12 @@ class _Last(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.call.begin_backward()
-        return ctx.call.anchor_gradient, None, *gradients
+        call, name = ctx.call, ctx.call.name + BACKWARD
+        if call.outermost:
+            for stale in [opened for opened in _open_ranges.stack if opened.name == name]:
+                stale.close()
+        call.backward = _Range(name)
+        return call.anchor_gradient, None, *gradients
 
 
 def ranged_call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -194,86 +164,50 @@ def ranged_call(name: str, function: Callable[..., Any], *args: Any, **kwargs: A
 
     The first tensor among ``args`` says on which device backward will run.
     """
-    call = _Call(name, outermost=False)
-    call.begin(next((arg.device for arg in args if isinstance(arg, Tensor)), torch.device("cpu")))
-    try:
+    call = _Call(name, next((arg.device for arg in args if isinstance(arg, Tensor)), torch.device("cpu")))
+    with closing(call.forward):
         return call.end(function(*args, **kwargs))
-    finally:
-        call.abandon()
 
 
-class Annotation:
-    """The hooks that ``annotate`` attached; ``remove`` (or leaving the ``with``) takes them off again."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
-
-    def remove(self) -> None:
-        """Detach everything; safe to call twice."""
-        while self._undo:
-            self._undo.pop()()
-
-    def __enter__(self) -> "Annotation":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-    def attach(self, module: nn.Module, name: str, device: torch.device, outermost: bool) -> None:
-        """Range one module's calls."""
-        calls: list[_Call] = []
-
-        def before(module: nn.Module, args: tuple) -> None:
-            if torch.compiler.is_compiling():
-                return
-            calls.append(_Call(name, outermost))
-            calls[-1].begin(device)
-
-        def after(module: nn.Module, args: tuple, output: Any) -> Any:
-            if torch.compiler.is_compiling() or not calls:  # no calls: another hook raised before ours
-                return None
-            return calls.pop().end(output)  # output is None if forward raised
-
-        handles = [
-            module.register_forward_pre_hook(before),
-            module.register_forward_hook(after, always_call=True),
-        ]
-        self._undo.extend(handle.remove for handle in handles)
-
-    def range_attention(self, module: nn.Module, ops: ModelOps) -> None:
-        """Give a module ranged operations in place of its own."""
-        module.ops = ranged_ops(ops)  # type: ignore[assignment]
-        self._undo.append(lambda: setattr(module, "ops", ops))
-
-    def attach_compiled(self, module: nn.Module, name: str) -> None:
-        """Range a compiled module's calls: its hooks are compiled into it, so the compiled callable is wrapped."""
-        compiled = module._compiled_call_impl
-        assert compiled is not None
-        module._compiled_call_impl = lambda *args, **kwargs: ranged_call(name, compiled, *args, **kwargs)
-        self._undo.append(lambda: setattr(module, "_compiled_call_impl", compiled))
-
-
-def annotate(model: nn.Module) -> Annotation:
+def annotate(model: nn.Module) -> ExitStack:
     """Range every call of every module of ``model``, the stages of its attention, and their backward.
 
-    It lasts until the returned annotation is removed. The model itself is named by its class; a compiled module is
-    ranged as a whole. A model that holds a compiled one must be annotated after it was compiled.
+    It lasts until the returned stack is closed. The model itself is named by its class; a compiled module is ranged as
+    a whole. A model that holds a compiled one must be annotated after it was compiled.
     """
-    annotation = Annotation()
+    annotation = ExitStack()
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     compiled: list[str] = []
     for path, module in model.named_modules():
         if any(path.startswith(f"{outer}.") or not outer for outer in compiled):
             continue
         name = path or type(model).__name__
-        if module._compiled_call_impl is not None:
+        if (implementation := module._compiled_call_impl) is not None:  # hooks would be compiled into it
             compiled.append(path)
-            annotation.attach_compiled(module, name)
-        else:
-            annotation.attach(module, name, device, outermost=not path)
-            if isinstance(ops := getattr(module, "ops", None), ModelOps):
-                annotation.range_attention(module, ops)
+            module._compiled_call_impl = functools.partial(ranged_call, name, implementation)
+            annotation.callback(setattr, module, "_compiled_call_impl", implementation)
+            continue
+        for handle in _range_calls(module, name, device, outermost=not path):
+            annotation.callback(handle.remove)
+        if isinstance(ops := getattr(module, "ops", None), ModelOps):
+            module.ops = ranged_ops(ops)
+            annotation.callback(setattr, module, "ops", ops)
     return annotation
+
+
+def _range_calls(module: nn.Module, name: str, device: torch.device, outermost: bool) -> Sequence[RemovableHandle]:
+    calls: list[_Call] = []
+
+    def before(module: nn.Module, args: tuple) -> None:
+        if not torch.compiler.is_compiling():
+            calls.append(_Call(name, device, outermost))
+
+    def after(module: nn.Module, args: tuple, output: Any) -> Any:
+        if torch.compiler.is_compiling() or not calls:  # no calls: another hook raised before ours
+            return None
+        return calls.pop().end(output)  # output is None if forward raised
+
+    return module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)
 
 
 class _Stages(TorchFunctionMode):
@@ -319,24 +253,21 @@ def ranged_phases(phases: Mapping[str, Callable[[], None]], *, warmup: int) -> d
     that knows nothing of ranges (``time_phases``) can run them.
     """
     names = list(phases)
-    passes = 0
+    passes = itertools.count()
     outer: _Range | None = None
 
     def wrap(name: str, phase: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
-            nonlocal passes, outer
+            nonlocal outer
             if name == names[0]:
-                outer = _open(WARMUP if passes < warmup else STEP)
-                passes += 1
+                outer = _Range(WARMUP if next(passes) < warmup else STEP)
             assert outer is not None, f"phase {name} ran before {names[0]}"
-            finished = False
-            try:
+            with ExitStack() as leaving:
+                leaving.callback(outer.close)
                 with ranged(name):
                     phase()
-                finished = True
-            finally:
-                if name == names[-1] or not finished:
-                    _close(outer)
+                if name != names[-1]:
+                    leaving.pop_all()
 
         return run
 

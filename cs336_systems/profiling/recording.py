@@ -81,11 +81,11 @@ def profile_workload(workload: Workload, recorded: Workload, profiler: str, path
 
 def _record_with_nsys(workload: Workload, path: Path) -> dict[str, list[float]]:
     """Run the workload under nsys in a process of its own; returns the times that it printed."""
-    recording = nsys.record(workload.command(), path)
-    printed = [line for line in recording.stdout.splitlines() if line.startswith("{")]
-    if not printed:
-        raise TraceError(f"the program under nsys printed no times: {recording.stdout[-200:]!r}")
-    return json.loads(printed[-1])
+    printed = nsys.record(workload.command(), path)
+    lines = [line for line in printed.splitlines() if line.startswith("{")]
+    if not lines:
+        raise TraceError(f"the program under nsys printed no times: {printed[-200:]!r}")
+    return json.loads(lines[-1])
 
 
 def _trace_metrics(trace: Trace, unprofiled_ms: float) -> list[Metric]:

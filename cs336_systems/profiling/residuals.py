@@ -20,10 +20,11 @@ Works on CPU and CUDA. Limits: tensors that are alive only during forward or bac
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import pandas as pd
 import torch
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 
 from cs336_systems.config import ModelConfig, Precision
 from cs336_systems.model import REFERENCE_OPS, ModelOps
-from cs336_systems.model.layers import RMSNorm, RotaryEmbedding
+from cs336_systems.model.layers import RotaryEmbedding
 from cs336_systems.model.transformer import TransformerBlock
 from cs336_systems.profiling.graph import graph_nodes, storage_address
 from cs336_systems.profiling.places import own_place
@@ -86,8 +87,12 @@ def block_residuals(
     *,
     ops: ModelOps = REFERENCE_OPS,
     compile: bool = False,
+    norm_only: bool = False,
 ) -> Residuals:
     """Residuals of one ``TransformerBlock`` of the model, on random input that requires a gradient.
+
+    Args:
+        norm_only: of the first ``RMSNorm`` of the block by itself, instead.
 
     Raises:
         ValueError: ``seq_len`` is beyond the config's context length.
@@ -100,43 +105,10 @@ def block_residuals(
             if callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
     x = torch.randn(batch_size, seq_len, config.d_model, device=device, dtype=dtype, requires_grad=True)
+    if norm_only:
+        return module_residuals(block.ln1, (x,), precision, compile=compile)
     cos, sin = rotary(seq_len)
     return module_residuals(block, (x, cos, sin), precision, tables={"cos": cos, "sin": sin}, compile=compile)
-
-
-def norm_residuals(
-    config: ModelConfig,
-    batch_size: int,
-    seq_len: int,
-    precision: Precision,
-    device: torch.device,
-    *,
-    ops: ModelOps = REFERENCE_OPS,
-    compile: bool = False,
-) -> Residuals:
-    """Residuals of one ``RMSNorm`` of the model by itself, on random input that requires a gradient."""
-    dtype = parameter_dtype(precision)
-    norm = RMSNorm(config.d_model, config.rms_norm_eps, ops, device=device, dtype=dtype)
-    norm.reset_parameters()
-    x = torch.randn(batch_size, seq_len, config.d_model, device=device, dtype=dtype, requires_grad=True)
-    return module_residuals(norm, (x,), precision, compile=compile)
-
-
-def module_residuals(
-    module: nn.Module,
-    inputs: Sequence[Tensor],
-    precision: Precision,
-    *,
-    tables: Mapping[str, Tensor] | None = None,
-    compile: bool = False,
-) -> Residuals:
-    """Residuals of ``module(*inputs)``, a tensor; ``tables`` are inputs that would exist without backward."""
-    tables, device = tables or {}, inputs[0].device
-    if not compile:
-        return _account(lambda: module(*inputs), module, precision, device, tables)
-    compiled = torch.compile(module, fullgraph=True, dynamic=False)
-    with _compiled_outputs() as outputs:
-        return _account(lambda: compiled(*inputs), module, precision, device, tables, outputs)
 
 
 @dataclass
@@ -149,15 +121,15 @@ class _Save:
     kept_by: str = ""
 
 
-def _account(
-    forward: Callable[[], Tensor],
+def module_residuals(
     module: nn.Module,
+    inputs: Sequence[Tensor],
     precision: Precision,
-    device: torch.device,
-    tables: Mapping[str, Tensor],
-    compiled_outputs: Sequence[torch.fx.Node] | None = None,
+    *,
+    tables: Mapping[str, Tensor] | None = None,
+    compile: bool = False,
 ) -> Residuals:
-    """Run forward under the hooks, name every save, run backward, tabulate."""
+    """Residuals of ``module(*inputs)``, a tensor; ``tables`` are inputs that would exist without backward."""
     saves: list[_Save] = []
     unpacked: list[_Save] = []
     path: list[str] = []
@@ -170,14 +142,15 @@ def _account(
         unpacked.append(save)
         return save.tensor
 
-    tracking = nullcontext() if compiled_outputs is not None else _tracked_modules(module, path)
-    with matmul_precision(precision):
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack), tracking, autocast(precision, device):
-            output = forward()
+    forward = torch.compile(module, fullgraph=True, dynamic=False) if compile else module
+    with matmul_precision(precision), _compiled_outputs() if compile else _tracked_modules(module, path) as compiled:
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        with hooks, autocast(precision, inputs[0].device):
+            output = forward(*inputs)
         _name_savers(output, unpacked)
-        if compiled_outputs is not None:
-            _name_compiled(saves, compiled_outputs)
-        tensors = _table(saves, module, tables)
+        if compiled is not None:
+            _name_compiled(saves, compiled)
+        tensors = _table(saves, module, tables or {})
         output.backward(torch.randn_like(output))
     gradients = [
         (name, tuple(grad.shape), _short(grad.dtype), grad.nbytes / MIB)
@@ -262,7 +235,7 @@ def _table(saves: Sequence[_Save], module: nn.Module, tables: Mapping[str, Tenso
     groups: dict[int, list[_Save]] = {}
     for save in saves:
         groups.setdefault(storage_address(save.tensor), []).append(save)
-    lines = []
+    lines: list[dict[str, Any]] = []
     for address, group in groups.items():
         whole = max((save.tensor for save in group), key=lambda tensor: (tensor.nbytes, tensor.ndim))
         name = parameters.get(address) or known.get(address)
@@ -282,15 +255,11 @@ def _table(saves: Sequence[_Save], module: nn.Module, tables: Mapping[str, Tenso
                 "saves": len(group),
             }
         )
+    lines.sort(key=lambda line: (KINDS.index(line["kind"]), -line["mib"]))
     frame = pd.DataFrame(lines)
     activations = frame["kind"] == ACTIVATION
     frame.loc[activations, "percent"] = 100 * frame["mib"] / frame.loc[activations, "mib"].sum()
-    order = frame["kind"].map(KINDS.index)
-    return (
-        frame.assign(order=order)
-        .sort_values(["order", "mib"], ascending=[True, False], kind="stable")[list(frame.columns)]
-        .reset_index(drop=True)
-    )
+    return frame
 
 
 def _copied_parameter(tensor: Tensor, module: nn.Module) -> str | None:

@@ -10,6 +10,7 @@ cost of annotation is a ratio of neighbours.
 import json
 import math
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
 import torch
@@ -50,11 +51,8 @@ class PreparedStep:
         """
         phases = self.step.phases(self.workload.mode, *self.batch)
         if annotated:
-            with annotate(self.step.model):
-                times = time_phases(
-                    ranged_phases(phases, warmup=warmup), device=self.device, warmup=warmup, steps=steps
-                )
-        else:
+            phases = ranged_phases(phases, warmup=warmup)
+        with annotate(self.step.model) if annotated else nullcontext():
             times = time_phases(phases, device=self.device, warmup=warmup, steps=steps)
         assert self.step.loss is not None
         if not math.isfinite(loss := self.step.loss.item()):

@@ -13,33 +13,17 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from cs336_systems.profiling.ranges import BACKWARD, STEP
-from cs336_systems.profiling.traces.kernels import (
-    ATTENTION,
-    CLASSES,
-    COMMUNICATION,
-    COPY,
-    ELEMENTWISE,
-    MATMUL,
-    OPTIMIZER,
-    OTHER,
-    REDUCTION,
-    SOFTMAX,
-    kernel_class,
-)
+from cs336_systems.profiling.traces.kernels import CLASSES, kernel_class
 from cs336_systems.profiling.traces.queries import MS
 from cs336_systems.profiling.traces.tables import Trace
 
-CLASS_COLOURS = {
-    MATMUL: "#0072B2",
-    ATTENTION: "#56B4E9",
-    SOFTMAX: "#D55E00",
-    REDUCTION: "#F0E442",
-    ELEMENTWISE: "#E69F00",
-    COPY: "#CC79A7",
-    OPTIMIZER: "#009E73",
-    COMMUNICATION: "#000000",
-    OTHER: "#999999",
-}
+CLASS_COLOURS = dict(
+    zip(
+        CLASSES,
+        ("#0072B2", "#56B4E9", "#D55E00", "#F0E442", "#E69F00", "#CC79A7", "#009E73", "#000000", "#999999"),
+        strict=True,
+    )
+)
 _RANGE_GREYS = ("#D9D9D9", "#F0F0F0")
 _MOST_DEPTHS = 5
 _WIDTH_INCHES = 12.0
@@ -57,19 +41,19 @@ def draw_timeline(trace: Trace, phases: list[str], title: str, path: Path, step:
         TraceError: the trace holds no step.
         IndexError: it holds fewer steps than asked for.
     """
-    steps = trace.instances(STEP)
-    window = steps.iloc[[step]]
-    ops = trace.operations(window)
-    ranges = trace.during(trace.ranges, window)
-    zero = int(window["start"].iloc[0])
-    end = max(int(window["end"].iloc[0]), int(ops["end"].max()))
-    caller = int(window["tid"].iloc[0])
+    window = trace.instances(STEP).iloc[[step]]
+    zero, caller = int(window["start"].iloc[0]), int(window["tid"].iloc[0])
+    ops, ranges = (_in_ms(rows, zero) for rows in (trace.operations(window), trace.during(trace.ranges, window)))
     ranges = ranges[ranges["depth"] < _MOST_DEPTHS]
+    whole_ms = (max(int(window["end"].iloc[0]), int(ops["end"].max())) - zero) / MS
+    ran = trace.operations(trace.during(trace.ranges[trace.ranges["name"].isin(phases)], window))
+    named = ran.groupby(trace.ranges["name"][ran["instance"]].to_numpy(), sort=False)
+    passes = _in_ms(named.agg(start=("start", "min"), end=("end", "max")).reset_index(names="name"), zero)
     rows: list[tuple[str, pd.DataFrame]] = []
     for tid in sorted(ranges["tid"].unique(), key=lambda tid: tid != caller):
         thread = "caller's thread" if tid == caller else "autograd's thread"
         own = ranges[ranges["tid"] == tid]
-        rows += [(f"{thread} {depth}" if depth else thread, group) for depth, group in own.groupby("depth")]
+        rows += [(f"depth {depth}" if depth else thread, group) for depth, group in own.groupby("depth")]
     streams = list(ops.groupby(["device", "stream"]))
 
     height = 1.6 + 0.33 * (len(rows) + 1) + 0.75 * len(streams)
@@ -77,22 +61,23 @@ def draw_timeline(trace: Trace, phases: list[str], title: str, path: Path, step:
     host, device = figure.subplots(
         2, 1, sharex=True, height_ratios=[max(1, len(rows)) * 0.33, 0.33 + 0.75 * max(1, len(streams))]
     )
+    device.set_xlim(0, whole_ms)
     for i, (_, group) in enumerate(rows):
-        _draw_ranges(host, group, i, zero, (end - zero) / MS)
-    host.set_yticks(range(len(rows)), [_row_label(label) for label, _ in rows], fontsize=7)
+        _draw_ranges(host, group, i - 0.45, 0.9)
+    host.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=7)
     host.set_ylim(len(rows) - 0.5, -0.5)
     host.set_title("host: ranges by thread and depth", loc="left", fontsize=9)
 
-    _draw_phases(device, trace, window, phases, zero, (end - zero) / MS)
+    _draw_ranges(device, passes, -0.93, 0.36)
     for i, (_, group) in enumerate(streams):
-        _draw_operations(device, group, i, zero)
+        for label, kernels in group.groupby(group["name"].map(kernel_class)):  # no edges: a thousand stay readable
+            device.broken_barh(_bars(kernels), (i - 0.4, 0.8), facecolors=CLASS_COLOURS[str(label)], lw=0)
     names = [f"GPU {d}, stream {s}" if trace.has_gpu else "CPU operators" for (d, s), _ in streams]
     device.set_yticks([-0.75, *range(len(names))], ["phases", *names], fontsize=7)
     device.set_ylim(len(names) - 0.5, -1.0)
     what = "device: kernels, copies and fills by stream" if trace.has_gpu else "CPU: operators by thread"
     device.set_title(f"{what}; the phases from their first operation to their last", loc="left", fontsize=9)
     device.set_xlabel("time since the step began, ms", fontsize=9)
-    device.set_xlim(0, (end - zero) / MS)
     for axes in (host, device):
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
@@ -109,41 +94,21 @@ def draw_timeline(trace: Trace, phases: list[str], title: str, path: Path, step:
     figure.savefig(path, dpi=160)
 
 
-def _row_label(label: str) -> str:
-    """The thread at its outermost row, the depth at the others."""
-    return f"depth {label.rsplit(' ', 1)[1]}" if label[-1].isdigit() else label
+def _in_ms(rows: pd.DataFrame, zero: int) -> pd.DataFrame:
+    """With ``start_ms`` after ``zero`` and ``length_ms``."""
+    return rows.assign(start_ms=(rows["start"] - zero) / MS, length_ms=(rows["end"] - rows["start"]) / MS)
 
 
-def _bar_label(axes: Axes, name: str, start_ms: float, length_ms: float, y: float, whole_ms: float) -> None:
-    """The name centred in its bar, if it fits."""
-    if len(name) * whole_ms / _CHARACTERS_ACROSS < length_ms:
-        axes.text(start_ms + length_ms / 2, y, name, ha="center", va="center", fontsize=6.5, clip_on=True)
+def _bars(rows: pd.DataFrame) -> list[tuple[float, float]]:
+    return list(zip(rows["start_ms"], rows["length_ms"], strict=True))
 
 
-def _draw_ranges(axes: Axes, ranges: pd.DataFrame, row: int, zero: int, whole_ms: float) -> None:
-    """One row of ranges, neighbours in alternating greys."""
-    starts, lengths = (ranges["start"] - zero) / MS, (ranges["end"] - ranges["start"]) / MS
+def _draw_ranges(axes: Axes, ranges: pd.DataFrame, bottom: float, height: float) -> None:
+    """One row of ranges, neighbours in alternating greys, each with its name in its middle if it fits."""
     colours = [_RANGE_GREYS[i % 2] for i in range(len(ranges))]
-    axes.broken_barh(
-        list(zip(starts, lengths, strict=True)), (row - 0.45, 0.9), facecolors=colours, edgecolor="#7F7F7F", lw=0.3
-    )
-    for name, start, length in zip(ranges["name"], starts, lengths, strict=True):
-        _bar_label(axes, name.removesuffix(BACKWARD), start, length, row, whole_ms)
-
-
-def _draw_phases(axes: Axes, trace: Trace, window: pd.DataFrame, phases: list[str], zero: int, whole_ms: float) -> None:
-    """Where each phase's operations ran."""
-    for i, phase in enumerate(phases):
-        ops = trace.operations(trace.during(trace.ranges[trace.ranges["name"] == phase], window))
-        if ops.empty:
-            continue
-        start, length = (ops["start"].min() - zero) / MS, (ops["end"].max() - ops["start"].min()) / MS
-        axes.broken_barh([(start, length)], (-0.93, 0.36), facecolors=_RANGE_GREYS[i % 2], edgecolor="#7F7F7F", lw=0.3)
-        _bar_label(axes, phase, start, length, -0.75, whole_ms)
-
-
-def _draw_operations(axes: Axes, ops: pd.DataFrame, row: int, zero: int) -> None:
-    """One stream; bars have no edges, so that a thousand of them stay readable."""
-    for label, group in ops.groupby(ops["name"].map(kernel_class)):
-        bars = list(zip((group["start"] - zero) / MS, (group["end"] - group["start"]) / MS, strict=True))
-        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=CLASS_COLOURS[str(label)], lw=0)
+    axes.broken_barh(_bars(ranges), (bottom, height), facecolors=colours, edgecolor="#7F7F7F", lw=0.3)
+    per_character = axes.get_xlim()[1] / _CHARACTERS_ACROSS
+    for name, (start, length) in zip(ranges["name"].str.removesuffix(BACKWARD), _bars(ranges), strict=True):
+        if len(name) * per_character < length:
+            middle = (start + length / 2, bottom + height / 2)
+            axes.text(*middle, name, ha="center", va="center", fontsize=6.5, clip_on=True)

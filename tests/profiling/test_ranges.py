@@ -160,7 +160,7 @@ def test_annotation_changes_no_bit(batch, dtype):
         gradients = {name: parameter.grad for name, parameter in step.model.named_parameters()}
         results.append((losses, gradients))
         if annotation is not None:
-            annotation.remove()
+            annotation.close()
     (losses, gradients), (ranged_losses, ranged_gradients) = results
     assert [float(loss) for loss in losses] == [float(loss) for loss in ranged_losses]
     for name, gradient in gradients.items():
@@ -193,7 +193,7 @@ def test_removing_restores_the_model(emitted, batch):
     attention = step.model.layers[0].attn
     with annotate(step.model) as annotation:
         assert attention.ops is not REFERENCE_OPS
-    annotation.remove()
+    annotation.close()
     assert attention.ops.attention is REFERENCE_OPS.attention
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in step.model.modules())
     step(*batch)

@@ -19,7 +19,6 @@ from cs336_systems.profiling.residuals import (
     TABLE,
     block_residuals,
     module_residuals,
-    norm_residuals,
 )
 from cs336_systems.training import cross_entropy
 from cs336_systems.training.precision import parameter_dtype
@@ -149,7 +148,7 @@ def test_hooks_are_gone_afterwards():
 
 
 def test_unknown_kinds_and_long_sequences_are_refused():
-    residuals = norm_residuals(TINY, 2, 8, FP32, CPU)
+    residuals = block_residuals(TINY, 2, 8, FP32, CPU, norm_only=True)
     with pytest.raises(ValueError, match=f"unknown kind 'gradient': known are {', '.join(KINDS)}"):
         residuals.mib("gradient")
     with pytest.raises(ValueError, match="beyond the model's context length"):
@@ -164,7 +163,8 @@ def test_unknown_kinds_and_long_sequences_are_refused():
 def test_a_compiled_norm_keeps_its_input_alone(quick_compiler, precision):
     """Eager: three saves of full-size tensors, in two storages (the widened input and the normalised one)."""
     eager, compiled = (
-        norm_residuals(TINY, 4, 32, PRECISIONS[precision], CPU, compile=compile) for compile in (False, True)
+        block_residuals(TINY, 4, 32, PRECISIONS[precision], CPU, norm_only=True, compile=compile)
+        for compile in (False, True)
     )
 
     def full_size(residuals):

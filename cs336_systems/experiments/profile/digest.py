@@ -10,17 +10,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from cs336_systems.config import PRECISIONS
 from cs336_systems.costs.flops import hardware_flops
-from cs336_systems.experiments.profile.tables import (
-    Profile,
-    class_table,
-    kernels_table,
-    module_table,
-    overhead_table,
-    phase_table,
-    stage_table,
-)
+from cs336_systems.experiments.profile import tables
+from cs336_systems.experiments.profile.tables import Profile
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.clock import WHOLE
 from cs336_systems.profiling.traces.kernels import MATMUL
@@ -77,20 +69,16 @@ def digest(profiles: list[Profile], name: str, where: str, profiler: str) -> str
             "**Without a GPU.** The trace holds no kernels: times below are of CPU operators, and the sections about "
             "the GPU (limits, idle time, communication) are absent."
         )
-    parts += ["## Phases", *(phase_table(profile).markdown() for profile in profiles)]
-    parts += ["## What measuring adds", overhead_table(profiles).markdown()]
+    parts += ["## Phases", *(tables.phase_table(profile).markdown() for profile in profiles)]
+    parts += ["## What measuring adds", tables.overhead_table(profiles).markdown()]
     parts.append("## Classes of kernels" if first.trace.has_gpu else "## Classes of operators")
-    parts.append(class_table(profiles).markdown())
+    parts.append(tables.class_table(profiles).markdown())
     parts.append("## Top kernels" if first.trace.has_gpu else "## Top operators")
-    parts += [kernels_table(profile, label).markdown() for profile in profiles for label in profile.passes()]
-    stages = {profile.workload.mode: stage_table(profile) for profile in profiles}
-    for mode, table in stages.items():
-        parts.append(f"## Attention, mode {mode}")
-        parts.append(
-            table.markdown()
-            if table
-            else "Absent: this attention does not call matmul and softmax one by one (it is fused or compiled)."
-        )
+    parts += [tables.kernels_table(profile, label).markdown() for profile in profiles for label in profile.passes()]
+    absent = "Absent: this attention does not call matmul and softmax one by one (it is fused or compiled)."
+    for profile in profiles:
+        table = tables.stage_table(profile)
+        parts += [f"## Attention, mode {profile.workload.mode}", table.markdown() if table else absent]
     if first.trace.has_gpu:
         parts += ["## Limits", limits_table(profiles, where).markdown(), *map(verdict, profiles)]
         for profile in profiles:
@@ -98,7 +86,7 @@ def digest(profiles: list[Profile], name: str, where: str, profiler: str) -> str
                 numbers = communication.map(lambda cell: f"{cell:.3g}" if isinstance(cell, float) else str(cell))
                 parts.append(Table("Communication that other work hides, per step.", numbers).markdown())
     for profile in profiles:
-        parts += [f"## Modules, mode {profile.workload.mode}", module_table(profile).markdown()]
+        parts += [f"## Modules, mode {profile.workload.mode}", tables.module_table(profile).markdown()]
     parts.append("## Time line")
     parts += [f"![{profile.workload.mode}]({name}-{profile.workload.mode}.png)" for profile in profiles]
     return "\n\n".join(parts) + "\n"
@@ -125,18 +113,12 @@ def limits_table(profiles: list[Profile], where: str) -> Table:
             "late launches": f"{found.late_gaps:.0f}",
             "idle while recording ms": digits(found.traced_step_ms - found.step_ms + found.idle_ms),
         }
-        if stage_table(profile) is not None and matmul_ms:
-            flops = hardware_flops(
-                workload.config,
-                workload.batch_size,
-                workload.context_length,
-                workload.mode,
-                checkpoint=workload.checkpoint,
-            )
+        if tables.stage_table(profile) is not None and matmul_ms:
+            flops = hardware_flops(*workload.work, workload.mode, checkpoint=workload.checkpoint)
             rate = flops / matmul_ms / 1e9
             line["matmul TFLOP/s"] = digits(rate)
             hardware = find_hardware(where)
-            peak = hardware.peak(PRECISIONS[workload.dtype].matmul_dtype) if hardware else None
+            peak = hardware.peak(workload.precision.matmul_dtype) if hardware else None
             if peak:
                 line["% of peak"] = f"{100 * rate / (peak / 1e12):.1f}"
         lines.append(line)

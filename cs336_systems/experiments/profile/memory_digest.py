@@ -8,6 +8,7 @@ pass leaves. Without CUDA there is no allocator to watch: the page then holds th
 says so. Run it in a process of its own, as the sweep does: it assembles the whole model.
 """
 
+import functools
 import gc
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,26 +17,13 @@ import torch
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.costs.activations import block_saved_tensors, total_bytes
-from cs336_systems.experiments.profile.memory_tables import (
-    GIB,
-    MIB,
-    BlockAccount,
-    allocation_frame,
-    allocation_table,
-    gradient_table,
-    kept_table,
-    largest_table,
-    norm_sentence,
-    peak_frame,
-    peak_table,
-    phase_table,
-    residual_frame,
-)
+from cs336_systems.experiments.profile import memory_tables as tables
+from cs336_systems.experiments.profile.memory_tables import GIB, MIB, BlockAccount
 from cs336_systems.experiments.profile.memory_timeline import draw_memory_timeline
 from cs336_systems.harness.provenance import host_name
 from cs336_systems.profiling.memory_profile import MemoryProfile, profile_memory
 from cs336_systems.profiling.places import short_place
-from cs336_systems.profiling.residuals import PARAMETER_COPY, block_residuals, norm_residuals
+from cs336_systems.profiling.residuals import PARAMETER_COPY, block_residuals
 from cs336_systems.training import check_supported
 from cs336_systems.training.assemble import case_ops
 
@@ -76,15 +64,13 @@ def write_memory_digest(case: TrainingCase, mode: str, out: Path, raw: Path, *, 
     if profile is not None:
         gc.collect()
         torch.cuda.empty_cache()
-    accounts = [account_block(case, compile=False)]
-    if compiled:
-        accounts.append(account_block(case, compile=True))
+    accounts = [account_block(case, compile=compile) for compile in ([False, True] if compiled else [False])]
     where = torch.cuda.get_device_name(device) if profile is not None else host_name()
     if profile is not None:
         draw_memory_timeline(profile.history, out / f"{name}.png", f"{heading(case, mode)}, on {where}")
-        peak_frame(profile).to_csv(out / f"{name}-peak.csv", index=False, float_format="%.6g")
-        allocation_frame(profile).to_csv(out / f"{name}-allocations.csv", index=False, float_format="%.6g")
-    residual_frame(accounts).to_csv(out / f"{name}-residuals.csv", index=False, float_format="%.6g")
+        tables.peak_frame(profile).to_csv(out / f"{name}-peak.csv", index=False, float_format="%.6g")
+        tables.allocation_frame(profile).to_csv(out / f"{name}-allocations.csv", index=False, float_format="%.6g")
+    tables.residual_frame(accounts).to_csv(out / f"{name}-residuals.csv", index=False, float_format="%.6g")
     page = out / f"{name}.md"
     page.write_text(digest(case, mode, profile, accounts, where))
     return MemoryDigest(page, main_figures(profile, accounts))
@@ -99,24 +85,16 @@ def profile_name(case: TrainingCase, mode: str) -> str:
 def heading(case: TrainingCase, mode: str) -> str:
     """The case in one line."""
     line = f"{case.config.name}, batch {case.batch_size}, context {case.context_length}, {case.dtype}, mode {mode}"
-    extras = [
-        f"attention {case.attention}" if case.attention != "reference" else "",
-        "compiled" if case.compiled else "",
-        f"checkpoint {case.checkpoint}" if case.checkpoint != "none" else "",
-    ]
-    return ", ".join([line, *filter(None, extras)])
+    attention = f", attention {case.attention}" if case.attention != "reference" else ""
+    checkpoint = f", checkpoint {case.checkpoint}" if case.checkpoint != "none" else ""
+    return line + attention + ", compiled" * case.compiled + checkpoint
 
 
 def account_block(case: TrainingCase, *, compile: bool) -> BlockAccount:
     """What one block of the model keeps at the case's batch and context; checkpointing, between blocks, left out."""
-    config, device = case.config, torch.device(case.device)
-    ops = case_ops(case)
-    arguments = (config, case.batch_size, config.context_length, case.precision, device)
-    return BlockAccount(
-        "compiled" if compile else "eager",
-        block_residuals(*arguments, ops=ops, compile=compile),
-        norm_residuals(*arguments, ops=ops, compile=compile),
-    )
+    arguments = (*case.work, case.precision, torch.device(case.device))
+    account = functools.partial(block_residuals, *arguments, ops=case_ops(case), compile=compile)
+    return BlockAccount("compiled" if compile else "eager", account(), account(norm_only=True))
 
 
 def main_figures(profile: MemoryProfile | None, accounts: list[BlockAccount]) -> dict[str, float]:
@@ -133,14 +111,10 @@ def main_figures(profile: MemoryProfile | None, accounts: list[BlockAccount]) ->
 
 
 def digest(
-    case: TrainingCase,
-    mode: str,
-    profile: MemoryProfile | None,
-    accounts: list[BlockAccount],
-    where: str,
+    case: TrainingCase, mode: str, profile: MemoryProfile | None, accounts: list[BlockAccount], where: str
 ) -> str:
     """The page as Markdown."""
-    name, config = profile_name(case, mode), case.config
+    name, config, eager = profile_name(case, mode), case.config, accounts[0].block
     parts = [f"# {heading(case, mode)}: where the memory goes", f"{where}, torch {torch.__version__}."]
     if profile is None:
         parts.append(NEEDS_CUDA)
@@ -152,35 +126,32 @@ def digest(
         f"One activation between blocks: {case.batch_size} x {config.context_length} x {config.d_model} elements of "
         f"{case.precision.parameter_bytes} bytes = **{residual / MIB:.2f} MiB**.",
         "## What one block keeps for backward",
-        kept_table(accounts).markdown(),
+        tables.kept_table(accounts).markdown(),
     ]
     if case.attention == "reference":
-        listed = block_saved_tensors(
-            config, case.batch_size, config.context_length, case.precision.on(torch.device(case.device).type)
-        )
+        listed = block_saved_tensors(*case.work, case.precision.on(torch.device(case.device).type))
         parts.append(f"Predicted for the eager block: {total_bytes(listed) / MIB:,.2f} MiB.")
     for account in accounts:
-        parts += [largest_table(account).markdown(), norm_sentence(account)]
+        parts += [tables.largest_table(account).markdown(), tables.norm_sentence(account)]
     parts += [
         "## Gradients of one block",
-        gradient_table(accounts[0].block).markdown(),
-        f"Going backward through one eager block frees {accounts[0].block.activation_mib:,.1f} MiB of activations "
-        f"(and {accounts[0].block.mib(PARAMETER_COPY):,.1f} MiB of parameters' copies) and leaves "
-        f"{accounts[0].block.gradient_mib:,.1f} MiB of gradients.",
+        tables.gradient_table(eager).markdown(),
+        f"Going backward through one eager block frees {eager.activation_mib:,.1f} MiB of activations (and "
+        f"{eager.mib(PARAMETER_COPY):,.1f} MiB of parameters' copies) and leaves {eager.gradient_mib:,.1f} MiB of "
+        "gradients.",
         f"Every tensor: `{name}-residuals.csv`.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def _profile_parts(profile: MemoryProfile, name: str) -> list[str]:
-    history = profile.history
     parts = [f"![memory alive, by category]({name}.png)"]
     if profile.out_of_memory:
         parts.append(f"**Out of memory.** The pass ended early: {profile.out_of_memory.splitlines()[0]}")
-    parts += ["## The peak", peak_table(profile).markdown(), phase_table(profile).markdown()]
-    parts += ["## Largest allocations", allocation_table(profile).markdown()]
+    parts += ["## The peak", tables.peak_table(profile).markdown(), tables.phase_table(profile).markdown()]
+    parts += ["## Largest allocations", tables.allocation_table(profile).markdown()]
     shown: set[tuple[str, ...]] = set()
-    for allocation in sorted(history.allocations, key=lambda allocation: -allocation.n_bytes):
+    for allocation in sorted(profile.history.allocations, key=lambda allocation: -allocation.n_bytes):
         if allocation.stack and allocation.stack not in shown and len(shown) < _STACKS:
             shown.add(allocation.stack)
             places = [place for place in allocation.stack if not place.endswith(_MODULE_CALLS)]

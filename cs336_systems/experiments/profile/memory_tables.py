@@ -41,20 +41,15 @@ def peak_frame(profile: MemoryProfile) -> pd.DataFrame:
 def peak_table(profile: MemoryProfile) -> Table:
     """What is alive at the peak, beside what was predicted."""
     peak, case = profile.history.peak(), profile.case
-    device = torch.device(case.device)
-    frame = peak_frame(profile)
+    frame = peak_frame(profile).itertuples(index=False, name=None)
+    lines = [(category, digits(gib), f"{percent:.1f}") for category, gib, percent in frame]
+    lines.append(("max_memory_allocated", digits(profile.peak_allocated_bytes / GIB), "100.0"))
     unwatched = digits(profile.unwatched_peak_bytes / GIB) if profile.unwatched_peak_bytes else "–"
-    lines = [
-        {"category": line["category"], "GiB": digits(line["gib"]), "%": f"{line['percent']:.1f}"}
-        for line in frame.to_dict("records")
-    ]
-    lines.append({"category": "max_memory_allocated", "GiB": digits(profile.peak_allocated_bytes / GIB), "%": "100.0"})
-    lines.append({"category": "the same, unwatched", "GiB": unwatched, "%": ""})
+    lines.append(("the same, unwatched", unwatched, ""))
     if not case.compiled and case.attention == "reference":
+        device = torch.device(case.device)
         predicted = peak_memory(
-            case.config,
-            case.batch_size,
-            case.config.context_length,
+            *case.work,
             case.precision,
             profile.mode,
             optimizer=case.optimizer,
@@ -62,10 +57,10 @@ def peak_table(profile: MemoryProfile) -> Table:
             device_type=device.type,
             workspace_bytes=cublas_workspace_bytes(device),
         )
-        lines.append({"category": f"predicted ({predicted.moment})", "GiB": digits(predicted.n_bytes / GIB), "%": ""})
-    lines.append({"category": "reserved by the process", "GiB": digits(profile.peak_reserved_bytes / GIB), "%": ""})
+        lines.append((f"predicted ({predicted.moment})", digits(predicted.n_bytes / GIB), ""))
+    lines.append(("reserved by the process", digits(profile.peak_reserved_bytes / GIB), ""))
     caption = f"Alive at the peak, event {peak.event} of {profile.history.n_events}, in {peak.phase}."
-    return Table(caption, pd.DataFrame(lines))
+    return Table(caption, pd.DataFrame(lines, columns=["category", "GiB", "%"]))
 
 
 def phase_table(profile: MemoryProfile) -> Table:
@@ -94,18 +89,11 @@ def allocation_frame(profile: MemoryProfile) -> pd.DataFrame:
         key = (allocation.n_bytes, allocation.category, allocation.phase, what, allocation.source)
         groups.setdefault(key, []).append(allocation)
     lines = [
-        {
-            "mib": n_bytes / MIB,
-            "made": len(group),
-            "at_peak": sum(allocation.start <= peak < allocation.end for allocation in group),
-            "category": category,
-            "phase": phase,
-            "what": what,
-            "source": source,
-        }
-        for (n_bytes, category, phase, what, source), group in groups.items()
+        (key[0] / MIB, len(group), sum(allocation.start <= peak < allocation.end for allocation in group), *key[1:])
+        for key, group in groups.items()
     ]
-    return pd.DataFrame(lines).sort_values("mib", ascending=False, kind="stable")
+    columns = ["mib", "made", "at_peak", "category", "phase", "what", "source"]
+    return pd.DataFrame(lines, columns=columns).sort_values("mib", ascending=False, kind="stable")
 
 
 def allocation_table(profile: MemoryProfile) -> Table:
@@ -129,25 +117,22 @@ def residual_frame(accounts: list[BlockAccount]) -> pd.DataFrame:
     frames = []
     for account in accounts:
         gradients = account.block.gradients.rename(columns={"parameter": "module"}).assign(kind="gradient")
-        frames += [account.block.tensors.assign(variant=account.variant), gradients.assign(variant=account.variant)]
-    columns = ["variant", *accounts[0].block.tensors.columns]
-    return pd.concat(frames)[columns]
+        frames += [frame.assign(variant=account.variant) for frame in (account.block.tensors, gradients)]
+    return pd.concat(frames)[["variant", *accounts[0].block.tensors.columns]]
 
 
 def kept_table(accounts: list[BlockAccount]) -> Table:
     """Totals by kind, eager beside compiled."""
-    lines = []
-    for account in accounts:
-        block = account.block
-        lines.append(
-            {
-                "variant": account.variant,
-                "activations MiB": f"{block.activation_mib:,.2f}",
-                "tensors": (block.tensors["kind"] == ACTIVATION).sum(),
-                "parameter copies MiB": f"{block.mib(PARAMETER_COPY):,.2f}",
-                "parameters saved MiB": f"{block.mib(PARAMETER):,.2f}",
-            }
-        )
+    lines = [
+        {
+            "variant": account.variant,
+            "activations MiB": f"{account.block.activation_mib:,.2f}",
+            "tensors": (account.block.tensors["kind"] == ACTIVATION).sum(),
+            "parameter copies MiB": f"{account.block.mib(PARAMETER_COPY):,.2f}",
+            "parameters saved MiB": f"{account.block.mib(PARAMETER):,.2f}",
+        }
+        for account in accounts
+    ]
     caption = "Storages counted once; parameters are alive anyway, their copies only under autocast."
     return Table(caption, pd.DataFrame(lines))
 
@@ -155,17 +140,15 @@ def kept_table(accounts: list[BlockAccount]) -> Table:
 def largest_table(account: BlockAccount) -> Table:
     """The five activations that take the most."""
     largest = account.block.largest(5)
+    places = largest[["module", "source"]].itertuples(index=False)
     shown = pd.DataFrame(
         {
             "MiB": [digits(mib) for mib in largest["mib"]],
             "%": [f"{percent:.1f}" for percent in largest["percent"]],
-            "shape": [" x ".join(map(str, shape)) for shape in largest["shape"]],
+            "shape": _shapes(largest),
             "dtype": largest["dtype"],
             "kept by": largest["kept_by"],
-            "source": [
-                ", ".join(filter(None, (module, source)))
-                for module, source in zip(largest["module"], largest["source"], strict=True)
-            ],
+            "source": [", ".join(filter(None, place)) for place in places],
         }
     )
     together = largest["percent"].sum()
@@ -188,9 +171,13 @@ def gradient_table(block: Residuals) -> Table:
     shown = pd.DataFrame(
         {
             "parameter": block.gradients["parameter"],
-            "shape": [" x ".join(map(str, shape)) for shape in block.gradients["shape"]],
+            "shape": _shapes(block.gradients),
             "dtype": block.gradients["dtype"],
             "MiB": [digits(mib) for mib in block.gradients["mib"]],
         }
     )
     return Table(f"{block.gradient_mib:,.2f} MiB in all.", shown)
+
+
+def _shapes(frame: pd.DataFrame) -> list[str]:
+    return [" x ".join(map(str, shape)) for shape in frame["shape"]]

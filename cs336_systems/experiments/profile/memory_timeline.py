@@ -14,28 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.transforms import blended_transform_factory
 
-from cs336_systems.profiling.memory_history import (
-    ACTIVATIONS,
-    CATEGORIES,
-    GRADIENTS,
-    OPTIMIZER_STATE,
-    OTHER,
-    PARAMETERS,
-    TEMPORARIES,
-    MemoryHistory,
-    Moment,
-)
+from cs336_systems.profiling.memory_history import CATEGORIES, OTHER, MemoryHistory, Moment
 
-COLOURS = {
-    PARAMETERS: "#0072B2",
-    OPTIMIZER_STATE: "#56B4E9",
-    GRADIENTS: "#009E73",
-    ACTIVATIONS: "#E69F00",
-    TEMPORARIES: "#D55E00",
-    OTHER: "#999999",
-}
+COLOURS = dict(zip(CATEGORIES, ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#999999"), strict=True))
 
-_GIB, _MIB, _KIB = 1024**3, 1024**2, 1024
+_UNITS = {"GiB": 1024**3, "MiB": 1024**2, "KiB": 1024}
 _NARROW = 0.06
 """A phase that takes less of the width has its name written upright."""
 _LEAST_SHARE = 1e-3
@@ -52,7 +35,8 @@ def draw_memory_timeline(history: MemoryHistory, path: Path, title: str) -> None
     order = (OTHER, *(category for category in CATEGORIES if category != OTHER))
     peak = history.peak()
     drawn = [category for category in order if live[category].max() >= _LEAST_SHARE * max(1, peak.n_bytes)]
-    scale, unit = _unit(peak.n_bytes)
+    unit = next((unit for unit, scale in _UNITS.items() if peak.n_bytes >= scale / 10), "KiB")
+    scale = _UNITS[unit]
     figure = Figure(figsize=(10, 4.6), layout="constrained")
     axes = figure.subplots()
     edges = np.arange(history.n_events + 2)
@@ -79,13 +63,6 @@ def draw_memory_timeline(history: MemoryHistory, path: Path, title: str) -> None
     figure.suptitle(title, fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
-
-
-def _unit(n_bytes: int) -> tuple[int, str]:
-    """The largest binary unit that leaves at least a tenth."""
-    return next(
-        ((scale, unit) for scale, unit in ((_GIB, "GiB"), (_MIB, "MiB")) if n_bytes >= scale / 10), (_KIB, "KiB")
-    )
 
 
 def _label(category: str, peak: Moment, scale: int, unit: str) -> str:

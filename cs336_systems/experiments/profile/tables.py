@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from cs336_systems.config import PRECISIONS
-from cs336_systems.costs.attention_stages import StageWork, attention_stages
+from cs336_systems.costs.attention_stages import attention_stages
 from cs336_systems.harness.clock import WHOLE
 from cs336_systems.profiling.ranges import BACKWARD, SCORES, SOFTMAX, STEP, VALUES
 from cs336_systems.profiling.traces.kernels import CLASSES, short_name
@@ -18,8 +17,6 @@ from cs336_systems.profiling.traces.queries import class_times, kernel_table, n_
 from cs336_systems.profiling.traces.tables import Trace
 from cs336_systems.profiling.workload import Workload
 from cs336_systems.report.tables import Table, digits
-
-_STAGES = (SCORES, SOFTMAX, VALUES)
 
 
 @dataclass(frozen=True)
@@ -131,35 +128,31 @@ def stage_table(profile: Profile) -> Table | None:
     workload = profile.workload
     if SOFTMAX not in set(profile.trace.ranges["name"]):
         return None
-    precision = PRECISIONS[workload.dtype].on(workload.device)
+    precision = workload.precision.on(workload.device)
     lines = []
     for direction in ("forward", "backward") if workload.mode != "forward" else ("forward",):
-        work = attention_stages(workload.config, workload.batch_size, workload.context_length, precision, direction)
-        works: dict[str, StageWork] = {
-            SCORES: work.scores_matmul,
-            SOFTMAX: work.softmax,
-            VALUES: work.values_matmul,
-        }
+        stages = attention_stages(*workload.work, precision, direction)
+        works = {SCORES: stages.scores_matmul, SOFTMAX: stages.softmax, VALUES: stages.values_matmul}
         suffix = BACKWARD if direction == "backward" else ""
         phase, ranges = profile.trace.instances(direction, inside=STEP), profile.trace.ranges
         spent = {
             stage: times(profile.trace, profile.trace.during(ranges[ranges["name"] == stage + suffix], phase)).summed_ms
-            for stage in _STAGES
+            for stage in works
         }
-        for stage in _STAGES:
-            flops, n_bytes, ms = works[stage].flops, works[stage].n_bytes, max(spent[stage], 1e-9)
+        for stage, work in works.items():
+            ms = max(spent[stage], 1e-9)
             lines.append(
                 {
                     "stage": stage,
                     "direction": direction,
                     f"{profile.clock} ms": digits(spent[stage]),
-                    "GFLOP": digits(flops / 1e9),
-                    "MiB": digits(n_bytes / 2**20),
-                    "TFLOP/s": digits(flops / ms / 1e9),
-                    "GB/s": digits(n_bytes / ms / 1e6),
+                    "GFLOP": digits(work.flops / 1e9),
+                    "MiB": digits(work.n_bytes / 2**20),
+                    "TFLOP/s": digits(work.flops / ms / 1e9),
+                    "GB/s": digits(work.n_bytes / ms / 1e6),
                     "time / softmax": digits(ms / max(spent[SOFTMAX], 1e-9)),
-                    "FLOPs / softmax": digits(flops / works[SOFTMAX].flops),
-                    "bytes / softmax": digits(n_bytes / works[SOFTMAX].n_bytes),
+                    "FLOPs / softmax": digits(work.flops / works[SOFTMAX].flops),
+                    "bytes / softmax": digits(work.n_bytes / works[SOFTMAX].n_bytes),
                 }
             )
     caption = (
@@ -194,17 +187,9 @@ def overhead_table(profiles: list[Profile]) -> Table:
     """What annotation and recording add to the unprofiled step."""
     lines = []
     for profile in profiles:
-        plain, ranged, recorded = (
-            times_ms[WHOLE] for times_ms in (profile.unprofiled_ms, profile.annotated_ms, profile.profiled_ms)
-        )
-        lines.append(
-            {
-                "mode": profile.workload.mode,
-                "unprofiled ms": digits(plain),
-                "annotated ms": digits(ranged),
-                "annotated / unprofiled": f"{ranged / plain:.3f}",
-                "recorded ms": digits(recorded),
-                "recorded / unprofiled": f"{recorded / plain:.3f}",
-            }
-        )
+        plain = profile.unprofiled_ms[WHOLE]
+        line = {"mode": profile.workload.mode, "unprofiled ms": digits(plain)}
+        for how, ms in (("annotated", profile.annotated_ms[WHOLE]), ("recorded", profile.profiled_ms[WHOLE])):
+            line |= {f"{how} ms": digits(ms), f"{how} / unprofiled": f"{ms / plain:.3f}"}
+        lines.append(line)
     return Table("Median time of the whole pass by the timing harness.", pd.DataFrame(lines))

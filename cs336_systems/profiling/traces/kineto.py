@@ -17,6 +17,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from cs336_systems.profiling.traces.tables import (
     COPY,
     FILL,
     KERNEL,
+    OP_COLUMNS,
     OPERATOR,
     RANGE_COLUMNS,
     Trace,
@@ -114,21 +116,9 @@ def _gpu_operations(events: list[dict[str, Any]]) -> pd.DataFrame:
             correlation = int(args["correlation"])
             launch_start, pid, tid = launches.get(correlation, (start, process, -1))
             name = str(event["name"]) if kind == KERNEL else {COPY: "memcpy", FILL: "memset"}[kind]
-            rows.append(
-                {
-                    "name": name,
-                    "kind": kind,
-                    "start": start,
-                    "end": start + _ns(event["dur"]),
-                    "pid": pid,
-                    "device": int(args["device"]),
-                    "stream": int(args["stream"]),
-                    "launch_tid": tid,
-                    "launch_start": launch_start,
-                    "correlation": correlation,
-                }
-            )
-    return pd.DataFrame(rows)
+            where = (pid, int(args["device"]), int(args["stream"]))
+            rows.append((name, kind, start, start + _ns(event["dur"]), *where, tid, launch_start, correlation))
+    return pd.DataFrame(rows, columns=list(OP_COLUMNS))
 
 
 def _cpu_operations(events: list[dict[str, Any]]) -> pd.DataFrame:
@@ -139,36 +129,24 @@ def _cpu_operations(events: list[dict[str, Any]]) -> pd.DataFrame:
             start = _ns(event["ts"])
             operator = _Operator(str(event["name"]), start, start + _ns(event["dur"]))
             threads.setdefault((int(event["pid"]), int(event["tid"])), []).append(operator)
-    rows = []
-    for (pid, tid), operators in threads.items():
-        for operator in _working(operators):
-            rows.append(
-                {
-                    "name": operator.name,
-                    "kind": OPERATOR,
-                    "start": operator.start,
-                    "end": operator.end,
-                    "pid": pid,
-                    "device": -1,
-                    "stream": tid,
-                    "launch_tid": tid,
-                    "launch_start": operator.start,
-                    "correlation": -1,
-                }
-            )
-    return pd.DataFrame(rows)
+    rows = [
+        (operator.name, OPERATOR, operator.start, operator.end, pid, -1, tid, tid, operator.start, -1)
+        for (pid, tid), operators in threads.items()
+        for operator in _working(operators)
+    ]
+    return pd.DataFrame(rows, columns=list(OP_COLUMNS))
 
 
+@dataclass(eq=False)
 class _Operator:
     """One operator and the time that its direct children take, in nanoseconds."""
 
-    def __init__(self, name: str, start: int, end: int) -> None:
-        self.name = name
-        self.start = start
-        self.end = end
-        self.children_ns = 0
-        self.parent: _Operator | None = None
-        self.kept = False
+    name: str
+    start: int
+    end: int
+    children_ns: int = 0
+    parent: "_Operator | None" = None
+    kept: bool = False
 
 
 def _working(operators: list[_Operator]) -> list[_Operator]:
@@ -182,12 +160,11 @@ def _working(operators: list[_Operator]) -> list[_Operator]:
             operator.parent = stack[-1]
             operator.parent.children_ns += operator.end - operator.start
         stack.append(operator)
-    kept = []
+    outermost = []
     for operator in operators:
-        outer = operator.parent
-        covered = outer is not None and outer.kept
-        working = 2 * operator.children_ns < operator.end - operator.start
-        operator.kept = covered or working
-        if working and not covered:
-            kept.append(operator)
-    return kept
+        if operator.parent is not None and operator.parent.kept:
+            operator.kept = True
+        elif 2 * operator.children_ns < operator.end - operator.start:
+            operator.kept = True
+            outermost.append(operator)
+    return outermost

@@ -1,7 +1,7 @@
 """NVIDIA Nsight Systems: record a command under ``nsys``, export the report to SQLite, read that.
 
-    recording = record([sys.executable, "program.py"], folder / "step")  # step.nsys-rep, step.sqlite
-    trace = read(recording.path)
+    record([sys.executable, "program.py"], folder / "step")  # step.nsys-rep, step.sqlite
+    trace = read(folder / "step.sqlite")
 
 CPU samples and context switches are not collected (they are most of a default report's size and answer nothing here).
 In the export an operation and its launch share a ``correlationId``, which is unique within one process only; a thread's
@@ -16,7 +16,6 @@ import sqlite3
 import subprocess
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -66,43 +65,19 @@ def is_attached() -> bool:
 
 def profile_command(program: Sequence[str], report: Path, nsys: str = "nsys") -> list[str]:
     """The command line that runs ``program`` and writes ``report`` with the suffix ``.nsys-rep``."""
-    return [
-        nsys,
-        "profile",
-        "--sample=none",
-        "--cpuctxsw=none",
-        "--trace=cuda,nvtx",
-        "--cuda-graph-trace=node",
-        "--force-overwrite=true",
-        f"--output={report.with_suffix('.nsys-rep')}",
-        *program,
-    ]
+    collected = ("--sample=none", "--cpuctxsw=none", "--trace=cuda,nvtx", "--cuda-graph-trace=node")
+    output = f"--output={report.with_suffix('.nsys-rep')}"
+    return [nsys, "profile", *collected, "--force-overwrite=true", output, *program]
 
 
 def export_command(report: Path, nsys: str = "nsys") -> list[str]:
     """The command line that turns the report into SQLite beside it."""
-    return [
-        nsys,
-        "export",
-        "--type=sqlite",
-        "--force-overwrite=true",
-        f"--output={report.with_suffix('.sqlite')}",
-        str(report.with_suffix(".nsys-rep")),
-    ]
+    output = f"--output={report.with_suffix('.sqlite')}"
+    return [nsys, "export", "--type=sqlite", "--force-overwrite=true", output, str(report.with_suffix(".nsys-rep"))]
 
 
-@dataclass(frozen=True)
-class Recording:
-    """What a profiled program left behind."""
-
-    path: Path
-    """The SQLite export."""
-    stdout: str
-    """Of the program, nsys's own lines among it."""
-
-
-def record(program: Sequence[str], report: Path) -> Recording:
-    """Run a program under nsys and export what it recorded.
+def record(program: Sequence[str], report: Path) -> str:
+    """Run a program under nsys and export what it recorded; returns what it printed, nsys's own lines among it.
 
     Raises:
         TraceError: there is no nsys, the program or the export failed, or no report was written.
@@ -120,10 +95,9 @@ def record(program: Sequence[str], report: Path) -> Recording:
         if done.returncode:
             tail = " | ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-3:])
             raise TraceError(f"nsys {command[1]} ended with exit code {done.returncode}: {tail}")
-    sqlite = report.with_suffix(".sqlite")
-    if not sqlite.exists():
+    if not (sqlite := report.with_suffix(".sqlite")).exists():
         raise TraceError(f"nsys wrote no {sqlite}")
-    return Recording(sqlite, printed[0])
+    return printed[0]
 
 
 def read(path: Path) -> Trace:
@@ -143,9 +117,8 @@ def read(path: Path) -> Trace:
 
 def _read(database: sqlite3.Connection, path: Path) -> Trace:
     tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if "StringIds" not in tables or "NVTX_EVENTS" not in tables:
-        missing = ", ".join(sorted({"StringIds", "NVTX_EVENTS"} - tables))
-        raise TraceError(f"{path} is not an nsys export with NVTX ranges: it lacks {missing}")
+    if missing := {"StringIds", "NVTX_EVENTS"} - tables:
+        raise TraceError(f"{path} is not an nsys export with NVTX ranges: it lacks {', '.join(sorted(missing))}")
     present = [table for table in _TABLES if table in tables]
     if not present or "CUPTI_ACTIVITY_KIND_RUNTIME" not in tables:
         raise TraceError(f"{path}: the trace holds no CUDA activity")

@@ -66,15 +66,9 @@ def _by_instance(trace: Trace, instances: pd.DataFrame) -> pd.DataFrame:
 
 
 def _total(rows: pd.DataFrame, steps: int) -> RangeTimes:
-    sums = rows[["host", "operations", "summed", "unioned", "projected"]].sum()
-    return RangeTimes(
-        calls=len(rows) / steps,
-        host_ms=float(sums["host"]) / steps / MS,
-        operations=float(sums["operations"]) / steps,
-        summed_ms=float(sums["summed"]) / steps / MS,
-        unioned_ms=float(sums["unioned"]) / steps / MS,
-        projected_ms=float(sums["projected"]) / steps / MS,
-    )
+    names = ("host", "summed", "unioned", "projected")
+    durations_ms = {f"{name}_ms": float(rows[name].sum()) / steps / MS for name in names}
+    return RangeTimes(calls=len(rows) / steps, operations=float(rows["operations"].sum()) / steps, **durations_ms)
 
 
 def range_table(trace: Trace) -> pd.DataFrame:
@@ -115,8 +109,8 @@ def kernel_table(trace: Trace, *instances: pd.DataFrame) -> pd.DataFrame:
 def class_times(trace: Trace, *instances: pd.DataFrame) -> dict[str, float]:
     """Summed milliseconds per step of each kernel class that occurs in these ranges, in the order of ``CLASSES``."""
     table = kernel_table(trace, *instances)
-    sums = table.groupby("kernel_class")["total_ms"].sum()
-    return {label: float(sums[label]) for label in CLASSES if label in sums.index}
+    sums = table.groupby("kernel_class")["total_ms"].sum().to_dict()
+    return {label: sums[label] for label in CLASSES if label in sums}
 
 
 @dataclass(frozen=True)
@@ -232,12 +226,12 @@ def slowdown(alone: Trace, beside: Trace) -> pd.DataFrame:
     paired["kernel_class"] = paired["name"].map(kernel_class)
     both = paired["ns_alone"].notna() & paired["ns_beside"].notna()
     paired["added"] = (paired["ns_beside"].fillna(0) - paired["ns_alone"].fillna(0)).where(~both, 0)
-    matched = paired.where(both)
+    matched = paired.where(both).groupby(paired["kernel_class"])
     table = pd.DataFrame(
         {
-            "count": matched.groupby(paired["kernel_class"])["name"].count(),
-            "alone_ms": matched.groupby(paired["kernel_class"])["ns_alone"].sum() / MS,
-            "beside_ms": matched.groupby(paired["kernel_class"])["ns_beside"].sum() / MS,
+            "count": matched["name"].count(),
+            "alone_ms": matched["ns_alone"].sum() / MS,
+            "beside_ms": matched["ns_beside"].sum() / MS,
             "added_ms": paired.groupby("kernel_class")["added"].sum() / MS,
         }
     )
@@ -249,6 +243,5 @@ def _numbered(trace: Trace) -> pd.DataFrame:
     ops = trace.operations(trace.instances(STEP))
     ops = ops[ops["name"].map(kernel_class) != COMMUNICATION].sort_values("start", kind="stable")
     ops = ops.assign(number=ops.groupby(["instance", "name"]).cumcount(), ns=ops["end"] - ops["start"])
-    return (
-        ops.groupby(["name", "number"], as_index=False)["ns"].sum().assign(ns=lambda each: each["ns"] / n_steps(trace))
-    )
+    numbered = ops.groupby(["name", "number"], as_index=False)["ns"].sum()
+    return numbered.assign(ns=numbered["ns"] / n_steps(trace))

@@ -30,25 +30,13 @@ KERNEL, COPY, FILL, OPERATOR = "kernel", "copy", "fill", "operator"
 GPU_KINDS = (KERNEL, COPY, FILL)
 KINDS = (*GPU_KINDS, OPERATOR)
 
-OP_COLUMNS = {
-    "name": object,
-    "kind": object,
-    "start": np.int64,
-    "end": np.int64,
-    "pid": np.int64,
-    "device": np.int64,
-    "stream": np.int64,
-    "launch_tid": np.int64,
-    "launch_start": np.int64,
-    "correlation": np.int64,
+OP_COLUMNS: dict[str, type] = {
+    **dict.fromkeys(("name", "kind"), object),
+    **dict.fromkeys(("start", "end", "pid", "device", "stream", "launch_tid", "launch_start", "correlation"), np.int64),
 }
-RANGE_COLUMNS = {
+RANGE_COLUMNS: dict[str, type] = {
     "name": object,
-    "start": np.int64,
-    "end": np.int64,
-    "pid": np.int64,
-    "tid": np.int64,
-    "depth": np.int64,
+    **dict.fromkeys(("start", "end", "pid", "tid", "depth"), np.int64),
 }
 
 
@@ -135,9 +123,7 @@ def depths(intervals: pd.DataFrame) -> list[int]:
     """How many intervals of the same (pid, tid) enclose each, for intervals ordered by start, longest first."""
     open_until: dict[tuple[int, int], list[int]] = {}
     result = []
-    for pid, tid, start, end in zip(
-        *(intervals[column].tolist() for column in ("pid", "tid", "start", "end")), strict=True
-    ):
+    for pid, tid, start, end in intervals[["pid", "tid", "start", "end"]].itertuples(index=False, name=None):
         stack = open_until.setdefault((pid, tid), [])
         while stack and stack[-1] <= start:
             stack.pop()
