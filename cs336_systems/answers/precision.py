@@ -5,6 +5,7 @@ import torch
 
 from cs336_systems.experiments.precision import accumulation
 from cs336_systems.experiments.precision import autocast as autocast_dtypes
+from cs336_systems.experiments.precision.options import SumOptions
 from cs336_systems.experiments.precision.pretended_cuda import cuda_autocast, pretended_cuda
 from cs336_systems.report.tables import Table
 
@@ -14,7 +15,7 @@ HANDOUT_SUMS = 4
 
 def sums_table() -> Table:
     """The handout's four sums of a thousand hundredths."""
-    frame = accumulation.run(accumulation.Options(terms=(1000,))).head(HANDOUT_SUMS)
+    frame = accumulation.run(SumOptions(terms=(1000,))).head(HANDOUT_SUMS)
     frame = frame.assign(
         result=[f"{value:.7g}" for value in frame["result"]],
         relative_error=[f"{value:+.1e}" for value in frame["relative_error"]],

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "benchmarks").glob("*.py"))
+COMMANDS = sorted(
+    str(path.relative_to(ROOT)) for name in ("benchmarks", "scripts") for path in (ROOT / name).rglob("*.py")
+)
 SCRIPT = """
 import sys
 from cs336_systems.report.command_line import exit_with

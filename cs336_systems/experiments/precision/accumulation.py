@@ -1,10 +1,4 @@
-"""What a sum of 0.01 comes to in low precision: where it goes wrong, and what repairs it.
-
-    uv run scripts/mixed_precision_accumulation.py                      # 1,000 and 10,000 terms
-    uv run scripts/mixed_precision_accumulation.py --terms 100 --term 0.1
-
-Terms and accumulator are fp32, fp16 or bf16; the terms are added in order, with Kahan's compensation, and pairwise.
-"""
+"""Sums in low precision: in order, with Kahan's compensation, and pairwise; and why each is off."""
 
 import functools
 import json
@@ -14,27 +8,15 @@ from dataclasses import dataclass
 
 import pandas as pd
 import torch
-import tyro
 from torch import Tensor
 
+from cs336_systems.experiments.precision.options import SumOptions
 from cs336_systems.report.command_line import complain
-from cs336_systems.report.show import Format, show
+from cs336_systems.report.show import show
 from cs336_systems.report.tables import Table
 
 NAME = "mixed_precision_accumulation"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a sum of equal terms comes to in low precision."""
-
-    terms: tuple[int, ...] = (1000, 10_000)
-    """How many terms."""
-    term: float = 0.01
-    """What is added again and again."""
-    format: Format = "auto"
-    """Of the table: auto draws it on a terminal and writes Markdown elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +103,7 @@ def explanation(how: str, found: Sum, n: int, exact: float, term: Tensor, accumu
     return f"each addition rounds, to numbers {step:g} apart in the end, and the roundings do not cancel"
 
 
-def run(options: Options) -> pd.DataFrame:
+def run(options: SumOptions) -> pd.DataFrame:
     """One line per number of terms and experiment.
 
     Raises:
@@ -155,9 +137,8 @@ def run(options: Options) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Add up and print."""
-    options = tyro.cli(Options, args=arguments, description=__doc__)
+def answer(options: SumOptions) -> int:
+    """Add up and print; returns the exit code."""
     try:
         frame = run(options)
     except ValueError as error:

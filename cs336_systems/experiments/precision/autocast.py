@@ -1,17 +1,9 @@
-"""Which dtype has each tensor of a model under autocast? Read by hooks from the running model.
-
-    uv run scripts/autocast_dtypes.py                     # this machine's device
-    uv run scripts/autocast_dtypes.py --device cpu        # differs: the CPU's autocast leaves norms and softmax narrow
-
-Two models: the handout's toy (fc1, relu, LayerNorm, fc2) and this suite's Transformer, tiny. For each, one forward and
-backward pass as training runs them: forward and loss under autocast, backward outside.
-"""
+"""Dtypes under autocast, read by hooks from the running model: the handout's toy, and this suite's Transformer."""
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any
 
 import pandas as pd
 import torch
@@ -21,9 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from cs336_systems.config import MODEL_SIZES, PRECISIONS
 from cs336_systems.experiments.driver import check_device
+from cs336_systems.experiments.precision.options import AutocastOptions
 from cs336_systems.model import TransformerLM
-from cs336_systems.report.command_line import complain, parse
-from cs336_systems.report.show import Format, show
+from cs336_systems.report.command_line import complain
+from cs336_systems.report.show import show
 from cs336_systems.report.tables import Table
 from cs336_systems.training import cross_entropy
 from cs336_systems.training.precision import autocast
@@ -43,20 +36,6 @@ WATCHED_CALLS = {
     "logsumexp": "log-sum-exp of the logits",
 }
 """Functions inside the Transformer whose results are no module's output."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Which dtype has each tensor of a model under autocast?"""
-
-    device: Literal["cpu", "cuda"] = "cuda"
-    """Where to run."""
-    format: Format = "auto"
-    """Of the tables: auto draws them on a terminal and writes Markdown elsewhere."""
-
-    @classmethod
-    def default(cls, device: str) -> Self:
-        return cls(device="cuda" if device == "cuda" else "cpu")
 
 
 class ToyModel(nn.Module):
@@ -162,9 +141,8 @@ def dtype_table(name: str, found: dict[str, dict[str, str]], device: torch.devic
     return Table(f"{name} under autocast on {device.type}, torch {torch.__version__}.", frame)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run both models under both dtypes and print."""
-    options = parse(Options, arguments, __doc__)
+def answer(options: AutocastOptions) -> int:
+    """Run both models under both dtypes and print; returns the exit code."""
     try:
         check_device(options.device)
     except ValueError as error:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cs336_systems.experiments.precision import accumulation
+from cs336_systems.experiments.precision.options import SumOptions
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def script():
 
 @pytest.fixture
 def sums(script):
-    frame = script.run(script.Options())
+    frame = script.run(SumOptions())
     return {(r["terms"], r["how"], r["accumulator"], r["dtype"]): r for r in frame.to_dict("records")}
 
 
@@ -72,15 +73,15 @@ def test_every_line_is_explained_and_finite(sums):
         assert line["explanation"] and math.isfinite(line["result"])
 
 
-def test_the_last_line_is_json_and_the_table_markdown(script, capsys):
-    assert script.main(["--terms", "10"]) == 0
+def test_the_last_line_is_json_and_the_table_markdown(script, load_script, capsys):
+    assert load_script("scripts/mixed_precision_accumulation.py").main(["--terms", "10"]) == 0
     *table, last = capsys.readouterr().out.strip().splitlines()
     assert len(json.loads(last)["sums"]) == len(script.EXPERIMENTS)
     assert sum(line.startswith("|") for line in table) == len(script.EXPERIMENTS) + 2
 
 
 @pytest.mark.parametrize("arguments", [["--terms", "0"], ["--term", "1e-9"], ["--term", "1000"], ["--term", "nan"]])
-def test_bad_input_is_one_sentence(script, capsys, arguments):
-    assert script.main(arguments) == 2
+def test_bad_input_is_one_sentence(load_script, capsys, arguments):
+    assert load_script("scripts/mixed_precision_accumulation.py").main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and len(captured.err.splitlines()) == 1

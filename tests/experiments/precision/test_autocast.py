@@ -45,15 +45,15 @@ def test_dtypes_are_read_not_known(script):
     assert seen == {"x": ["float32", "float16"]}
 
 
-def test_the_command_prints_two_tables_and_json(script, capsys):
-    assert script.main(["--device", "cpu"]) == 0
+def test_the_command_prints_two_tables_and_json(load_script, capsys):
+    assert load_script("scripts/autocast_dtypes.py").main(["--device", "cpu"]) == 0
     *_, last = capsys.readouterr().out.strip().splitlines()
     assert json.loads(last)["dtypes"].keys() == {"The toy model", "The Transformer"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without one")
-def test_a_missing_gpu_is_one_sentence(script, capsys):
-    assert script.main(["--device", "cuda"]) == 2
+def test_a_missing_gpu_is_one_sentence(load_script, capsys):
+    assert load_script("scripts/autocast_dtypes.py").main(["--device", "cuda"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
