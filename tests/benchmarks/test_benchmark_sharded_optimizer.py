@@ -10,7 +10,7 @@ from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.sharded_optimizer.cells import SHARDINGS
 from cs336_systems.experiments.sharded_optimizer.measure import measure_sharding
 from cs336_systems.experiments.sharded_optimizer.table import MEMORY, TIMES, memory_figure
-from cs336_systems.harness.record import Metric
+from cs336_systems.harness.record import Metric, parse_samples
 from cs336_systems.report.figures import save
 from tests.benchmarks.commands import cells_of
 
@@ -33,7 +33,7 @@ def rows() -> pd.DataFrame:
         for metric in metrics
     ]
     failed = asdict(cells[0]) | where | {"size": "small", "status": "oom", "message": "too large", "metric": ""}
-    return pd.DataFrame([*lines, failed])
+    return parse_samples(pd.DataFrame([*lines, failed]))
 
 
 def test_repeats_are_outermost_and_ways_innermost():
