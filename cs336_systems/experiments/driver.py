@@ -147,8 +147,8 @@ def check_device(device: str) -> None:
 
 
 def check_dtypes(options: Any) -> None:
-    """Raise ValueError if the device cannot compute in one of ``--dtype``, where they are training precisions."""
-    given = getattr(options, "dtype", ())
+    """Raise ValueError if the device cannot multiply in one of ``--dtype``, where they are training precisions."""
+    given = getattr(options, "dtype", ()) if options.MULTIPLIES else ()
     for dtype in (given,) if isinstance(given, str) else given:
         if dtype in PRECISIONS and (reason := unsupported_reason(PRECISIONS[dtype], torch.device(options.device))):
             raise ValueError(f"--dtype {dtype}: {reason}")

@@ -40,6 +40,8 @@ class RunOptions:
 
     CPU_DEFAULTS: ClassVar[dict[str, Any]] = {}
     """Where there is no GPU defaults shrink, so that a bare command ends in under a minute."""
+    MULTIPLIES: ClassVar[bool] = True
+    """Whether ``--dtype`` is that of matrix products, which the device must have."""
 
     device: Literal["cpu", "cuda"] = "cuda"
     """Where to run; several ranks talk through NCCL on cuda and through gloo on cpu."""

@@ -18,6 +18,7 @@ MOST_MB = 8000
 class Options(RunOptions):
     """What does a collective cost on this machine?"""
 
+    MULTIPLIES = False
     CPU_DEFAULTS: ClassVar = {"size_mb": (1, 10), "calls": 1, "warmup": 1, "steps": 10}
     timeout: float = 300.0
     collective: tuple[CollectiveName, ...] = get_args(CollectiveName)
