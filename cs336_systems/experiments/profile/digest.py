@@ -83,8 +83,8 @@ def digest(profiles: list[Profile], name: str, where: str, profiler: str) -> str
         parts += ["## Limits", limits_table(profiles, where).markdown(), *map(verdict, profiles)]
         for profile in profiles:
             if len(communication := overlap(profile.trace)):
-                numbers = communication.map(lambda cell: f"{cell:.3g}" if isinstance(cell, float) else str(cell))
-                parts.append(Table("Communication that other work hides, per step.", numbers).markdown())
+                caption = "Communication that other work hides, per step."
+                parts.append(Table(caption, tables.rounded(communication, 3)).markdown())
     for profile in profiles:
         parts += [f"## Modules, mode {profile.workload.mode}", tables.module_table(profile).markdown()]
     parts.append("## Time line")
@@ -118,8 +118,7 @@ def limits_table(profiles: list[Profile], where: str) -> Table:
             rate = flops / matmul_ms / 1e9
             line["matmul TFLOP/s"] = digits(rate)
             hardware = find_hardware(where)
-            peak = hardware.peak(workload.precision.matmul_dtype) if hardware else None
-            if peak:
+            if peak := hardware and hardware.peak(workload.precision.matmul_dtype):
                 line["% of peak"] = f"{100 * rate / (peak / 1e12):.1f}"
         lines.append(line)
     caption = (

@@ -16,7 +16,7 @@ from cs336_systems.experiments.profile import cells as grid
 from cs336_systems.experiments.profile.cells import MEMORY, Options, ProfileCell
 from cs336_systems.experiments.profile.digest import write_digest
 from cs336_systems.experiments.profile.memory_digest import write_memory_digest
-from cs336_systems.experiments.profile.tables import Profile, class_table, overhead_table, phase_table
+from cs336_systems.experiments.profile.tables import Profile, class_table, overhead_table, phase_table, rounded
 from cs336_systems.harness.fit import check_fit, is_predictable
 from cs336_systems.harness.record import Metric
 from cs336_systems.harness.sweep import Outcome
@@ -92,8 +92,8 @@ def profiles_of(outcomes: list[Outcome], raw: Path) -> list[Profile]:
     for outcome in outcomes:
         medians = {metric.name: median(metric.samples) for metric in outcome.metrics}
         found = [
-            {name.removeprefix(how): value for name, value in medians.items() if name.startswith(how)}
-            for how in (f"{how}_" for how in HOWS)
+            {name.removeprefix(f"{how}_"): ms for name, ms in medians.items() if name.startswith(f"{how}_")}
+            for how in HOWS
         ]
         profiles.append(Profile(recorded_workload(outcome.cell), read_trace(trace_path(outcome.cell, raw)), *found))
     return profiles
@@ -141,13 +141,10 @@ def show_trace(path: Path, form: Format) -> int:
     except OSError as error:
         return complain(EXPERIMENT.name, os_error(error))
 
-    def rounded(frame: pd.DataFrame) -> pd.DataFrame:
-        return frame.map(lambda cell: f"{cell:.4g}" if isinstance(cell, float) else str(cell))
-
     what = "kernels, copies and fills" if trace.has_gpu else "CPU operators"
-    show(Table(f"Ranges of {path}, per step.", rounded(range_table(trace))), form)
+    show(Table(f"Ranges of {path}, per step.", rounded(range_table(trace), 4)), form)
     kernels = kernel_table(trace, trace.instances(STEP)).head(20)
-    show(Table(f"The 20 {what} that take most of a step.", rounded(kernels)), form)
+    show(Table(f"The 20 {what} that take most of a step.", rounded(kernels, 4)), form)
     summary = {"read": str(path), "ops": len(trace.ops), "ranges": len(trace.ranges)}
     print(json.dumps({"benchmark": EXPERIMENT.name} | summary))
     return 0

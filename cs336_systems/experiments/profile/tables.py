@@ -193,3 +193,8 @@ def overhead_table(profiles: list[Profile]) -> Table:
             line |= {f"{how} ms": digits(ms), f"{how} / unprofiled": f"{ms / plain:.3f}"}
         lines.append(line)
     return Table("Median time of the whole pass by the timing harness.", pd.DataFrame(lines))
+
+
+def rounded(frame: pd.DataFrame, n_digits: int) -> pd.DataFrame:
+    """A frame of queries as text, its numbers with so many significant digits."""
+    return frame.map(lambda cell: f"{cell:.{n_digits}g}" if isinstance(cell, float) else str(cell))
