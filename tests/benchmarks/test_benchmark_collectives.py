@@ -42,6 +42,7 @@ def test_two_ranks_without_a_launcher(capsys, tmp_path):
     assert (tmp_path / "benchmark_collectives.png").exists()
 
 
+@pytest.mark.slow
 def test_wrong_elements_fail_the_command(monkeypatch, capsys):
     def wrong(*arguments, **options):
         [outcome] = real(*arguments, **options)

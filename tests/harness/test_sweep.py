@@ -288,6 +288,7 @@ def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(scripts):
     assert all(is_gone(pid) for pid in descendants)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_fork_server_starts_is_a_row_and_leaves_no_process(tmp_path):
     process = start_script(tmp_path)
     assert process.stdout.readline() == "begins\n"

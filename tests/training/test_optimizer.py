@@ -230,6 +230,7 @@ def test_an_unknown_optimizer_is_refused_by_name():
         make_optimizer("sgd", parameters())
 
 
+@pytest.mark.slow
 def test_it_does_not_import_dynamo():
     imports = "import sys, torch; from cs336_systems.training import AdamW"
     steps = "optimizer = AdamW([torch.ones(1, requires_grad=True)]); optimizer.zero_grad(); optimizer.step()"
