@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "scripts" / "launch"
-TORCHRUN = f"{sys.executable} -m torch.distributed.run"
+PYTHON = Path(sys.executable)
+TORCHRUN = f"{PYTHON.name} -m torch.distributed.run"
+"""In words, by the name on PATH: the folder of the interpreter may hold a space."""
 PROGRAM = [str(ROOT / "tests" / "distributed" / "worlds.py")]
 AWKWARD = ["two words", "$HOME 'quoted' \"twice\"", "--size", ""]
 """Arguments that a careless recipe would split or expand."""
@@ -24,7 +26,9 @@ def free_port():
 
 
 def start(command, **variables):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHRUN": TORCHRUN} | variables
+    path = os.pathsep.join([str(PYTHON.parent), variables.pop("PATH", os.environ["PATH"])])
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHRUN": TORCHRUN, "PATH": path}
+    environment |= variables
     return subprocess.Popen(
         command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
