@@ -99,6 +99,7 @@ def parity(rank: Rank):
         return worst_errors(rank, torch.float64), worst_errors(rank, torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "device"), [(1, "cpu"), (2, "cpu"), (4, "cpu"), on_gpus(2), on_gpus(4)])
 def test_parameters_are_those_of_one_process_on_the_whole_batch(world_size, device):
     for in_double, in_single in spawn(parity, world_size, device=device, timeout_s=60):

@@ -118,6 +118,7 @@ def test_an_exception_in_a_backward_hook_is_the_one_that_is_told(tmp_path):
     assert all_gone(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_collective_that_a_rank_never_enters_times_out(tmp_path):
     started = time.monotonic()
     with pytest.raises(RankFailed, match="rank 0 failed:\n(.|\n)*Timed out"):
@@ -126,6 +127,7 @@ def test_a_collective_that_a_rank_never_enters_times_out(tmp_path):
     assert all_gone(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_world_that_takes_too_long_is_killed(tmp_path):
     with pytest.raises(TimeoutError, match="ranks 0, 1 had not finished in time and were killed"):
         spawn(hang, 2, str(tmp_path), timeout_s=60, limit_s=2)

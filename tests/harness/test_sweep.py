@@ -61,9 +61,9 @@ def start_script(folder):
     )
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def scripts(tmp_path_factory):
-    """(process, folder) of two sweeps of their own; they need seconds to import, so they start with the first test."""
+    """(process, folder) of two sweeps of their own; they need seconds to import, so both start at once."""
     folders = [tmp_path_factory.mktemp(name) for name in ("interrupted", "killed")]
     started = [(start_script(folder), folder) for folder in folders]
     try:
@@ -75,7 +75,7 @@ def scripts(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def server(scripts):
+def server():
     """The fork server takes seconds to start; no test's timing should hold them."""
     run("ok", timeout_s=60)
 
