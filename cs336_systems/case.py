@@ -3,9 +3,10 @@
     TrainingCase(size="xl", dtype="bf16", attention="flash")               # a named size
     TrainingCase.of(my_config, checkpoint="full")                          # any ModelConfig, at its own context
 
-The fields are the columns of a row and the options of a command line. A new option is a field here and the line of
-``training/assemble.py`` that obeys it; rows that were measured before it existed are read with its default. Imports no
-torch, so that a command line can be parsed before torch is loaded.
+The fields are the columns of a row and the options of a command line. A new option is a field here, its set of values
+in ``experiments/options.py`` (a test holds the two together) and the line of ``training/assemble.py`` that obeys it;
+rows that were measured before it existed are read with its default. Imports no torch, so that a command line can be
+parsed before torch is loaded.
 """
 
 from dataclasses import dataclass

@@ -30,8 +30,6 @@ _POSITIVE = (
     *("length", "d_head", "samples", "rows", "width"),
 )
 _NOT_NEGATIVE = ("warmup", "prefetch")
-_MEANINGFUL_WHEN_EMPTY = ("impl", "length", "d_head", "compile")
-"""Sets that may be empty: all there are; of ``--compile`` alone it means on. ``dtype`` of attention is one, too."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,7 @@ def check_options(options: RunOptions) -> None:
     """Raise ValueError for an empty set, a number out of range, a seed or timeout that no machine takes."""
     for field in fields(options):
         values = _values(getattr(options, field.name))
-        if getattr(options, field.name) == () and field.name not in _MEANINGFUL_WHEN_EMPTY and field.default != ():
+        if getattr(options, field.name) == () and field.default != () and field.name != "compile":  # alone it means on
             raise ValueError(f"{flag(field.name)} needs at least one value, got none")
         if field.name in _POSITIVE and (bad := [value for value in values if not value > 0]):
             raise ValueError(f"{flag(field.name)} must be positive, got {bad[0]:g}")

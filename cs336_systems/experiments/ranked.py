@@ -29,15 +29,17 @@ from cs336_systems.training import TrainStep, assemble, random_batch
 
 def largest(value: float, rank: Rank) -> float:
     """The largest of the ranks' values, on every rank."""
-    found = torch.tensor(float(value), dtype=torch.float64, device=rank.device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.item()
+    return _over_ranks(value, rank, dist.ReduceOp.MAX)
 
 
 def total(value: float, rank: Rank) -> float:
     """The sum of the ranks' values, on every rank."""
+    return _over_ranks(value, rank, dist.ReduceOp.SUM)
+
+
+def _over_ranks(value: float, rank: Rank, operation: dist.ReduceOp.RedOpType) -> float:
     found = torch.tensor(float(value), dtype=torch.float64, device=rank.device)
-    dist.all_reduce(found)
+    dist.all_reduce(found, op=operation)
     return found.item()
 
 

@@ -10,21 +10,7 @@ from cs336_systems.harness.clock import WHOLE
 from cs336_systems.profiling import workload
 from cs336_systems.profiling.workload import PreparedStep, Workload
 
-TINY = Workload(
-    device="cpu",
-    size="tiny",
-    batch_size=2,
-    context_length=16,
-    dtype="fp32",
-    attention="reference",
-    compile="off",
-    checkpoint="none",
-    optimizer="reference",
-    mode="step",
-    warmup=1,
-    steps=2,
-    seed=3,
-)
+TINY = Workload(size="tiny", batch_size=2, context_length=16, warmup=1, steps=2, seed=3)
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward", "step"])

@@ -12,20 +12,15 @@ from cs336_systems.harness.record import Metric
 from cs336_systems.profiling.traces import kineto
 
 CELL = DataParallelCell(
-    device="cpu",
-    ddp="bucketed",
-    bucket_size_mb=0.1,
-    communication_dtype="same",
     size="tiny",
     batch_size=1,
     context_length=16,
-    dtype="fp32",
-    compile="off",
     optimizer="torch-fused",
-    world_size=2,
     warmup=1,
     steps=3,
-    seed=0,
+    world_size=2,
+    ddp="bucketed",
+    bucket_size_mb=0.1,
 )
 TORCH = dataclasses.replace(CELL, ddp="torch")
 BF16 = dataclasses.replace(CELL, communication_dtype="bf16", dtype="autocast-bf16", steps=1)

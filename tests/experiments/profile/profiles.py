@@ -8,21 +8,7 @@ from cs336_systems.profiling.workload import Workload
 
 FIXTURES = Path(__file__).parents[2] / "profiling" / "traces" / "fixtures"
 
-WORKLOAD = Workload(
-    device="cuda",
-    size="medium",
-    batch_size=4,
-    context_length=512,
-    dtype="fp32",
-    attention="reference",
-    compile="off",
-    checkpoint="none",
-    optimizer="torch-fused",
-    mode="step",
-    warmup=1,
-    steps=2,
-    seed=0,
-)
+WORKLOAD = Workload(device="cuda", size="medium", optimizer="torch-fused", warmup=1, steps=2)
 """The recorded blocks are those of ``medium``; there were two of them."""
 
 
