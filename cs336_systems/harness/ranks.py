@@ -104,12 +104,14 @@ def measure_as_rank(rank: Rank, measure: Measure, cell: Any, *, tell: Callable[[
 def measure_on_ranks(measure: Measure, cell: Any, timeout_s: float, report: Report) -> None:
     """Measure a cell on ranks of its own; ``report`` takes rank 0's, or that of the first that failed.
 
+    Where it ran is known from rank 0, or from the first rank that told: another may die before rank 0 has.
+
     Raises:
         TimeoutError: it took longer than ``timeout_s``.
     """
 
     def hear(number: int, known: Report) -> None:
-        if number == 0:
+        if number == 0 or "state_before" not in report:
             report.update(known)
 
     arguments = (measure_as_rank, cell.world_size, measure, cell)

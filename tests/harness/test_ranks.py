@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from cs336_systems import processes
-from cs336_systems.distributed.spawn import spawn
+from cs336_systems.distributed.spawn import RankFailed, spawn
+from cs336_systems.harness import ranks
 from cs336_systems.harness.ranks import reports, resolve_world_sizes
 from cs336_systems.harness.record import RowFile, read_rows
 from cs336_systems.harness.sweep import cell_columns, run_sweep
+from cs336_systems.processes import Died
 from tests.harness.cells import SKEW_S, RankedCell, disagree, measure
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +51,22 @@ def test_cells_in_ranks_of_their_own_end_as_rows(tmp_path, capfd):
     assert (rows["state_before"] != "{}").all()  # told before the cell began, also by a rank of one that died
     assert (rows["world_size"] == 2).all()
     assert "[3/5] MemoryError on rank 1: oom: MemoryError: a list too long" in capfd.readouterr().err
+
+
+def test_where_a_cell_ran_is_known_though_a_rank_died_before_rank_0_could_tell(monkeypatch):
+    def spawn_whose_rank_1_dies_first(*arguments, hear, **options):
+        hear(1, {"state_before": {"load_1min": 1.0}, "provenance": {"host": "here"}})
+        raise RankFailed(1, "rank 1 died") from Died("died")
+
+    monkeypatch.setattr(ranks, "spawn", spawn_whose_rank_1_dies_first)
+    report = {}
+    ranks.measure_on_ranks(measure, RankedCell("SIGKILL on rank 1"), 60.0, report)
+    assert report == {
+        "state_before": {"load_1min": 1.0},
+        "provenance": {"host": "here"},
+        "status": "error",
+        "message": "rank 1 died",
+    }
 
 
 def test_a_rank_that_the_kernel_killed_for_memory_is_oom(monkeypatch):
