@@ -20,7 +20,7 @@ from pathlib import Path
 import pandas as pd
 
 from cs336_systems.answers.committed import missing_provenance
-from cs336_systems.harness.record import read_rows
+from cs336_systems.harness.record import NOT_RECORDED, read_rows
 
 LARGEST = 2**20
 """Bytes of a committed file; rows above are compressed, pages and pictures refused."""
@@ -107,6 +107,7 @@ def _rows(source: Path, target: Path, machine: str, replace: bool) -> Move:
         if problem := _unfit(read_rows(source), machine):
             raise ValueError(problem)
         lines, old = _lines(source), _lines(there) if there.exists() and not replace else []
+        old = _in_columns(lines[0], old) if old else old
         added = _newer(lines, old) if old else lines
     except ValueError as error:
         return Move(source, there, str(error), refused=True)
@@ -125,6 +126,15 @@ def _lines(path: Path) -> list[list[str]]:
     """Of a CSV, compressed or not; the header first."""
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     return list(csv.reader(io.StringIO(data.decode(), newline="")))
+
+
+def _in_columns(columns: list[str], old: list[list[str]]) -> list[list[str]]:
+    """The old lines in the columns of newer ones, where all they lack was not recorded then; else as they are."""
+    lacking = [name for name in columns if name not in old[0]]
+    if not set(lacking) <= NOT_RECORDED.keys() or [name for name in columns if name not in lacking] != old[0]:
+        return old
+    rows = (NOT_RECORDED | dict(zip(old[0], line, strict=True)) for line in old[1:])
+    return [columns, *([row[name] for name in columns] for row in rows)]
 
 
 def _newer(lines: list[list[str]], old: list[list[str]]) -> list[list[str]]:

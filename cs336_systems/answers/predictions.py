@@ -14,6 +14,7 @@ from cs336_systems.config import resolve_size
 from cs336_systems.costs.communication import LINKS, Link, RingCost, cost, fit
 from cs336_systems.costs.fsdp import Shape, model_units
 from cs336_systems.costs.sharding import step_messages
+from cs336_systems.experiments.ranked import sent_mib
 from cs336_systems.report.tables import Table, digits, settings_split
 
 MIB = 2**20
@@ -168,8 +169,10 @@ def ddp_predictions(rows: pd.DataFrame, collectives: pd.DataFrame) -> Table:
                 line[f"{label} ms"] = f"{predicted:.2f}"
         if "fitted ring ms" in line:
             line["error ms"] = signed(float(line["fitted ring ms"]) - medians["exposed"], 2)
-        line["sent MiB"] = digits(medians["sent"])
-        line["its error %"] = error(sum(messages) / MIB, medians["sent"], 2)
+        if (sent := _sent_mib(cell, values["world_size"])) is not None:
+            predicted_mib = cost("all_reduce", values["world_size"], sum(messages)).wire_bytes / MIB
+            line["sent MiB"] = digits(sent)
+            line["its error %"] = error(predicted_mib, sent, 2)
         lines.append(line)
     return _table("Exposed communication; error: fitted ring less measured.", lines, _DDP_SETTINGS)
 
@@ -236,10 +239,11 @@ def fsdp_predictions(rows: pd.DataFrame, collectives: pd.DataFrame) -> Table:
             "states GiB": digits(medians["state"]),
             "predicted GiB": digits(medians["predicted_state"]),
             "error %": error(medians["predicted_state"], medians["state"], 2),
-            "sent MiB": digits(medians["sent"]),
         }
-        if "predicted_sent" in medians:
-            line["sent, error %"] = error(medians["predicted_sent"], medians["sent"], 2)
+        if (sent := _sent_mib(cell, world_size)) is not None:
+            line["sent MiB"] = digits(sent)
+            if "predicted_sent" in medians:
+                line["sent, error %"] = error(medians["predicted_sent"], sent, 2)
         line |= {
             "gather of a block ms": f"{gather_ms:.2f}",
             "forward of a block ms": f"{medians['forward'] / config.n_layers:.2f}",
@@ -248,6 +252,11 @@ def fsdp_predictions(rows: pd.DataFrame, collectives: pd.DataFrame) -> Table:
             line[label] = format(medians[metric], form) if metric in medians else "–"
         lines.append(line)
     return _table("Gathers by the fitted ring.", lines, _FSDP_SETTINGS)
+
+
+def _sent_mib(cell: pd.DataFrame, world_size: int) -> float | None:
+    by_metric = cell.drop_duplicates("metric", keep="last").set_index("metric")
+    return sent_mib({str(name): row for name, row in by_metric.iterrows()}, world_size)
 
 
 def _table(caption: str, lines: list[dict[str, str]], settings: list[str]) -> Table:

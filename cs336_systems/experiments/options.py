@@ -8,7 +8,7 @@ grid. Imports no torch.
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
@@ -87,7 +87,7 @@ class TrainingOptions(RunOptions):
     steps: int = 10
     """Recorded steps."""
     repeat: int = 1
-    """Times that the whole grid is run, so that repeats of a cell are interleaved with the other cells."""
+    """Times that the whole grid is run, every second time backwards: what is compared is measured in turns."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,8 @@ def training_cells(
 ) -> list[Cell]:
     """The grid of training cases: the product of all options that are sets, worlds slowest, once for each repeat.
 
+    Every second repeat takes it backwards, so that of two cells each is measured first once.
+
     Args:
         inner: the cell's own columns that vary fastest, a mapping for each combination: what is compared is so next to
             each other.
@@ -145,10 +147,12 @@ def training_cells(
     for name in options.attention:
         if name not in ATTENTIONS:
             raise ValueError(f"--attention {name}: known are {', '.join(ATTENTIONS)}")
-    return [
-        cell_of(cell_type, options, repeat=repeat, **dict(zip(sets, values, strict=True)), **own)
-        for repeat, *values, own in itertools.product(range(options.repeat), *sets.values(), inner)
+    grid = [
+        cell_of(cell_type, options, repeat=0, **dict(zip(sets, values, strict=True)), **own)
+        for *values, own in itertools.product(*sets.values(), inner)
     ]
+    turns = (grid, grid[::-1])
+    return [replace(cell, repeat=repeat) for repeat in range(options.repeat) for cell in turns[repeat % 2]]
 
 
 def cell_of(cell_type: type[AnyCell], options: Any, **own: Any) -> AnyCell:

@@ -3,7 +3,7 @@
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 
+from cs336_systems.costs.communication import busbw_factor, cost
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.driver import Experiment, Stage
 from cs336_systems.experiments.options import RankedCase
@@ -41,6 +42,53 @@ def _over_ranks(value: float, rank: Rank, operation: dist.ReduceOp.RedOpType) ->
     found = torch.tensor(float(value), dtype=torch.float64, device=rank.device)
     dist.all_reduce(found, op=operation)
     return found.item()
+
+
+MIB = 1024**2
+
+_COLLECTIVES = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "broadcast": "broadcast",
+}
+"""How c10d's names for collectives begin, and what ``costs`` calls them."""
+
+SENT = "by a rank in a step, each collective by the bytes that a ring of the ranks carries for it"
+"""Note of a column of ``sent_mib``."""
+
+_PAYLOAD = "before the algorithm's factor"
+"""In the unit of earlier rows of all-reduces alone, whose metric ``sent`` was the size of the messages."""
+
+
+def sent_metric(events: Iterable[Event], world_size: int) -> Metric:
+    """MiB that a rank sends for these collectives on a ring, the one convention of what is sent.
+
+    A ring carries (n - 1)/n of an all-gather's output or a reduce-scatter's input, twice that of an all-reduce: the
+    message times ``busbw_factor``. An all-reduce between two ranks counts as its message, in a world of one as nothing.
+
+    Raises:
+        ValueError: a collective whose bytes on a ring are not known here.
+    """
+    total = 0.0
+    for event in events:
+        kind = next((name for start, name in _COLLECTIVES.items() if event.kind.lstrip("_").startswith(start)), None)
+        if kind is None:
+            raise ValueError(f"how much a ring sends for {event.kind!r} is not known")
+        whole = event.n_bytes * (world_size if kind == "reduce_scatter" else 1)  # it is listed by its output
+        total += cost(kind, world_size, whole).wire_bytes
+    return Metric("sent_per_rank", "MiB per step, on a ring", [total / MIB])
+
+
+def sent_mib(metrics: Mapping[str, pd.Series], world_size: int) -> float | None:
+    """What ``sent_metric`` says, from a cell's rows by metric, earlier ones too; None if they say nothing of it."""
+    if "sent_per_rank" in metrics:
+        return float(metrics["sent_per_rank"]["median"])
+    if "sent" not in metrics:
+        return None
+    sent = metrics["sent"]
+    factor = busbw_factor("all_reduce", world_size) if _PAYLOAD in sent["unit"] else 1.0
+    return factor * float(sent["median"])
 
 
 class PreparedStep:

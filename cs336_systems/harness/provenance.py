@@ -1,4 +1,4 @@
-"""Where a number comes from: device, driver, library versions, commit, and the device's state around the run.
+"""Where a number comes from: device, driver, library versions, NCCL's settings, commit, the device's state around it.
 
 Nothing here changes a setting: clocks, power and temperature are read through NVML and recorded, so that a throttled
 run can be told from a slow one. Where the source was shipped without its ``.git`` folder, the environment variable
@@ -6,6 +6,7 @@ run can be told from a slow one. Where the source was shipped without its ``.git
 """
 
 import functools
+import json
 import os
 import platform
 import shlex
@@ -17,6 +18,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 
 COMMIT_VARIABLE = "CS336_SYSTEMS_COMMIT"
 
@@ -80,7 +82,7 @@ def versions(device: torch.device) -> dict[str, Any]:
     except ImportError:
         triton_version = ""
     commit, dirty = source_version()
-    row: dict[str, Any] = {"gpu": "", "gpu_count": 0, "driver": "", "cuda": ""}
+    row: dict[str, Any] = {"gpu": "", "gpu_count": 0, "driver": "", "cuda": "", "nccl": ""}
     if device.type == "cuda":
         import pynvml
 
@@ -90,6 +92,7 @@ def versions(device: torch.device) -> dict[str, Any]:
             "gpu_count": 1,
             "driver": pynvml.nvmlSystemGetDriverVersion(),
             "cuda": torch.version.cuda,
+            "nccl": json.dumps({"version": nccl_version(), "environment": nccl_environment()}),
         }
     return row | {
         "host": host_name(),
@@ -100,6 +103,16 @@ def versions(device: torch.device) -> dict[str, Any]:
         "dirty": dirty,
         "argv": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
+
+
+def nccl_version() -> str:
+    """Of the library that torch has loaded; "" of a torch without it."""
+    return ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
+
+
+def nccl_environment() -> dict[str, str]:
+    """The variables that are set for NCCL and for torch's use of it: they choose algorithms, channels and waits."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("NCCL_", "TORCH_NCCL_"))}
 
 
 def device_state(device: torch.device) -> dict[str, Any]:

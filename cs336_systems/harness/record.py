@@ -33,14 +33,17 @@ STATUSES = ("ok", "oom", "predicted-oom", "timeout", "unsupported", "error", "in
 _LEADING = ("schema_version", "benchmark", "variant")
 _RESULT = ("status", "message", "metric", "unit", "median", "mean", "std", "p10", "p90", "n", "samples")
 _PROVENANCE = (
-    *("gpu", "gpu_count", "driver", "cuda", "host", "python", "torch", "triton", "commit", "dirty", "argv", "seed"),
-    *("timestamp", "state_before", "state_after"),
+    *("gpu", "gpu_count", "driver", "cuda", "host", "python", "torch", "triton", "nccl", "commit", "dirty", "argv"),
+    *("seed", "timestamp", "state_before", "state_after"),
 )
 
 _NUMBERS = ("median", "mean", "std", "p10", "p90", "n")
 
 DEFAULTS: dict[str, Any] = asdict(TrainingCase())
 """Of rows that were measured before a training case could say a setting."""
+
+NOT_RECORDED = {"nccl": ""}
+"""Columns of provenance that earlier rows lack, and what they read as there."""
 
 Row = dict[str, Any]
 
@@ -174,7 +177,7 @@ def _check_file(path: Path, columns: Sequence[str] | None = None) -> None:
 
 
 def read_rows(path: Path, cell_columns: Iterable[str] = ()) -> pd.DataFrame:
-    """The rows of a CSV, with ``samples`` as lists; rows of a training case that lack a setting have its default.
+    """The rows of a CSV, with ``samples`` as lists; what earlier rows could not say has its default.
 
     Raises:
         ValueError: not a CSV of this schema version, its last line is torn, or it lacks one of ``cell_columns``.
@@ -185,9 +188,9 @@ def read_rows(path: Path, cell_columns: Iterable[str] = ()) -> pd.DataFrame:
         frame = pd.read_csv(path, keep_default_na=False, na_values={column: [""] for column in _NUMBERS})
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {str(error).strip()}") from error
-    if "context_length" in frame.columns:
-        for name in DEFAULTS.keys() - set(frame.columns):
-            frame[name] = DEFAULTS[name]
+    defaults = NOT_RECORDED | (DEFAULTS if "context_length" in frame.columns else {})
+    for name in defaults.keys() - set(frame.columns):
+        frame[name] = defaults[name]
     missing = [column for column in schema_columns(cell_columns) if column not in frame.columns]
     if missing:
         raise ValueError(f"{path} lacks the columns {', '.join(missing)}")

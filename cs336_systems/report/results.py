@@ -5,7 +5,7 @@
         columns=(
             Column("step ms", "step", spread=True),
             Column("tokens/s", "tokens_per_s", ",.0f"),
-            Column("/ FSDP2", lambda line: line.over("step", line.peer(fsdp="torch")), ".3f"),
+            Column("/ FSDP2", lambda line: line.repeats_over("step", line.peer(fsdp="torch")), ".3f"),
         ),
     ).of(rows)
 
@@ -26,6 +26,18 @@ MISSING = "–"
 
 MAIN, SETTING = -1, 0
 """Ranks of what a narrow terminal drops last: the main result; what tells lines apart."""
+
+_ONE_RUN = ("argv", "commit", "host")
+"""Columns in which rows agree that are compared as a ratio."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number with the least and the largest that it stands for."""
+
+    median: float
+    least: float
+    largest: float
 
 
 @dataclass(frozen=True)
@@ -59,11 +71,14 @@ class Line:
         own, other = self.median(metric), peer.median(metric) if peer else None
         return None if own is None or not other else own / other
 
-    def repeats_over(self, metric: str, peer: "Line | None") -> float | None:
-        """The median of the metric's ratios to the peer's in the same repeat."""
+    def repeats_over(self, metric: str, peer: "Line | None") -> Spread | None:
+        """The metric's ratios to the peer's in the same repeat, None if the two are not of one command on one host."""
         if peer is None or metric not in self.metrics or metric not in peer.metrics:
             return None
-        return float((by_repeat(self.run, metric) / by_repeat(peer.run, metric)).median())
+        if any(self.last.get(name, "") != peer.last.get(name, "") for name in _ONE_RUN):
+            return None
+        ratios = (by_repeat(self.run, metric) / by_repeat(peer.run, metric)).dropna()
+        return Spread(ratios.median(), ratios.min(), ratios.max()) if len(ratios) else None
 
     @property
     def status(self) -> str:
@@ -76,7 +91,8 @@ class Column:
     """One result.
 
     Attributes:
-        value: a metric, or a function of the line; text that it returns is shown as it is, None as a dash.
+        value: a metric, or a function of the line; text that it returns is shown as it is, None as a dash, a spread
+            with its ends where they are not the same.
         form: of the number, three digits unless said.
         spread: whether p10 and p90 stand behind the median; one sample has none.
         rank: how soon a narrow terminal drops it (``Table.ranks``).
@@ -85,7 +101,7 @@ class Column:
     """
 
     header: str
-    value: str | Callable[[Line], float | str | None]
+    value: str | Callable[[Line], float | str | Spread | None]
     form: str = ""
     spread: bool = False
     rank: int = 1
@@ -97,6 +113,9 @@ class Column:
         found = line.median(self.value) if isinstance(self.value, str) else self.value(line)
         if found is None or isinstance(found, str):
             return found or MISSING
+        if isinstance(found, Spread):
+            shown, *ends = map(self._number, (found.median, found.least, found.largest))
+            return f"{shown} ({'–'.join(ends)})" if ends != [shown, shown] else shown
         if found != found:
             return MISSING
         text = self._number(found)

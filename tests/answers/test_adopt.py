@@ -2,6 +2,7 @@
 
 import gzip
 
+import pandas as pd
 import pytest
 
 from cs336_systems.answers import adopt
@@ -100,6 +101,19 @@ def test_a_machine_is_named_after_its_gpu_or_is_a_cpu(run, profiles):
     write(run / "collectives" / "benchmark_collectives.csv", 1.0, device="cpu", gpu="")
     adopted(run, profiles, machine="cpu")
     assert (profiles / "results" / "cpu" / "collectives" / "benchmark_collectives.csv").exists()
+
+
+def test_rows_join_earlier_ones_that_could_not_say_a_setting_of_nccl(run, profiles):
+    write(run / "grid" / "benchmark_model.csv", 2.0, day=2, nccl='{"version": "2.28.9"}')
+    committed = profiles / "results" / "h200" / "grid" / "benchmark_model.csv"
+    write(committed, 1.0)
+    earlier = pd.read_csv(committed, dtype=str, keep_default_na=False).drop(columns="nccl")
+    earlier.to_csv(committed, index=False)
+    (move,) = adopted(run, profiles)
+    assert move.what == "1 of 1 rows appended"
+    assert medians(profiles) == [1.0, 2.0]
+    assert list(read_rows(committed)["nccl"]) == ["", '{"version": "2.28.9"}']
+    assert adopted(run, profiles)[0].what == "all there already"
 
 
 def test_torn_files_and_other_columns_are_refused(run, profiles):

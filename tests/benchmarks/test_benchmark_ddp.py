@@ -62,7 +62,7 @@ def test_a_launcher_decides_the_world(monkeypatch):
         cells_of("data_parallel", "--world-size", "2")
 
 
-def outcome(cell, step_ms):
+def outcome(cell, step_ms, **where):
     tokens = cell.world_size * 512
     metrics = [
         Metric("step", "ms", [step_ms]),
@@ -72,7 +72,7 @@ def outcome(cell, step_ms):
         Metric("tokens_per_s", "1/s", [tokens / step_ms * 1e3], derived=True),
     ]
     made = Outcome(cell, "ok", metrics=metrics)
-    made.rows = make_rows("benchmark_ddp", made, {})
+    made.rows = make_rows("benchmark_ddp", made, {"provenance": where})
     return made
 
 
@@ -87,3 +87,15 @@ def test_the_table_scales_against_one_rank_of_the_same_rung():
     assert table.frame["exposed %"].tolist() == ["10.0", "8.0", "–"]
     assert table.frame["status"].tolist() == ["ok", "ok", "oom: no room"]
     assert "batch" in table.caption
+    elsewhere = outcome(two, 12.5, host="another")
+    assert DATA_PARALLEL.of(outcome_rows([outcome(one, 10.0), elsewhere])).frame["scaling %"].tolist() == ["100.0", "–"]
+
+
+def test_each_rung_stands_beside_torchs_in_the_same_round_with_what_rounds_differ_by():
+    cells = cells_of("data_parallel", "--ddp", "naive", "bucketed", "torch", "--repeat", "2")
+    times = dict(zip(cells, (12.0, 9.0, 10.0, 20.0, 19.0, 22.0), strict=True))
+    table = DATA_PARALLEL.of(outcome_rows([outcome(cell, ms) for cell, ms in times.items()]))
+    assert table.frame["/ torch"].tolist() == ["1.150 (1.100–1.200)", "0.925 (0.900–0.950)", "–"]
+    assert table.frame["exposed ms"].tolist() == ["1.00 (1.00–1.00)"] * 3
+    torch_elsewhere = [outcome(cell, ms, host="b" if cell.ddp == "torch" else "a") for cell, ms in times.items()]
+    assert "/ torch" not in DATA_PARALLEL.of(outcome_rows(torch_elsewhere)).frame

@@ -40,6 +40,7 @@ def test_repeats_are_outermost_and_ways_innermost():
     cells = cells_of("sharded_optimizer", *TINY, "--repeat", "2", "--batch-size", "1", "2")
     assert [cell.repeat for cell in cells] == [0] * 8 + [1] * 8
     assert [cell.sharding for cell in cells[:4]] == list(SHARDINGS)
+    assert [cell.sharding for cell in cells[8:12]] == list(SHARDINGS)[::-1]
     assert {cell.world_size for cell in cells} == {2}
 
 

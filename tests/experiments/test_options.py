@@ -1,5 +1,6 @@
 """What options must be: each fault is one sentence that names the flag and the value."""
 
+import importlib
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
@@ -70,12 +71,13 @@ def test_every_field_of_a_training_case_is_an_option():
     assert {field.name for field in fields(TrainingCase)} <= options
 
 
-def test_the_grid_varies_what_a_question_compares_fastest_and_repeats_it_whole():
+def test_the_grid_varies_what_a_question_compares_fastest_and_repeats_it_whole_and_backwards():
     options = replace(Options(), world_size=(2, 1), dtype=("fp32", "bf16"), repeat=2, compile=())
     own = [{"steps": 1}, {"steps": 2}]
     cells = training_cells(RankedCase, options, inner=own)
     kinds = [(cell.repeat, cell.world_size, cell.dtype, cell.steps) for cell in cells]
-    assert kinds == [(r, w, d, n) for r in (0, 1) for w in (2, 1) for d in ("fp32", "bf16") for n in (1, 2)]
+    grid = [(w, d, n) for w in (2, 1) for d in ("fp32", "bf16") for n in (1, 2)]
+    assert kinds == [(0, *kind) for kind in grid] + [(1, *kind) for kind in reversed(grid)]
     assert {cell.compile for cell in cells} == {"on"}
 
 
@@ -84,3 +86,9 @@ def test_the_note_names_what_stands_at_the_smaller_default():
     assert note == "On a CPU the defaults shrink: --batch-size 2 8 (on a GPU 16)."
     assert small_defaults_note(replace(Options.default("cpu"), batch_size=(1,), steps=5)) == ""
     assert small_defaults_note(replace(Options.default("cuda"), device="cuda")) == ""
+
+
+@pytest.mark.parametrize("question", ["data_parallel", "sharded_optimizer", "fully_sharded"])
+def test_steps_of_several_gpus_are_timed_ten_times_after_five(question):
+    options = importlib.import_module(f"cs336_systems.experiments.{question}.cells").Options.default("cuda")
+    assert (options.warmup, options.steps) == (5, 10)

@@ -1,6 +1,7 @@
 """Provenance: the commit that ran, whether it was dirty, and every column of the schema that says where."""
 
 import json
+import os
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -97,11 +98,23 @@ def test_every_provenance_column_is_filled(monkeypatch):
     columns = schema_columns(())
     by_the_sweep = {"seed", "timestamp", "state_before", "state_after"}
     assert set(row) == set(columns[columns.index("gpu") :]) - by_the_sweep
-    assert {name for name, value in row.items() if value == ""} == {"gpu", "driver", "cuda"}
+    assert {name for name, value in row.items() if value == ""} == {"gpu", "driver", "cuda", "nccl"}
     assert row["argv"] == "benchmark_x.py --size 'two words'"
     assert row["torch"] == torch.__version__
     assert row["gpu_count"] == 0
     assert row["host"].endswith("cores")
+
+
+def test_what_is_set_for_nccl_is_recorded(monkeypatch):
+    for name in [name for name in os.environ if "NCCL" in name]:
+        monkeypatch.delenv(name)
+    assert provenance.nccl_environment() == {}
+    set_here = {"NCCL_MAX_CTAS": "8", "TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}
+    for name, value in (set_here | {"NOT_NCCL_MAX_CTAS": "1"}).items():
+        monkeypatch.setenv(name, value)
+    assert provenance.nccl_environment() == set_here
+    if torch.distributed.is_nccl_available():
+        assert [int(part) for part in provenance.nccl_version().split(".")] == list(torch.cuda.nccl.version())
 
 
 def test_everything_recorded_is_json():
@@ -122,6 +135,7 @@ def test_the_timestamp_is_now_in_utc():
 def test_every_provenance_column_is_filled_on_a_gpu():
     row, state = provenance.versions(torch.device("cuda")), provenance.device_state(torch.device("cuda"))
     assert "" not in {row[name] for name in ("gpu", "driver", "cuda")}
+    assert json.loads(row["nccl"])["version"] == ".".join(map(str, torch.cuda.nccl.version()))
     assert row["gpu_count"] == 1
     assert state["power_w"] > 0
     assert state["sm_mhz"] > 0

@@ -16,7 +16,7 @@ CELL_COLUMNS = ("device", "size", "steps")
 
 HEADER = (
     "schema_version,benchmark,variant,device,size,steps,status,message,metric,unit,median,mean,std,p10,p90,n,samples,"
-    "gpu,gpu_count,driver,cuda,host,python,torch,triton,commit,dirty,argv,seed,timestamp,state_before,state_after"
+    "gpu,gpu_count,driver,cuda,host,python,torch,triton,nccl,commit,dirty,argv,seed,timestamp,state_before,state_after"
 )
 
 
@@ -187,6 +187,14 @@ def test_missing_columns_are_refused_on_reading(path):
     columns = [column for column in schema_columns(CELL_COLUMNS) if column != "commit"]
     path.write_text(",".join(columns) + "\n" + ",".join("1" for _ in columns) + "\n")
     assert "commit" in refusal(path, read_rows)
+
+
+def test_rows_that_could_not_say_a_setting_of_nccl_are_read(path, row_file):
+    earlier = pd.read_csv(path, dtype=str, keep_default_na=False).drop(columns="nccl")
+    earlier.to_csv(path, index=False)
+    rows = read_rows(path)
+    assert list(rows["nccl"]) == [""]
+    assert list(rows["message"]) == ["first"]
 
 
 def test_missing_cell_columns_are_refused_on_reading(path, row_file):

@@ -44,8 +44,15 @@ def test_a_column_may_be_a_ratio_to_another_line():
     failed = make_cell(status="oom", message="no room", size="xl")
     table = TABLE.of(make_frame(*fp32, *bf16, failed)).frame
     assert table["/ fp32"].tolist() == ["1.00", "0.25", "–"]
-    assert table["of each repeat"].tolist() == ["1.0", "0.5", "–"]
+    assert table["of each repeat"].tolist() == ["1.0", "0.5 (0.2–1.0)", "–"]
     assert table["status"].tolist() == ["ok", "ok", "oom: no room"]
+
+
+@pytest.mark.parametrize("elsewhere", [{"host": "another CPU, 2 cores"}, {"argv": "another command"}, {"commit": "b"}])
+def test_a_ratio_within_repeats_is_of_one_command_on_one_host(elsewhere):
+    peer, other = make_cell(ms("step", 2.0)), make_cell(ms("step", 1.0), dtype="bf16")
+    assert column("of each repeat", peer, other) == ["1.0", "0.5"]
+    assert column("of each repeat", peer, [row | elsewhere for row in other]) == ["1.0", "–"]
 
 
 def test_runs_that_were_appended_are_not_pooled_with_earlier_ones():

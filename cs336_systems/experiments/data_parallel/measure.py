@@ -1,9 +1,13 @@
 """One training step on every rank of a data-parallel world: its time, what of it communication adds, what was sent.
 
-**Exposed communication** is the step less the step without communication (``no_sync``), both of the same replica in the
-same process, in turn: with, without, without, with. A clock around the collectives would start while backward still
-runs and book backward's end as communication. It counts all that synchronising costs: waiting, the kernels that
-collectives take from compute, copies into buckets, and waiting for the slowest rank.
+**Exposed communication** is the time of a step less that of the same step without communication (``no_sync``), both of
+the same replica in the same process, in turns: with, without, without, with. It is all that synchronising adds to a
+step. A clock around the collectives would start while backward still runs and book backward's end as communication.
+Recordings of both steps (``--trace``) say what it is made of:
+
+    waited      only collectives run: what backward does not hide, waiting for slower ranks included
+    slowed      what the step's other kernels take longer while collectives run beside them
+    added       kernels that only the step with communication has: copies into buckets and out of them
 
 Steps without communication let replicas drift apart, so parameters and optimizer state are made rank 0's again after
 them. When all is measured, every parameter must be the same bits on every rank, or the cell fails.
@@ -22,7 +26,7 @@ import torch.distributed as dist
 from cs336_systems.distributed.buckets import broadcast_from_rank_0
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.data_parallel.cells import DataParallelCell
-from cs336_systems.experiments.ranked import PreparedStep, check_losses, largest, time_metrics
+from cs336_systems.experiments.ranked import PreparedStep, check_losses, largest, sent_metric, time_metrics
 from cs336_systems.harness.clock import WHOLE, PhaseTimes
 from cs336_systems.harness.fit import check_fit
 from cs336_systems.harness.memory import PeakMeter
@@ -30,9 +34,8 @@ from cs336_systems.harness.ranks import time_phases_of_ranks
 from cs336_systems.harness.record import Metric
 from cs336_systems.profiling.rank_traces import communication_metrics, record_phases_of_ranks
 from cs336_systems.profiling.traces import kineto
-from cs336_systems.profiling.traces.queries import slowdown
 
-GIB, MIB = 1024**3, 1024**2
+GIB = 1024**3
 
 LOCAL = "local"
 """Prefix of the metrics of the step without communication."""
@@ -121,7 +124,7 @@ def measure_data_parallel(cell: DataParallelCell, rank: Rank, *, trace: Path | N
         Metric("exposed", "ms, one value per round", exposed, derived=True),
         Metric("exposed_share", "% of the step", shares, derived=True),
         Metric("collectives", "per step", [len(sent)]),
-        Metric("sent", "MiB per step and rank, before the algorithm's factor", [sum(e.n_bytes for e in sent) / MIB]),
+        sent_metric(sent, cell.world_size),
     ]
     if peak is not None:
         metrics.append(Metric("peak_memory", "GiB, the most of any rank", [largest(peak / GIB, rank)]))
@@ -130,22 +133,5 @@ def measure_data_parallel(cell: DataParallelCell, rank: Rank, *, trace: Path | N
         record_phases_of_ranks(replica.phases(), rank, path)
         record_phases_of_ranks(replica.phases(communicate=False), rank, local_path)
         if rank.rank == 0:
-            metrics += _overlap_metrics(path, local_path)
+            metrics += communication_metrics(kineto.read(path), kineto.read(local_path))
     return metrics
-
-
-def _overlap_metrics(path: Path, local_path: Path) -> list[Metric]:
-    """From a GPU's traces of steps with communication and without; a CPU's trace cannot tell.
-
-    Communication, how much of it ran beside other kernels, by how much it slowed those, and the kernels that it adds.
-    """
-    trace = kineto.read(path)
-    communication = communication_metrics(trace)
-    if not communication:
-        return []
-    classes = slowdown(kineto.read(local_path), trace)
-    return [
-        *communication,
-        Metric("slowed", "ms of other kernels per step", [(classes["beside_ms"] - classes["alone_ms"]).sum()]),
-        Metric("added_kernels", "ms of other kernels per step", [classes["added_ms"].sum()]),
-    ]

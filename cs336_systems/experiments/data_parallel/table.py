@@ -1,11 +1,25 @@
 """The rows of ``benchmark_ddp.py`` as a table: a line per rung, the step beside the one without communication."""
 
-from cs336_systems.report.results import MAIN, Column, Line, ResultTable
+from cs336_systems.experiments.ranked import SENT, sent_mib
+from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
+
+_PEER, _PEER_BUCKET_MIB = "torch", "25"
+
+
+def _over_torch(line: Line) -> Spread | None:
+    """The step's ratio to that of torch's DDP; of rungs without buckets, to its usual ones."""
+    if line.settings["ddp"] == _PEER:
+        return None
+    bucket = line.settings["bucket_size_mb"] or _PEER_BUCKET_MIB
+    return line.repeats_over("step", line.peer(ddp=_PEER, bucket_size_mb=bucket))
 
 
 def _scaling(line: Line) -> float | None:
-    """Tokens/s over as many times those of the same rung on one rank, in percent."""
-    ratio = line.over("tokens_per_s", line.peer(world_size=1))
+    """Tokens/s over as many times those of the same rung on one rank of the same host, in percent."""
+    alone = line.peer(world_size=1)
+    if alone is None or alone.last.get("host") != line.last.get("host"):
+        return None
+    ratio = line.over("tokens_per_s", alone)
     return None if ratio is None else 100 * ratio / line.settings["world_size"]
 
 
@@ -23,6 +37,14 @@ DATA_PARALLEL = ResultTable(
     },
     columns=(
         Column("step ms", "step", spread=True, rank=MAIN),
+        Column(
+            "/ torch",
+            _over_torch,
+            ".3f",
+            rank=0,
+            optional=True,
+            note="the step over that of torch's DDP in the same round of one command, the median over rounds",
+        ),
         Column("forward ms", "forward", rank=3),
         Column("backward ms", "backward", spread=True, rank=3),
         Column("optimizer ms", "optimizer", rank=3),
@@ -31,21 +53,36 @@ DATA_PARALLEL = ResultTable(
             "exposed ms",
             "exposed",
             ".2f",
-            note="the step less the step without communication, the median over rounds that measure both",
+            spread=True,
+            note="the step less the same step without communication, in one process and in turns",
         ),
         Column("exposed %", "exposed_share", ".1f", rank=2),
         Column("hidden %", "hidden_share", ".1f", rank=2, note="communication beside other kernels, by a trace"),
-        Column("slowed ms", "slowed", ".2f", rank=2, note="what communication beside them adds to other kernels"),
+        Column(
+            "waited ms",
+            "waited",
+            ".2f",
+            rank=2,
+            optional=True,
+            note="of a step in which only communication runs, by a trace",
+        ),
+        Column(
+            "slowed ms",
+            "slowed",
+            ".2f",
+            rank=2,
+            note="what communication beside them adds to other kernels, by a trace",
+        ),
         Column("tokens/s", "tokens_per_s", ",.0f"),
         Column("collectives", "collectives", ".0f", rank=3),
-        Column("sent MiB", "sent", rank=3),
+        Column("sent MiB", lambda line: sent_mib(line.metrics, line.settings["world_size"]), rank=3, note=SENT),
         Column("peak GiB", "peak_memory"),
         Column(
             "scaling %",
             _scaling,
             ".1f",
             optional=True,
-            note="tokens/s of as many times those of the same rung on one rank",
+            note="tokens/s of as many times those of the same rung on one rank of the same host",
         ),
     ),
 )

@@ -3,7 +3,7 @@
 A cell is one implementation: ours, torch's FSDP2 (``fully_shard`` of the embedding, of every block, and of norm and
 head, as torchtitan applies it), or our bucketed DDP, which holds everything whole. All run the same model from the
 same seed on the same data, with fp32 masters and, under ``bf16-compute``, bf16 weights and fp32 reductions (DDP then
-computes under bf16 autocast). Repeats of the grid interleave them.
+computes under bf16 autocast). Repeats of the grid measure them in turns.
 """
 
 from collections.abc import Iterable
@@ -17,18 +17,17 @@ from cs336_systems.costs.fsdp import model_units, step_traffic
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.fully_sharded.cells import BF16_COMPUTE, DDP, OURS, FullyShardedCell
-from cs336_systems.experiments.ranked import PreparedStep, check_losses, largest, time_metrics
+from cs336_systems.experiments.ranked import MIB, PreparedStep, check_losses, largest, sent_metric, time_metrics
 from cs336_systems.harness.clock import synchronize
 from cs336_systems.harness.fit import check_fit, predicted_states
 from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.harness.ranks import time_phases_of_ranks
 from cs336_systems.harness.record import Metric
-from cs336_systems.harness.traffic import Event
 from cs336_systems.profiling.gather_waits import GatherWaits
 from cs336_systems.profiling.rank_traces import communication_metrics, record_phases_of_ranks
 from cs336_systems.profiling.traces import kineto
 
-GIB, MIB = 1024**3, 1024**2
+GIB = 1024**3
 
 
 class PreparedModel(PreparedStep):
@@ -49,7 +48,11 @@ class PreparedModel(PreparedStep):
         }
 
     def waits(self) -> list[Metric]:
-        """What the units of our FSDP waited for their weights, in steps of their own."""
+        """What the units of our FSDP waited for their weights, on this rank, in steps of their own.
+
+        Each wait is counted once, and lengthens the step by as much. Yet a step that waits for nothing is not shorter
+        by the sum: a gather that is in time runs beside kernels, and slows them.
+        """
         assert isinstance(self.step.model, FSDP)
         watch = GatherWaits(self.step.model)
         totals, late, largest, n_gathers = [], [], [], 0
@@ -80,18 +83,6 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def sent_bytes(events: Iterable[Event], world_size: int) -> float:
-    """What a rank sends for these collectives on a ring; an all-gather or reduce-scatter is listed by its output."""
-    share = (world_size - 1) / world_size
-    factors = {"allgather": share, "reduce_scatter": world_size - 1.0, "allreduce": 2 * share}
-    return sum(
-        event.n_bytes * factor
-        for event in events
-        for kind, factor in factors.items()
-        if event.kind.lstrip("_").startswith(kind)
-    )
-
-
 def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | None = None) -> list[Metric]:
     """Everything about one cell; ``trace`` is a folder for a recording of rank 0.
 
@@ -118,7 +109,7 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
         Metric("predicted_state", "GiB, of the fullest rank", [predicted / GIB]),
         Metric("state_error", "% of predicted", [100 * (state / predicted - 1)]),
         Metric("collectives", "per step", [len(sent)]),
-        Metric("sent", "MiB per step and rank, on a ring", [sent_bytes(sent, cell.world_size) / MIB]),
+        sent_metric(sent, cell.world_size),
     ]
     if peak is not None:
         unit = "GiB, the most of any rank, construction excluded"

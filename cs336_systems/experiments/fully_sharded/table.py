@@ -1,13 +1,14 @@
 """The rows of ``benchmark_fsdp.py`` as a table: a line per implementation, memory by kind, waits, ratio to FSDP2."""
 
-from cs336_systems.report.results import MAIN, Column, Line, ResultTable
+from cs336_systems.experiments.ranked import SENT, sent_mib
+from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
 _PEER = "torch"
 
 
-def _over_fsdp2(line: Line) -> float | None:
+def _over_fsdp2(line: Line) -> Spread | None:
     """The step's ratio to that of torch's implementation under the same settings."""
-    return line.over("step", line.peer(fsdp=_PEER, prefetch="")) if line.settings["fsdp"] != _PEER else None
+    return None if line.settings["fsdp"] == _PEER else line.repeats_over("step", line.peer(fsdp=_PEER, prefetch=""))
 
 
 FULLY_SHARDED = ResultTable(
@@ -19,7 +20,13 @@ FULLY_SHARDED = ResultTable(
     labels={"batch_size": "batch per rank", "world_size": "ranks", "fsdp": "implementation"},
     columns=(
         Column("step ms", "step", spread=True, rank=MAIN),
-        Column("/ FSDP2", _over_fsdp2, ".3f", rank=0),
+        Column(
+            "/ FSDP2",
+            _over_fsdp2,
+            ".3f",
+            rank=0,
+            note="the step over FSDP2's in the same round of one command, the median over rounds",
+        ),
         Column("forward ms", "forward", rank=2),
         Column("backward ms", "backward", rank=2),
         Column("optimizer ms", "optimizer", rank=2),
@@ -36,14 +43,29 @@ FULLY_SHARDED = ResultTable(
         ),
         Column("peak GiB", "peak_memory"),
         Column("collectives", "collectives", ".0f", rank=3),
-        Column("sent MiB", "sent", rank=2),
+        Column("sent MiB", lambda line: sent_mib(line.metrics, line.settings["world_size"]), rank=2, note=SENT),
         Column("predicted MiB", "predicted_sent", rank=3),
         Column("gathers", "gathers", ".0f", rank=3),
         Column(
             "late", "late_gathers", ".0f", rank=2, note="gathers in a step that a unit waited for, longer than 0.02 ms"
         ),
-        Column("waited ms", "gather_wait", ".3f", rank=2, note="for all gathers of a step"),
+        Column(
+            "waited ms",
+            "gather_wait",
+            ".3f",
+            spread=True,
+            rank=2,
+            note="for all gathers of a step; one that is in time has its cost too, as it slows the kernels beside it",
+        ),
         Column("hidden %", "hidden_share", ".1f", rank=2, note="communication beside other kernels, by a trace"),
+        Column(
+            "communication alone ms",
+            "waited",
+            ".2f",
+            rank=2,
+            optional=True,
+            note="of a step in which only communication runs, by a trace",
+        ),
     ),
 )
 """One line per cell: step times, states and peak, communication and waits for weights."""

@@ -18,8 +18,8 @@ class Options(RankedOptions):
     CPU_DEFAULTS = RankedOptions.CPU_DEFAULTS | {"bucket_size_mb": (0.1,), "warmup": 1, "steps": 5}
     size: tuple[str, ...] = ("xl",)
     dtype: tuple[Literal["fp32", "tf32", "bf16", "autocast-bf16"], ...] = ("fp32",)
-    warmup: int = 3
-    """Steps before the recorded ones, besides the two in which memory is read."""
+    warmup: int = 5
+    """Steps before the timed ones, besides the two in which memory is read."""
     timeout: float = 600.0
     sharding: tuple[Sharding, ...] = SHARDINGS
     """Ways to hold the optimizer state."""

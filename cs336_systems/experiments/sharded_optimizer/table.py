@@ -34,18 +34,24 @@ TIMES = ResultTable(
     labels={"world_size": "ranks", "bucket_size_mb": "bucket MiB", "sharding": "how"},
     columns=(
         Column("forward ms", "forward", optional=True, rank=2),
-        Column("backward ms", "backward", optional=True, rank=2),
-        Column("optimizer ms", "optimizer", optional=True),
-        Column("total ms", "step", optional=True, rank=MAIN),
+        Column("backward ms", "backward", optional=True, spread=True, rank=2),
+        Column("optimizer ms", "optimizer", optional=True, spread=True),
+        Column("total ms", "step", optional=True, spread=True, rank=MAIN),
         Column(
             "ratio to replicated",
             lambda line: line.repeats_over("step", line.peer(sharding="replicated")),
             ".3f",
             rank=0,
             optional=True,
-            note="of the whole step in the same repeat, the median over repeats",
+            note="of the whole step in the same round of one command, the median over rounds",
         ),
-        Column("GiB per link", "predicted_link_traffic", optional=True, rank=2),
+        Column(
+            "GiB per link",
+            "predicted_link_traffic",
+            optional=True,
+            rank=2,
+            note="in a step, computed: each collective by the bytes that a ring of the ranks carries for it",
+        ),
     ),
 )
 """One line per cell of ``benchmark_sharded_optimizer.py``: its phases, the step as a ratio, bytes on the links."""

@@ -42,10 +42,10 @@ def test_metrics_of_ours_and_of_torchs(tmp_path):
         for name in ("step", "forward", "backward", "optimizer", "local_step", "local_backward"):
             assert len(metrics[name].samples) == 3
         assert len(metrics["exposed"].samples) == 2  # one per round
-        assert metrics["sent"].samples[0] == pytest.approx(gradient_mib, rel=1e-3)
+        assert metrics["sent_per_rank"].samples[0] == pytest.approx(gradient_mib, rel=1e-3)
         assert metrics["tokens_per_s"].samples[0] == pytest.approx(2 * 16 / metrics["step"].samples[0] * 1e3)
     assert ours["collectives"].samples[0] > torchs["collectives"].samples[0] > 0
-    assert bf16["sent"].samples[0] == pytest.approx(gradient_mib / 2, rel=1e-3)
+    assert bf16["sent_per_rank"].samples[0] == pytest.approx(gradient_mib / 2, rel=1e-3)
     assert len(bf16["step"].samples) == 1
     assert second[0]["step"] == ours["step"]  # slowest rank, told to all
     assert "hidden_share" not in ours  # a CPU's trace cannot tell

@@ -1,0 +1,57 @@
+"""What experiments of several ranks share: one convention of what is sent, for rows of any age."""
+
+import pandas as pd
+import pytest
+import torch
+
+from cs336_systems.config import resolve_size
+from cs336_systems.costs.fsdp import model_units, step_traffic
+from cs336_systems.experiments.ranked import sent_metric, sent_mib
+from cs336_systems.harness.traffic import Event
+
+MIB = 2**20
+
+
+def sent(world_size, **mib):
+    """MiB that a rank sends for collectives by c10d's names, of so many MiB as ``Traffic`` lists them."""
+    events = [Event(kind, size * MIB, torch.float32) for kind, size in mib.items()]
+    metric = sent_metric(events, world_size)
+    assert metric.unit == "MiB per step, on a ring"
+    return metric.samples[0]
+
+
+def test_every_collective_counts_by_what_a_ring_carries():
+    assert sent(2, allreduce=12) == 12
+    assert sent(4, allreduce_coalesced=12) == 18
+    assert sent(4, _allgather_base=12) == 9
+    assert sent(4, reduce_scatter_tensor_coalesced=3) == 9  # listed by its output, a quarter of the whole
+    assert sent(4, broadcast=12) == 12
+    assert sent(1, allreduce=12) == 0
+    with pytest.raises(ValueError, match="how much a ring sends for 'alltoall' is not known"):
+        sent(2, alltoall=1)
+
+
+def test_data_parallel_and_fully_sharded_steps_compare_as_their_bytes_do():
+    """FSDP gathers twice and reduces once: half as much again as an all-reduce of the gradients."""
+    config = resolve_size("xl")
+    for world_size in (2, 4):
+        ddp = sent(world_size, allreduce=4 * config.n_parameters / MIB)
+        fsdp = step_traffic(model_units(config), world_size).sent_per_rank / MIB
+        assert fsdp / ddp == pytest.approx(1.5, rel=0.01)
+
+
+def row(median, unit):
+    return pd.Series({"median": median, "unit": unit})
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ({"sent_per_rank": row(18.0, "MiB per step, on a ring")}, 18.0),
+        ({"sent": row(12.0, "MiB per step and rank, before the algorithm's factor")}, 18.0),
+        ({"sent": row(18.0, "MiB per step and rank, on a ring")}, 18.0),
+        ({}, None),
+    ],
+)
+def test_earlier_rows_are_read_in_the_same_convention(metrics, expected):
+    assert sent_mib(metrics, 4) == expected
