@@ -11,5 +11,5 @@ EXPERIMENT = traced_experiment(
     make_cells,
     measure_data_parallel,
     DATA_PARALLEL.of,
-    ("step", "backward", "local_step", "exposed", "exposed_share", "hidden_share", "tokens_per_s", "sent"),
+    ("step", "backward", "local_step", "exposed", "exposed_share", "hidden_share", "tokens_per_s", "sent_per_rank"),
 )

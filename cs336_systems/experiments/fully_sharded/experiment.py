@@ -12,7 +12,7 @@ EXPERIMENT = traced_experiment(
     measure_fully_sharded,
     FULLY_SHARDED.of,
     (
-        *("step", "tokens_per_s", "parameters", "gradients", "optimizer_state", "state_error", "peak_memory", "sent"),
-        *("gathers", "late_gathers", "gather_wait", "hidden_share"),
+        *("step", "tokens_per_s", "parameters", "gradients", "optimizer_state", "state_error", "peak_memory"),
+        *("sent_per_rank", "gathers", "late_gathers", "gather_wait", "hidden_share"),
     ),
 )
