@@ -12,11 +12,33 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._ops import OpOverload
+
+LIBRARY = torch.library.Library("cs336_systems", "FRAGMENT")
+
+
+def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], OpOverload]:
+    """Register a function with torch as ``cs336_systems::name``, for every device; ``fake`` says what it returns.
+
+    By hand rather than through ``torch.library.custom_op``, whose calls pass through Python once more: on a CPU 28 us
+    of the host where this takes 12.
+    """
+
+    def register(function: Callable[..., Any]) -> OpOverload:
+        schema = torch.library.infer_schema(function, mutates_args=(), op_name=name)
+        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"cs336_systems::{name}", fake, lib=LIBRARY)
+        registered: OpOverload = getattr(torch.ops.cs336_systems, name).default
+        return registered
+
+    return register
 
 
 def forward_through(
-    operator: Callable[..., tuple[Tensor, Tensor]],
+    op: OpOverload,
     ctx: Any,
     q: Tensor,
     k: Tensor,
@@ -24,10 +46,10 @@ def forward_through(
     is_causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """o like q from ``operator(q, k, v, causal, scale)``, which gives (o, lse); scale is 1/sqrt(d_head) if None."""
+    """o like q from ``op(q, k, v, causal, scale)``, which gives (o, lse); scale is 1/sqrt(d_head) if None."""
     one_head = q.dim() == 3
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    o, lse = operator(*(x.unsqueeze(1) if one_head else x for x in (q, k, v)), is_causal, scale)
+    o, lse = op(*(x.unsqueeze(1) if one_head else x for x in (q, k, v)), is_causal, scale)
     if one_head:
         o, lse = o.squeeze(1), lse.squeeze(1)
     ctx.save_for_backward(q, k, v, o, lse)
@@ -35,12 +57,10 @@ def forward_through(
     return o
 
 
-def backward_through(
-    operator: Callable[..., tuple[Tensor, Tensor, Tensor]], ctx: Any, do: Tensor, *options: bool
-) -> tuple[Tensor | None, ...]:
-    """(dq, dk, dv), None where not wanted, from ``operator(q, k, v, o, lse, do, causal, scale, *options)``."""
+def backward_through(op: OpOverload, ctx: Any, do: Tensor, *options: bool) -> tuple[Tensor | None, ...]:
+    """(dq, dk, dv), None where not wanted, from ``op(q, k, v, o, lse, do, causal, scale, *options)``."""
     one_head = do.dim() == 3
     tensors = (x.unsqueeze(1) if one_head else x for x in (*ctx.saved_tensors, do))
-    gradients = operator(*tensors, ctx.is_causal, ctx.scale, *options)
+    gradients = op(*tensors, ctx.is_causal, ctx.scale, *options)
     wanted = zip(gradients, ctx.needs_input_grad[:3], strict=True)
     return tuple((x.squeeze(1) if one_head else x) if want else None for x, want in wanted)

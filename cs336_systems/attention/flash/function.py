@@ -10,22 +10,28 @@ from torch.autograd.function import once_differentiable
 from cs336_systems.attention.flash.backward import launch_backward
 from cs336_systems.attention.flash.forward import flash_forward_kernel, launch_forward
 from cs336_systems.attention.flash.host import with_short_rows
-from cs336_systems.attention.operators import backward_through, forward_through
+from cs336_systems.attention.operators import backward_through, forward_through, operator
 from cs336_systems.attention.shapes import kernel_limits, validate
 
 
-@torch.library.custom_op("cs336_systems::flash_attention_forward", mutates_args=())
+def _forward_results(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(with_short_rows(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _backward_results(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, wants_dq, wants_dkdv = rest
+    wanted = ((q, wants_dq), (k, wants_dkdv), (v, wants_dkdv))
+    dq, dk, dv = (torch.empty_like(with_short_rows(x)) if want else x.new_empty(0) for x, want in wanted)
+    return dq, dk, dv
+
+
+@operator("flash_attention_forward", _forward_results)
 def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """(o, lse) of (batch, heads, seq, d) inputs."""
     return launch_forward(q, k, v, causal, scale)
 
 
-@forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(with_short_rows(q)), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op("cs336_systems::flash_attention_backward", mutates_args=())
+@operator("flash_attention_backward", _backward_results)
 def backward_op(
     q: Tensor,
     k: Tensor,
@@ -41,14 +47,6 @@ def backward_op(
     """(dq, dk, dv); empty tensors stand for those not wanted, since an operator cannot return None."""
     gradients = launch_backward(q, k, v, o, lse, do, causal, scale, wants_dq, wants_dkdv)
     dq, dk, dv = (q.new_empty(0) if gradient is None else gradient for gradient in gradients)
-    return dq, dk, dv
-
-
-@backward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, wants_dq, wants_dkdv = rest
-    wanted = ((q, wants_dq), (k, wants_dkdv), (v, wants_dkdv))
-    dq, dk, dv = (torch.empty_like(with_short_rows(x)) if want else x.new_empty(0) for x, want in wanted)
     return dq, dk, dv
 
 

@@ -9,34 +9,32 @@ from torch.autograd.function import once_differentiable
 from cs336_systems.attention.hopper.backward import launch_backward
 from cs336_systems.attention.hopper.forward import launch_forward
 from cs336_systems.attention.hopper.host import empty_result
-from cs336_systems.attention.operators import backward_through, forward_through
+from cs336_systems.attention.operators import backward_through, forward_through, operator
 from cs336_systems.attention.shapes import hopper_limits, validate
 
 
-@torch.library.custom_op("cs336_systems::hopper_attention_forward", mutates_args=())
+def _forward_results(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return empty_result(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _backward_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_result(q), empty_result(k), empty_result(v)
+
+
+@operator("hopper_attention_forward", _forward_results)
 def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """(o, lse) of (batch, heads, seq, d) inputs."""
     with torch.cuda.device_of(q):  # Triton launches on the current device, which may be another
         return launch_forward(q, k, v, causal, scale)
 
 
-@forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return empty_result(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op("cs336_systems::hopper_attention_backward", mutates_args=())
+@operator("hopper_attention_backward", _backward_results)
 def backward_op(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float, ordered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of (batch, heads, seq, d) inputs; ``ordered`` fixes the order in which dq is summed."""
     with torch.cuda.device_of(q):
         return launch_backward(q, k, v, o, lse, do, causal, scale, ordered)
-
-
-@backward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_result(q), empty_result(k), empty_result(v)
 
 
 class HopperKernels(torch.autograd.Function):
