@@ -1,0 +1,227 @@
+"""A folder of checkpoints: the last written is the newest, nothing foreign or damaged is removed, damage is named."""
+
+import errno
+import itertools
+import json
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.fsdp_checkpoint import MARKER, complete_checkpoints, load_checkpoint, save_checkpoint
+from cs336_systems.distributed.process_group import Rank, joined
+from cs336_systems.distributed.spawn import spawn
+
+
+class Run:
+    """A model in a world of one, whose weights say which save they are of."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.fsdp = FSDP(nn.Linear(3, 2))
+
+    def save(self, step, value=None, keep_last=2):
+        with torch.no_grad():
+            next(self.fsdp.parameters()).fill_(step if value is None else value)
+        return save_checkpoint(self.folder, self.fsdp, None, step, keep_last=keep_last)
+
+    def load(self):
+        """The step, after a check that the weights are of it."""
+        step = load_checkpoint(self.folder, self.fsdp, None)
+        assert step is None or self.value == step
+        return step
+
+    @property
+    def value(self):
+        return next(self.fsdp.parameters()).max().item()
+
+    def names(self):
+        return sorted(path.name for path in self.folder.iterdir())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    with joined("cpu"):
+        yield
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path / "run")
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_the_newest_is_what_was_written_last(run, monkeypatch):
+    assert run.load() is None
+    run.save(900)
+    run.save(1000)
+    assert run.save(10).is_dir()
+    assert run.load() == 10
+    assert run.names() == ["step-00000010", "step-00001000"]
+    monkeypatch.setattr(time, "time_ns", lambda: 0)  # a clock that was set back
+    run.save(20)
+    assert run.load() == 20
+    assert [path.name for path in complete_checkpoints(run.folder)] == ["step-00000010", "step-00000020"]
+    run.save(10)
+    assert run.load() == 10
+
+
+def test_steps_of_nine_digits(run):
+    for step in (99_999_999, 100_000_000, 100_000_001):
+        run.save(step, value=step % 10)
+    assert load_checkpoint(run.folder, run.fsdp, None) == 100_000_001
+    assert run.value == 1
+    assert run.names() == ["step-100000000", "step-100000001"]
+
+
+def test_a_folder_with_only_a_torn_checkpoint_is_no_empty_one(run):
+    path = run.save(3)
+    shard = path / "__0_0.distcp"
+    cut_short(shard)
+    rest = shard.read_bytes()
+    with pytest.raises(
+        RuntimeError, match="holds no checkpoint that is whole.*step-00000003: __0_0.distcp has .* bytes"
+    ):
+        run.load()
+    with pytest.warns(UserWarning, match="neither loaded nor removed: .*step-00000003: __0_0.distcp has .* bytes"):
+        run.save(4, keep_last=1)
+    assert shard.read_bytes() == rest
+    with pytest.warns(UserWarning, match="step-00000003 is kept as .*step-00000003.old"):
+        run.save(3, keep_last=1)
+    assert (run.folder / ".step-00000003.old" / shard.name).read_bytes() == rest
+    with pytest.warns(UserWarning, match="step-00000003.old: __0_0.distcp has"):
+        assert run.load() == 3
+    assert run.names() == [".step-00000003.old", "step-00000003"]
+
+
+def test_what_others_wrote_stays(run):
+    others = {"step-final", "step-00000001.kept", "step-00000002", "notes"}
+    for name in others:
+        (run.folder / name).mkdir(parents=True)
+        (run.folder / name / "precious").write_text(name)
+    (run.folder / "step-log.txt").write_text("log")
+    (run.folder / "step-00000005").write_text("a file of this very name")
+    with pytest.warns(UserWarning, match="step-00000002: it has no complete.json"):
+        for step in (3, 4, 5):
+            run.save(step, keep_last=1)
+        assert run.load() == 5
+    assert (run.folder / "step-log.txt").read_text() == "log"
+    assert (run.folder / ".step-00000005.old").read_text() == "a file of this very name"
+    assert all((run.folder / name / "precious").read_text() == name for name in others)
+    assert not (run.folder / "step-00000004").exists()
+    (run.folder / "step-00000005").rename(run.folder / "step-00000006")
+    with pytest.raises(RuntimeError, match="step-00000006: it has been renamed, it is of step 5"):
+        run.load()
+
+
+def test_one_error_in_reading_removes_nothing(run, monkeypatch):
+    kept = run.save(1) / MARKER
+    read_text = Path.read_text
+
+    def fail(path, *args, **kwargs):
+        if path == kept:
+            raise OSError(errno.EIO, "Input/output error")
+        return read_text(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="step-00000001: .*Input/output error"):
+        patch.setattr(Path, "read_text", fail)
+        run.save(2)
+        run.save(3)
+        assert run.load() == 3
+    assert [path.name[-1] for path in complete_checkpoints(run.folder)] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", MARKER])
+def test_a_flipped_bit_is_not_loaded(run, name):
+    run.save(1)
+    flip_a_bit(run.save(2) / name)
+    reason = f"step-00000002: .*{name}.*(have changed|is damaged)"
+    with pytest.warns(UserWarning, match=reason):
+        assert run.load() == 1
+    flip_a_bit(run.folder / "step-00000001" / name)
+    with pytest.raises(RuntimeError, match=reason):
+        run.load()
+
+
+def test_the_previous_layout_is_named(run):
+    path = run.save(1)
+    marker = json.loads((path / MARKER).read_text())
+    sizes = {name: file["bytes"] for name, file in marker["files"].items()}
+    (path / MARKER).write_text(json.dumps({"step": 1, "optimizer": None, "scalars": {}, "files": sizes}))
+    with pytest.raises(RuntimeError, match="step-00000001: it is of layout 1, .* another version of this code"):
+        run.load()
+
+
+def test_a_rank_that_cannot_write(run, monkeypatch):
+    run.save(1)
+
+    class Full(dcp.FileSystemWriter):
+        def write_data(self, plan, planner):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="step-00000002.tmp could not be written: rank 0"):
+        patch.setattr(dcp, "FileSystemWriter", Full)
+        run.save(2)
+    assert run.load() == 1
+    run.save(2)
+    assert run.names() == ["step-00000001", "step-00000002"]
+
+
+class Killed(BaseException):
+    pass
+
+
+def die_at_every_operation(rank: Rank, folder):
+    """Saves that end before their first, second, ... change to the disk; how many of each kind did."""
+    n_left = float("inf")
+
+    def kill(event, args):
+        nonlocal n_left
+        if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"):
+            n_left -= 1
+            if n_left < 0:  # and whatever the dead one would still do
+                raise Killed
+
+    sys.addaudithook(kill)
+    os.fsync = lambda descriptor: None  # slow, and only a power cut would tell
+    warnings.simplefilter("error")  # nothing that a kill leaves looks like damage
+    deaths = {}
+    for new_step in (1, 2):
+        run = Run(folder / f"step {new_step} after 1")
+        for n_operations in itertools.count():
+            run.save(1, value=-1, keep_last=1)
+            assert run.names() == ["step-00000001"]
+            n_left = n_operations
+            try:
+                run.save(new_step, value=n_operations, keep_last=1)
+                break
+            except (Killed, OSError):
+                pass
+            finally:
+                n_left = float("inf")
+            assert load_checkpoint(run.folder, run.fsdp, None) in (1, new_step)
+            assert run.value in (-1, n_operations)
+        deaths[new_step] = n_operations
+    return deaths
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_moment_loses_nothing(tmp_path):
+    (deaths,) = spawn(die_at_every_operation, 1, tmp_path, timeout_s=60)
+    assert min(deaths.values()) > 15
