@@ -178,9 +178,9 @@ def _read_marker(path: Path, step: int) -> dict[str, Any]:
         raise ValueError(f"it is of layout {layout}, written by another version of this code, which reads {LAYOUT}")
     if marker.pop("crc32", None) != _digest(marker):
         raise ValueError(f"its {MARKER} is damaged")
+    check_sizes(path, marker["files"])
     if marker["step"] != step:
         raise ValueError(f"it has been renamed, it is of step {marker['step']}")
-    check_sizes(path, marker["files"])
     return marker
 
 

@@ -282,6 +282,8 @@ class _View:
             name = self._name_of[sharded_param]
             parameter = self._parameters[name]
             for key, value in state.items():
+                if "/" in key:
+                    raise ValueError(f"optimizer state {key} of {name} has a slash in its name")
                 entry = f"{_OPTIMIZER}{name}/{key}"
                 if not isinstance(value, Tensor):
                     settings["scalars"][entry] = value

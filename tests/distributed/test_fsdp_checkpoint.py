@@ -25,13 +25,40 @@ OPTIMIZERS = {
 }
 
 
+class Remembering(nn.Linear):
+    """Keeps an object beside its tensors."""
+
+    remembered = None
+
+    def get_extra_state(self):
+        return self.remembered
+
+    def set_extra_state(self, state):
+        self.remembered = state
+
+
+class Model(Menagerie):
+    """With a name that looks like a path, and a module that remembers."""
+
+    def __init__(self):
+        super().__init__()
+        self.by_path = nn.ModuleDict({"in/out": Remembering(1, 1)})
+
+    def forward(self, ids):
+        return self.by_path["in/out"](super().forward(ids))
+
+
 class Trained:
     """A model and its optimizer; every rank sees the same data, so that any number of ranks does the same."""
 
     def __init__(self, optimizer, seed=0):
         torch.manual_seed(seed)
-        self.fsdp = FSDP(Menagerie())
+        self.fsdp = FSDP(Model())
         self.optimizer = OPTIMIZERS[optimizer](self.fsdp.parameters())
+
+    @property
+    def remembering(self):
+        return self.fsdp.module.by_path["in/out"]
 
     def step(self):
         self.fsdp(torch.arange(10).view(2, 5)).square().mean().backward()
@@ -53,6 +80,7 @@ def save_and_go_on(rank: Rank, folder):
             trained.step()
             with torch.no_grad():
                 trained.fsdp.module.shift.fill_(step)
+            trained.remembering.remembered = {"rank": rank.rank, "steps": torch.arange(step)}
             save_checkpoint(folder / name, trained.fsdp, trained.optimizer, step)
         at_last = trained.values()
         trained.step()
@@ -65,8 +93,10 @@ def resume_and_go_on(rank: Rank, folder):
     for name in OPTIMIZERS:
         trained = Trained(name, seed=1)
         trained.optimizer.param_groups[0]["lr"] = 7.0
-        assert load_checkpoint(folder / name, trained.fsdp, trained.optimizer) == 2
+        assert load_checkpoint(str(folder / name), trained.fsdp, trained.optimizer) == 2
         assert trained.fsdp.module.shift[0] == 2
+        assert trained.remembering.remembered["rank"] == 0
+        assert trained.remembering.remembered["steps"].tolist() == [0, 1]
         loaded = trained.values()
         trained.step()
         found[name] = loaded, trained.values()
@@ -98,6 +128,43 @@ def load_what_does_not_fit(rank: Rank, folder):
     with pytest.raises(OSError):
         save_checkpoint(folder / "wide" / "step-00000000" / MARKER, wider, None, 0)
     return messages
+
+
+def refuse_or_fall_back(rank: Rank, folder):
+    """States that cannot be resharded are refused by every rank; damage that one rank finds is seen by every rank."""
+    fsdp = FSDP(nn.Linear(4, 2))
+    fsdp(torch.ones(1, 4)).sum().backward()
+    fsdp.finish_gradient_synchronization()
+    adafactor = torch.optim.Adafactor(fsdp.parameters())
+    adafactor.step()
+    with pytest.raises(ValueError, match="state row_var of weight has shape .1, 1., its shard .1, 4."):
+        save_checkpoint(folder, fsdp, adafactor, 1)  # one row on each rank, so one number, but not the same
+    adam = torch.optim.Adam(fsdp.parameters())
+    adam.step()
+    adam.state[fsdp.module.weight]["odd"] = torch.ones(3 + rank.rank * 4)
+    with pytest.raises(ValueError, match="state odd of weight has shape .3,."):
+        save_checkpoint(folder, fsdp, adam, 1)
+    adam.state[fsdp.module.weight]["odd"] = torch.ones(7) if rank.rank else torch.ones(())
+    with pytest.raises(ValueError, match="state odd of weight has shape .7,."):
+        save_checkpoint(folder, fsdp, adam, 1)
+    adam.state[fsdp.module.weight] = {"a/b": 1}
+    with pytest.raises(ValueError, match="state a/b of weight has a slash in its name"):
+        save_checkpoint(folder, fsdp, adam, 1)
+    with pytest.raises(ValueError, match="the optimizer has a parameter of shape .3,. that the FSDP model lacks"):
+        save_checkpoint(folder, fsdp, torch.optim.SGD([torch.ones(3)]), 1)
+    assert not folder.exists()
+    for step in (1, 2):
+        save_checkpoint(folder, fsdp, None, step)
+    if rank.rank == 1:
+        shard = folder / "step-00000002" / "__1_0.distcp"
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    if rank.rank == 0:
+        with pytest.warns(UserWarning, match="step-00000002: the contents of __1_0.distcp have changed"):
+            assert load_checkpoint(folder, fsdp, None) == 1
+    else:
+        assert load_checkpoint(folder, fsdp, None) == 1
 
 
 def die_while_saving(rank: Rank, folder):
@@ -173,6 +240,11 @@ def test_a_checkpoint_of_another_model_is_refused(saved):
         assert "is a checkpoint of another optimizer: it holds parameter groups of [" in optimizer
         assert "model/0.weight is (6, 6) torch.float32 there and (12, 6) torch.float32 here" in shape
         assert "another" in none
+
+
+@pytest.mark.slow
+def test_all_ranks_agree_on_what_is_wrong(tmp_path):
+    spawn(refuse_or_fall_back, 2, tmp_path / "run", timeout_s=60)
 
 
 def _copy(source: Path, target: Path) -> None:
