@@ -10,7 +10,7 @@ number find theirs; shards are shown to it as ``DTensor``s without copying. On t
                     complete.json                           step, optimizer settings, size and CRC-32 of every file
 
 What keeps a folder of them safe is in ``checkpoint_folder.py``. Sizes are checked whenever a folder is looked at, and
-digests before a checkpoint is loaded; every rank reads its part of the files for that, at 2 to 6 GiB/s.
+digests before a checkpoint is loaded: every rank reads its part of the files once more for that, and once when saving.
 """
 
 import io
