@@ -25,11 +25,14 @@ import shutil
 import time
 import warnings
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 MARKER = "complete.json"
+DAMAGED = "damaged.txt"
+"""Says what digests have shown, so that a damaged checkpoint is not counted among those to keep, nor removed."""
 LAYOUT = 2
 """Of the marker and the files beside it; layout 1 had no digests and no ``saved_at``."""
 
@@ -145,6 +148,12 @@ def retire(folder: Path, newest: Path, keep_last: int) -> None:
             kept.add(stored.step)
 
 
+def note_damage(path: Path, reason: str) -> None:
+    """Have a checkpoint neither loaded nor removed from now on, if this folder can be written."""
+    with suppress(OSError):
+        (path / DAMAGED).write_text(f"{reason} (remove {DAMAGED} to have it tried again)")
+
+
 def check_sizes(path: Path, files: dict[str, dict[str, int]]) -> None:
     """Raise ValueError, or OSError, unless these files are there in these sizes."""
     for name, listed in files.items():
@@ -181,6 +190,8 @@ def _read_marker(path: Path, step: int) -> dict[str, Any]:
     check_sizes(path, marker["files"])
     if marker["step"] != step:
         raise ValueError(f"it has been renamed, it is of step {marker['step']}")
+    if (path / DAMAGED).exists():
+        raise ValueError((path / DAMAGED).read_text())
     return marker
 
 

@@ -141,10 +141,11 @@ def _newest_sound(fsdp: FSDP, folder: Path) -> StoredCheckpoint | None:
     complete, unreadable = _on_rank_0(fsdp, lambda: checkpoint_folder.survey(folder))
     found = None
     while complete and found is None:
-        if damage := _damage(fsdp, complete[-1]):
-            unreadable[complete.pop().path] = damage
+        newest = complete.pop()
+        if damage := _damage(fsdp, newest):
+            unreadable[newest.path] = damage
         else:
-            found = complete[-1]
+            found = newest
     if found is None and unreadable:
         raise RuntimeError(
             f"{folder} holds no checkpoint that is whole; move these away to begin anew: "
@@ -156,7 +157,7 @@ def _newest_sound(fsdp: FSDP, folder: Path) -> StoredCheckpoint | None:
 
 
 def _damage(fsdp: FSDP, stored: StoredCheckpoint) -> str | None:
-    """What is wrong with the contents of a checkpoint's files."""
+    """What is wrong with the contents of a checkpoint's files; it is noted beside them."""
 
     def find() -> str | None:
         for name in filter(lambda name: _reads(fsdp, name), stored.files):
@@ -167,7 +168,10 @@ def _damage(fsdp: FSDP, stored: StoredCheckpoint) -> str | None:
                 return str(error)
         return None
 
-    return next(filter(None, _on_every_rank(fsdp, find)), None)
+    damage = next(filter(None, _on_every_rank(fsdp, find)), None)
+    if damage and fsdp.process_group.rank() == 0:
+        checkpoint_folder.note_damage(stored.path, damage)
+    return damage
 
 
 def _reads(fsdp: FSDP, name: str) -> bool:
@@ -178,16 +182,16 @@ def _reads(fsdp: FSDP, name: str) -> bool:
 
 def _on_every_rank(fsdp: FSDP, action: Callable[[], T]) -> list[T]:
     """What ``action`` returns on each rank; if it raises on one, this raises on all."""
-    outcome: tuple[Any, Exception | None] = (None, None)
+    result, raised = None, None
     try:
-        outcome = (action(), None)
+        result = action()
     except Exception as error:  # the others wait for this rank's word
-        outcome = (None, error)
+        raised = error
     outcomes: list[Any] = [None] * fsdp.process_group.size()
-    dist.all_gather_object(outcomes, outcome, group=fsdp.process_group)
-    for _, error in outcomes:
-        if error is not None:
-            raise error
+    dist.all_gather_object(outcomes, (result, raised), group=fsdp.process_group)
+    for _, raised in outcomes:
+        if raised is not None:
+            raise raised
     return [result for result, _ in outcomes]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
@@ -160,6 +161,7 @@ def refuse_or_fall_back(rank: Rank, folder):
         content = bytearray(shard.read_bytes())
         content[len(content) // 2] ^= 1
         shard.write_bytes(content)
+    dist.barrier()
     if rank.rank == 0:
         with pytest.warns(UserWarning, match="step-00000002: the contents of __1_0.distcp have changed"):
             assert load_checkpoint(folder, fsdp, None) == 1
