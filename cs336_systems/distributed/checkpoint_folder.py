@@ -12,8 +12,9 @@ On the disk:
     .step-00000200.old/  what a later save of the same step has found under its name
 
 A checkpoint is written under its temporary name, ``complete.json`` last, and renamed: under its own name it is whole
-from the first moment. What is not whole there is damaged, or somebody else's; it is left alone, as is any other name.
-The newest checkpoint is the one written last, whatever its step: a run may have been taken up again from an early one.
+from the first moment. What is not whole there is damaged, or somebody else's; it is left alone, as is any other name:
+rename a checkpoint to have it kept. A ``damaged.txt`` in one says that its digests were found wrong. The newest
+checkpoint is the one written last, whatever its step: a run may have been taken up again from an early one.
 
 Limits: one run at a time saves into a folder; all ranks must see the same one.
 """

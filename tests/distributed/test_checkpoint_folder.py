@@ -90,6 +90,7 @@ def test_steps_of_nine_digits(run):
     assert run.names() == ["step-100000000", "step-100000001"]
 
 
+@pytest.mark.filterwarnings("ignore")  # those that are not matched here
 def test_a_folder_with_only_a_torn_checkpoint_is_no_empty_one(run):
     path = run.save(3)
     shard = path / "__0_0.distcp"
@@ -110,6 +111,7 @@ def test_a_folder_with_only_a_torn_checkpoint_is_no_empty_one(run):
     assert run.names() == [".step-00000003.old", "step-00000003"]
 
 
+@pytest.mark.filterwarnings("ignore")  # those that are not matched here
 def test_what_others_wrote_stays(run):
     others = {"step-final", "step-00000001.kept", "step-00000002", "notes"}
     for name in others:
