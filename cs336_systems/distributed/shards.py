@@ -69,7 +69,11 @@ class FlatBuffer:
         itemsize = parameters[0].element_size()
         self._offsets = [offset // itemsize for offset in plan.offsets]
         self.flat = torch.zeros(plan.n_bytes // itemsize, dtype=parameters[0].dtype, device=parameters[0].device)
-        self._views = dict(zip(self.parameters, self.views_of(self.flat), strict=True))
+        # Each with a storage of its own on the same memory, for ``torch.save`` writes whole storages.
+        self._views = {
+            parameter: in_memory_order(torch.from_dlpack(self.flat[offset : offset + parameter.numel()]), parameter)
+            for offset, parameter in zip(self._offsets, self.parameters, strict=True)
+        }
         self.hold()
 
     def views_of(self, flat: Tensor) -> list[Tensor]:

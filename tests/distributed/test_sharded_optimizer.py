@@ -331,6 +331,19 @@ def copies_and_pickles(rank: Rank) -> None:
         assert f"ShardedOptimizer of AdamW, rank {rank.rank} of 2" in repr(optimizer)
 
 
+def saved_layers_are_small(rank: Rank) -> None:
+    """A layer that is saved by itself takes its own bytes, not those of the buffer that it shares with others."""
+    for form in FORMS:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(300, 300), nn.Linear(0, 4))
+        sharded(model, form, bucket_size_mb=1)
+        before = io.BytesIO()
+        torch.save(nn.Linear(4, 4).state_dict(), before)
+        saved = io.BytesIO()
+        torch.save(model[0].state_dict(), saved)
+        assert saved.tell() <= before.tell()
+        assert copy.deepcopy(model[0].weight).untyped_storage().nbytes() == model[0].weight.nbytes
+
+
 def saved_state_is_whole(rank: Rank) -> bytes:
     """Equal to one process's, on all ranks or on one; returns both forms' checkpoints after three steps."""
     saved = []
@@ -404,6 +417,7 @@ CHECKS = (
     later_freezing_and_moving,
     a_replaced_optimizer_stays_silent,
     copies_and_pickles,
+    saved_layers_are_small,
     saved_state_is_whole,
     constructor_errors,
 )
