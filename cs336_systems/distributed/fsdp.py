@@ -20,6 +20,8 @@ before they travel (``reduce_dtype`` chooses otherwise): the sum over ranks of b
 addition.
 
 Gradients are averages over the ranks, as if each rank's loss were the mean over an equal part of the global batch.
+Those of shards know that they are parts (``fsdp_gradients.py``): ``torch.amp.GradScaler`` works, norms are refused.
+State dicts speak of whole tensors (``fsdp_state_dict.py``).
 """
 
 from collections.abc import Iterator
@@ -103,6 +105,8 @@ class FSDP(NotCopied, nn.Module):
         self._schedule = Schedule(layout.groups, layout.replicated, prefetch)
         for unit in layout.units:
             unit.run_by(self._schedule.forward)
+        for parameter in self.managed_parameters():
+            parameter.take_hooks()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; floating-point inputs are cast to ``compute_dtype``."""

@@ -53,13 +53,14 @@ class ManagedParameter:
     """Whether this rank contributed to the gradient since the last synchronization."""
     _hooks: GradientHooks = field(default_factory=GradientHooks, kw_only=True)
 
-    def __post_init__(self) -> None:
+    def take_hooks(self) -> None:
+        """Hooks that are registered from now on run once the gradient is the average over the ranks."""
         self.sharded_param.register_post_accumulate_grad_hook = self._hooks  # type: ignore[method-assign]
         if self.unsharded_param is not self.sharded_param:
             self.sharded_param.register_hook = refuse_hook  # type: ignore[method-assign]
 
     def run_hooks(self) -> None:
-        """Call the user's hooks: the gradient is the average over the ranks."""
+        """Call the user's hooks."""
         self._hooks.run(self.sharded_param)
 
 

@@ -22,8 +22,8 @@ from .fsdp_models import Block, Blocks, Menagerie, full_gradients, same_on_all_r
 
 def rows_of(rank, seed=1, shape=(4, 5)):
     """This rank's half of seeded ids below 11."""
-    ids = torch.randint(11, shape, generator=torch.Generator().manual_seed(seed))
-    return ids.chunk(rank.world_size)[rank.rank]
+    ids = torch.randint(11, shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return ids.chunk(rank.world_size)[rank.rank].to(rank.device)
 
 
 def backward(fsdp, ids):
@@ -39,7 +39,7 @@ def overflowing_rows_make_all_ranks_skip(rank):
         fsdp = FSDP(copy.deepcopy(reference))
         ours = optimizer_cls(fsdp.parameters(), lr=0.1, **options)
         theirs = optimizer_cls(reference.parameters(), lr=0.1, **options)
-        scaler, alone = (torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100) for _ in range(2))
+        scaler, alone = (torch.amp.GradScaler(rank.device.type, init_scale=1024.0) for _ in range(2))
         for weights in ([1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 3e38], [1.0, 2.0, 3.0, 4.0]):
             for model, optimizer, its_scaler in ((reference, theirs, alone), (fsdp, ours, scaler)):
                 optimizer.zero_grad()
