@@ -78,7 +78,7 @@ def _rows(value: Any) -> Any:
 
 def _over_all(x: Tensor, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
     """Whether a norm with these arguments is one number for all of x."""
-    return dim is None or len(dim) == x.dim()
+    return not dim or len(dim) == x.dim()
 
 
 class GradientHooks:
