@@ -14,11 +14,14 @@ Rajbhandari et al. 2020 (ZeRO), section 5; Zhao et al. 2023 (PyTorch FSDP); the 
 bounded look-ahead are those of ``torch.distributed.fsdp.fully_shard``.
 
 Precision: shards, their gradients and the optimizer keep the dtype that the module was built in, fp32 as a rule. With
-``compute_dtype`` the module runs as if it had been cast to it, inputs included, buffers not; weights are cast before
-they travel. Gradients are widened before they travel (``reduce_dtype`` chooses otherwise): the sum over ranks of bf16
-gradients would round at every addition.
+``compute_dtype`` the module runs as if it had been cast to it, inputs included, but for buffers and for the parameters
+of batch norms, which must match their running averages; weights are cast before they travel. Gradients are widened
+before they travel (``reduce_dtype`` chooses otherwise): the sum over ranks of bf16 gradients would round at every
+addition.
 
 Gradients are averages over the ranks, as if each rank's loss were the mean over an equal part of the global batch.
+Those of shards know that they are parts (``fsdp_gradients.py``): ``torch.amp.GradScaler`` works, norms are refused.
+State dicts speak of whole tensors (``fsdp_state_dict.py``).
 """
 
 from collections.abc import Iterator
@@ -32,11 +35,12 @@ from torch.utils._pytree import tree_map
 
 from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup
 from cs336_systems.distributed.fsdp_schedule import Schedule
-from cs336_systems.distributed.fsdp_units import Initialise, Predicate, shard_module
+from cs336_systems.distributed.fsdp_state_dict import WholeTensors, show_whole
+from cs336_systems.distributed.fsdp_units import Initialise, NotCopied, Predicate, shard_module
 from cs336_systems.distributed.process_group import check_same_across_ranks
 
 
-class FSDP(nn.Module):
+class FSDP(NotCopied, nn.Module):
     """A module of any kind with its parameters sharded over the ranks of a process group.
 
     Args:
@@ -77,6 +81,9 @@ class FSDP(nn.Module):
         described = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
         if not described:
             raise ValueError(f"{type(module).__name__} has no parameters to shard")
+        for name, p in module.named_parameters():
+            if p._backward_hooks or p._post_accumulate_grad_hooks:
+                raise ValueError(f"{name} has gradient hooks, which sharding would lose: register them after it")
         self.process_group: dist.ProcessGroup = process_group or dist.distributed_c10d._get_default_group()
         check_same_across_ranks(described, "the model's parameters", self.process_group)
         self.compute_dtype = compute_dtype
@@ -94,9 +101,12 @@ class FSDP(nn.Module):
         self.units = layout.units
         self.groups: list[ShardedGroup] = layout.groups
         self.replicated: list[ManagedParameter] = layout.replicated.parameters
+        show_whole(module, self.managed_parameters(), WholeTensors(self.process_group, self.device))
         self._schedule = Schedule(layout.groups, layout.replicated, prefetch)
         for unit in layout.units:
             unit.run_by(self._schedule.forward)
+        for parameter in self.managed_parameters():
+            parameter.take_hooks()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; floating-point inputs are cast to ``compute_dtype``."""
@@ -184,15 +194,17 @@ def clip_grad_norm_(fsdp: FSDP, max_norm: float, norm_type: float = 2.0) -> Tens
     """
     if not (max_norm > 0 and norm_type > 0):
         raise ValueError(f"max_norm and norm_type must be positive, got {max_norm} and {norm_type}")
-    sharded = [p.sharded_param for group in fsdp.groups for p in group.parameters]
-    replicated = [p.sharded_param for p in fsdp.replicated]
+    sharded, replicated = (
+        [p.sharded_param.grad.detach() for p in parameters if p.sharded_param.grad is not None]
+        for parameters in ([p for group in fsdp.groups for p in group.parameters], fsdp.replicated)
+    )
     ours, everyones = (
         torch.as_tensor(
-            nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None and p.numel()], norm_type),
+            nn.utils.get_total_norm([gradient for gradient in gradients if gradient.numel()], norm_type),
             device=fsdp.device,
             dtype=torch.float32,
         )
-        for parameters in (sharded, replicated)
+        for gradients in (sharded, replicated)
     )
     if norm_type == torch.inf:
         dist.all_reduce(ours, dist.ReduceOp.MAX, group=fsdp.process_group)
@@ -201,5 +213,6 @@ def clip_grad_norm_(fsdp: FSDP, max_norm: float, norm_type: float = 2.0) -> Tens
         ours = ours**norm_type
         dist.all_reduce(ours, group=fsdp.process_group)
         norm = (ours + everyones**norm_type) ** (1 / norm_type)
-    nn.utils.clip_grads_with_norm_(fsdp.parameters(), max_norm, norm)
+    if gradients := sharded + replicated:
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

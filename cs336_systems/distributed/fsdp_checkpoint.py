@@ -25,13 +25,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from cs336_systems.distributed import checkpoint_folder
 from cs336_systems.distributed.checkpoint_folder import MARKER, StoredCheckpoint
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedParameter
+from cs336_systems.distributed.fsdp_parameters import ShardedParameter
+from cs336_systems.distributed.fsdp_state_dict import WholeTensors
 
 __all__ = ["MARKER", "complete_checkpoints", "load_checkpoint", "save_checkpoint"]
 
@@ -227,16 +227,9 @@ class _View:
 
     def __init__(self, fsdp: FSDP) -> None:
         self._module = fsdp.module
-        self._mesh = DeviceMesh.from_group(fsdp.process_group, fsdp.device.type)
+        self._whole = WholeTensors(fsdp.process_group, fsdp.device).of
         self._parameters = {parameter.names[0]: parameter for parameter in fsdp.managed_parameters()}
         self._name_of: dict[Tensor, str] = {p.sharded_param: name for name, p in self._parameters.items()}
-
-    def _whole(self, parameter: ManagedParameter, value: Tensor) -> Tensor:
-        """A tensor like the parameter's shard as the whole tensor it is a part of."""
-        if not isinstance(parameter, ShardedParameter):
-            return value
-        stride = torch.empty(parameter.shape, device="meta").stride()
-        return DTensor.from_local(value, self._mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=stride)
 
     def model(self) -> dict[str, Tensor]:
         """Parameters, and the buffers that the module's own state dict would hold, by kind and name."""

@@ -11,7 +11,7 @@ Parameters that are used together form a ``ShardedGroup`` and travel in one coll
 into ``compute_dtype`` before they are gathered, gradients into ``reduce_dtype`` before they are reduced.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import ReduceOp, ReduceScatterOptions
+
+from cs336_systems.distributed.fsdp_gradients import GradientHooks, ShardGradient, refuse_hook
 
 _ALIGNMENT = 64
 """Elements to which slots are rounded: 128 bytes of bf16, more than vectorised loads and NCCL ask for."""
@@ -49,6 +51,17 @@ class ManagedParameter:
     """Of the whole parameter."""
     has_gradient: bool = field(default=False, kw_only=True)
     """Whether this rank contributed to the gradient since the last synchronization."""
+    _hooks: GradientHooks = field(default_factory=GradientHooks, kw_only=True)
+
+    def take_hooks(self) -> None:
+        """Hooks that are registered from now on run once the gradient is the average over the ranks."""
+        self.sharded_param.register_post_accumulate_grad_hook = self._hooks  # type: ignore[method-assign]
+        if self.unsharded_param is not self.sharded_param:
+            self.sharded_param.register_hook = refuse_hook  # type: ignore[method-assign]
+
+    def run_hooks(self) -> None:
+        """Call the user's hooks."""
+        self._hooks.run(self.sharded_param)
 
 
 @dataclass(eq=False)
@@ -57,12 +70,41 @@ class ShardedParameter(ManagedParameter):
 
     padded_numel: int
     """Elements of the shard on every rank, which collectives need to be equal."""
+    memory: Tensor
+    """Where collectives read the shard."""
+    first_row: int
+    """Of the whole parameter, that the shard begins with."""
     accumulated: Tensor | None = None
     """Whole gradient of backward passes under ``no_sync``, in the dtype in which it will be reduced."""
 
+    def rows_of(self, whole: Tensor) -> Tensor:
+        """This rank's rows of a tensor in the shape of the whole parameter."""
+        return whole[self.first_row : self.first_row + len(self.memory)]
+
+    def adopt_data(self) -> None:
+        """If the user has assigned to the shard's ``data``, bring the values to where collectives read them.
+
+        Raises:
+            RuntimeError: they are unlike the shard.
+        """
+        if self.sharded_param.data_ptr() == self.memory.data_ptr():
+            return
+        assigned = self.sharded_param.data
+        theirs, ours = (f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (assigned, self.memory))
+        if theirs != ours:
+            raise RuntimeError(f"{self.names[0]}.data was set to {theirs}, but its rows on this rank are {ours}")
+        self.memory.copy_(assigned)
+        self.sharded_param.data = self.memory
+
     def take_gradient(self, dtype: torch.dtype) -> Tensor | None:
-        """What has been accumulated and the last backward's gradient, summed; both are given up."""
+        """What has been accumulated and the last backward's gradient, summed; both are given up.
+
+        Raises:
+            RuntimeError: the gradient is sparse.
+        """
         fresh, self.unsharded_param.grad = self.unsharded_param.grad, None
+        if fresh is not None and fresh.layout is not torch.strided:
+            raise RuntimeError(f"{self.names[0]} has a sparse gradient, which FSDP cannot shard: use sparse=False")
         old, self.accumulated = self.accumulated, None
         if fresh is None or old is None:
             return old if fresh is None else fresh
@@ -107,7 +149,7 @@ class Reduction:
 
     def __init__(self, group: "ShardedGroup") -> None:
         self.parameters, dtype = group.trainable, group.reduce_dtype
-        self._world_size = group.world_size
+        self._process_group = group.process_group
         self.missing: list[ShardedParameter] = []
         """Parameters to which this rank contributed nothing and that had no gradient before."""
         sizes = [parameter.padded_numel for parameter in self.parameters]
@@ -139,17 +181,19 @@ class Reduction:
         self._work.wait()
         self._inputs.clear()
         if not self._averages:
-            self._flat.div_(self._world_size)
+            self._flat.div_(self._process_group.size())
         for parameter, output in zip(self.parameters, self._outputs, strict=True):
             shard = parameter.sharded_param
             average = output[: shard.numel()].view_as(shard).to(shard.dtype)
             if shard.grad is not None:
                 shard.grad.add_(average)
-                continue
-            # Also where no rank has a gradient: whether one has, this rank learns in ReplicatedParameters.all_reduce.
-            shard.grad = average
-            if not parameter.has_gradient:
-                self.missing.append(parameter)
+            else:
+                # Also where no rank has a gradient: whether one has, ReplicatedParameters.all_reduce tells.
+                shard.grad = ShardGradient(average, self._process_group)
+                if not parameter.has_gradient:
+                    self.missing.append(parameter)
+                    continue
+            parameter.run_hooks()
 
 
 class GroupState(Enum):
@@ -211,10 +255,10 @@ class ShardedGroup:
         for i, whole in enumerate(parameters):
             first = n_rows[i] * process_group.rank()
             rows = whole.detach()[first : first + n_rows[i]]
-            sharded = nn.Parameter(_alias(self._sharded, starts[i], rows.shape), whole.requires_grad)
-            sharded.detach().copy_(rows)
+            memory = _alias(self._sharded, starts[i], rows.shape).copy_(rows)
+            sharded = nn.Parameter(memory, whole.requires_grad)
             unsharded = nn.Parameter(_alias(self._unsharded, unsharded_starts[i], whole.shape), whole.requires_grad)
-            self.parameters.append(ShardedParameter(names[i], sharded, unsharded, whole.shape, sizes[i]))
+            self.parameters.append(ShardedParameter(names[i], sharded, unsharded, whole.shape, sizes[i], memory, first))
             self._gather_outputs.append(_alias(self._unsharded, unsharded_starts[i], (sizes[i] * world_size,)))
         self._unsharded_bytes = self.unsharded_bytes
         self._unsharded.untyped_storage().resize_(0)
@@ -233,6 +277,8 @@ class ShardedGroup:
         """Start to make the unsharded parameters, unless they are there or on their way."""
         if self.state is not GroupState.SHARDED:
             return
+        for parameter in self.parameters:
+            parameter.adopt_data()
         self.state = GroupState.GATHERING
         # Allocated for the current stream, which waits for the collective before it uses them and frees them after.
         self._unsharded.untyped_storage().resize_(self._unsharded_bytes)
@@ -271,6 +317,8 @@ class ShardedGroup:
 
     def full(self) -> list[Tensor]:
         """The whole parameters in their own dtype, gathered into tensors of their own."""
+        for parameter in self.parameters:
+            parameter.adopt_data()
         outputs = [shard.new_empty(shard.numel() * self.world_size) for shard in self._gather_inputs]
         _all_gather(self.process_group, outputs, self._gather_inputs).wait()
         return [
@@ -311,28 +359,41 @@ def _offsets(sizes: Sequence[int]) -> tuple[int, list[int]]:
 
 
 class ReplicatedParameters:
-    """Parameters that every rank holds whole; their gradients are averaged in one all-reduce."""
+    """Parameters that every rank holds whole; their gradients are averaged in one all-reduce.
+
+    Args:
+        names: all names of each parameter.
+        parameters: equal on every rank; they stay in use.
+        compute_dtypes: in which the module sees each of them; None for its own.
+    """
 
     def __init__(
         self,
         names: Sequence[tuple[str, ...]],
         parameters: Sequence[nn.Parameter],
         *,
-        compute_dtype: torch.dtype | None,
+        compute_dtypes: Sequence[torch.dtype | None],
         process_group: dist.ProcessGroup,
     ) -> None:
         self._process_group = process_group
         self.parameters = [
             ManagedParameter(name, parameter, _cast_copy(parameter, compute_dtype), parameter.shape)
-            for name, parameter in zip(names, parameters, strict=True)
+            for name, parameter, compute_dtype in zip(names, parameters, compute_dtypes, strict=True)
         ]
-        self._cast = [p for p in self.parameters if p.unsharded_param is not p.sharded_param]
-        self._targets = [_alias(parameter.unsharded_param.detach(), 0, parameter.shape) for parameter in self._cast]
+        self._cast = {
+            parameter: _alias(parameter.unsharded_param.detach(), 0, parameter.shape)
+            for parameter in self.parameters
+            if parameter.unsharded_param is not parameter.sharded_param
+        }
 
-    def refresh(self) -> None:
-        """Cast what the optimizer has made of the parameters into the copies that the module sees."""
-        if self._cast:
-            torch._foreach_copy_(self._targets, [parameter.sharded_param.detach() for parameter in self._cast])
+    def refresh(self, parameters: Iterable[ManagedParameter]) -> None:
+        """Cast what the user has made of these parameters, as far as they are cast, into what the module sees."""
+        cast = [parameter for parameter in parameters if parameter in self._cast]
+        if cast:
+            torch._foreach_copy_(
+                [self._cast[parameter] for parameter in cast],
+                [parameter.sharded_param.detach() for parameter in cast],
+            )
 
     def collect(self) -> None:
         """Add the gradients of the cast copies to those of the parameters, in the parameters' dtype."""
@@ -379,6 +440,8 @@ class ReplicatedParameters:
         for i, parameter in enumerate(trainable):
             if not parameter.has_gradient and counts[len(sharded) + i] > 0:
                 parameter.sharded_param.grad = averages[i].to(parameter.sharded_param.dtype, copy=True)
+            if parameter.sharded_param.grad is not None:
+                parameter.run_hooks()
         return counts[: len(sharded)]
 
 

@@ -159,11 +159,10 @@ class Schedule:
     # forward
 
     def begin_forward(self) -> None:
-        """Start a new list of runs with the optimizer's latest values."""
+        """Start a new list of runs."""
         if _inside_backward():
             return
         self._free_idle()
-        self.replicated.refresh()
         self._forward = _Forward(self._order)
         self._runs.first = self._runs.n
         self._gradients.unfinished |= torch.is_grad_enabled()
@@ -179,6 +178,7 @@ class Schedule:
 
     def forward(self, unit: Unit, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a unit's own code with its parameters unsharded."""
+        unit.check_slots()
         recomputing = _inside_backward()
         # What backward has gathered ahead is the unit's own backward's, which frees it.
         stays = {group for group in unit.groups if group.state is not GroupState.SHARDED} if recomputing else set()
@@ -190,6 +190,8 @@ class Schedule:
         for group in unit.groups:
             group.wait()
             group.users += 1
+        if not recomputing:
+            self.replicated.refresh(parameter for *_, parameter in unit.param_slots)
         unit.to_unsharded()
         returned = False
         try:
@@ -306,7 +308,9 @@ class Schedule:
         if self._gradients.missing:  # only then does the host look at the counts, and so wait for the device
             used = {parameter for parameter, count in zip(sharded, counts.tolist(), strict=True) if count}
             for parameter in self._gradients.missing:
-                if parameter not in used:
+                if parameter in used:
+                    parameter.run_hooks()
+                else:
                     parameter.sharded_param.grad = None
         for parameter in sharded:
             parameter.has_gradient = False

@@ -39,6 +39,17 @@ class Unit:
     param_slots: list[tuple[nn.Module, str, ManagedParameter]] = field(default_factory=list)
     """Where the module refers to the parameters: (module, attribute, parameter)."""
 
+    def check_slots(self) -> None:
+        """Before the unit runs.
+
+        Raises:
+            RuntimeError: the user has registered another parameter in the module.
+        """
+        for module, attribute, parameter in self.param_slots:
+            registered = module._parameters.get(attribute)
+            if registered is not parameter.sharded_param and registered is not parameter.unsharded_param:
+                raise RuntimeError(f"{parameter.names[0]} was replaced under FSDP: copy values into it instead")
+
     def to_unsharded(self) -> None:
         """Register the unsharded parameters in the module."""
         for module, attribute, parameter in self.param_slots:
@@ -57,7 +68,22 @@ class Unit:
         self.module.__class__ = _unit_class(module_class)
 
 
-class _CalledByRunner:
+class NotCopied:
+    """What cannot be copied or pickled: it refers to a process group, and to parts of modules on other ranks."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What ``copy`` and ``pickle`` call.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"{type(self).__name__} cannot be copied or pickled under FSDP: copy the module before it is wrapped, and "
+            "save gather_full_params(), or a sharded checkpoint by save_checkpoint"
+        )
+
+
+class _CalledByRunner(NotCopied):
     """What a unit's class has before its own bases.
 
     Hooks would not do: ``module.compile()`` moves a module's hooks into the compiled code; ``__call__`` stays outside.
@@ -105,6 +131,11 @@ def _own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Para
 
 def _is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    """Whether its parameters must stay in the dtype of its running averages, as those of batch norms must."""
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
 
 
 def _slots(module: nn.Module, predicate: Predicate | None, casts: bool) -> list[_Slot]:
@@ -212,7 +243,9 @@ def shard_module(
     replicated = ReplicatedParameters(
         [tuple(names[parameter]) for parameter in vectors],
         wholes,
-        compute_dtype=compute_dtype,
+        compute_dtypes=[
+            None if any(_keeps_statistics(slot.module) for slot in slots_of[p]) else compute_dtype for p in vectors
+        ],
         process_group=process_group,
     )
     managed |= dict(zip(vectors, replicated.parameters, strict=True))

@@ -47,6 +47,8 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for cls in types):
+            return NotImplemented  # the subclass turns the operator into others, which come here: collectives perhaps
         if func.namespace == "c10d":
             tensors = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)]
             if tensors:

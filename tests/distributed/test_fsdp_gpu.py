@@ -19,6 +19,11 @@ from .test_fsdp import (
     unusual_orders_of_passes,
 )
 from .test_fsdp_schedule import a_forward_that_changes_course_still_is_right
+from .test_fsdp_use import (
+    hooks_see_averages,
+    methods_of_the_module_inside_use_the_latest_values,
+    overflowing_rows_make_all_ranks_skip,
+)
 
 CHECKS = [
     parity_of_blocks_with_adamw,
@@ -30,6 +35,9 @@ CHECKS = [
     half_precision_equals_the_same_arithmetic_in_one_process,
     clipping_bites,
     a_forward_that_changes_course_still_is_right,
+    overflowing_rows_make_all_ranks_skip,
+    methods_of_the_module_inside_use_the_latest_values,
+    hooks_see_averages,
 ]
 
 CELL = FullyShardedCell(

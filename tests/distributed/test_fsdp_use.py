@@ -1,0 +1,336 @@
+"""What users do with a module under FSDP beside training it: scale losses, clip, save, load, assign, hook, copy.
+
+One world of two ranks is started; each check runs on both and reports under its own name.
+"""
+
+import copy
+import functools
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.harness.traffic import Traffic
+
+from .checks import failures, world_of
+from .fsdp_models import Block, Blocks, Menagerie, full_gradients, same_on_all_ranks
+
+
+def rows_of(rank, seed=1, shape=(4, 5)):
+    """This rank's half of seeded ids below 11."""
+    ids = torch.randint(11, shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return ids.chunk(rank.world_size)[rank.rank].to(rank.device)
+
+
+def backward(fsdp, ids):
+    fsdp(ids).float().square().mean().backward()
+    fsdp.finish_gradient_synchronization()
+
+
+def overflowing_rows_make_all_ranks_skip(rank):
+    """Only the last row's gradient is infinite, and only the last rank holds that row."""
+    for optimizer_cls, options in ((torch.optim.SGD, {}), (torch.optim.AdamW, {"fused": True})):
+        torch.manual_seed(0)
+        reference = nn.Linear(4, 4, bias=False)
+        fsdp = FSDP(copy.deepcopy(reference))
+        ours = optimizer_cls(fsdp.parameters(), lr=0.1, **options)
+        theirs = optimizer_cls(reference.parameters(), lr=0.1, **options)
+        scaler, alone = (torch.amp.GradScaler(rank.device.type, init_scale=1024.0) for _ in range(2))
+        for weights in ([1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 3e38], [1.0, 2.0, 3.0, 4.0]):
+            for model, optimizer, its_scaler in ((reference, theirs, alone), (fsdp, ours, scaler)):
+                optimizer.zero_grad()
+                its_scaler.scale((model(torch.ones(2, 4)).sum(0) @ torch.tensor(weights)).sum()).backward()
+            fsdp.finish_gradient_synchronization()
+            theirs_kept = copy.deepcopy(reference.weight)
+            with Traffic() as log:
+                scaler.step(ours)
+                scaler.update()
+            assert [(event.kind, event.n_bytes) for event in log.sent] == [("allreduce", 4)]
+            alone.step(theirs)
+            alone.update()
+            assert torch.equal(theirs_kept, reference.weight) == (3e38 in weights)
+            assert scaler.get_scale() == alone.get_scale()
+            torch.testing.assert_close(fsdp.gather_full_params()["weight"], reference.weight.detach())
+        with Traffic() as log:
+            ours.step()
+        assert log.sent == []
+
+
+def norms_of_one_ranks_rows_are_refused(rank):
+    fsdp = FSDP(Blocks())
+    backward(fsdp, rows_of(rank))
+    before = full_gradients(fsdp)
+    message = r"holds this rank's rows alone.*clip_grad_norm_\(fsdp"
+    for take in (
+        lambda: nn.utils.clip_grad_norm_(fsdp.parameters(), 1e-3),
+        lambda: nn.utils.clip_grad_norm_(fsdp.parameters(), 1e-3, foreach=True),
+        lambda: nn.utils.get_total_norm([p.grad for p in fsdp.parameters()]),
+        lambda: fsdp.module.embedding.weight.grad.norm(),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            take()
+    torch.testing.assert_close(full_gradients(fsdp), before, rtol=0, atol=0)
+
+
+def gradients_are_tensors_in_every_other_respect(rank):
+    torch.manual_seed(0)
+    fsdp = FSDP(nn.Linear(6, 4, bias=False))
+    backward(fsdp, torch.rand(2, 6))
+    parameter = fsdp.module.weight
+    rows = parameter.grad.detach()
+    assert type(rows) is type(parameter.grad * 2) is torch.Tensor
+    parameter.grad *= 2  # and stays what it is
+    with pytest.raises(RuntimeError, match="rows alone"):
+        parameter.grad.norm()
+    file = io.BytesIO()
+    torch.save(parameter.grad, file)
+    file.seek(0)
+    for same in (copy.deepcopy(parameter.grad), torch.load(file), parameter.grad.clone(), parameter.grad.cpu()):
+        assert torch.equal(same, rows)
+    for optimizer_cls in (torch.optim.Adam, torch.optim.Adafactor, torch.optim.RMSprop):
+        optimizer = optimizer_cls([parameter])
+        optimizer.step()
+        states = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
+        assert {type(value) for value in states} == {torch.Tensor}
+    nn.utils.clip_grad_value_([parameter], 0.0)
+    assert torch.equal(rows, torch.zeros_like(rows))
+
+
+class Encoder(nn.Module):
+    """Ids (batch, seq) -> (batch, seq, 6), by a method that is not ``forward``; its vectors stand in several units."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.norm = nn.LayerNorm(6)
+        self.linear = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.rand(6))
+
+    def encode(self, ids):
+        return self.linear(self.norm(self.embedding(ids)))
+
+    def forward(self, ids):
+        return self.encode(ids) * self.scale
+
+
+def methods_of_the_module_inside_use_the_latest_values(rank):
+    torch.manual_seed(0)
+    fsdp = FSDP(Encoder(), torch.bfloat16)
+    optimizer = torch.optim.SGD(fsdp.parameters(), lr=1.0)
+    ids = rows_of(rank)
+
+    def check():
+        with torch.no_grad():
+            low = Encoder()
+            low.load_state_dict(fsdp.gather_full_params())
+            low.to(torch.bfloat16)
+            before = fsdp.module.encode(ids), fsdp.module(ids)
+            assert torch.equal(before[0], low.encode(ids))
+            assert torch.equal(before[1], low(ids))
+            assert torch.equal(fsdp(ids), low(ids))
+
+    check()
+    for _ in range(2):
+        backward(fsdp, ids)
+        optimizer.step()
+        optimizer.zero_grad()
+        check()
+    fsdp.module.load_state_dict(Encoder().state_dict())
+    for parameter in fsdp.replicated:
+        dist.broadcast(parameter.sharded_param.detach(), 0)
+    check()
+
+
+def state_dicts_are_of_whole_tensors(rank):
+    for make in (Blocks, Menagerie):
+        torch.manual_seed(0)
+        fsdp = FSDP(make())
+        full = fsdp.gather_full_params()
+        shown = fsdp.state_dict()
+        plain = make().state_dict()
+        assert list(shown) == [f"module.{name}" for name in plain]
+        for name, whole in full.items():
+            tensor = shown[f"module.{name}"]
+            assert tensor.shape == whole.shape
+            assert torch.equal(tensor.full_tensor() if whole.dim() > 1 else tensor, whole), name
+        assert fsdp.module.state_dict().keys() == plain.keys()
+        fsdp.module.load_state_dict(plain)  # every rank takes its rows of rank-equal whole tensors
+        for name, whole in fsdp.gather_full_params().items():
+            assert torch.equal(whole, plain[name]), name
+        other = FSDP(make())
+        other.load_state_dict(shown)  # which share memory with the shards, so these are the values just loaded
+        assert same_on_all_ranks(other.gather_full_params())
+        for name, whole in other.gather_full_params().items():
+            assert torch.equal(whole, plain[name]), name
+    part = fsdp.module.twice.state_dict()
+    assert torch.equal(part["weight"].full_tensor(), plain["twice.weight"])
+    assert fsdp.state_dict(keep_vars=True)["module.twice.weight"] is fsdp.module.twice.weight
+
+
+def what_a_state_dict_cannot_do_is_told(rank):
+    fsdp = FSDP(Blocks())
+    before = fsdp.gather_full_params()
+    with pytest.raises(ValueError, match=r"assign=True\) would replace shards of FSDP, as module.embedding.weight"):
+        fsdp.load_state_dict(fsdp.state_dict(), assign=True)
+    rows = {name: p.detach() for name, p in fsdp.module.named_parameters(remove_duplicate=False)}
+    with pytest.raises(RuntimeError, match=r"blocks.0.up.weight must be whole, \(21, 7\), got \(1?[01], 7\)"):
+        fsdp.module.load_state_dict(rows)
+    with pytest.raises(RuntimeError, match="Missing key.*embedding.weight"):
+        fsdp.module.load_state_dict({})
+    assert all(torch.equal(whole, before[name]) for name, whole in fsdp.gather_full_params().items())
+
+
+def data_that_is_assigned_counts(rank):
+    """As long as it is like the rows; under FSDP, a parameter is what it was made."""
+    for compute_dtype in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        reference = Block(5)
+        fsdp = FSDP(copy.deepcopy(reference), compute_dtype)
+        for parameter in fsdp.parameters():
+            parameter.data = torch.zeros_like(parameter)
+        assert all(not whole.any() for whole in fsdp.gather_full_params().values())
+        for parameter in fsdp.parameters():
+            parameter.data = torch.ones_like(parameter)
+        x = torch.rand(2, 5).to(compute_dtype)
+        for parameter in reference.parameters():
+            parameter.data = torch.ones_like(parameter)
+        assert torch.equal(fsdp(x), reference.to(compute_dtype)(x))
+        assert all(whole.eq(1).all() for whole in fsdp.gather_full_params().values())
+    for wrong in (torch.zeros(15, 5), torch.zeros(fsdp.module.up.weight.shape, dtype=torch.float64)):
+        fsdp = FSDP(Block(5))
+        fsdp.module.up.weight.data = wrong
+        with pytest.raises(
+            RuntimeError, match=r"up.weight.data was set to .* but its rows on this rank are \([78], 5\)"
+        ):
+            fsdp(torch.rand(2, 5))
+    fsdp = FSDP(Block(5))
+    fsdp.module.up.weight = nn.Parameter(torch.zeros(15, 5))
+    with pytest.raises(RuntimeError, match="up.weight was replaced under FSDP"):
+        fsdp(torch.rand(2, 5))
+
+
+def note_gradient(seen, name_of, parameter):
+    seen.setdefault(name_of[parameter], []).append(parameter.grad.clone())
+
+
+def hooks_see_averages(rank):
+    """On every parameter that some rank has a gradient of, whether or not it has memory or a use on this one."""
+    for make, compute_dtype, here in ((Menagerie, None, (rank.rank == 0,)), (Blocks, torch.bfloat16, ())):
+        torch.manual_seed(0)
+        fsdp = FSDP(make(), compute_dtype)
+        name_of = {parameter.sharded_param: parameter.names[0] for parameter in fsdp.managed_parameters()}
+        seen = {}
+        note = functools.partial(note_gradient, seen, name_of)
+        handles = [parameter.register_post_accumulate_grad_hook(note) for parameter in fsdp.parameters()]
+        with fsdp.no_sync():
+            fsdp(rows_of(rank)).float().mean().backward()
+        assert seen == {}
+        fsdp(rows_of(rank), *here).float().mean().backward()
+        fsdp.finish_gradient_synchronization()
+        expected = {name: p.grad for p, name in name_of.items()}
+        assert seen.keys() == {name for name, gradient in expected.items() if gradient is not None}
+        for name, gradients in seen.items():
+            assert len(gradients) == 1
+            assert torch.equal(gradients[0], expected[name].detach()), name
+        for handle in handles:
+            handle.remove()
+        backward(fsdp, rows_of(rank))
+        assert {len(gradients) for gradients in seen.values()} == {1}
+    with pytest.raises(RuntimeError, match="hooks must be register_post_accumulate_grad_hook's"):
+        fsdp.module.embedding.weight.register_hook(print)
+    hooked = nn.Linear(2, 2)
+    hooked.bias.register_post_accumulate_grad_hook(print)
+    with pytest.raises(ValueError, match="bias has gradient hooks, which sharding would lose"):
+        FSDP(hooked)
+
+
+def an_optimizer_may_step_in_hooks(rank):
+    """As is done to keep no gradients; no rank steps where all of them lack one."""
+    torch.manual_seed(0)
+    reference = Menagerie()
+    ours, theirs = (FSDP(copy.deepcopy(reference)) for _ in range(2))
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=0.01, weight_decay=0.5)
+    small = {p: torch.optim.AdamW([p], lr=0.01, weight_decay=0.5) for p in ours.parameters()}
+
+    def step(p):
+        small[p].step()
+        small[p].zero_grad()
+
+    for parameter in small:
+        parameter.register_post_accumulate_grad_hook(step)
+    for seed in range(3):
+        for fsdp in (ours, theirs):
+            backward(fsdp, rows_of(rank, seed))
+        assert all(p.grad is None for p in ours.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = theirs.gather_full_params()
+    for name, whole in ours.gather_full_params().items():
+        assert torch.equal(whole, expected[name]), name
+
+
+def copies_are_refused(rank):
+    for module in (Blocks(), Menagerie(), nn.LayerNorm(4)):
+        fsdp = FSDP(module)
+        for copied in (fsdp, fsdp.module):
+            for take in (copy.copy, copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+                if copied is fsdp.module and take is copy.copy:
+                    continue
+                with pytest.raises(
+                    RuntimeError, match="cannot be copied or pickled under FSDP: copy the module before"
+                ):
+                    take(copied)
+    with pytest.raises(RuntimeError, match="FSDP cannot be copied"):
+        torch.optim.swa_utils.AveragedModel(fsdp)
+
+
+def sparse_gradients_are_refused(rank):
+    fsdp = FSDP(nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Linear(4, 4)))
+    with pytest.raises(
+        RuntimeError, match=r"0.weight has a sparse gradient, which FSDP cannot shard: use sparse=False"
+    ):
+        backward(fsdp, rows_of(rank))
+
+
+def batch_norms_keep_the_dtype_of_their_averages(rank):
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    for units in (None, lambda module: isinstance(module, nn.Sequential)):
+        fsdp = FSDP(copy.deepcopy(reference), torch.bfloat16, units=units)
+        low = copy.deepcopy(reference).to(torch.bfloat16)
+        low[1].float()
+        x = torch.rand(8, 6)
+        output = fsdp(x)
+        assert output.dtype == torch.bfloat16
+        assert torch.equal(output, low(x.bfloat16()))
+        assert torch.equal(fsdp.module[1].running_var, low[1].running_var)
+        output.float().square().mean().backward()
+        fsdp.finish_gradient_synchronization()
+        assert {p.grad.dtype for p in fsdp.parameters()} == {torch.float32}
+
+
+CHECKS = [
+    overflowing_rows_make_all_ranks_skip,
+    norms_of_one_ranks_rows_are_refused,
+    gradients_are_tensors_in_every_other_respect,
+    methods_of_the_module_inside_use_the_latest_values,
+    state_dicts_are_of_whole_tensors,
+    what_a_state_dict_cannot_do_is_told,
+    data_that_is_assigned_counts,
+    hooks_see_averages,
+    an_optimizer_may_step_in_hooks,
+    copies_are_refused,
+    sparse_gradients_are_refused,
+    batch_norms_keep_the_dtype_of_their_averages,
+]
+
+two = world_of(2, CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_on_two_ranks(two, check):
+    assert failures(two, check) == []
