@@ -5,7 +5,8 @@ uv run scripts/report.py --check                  # write nothing; exit code 1 n
 uv run scripts/report.py --adopt results/run7     # move a run's rows and digests into profiles/ first
 
 Templates are in cs336_systems/answers/pages; how numbers and tables are written in them says rendering.py beside that.
-Figures are not compared: PNGs vary with the libraries that draw them.
+Proven is a row whose statistics are those of its samples and whose commit is in the history, a figure whose file names the
+hash of the committed rows, and a file that is as listed in profiles/SHA256SUMS, which only adopting and drawing write.
 """
 
 import sys
@@ -22,7 +23,7 @@ class Options:
     """Render README.md, writeup.md and the pages in profiles/ from their templates and the committed rows."""
 
     check: bool = False
-    """Write nothing; exit code 1 names every line that is stale, unknown names, and rows without provenance."""
+    """Write nothing; exit code 1 names every line that is stale, unknown names, and what was changed by hand."""
     adopt: Path | None = None
     """Folder that a measuring recipe wrote: check its rows and digests, move them into profiles/, then render."""
     machine: str = "h200"

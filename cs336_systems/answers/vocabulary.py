@@ -154,6 +154,7 @@ def vocabulary(committed: Committed) -> dict[str, Any]:
         **CONSTANTS,
         "rows": committed.rows,
         "digests": committed.digests,
+        "gpu_tests": committed.gpu_tests,
     }
 
 
