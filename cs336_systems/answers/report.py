@@ -1,4 +1,4 @@
-"""What ``scripts/report.py`` does: adopt a run, render every document, draw every figure, ask for proof; in sentences."""
+"""What ``scripts/report.py`` does: adopt a run, render documents, draw figures, ask for proof; in sentences."""
 
 import sys
 from collections.abc import Mapping
