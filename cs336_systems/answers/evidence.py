@@ -1,7 +1,8 @@
 """What a committed row must prove before documents quote it: where it comes from, and that its samples agree with it.
 
-A row's statistics are computed from its samples once more; rates and other derived metrics keep no samples, and rest on
-their file's hash (``sums.py``). Its commit must be one that the checked-out one descends from, without changes.
+A row's statistics are computed from its samples once more. Derived metrics keep none: a rate's follow, but for its
+amount of work, from those of its time in the same outcome, and one or two samples from the statistics themselves. The
+commit must be one that the checked-out one descends from, without changes.
 
     commits = history(root)                  # None where git does not know it
     for problem in row_problems(root / "profiles", commits): print(problem)
@@ -16,6 +17,7 @@ import numpy as np
 import pandas as pd
 
 from cs336_systems.harness.record import Metric, read_rows
+from cs336_systems.harness.runs import RATES
 
 PROVENANCE = ("commit", "argv", "timestamp", "torch")
 """What every row must say; besides the GPU, or the host of a row that a CPU measured."""
@@ -29,7 +31,19 @@ _UNKNOWN = ("", "unknown", "nan")
 
 _STATISTICS = ("median", "mean", "std", "p10", "p90", "n")
 
-_ROUNDING = 2e-6
+_RESULT = ("status", "message", "metric", "unit", *_STATISTICS, "samples")
+
+_TIMES = (
+    RATES
+    | {"matmul_tflops": "matmul"}
+    | {f"{time}_{rate}": time for time in ("forward", "backward") for rate in ("bandwidth", "copy_share")}
+)
+"""Derived metrics that are an amount over a time, with the metric of that time."""
+
+_BY_ROUND = ("exposed", "exposed_share")
+"""Derived metrics of rounds, which rows do not tell apart."""
+
+_ROUNDING = 4e-6
 """Of the largest sample: samples and statistics keep seven digits each."""
 
 
@@ -105,20 +119,41 @@ def missing_provenance(rows: pd.DataFrame) -> list[str]:
 
 
 def contradictions(rows: pd.DataFrame) -> list[str]:
-    """One sentence for each statistic that some rows' samples do not have."""
-    own = rows[rows["samples"].map(len) > 0]
+    """One sentence for each statistic that some rows' samples do not have, and for rows that nothing bears out."""
+    samples = _samples(rows)
+    borne_out = samples.map(len) > 0
+    own, samples = rows[borne_out], samples[borne_out]
+    unfounded = (rows["metric"] != "") & ~borne_out & ~rows["metric"].isin(_BY_ROUND)
+    found = [_where(unfounded, "keep no samples, and follow from none")]
     if own.empty:
-        return []
-    expected = pd.DataFrame([Metric("", "", samples).statistics() for samples in own["samples"]], index=own.index)
-    tolerance = _ROUNDING * own["samples"].map(lambda samples: max(map(abs, samples)))
-    found = []
+        return list(filter(None, found))
+    expected = pd.DataFrame([Metric("", "", each).statistics() for each in samples], index=own.index)
+    tolerance = _ROUNDING * samples.map(lambda each: np.abs(each).max())
     for name in _STATISTICS:
         right = pd.to_numeric(expected[name])
         wrong = ~((own[name] - right).abs() <= tolerance) & ~(own[name].isna() & right.isna())
         if wrong.any():
-            first = np.argmax(wrong)
+            first = int(np.argmax(wrong))
             values = f"{name} is {own[name].iloc[first]:g} and that of the samples {right.iloc[first]:g}"
             found.append(f"line {_line(own.index[first])}: in {wrong.sum()} of {len(rows)} rows, here {values}")
+    return list(filter(None, found))
+
+
+def _samples(rows: pd.DataFrame) -> pd.Series:
+    """Of each row: its own, or those that it follows from, which are empty where there are none."""
+    found = rows["samples"].copy()
+    kept = found.map(len) > 0
+    outcome = [name for name in rows if name not in _RESULT]
+    timed = rows.loc[kept, [*outcome, "metric", "samples"]].drop_duplicates([*outcome, "metric"], keep="last")
+    derived = rows[~kept & (rows["metric"] != "")]
+    times = derived[outcome].assign(metric=derived["metric"].map(_TIMES)).merge(timed, "left", [*outcome, "metric"])
+    statistics = derived[["median", "p10", "p90", "n"]].itertuples(name=None)
+    for (row, median, p10, p90, n), of_time in zip(statistics, times["samples"], strict=True):
+        if isinstance(of_time, list):
+            rates = 1 / np.asarray(of_time)
+            found[row] = list(rates * (median / np.median(rates)))
+        elif n in (1, 2):  # percentiles of two lie a tenth of their distance inside
+            found[row] = [median + sign * (n - 1) * (p90 - p10) / 1.6 for sign in (-1, 1)][: int(n)]
     return found
 
 
@@ -126,7 +161,7 @@ def _where(which: pd.Series, what: str) -> str:
     """A sentence for rows of which something holds; empty if there are none."""
     if not which.any():
         return ""
-    return f"line {_line(which.index[np.argmax(which)])}: {which.sum()} of {len(which)} rows {what}"
+    return f"line {_line(which.index[int(np.argmax(which))])}: {which.sum()} of {len(which)} rows {what}"
 
 
 def _line(position: int) -> int:

@@ -29,7 +29,7 @@ from cs336_systems.experiments.model.speedups import speedups_figure
 from cs336_systems.experiments.parallelism.figures import goodput_figure, scaling_figure
 from cs336_systems.experiments.parallelism.pipeline_figure import pipelines_figure
 from cs336_systems.experiments.sharded_optimizer.table import memory_figure
-from cs336_systems.harness.record import DEFAULTS
+from cs336_systems.harness.record import DEFAULTS, NOT_RECORDED
 from cs336_systems.report.figures import save
 
 NODES = (8, 64, 512, 2048)
@@ -63,10 +63,11 @@ class Drawing:
 
 
 def _text(rows: pd.DataFrame) -> str:
-    """Rows as they were measured: without settings that no row had when it was, and so have their default in all."""
-    unsaid = [name for name, default in DEFAULTS.items() if name in rows and (rows[name] == default).all()]
+    """Rows as they were measured: without what no row could say then, and so is at its default in all."""
+    defaults = NOT_RECORDED | DEFAULTS
+    unsaid = [name for name, default in defaults.items() if name in rows and (rows[name] == default).all()]
     own = rows.drop(columns=unsaid)
-    return own[sorted(own)].to_csv(index=False, float_format="%.9g")
+    return own[sorted(own.columns.astype(str))].to_csv(index=False, float_format="%.9g")
 
 
 def figures(committed: Committed) -> dict[str, Drawing]:
@@ -76,7 +77,7 @@ def figures(committed: Committed) -> dict[str, Drawing]:
     labelled = [(f"{n:,} nodes, M = {job.mtbf_s / 3600:.3g} h", job) for n, job in jobs]
     timelines = [arithmetic.schedule(name, 4, 8) for name in SCHEDULES]
 
-    def of_rows(draw: Callable[..., Figure | None], *parts: str, **settings: object) -> Drawing:
+    def of_rows(draw: Callable[..., Figure | None], *parts: str, **settings: Any) -> Drawing:
         return Drawing(draw, lambda: (rows(*parts, **settings).frame(),))
 
     def of_leak(name: str) -> Drawing:

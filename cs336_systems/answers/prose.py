@@ -37,8 +37,8 @@ _PART_OF_MORE = re.compile(rf"(?:(?:{_SOFTWARE})[ -]\(?|[A-Za-z)] ?/ ?)$", re.IG
 
 _SHAPES = {
     value
-    for shape in (*MODEL_SIZES.values(), LAYER, XXL.layer)
-    for value in astuple(shape)
+    for shape in (*map(astuple, MODEL_SIZES.values()), astuple(LAYER), astuple(XXL.layer))
+    for value in shape
     if isinstance(value, (int, float)) and value >= 100
 }
 
@@ -97,7 +97,7 @@ def _is_free(number: str) -> bool:
 def _in_calls(text: str) -> Iterator[tuple[int, str]]:
     """Numbers that an expression shows though no name in it says where they come from, and those in its strings."""
     tree = Environment().parse(text)
-    shown = [node for output in tree.find_all(nodes.Output) for node in output.nodes]
+    shown: list[nodes.Node] = [node for output in tree.find_all(nodes.Output) for node in output.nodes]
     shown += [assignment.node for assignment in tree.find_all(nodes.Assign)]
     for node in shown:
         constants = [node] if isinstance(node, nodes.Const) else list(node.find_all(nodes.Const))

@@ -1,5 +1,6 @@
 """What committed rows must prove: where they come from, and that their samples say what they say."""
 
+import itertools
 import subprocess
 
 import pytest
@@ -12,13 +13,14 @@ from cs336_systems.answers.evidence import (
     problems_of,
     row_problems,
 )
-from tests.report.rows import make_cell, make_frame, ms, rate
+from cs336_systems.harness.record import Metric
+from tests.report.rows import make_cell, make_frame, ms
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 WHERE = {"gpu": "NVIDIA H200", "device": "cuda", "commit": COMMIT, "argv": "benchmark_model.py", "dirty": False}
-ROWS = make_frame(
-    make_cell(ms("step", 1.0, 2.0, 4.0, 9.0), rate("mfu", 50.0), **WHERE), make_cell(status="oom", **WHERE)
-)
+TIMES = (1.0, 2.0, 4.0, 9.0)
+MFU = Metric("mfu", "%", [50 / time for time in TIMES], derived=True)
+ROWS = make_frame(make_cell(ms("step", *TIMES), MFU, **WHERE), make_cell(status="oom", **WHERE))
 
 
 def test_rows_of_known_commits_whose_samples_agree_prove_themselves():
@@ -46,15 +48,36 @@ def test_each_statistic_is_held_against_the_samples(statistic):
     assert len(contradictions(rows)) == 1
 
 
-def test_samples_that_were_changed_contradict_every_statistic():
-    rows = ROWS.assign(samples=[[99.0] * 4, [], []])
-    assert [sentence.split(" is ")[0].split()[-1] for sentence in contradictions(rows)] == [
-        "median",
-        "mean",
-        "std",
-        "p10",
-        "p90",
-    ]
+def test_samples_that_were_changed_contradict_their_statistics_and_those_of_the_rate():
+    rows = ROWS.assign(samples=[[9.0, 99.0, 99.0], [], []])
+    found = contradictions(rows)
+    assert [sentence.split(" is ")[0].split()[-1] for sentence in found] == ["median", "mean", "std", "p10", "p90", "n"]
+    assert found[0].startswith("line 2: in 1 of 3 rows") and found[1].startswith("line 2: in 2 of 3 rows")
+
+
+@pytest.mark.parametrize("statistic", ["mean", "std", "p10", "p90", "n"])
+def test_a_rate_is_held_against_the_samples_of_its_time(statistic):
+    rows = ROWS.copy()
+    rows.loc[1, statistic] *= 1.01
+    (problem,) = contradictions(rows)
+    assert problem.startswith(f"line 3: in 1 of 3 rows, here {statistic} is ")
+
+
+def test_one_or_two_samples_are_held_against_themselves():
+    metrics = [Metric("busy", "ms", samples, derived=True) for samples in ([5.0], [7.0, -3.0])]
+    rows = make_frame(make_cell(*metrics, **WHERE))
+    assert contradictions(rows) == []
+    for row, statistic in itertools.product((0, 1), ("mean", "std", "p10")):
+        forged = rows.copy()
+        forged.loc[row, statistic] = 6.0
+        assert contradictions(forged)[0].startswith(f"line {row + 2}: in 1 of 2 rows")
+
+
+def test_rows_that_keep_no_samples_and_follow_from_none_are_named_but_for_values_of_rounds():
+    rows = make_frame(make_cell(Metric("peak_memory", "GiB", TIMES, derived=True), **WHERE))
+    assert contradictions(rows) == ["line 2: 1 of 1 rows keep no samples, and follow from none"]
+    assert contradictions(rows.assign(n=float("nan"))) == contradictions(rows)
+    assert contradictions(rows.assign(metric="exposed")) == []
 
 
 def test_rounding_to_seven_digits_contradicts_nothing():
@@ -78,7 +101,7 @@ def test_commits_are_looked_up_where_there_is_a_history():
 def test_rows_are_found_in_results_and_digests_and_named_by_file(tmp_path):
     for part in ("results/cpu/grid/benchmark_model.csv", "digests/h200/nsys/profile_model.csv"):
         (tmp_path / part).parent.mkdir(parents=True)
-        ROWS.assign(samples="", commit="").to_csv(tmp_path / part, index=False)
+        ROWS.assign(commit="").to_csv(tmp_path / part, index=False)
     (tmp_path / "results/h200").mkdir()
     (tmp_path / "results/h200/torn.csv").write_text("schema_version,benchmark\n1,be")
     found = row_problems(tmp_path, None)
