@@ -5,8 +5,9 @@ uv run scripts/report.py --check                  # write nothing; exit code 1 n
 uv run scripts/report.py --adopt results/run7     # move a run's rows and digests into profiles/ first
 
 Templates are in cs336_systems/answers/pages; how numbers and tables are written in them says rendering.py beside that.
-Proven is a row whose statistics are those of its samples and whose commit is in the history, a figure that names the
-hash of the committed rows, and a file that is as listed in profiles/SHA256SUMS, which only adopting and drawing write.
+Numbers in their text are quoted or declared (prose.py); rows must have the statistics of their samples and a commit of
+the history (evidence.py), figures name the hash of the rows they draw (figures.py), and what was measured is as
+listed in profiles/SHA256SUMS, which adopting and drawing write (sums.py).
 """
 
 import sys

@@ -8,7 +8,8 @@ from cs336_systems.answers.adopt import carry_out, plan
 from cs336_systems.answers.committed import Committed
 from cs336_systems.answers.evidence import gpu_test_problems, history, row_problems
 from cs336_systems.answers.figures import draw, stale_figures
-from cs336_systems.answers.rendering import CannotRender, Pages, documents, read_templates, stale_lines
+from cs336_systems.answers.prose import typed_numbers
+from cs336_systems.answers.rendering import FOLDER, CannotRender, Pages, documents, read_templates, stale_lines
 from cs336_systems.answers.sums import broken_seals
 from cs336_systems.answers.vocabulary import vocabulary
 
@@ -63,7 +64,7 @@ def render(root: Path, *, check: bool) -> int:
 
 
 def unproven(root: Path, committed: Committed, templates: Mapping[str, str]) -> list[str]:
-    """What stands below ``root`` without proof: rows without evidence, files changed by hand, figures of other rows."""
+    """What stands without proof: numbers typed, rows without evidence, files changed by hand, figures of other rows."""
     commits = history(root)
     if commits is None:
         print(f"commits are not checked: no history, as {root} is no whole git checkout", file=sys.stderr)
@@ -72,4 +73,5 @@ def unproven(root: Path, committed: Committed, templates: Mapping[str, str]) -> 
     rendered = [path.relative_to("profiles").as_posix() for path in inside]
     recorded = [*row_problems(profiles, commits), *gpu_test_problems(profiles, commits)]
     found = [*recorded, *broken_seals(profiles, rendered), *stale_figures(committed, profiles)]
-    return [f"profiles/{problem}" for problem in found]
+    typed = [f"{FOLDER}/{sentence}" for sentence in typed_numbers(templates)]
+    return [*typed, *(f"profiles/{problem}" for problem in found)]

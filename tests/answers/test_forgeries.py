@@ -45,8 +45,8 @@ def checked(copy, monkeypatch, capsys):
     cheap = {name: text for name, text in read_templates().items() if name in (PAGE, f"{DIGESTS}/README.md")}
     before = {}
 
-    def check(forgeries, sealed=False):
-        monkeypatch.setattr(report, "read_templates", lambda: cheap)
+    def check(forgeries, sealed=False, **templates):
+        monkeypatch.setattr(report, "read_templates", lambda: cheap | templates)
         for name, forge in forgeries.items():
             before[copy / name] = (copy / name).read_bytes()
             (copy / name).write_bytes(forge(before[copy / name]))
@@ -163,3 +163,14 @@ def test_a_digest_that_was_edited(checked):
 def test_a_page_of_test_runs_that_was_edited(checked):
     said = checked({PAGE: text("161 passed", "261 passed")})
     assert f"stale: {PAGE}, line 9: " in said and "261 passed" in said
+
+
+def test_numbers_typed_into_a_template_and_its_page(checked):
+    page, quote = f"{DIGESTS}/README.md", '{{ nsys_alone("annotated_step", "small", 512, "step") }}'
+    before = read_templates()[page]
+    line = before[: before.index(quote)].count("\n") + 1
+    typed = "218, of 434 in 5.364, 9.3 of 129 GiB"
+    said = checked({page: text("56.7", typed)}, **{page: before.replace(quote, typed)})
+    for number in ("218", "434", "5.364", "9.3", "129 GiB"):
+        assert f"answers/pages/{page}.jinja, line {line}: '{number}' is typed, not quoted" in said
+    assert "stale" not in said
