@@ -5,7 +5,9 @@ uv run scripts/report.py --check                  # write nothing; exit code 1 n
 uv run scripts/report.py --adopt results/run7     # move a run's rows and digests into profiles/ first
 
 Templates are in cs336_systems/answers/pages; how numbers and tables are written in them says rendering.py beside that.
-Figures are not compared: PNGs vary with the libraries that draw them.
+Numbers in their text are quoted or declared (prose.py); rows must have the statistics of their samples and a commit of
+the history (evidence.py), figures name the hash of the rows they draw (figures.py), and what was measured is as
+listed in profiles/SHA256SUMS, which adopting and drawing write (sums.py).
 """
 
 import sys
@@ -22,7 +24,7 @@ class Options:
     """Render README.md, writeup.md and the pages in profiles/ from their templates and the committed rows."""
 
     check: bool = False
-    """Write nothing; exit code 1 names every line that is stale, unknown names, and rows without provenance."""
+    """Write nothing; exit code 1 names every line that is stale, unknown names, and what was changed by hand."""
     adopt: Path | None = None
     """Folder that a measuring recipe wrote: check its rows and digests, move them into profiles/, then render."""
     machine: str = "h200"

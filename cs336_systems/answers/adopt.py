@@ -7,7 +7,7 @@ recordings, and figures that are drawn from rows, stay.
 
     moves = plan(Path("results/run7"), Path("profiles"), "h200", replace=False)
     for move in moves: print(move)
-    carry_out(moves)                            # refuses if one of them does
+    carry_out(moves, Path("profiles"))          # refuses if one of them does
 """
 
 import csv
@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from cs336_systems.answers.committed import missing_provenance
+from cs336_systems.answers.evidence import problems_of
+from cs336_systems.answers.sums import seal
 from cs336_systems.harness.record import NOT_RECORDED, read_rows
 
 LARGEST = 2**20
@@ -69,8 +70,8 @@ def plan(run: Path, profiles: Path, machine: str, *, replace: bool) -> list[Move
     return moves
 
 
-def carry_out(moves: list[Move]) -> None:
-    """Write every file, each at once or not at all.
+def carry_out(moves: list[Move], profiles: Path) -> None:
+    """Write every file, each at once or not at all, and its hash.
 
     Raises:
         ValueError: one of the moves is refused; nothing is written then.
@@ -91,8 +92,10 @@ def carry_out(moves: list[Move]) -> None:
             beside.replace(move.target)
         finally:
             beside.unlink(missing_ok=True)
-        if move.target.suffix == ".gz":
-            move.target.with_suffix("").unlink(missing_ok=True)
+        plain = move.target.with_suffix("") if move.target.suffix == ".gz" else move.target
+        if plain != move.target:
+            plain.unlink(missing_ok=True)
+        seal(profiles, {plain, move.target})
 
 
 def _holds_rows(path: Path) -> bool:
@@ -171,10 +174,8 @@ def _unfit(rows: pd.DataFrame, machine: str) -> str:
     """Why rows cannot be committed; empty if they can."""
     if rows.empty:
         return "no rows"
-    if problems := missing_provenance(rows):
+    if problems := problems_of(rows, commits=None):
         return problems[0]
-    if (rows["dirty"].astype(str) != "False").any():
-        return "rows of a checkout with uncommitted changes: no commit says what was measured"
     device = rows["device"] if "device" in rows else pd.Series("cuda", index=rows.index)
     measured_on = rows["gpu"].where(device != "cpu", "cpu").astype(str)
     foreign = measured_on[~measured_on.str.lower().str.contains(machine.lower(), regex=False)]

@@ -1,15 +1,16 @@
-"""Rows and digests that are committed, by part: read once, their provenance checked, absence said aloud.
+"""Rows and digests that are committed, by part: read once, absence said aloud.
 
     committed = Committed(Path("profiles"), "h200")
     committed.rows("grid", size="xl", mode="step")     # results/h200/grid/*.csv, or .csv.gz
     committed.rows("nsys")                             # digests/h200/nsys/profile_model.csv
     committed.digests("nsys", "kernels")               # of every digest of a part, one below the other
-    committed.problems                                 # rows that do not say where they come from
+    committed.gpu_tests()                              # gpu_tests.csv
 
 What these return are questions: nothing is read until the frame or a number is asked for. A part that is missing, or
 holds no such row, then raises ``NotMeasured``.
 """
 
+import csv
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,15 +19,11 @@ from typing import Any
 
 import pandas as pd
 
+from cs336_systems.answers.evidence import TEST_RUNS
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.harness.record import read_rows
 from cs336_systems.harness.runs import RATES, newest_run, pooled
 from cs336_systems.report.tables import settings_split
-
-PROVENANCE = ("commit", "argv", "timestamp", "torch")
-"""What every row must say; besides the GPU, or the host of a row that a CPU measured."""
-
-_UNKNOWN = ("", "unknown", "nan")
 
 _EFFORT = ("warmup", "steps", "repeat", "calls", "recorded_steps")
 """Columns of a cell that do not tell what was measured, only how often."""
@@ -112,7 +109,6 @@ class Committed:
     """What ``profiles/`` holds, of one machine unless another is named; a machine is named after its GPU."""
 
     def __init__(self, profiles: Path, machine: str) -> None:
-        self.problems: list[str] = []
         self._profiles, self._machine = profiles, machine
         self._read: dict[Path, pd.DataFrame] = {}
 
@@ -130,6 +126,11 @@ class Committed:
         """``what`` (kernels, ranges, allocations: CSVs; or page: the text) of every digest, with its cell's columns."""
         return Rows(functools.cache(lambda: self._digests(part, what)))
 
+    def gpu_tests(self) -> list[dict[str, str]]:
+        """Runs of the tests that need a GPU: date, commit, tests and outcome."""
+        with (self._profiles / TEST_RUNS).open(newline="") as file:
+            return list(csv.DictReader(file))
+
     def _file(self, part: str, machine: str) -> Path:
         folder, _, name = part.partition("/")
         rows = (self._profiles / "results" / machine / folder).glob(f"{name or '*'}.csv*")
@@ -143,8 +144,6 @@ class Committed:
     def _table(self, path: Path) -> pd.DataFrame:
         if path not in self._read:
             self._read[path] = read_rows(path)
-            name = path.relative_to(self._profiles)
-            self.problems += [f"{name}, {problem}" for problem in missing_provenance(self._read[path])]
         return self._read[path]
 
     def _digests(self, part: str, what: str) -> pd.DataFrame:
@@ -161,22 +160,6 @@ class Committed:
             own = pd.DataFrame({"text": [path.read_text()]}) if what == "page" else pd.read_csv(path)
             found.append(own.assign(**cell))
         return pd.concat(found)
-
-
-def missing_provenance(rows: pd.DataFrame) -> list[str]:
-    """One sentence for each column of provenance that some rows leave empty."""
-    problems = []
-    device = rows["device"] if "device" in rows else pd.Series("cuda", index=rows.index)
-    columns = {name: rows[name] for name in PROVENANCE} | {
-        "gpu": rows["gpu"].where(device != "cpu", "a CPU"),
-        "host": rows["host"].where(device == "cpu", "a GPU"),
-    }
-    for name, values in columns.items():
-        empty = values.astype(str).isin(_UNKNOWN)
-        if empty.any():
-            first = empty.to_numpy().argmax() + 2
-            problems.append(f"line {first}: {empty.sum()} of {len(rows)} rows do not say their {name}")
-    return problems
 
 
 def caption(rows: pd.DataFrame, settings: list[str], note: str) -> str:

@@ -1,13 +1,26 @@
-"""The figures of the documents, drawn from committed rows and from arithmetic."""
+"""The figures of the documents, drawn from committed rows and from arithmetic; each says which in its file.
 
+Pixels are not drawn again to compare them, as they vary with the libraries that draw: a figure's file holds the hash of
+what it was drawn from, and the file's own hash is sealed (``sums.py``).
+"""
+
+import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+from PIL import Image
 
 from cs336_systems.answers import arithmetic
 from cs336_systems.answers.committed import Committed, NotMeasured
+from cs336_systems.answers.sums import seal
 from cs336_systems.answers.vocabulary import LEAKS
 from cs336_systems.costs.parallelism.pipeline import SCHEDULES
 from cs336_systems.experiments.attention.figure import scaling_figure as attention_figure
+from cs336_systems.experiments.attention.masks import masks_figure
 from cs336_systems.experiments.collectives.table import collectives_figure
 from cs336_systems.experiments.leaks.findings import findings_figure
 from cs336_systems.experiments.model.figure import step_figure
@@ -16,50 +29,122 @@ from cs336_systems.experiments.model.speedups import speedups_figure
 from cs336_systems.experiments.parallelism.figures import goodput_figure, scaling_figure
 from cs336_systems.experiments.parallelism.pipeline_figure import pipelines_figure
 from cs336_systems.experiments.sharded_optimizer.table import memory_figure
+from cs336_systems.harness.record import DEFAULTS, NOT_RECORDED
 from cs336_systems.report.figures import save
 
 NODES = (8, 64, 512, 2048)
+FOLDER = "figures"
+"""Of ``profiles/``."""
 
 
-def figures(committed: Committed) -> dict[str, Callable[[Path], object]]:
-    """What to call with the path of each figure; raises ``NotMeasured`` where its rows are missing."""
+@dataclass(frozen=True)
+class Drawing:
+    """A figure of the documents: the function that draws it, and what that is given: rows, or results of arithmetic."""
+
+    draw: Callable[..., Figure | None]
+    arguments: Callable[[], tuple[Any, ...]]
+    """Raises ``NotMeasured`` where rows are missing."""
+
+    def source(self) -> str:
+        """SHA-256 of the function's name and of all that it draws; a figure's file says it as ``Source``."""
+        found = hashlib.sha256(self.draw.__qualname__.encode())
+        for argument in self.arguments():
+            found.update((_text(argument) if isinstance(argument, pd.DataFrame) else repr(argument)).encode())
+        return found.hexdigest()
+
+    def write(self, path: Path) -> None:
+        """Draw it.
+
+        Raises:
+            NotMeasured: its rows are missing.
+            OSError: the file cannot be written.
+        """
+        save(self.draw(*self.arguments()), path, Source=self.source())
+
+
+def _text(rows: pd.DataFrame) -> str:
+    """Rows as they were measured: without what no row could say then, and so is at its default in all."""
+    defaults = NOT_RECORDED | DEFAULTS
+    unsaid = [name for name, default in defaults.items() if name in rows and (rows[name] == default).all()]
+    own = rows.drop(columns=unsaid)
+    return own[sorted(own.columns.astype(str))].to_csv(index=False, float_format="%.9g")
+
+
+def figures(committed: Committed) -> dict[str, Drawing]:
+    """Every figure of the documents, by file name."""
     rows = committed.rows
-    all_reduce = rows("collectives", device="cuda", dtype="fp32", collective="all_reduce")
     jobs = [(n, arithmetic.job(n)) for n in NODES]
     labelled = [(f"{n:,} nodes, M = {job.mtbf_s / 3600:.3g} h", job) for n, job in jobs]
     timelines = [arithmetic.schedule(name, 4, 8) for name in SCHEDULES]
-    found: dict[str, Callable[[Path], object]] = {
-        "h200_grid.png": lambda path: save(step_figure(rows("grid").frame()), path),
-        "h200_context_512.png": lambda path: save(step_figure(rows("context-512", "compiled").frame()), path),
-        "h200_mixed_precision.png": lambda path: save(speedups_figure(rows("context-512").frame()), path),
-        "h200_checkpointing.png": lambda path: save(frontier_figure(rows("checkpointing").frame()), path),
-        # Worlds of two and four were measured on two hosts of the same GPU, and are one figure.
-        "h200_collectives.png": lambda path: save(collectives_figure(all_reduce.frame().assign(host="")), path),
-        "h200_sharded_optimizer.png": lambda path: save(memory_figure(rows("sharded-optimizer").frame()), path),
-        "pipeline_schedules.png": lambda path: save(pipelines_figure(timelines), path),
-        "fsdp_scaling.png": lambda path: save(scaling_figure(arithmetic.WORKLOAD, arithmetic.H100, 8192), path),
-        "goodput.png": lambda path: save(goodput_figure(labelled), path),
+
+    def of_rows(draw: Callable[..., Figure | None], *parts: str, **settings: Any) -> Drawing:
+        return Drawing(draw, lambda: (rows(*parts, **settings).frame(),))
+
+    def of_leak(name: str) -> Drawing:
+        return Drawing(_leak_figure, lambda: (name, rows(f"leaks/{name}", status="ok").frame()))
+
+    return {
+        "h200_grid.png": of_rows(step_figure, "grid"),
+        "h200_context_512.png": of_rows(step_figure, "context-512", "compiled"),
+        "h200_mixed_precision.png": of_rows(speedups_figure, "context-512"),
+        "h200_checkpointing.png": of_rows(frontier_figure, "checkpointing"),
+        "h200_collectives.png": of_rows(
+            _all_reduce_figure, "collectives", device="cuda", dtype="fp32", collective="all_reduce"
+        ),
+        "h200_sharded_optimizer.png": of_rows(memory_figure, "sharded-optimizer"),
+        "h200_attention_bf16_d64.png": of_rows(attention_figure, "attention-flash-bf16", d_head=64),
+        "h200_attention_bf16_d128.png": of_rows(attention_figure, "attention-flash-bf16", d_head=128),
+        "h200_attention_pytorch_d64.png": of_rows(attention_figure, "attention-pytorch", d_head=64),
+        **{f"h200_leak_{name}.png": of_leak(name) for name in LEAKS},
+        "attention_masks.png": Drawing(masks_figure, lambda: (1024,)),
+        "pipeline_schedules.png": Drawing(pipelines_figure, lambda: (timelines,)),
+        "fsdp_scaling.png": Drawing(scaling_figure, lambda: (arithmetic.WORKLOAD, arithmetic.H100, 8192)),
+        "goodput.png": Drawing(goodput_figure, lambda: (labelled,)),
     }
-    for name, part, d_head in (("bf16", "flash-bf16", 64), ("bf16", "flash-bf16", 128), ("pytorch", "pytorch", 64)):
-        found[f"h200_attention_{name}_d{d_head}.png"] = _attention(committed, part, d_head)
-    return found | {f"h200_leak_{name}.png": _leak(committed, name) for name in LEAKS}
 
 
-def _attention(committed: Committed, part: str, d_head: int) -> Callable[[Path], object]:
-    return lambda path: save(attention_figure(committed.rows(f"attention-{part}", d_head=d_head).frame()), path)
+def _all_reduce_figure(rows: pd.DataFrame) -> Figure | None:
+    # Worlds of two and four were measured on two hosts of the same GPU, and are one figure.
+    return collectives_figure(rows.assign(host=""))
 
 
-def _leak(committed: Committed, name: str) -> Callable[[Path], object]:
-    return lambda path: save(findings_figure(LEAKS[name](committed.rows(f"leaks/{name}", status="ok").frame())), path)
+def _leak_figure(name: str, rows: pd.DataFrame) -> Figure | None:
+    return findings_figure(LEAKS[name](rows))
 
 
-def draw(committed: Committed, folder: Path) -> list[str]:
-    """Draw every figure whose rows are there; the names of the others."""
-    folder.mkdir(parents=True, exist_ok=True)
-    missing = []
+def draw(committed: Committed, profiles: Path) -> list[str]:
+    """Draw every figure whose rows are there, and seal them; the names of the others."""
+    missing, drawn = [], []
     for name, drawing in figures(committed).items():
         try:
-            drawing(folder / name)
+            drawing.write(profiles / FOLDER / name)
+            drawn.append(profiles / FOLDER / name)
         except NotMeasured:
             missing.append(name)
+    seal(profiles, drawn)
     return missing
+
+
+def stale_figures(committed: Committed, profiles: Path) -> list[str]:
+    """One sentence for each figure that is missing, was not drawn from what is committed, or that nothing draws."""
+    known, there = figures(committed), {path.name for path in (profiles / FOLDER).glob("*")}
+    found = [f"{FOLDER}/{name}: nothing draws it" for name in there - known.keys()]
+    for name, drawing in known.items():
+        try:
+            source = drawing.source()
+        except NotMeasured:
+            source = ""
+        if source and name not in there:
+            found.append(f"{FOLDER}/{name} is missing: scripts/report.py draws it")
+        elif name in there and _said(profiles / FOLDER / name) != source:
+            found.append(f"{FOLDER}/{name} was drawn from other rows: scripts/report.py draws it anew")
+    return sorted(found)
+
+
+def _said(path: Path) -> str:
+    """What a figure was drawn from; empty if its file is no picture or does not say."""
+    try:
+        with Image.open(path) as picture:
+            return str(picture.info.get("Source", ""))
+    except OSError:
+        return ""

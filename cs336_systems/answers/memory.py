@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from cs336_systems.answers.committed import caption, cells
+from cs336_systems.answers.committed import NotMeasured, caption, cells
 from cs336_systems.answers.rendering import PENDING
 from cs336_systems.config import MODEL_SIZES, PRECISIONS
 from cs336_systems.costs.activations import block_saved_tensors, total_bytes
@@ -22,6 +22,7 @@ LARGE = "2.7b"
 """The size whose memory both handouts ask for; the 2026 one calls it xl."""
 
 POLICIES = ("none", "full", "every-2", "every-4", "every-8", "first-16", "keep-matmuls", "keep-attention", "recursive")
+_OUT_OF_MEMORY = r"allocate ([\d.]+) GiB.* capacity of ([\d.]+) GiB.* process has ([\d.]+) GiB"
 _CELL = ["size", "context_length", "dtype"]
 
 
@@ -51,6 +52,29 @@ class KeptByBlock:
     def best_segment(self) -> float:
         """Blocks per checkpoint that keep least: sqrt(n input / block)."""
         return (MODEL_SIZES[LARGE].n_layers * self.input_mib / self.mib) ** 0.5
+
+
+@dataclass(frozen=True)
+class RanOut:
+    """What torch's allocator said when it ran out, in GiB."""
+
+    asked: float
+    device: float
+    """The device's memory."""
+    taken: float
+    """By the process that asked."""
+
+
+def ran_out(rows: pd.DataFrame) -> RanOut:
+    """What the message of an ``oom`` row says, of the last that does.
+
+    Raises:
+        NotMeasured: none does.
+    """
+    said = rows["message"].str.extract(_OUT_OF_MEMORY).dropna().astype(float)
+    if said.empty:
+        raise NotMeasured("no row says what was asked for when memory ran out")
+    return RanOut(*said.iloc[-1])
 
 
 def predicted_peak(mode: str, dtype: str, context: int, checkpoint: str = "none") -> float:

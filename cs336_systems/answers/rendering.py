@@ -7,8 +7,9 @@ A template is the document with Jinja's calls in it. A number or a table is a ca
     {{ phases_table(rows("context-512", mode="step", dtype="fp32")) }}
 
 Numbers show three significant digits, whole ones all of theirs; the filters ``fixed(places)``, ``percent(places)`` and
-``ceil`` choose another form. What waits for rows reads "not measured yet", also inside arithmetic. Templates see no
-files but each other, and of objects only what this package's own classes make public.
+``ceil`` choose another form. What waits for rows reads "not measured yet", also inside arithmetic. Text holds no number
+that was found out or read somewhere (``prose.py``): ``outside(name)`` and ``given(text)`` declare what is not computed.
+Templates see no files but each other, and of objects only what this package's own classes make public.
 """
 
 import difflib

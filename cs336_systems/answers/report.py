@@ -1,12 +1,16 @@
-"""What ``scripts/report.py`` does: adopt a run, render every document, draw every figure; in sentences."""
+"""What ``scripts/report.py`` does: adopt a run, render documents, draw figures, ask for proof; in sentences."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from cs336_systems.answers.adopt import carry_out, plan
 from cs336_systems.answers.committed import Committed
-from cs336_systems.answers.figures import draw
-from cs336_systems.answers.rendering import CannotRender, Pages, documents, read_templates, stale_lines
+from cs336_systems.answers.evidence import gpu_test_problems, history, row_problems
+from cs336_systems.answers.figures import draw, stale_figures
+from cs336_systems.answers.prose import typed_numbers
+from cs336_systems.answers.rendering import FOLDER, CannotRender, Pages, documents, read_templates, stale_lines
+from cs336_systems.answers.sums import broken_seals
 from cs336_systems.answers.vocabulary import vocabulary
 
 MACHINE = "h200"
@@ -19,7 +23,7 @@ def adopt(run: Path, profiles: Path, machine: str, replace: bool) -> int:
         moves = plan(run, profiles, machine, replace=replace)
         for move in moves:
             print(move)
-        carry_out(moves)
+        carry_out(moves, profiles)
     except (OSError, ValueError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 1
@@ -45,7 +49,8 @@ def render(root: Path, *, check: bool) -> int:
         stale += [f"{name}, {difference}" for difference in stale_lines(text, rendered)]
         if not check:
             path.write_text(rendered)
-    problems += [f"without provenance: {problem}" for problem in committed.problems]
+    missing = [] if check else draw(committed, root / "profiles")
+    problems += unproven(root, committed, templates)
     for problem in problems:
         print(problem, file=sys.stderr)
     if check:
@@ -54,6 +59,19 @@ def render(root: Path, *, check: bool) -> int:
         if stale:
             print("run scripts/report.py", file=sys.stderr)
         return int(bool(stale or problems))
-    missing = draw(committed, root / "profiles" / "figures")
     print(f"{len(stale)} lines rendered anew; drew the figures" + (f"; not measured: {missing}" if missing else ""))
     return int(bool(problems))
+
+
+def unproven(root: Path, committed: Committed, templates: Mapping[str, str]) -> list[str]:
+    """What stands without proof: numbers typed, rows without evidence, files changed by hand, figures of other rows."""
+    commits = history(root)
+    if commits is None:
+        print(f"commits are not checked: no history, as {root} is no whole git checkout", file=sys.stderr)
+    profiles = root / "profiles"
+    inside = [Path(name) for name in documents(templates) if name.startswith("profiles/")]
+    rendered = [path.relative_to("profiles").as_posix() for path in inside]
+    recorded = [*row_problems(profiles, commits), *gpu_test_problems(profiles, commits)]
+    found = [*recorded, *broken_seals(profiles, rendered), *stale_figures(committed, profiles)]
+    typed = [f"{FOLDER}/{sentence}" for sentence in typed_numbers(templates)]
+    return [*typed, *(f"profiles/{problem}" for problem in found)]

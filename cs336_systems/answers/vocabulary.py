@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.answers import arithmetic, attention, memory, models, precision, predictions, profiles
+from cs336_systems.answers import arithmetic, attention, memory, models, outside, precision, predictions, profiles
 from cs336_systems.answers.committed import Committed, NotMeasured, Rows
 from cs336_systems.answers.rendering import Pending
 from cs336_systems.config import resolve_size
@@ -100,13 +100,13 @@ NUMBERS = (
     ),
     *(attention.handout_attention, attention.flash_wins_from, attention.flash_speedups, attention_tables.time_over),
     *(profiles.kernel_share, profiles.top_kernel_runs, profiles.products_over_softmax, profiles.attention_work),
-    *(memory.KeptByBlock, memory.predicted_peak, memory.recomputed_flops, memory.recomputed_blocks),
+    *(memory.KeptByBlock, memory.predicted_peak, memory.recomputed_flops, memory.recomputed_blocks, memory.ran_out),
     *(predictions.gradient_sizes, predictions.rung_messages, predictions.predicted_exposed),
     *(predictions.link_of, predictions.best_bucket_mib),
     *(cost, model_units, state_bytes, step_traffic, link_bytes_per_step, state_bytes_by_rank, resolve_size),
     *(arithmetic.ring_ratio, arithmetic.h100s_that_hide, arithmetic.Mesh, arithmetic.schedule, arithmetic.job),
     *(arithmetic.xxl_threshold, arithmetic.xxl_remedies, least_tokens_per_device, communication_limit),
-    precision.accumulated,
+    *(precision.accumulated, outside.outside, outside.given),
 )
 
 TABLES = (
@@ -121,7 +121,7 @@ TABLES = (
     collectives_table,
     *(predictions.collectives_predictions, predictions.ddp_predictions),
     *(predictions.sharded_predictions, predictions.fsdp_predictions),
-    *(precision.sums_table, precision.toy_table),
+    *(precision.sums_table, precision.toy_table, outside.outside_table),
 )
 
 CONSTANTS = {
@@ -154,6 +154,7 @@ def vocabulary(committed: Committed) -> dict[str, Any]:
         **CONSTANTS,
         "rows": committed.rows,
         "digests": committed.digests,
+        "gpu_tests": committed.gpu_tests,
     }
 
 

@@ -20,13 +20,16 @@ def dress(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def save(figure: Figure | None, path: Path) -> bool:
+def save(figure: Figure | None, path: Path, **said: str) -> bool:
     """Write a figure as PNG, in a folder that need not be there yet; returns whether there was one.
+
+    Args:
+        said: text that the file says about itself, by keyword (PNG's text chunks).
 
     Raises:
         OSError: the file cannot be written.
     """
     if figure is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
+        figure.savefig(path, dpi=150, metadata=said)
     return figure is not None

@@ -7,6 +7,7 @@ import pytest
 
 from cs336_systems.answers import adopt
 from cs336_systems.answers.adopt import carry_out, plan
+from cs336_systems.answers.sums import broken_seals
 from cs336_systems.harness.record import RowFile, read_rows
 from tests.report.rows import SETTINGS, make_cell, ms
 
@@ -32,7 +33,7 @@ def profiles(tmp_path):
 
 def adopted(run, profiles, **how):
     moves = plan(run, profiles, how.pop("machine", "h200"), replace=how.pop("replace", False))
-    carry_out(moves)
+    carry_out(moves, profiles)
     return moves
 
 
@@ -49,7 +50,10 @@ def test_rows_and_digests_go_to_their_parts_and_raw_recordings_stay(run, profile
     adopted(run, profiles)
     found = {path.relative_to(profiles).as_posix() for path in profiles.rglob("*") if path.is_file()}
     digests = ("profile_model.csv", "small-nsys.md", "small-nsys-kernels.csv", "small-nsys-step.png")
-    assert found == {"results/h200/grid/benchmark_model.csv"} | {f"digests/h200/nsys/{name}" for name in digests}
+    adopted_files = {"results/h200/grid/benchmark_model.csv"} | {f"digests/h200/nsys/{name}" for name in digests}
+    assert found == adopted_files | {"SHA256SUMS"}
+    assert {line.split()[1] for line in (profiles / "SHA256SUMS").read_text().splitlines()} == adopted_files
+    assert broken_seals(profiles) == []
 
 
 def test_newer_rows_are_appended_and_adopting_again_changes_nothing(run, profiles):
@@ -59,6 +63,7 @@ def test_newer_rows_are_appended_and_adopting_again_changes_nothing(run, profile
     (move,) = adopted(run, profiles)
     assert move.what == "2 of 3 rows appended"
     assert medians(profiles) == [1.0, 2.0, 3.0]
+    assert broken_seals(profiles) == []
     assert (profiles / "results/h200/grid/benchmark_model.csv").read_bytes() == source.read_bytes()
     assert adopted(run, profiles)[0].what == "all there already"
     assert medians(profiles) == [1.0, 2.0, 3.0]
@@ -71,7 +76,7 @@ def test_rows_that_differ_and_are_no_newer_are_refused_unless_told(run, profiles
     (move,) = plan(run, profiles, "h200", replace=False)
     assert str(move).startswith("refused: ") and "no newer" in str(move)
     with pytest.raises(ValueError, match="nothing was moved"):
-        carry_out([move])
+        carry_out([move], profiles)
     assert medians(profiles) == [1.0]
     adopted(run, profiles, replace=True)
     assert medians(profiles) == [9.0]
@@ -93,7 +98,7 @@ def test_rows_that_cannot_be_committed_keep_everything_back(run, profiles, value
     assert [move.refused for move in moves] == [False, True]
     assert reason in moves[1].what
     with pytest.raises(ValueError, match="refused"):
-        carry_out(moves)
+        carry_out(moves, profiles)
     assert not profiles.exists()
 
 
@@ -136,6 +141,7 @@ def test_large_rows_are_compressed_and_stay_so_and_large_pages_refused(run, prof
     write(source, 3.0, day=3)
     adopted(run, profiles)
     assert medians(profiles, "benchmark_model.csv.gz") == [1.0, 2.0, 3.0]
+    assert broken_seals(profiles) == []
     assert gzip.decompress((folder / "benchmark_model.csv.gz").read_bytes()) == source.read_bytes()
     (run / "grid" / "page.md").write_text("x" * 1001)
     assert [move.refused for move in plan(run, profiles, "h200", replace=True)] == [False, True]
@@ -164,7 +170,7 @@ def test_a_file_is_whole_or_as_it_was(run, profiles, monkeypatch):
     monkeypatch.setattr("os.fsync", full)
     moves = plan(run, profiles, "h200", replace=False)
     with pytest.raises(OSError, match="disk full"):
-        carry_out(moves)
+        carry_out(moves, profiles)
     assert medians(profiles) == [1.0]
     assert len(list((profiles / "results" / "h200" / "grid").iterdir())) == 1
 

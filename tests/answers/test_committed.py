@@ -1,9 +1,9 @@
-"""Committed rows: found by part, absent aloud, and asked where they come from."""
+"""Committed rows: found by part, and absent aloud."""
 
 import pandas as pd
 import pytest
 
-from cs336_systems.answers.committed import Committed, NotMeasured, caption, missing_provenance
+from cs336_systems.answers.committed import Committed, NotMeasured, caption
 from tests.report.rows import make_cell, make_frame, ms
 
 WHERE = {"gpu": "NVIDIA H200", "device": "cuda", "commit": "abc", "argv": "benchmark_model.py", "dirty": False}
@@ -18,7 +18,7 @@ def write(frame: pd.DataFrame, path) -> None:
 def profiles(tmp_path):
     rows = make_frame(make_cell(ms("step", 1.0), **WHERE), make_cell(ms("step", 2.0), **WHERE))
     write(rows, tmp_path / "results" / "h200" / "grid" / "benchmark_model.csv")
-    write(rows.assign(commit=["abc", ""]), tmp_path / "results" / "h200" / "lost" / "benchmark_model.csv")
+    write(rows, tmp_path / "results" / "h200" / "again" / "benchmark_model.csv")
     return tmp_path
 
 
@@ -26,35 +26,6 @@ def test_rows_are_read_by_part(profiles):
     committed = Committed(profiles, "h200")
     assert list(committed.rows("grid").frame()["median"]) == [1.0, 2.0]
     assert committed.rows("grid").frame() is committed.rows("grid").frame()
-    assert committed.problems == []
-
-
-def test_problems_of_another_machines_rows_are_told_with_the_others(profiles):
-    committed = Committed(profiles, "h200")
-    (profiles / "results" / "cpu").mkdir()
-    (profiles / "results" / "h200" / "lost").rename(profiles / "results" / "cpu" / "lost")
-    assert len(committed.rows("lost", machine="cpu").frame()) == 2
-    assert len(committed.problems) == 1
-
-
-def test_rows_that_do_not_say_where_they_come_from_are_named(profiles):
-    committed = Committed(profiles, "h200")
-    committed.rows("lost").frame()
-    expected = "results/h200/lost/benchmark_model.csv, line 3: 1 of 2 rows do not say their commit"
-    assert committed.problems == [expected]
-
-
-@pytest.mark.parametrize("column", ["gpu", "commit", "argv", "timestamp", "torch"])
-def test_every_column_of_provenance_is_asked_for(column):
-    rows = make_frame(make_cell(ms("step", 1.0), **WHERE))
-    assert missing_provenance(rows) == []
-    assert missing_provenance(rows.assign(**{column: ""})) == [f"line 2: 1 of 1 rows do not say their {column}"]
-
-
-def test_a_cpus_rows_name_their_host_instead():
-    rows = make_frame(make_cell(ms("step", 1.0), **(WHERE | {"gpu": "", "device": "cpu"})))
-    assert missing_provenance(rows) == []
-    assert missing_provenance(rows.assign(host="")) == ["line 2: 1 of 1 rows do not say their host"]
 
 
 def test_a_part_that_is_missing_is_not_measured(profiles):
@@ -119,7 +90,7 @@ def test_a_part_of_several_files_wants_one_named(profiles):
     with pytest.raises(ValueError, match="name one: benchmark_model.csv, other.csv"):
         committed.rows("grid").frame()
     assert len(committed.rows("grid/other").frame()) == 2
-    assert len(committed.rows("grid/other", "lost").frame()) == 4
+    assert len(committed.rows("grid/other", "again").frame()) == 4
 
 
 def test_captions_say_what_all_rows_share_and_how_often_it_was_measured(asked):

@@ -1,16 +1,19 @@
 """Figures of the documents: what each drew, from which rows."""
 
+import shutil
+
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from cs336_systems.answers import figures as answers_figures
 from cs336_systems.answers.committed import Committed, NotMeasured
-from cs336_systems.answers.figures import draw, figures
+from cs336_systems.answers.figures import draw, figures, stale_figures
 from cs336_systems.experiments.leaks.findings import Findings
+from cs336_systems.harness.record import DEFAULTS
 from tests.report.rows import make_cell, make_frame, ms
 
-BY_ARITHMETIC = {"pipeline_schedules.png", "fsdp_scaling.png", "goodput.png"}
+BY_ARITHMETIC = {"attention_masks.png", "pipeline_schedules.png", "fsdp_scaling.png", "goodput.png"}
 
 
 @pytest.fixture
@@ -36,7 +39,7 @@ def write(tmp_path, part, name, *cells):
 
 def test_without_rows_only_arithmetic_is_drawn_and_the_rest_is_named(tmp_path, saved):
     committed = Committed(tmp_path, "h200")
-    missing = draw(committed, tmp_path / "figures")
+    missing = draw(committed, tmp_path)
     assert set(saved) == BY_ARITHMETIC == {path.name for path in (tmp_path / "figures").iterdir()}
     assert set(missing) == set(figures(committed)) - BY_ARITHMETIC
     schedules = " ".join(text.get_text() for text in saved["pipeline_schedules.png"].findobj(Text))
@@ -53,12 +56,12 @@ def test_the_grid_is_drawn_from_its_rows(tmp_path, saved):
         for context, time in ((128, 10.0), (256, 20.0))
     ]
     found = figures(write(tmp_path, "grid", "benchmark_model.csv", *cells))
-    found["h200_grid.png"](tmp_path / "h200_grid.png")
+    found["h200_grid.png"].write(tmp_path / "h200_grid.png")
     drawn = saved["h200_grid.png"].axes[0].get_lines()[0]
     assert list(drawn.get_xdata()) == [128, 256]
     assert list(drawn.get_ydata()) == [10.0, 20.0]
     with pytest.raises(NotMeasured):
-        found["h200_checkpointing.png"](tmp_path / "x.png")
+        found["h200_checkpointing.png"].write(tmp_path / "x.png")
 
 
 def test_an_experiment_draws_its_own_findings(tmp_path, saved, monkeypatch):
@@ -68,7 +71,33 @@ def test_an_experiment_draws_its_own_findings(tmp_path, saved, monkeypatch):
     monkeypatch.setitem(answers_figures.LEAKS, "roofline_knee", analyse)
     failed = make_cell(status="error", message="no", gpu="NVIDIA H200")
     committed = write(tmp_path, "leaks", "roofline_knee.csv", make_cell(ms("time", 46.0), gpu="NVIDIA H200"), failed)
-    figures(committed)["h200_leak_roofline_knee.png"](tmp_path / "knee.png")
+    figures(committed)["h200_leak_roofline_knee.png"].write(tmp_path / "knee.png")
     (axes,) = saved["knee.png"].axes
     assert list(axes.get_lines()[0].get_ydata()) == [0, 46.0]
     assert axes.get_title(loc="left") == "Title"
+
+
+def test_a_figure_says_what_it_was_drawn_from(tmp_path):
+    cell = make_cell(ms("step", 10.0), ms("mfu", 50.0), size="small", gpu="NVIDIA H200")
+    committed = write(tmp_path, "grid", "benchmark_model.csv", cell)
+    figure = tmp_path / "figures" / "h200_grid.png"
+    draw(committed, tmp_path)
+    assert stale_figures(committed, tmp_path) == []
+    shutil.copy(tmp_path / "figures" / "goodput.png", figure)
+    assert stale_figures(committed, tmp_path) == [
+        "figures/h200_grid.png was drawn from other rows: scripts/report.py draws it anew"
+    ]
+    figure.unlink()
+    assert stale_figures(committed, tmp_path) == ["figures/h200_grid.png is missing: scripts/report.py draws it"]
+    figure.with_name("other.png").write_text("no picture")
+    assert stale_figures(committed, tmp_path)[1] == "figures/other.png: nothing draws it"
+
+
+def test_a_setting_that_no_training_case_had_when_it_was_measured_changes_no_figures_source(tmp_path, monkeypatch):
+    cell = make_cell(ms("step", 10.0), ms("mfu", 50.0), size="small", gpu="NVIDIA H200")
+    path = write(tmp_path, "grid", "benchmark_model.csv", cell)
+    before = figures(path)["h200_grid.png"].source()
+    monkeypatch.setitem(DEFAULTS, "new_setting", 3)
+    after = Committed(tmp_path, "h200")
+    assert "new_setting" in after.rows("grid").frame()
+    assert figures(after)["h200_grid.png"].source() == before

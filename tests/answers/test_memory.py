@@ -1,9 +1,18 @@
 """Memory by arithmetic and from digests; checkpointing predicted where it is not measured."""
 
 import pandas as pd
+import pytest
 
-from cs336_systems.answers.committed import Committed
-from cs336_systems.answers.memory import KeptByBlock, checkpoint_table, peaks_table, recomputed_blocks, residuals_table
+from cs336_systems.answers.committed import Committed, NotMeasured
+from cs336_systems.answers.memory import (
+    KeptByBlock,
+    RanOut,
+    checkpoint_table,
+    peaks_table,
+    ran_out,
+    recomputed_blocks,
+    residuals_table,
+)
 from cs336_systems.answers.rendering import PENDING
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.flops import hardware_flops
@@ -62,3 +71,12 @@ def test_peaks_are_measured_where_a_row_says_so(tmp_path):
     assert lines.loc[2048, "step fp32"].startswith("out of memory at 136 (")
     assert lines.loc[256, "forward autocast-bf16"].startswith("19.2 (19.")
     assert lines.loc[256, "forward fp32"].startswith(PENDING)
+
+
+def test_what_the_allocator_said_when_it_ran_out_is_quoted():
+    said = "OutOfMemoryError: CUDA out of memory. Tried to allocate 32.00 GiB. GPU 0 has a total capacity of 139.80 GiB"
+    said += " of which 10.63 GiB is free. Including non-PyTorch memory, this process has 129.16 GiB ..."
+    rows = make_frame(make_cell(status="oom", message=said), make_cell(status="predicted-oom", message="peak 300 GiB"))
+    assert ran_out(rows) == RanOut(asked=32.0, device=139.8, taken=129.16)
+    with pytest.raises(NotMeasured):
+        ran_out(rows[1:])

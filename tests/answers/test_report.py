@@ -9,6 +9,7 @@ import pytest
 
 from cs336_systems.answers import report
 from cs336_systems.answers.rendering import documents, read_templates
+from cs336_systems.answers.sums import seal
 from tests.report.rows import make_cell, make_frame, ms
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,12 +19,14 @@ PAGE = '# T\n\nfp32 takes {{ model("step", "small", "fp32") }} ms.\n'
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     """A repository of one page over one row."""
-    folder = tmp_path / "profiles" / "results" / "h200" / "context-512"
-    folder.mkdir(parents=True)
-    cell = make_cell(ms("step", 54.5), size="small", commit="abc", argv="x", gpu="NVIDIA H200", device="cuda")
-    make_frame(cell).assign(samples="").to_csv(folder / "benchmark_model.csv", index=False)
+    rows = tmp_path / "profiles" / "results" / "h200" / "context-512" / "benchmark_model.csv"
+    rows.parent.mkdir(parents=True)
+    where = {"commit": "abc", "dirty": False, "argv": "x", "gpu": "NVIDIA H200", "device": "cuda"}
+    make_frame(make_cell(ms("step", 54.5), size="small", **where)).assign(samples="").to_csv(rows, index=False)
+    seal(tmp_path / "profiles", [rows])
     monkeypatch.setattr(report, "read_templates", lambda: {"page.md": PAGE})
-    monkeypatch.setattr(report, "draw", lambda committed, folder: ["figure.png"])
+    monkeypatch.setattr(report, "draw", lambda committed, profiles: ["figure.png"])
+    monkeypatch.setattr(report, "stale_figures", lambda committed, profiles: [])
     return tmp_path
 
 
@@ -34,7 +37,7 @@ def test_documents_are_written_and_then_current(root, capsys):
     assert report.render(root, check=True) == 0
 
 
-def test_check_names_a_changed_digit_an_unknown_name_and_rows_without_provenance(root, monkeypatch, capsys):
+def test_check_names_a_changed_digit_an_unknown_name_and_what_is_unproven(root, monkeypatch, capsys):
     report.render(root, check=False)
     page = root / "page.md"
     right = page.read_text()
@@ -47,9 +50,13 @@ def test_check_names_a_changed_digit_an_unknown_name_and_rows_without_provenance
     assert report.render(root, check=True) == 1
     assert "page.md, line 3: unknown name 'guess'" in capsys.readouterr().err
     monkeypatch.setattr(report, "read_templates", lambda: {"page.md": PAGE})
-    monkeypatch.setattr("cs336_systems.answers.committed.missing_provenance", lambda rows: ["line 2: no commit"])
+    rows = root / "profiles/results/h200/context-512/benchmark_model.csv"
+    rows.write_text(rows.read_text().replace("abc", ""))
     assert report.render(root, check=True) == 1
-    assert "without provenance: results/h200/context-512/benchmark_model.csv, line 2" in capsys.readouterr().err
+    name, said = "profiles/results/h200/context-512/benchmark_model.csv", capsys.readouterr().err
+    assert f"{name}, line 2: 1 of 1 rows do not say their commit" in said
+    assert f"{name} was changed since" in said
+    assert "commits are not checked: no history" in said
 
 
 def test_help_answers_without_torch_and_lists_what_the_script_does():
@@ -67,7 +74,14 @@ def test_check_and_adopt_exclude_each_other(load_script, capsys):
 
 def test_every_template_is_a_document_or_part_of_one():
     templates = read_templates()
-    assert documents(templates) == ["README.md", "profiles/attention.md", "profiles/h200.md", "writeup.md"]
+    assert documents(templates) == [
+        "README.md",
+        "profiles/attention.md",
+        "profiles/digests/h200/README.md",
+        "profiles/gpu_tests.md",
+        "profiles/h200.md",
+        "writeup.md",
+    ]
     included = set(re.findall(r'{% include "([^"]*)" %}', "".join(templates.values())))
     assert set(templates) == set(documents(templates)) | included
 
