@@ -54,7 +54,7 @@ _COLLECTIVES = {
 }
 """How c10d's names for collectives begin, and what ``costs`` calls them."""
 
-SENT = "by a rank in a step, each collective by the bytes that a ring of the ranks carries for it"
+SENT = "by a rank in a step, over a ring"
 """Note of a column of ``sent_mib``."""
 
 _PAYLOAD = "before the algorithm's factor"

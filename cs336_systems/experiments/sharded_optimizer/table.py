@@ -43,14 +43,14 @@ TIMES = ResultTable(
             ".3f",
             rank=0,
             optional=True,
-            note="of the whole step in the same round of one command, the median over rounds",
+            note="of the step, round by round",
         ),
         Column(
             "GiB per link",
             "predicted_link_traffic",
             optional=True,
             rank=2,
-            note="in a step, computed: each collective by the bytes that a ring of the ranks carries for it",
+            note="computed, of a ring",
         ),
     ),
 )
