@@ -18,7 +18,7 @@ from cs336_systems.harness.record import Metric, schema_columns
 COLUMNS = ("device", "grid", "impl", "dtype", "d_head", "length", "batch_size", "heads", "causal", "mask")
 
 
-def rows(**times):
+def rows(clock="harness", **times):
     """A cell for every implementation and length, ``both`` in ms; None is a cell that ran out of memory."""
     cells = []
     for impl, by_length in times.items():
@@ -31,6 +31,7 @@ def rows(**times):
                 "batch_size": 1,
                 "heads": 1,
                 "causal": True,
+                "clock": clock,
                 "status": "ok",
             }
             cell |= {"commit": "abc", "argv": "x", "torch": "2.11", "timestamp": "now"}
@@ -48,6 +49,16 @@ def test_two_implementations_stand_side_by_side():
     lines = flash_table(rows(reference={128: 1.0, 256: None}, flash={128: 0.5, 256: 1.0})).frame
     assert list(lines["both ratio"]) == ["2.00", "–"]
     assert lines.loc[1, "both reference"] == "oom"
+
+
+def test_do_bench_stands_beside_the_harness_where_it_was_asked():
+    measured = {"reference": {128: 1.0, 256: 2.0}, "flash": {128: 0.5, 256: 1.0}}
+    table = flash_table(pd.concat([rows(**measured), rows("do-bench", reference={128: 8.0}, flash={128: 0.25})]))
+    assert list(table.frame["both reference"]) == ["1.00 (8.00)", "2.00"]
+    assert list(table.frame["both flash"]) == ["0.500 (0.250)", "1.00"]
+    assert list(table.frame["both ratio"]) == ["2.00", "2.00"]
+    assert table.caption.endswith("in parentheses: by triton.testing.do_bench.")
+    assert "do_bench" not in flash_table(rows(**measured)).caption
 
 
 def test_materialised_attention_says_how_a_cell_ended():
