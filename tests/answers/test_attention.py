@@ -13,7 +13,7 @@ from cs336_systems.answers.attention import (
 from cs336_systems.answers.committed import Committed
 from cs336_systems.answers.rendering import Pages
 from cs336_systems.answers.vocabulary import vocabulary
-from cs336_systems.harness.record import Metric, schema_columns
+from cs336_systems.harness.record import Metric, parse_samples, schema_columns
 
 COLUMNS = ("device", "grid", "impl", "dtype", "d_head", "length", "batch_size", "heads", "causal", "mask")
 
@@ -42,7 +42,7 @@ def rows(clock="harness", **times):
             rates = {f"{name}_tflops": 1.0 for name in passes}
             for metric, value in (passes | rates | {"peak_memory": 1.0}).items():
                 cells.append(cell | Metric(metric, "ms", [value]).statistics())
-    return pd.DataFrame(cells)
+    return parse_samples(pd.DataFrame(cells))
 
 
 def test_two_implementations_stand_side_by_side():
@@ -65,6 +65,16 @@ def test_materialised_attention_says_how_a_cell_ended():
     lines = materialised_table(rows(reference={128: 1.0, 256: None})).frame
     assert list(lines["status"]) == ["ok", "oom"]
     assert lines.loc[1, "forward ms"] == "–"
+
+
+def test_repeats_are_pooled():
+    times = (1.0, 4.0, 2.0)
+    turns = [rows(reference={128: ms}, flash={128: ms / 2}).assign(repeat=i) for i, ms in enumerate(times)]
+    measured = pd.concat(turns, ignore_index=True)
+    assert list(materialised_table(measured).frame["forward ms"]) == ["0.500"]
+    table = flash_table(measured)
+    assert list(table.frame["both reference"]) == ["2.00"] and "medians of 3 passes" in table.caption
+    assert flash_speedups(measured) == [2.0]
 
 
 @pytest.fixture
