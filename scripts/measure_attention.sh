@@ -3,19 +3,21 @@
 #
 #   scripts/measure_attention.sh FOLDER PART...
 #
-# part         minutes on an H200   what
-# training     3                    the shapes of training, in turns; three repeats
-# pytorch      7                    the handout's first grid: eager and compiled in turns twice, then the two lengths
-#                                   at which memory ends, each process its own
-# flash        6                    of the two parts below what the documents name: both dtypes, every length; do_bench
-#                                   at d 64, hopper and cuDNN at d 64 and 128. Left out: compiled, tiled and the other
-#                                   peers, and do_bench elsewhere
-# flash-bf16   10                   the handout's second grid whole, every implementation; do_bench beside the harness
-#                                   for materialised attention and for our kernels
-# flash-fp32   15                   the same in fp32
-# variants     2                    masks and score modifications
-# tiles        2                    the search for tiles
-# model        2                    a model's step with every implementation
+# Nothing else may run on the host. Minutes on an H200, from committed rows; what no row tells is estimated (do_bench: 0.7 s
+# for a cell; hopper: as flash):
+#
+#   part        minutes  what
+#   training        3    the shapes of training, in turns, three rounds
+#   pytorch         7    the handout's first grid: eager and compiled in turns, two rounds; then the two lengths at which
+#                        memory ends, each implementation in a process of its own
+#   flash           6    of the next two what the documents name: both dtypes at every length and head dimension, do_bench
+#                        at d 64, hopper and cuDNN at d 64 and 128 (left out: compiled, tiled and the other peers)
+#   flash-bf16     10    the handout's second grid with every implementation; do_bench beside the harness for
+#                        materialised attention and for our kernels
+#   flash-fp32     15    the same in fp32, which hopper and two of the peers refuse
+#   variants        2    masks and score modifications
+#   tiles           2    the search for tiles
+#   model           2    a model's step with every implementation
 #
 # The tiled implementation launches a dozen small operations for each of its tiles, so its part of the flash grid ends
 # at length 4096. PYTHON picks the interpreter (default: uv run). Each part appends to its own folder below FOLDER, flash
