@@ -14,6 +14,9 @@ from typing import Any, Literal, Self
 
 from cs336_systems.config import PRECISIONS, ModelConfig, Precision, resolve_size
 
+COMPILED = {"on": "compiled", "whole-model": "whole model compiled"}
+"""Ways to compile a step, each in words: every block by itself, or the model as one graph; the loss in both."""
+
 
 class Unsupported(ValueError):
     """The device, the build or the library cannot run what was asked for; the message says why."""
@@ -53,7 +56,7 @@ class TrainingCase:
     attention: str = "reference"
     """One of ``config.ATTENTIONS``; the reference is the operation that the model's ``ops`` bring."""
     compile: str = "off"
-    """on: torch.compile of each block and of the loss."""
+    """on: torch.compile of each block and of the loss; whole-model: of the model as one graph, and of the loss."""
     checkpoint: str = "none"
     """Which activations are computed a second time, a policy of ``costs.checkpointing``."""
     optimizer: str = "reference"
@@ -79,7 +82,7 @@ class TrainingCase:
 
     @property
     def compiled(self) -> bool:
-        return self.compile == "on"
+        return self.compile in COMPILED
 
     @property
     def parallel(self) -> Parallel:
@@ -110,7 +113,7 @@ class TrainingCase:
         """What differs from plain eager training, each in a word or two."""
         return [
             *([self.attention] if self.attention != "reference" else []),
-            *(["compiled"] if self.compiled else []),
+            *([COMPILED[self.compile]] if self.compiled else []),
             *([f"checkpoint {self.checkpoint}"] if self.checkpoint != "none" else []),
             *([self.optimizer] if self.optimizer != "reference" else []),
         ]

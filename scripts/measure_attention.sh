@@ -1,18 +1,34 @@
 #!/usr/bin/env bash
 # Measure what profiles/results/<gpu>/ holds for attention, on one GPU.
 #
-#   scripts/measure_attention.sh FOLDER PART...   # parts: training pytorch variants flash-bf16 flash-fp32 tiles model
+#   scripts/measure_attention.sh FOLDER PART...
 #
-# The flash parts take about five minutes each on an H200, training three, the others one or two. The tiled
-# implementation launches a dozen small operations for each of its tiles, so its part of the flash grid ends at length
-# 4096. PYTHON picks the interpreter (default: uv run). Each part appends to its own folder below FOLDER;
-# uv run scripts/report.py --adopt FOLDER moves the rows to profiles/results/<gpu>/.
+# Nothing else may run on the host. Minutes on an H200, from committed rows; what no row tells is estimated (do_bench: 0.7 s
+# for a cell; hopper: as flash):
+#
+#   part        minutes  what
+#   training        3    the shapes of training, in turns, three rounds
+#   pytorch         7    the handout's first grid: eager and compiled in turns, two rounds; then the two lengths at which
+#                        memory ends, each implementation in a process of its own
+#   flash           6    of the next two what the documents name: both dtypes at every length and head dimension, do_bench
+#                        at d 64, hopper and cuDNN at d 64 and 128 (left out: compiled, tiled and the other peers)
+#   flash-bf16     10    the handout's second grid with every implementation; do_bench beside the harness for
+#                        materialised attention and for our kernels
+#   flash-fp32     15    the same in fp32, which hopper and two of the peers refuse
+#   variants        2    masks and score modifications
+#   tiles           2    the search for tiles
+#   model           2    a model's step with every implementation
+#
+# The tiled implementation launches a dozen small operations for each of its tiles, so its part of the flash grid ends
+# at length 4096. PYTHON picks the interpreter (default: uv run). Each part appends to its own folder below FOLDER, flash
+# to those of flash-bf16 and flash-fp32; uv run scripts/report.py --adopt FOLDER moves the rows to profiles/results/<gpu>/.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_attention.sh FOLDER PART...}
 shift
 read -r -a python <<<"${PYTHON:-uv run}"
 attention() { "${python[@]}" benchmarks/benchmark_attention.py --format csv --out "$out" "$@"; }
-fast=(reference reference-compiled flash hopper sdpa-flash sdpa-cudnn sdpa-efficient flex)
+both_clocks=(--clock harness do-bench)
+peers=(reference-compiled sdpa-flash sdpa-cudnn sdpa-efficient flex)
 
 for part in "$@"; do
   out="$folder/attention-$part"
@@ -20,19 +36,31 @@ for part in "$@"; do
     training)
       attention --grid training --impl flash hopper sdpa-flash sdpa-cudnn flex --repeat 3 ;;
     pytorch)
-      attention --grid pytorch ;;
+      attention --grid pytorch --length 256 1024 4096 8192 16384 --repeat 2
+      attention --grid pytorch --length 32768 65536 ;;
     variants)
       attention --grid variants ;;
+    flash)
+      for dtype in bf16 fp32; do
+        out="$folder/attention-flash-$dtype"
+        attention --grid flash --dtype "$dtype" --impl reference flash --d-head 16 32 128
+        attention --grid flash --dtype "$dtype" --impl reference flash --d-head 64 "${both_clocks[@]}"
+      done
+      out="$folder/attention-flash-bf16"
+      attention --grid flash --dtype bf16 --impl hopper --d-head 64 "${both_clocks[@]}"
+      attention --grid flash --dtype bf16 --impl hopper --d-head 128
+      attention --grid flash --dtype bf16 --impl sdpa-cudnn --d-head 64 128 ;;
     flash-bf16|flash-fp32)
-      attention --grid flash --dtype "${part#flash-}" --impl "${fast[@]}"
+      attention --grid flash --dtype "${part#flash-}" --impl reference flash hopper "${both_clocks[@]}"
+      attention --grid flash --dtype "${part#flash-}" --impl "${peers[@]}"
       attention --grid flash --dtype "${part#flash-}" --impl tiled --length 128 256 512 1024 2048 4096 ;;
     tiles)
       attention --grid training --impl flash --length 2048 16384 --autotune ;;
     model)
       "${python[@]}" benchmarks/benchmark_model.py --format csv --out "$out" --size small xl --context-length 2048 \
-        --dtype bf16 --mode step --attention reference reference-compiled flash hopper sdpa-flash sdpa-cudnn sdpa-efficient flex ;;
+        --dtype bf16 --mode step --attention reference flash hopper "${peers[@]}" ;;
     *)
-      echo "unknown part '$part': parts are training, pytorch, variants, flash-bf16, flash-fp32, tiles and model" >&2
+      echo "unknown part '$part': parts are training, pytorch, flash, flash-bf16, flash-fp32, variants, tiles and model" >&2
       exit 2 ;;
   esac
 done

@@ -3,8 +3,10 @@
 #
 #   scripts/measure_models.sh FOLDER PART...
 #
-# Parts: grid context-512 memory-256 compiled optimizers warmup harness checkpointing. On an H200 the grid takes about seven
-# minutes, checkpointing about three, the others together about twelve. PYTHON picks the interpreter (default: uv run).
+# Parts: grid context-512 memory-256 compiled optimizers warmup harness checkpointing. On an H200 the grid and compiled
+# take about seven minutes each, checkpointing about three, the others together about five. Compiling whole models is not
+# in these seven: it takes the longer the more blocks a model has, perhaps ten minutes more in all. PYTHON picks the
+# interpreter (default: uv run).
 # Each part appends to its own folder below FOLDER; uv run scripts/report.py --adopt FOLDER moves the rows to
 # profiles/results/<gpu>/.
 set -euo pipefail
@@ -24,8 +26,8 @@ for part in "$@"; do
     memory-256)
       model --size 2.7b --context-length 256 --dtype fp32 autocast-bf16 --mode forward --out "$out" ;;
     compiled)
-      model --size "${sizes[@]}" --dtype fp32 --mode step --compile off on --out "$out"
-      model --size "${sizes[@]}" --dtype autocast-bf16 --mode step --compile off on --repeat 3 --out "$out" ;;
+      model --size "${sizes[@]}" --dtype fp32 --mode step --compile off on whole-model --out "$out"
+      model --size "${sizes[@]}" --dtype autocast-bf16 --mode step --compile off on whole-model --repeat 3 --out "$out" ;;
     optimizers)
       model --size small xl 2.7b --optimizer reference torch-fused --mode step --out "$out" ;;
     checkpointing)

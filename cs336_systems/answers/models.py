@@ -1,11 +1,13 @@
 """Tables and numbers about whole models on one GPU, from the parts of ``scripts/measure_models.sh``."""
 
+import math
+
 import pandas as pd
 
 from cs336_systems.answers.committed import caption
 from cs336_systems.config import HANDOUT_SIZES, PRECISIONS
 from cs336_systems.hardware import find_hardware
-from cs336_systems.harness.runs import median_of
+from cs336_systems.harness.runs import median_of, newest
 from cs336_systems.report.tables import Table
 
 PHASES = ("forward", "backward", "optimizer")
@@ -86,22 +88,38 @@ def mixed_precision_table(steps: pd.DataFrame) -> Table:
 
 
 def compiled_table(rows: pd.DataFrame) -> Table:
-    """Eager and compiled blocks: forward, forward and backward, the whole step; medians over repeats."""
+    """Eager and compiled blocks: forward, forward and backward, the whole step; of each cell its newest run, pooled.
+
+    Where the whole model was compiled too, it stands beside its blocks; what did not run has dashes.
+    """
+    ran = newest(rows, ["dtype", "size", "compile"])
+    ran = ran[ran["metric"].isin((*PHASES, "step"))]
+    hows = {"on": ("compiled", "ratio"), "whole-model": ("whole model", "whole-model ratio")}
     lines = []
-    ran = rows[rows["metric"].isin((*PHASES, "step"))]
     for (dtype, size), own in ran.groupby(["dtype", "size"], sort=False):
-        medians = own.groupby(["compile", "metric"])["median"].median()
+        medians = own.set_index(["compile", "metric"])["median"]
         line = {"dtype": dtype, "size": size}
         for label, parts in (
             ("forward", ["forward"]),
             ("forward + backward", ["forward", "backward"]),
             ("step", ["step"]),
         ):
-            eager, compiled = (sum(medians[switch, part] for part in parts) for switch in ("off", "on"))
-            line |= {f"{label} eager": f"{eager:.1f}", f"{label} compiled": f"{compiled:.1f}"}
-            line[f"{label} ratio"] = f"{eager / compiled:.2f}"
+            eager = _sum(medians, "off", parts)
+            line[f"{label} eager"] = _number(eager, ".1f")
+            for how in (how for how in hows if how in set(ran["compile"])):
+                compiled = _sum(medians, how, parts)
+                line[f"{label} {hows[how][0]}"] = _number(compiled, ".1f")
+                line[f"{label} {hows[how][1]}"] = _number(eager / compiled, ".2f")
         lines.append(line)
     return Table(_said(ran, "ms, medians of {n} steps; ratio: eager over compiled"), pd.DataFrame(lines))
+
+
+def _sum(medians: pd.Series, how: str, parts: list[str]) -> float:
+    return sum(medians.get((how, part), math.nan) for part in parts)
+
+
+def _number(value: float, form: str) -> str:
+    return "–" if math.isnan(value) else format(value, form)
 
 
 def earlier_work_table(steps: pd.DataFrame) -> Table:

@@ -58,6 +58,7 @@ def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
 
     xl: dict[str, Any] = {"size": "xl", "world_size": 2, "dtype": "fp32"}
     attended, profiled = ("impl", "d_head", "length"), ("size", "context_length", "mode")
+    timed: dict[str, Any] = {"clock": "harness"}
     step: dict[str, Any] = {"mode": "step", "variant": ["eager", "compiled"]}
     return {
         "model": question("context-512", "size", "dtype", **step),
@@ -68,11 +69,11 @@ def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
         "optimizer": question("optimizers", "size", "optimizer", **step),
         "warmup": question("warmup", "size", "warmup", **step),
         "checkpointed": question("checkpointing", "checkpoint", "context_length", context_length=2048, **step),
-        "pytorch_attention": question("attention-pytorch", *attended),
-        "flash_bf16": question("attention-flash-bf16", *attended),
-        "flash_fp32": question("attention-flash-fp32", *attended),
+        "pytorch_attention": question("attention-pytorch", *attended, **timed),
+        "flash_bf16": question("attention-flash-bf16", *attended, **timed),
+        "flash_fp32": question("attention-flash-fp32", *attended, **timed),
         "attention_leaderboard": question(
-            "attention-training", "impl", batch_size=1, heads=16, length=16_384, d_head=64
+            "attention-training", "impl", batch_size=1, heads=16, length=16_384, d_head=64, **timed
         ),
         "nsys": question("nsys", *profiled, dtype="fp32"),
         "nsys_autocast": question("nsys-autocast", *profiled),

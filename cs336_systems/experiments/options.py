@@ -20,6 +20,7 @@ from cs336_systems.report.command_line import Format
 Dtype = Literal["fp32", "tf32", "bf16", "autocast-bf16", "autocast-fp16"]
 Mode = Literal["forward", "backward", "step"]
 Switch = Literal["off", "on"]
+Compile = Literal["off", "on", "whole-model"]
 OptimizerName = Literal["reference", "torch-fused"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -75,8 +76,8 @@ class TrainingOptions(RunOptions):
     attention: tuple[str, ...] = ("reference",)
     """Implementations: reference, reference-compiled, tiled, flash, hopper, sdpa-flash, sdpa-cudnn, sdpa-efficient,
     flex."""
-    compile: tuple[Switch, ...] = ("off",)
-    """torch.compile of each block and of the loss; --compile alone means on."""
+    compile: tuple[Compile, ...] = ("off",)
+    """torch.compile of each block and of the loss; --compile alone means on. whole-model compiles the blocks as one."""
     checkpoint: tuple[str, ...] = ("none",)
     """Activation checkpointing: none; full (every block); every-K (segments of K blocks); first-M (the first M blocks);
     recursive (halves of halves); keep-matmuls, keep-attention (full, but keeping their results)."""

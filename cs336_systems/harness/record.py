@@ -45,6 +45,9 @@ DEFAULTS: dict[str, Any] = asdict(TrainingCase())
 NOT_RECORDED = {"nccl": ""}
 """Columns of provenance that earlier rows lack, and what they read as there."""
 
+OF_ATTENTION = {"clock": "harness"}
+"""Of rows of attention, which a head dimension tells from others, measured before they could say a setting."""
+
 Row = dict[str, Any]
 
 
@@ -189,6 +192,7 @@ def read_rows(path: Path, cell_columns: Iterable[str] = ()) -> pd.DataFrame:
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {str(error).strip()}") from error
     defaults = NOT_RECORDED | (DEFAULTS if "context_length" in frame.columns else {})
+    defaults |= OF_ATTENTION if "d_head" in frame.columns else {}
     for name in defaults.keys() - set(frame.columns):
         frame[name] = defaults[name]
     missing = [column for column in schema_columns(cell_columns) if column not in frame.columns]

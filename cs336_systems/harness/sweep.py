@@ -67,7 +67,7 @@ def make_rows(benchmark: str, outcome: Outcome, report: Report) -> list[Row]:
     shared: Row = {
         "schema_version": SCHEMA_VERSION,
         "benchmark": benchmark,
-        **asdict(cell),
+        **{name: value for name, value in asdict(cell).items() if name != "samples"},  # asked for, not measured
         "variant": cell.variant,
         "status": outcome.status,
         "message": outcome.message,

@@ -7,8 +7,9 @@ Optimisations are applied from outside, in one order:
 2. the model is built in the precision's parameter dtype, on its device (on ``meta`` for our FSDP, which never holds it
    whole);
 3. blocks and loss are compiled, if asked: each block by itself, as torchtitan does, because equal blocks then share one
-   compilation and the time to compile does not grow with depth; checkpointed segments run compiled blocks, but a
-   selective policy is compiled with its block, because it must see the block's operators;
+   compilation and the time to compile does not grow with depth (the whole model as one graph can be had for
+   comparison); checkpointed segments run compiled blocks, but a selective policy is compiled with its block, because it
+   must see the block's operators;
 4. the model is wrapped for its ranks (``parallel.py``), after compiling: nothing can be gathered in compiled code;
 5. the optimizer is made over the parameters as they now are.
 
@@ -59,7 +60,9 @@ def build_model(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps =
     torch.manual_seed(case.seed)
     place = torch.device("meta") if case.parallel.wrapper == "fsdp" else device
     model = TransformerLM(case.config, ops, device=place, dtype=parameter_dtype(case.precision))
-    if case.compiled and case.checkpoint not in SELECTIVE:
+    if case.compile == "whole-model":
+        model.compile(fullgraph=True, dynamic=False)
+    elif case.compiled and case.checkpoint not in SELECTIVE:
         for block in model.layers:
             block.compile(fullgraph=True, dynamic=False)
     return model
@@ -97,6 +100,7 @@ def check_supported(case: TrainingCase, device: torch.device) -> None:
     """
     config, dtype = case.config, matmul_dtype(case.precision)
     reason = precision_reason(case.precision, device) or checkpointing_reason(case.checkpoint, case.attention)
+    reason = reason or _whole_model_reason(case)
     if reason is None:
         q, k, v = (
             torch.empty(1, heads, case.context_length, config.d_head, device=device, dtype=dtype, requires_grad=True)
@@ -106,3 +110,11 @@ def check_supported(case: TrainingCase, device: torch.device) -> None:
             reason = f"attention {case.attention}: {found}"
     if reason is not None:
         raise Unsupported(reason)
+
+
+def _whole_model_reason(case: TrainingCase) -> str | None:
+    """Why the model cannot be compiled as one graph, in one sentence, or None if it can or need not."""
+    if case.compile != "whole-model" or (case.checkpoint == "none" and case.parallel.wrapper == "none"):
+        return None
+    what = f"checkpoint {case.checkpoint}" if case.checkpoint != "none" else f"wrapper {case.parallel.wrapper}"
+    return f"compile whole-model leaves no boundaries between blocks for {what} to work at; compile on does"

@@ -13,12 +13,12 @@ from cs336_systems.answers.attention import (
 from cs336_systems.answers.committed import Committed
 from cs336_systems.answers.rendering import Pages
 from cs336_systems.answers.vocabulary import vocabulary
-from cs336_systems.harness.record import Metric, schema_columns
+from cs336_systems.harness.record import Metric, parse_samples, schema_columns
 
 COLUMNS = ("device", "grid", "impl", "dtype", "d_head", "length", "batch_size", "heads", "causal", "mask")
 
 
-def rows(**times):
+def rows(clock="harness", **times):
     """A cell for every implementation and length, ``both`` in ms; None is a cell that ran out of memory."""
     cells = []
     for impl, by_length in times.items():
@@ -31,6 +31,7 @@ def rows(**times):
                 "batch_size": 1,
                 "heads": 1,
                 "causal": True,
+                "clock": clock,
                 "status": "ok",
             }
             cell |= {"commit": "abc", "argv": "x", "torch": "2.11", "timestamp": "now"}
@@ -41,7 +42,7 @@ def rows(**times):
             rates = {f"{name}_tflops": 1.0 for name in passes}
             for metric, value in (passes | rates | {"peak_memory": 1.0}).items():
                 cells.append(cell | Metric(metric, "ms", [value]).statistics())
-    return pd.DataFrame(cells)
+    return parse_samples(pd.DataFrame(cells))
 
 
 def test_two_implementations_stand_side_by_side():
@@ -50,10 +51,30 @@ def test_two_implementations_stand_side_by_side():
     assert lines.loc[1, "both reference"] == "oom"
 
 
+def test_do_bench_stands_beside_the_harness_where_it_was_asked():
+    measured = {"reference": {128: 1.0, 256: 2.0}, "flash": {128: 0.5, 256: 1.0}}
+    table = flash_table(pd.concat([rows(**measured), rows("do-bench", reference={128: 8.0}, flash={128: 0.25})]))
+    assert list(table.frame["both reference"]) == ["1.00 (8.00)", "2.00"]
+    assert list(table.frame["both flash"]) == ["0.500 (0.250)", "1.00"]
+    assert list(table.frame["both ratio"]) == ["2.00", "2.00"]
+    assert table.caption.endswith("in parentheses: by triton.testing.do_bench.")
+    assert "do_bench" not in flash_table(rows(**measured)).caption
+
+
 def test_materialised_attention_says_how_a_cell_ended():
     lines = materialised_table(rows(reference={128: 1.0, 256: None})).frame
     assert list(lines["status"]) == ["ok", "oom"]
     assert lines.loc[1, "forward ms"] == "–"
+
+
+def test_repeats_are_pooled():
+    times = (1.0, 4.0, 2.0)
+    turns = [rows(reference={128: ms}, flash={128: ms / 2}).assign(repeat=i) for i, ms in enumerate(times)]
+    measured = pd.concat(turns, ignore_index=True)
+    assert list(materialised_table(measured).frame["forward ms"]) == ["0.500"]
+    table = flash_table(measured)
+    assert list(table.frame["both reference"]) == ["2.00"] and "medians of 3 passes" in table.caption
+    assert flash_speedups(measured) == [2.0]
 
 
 @pytest.fixture

@@ -51,6 +51,25 @@ def test_mixed_precision_has_ratios():
 def test_compiled_blocks_stand_beside_eager_ones():
     lines = compiled_table(make_frame(step(compile="off", scale=3.0), step(compile="on", variant="compiled"))).frame
     assert lines.loc[0, "forward ratio"] == lines.loc[0, "forward + backward ratio"] == "3.00"
+    assert not any("whole model" in column for column in lines.columns)
+
+
+def test_a_whole_model_stands_beside_its_blocks():
+    both = [
+        step(size=size, compile=how, scale=scale)
+        for size in ("small", "xl")
+        for how, scale in (("off", 3.0), ("on", 1.0))
+    ]
+    lines = compiled_table(make_frame(*both, step(size="small", compile="whole-model", scale=2.0))).frame
+    assert list(lines["forward whole-model ratio"]) == list(lines["step whole-model ratio"]) == ["1.50", "–"]
+    assert list(lines["forward + backward ratio"]) == ["3.00", "3.00"]
+
+
+def test_an_older_run_of_compiled_blocks_does_not_count():
+    older = [step(compile=how, scale=9.0, argv="older") for how in ("off", "on")]
+    newer = [step(compile=how, scale=scale, argv="newer") for how, scale in (("off", 3.0), ("on", 2.0))]
+    lines = compiled_table(make_frame(*older, *newer)).frame
+    assert list(lines["step ratio"]) == ["1.50"]
 
 
 @pytest.fixture

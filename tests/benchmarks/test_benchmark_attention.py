@@ -31,6 +31,14 @@ def test_every_grid_has_the_cells_of_its_shapes():
     assert not any(cell.autotune for cell in made("flash", impl=("reference",), autotune=True))
 
 
+def test_clocks_follow_each_other_and_the_harness_is_the_default():
+    assert {cell.clock for cell in make_cells(Options(device="cuda"))} == {"harness"}
+    cells = make_cells(Options(device="cuda", grid=("flash",), impl=("flash",), clock=("harness", "do-bench")))
+    assert [cell.clock for cell in cells[:4]] == ["harness", "do-bench"] * 2
+    assert str(cells[1]) == f"{cells[0]} by do-bench"
+    assert len({cell.length for cell in cells[:4]}) == 2
+
+
 def test_repeats_take_turns():
     arguments = ("--grid", "flash", "--dtype", "fp32", "--repeat", "2")
     cells = cells_of("attention", *arguments, "--impl", "tiled", "reference")
@@ -56,6 +64,10 @@ def test_a_bare_command_on_a_cpu_is_short_and_compiles_nothing():
         (["--length", "0"], "--length must be positive, got 0"),
         (["--d-head", "-1"], "--d-head must be positive, got -1"),
         (["--repeat", "0"], "--repeat must be positive, got 0"),
+        (
+            ["--clock", "harness", "do-bench"],
+            "--clock do-bench: triton's do_bench times CUDA devices, got --device cpu",
+        ),
         (["--repeat", "3", "--autotune"], "--autotune searches once, got --repeat 3"),
         (["--length", "77"], "no cell of --grid pytorch flash has the values asked for, with lengths 77"),
         (["--grid", "variants", "--impl", "flash"], "no cell of --grid variants .*longer ones"),

@@ -2,12 +2,13 @@
 
 import importlib
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import pytest
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.experiments.options import (
+    Compile,
     RankedCase,
     RankedOptions,
     TrainingOptions,
@@ -79,6 +80,12 @@ def test_the_grid_varies_what_a_question_compares_fastest_and_repeats_it_whole_a
     grid = [(w, d, n) for w in (2, 1) for d in ("fp32", "bf16") for n in (1, 2)]
     assert kinds == [(0, *kind) for kind in grid] + [(1, *kind) for kind in reversed(grid)]
     assert {cell.compile for cell in cells} == {"on"}
+
+
+def test_ways_to_compile_are_told_apart_in_words():
+    words = [TrainingCase(size="tiny", compile=how).extras for how in get_args(Compile)]
+    assert words == [[], ["compiled"], ["whole model compiled"]]
+    assert [TrainingCase(compile=how).compiled for how in ("", *get_args(Compile))] == [False, False, True, True]
 
 
 def test_the_note_names_what_stands_at_the_smaller_default():

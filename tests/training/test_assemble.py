@@ -1,12 +1,13 @@
 """From a description to a step: seeds, dtypes, operations, refusals, and compilation that keeps the numbers."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch._inductor.config
 from torch import Tensor
 
+from cs336_systems.case import Parallel, Unsupported
 from cs336_systems.config import MODEL_SIZES, PRECISIONS
 from cs336_systems.model import REFERENCE_OPS
 from cs336_systems.training import AdamW, TrainingCase, TrainStep, assemble, cross_entropy
@@ -72,11 +73,53 @@ def test_an_unknown_optimizer_is_refused_by_name():
         assemble(TrainingCase.of(CONFIG, optimizer="sgd"))
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"checkpoint": "full"}, "compile whole-model leaves no boundaries between blocks for checkpoint full"),
+        ({"checkpoint": "keep-matmuls"}, "for checkpoint keep-matmuls to work at; compile on does"),
+    ],
+)
+def test_a_whole_model_is_compiled_only_where_no_block_stands_alone(fields, message):
+    with pytest.raises(Unsupported, match=message):
+        assemble(TrainingCase.of(CONFIG, compile="whole-model", **fields))
+
+
+def test_no_wrapper_works_inside_a_whole_model():
+    @dataclass(frozen=True)
+    class Wrapped(TrainingCase):
+        parallel = Parallel(wrapper="fsdp")
+
+    with pytest.raises(Unsupported, match="for wrapper fsdp to work at"):
+        assemble(Wrapped.of(CONFIG, compile="whole-model"))
+
+
+def test_a_whole_model_is_one_compiled_graph():
+    backends = []
+
+    def counted(graph, inputs):
+        backends.append(graph)
+        return graph.forward
+
+    try:
+        step = assemble(TrainingCase.of(CONFIG, compile="whole-model"))
+        assert step.model._compiled_call_impl is not None and step.loss_function is not cross_entropy
+        assert all(block._compiled_call_impl is None for block in step.model.layers)
+        step.model.compile(fullgraph=True, dynamic=False, backend=counted)
+        token_ids, _ = batch()
+        torch.testing.assert_close(step.model(token_ids), assemble(TrainingCase.of(CONFIG)).model(token_ids))
+        assert len(backends) == 1
+    finally:
+        torch.compiler.reset()
+
+
 @pytest.mark.slow
-def test_compiled_steps_have_the_losses_of_eager_ones():
+@pytest.mark.parametrize("how", ["on", "whole-model"])
+def test_compiled_steps_have_the_losses_of_eager_ones(how):
     """The budget is the eager error against fp64, and one rounding of such a loss where that happens to vanish."""
-    eager, compiled, oracle = (assemble(TrainingCase.of(CONFIG, compile=flag)) for flag in ("off", "on", "off"))
-    assert all(block._compiled_call_impl is not None for block in compiled.model.layers)
+    eager, compiled, oracle = (assemble(TrainingCase.of(CONFIG, compile=flag)) for flag in ("off", how, "off"))
+    wrapped = compiled.model.layers if how == "on" else [compiled.model]
+    assert all(module._compiled_call_impl is not None for module in wrapped)
     assert compiled.loss_function is not cross_entropy
     oracle.model.double()
     rows = []

@@ -31,6 +31,7 @@ TRAINING_SHAPES = (
 
 VARIANT_SHAPE = (4, 16, 4096, 64)
 CPU_LENGTHS = (256, 1024)
+Clock = Literal["harness", "do-bench"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Options(RunOptions):
     """Only these head dimensions of the grids; by default all."""
     dtype: tuple[Literal["fp32", "bf16"], ...] = ()
     """By default fp32 for pytorch, both for flash, bf16 for training and variants."""
+    clock: tuple[Clock, ...] = ("harness",)
+    """What takes the times: this suite's clock, or triton.testing.do_bench with its own warm-up and repetitions."""
     autotune: bool = False
     """Search the tiles of flash again at each shape, list them, and measure with the fastest."""
     repeat: int = 1
@@ -70,6 +73,7 @@ class AttentionCell:
     causal: bool
     mask: str
     """One of ``VARIANTS``; empty for plain attention, causal or not."""
+    clock: Clock
     autotune: bool
     """Whether to search the tiles of flash first."""
     repeat: int
@@ -88,7 +92,9 @@ class AttentionCell:
     def __str__(self) -> str:
         heads = f" heads {self.heads}" if self.heads else ""
         mask = f" {self.mask}" if self.mask else ""
-        return f"{self.impl}{mask} {self.dtype} batch {self.batch_size}{heads} length {self.length} d {self.d_head}"
+        clock = f" by {self.clock}" if self.clock != "harness" else ""
+        shape = f"batch {self.batch_size}{heads} length {self.length} d {self.d_head}"
+        return f"{self.impl}{mask} {self.dtype} {shape}{clock}"
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,8 @@ def make_cells(options: Options) -> list[AttentionCell]:
     for impl in options.impl:
         if impl not in KNOWN:
             raise ValueError(f"--impl {impl}: known are {', '.join(KNOWN)}")
+    if options.device != "cuda" and "do-bench" in options.clock:
+        raise ValueError(f"--clock do-bench: triton's do_bench times CUDA devices, got --device {options.device}")
     if options.autotune and options.repeat > 1:
         raise ValueError(f"--autotune searches once, got --repeat {options.repeat}")
     cells = []
@@ -150,11 +158,11 @@ def make_cells(options: Options) -> list[AttentionCell]:
         grid = GRIDS[name]
         usual = [impl for impl in grid.impls if options.device == "cuda" or impl != SLOW_ON_A_CPU]
         impls = [impl for impl in options.impl or usual if impl in grid.allowed]
-        for impl, dtype, (batch, heads, length, d_head), mask in itertools.product(
-            impls, options.dtype or grid.dtypes, grid.shapes, grid.masks
+        for impl, dtype, (batch, heads, length, d_head), mask, clock in itertools.product(
+            impls, options.dtype or grid.dtypes, grid.shapes, grid.masks, options.clock
         ):
             if length in (options.length or (length,)) and d_head in (options.d_head or (d_head,)):
-                shape = (d_head, length, batch, heads, grid.causal, mask)
+                shape = (d_head, length, batch, heads, grid.causal, mask, clock)
                 tuned = options.autotune and impl == "flash"
                 cells.append(AttentionCell(options.device, name, impl, dtype, *shape, tuned, 0, options.seed))
     if not cells:

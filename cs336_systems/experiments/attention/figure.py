@@ -1,20 +1,30 @@
 """Attention against sequence length: what grows with the square of it, and what with the length alone, as PNG."""
 
+import math
+
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from cs336_systems.experiments.attention.table import by_clock
 from cs336_systems.harness.runs import newest
 from cs336_systems.report.figures import OKABE_ITO, PLAIN, dress
 
-_COLOURS = (*OKABE_ITO, "#999999")
-_MARKERS = "osD^vPX*"
+_COLOURS = (*OKABE_ITO, "#999999", "#882255")
+_MARKERS = "osD^vPX*h"
+_NO_MEMORY = {"oom": ("x", "ran out of memory"), "predicted-oom": ("o", "not run: would not fit")}
+"""Marker and meaning of cells that memory ended; they stand at the top edge, in the colour of their line."""
+_ROOM = 0.86
+"""Share of an axis that the lines take; above them stands what memory ended."""
 _SHAPE = ("gpu", "device", "dtype", "batch_size", "heads", "d_head", "causal")
 
 
 def scaling_figure(rows: pd.DataFrame) -> Figure | None:
     """Milliseconds of forward and backward (left) and MiB kept between them (right) at each length.
+
+    Lengths for which memory did not suffice stand at the top edge.
 
     Args:
         rows: of ``benchmark_attention.py``, all of one dtype, batch, number of heads and head dim.
@@ -22,30 +32,34 @@ def scaling_figure(rows: pd.DataFrame) -> Figure | None:
     Raises:
         ValueError: rows of several dtypes or shapes.
     """
-    ran = newest(rows, [*_SHAPE, "length", "impl"])
-    ran = ran[(ran["status"] == "ok") & ran["metric"].isin(("both", "kept_for_backward"))]
+    cells = newest(by_clock(rows), [*_SHAPE, "length", "impl"])
+    ran = cells[(cells["status"] == "ok") & cells["metric"].isin(("both", "kept_for_backward"))]
     if ran.empty:
         return None
+    ended = cells[cells["status"].isin(_NO_MEMORY) & cells["impl"].isin(ran["impl"])]
     shapes = ran[list(_SHAPE)].drop_duplicates()
     if len(shapes) > 1:
         raise ValueError(f"a figure of attention against length takes one shape, got {shapes.to_dict('records')}")
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     time_axes, memory_axes = figure.subplots(1, 2)
+    colours: dict[str, str] = {}
     for i, (impl, own) in enumerate(ran.groupby("impl", sort=False)):
-        style = {"color": _COLOURS[i % len(_COLOURS)], "marker": _MARKERS[i % len(_MARKERS)], "label": str(impl)}
+        colours[str(impl)] = _COLOURS[i % len(_COLOURS)]
+        style = {"color": colours[str(impl)], "marker": _MARKERS[i % len(_MARKERS)], "label": str(impl)}
         for axes, metric, scale in ((time_axes, "both", 1), (memory_axes, "kept_for_backward", 1024)):
             line = own[own["metric"] == metric].sort_values("length")
             axes.plot(line["length"], scale * line["median"].astype(float), markersize=5, linewidth=1.5, **style)
     kept = ran[ran["metric"] == "kept_for_backward"]
-    longest = kept[kept["length"] == kept["length"].max()].sort_values("median")
-    _guide(memory_axes, longest.iloc[-1], 2)
-    _guide(memory_axes, longest.iloc[0], 1)
+    _guide(memory_axes, kept, 2)
+    _guide(memory_axes, kept, 1)
     for axes, label in (
         (time_axes, "forward and backward, ms (median)"),
         (memory_axes, "kept by forward for backward, MiB"),
     ):
-        _dress(axes, sorted(ran["length"].unique()), label)
-    figure.legend(*time_axes.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
+        _dress(axes, sorted({*ran["length"], *ended["length"]}), label)
+        _mark_ended(axes, ended, colours)
+    handles = [*time_axes.get_legend_handles_labels()[0], *_meanings(ended)]
+    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
     first = ran.iloc[0]
     heads = f", {first['heads']} heads" if first["heads"] else ""
     causal = ", causal" if first["causal"] else ""
@@ -57,8 +71,13 @@ def scaling_figure(rows: pd.DataFrame) -> Figure | None:
     return figure
 
 
-def _guide(axes: Axes, end: pd.Series, power: int) -> None:
-    """A dashed line through a point that grows with a power of the length."""
+def _guide(axes: Axes, kept: pd.DataFrame, power: int) -> None:
+    """A dashed line below the implementation whose bytes grow most like a power of the length, if one does."""
+    growing = kept.groupby("impl").filter(lambda own: own["length"].nunique() > 1 and round(_growth(own)) == power)
+    if growing.empty:
+        return
+    longest = growing[growing["length"] == growing["length"].max()].sort_values("median")
+    end = longest.iloc[-1 if power == 2 else 0]
     last, mib = float(end["length"]), 1024 * float(end["median"])
     lengths = [last / 16, last]
     below = 0.4  # of the point, so that the line is not hidden under what it explains
@@ -73,6 +92,42 @@ def _guide(axes: Axes, end: pd.Series, power: int) -> None:
         color="0.4",
         fontsize=9,
     )
+
+
+def _growth(own: pd.DataFrame) -> float:
+    """The power of the length with which the bytes of one implementation grow, between its two longest."""
+    (first, before), (last, after) = own.sort_values("length")[["length", "median"]].to_numpy(float)[-2:]
+    return math.log(after / before) / math.log(last / first)
+
+
+def _mark_ended(axes: Axes, ended: pd.DataFrame, colours: dict[str, str]) -> None:
+    """A marker at the top edge for every length that memory did not suffice for; implementations below each other."""
+    if ended.empty:
+        return
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom, bottom * (top / bottom) ** (1 / _ROOM))
+    for row, impl in enumerate(impl for impl in colours if (ended["impl"] == impl).any()):
+        for status, (marker, _) in _NO_MEMORY.items():
+            lengths = ended[(ended["impl"] == impl) & (ended["status"] == status)]["length"]
+            axes.plot(
+                lengths,
+                [0.97 - 0.05 * row] * len(lengths),
+                linestyle="",
+                marker=marker,
+                color=colours[impl],
+                fillstyle="none",
+                transform=axes.get_xaxis_transform(),
+                label=f"_{impl} {status}",
+            )
+
+
+def _meanings(ended: pd.DataFrame) -> list[Line2D]:
+    """Legend entries of the markers at the top edge."""
+    return [
+        Line2D([], [], linestyle="", marker=marker, color="0.4", fillstyle="none", label=meaning)
+        for status, (marker, meaning) in _NO_MEMORY.items()
+        if (ended["status"] == status).any()
+    ]
 
 
 def _dress(axes: Axes, lengths: list[int], label: str) -> None:

@@ -1,6 +1,7 @@
 """Time, memory and error of one attention at one shape: the cell of ``benchmark_attention.py``.
 
-Forward, backward and both are timed separately, backward as backward, with a cold L2 cache. TFLOP/s use the
+Forward, backward and both are timed separately, backward as backward, with a cold L2 cache; by this suite's clock or
+by triton's ``do_bench``, which has warm-up and repetitions of its own. TFLOP/s use the
 FlashAttention convention; for a variant they count the scores that its mask leaves. Errors are relative Frobenius norms
 of the first head of the first sequence against fp64.
 
@@ -98,9 +99,10 @@ def measure(cell: AttentionCell) -> list[Metric]:
         "backward": served.share_of_scores * work.backward_flops,
     }
     flops["both"] = flops["forward"] + flops["backward"]
-    backward_ms = timed(functools.partial(torch.autograd.grad, o, inputs, do, retain_graph=True), device)
+    clock = {"harness": timed, "do-bench": timed_by_do_bench}[cell.clock]
+    backward_ms = clock(functools.partial(torch.autograd.grad, o, inputs, do, retain_graph=True), device)
     del o  # its graph holds what forward kept, which the others need room for
-    samples_ms = {"forward": timed(forward, device), "backward": backward_ms, "both": timed(both, device)}
+    samples_ms = {"forward": clock(forward, device), "backward": backward_ms, "both": clock(both, device)}
     hardware = find_hardware(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
     peak = hardware.peak("bf16" if cell.dtype == "bf16" else "fp32") if hardware else None
     for name, samples in samples_ms.items():
@@ -116,6 +118,13 @@ def timed(run: Callable[[], object], device: torch.device) -> list[float]:
     """At least ten samples, and about a third of a second of them."""
     first = sorted(time_kernel(run, device=device, warmup=1, samples=3))[1]
     return time_kernel(run, device=device, warmup=2, samples=int(min(100, max(10, 300 / first))))
+
+
+def timed_by_do_bench(run: Callable[[], object], device: torch.device) -> list[float]:
+    """Every sample of triton's ``do_bench`` at its defaults, 25 ms of warm-up and 100 ms of samples, at least one."""
+    from triton.testing import do_bench  # Triton is not on every machine
+
+    return do_bench(run, return_mode="all")
 
 
 def errors(

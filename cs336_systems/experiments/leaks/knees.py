@@ -1,8 +1,10 @@
 """Where a curve turns: the knee between a flat part and a rising one, and where two curves cross.
 
-A resource that binds hides all others: time stays flat while it does, and rises when the next one takes over. The knee
-is where the two lines meet, found from measured points without being told the hardware's rates, so that it can stand
-beside a knee that was computed from them. Pure arithmetic on (x, y) pairs; units are the caller's.
+A resource that binds hides all others: time stays flat while it does, and rises when the next one takes over. Each
+part is measured where the other is far away, so the two rates are what the resources gave by themselves, and the knee
+is where they meet: it follows from the rates and from nothing else. Around it a real curve lies above both lines, as
+the resources are never shared perfectly; a line fitted to the points there would have that in its slope and intercept,
+and promise rates that no hardware has. Pure arithmetic on (x, y) pairs; units are the caller's.
 """
 
 import math
@@ -11,60 +13,58 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_LEAST_RISE = 1.2
-"""The rising line must end this many times above the flat one; noise on a shared machine reaches 10 to 20 %."""
+FAR = 3.0
+"""Points up to the knee over this are flat, those from the knee times this on rise; the others lie at the corner."""
 
 
 @dataclass(frozen=True)
 class Knee:
-    """``y = max(flat, intercept + slope * x)``, and where its two parts meet."""
+    """``y = fixed + max(flat, slope * x)``, and where its two parts meet."""
 
     flat: float
     slope: float
-    intercept: float
+    fixed: float = 0.0
 
     @property
     def position(self) -> float:
         """The x of the knee."""
-        return (self.flat - self.intercept) / self.slope
+        return self.flat / self.slope
 
     def at(self, x: float) -> float:
-        """The fitted y at ``x``."""
-        return max(self.flat, self.intercept + self.slope * x)
+        """The y of the two lines at ``x``."""
+        return self.fixed + max(self.flat, self.slope * x)
 
 
-def fit_knee(x: Sequence[float], y: Sequence[float]) -> Knee:
-    """The flat and the rising line with the least sum of squared relative errors, over every way to part the points.
+def fit_knee(x: Sequence[float], y: Sequence[float], fixed: float = 0.0) -> Knee:
+    """The level of the points far below the knee and the proportionality of those far above it, both above ``fixed``.
 
-    Relative, because times span decades and a long one's noise would outweigh the flat part whole. The flat part gets
-    at least one point, the rising part two.
+    Which points are far is told by the knee that the first and the last one give. Errors count relatively, as times
+    span decades.
+
+    Args:
+        fixed: what every y holds besides, such as a launch, measured by itself.
 
     Raises:
-        ValueError: fewer than four points, a y that is not positive, an x that repeats, or y that does not rise.
+        ValueError: fewer than four points, an x that is not positive or repeats, a y that is not above ``fixed``, or a
+            last y that is not far above the first.
     """
     points = sorted(zip(x, y, strict=True))
     if len(points) < 4:
         raise ValueError(f"a knee needs at least four points, got {len(points)}")
     xs, ys = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
-    if not (np.isfinite(ys).all() and (ys > 0).all()):
-        raise ValueError(f"a knee needs positive times, got {ys.min():g}")
-    if (np.diff(xs) == 0).any():
-        raise ValueError("a knee needs one time for each position, a position repeats")
-    best: tuple[float, Knee] | None = None
-    for split in range(1, len(points) - 1):
-        flat = (1 / ys[:split]).sum() / (1 / ys[:split] ** 2).sum()
-        right_x, right_y = xs[split:], ys[split:]
-        columns = np.stack([right_x / right_y, 1 / right_y], axis=1)
-        (slope, intercept), *_ = np.linalg.lstsq(columns, np.ones(len(right_x)))
-        if slope <= 0 or intercept + slope * xs[-1] < _LEAST_RISE * flat:
-            continue
-        knee = Knee(float(flat), float(slope), float(intercept))
-        error = float(((np.array([knee.at(value) for value in xs]) / ys - 1) ** 2).sum())
-        if best is None or error < best[0]:
-            best = (error, knee)
-    if best is None:
-        raise ValueError(f"no knee up to x = {xs[-1]:g}: the points do not rise, go further")
-    return best[1]
+    if not (np.isfinite(ys).all() and (ys > fixed).all()):
+        beside = f" above the fixed {fixed:g}" if fixed else ""
+        raise ValueError(f"a knee needs positive times{beside}, got {ys.min():g}")
+    if xs[0] <= 0 or (np.diff(xs) == 0).any():
+        raise ValueError("a knee needs one time for each positive position, one repeats or is not positive")
+    own = ys - fixed
+    if own[-1] < FAR * own[0]:
+        raise ValueError(f"no knee up to x = {xs[-1]:g}: the points do not rise to {FAR:g} times the first, go further")
+    estimate = xs[-1] * own[0] / own[-1]
+    below, above = xs <= max(estimate / FAR, xs[0]), xs >= min(FAR * estimate, xs[-1])
+    flat = (1 / own[below]).sum() / (1 / own[below] ** 2).sum()
+    per_x = xs[above] / own[above]
+    return Knee(float(flat), float(per_x.sum() / (per_x**2).sum()), fixed)
 
 
 def crossing(x: Sequence[float], y: Sequence[float], level: Sequence[float] | float) -> float | None:

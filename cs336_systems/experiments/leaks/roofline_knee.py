@@ -13,11 +13,12 @@ from torch import Tensor
 
 from cs336_systems.config import PRECISIONS
 from cs336_systems.experiments.leaks.findings import Findings, leak_experiment, logarithmic, where
-from cs336_systems.experiments.leaks.knees import Knee, crossing, fit_knee
+from cs336_systems.experiments.leaks.knees import FAR, Knee, crossing, fit_knee
 from cs336_systems.experiments.leaks.roofline_knee_cells import (
     CEILING,
     COMPILED,
     EAGER,
+    LAUNCH,
     LONGEST_CHAIN,
     ChainCell,
     make_cells,
@@ -34,6 +35,8 @@ BYTES = 8
 """Per element: four read, four written."""
 FLOP = 2
 """Per multiply-add."""
+_SLOWER = 1.02
+"""Times the shortest chain's time from which a chain counts as slower."""
 
 
 def chain(fmas: int) -> Callable[[Tensor, Tensor], None]:
@@ -114,7 +117,7 @@ def predicted_knee(flop_per_s: float, bytes_per_s: float) -> float:
 
 
 def analyse(rows: pd.DataFrame) -> Findings:
-    """The fitted knee beside the predicted ones, every point, and time against operations per byte."""
+    """The measured knee beside the predicted ones, every point, and time against operations per byte."""
     fused, eager = curve(rows, COMPILED), curve(rows, EAGER)
     if len(fused) < 4:
         return Findings([], {"knee_fmas": None})
@@ -127,8 +130,9 @@ def analyse(rows: pd.DataFrame) -> Findings:
     predictions = _predictions(rows, ceilings)
     points = _points_table(fused, eager, elements, where(rows))
     lengths, times = [float(k) for k in fused], list(fused.values())
+    launch_ms = curve(rows, LAUNCH).get(1, 0.0)
     try:
-        knee = fit_knee(lengths, times)
+        knee = fit_knee(lengths, times, launch_ms)
     except ValueError as error:
         return Findings([points], {"knee_fmas": None, "message": str(error)})
     doubling = crossing(lengths, times, 2 * times[0])
@@ -139,11 +143,14 @@ def analyse(rows: pd.DataFrame) -> Findings:
         "predicted_knee_fmas": {name: round(value, 1) for name, value in predictions.items()},
         "flat_gb_per_s": round(BYTES * elements / knee.flat / 1e6, 1),
         "rising_tflops": round(FLOP * elements / knee.slope / 1e9, 4),
+        "launch_us": round(1e3 * launch_ms, 2) or None,
+        "flat_up_to_fmas": max(k for k, ms in fused.items() if ms <= _SLOWER * times[0]),
+        "corner_excess_percent": round(100 * max(ms / knee.at(k) - 1 for k, ms in fused.items()), 1),
         "kernels": max(map(int, rows[rows["metric"] == "kernels"]["median"]), default=None),
     }
     tables = [_knee_table(knee, doubling, predictions, ceilings, figures, where(rows)), points]
     title = f"{elements:,} fp32 numbers through a chain, on {where(rows)}"
-    return Findings(tables, figures, functools.partial(_draw, fused, eager, knee, predictions), title)
+    return Findings(tables, figures, functools.partial(_draw, fused, eager, knee, predictions), title, (7.5, 5.5))
 
 
 def _predictions(rows: pd.DataFrame, ceilings: dict[str, float]) -> dict[str, float]:
@@ -183,8 +190,14 @@ def _knee_table(
         lines.append(line(f"predicted: {name}, measured copy", value, doubled, copy, value * FLOP / BYTES * copy / 1e3))
     doubled = "beyond the last point" if doubling is None else f"{doubling:.0f}"
     rates = figures["flat_gb_per_s"], figures["rising_tflops"]
-    lines.append(line("measured: two fitted lines", knee.position, doubled, *rates))
-    caption = f"Knee of a fused chain of multiply-adds on {place}; GB/s of its flat part, TFLOP/s of its rising part."
+    lines.append(line("measured: far from the knee", knee.position, doubled, *rates))
+    launch = figures["launch_us"]
+    subtracted = f"less the {launch} µs of a launch" if launch else "launches included"
+    caption = (
+        f"Knee of a fused chain of multiply-adds on {place}: where its two rates meet. Measured GB/s of chains up to 1/"
+        f"{FAR:g} of the knee, TFLOP/s of those from {FAR:g} times the knee on, work over whole time, {subtracted}. "
+        f"At the corner a chain takes up to {figures['corner_excess_percent']:g} % longer than these rates say."
+    )
     return Table(caption, pd.DataFrame(lines))
 
 
@@ -207,19 +220,19 @@ def _points_table(fused: Curve, eager: Curve, elements: int, place: str) -> Tabl
 
 
 def _draw(fused: Curve, eager: Curve, knee: Knee, predictions: dict[str, float], axes: Axes) -> None:
-    """Measured points, the fitted lines, the predicted knees as verticals; operations per byte below."""
+    """Measured points, the roofline of their rates, the predicted knees as verticals; operations per byte below."""
     scale = FLOP / BYTES
     last = max(fused)
     fitted = {k: knee.at(k) for k in (1 + (last - 1) * i / 400 for i in range(401))}
-    found = f"knee found: {scale * knee.position:.1f}"
+    found = f"knee of these rates: {scale * knee.position:.1f}"
     curves: list[tuple[dict[Any, float], str, int, str]] = [
         (fused, "o", 0, "fused, measured"),
-        (fitted, "-", 0, "fused, two lines fitted"),
+        (fitted, "-", 0, "fused, rates far from the knee"),
         *([(eager, "s--", 1, "eager, measured")] if eager else []),
     ]
     for points, style, colour, label in curves:
         axes.plot([scale * k for k in points], list(points.values()), style, color=OKABE_ITO[colour], label=label)
-    axes.plot(scale * knee.position, knee.flat, "*", markersize=15, color=OKABE_ITO[6], label=found)
+    axes.plot(scale * knee.position, knee.at(0), "*", markersize=15, color=OKABE_ITO[6], label=found)
     for (name, value), colour, style in zip(predictions.items(), (2, 3), (":", "-."), strict=False):
         label = f"knee predicted, {name}: {scale * value:.1f}"
         axes.axvline(scale * value, color=OKABE_ITO[colour], linestyle=style, label=label)
@@ -228,7 +241,7 @@ def _draw(fused: Curve, eager: Curve, knee: Knee, predictions: dict[str, float],
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("operations per byte of memory traffic of the fused kernel, FLOP/byte")
     axes.set_ylabel("time, ms (median)")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 
 
 EXPERIMENT = leak_experiment(

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from cs336_systems.case import COMPILED
 from cs336_systems.config import MODES
 from cs336_systems.experiments.model.cells import CEILING
 from cs336_systems.harness.runs import newest
@@ -36,7 +37,8 @@ def step_figure(rows: pd.DataFrame) -> Figure | None:
     rows = _one_setting(rows[rows["variant"] != CEILING])
     if rows.empty:
         return None
-    rows = rows.assign(how=rows["dtype"].where(rows["compile"] == "off", rows["dtype"] + ", compiled"))
+    compiled = rows["compile"].map({how: f", {words}" for how, words in COMPILED.items()}).fillna("")
+    rows = rows.assign(how=rows["dtype"] + compiled)
     x = "context_length" if rows["context_length"].nunique() > 1 else "size"
     share = next((metric for metric in _SHARES if (rows["metric"] == metric).any()), None)
     figure = Figure(figsize=(10, 4), layout="constrained")

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from cs336_systems.case import COMPILED
 from cs336_systems.config import MODES
 from cs336_systems.experiments.model.cells import CEILING
 from cs336_systems.experiments.model.table import SETTINGS
@@ -113,7 +114,7 @@ def _draw_panel(axes: Axes, group: pd.DataFrame) -> None:
 def _title(group: pd.DataFrame) -> str:
     """The model, where it ran, and what did not run."""
     first = group.iloc[0]
-    compiled = ", compiled" if first["compile"] == "on" else ""
+    compiled = f", {COMPILED[first['compile']]}" if first["compile"] in COMPILED else ""
     attention = "" if first["attention"] == "reference" else f", attention {first['attention']}"
     title = (
         f"{first['size']} {first['mode']} on {first['gpu'] or first['host']}\n"

@@ -77,7 +77,8 @@ def expected_seconds(cell: ModelCell, *, ceilings: Ceilings) -> float:
     flops = hardware_flops(*cell.work, cell.mode, checkpoint=cell.checkpoint)
     steps = (cell.warmup + cell.steps) * flops / (0.5e12 * measured.get("matmul_ceiling", 0.1))
     filling = cell.config.n_parameters / (2e10 if cell.device == "cuda" else 7e7)
-    return (4.0 if cell.device == "cuda" else 1.0) + steps + filling + (10.0 if cell.compiled else 0.0)
+    compiling = {"on": 10.0, "whole-model": 2.0 * cell.config.n_layers}.get(cell.compile, 0.0)
+    return (4.0 if cell.device == "cuda" else 1.0) + steps + filling + compiling
 
 
 def fit_to_budget(cells: list[ModelCell], budget_gib: float) -> tuple[list[ModelCell], list[str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from cs336_systems.case import TrainingCase
+from cs336_systems.case import COMPILED, TrainingCase
 from cs336_systems.costs.activations import block_saved_tensors, total_bytes
 from cs336_systems.experiments.profile import memory_tables as tables
 from cs336_systems.experiments.profile.memory_tables import GIB, MIB, BlockAccount
@@ -87,7 +87,7 @@ def heading(case: TrainingCase, mode: str) -> str:
     line = f"{case.config.name}, batch {case.batch_size}, context {case.context_length}, {case.dtype}, mode {mode}"
     attention = f", attention {case.attention}" if case.attention != "reference" else ""
     checkpoint = f", checkpoint {case.checkpoint}" if case.checkpoint != "none" else ""
-    return line + attention + ", compiled" * case.compiled + checkpoint
+    return line + attention + (f", {COMPILED[case.compile]}" if case.compiled else "") + checkpoint
 
 
 def account_block(case: TrainingCase, *, compile: bool) -> BlockAccount:

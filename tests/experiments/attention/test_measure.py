@@ -25,6 +25,7 @@ def cell(**values) -> AttentionCell:
         "heads": 4,
         "causal": False,
         "mask": "causal",
+        "clock": "harness",
         "autotune": False,
         "repeat": 0,
         "seed": 0,
@@ -72,6 +73,35 @@ def test_a_cell_of_a_variant_counts_what_is_seen(monkeypatch):
     full = 4 * 2 * 4 * 300 * 300 * 16
     assert metrics["forward_tflops"][0] == pytest.approx(full * 301 / 600 / 1e9)
     assert max(metrics[f"error_{name}"][0] for name in ("o", "dq", "dk", "dv")) < 1e-6
+
+
+def test_do_bench_takes_the_times_of_its_cells(monkeypatch):
+    monkeypatch.setattr(cells, "timed", lambda run, device: [1.0 for _ in [run()]])
+    monkeypatch.setattr(cells, "timed_by_do_bench", lambda run, device: [2.0, 3.0, 4.0] if run() is not None else [])
+    metrics = {metric.name: metric.samples for metric in measure(cell(clock="do-bench"))}
+    assert all(metrics[name] == [2.0, 3.0, 4.0] for name in ("forward", "backward", "both"))
+    assert {m.name: m.samples for m in measure(cell())}["both"] == [1.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_do_bench_agrees_with_the_harness_on_a_gpu():
+    values = {
+        "device": "cuda",
+        "grid": "flash",
+        "dtype": "bf16",
+        "d_head": 64,
+        "length": 8192,
+        "mask": "",
+        "causal": True,
+    }
+    times = {}
+    for clock in ("harness", "do-bench"):
+        torch.manual_seed(0)
+        metrics = {m.name: m for m in measure(cell(**values, impl="flash", batch_size=1, heads=16, clock=clock))}
+        times[clock] = {name: metrics[name].statistics()["median"] for name in ("forward", "backward", "both")}
+        assert metrics["both"].unit == "ms" and len(metrics["both"].samples) >= 10
+    assert times["do-bench"] == pytest.approx(times["harness"], rel=0.15)
 
 
 def test_what_cannot_fit_is_predicted_with_both_figures(monkeypatch):

@@ -3,6 +3,7 @@
 import pandas as pd
 import pytest
 
+from cs336_systems.config import ATTENTIONS
 from cs336_systems.costs.attention import AttentionWork
 from cs336_systems.experiments.attention.figure import scaling_figure
 from cs336_systems.experiments.attention.table import (
@@ -16,26 +17,19 @@ from cs336_systems.experiments.attention.table import (
 from cs336_systems.report.figures import save
 
 
-def row(impl, metric, median, *, length=1024, status="ok", message="", dtype="bf16", d_head=64, mask="", repeat=0):
-    return {
+def row(impl, metric, median, *, status="ok", message="", repeat=0, **settings):
+    shape = {"batch_size": 1, "heads": 2, "d_head": 64, "length": 1024, "causal": True, "mask": ""}
+    own = {
         "gpu": "a GPU",
         "device": "cuda",
         "grid": "flash",
-        "dtype": dtype,
-        "batch_size": 1,
-        "heads": 2,
-        "d_head": d_head,
-        "length": length,
-        "causal": True,
-        "mask": mask,
+        "dtype": "bf16",
+        **shape,
         "impl": impl,
-        "status": status,
-        "message": message,
-        "metric": metric,
-        "median": median,
-        "argv": "a command",
-        "repeat": repeat,
+        "clock": "harness",
     }
+    outcome = {"status": status, "message": message, "metric": metric, "median": median}
+    return own | settings | outcome | {"argv": "a command", "repeat": repeat}
 
 
 def cell(impl, ms, *, kept=0.25, **values):
@@ -108,18 +102,23 @@ def test_tiles_are_sorted_by_time():
 
 
 def test_a_figure_of_one_shape(tmp_path):
-    rows = [r for i in range(8) for n in (128, 4096) for r in cell(f"impl {i}", n, kept=n * n / 1e9, length=n)]
+    rows = [
+        r
+        for i in range(9)
+        for n in (128, 4096)
+        for r in cell(f"impl {i}", n, kept=n * n / 1e9 if i < 4 else n / 1e6, length=n)
+    ]
     older = [r for n in (128, 4096) for r in cell("impl 0", 7.0, kept=7.0, length=n)]
     figure = scaling_figure(pd.DataFrame(older + rows))
     times, memory = figure.axes
     impls = [line for line in times.lines if line.get_label().startswith("impl")]
-    assert [line.get_label() for line in impls] == [f"impl {i}" for i in range(8)]
+    assert [line.get_label() for line in impls] == [f"impl {i}" for i in range(9)]
     assert all((list(line.get_xdata()), list(line.get_ydata())) == ([128, 4096], [384, 12288]) for line in impls)
-    assert len({(line.get_color(), line.get_marker()) for line in impls}) == 8
+    assert len({(line.get_color(), line.get_marker()) for line in impls}) == len(impls) == len(ATTENTIONS)
     assert list(memory.lines[0].get_ydata()) == pytest.approx([1024 * n * n / 1e9 for n in (128, 4096)])
     assert [text.get_text() for text in memory.texts] == ["∝ length²", "∝ length"]
     assert figure.get_suptitle() == "Attention on a GPU: batch 1, 2 heads, d 64, bf16, causal"
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [f"impl {i}" for i in range(8)]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [f"impl {i}" for i in range(9)]
     with pytest.raises(ValueError, match="takes one shape, got"):
         scaling_figure(pd.DataFrame(rows + cell("flash", 1.0, d_head=128)))
     path = tmp_path / "figure.png"
@@ -127,3 +126,51 @@ def test_a_figure_of_one_shape(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
     assert not save(scaling_figure(pd.DataFrame([row("flash", "", None, status="oom")])), tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+def test_a_guide_is_drawn_below_what_it_explains_and_only_there():
+    rows = [r for n in (256, 1024, 4096) for r in cell("materialised", 1.0, kept=n * n / 1e9, length=n)]
+    (axes,) = scaling_figure(pd.DataFrame(rows)).axes[1:]
+    assert [text.get_text() for text in axes.texts] == ["∝ length²"]
+    measured, guide = axes.lines
+    assert guide.get_ydata()[-1] < measured.get_ydata()[-1]
+    assert guide.get_ydata()[0] < 1024 * guide.get_xdata()[0] ** 2 / 1e9
+    linear = [r for n in (256, 1024, 4096) for r in cell("tiled", 1.0, kept=n / 1e9, length=n)]
+    assert [text.get_text() for text in scaling_figure(pd.DataFrame(linear)).axes[1].texts] == ["∝ length"]
+
+
+def test_lengths_that_memory_ended_stand_above_what_ran():
+    ran = [r for impl in ("eager", "compiled") for n in (256, 1024) for r in cell(impl, n, length=n, kept=n / 1e6)]
+    ended = [
+        row("eager", "", None, status="oom", length=4096),
+        row("eager", "", None, status="predicted-oom", length=8192),
+        row("compiled", "", None, status="predicted-oom", length=8192),
+        row("elsewhere", "", None, status="unsupported", length=16_384),
+    ]
+    figure = scaling_figure(pd.DataFrame(ran + ended))
+    for axes in figure.axes:
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["256", "1,024", "4,096", "8,192"]
+        lines = {line.get_label(): line for line in axes.lines}
+        edge = {name: line for name, line in lines.items() if name.startswith("_") and len(line.get_xdata())}
+        assert {name: list(line.get_xdata()) for name, line in edge.items() if "oom" in name} == {
+            "_eager oom": [4096],
+            "_eager predicted-oom": [8192],
+            "_compiled predicted-oom": [8192],
+        }
+        assert edge["_eager oom"].get_color() == lines["eager"].get_color()
+        highest = max(lines[impl].get_window_extent().y1 for impl in ("eager", "compiled"))
+        assert min(line.get_window_extent().y0 for name, line in edge.items() if "oom" in name) > highest
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert texts == ["eager", "compiled", "ran out of memory", "not run: would not fit"]
+
+
+def test_clocks_are_lines_of_their_own_and_never_compared():
+    slow = [r for impl in ("flash", "peer") for r in cell(impl, 100.0, clock="do-bench")]
+    rows = pd.DataFrame(cell("flash", 2.0) + cell("peer", 3.0) + slow)
+    frame = ATTENTION.of(rows).frame
+    assert list(frame["clock"]) == ["harness", "harness", "do-bench", "do-bench"]
+    assert list(frame["both ms"]) == ["6.00", "9.00", "300", "300"]
+    assert list(comparison_table(rows).frame["peer / flash"]) == ["1.50"] * 3
+    assert list(length_tables(rows, "both")[0].frame["flash"]) == ["6.00"]
+    assert time_of(rows, "both", "flash") == 6.0
+    assert list(scaling_figure(rows).axes[0].lines[0].get_ydata()) == [6.0]

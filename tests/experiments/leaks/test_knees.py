@@ -18,6 +18,24 @@ def test_the_knee_of_a_clean_roofline_is_found(knee):
     assert found.at(2 * knee) == pytest.approx(6.0)
 
 
+def test_a_fixed_cost_is_in_neither_rate():
+    found = fit_knee(XS, [0.5 + max(3.0, 3.0 * x / 20) for x in XS], fixed=0.5)
+    assert (found.flat, found.slope, found.position) == pytest.approx((3.0, 3.0 / 20, 20))
+    assert found.at(1) == pytest.approx(3.5)
+
+
+def test_what_the_corner_adds_is_in_no_rate():
+    """Both resources at once take longer than either; an intercept would make a rate above the true one of it."""
+    corner = {16.0: 0.1, 32.0: 0.25}
+    found = fit_knee(XS, [max(3.0, 3.0 * x / 20) * (1 + corner.get(x, 0.0)) for x in XS])
+    assert (found.flat, found.slope, found.position) == pytest.approx((3.0, 3.0 / 20, 20))
+
+
+def test_a_cost_that_no_row_holds_makes_rates_smaller_but_never_larger():
+    found = fit_knee(XS, [0.5 + max(3.0, 3.0 * x / 20) for x in XS])
+    assert found.flat == pytest.approx(3.5) and 3.0 / 20 < found.slope < 1.1 * 3.0 / 20
+
+
 def test_noise_of_five_percent_moves_the_knee_little():
     draw = random.Random(0)
     ys = [max(3.0, 3.0 * x / 20) * draw.uniform(0.95, 1.05) for x in XS]
@@ -39,11 +57,18 @@ def test_order_of_the_points_and_unit_of_y_do_not_matter():
         ([1, 2, 2, 4], [1, 1, 2, 4], "repeats"),
         ([1, 2, 3, 4], [1, 0, 2, 4], "positive times, got 0"),
         ([1, 2, 3, 4], [1, float("nan"), 2, 4], "positive times"),
+        ([0, 2, 3, 4], [1, 1, 2, 4], "not positive"),
+        ([1, 2, 3, 4], [1, 1, 2, 2.9], "do not rise to 3 times the first"),
     ],
 )
 def test_what_has_no_knee_is_refused(xs, ys, message):
     with pytest.raises(ValueError, match=message):
         fit_knee(xs, ys)
+
+
+def test_times_below_the_fixed_cost_are_refused():
+    with pytest.raises(ValueError, match="above the fixed 1, got 1"):
+        fit_knee([1, 2, 3, 4], [1, 2, 3, 4], fixed=1.0)
 
 
 def test_a_crossing_lies_between_its_points_on_logarithmic_axes():

@@ -150,12 +150,17 @@ def test_kinds_take_turns_and_are_compared_within_a_repeat(load):
     assert list(found) == ["zeros", "normal", "ones"] and found["zeros"] == 1.15
 
 
-def chain_rows(script, time_ms, copy_gb_per_s=100.0, matmul_tflops=1.0):
+def chain_rows(script, time_ms, copy_gb_per_s=100.0, matmul_tflops=1.0, launch_ms=0.0):
+    """Rows of a chain; with a launch of 0 ms they are as rows were before it was measured."""
     options = script.Options(device="cpu", fmas=(1, 4, 16, 64, 128, 256), repeat=1)
     measured = []
     for cell in script.make_cells(options):
         if cell.how == script.CEILING:
             values = {"matmul_ceiling": ("TFLOP/s", matmul_tflops), "copy_ceiling": ("GB/s", copy_gb_per_s)}
+        elif cell.how == script.LAUNCH:
+            if not launch_ms:
+                continue
+            values = {"time": ("ms", launch_ms)}
         else:
             values = {"time": ("ms", 2 * cell.fmas * time_ms(1) if cell.how == script.EAGER else time_ms(cell.fmas))}
         measured.append((cell, values))
@@ -181,13 +186,47 @@ def test_knee_and_doubling_of_a_roofline(load, tmp_path):
     assert list(eager.get_ydata()) == [4.0, 16.0, 64.0]
     assert (knee.get_xdata()[0], knee.get_ydata()[0]) == pytest.approx((10, 2.0))
     assert predicted.get_xdata()[0] == pytest.approx(10)
-    assert labels(axes)[-2:] == ["knee found: 10.0", "knee predicted, measured fp32 product: 10.0"]
+    assert labels(axes)[-2:] == ["knee of these rates: 10.0", "knee predicted, measured fp32 product: 10.0"]
+
+
+def test_rates_of_a_chain_are_those_far_from_its_knee(load):
+    """Launch of 0.5 ms, 2 ms of memory, 0.05 ms per multiply-add: a knee at 40, around which half as much is added."""
+    script = load("roofline_knee")
+
+    def time_ms(k):
+        return 0.5 + max(2.0, k / 20) * (1.5 if k in (16, 64) else 1.0)
+
+    rows = chain_rows(script, time_ms, launch_ms=0.5)
+    found = script.analyse(rows)
+    assert found.figures["knee_fmas"] == pytest.approx(40)
+    assert found.figures["flat_gb_per_s"] == pytest.approx(8 * 2**26 / 2e-3 / 1e9, rel=1e-3)
+    assert found.figures["rising_tflops"] == pytest.approx(2 * 20 * 2**26 / 1e-3 / 1e12, rel=1e-3)
+    own = found.figures["rising_tflops"] * 1e12, found.figures["flat_gb_per_s"] * 1e9
+    assert script.predicted_knee(*own) == pytest.approx(found.figures["knee_fmas"], rel=1e-3)
+    assert found.figures["launch_us"] == 500 and found.figures["flat_up_to_fmas"] == 4
+    assert found.figures["corner_excess_percent"] == pytest.approx(100 * (0.5 + 1.5 * 3.2) / (0.5 + 3.2) - 100, abs=0.1)
+    assert "less the 500.0 µs of a launch" in found.tables[0].caption
+    unmeasured = script.analyse(rows[rows["how"] != script.LAUNCH])
+    assert unmeasured.figures["launch_us"] is None and "launches included" in unmeasured.tables[0].caption
+    assert unmeasured.figures["rising_tflops"] < found.figures["rising_tflops"]
+
+
+def test_the_legend_of_the_roofline_stands_clear_of_its_data(load, tmp_path):
+    axes = drawn(load("roofline_knee"), chain_rows(load("roofline_knee"), lambda k: max(2.0, k / 20)), tmp_path)
+    legend = axes.get_legend().get_window_extent()
+    assert not legend.overlaps(axes.get_window_extent()) and legend.y0 >= 0
 
 
 def test_a_chain_that_never_slows_has_no_knee(load):
     script = load("roofline_knee")
     found = script.analyse(chain_rows(script, lambda k: 2.0))
     assert found.figures["knee_fmas"] is None and "do not rise" in found.figures["message"]
+
+
+def test_a_chain_that_failed_is_a_row_without_samples(load):
+    script = load("roofline_knee")
+    rows = rows_of((script.make_cells(script.Options(device="cpu"))[-1], {}))  # its ``samples`` are no measured ones
+    assert list(rows["samples"]) == [[]]
 
 
 def test_predicted_knee_of_an_h200(load):

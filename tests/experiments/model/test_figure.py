@@ -28,7 +28,7 @@ def by_size():
     return [
         measured(10.0, size=size, compile=compiled, gpu="H200")
         for size in ("small", "medium", "2.7b")
-        for compiled in ("off", "on")
+        for compiled in ("off", "on", "whole-model")
     ]
 
 
@@ -36,7 +36,10 @@ def by_size():
     ("cells", "n_lines", "x", "legend"),
     [
         (by_context(), 4, [128, 256, 512], ["small", "medium", "fp32", "autocast-bf16"]),
-        (by_size(), 2, ["small", "medium", "2.7b"], ["fp32", "fp32, compiled"]),
+        (
+            by_size(),
+            *(3, ["small", "medium", "2.7b"], ["fp32", "fp32, compiled", "fp32, whole model compiled"]),
+        ),
         ([measured(10.0, share="matmul_ceiling_share")], 1, ["tiny"], ["fp32"]),
         (
             [measured(1.0, mode="forward"), measured(3.0, mode="step"), measured(9.0, batch_size=8), ceiling()],

@@ -1,0 +1,86 @@
+"""scripts/measure_attention.sh and measure_models.sh: their parts' commands parse, and compare what they should."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.experiments.attention import cells as attention
+from cs336_systems.experiments.model import cells as model
+from cs336_systems.report.command_line import parse
+from tests.benchmarks.commands import ROOT
+
+ATTENTION, MODELS = (ROOT / "scripts" / name for name in ("measure_attention.sh", "measure_models.sh"))
+PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+  ", ATTENTION.read_text(), re.MULTILINE)
+CLOCKS = {"harness", "do-bench"}
+
+
+def grids(script: Path, folder: Path, *parts: str) -> dict[str, list]:
+    """The cells of each folder that the parts would write to."""
+    done = subprocess.run(
+        [str(script), str(folder), *parts],
+        env=os.environ | {"PYTHON": "echo"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: dict[str, list] = {}
+    for line in done.stdout.splitlines():
+        benchmark, *arguments = line.split()
+        cells = {"benchmark_attention": attention, "benchmark_model": model}[Path(benchmark).stem]
+        options = parse(cells.Options, ["--device", "cuda", *arguments], None)
+        found.setdefault(options.out.name, []).extend(cells.make_cells(options))
+    return found
+
+
+def test_the_head_names_every_part():
+    branches = re.findall(r"^    ([a-z][a-z0-9|-]*)\)$", ATTENTION.read_text(), re.MULTILINE)
+    assert sorted(PARTS) == sorted(part for branch in branches for part in branch.split("|"))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_no_part_measures_a_cell_twice(part, tmp_path):
+    for cells in grids(ATTENTION, tmp_path, part).values():
+        assert cells and len(set(cells)) == len(cells)
+
+
+def test_eager_and_compiled_attention_take_turns_until_memory_ends(tmp_path):
+    ((folder, cells),) = grids(ATTENTION, tmp_path, "pytorch").items()
+    assert folder == "attention-pytorch"
+    assert {cell.length for cell in cells} == {shape[2] for shape in attention.GRIDS["pytorch"].shapes}
+    in_turns = [cell for cell in cells if cell.length <= 16_384]
+    for first, second in zip(in_turns[::2], in_turns[1::2], strict=True):
+        assert {first.impl, second.impl} == set(attention.MATERIALISED)
+        assert (first.length, first.d_head, first.repeat) == (second.length, second.d_head, second.repeat)
+    assert {cell.repeat for cell in in_turns} == {0, 1}
+
+
+def test_the_short_part_holds_what_the_documents_name(tmp_path):
+    short = grids(ATTENTION, tmp_path, "flash")
+    whole = grids(ATTENTION, tmp_path, "flash-bf16", "flash-fp32")
+    assert set(short) == set(whole) == {"attention-flash-bf16", "attention-flash-fp32"}
+    assert all(set(cells) < set(whole[folder]) for folder, cells in short.items())
+    shapes = {shape[2:] for shape in attention.GRIDS["flash"].shapes}
+    for cells in short.values():
+        for impl in ("reference", "flash"):
+            own = [cell for cell in cells if cell.impl == impl]
+            assert {(cell.length, cell.d_head) for cell in own if cell.clock == "harness"} == shapes
+            assert {cell.clock for cell in own if cell.d_head == 64} == CLOCKS
+    hopper = [cell for cell in short["attention-flash-bf16"] if cell.impl == "hopper"]
+    assert {(cell.length, cell.d_head) for cell in hopper} == {shape for shape in shapes if shape[1] >= 64}
+
+
+def test_the_whole_grid_has_every_implementation_and_do_bench_for_ours(tmp_path):
+    for cells in grids(ATTENTION, tmp_path, "flash-bf16", "flash-fp32").values():
+        assert {cell.impl for cell in cells} == set(attention.GRIDS["flash"].impls)
+        assert {cell.impl for cell in cells if cell.clock == "do-bench"} == {"reference", "flash", "hopper"}
+
+
+def test_whole_models_are_compiled_beside_blocks_of_every_size(tmp_path):
+    ((_, cells),) = grids(MODELS, tmp_path, "compiled").items()
+    ways = {(cell.dtype, cell.size, cell.repeat): set() for cell in cells}
+    for cell in cells:
+        ways[cell.dtype, cell.size, cell.repeat].add(cell.compile)
+    assert all(found == {"off", "on", "whole-model"} for found in ways.values())
