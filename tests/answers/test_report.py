@@ -78,8 +78,10 @@ def test_every_template_is_a_document_or_part_of_one():
         "README.md",
         "profiles/attention.md",
         "profiles/digests/h200/README.md",
+        "profiles/distributed.md",
         "profiles/gpu_tests.md",
         "profiles/h200.md",
+        "profiles/lectures.md",
         "writeup.md",
     ]
     included = set(re.findall(r'{% include "([^"]*)" %}', "".join(templates.values())))
@@ -87,9 +89,10 @@ def test_every_template_is_a_document_or_part_of_one():
 
 
 def test_every_question_of_the_written_answers_has_its_section_and_every_picture_its_file():
+    for document in documents(read_templates()):
+        for picture in re.findall(r"\]\(([^)]*\.png)\)", (ROOT / document).read_text()):
+            assert (ROOT / document).parent.joinpath(picture).exists(), (document, picture)
     text = (ROOT / "writeup.md").read_text()
-    for picture in re.findall(r"\]\((profiles/[^)]*\.png)\)", text):
-        assert (ROOT / picture).exists(), picture
     headings = set(re.findall(r"^## (.*)$", text, re.MULTILINE))
     anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
     linked = set(re.findall(r"\]\(#([\w-]+)\)", text))
