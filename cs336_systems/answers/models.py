@@ -53,38 +53,59 @@ def compile_seconds(compiled: pd.DataFrame) -> list[float]:
     return [samples[0] / 1e3 for samples in compiled[compiled["metric"] == "warmup_step"]["samples"]]
 
 
-def phases_table(steps: pd.DataFrame) -> Table:
-    """Mean and standard deviation of each phase of the step, a line per size; a cell that did not run says why."""
-    lines = []
-    for size, own in steps.groupby("size", sort=False):
-        found = {row["metric"]: row for _, row in own.iterrows() if row["metric"]}
-        status = own["status"].iloc[-1]
+_ALONE = "(alone): forward without gradients, of a model whose step did not run"
+
+
+def _phases(cell: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """Of one model in one dtype: its step's rows by metric; if it did not run, those of forward alone and " (alone)"."""
+    step = cell[(cell["mode"] == "step") & (cell["status"] == "ok")]
+    own, mark = (step, "") if len(step) else (cell[(cell["metric"] == "forward")], " (alone)")
+    return own.drop_duplicates("metric", keep="last").set_index("metric"), mark
+
+
+def phases_table(rows: pd.DataFrame) -> Table:
+    """Mean and standard deviation of each phase of the step, a line per size; a cell that did not run says why.
+
+    Args:
+        rows: of whole steps, and of forward alone, which stands in where a step did not run.
+    """
+    lines, marks = [], set()
+    for size, cell in rows.groupby("size", sort=False):
+        found, mark = _phases(cell)
         line = {"size": str(size)}
         for phase in (*PHASES, "step"):
-            row = found.get(phase)
-            label = f"{'whole step' if phase == 'step' else phase} ms"
-            line[label] = "–" if row is None else f"{row['mean']:.2f} ± {row['std']:.2f}"
-        ratio = "–" if "forward" not in found else f"{found['backward']['mean'] / found['forward']['mean']:.2f}"
-        why = status if status == "ok" else f"{status}: {own['message'].iloc[-1]}"
+            label, there = f"{'whole step' if phase == 'step' else phase} ms", phase in found.index
+            marks |= {mark} if there else set()
+            line[label] = f"{found['mean'][phase]:.2f} ± {found['std'][phase]:.2f}{mark}" if there else "–"
+        both = {"forward", "backward"} <= {*found.index}
+        ratio = f"{found['mean']['backward'] / found['mean']['forward']:.2f}" if both else "–"
+        last = cell[cell["mode"] == "step"].iloc[-1]
+        why = last["status"] if last["status"] == "ok" else f"{last['status']}: {last['message']}"
         lines.append(line | {"backward / forward": ratio, "status": why})
-    return Table(_said(steps, "mean ± standard deviation of {n} steps"), pd.DataFrame(lines))
+    return Table(_said(rows, _note("mean ± standard deviation of {n} steps", marks)), pd.DataFrame(lines))
 
 
-def mixed_precision_table(steps: pd.DataFrame) -> Table:
-    """Forward and backward in fp32 and under bf16 autocast, and how many times as fast."""
-    lines = []
+def mixed_precision_table(rows: pd.DataFrame) -> Table:
+    """Forward and backward in fp32 and under bf16 autocast, and how many times as fast; ``rows`` as for phases."""
+    lines, marks = [], set()
     for size in HANDOUT_SIZES:
+        of_size = rows[rows["size"] == size]
+        found = {dtype: _phases(of_size[of_size["dtype"] == dtype]) for dtype in ("fp32", "autocast-bf16")}
         line = {"size": size}
         for phase in ("forward", "backward", "step"):
             times = []
-            for dtype in ("fp32", "autocast-bf16"):
-                own = steps[(steps["dtype"] == dtype) & (steps["size"] == size)]
-                found = own[own["metric"] == phase]["median"]
-                times += [float(found.iloc[-1])] if len(found) else []
-                line[f"{phase} {dtype} ms"] = f"{times[-1]:.1f}" if len(found) else "–"
+            for dtype, (medians, mark) in found.items():
+                there = phase in medians.index
+                marks |= {mark} if there else set()
+                times += [medians["median"][phase]] if there else []
+                line[f"{phase} {dtype} ms"] = f"{times[-1]:.1f}{mark}" if there else "–"
             line[f"{phase} ratio"] = f"{times[0] / times[1]:.1f}" if len(times) == 2 else "–"
         lines.append(line)
-    return Table(_said(steps, "medians of {n} steps; ratio: fp32 over autocast"), pd.DataFrame(lines))
+    return Table(_said(rows, _note("medians of {n} steps; ratio: fp32 over autocast", marks)), pd.DataFrame(lines))
+
+
+def _note(note: str, marks: set[str]) -> str:
+    return f"{note}; {_ALONE}" if any(marks) else note
 
 
 def compiled_table(rows: pd.DataFrame) -> Table:

@@ -48,6 +48,32 @@ def test_mixed_precision_has_ratios():
     assert lines.loc["10b", "step ratio"] == "–"
 
 
+def test_forward_alone_stands_in_where_a_step_did_not_run():
+    whole = [step("small", dtype=dtype) for dtype in ("fp32", "autocast-bf16")]
+    alone = [
+        make_cell(ms("forward", time, time), ms("step", time, time), **(STEP | {"size": size, "mode": "forward"} | named))
+        for size in ("small", "10b")
+        for time, named in ((1260.0, {"dtype": "fp32"}), (155.0, {"dtype": "autocast-bf16"}))
+    ]
+    failed = [
+        make_cell(status="predicted-oom", message="needs 192 GiB", **(STEP | {"size": "10b", "dtype": dtype}))
+        for dtype in ("fp32", "autocast-bf16")
+    ]
+    both = make_frame(*whole, *failed, *alone)
+    found = phases_table(both.query("dtype == 'fp32'"))
+    assert found.caption.endswith("2 steps; (alone): forward without gradients, of a model whose step did not run.")
+    lines = found.frame.set_index("size")
+    assert lines.loc["small", "forward ms"] == "2.10 ± 0.14", "a step that ran is not replaced"
+    assert lines.loc["10b", "forward ms"] == "1260.00 ± 0.00 (alone)"
+    assert lines.loc["10b", "whole step ms"] == lines.loc["10b", "backward / forward"] == "–"
+    assert lines.loc["10b", "status"] == "predicted-oom: needs 192 GiB"
+    mixed = mixed_precision_table(both)
+    assert "(alone): forward" in mixed.caption
+    line = mixed.frame.set_index("size").loc["10b"]
+    assert list(line[["forward fp32 ms", "forward autocast-bf16 ms"]]) == ["1260.0 (alone)", "155.0 (alone)"]
+    assert (line["forward ratio"], line["backward ratio"]) == ("8.1", "–")
+
+
 def test_compiled_blocks_stand_beside_eager_ones():
     lines = compiled_table(make_frame(step(compile="off", scale=3.0), step(compile="on", variant="compiled"))).frame
     assert lines.loc[0, "forward ratio"] == lines.loc[0, "forward + backward ratio"] == "3.00"
