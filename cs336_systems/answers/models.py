@@ -57,7 +57,7 @@ _ALONE = "(alone): forward without gradients, of a model whose step did not run"
 
 
 def _phases(cell: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-    """Of one model in one dtype: its step's rows by metric; if it did not run, those of forward alone and " (alone)"."""
+    """Of one model in one dtype, its step's rows by metric; if it did not run, those of forward and " (alone)"."""
     step = cell[(cell["mode"] == "step") & (cell["status"] == "ok")]
     own, mark = (step, "") if len(step) else (cell[(cell["metric"] == "forward")], " (alone)")
     return own.drop_duplicates("metric", keep="last").set_index("metric"), mark

@@ -4,7 +4,9 @@ Traces are too large to commit; their digests hold every kernel by pass and ever
 compare the sizes and lengths that each page looks at alone.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -26,12 +28,46 @@ _CELL = ["size", "context_length", "dtype"]
 def kernel_share(kernels: pd.DataFrame, passes: str, size: str, context: int, kernel_class: str = MATMUL) -> float:
     """Of a class of kernels in the summed time of a pass."""
     own = _of_pass(kernels, passes, size, context)
-    return float(own[own["kernel_class"] == kernel_class]["total_ms"].sum() / own["total_ms"].sum())
+    return kernel_ms(own, passes, size, context, kernel_class) / float(own["total_ms"].sum())
+
+
+def kernel_ms(kernels: pd.DataFrame, passes: str, size: str, context: int, kernel_class: str) -> float:
+    """Summed time of a class of kernels in a pass."""
+    own = _of_pass(kernels, passes, size, context)
+    return float(own[own["kernel_class"] == kernel_class]["total_ms"].sum())
+
+
+@dataclass(frozen=True)
+class TopKernel:
+    """The kernel with the most time in a pass."""
+
+    name: str
+    kernel_class: str
+    share: float
+    runs: float
+    ms: float
+
+
+def top_kernel(kernels: pd.DataFrame, passes: str, size: str, context: int) -> TopKernel:
+    """The leader of one pass; its share is of the summed time, its runs are per step."""
+    return _leader(_of_pass(kernels, passes, size, context))
 
 
 def top_kernel_runs(kernels: pd.DataFrame, passes: str, size: str, context: int) -> float:
     """How often the kernel with the most time runs in a pass."""
-    return float(_of_pass(kernels, passes, size, context).sort_values("total_ms")["count"].iloc[-1])
+    return top_kernel(kernels, passes, size, context).runs
+
+
+def leading_classes(kernels: pd.DataFrame, passes: str) -> list[str]:
+    """The classes of the leaders of a pass in every workload, each once: one where the same leads everywhere."""
+    own = kernels[kernels["passes"] == passes]
+    return list(dict.fromkeys(_leader(cell).kernel_class for _, cell in cells(own, _CELL)))
+
+
+def _leader(kernels_of_pass: pd.DataFrame) -> TopKernel:
+    top = kernels_of_pass.sort_values("total_ms").iloc[-1]
+    share = float(top["total_ms"] / kernels_of_pass["total_ms"].sum())
+    return TopKernel(short_name(top["name"]), top["kernel_class"], share, float(top["count"]), float(top["total_ms"]))
 
 
 def _of_pass(kernels: pd.DataFrame, passes: str, size: str, context: int) -> pd.DataFrame:
@@ -41,10 +77,46 @@ def _of_pass(kernels: pd.DataFrame, passes: str, size: str, context: int) -> pd.
     return own
 
 
+@dataclass(frozen=True)
+class StageTimes:
+    """Milliseconds of attention's forward, all layers: softmax and the two products, and the copies and casts in each.
+
+    Digests of before copies were told apart do not hold these; they are NaN then.
+    """
+
+    softmax: float
+    softmax_copies: float
+    products: float
+    product_copies: float
+
+    @property
+    def ratio(self) -> float:
+        """Products over softmax, as their ranges say, copies included."""
+        return self.products / self.softmax
+
+    @property
+    def ratio_without_copies(self) -> float:
+        return (self.products - self.product_copies) / (self.softmax - self.softmax_copies)
+
+
+def stage_times(ranges: pd.DataFrame) -> StageTimes:
+    """Of the ranges of one forward.
+
+    Raises:
+        NotMeasured: they hold no stages, as attention is fused or compiled.
+    """
+    spent = ranges.groupby("range")[["summed_ms"]].sum()
+    if SOFTMAX not in spent.index:
+        raise NotMeasured("no range holds attention's softmax")
+    copies = ranges.reindex(columns=["range", "copies_ms"]).groupby("range")["copies_ms"].sum(min_count=1)
+    found = [frame[SOFTMAX] for frame in (spent["summed_ms"], copies)]
+    products = [frame[SCORES] + frame[VALUES] for frame in (spent["summed_ms"], copies)]
+    return StageTimes(*found, *products)
+
+
 def products_over_softmax(ranges: pd.DataFrame) -> float:
-    """Time of attention's two products over that of its softmax, in one forward."""
-    spent = ranges.groupby("range")["summed_ms"].sum()
-    return float((spent[SCORES] + spent[VALUES]) / spent[SOFTMAX])
+    """Time of attention's two products over that of its softmax, in one forward, copies and casts included."""
+    return stage_times(ranges).ratio
 
 
 def attention_work(what: str, size: str, context: int, dtype: str = "fp32") -> float:
@@ -92,12 +164,11 @@ def top_kernels_table(kernels: pd.DataFrame) -> Table:
             own = cell[cell["passes"] == label]
             if own.empty:
                 continue
-            top = own.sort_values("total_ms").iloc[-1]
+            top = _leader(own)
             lines.append(
                 _label(values)
-                | {"pass": label, "kernel": short_name(top["name"]), "class": top["kernel_class"]}
-                | {"times per step": f"{top['count']:g}", "ms": digits(top["total_ms"])}
-                | {"share %": f"{top['share_percent']:.1f}"}
+                | {"pass": label, "kernel": top.name, "class": top.kernel_class}
+                | {"times per step": f"{top.runs:g}", "ms": digits(top.ms), "share %": f"{100 * top.share:.1f}"}
             )
     return Table("The kernel with the most GPU time in forward, and in forward and backward.", pd.DataFrame(lines))
 
@@ -131,22 +202,33 @@ def other_kernels_table(kernels: pd.DataFrame, least_percent: float = 2.0) -> Ta
 
 
 def stages_table(ranges: pd.DataFrame) -> Table:
-    """Softmax beside the two products of attention in forward: time, executed FLOPs, least bytes, as ratios too."""
+    """Softmax beside the two products of attention in forward: time, executed FLOPs, least bytes, as ratios too.
+
+    Copies and casts have columns of their own if any digest tells them apart.
+    """
     lines = []
+    told = "copies_ms" in ranges and ranges["copies_ms"].notna().any()
     for values, cell in cells(ranges, [*_CELL, "batch_size"]):
-        spent = cell.groupby("range")["summed_ms"].sum()
-        if SOFTMAX not in spent:
+        try:
+            spent = stage_times(cell)
+        except NotMeasured:
             continue
         context, precision = values["context_length"], PRECISIONS[values["dtype"]].on("cuda")
         config = MODEL_SIZES[values["size"]].at_context(context)
         work = attention_stages(config, values["batch_size"], context, precision, "forward")
         products = (work.scores_matmul, work.values_matmul)
-        ms, flops = spent[SCORES] + spent[VALUES], sum(stage.flops for stage in products)
+        flops = sum(stage.flops for stage in products)
         n_bytes = sum(stage.n_bytes for stage in products)
-        lines.append(
-            _label(values)
-            | {"softmax ms": digits(spent[SOFTMAX]), "two products ms": digits(ms)}
-            | {"products / softmax: time": f"{ms / spent[SOFTMAX]:.2f}"}
-            | {"FLOPs": f"{flops / work.softmax.flops:.1f}", "bytes": f"{n_bytes / work.softmax.n_bytes:.2f}"}
-        )
+        line = _label(values) | {"softmax ms": digits(spent.softmax)}
+        line |= {"its casts ms": _or_dash(digits, spent.softmax_copies)} if told else {}
+        line |= {"two products ms": digits(spent.products)}
+        line |= {"their copies and casts ms": _or_dash(digits, spent.product_copies)} if told else {}
+        line |= {"products / softmax: time": f"{spent.ratio:.2f}"}
+        line |= {"without copies": _or_dash("{:.2f}".format, spent.ratio_without_copies)} if told else {}
+        line |= {"FLOPs": f"{flops / work.softmax.flops:.1f}", "bytes": f"{n_bytes / work.softmax.n_bytes:.2f}"}
+        lines.append(line)
     return Table("Attention in forward, all layers.", pd.DataFrame(lines))
+
+
+def _or_dash(form: Callable[[float], str], value: float) -> str:
+    return "–" if math.isnan(value) else form(value)

@@ -51,7 +51,9 @@ def test_mixed_precision_has_ratios():
 def test_forward_alone_stands_in_where_a_step_did_not_run():
     whole = [step("small", dtype=dtype) for dtype in ("fp32", "autocast-bf16")]
     alone = [
-        make_cell(ms("forward", time, time), ms("step", time, time), **(STEP | {"size": size, "mode": "forward"} | named))
+        make_cell(
+            ms("forward", time, time), ms("step", time, time), **(STEP | {"size": size, "mode": "forward"} | named)
+        )
         for size in ("small", "10b")
         for time, named in ((1260.0, {"dtype": "fp32"}), (155.0, {"dtype": "autocast-bf16"}))
     ]

@@ -3,13 +3,16 @@
 import pandas as pd
 import pytest
 
-from cs336_systems.answers.committed import Committed
+from cs336_systems.answers.committed import Committed, NotMeasured
 from cs336_systems.answers.profiles import (
     classes_table,
     forward_table,
     kernel_share,
+    leading_classes,
     other_kernels_table,
+    stage_times,
     stages_table,
+    top_kernel,
     top_kernel_runs,
     top_kernels_table,
 )
@@ -38,6 +41,17 @@ def test_the_leading_kernel_of_each_pass():
     assert list(lines["share %"]) == ["78.9", "53.8"]
 
 
+def test_the_leader_may_be_no_product():
+    copy = pd.DataFrame([("inference forward", "bf16_copy", "copy or cast", 182, 7.0)])
+    copy.columns = ["passes", "name", "kernel_class", "count", "total_ms"]
+    found = top_kernel(pd.concat([kernels(), copy.assign(**CELL)]), "inference forward", "small", 512)
+    assert (found.name, found.kernel_class, found.runs) == ("bf16_copy", "copy or cast", 182)
+    assert found.share == pytest.approx(7 / 14.6)
+    longer = pd.concat([kernels(), copy.assign(**CELL | {"context_length": 1024})])
+    assert leading_classes(longer, "inference forward") == ["matmul", "copy or cast"]
+    assert leading_classes(longer, "forward + backward") == ["matmul"]
+
+
 def test_shares_by_class_add_up():
     lines = classes_table(kernels()).frame.set_index("pass")
     assert lines.loc["inference forward", "matmul %"] == "78.9"
@@ -55,6 +69,20 @@ def test_stages_have_times_and_work():
     line = stages_table(ranges).frame.iloc[0]
     assert line["products / softmax: time"] == "4.00"
     assert line["FLOPs"] == f"{4 * MODEL_SIZES['small'].d_head / 5:.1f}"
+    assert not any("casts" in column for column in line.index), "the digest does not tell them apart"
+
+
+def test_casts_are_told_from_softmax_and_from_products():
+    old = pd.DataFrame({"range": ["scores matmul", "softmax", "values matmul"], "summed_ms": [0.12, 0.8, 0.42]})
+    new = old.assign(copies_ms=[0.02, 0.41, 0.2], **CELL | {"context_length": 1024})
+    found = stages_table(pd.concat([old.assign(**CELL), new])).frame.set_index("context")
+    casts = ["its casts ms", "their copies and casts ms", "without copies"]
+    assert list(found.loc[512, casts]) == ["–", "–", "–"]
+    assert list(found.loc[1024, casts]) == ["0.410", "0.220", "0.82"]
+    assert list(found["products / softmax: time"]) == ["0.68", "0.68"]
+    assert stage_times(new).ratio_without_copies == pytest.approx(0.32 / 0.39)
+    with pytest.raises(NotMeasured, match="softmax"):
+        stage_times(new[new["range"] != "softmax"])
 
 
 def test_digests_are_found_by_their_rows(tmp_path):

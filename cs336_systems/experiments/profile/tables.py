@@ -136,28 +136,30 @@ def stage_table(profile: Profile) -> Table | None:
         suffix = BACKWARD if direction == "backward" else ""
         phase, ranges = profile.trace.instances(direction, inside=STEP), profile.trace.ranges
         spent = {
-            stage: times(profile.trace, profile.trace.during(ranges[ranges["name"] == stage + suffix], phase)).summed_ms
+            stage: times(profile.trace, profile.trace.during(ranges[ranges["name"] == stage + suffix], phase))
             for stage in works
         }
         for stage, work in works.items():
-            ms = max(spent[stage], 1e-9)
+            ms = max(spent[stage].summed_ms, 1e-9)
             lines.append(
                 {
                     "stage": stage,
                     "direction": direction,
-                    f"{profile.clock} ms": digits(spent[stage]),
+                    f"{profile.clock} ms": digits(spent[stage].summed_ms),
+                    "copies and casts ms": digits(spent[stage].copies_ms),
                     "GFLOP": digits(work.flops / 1e9),
                     "MiB": digits(work.n_bytes / 2**20),
                     "TFLOP/s": digits(work.flops / ms / 1e9),
                     "GB/s": digits(work.n_bytes / ms / 1e6),
-                    "time / softmax": digits(ms / max(spent[SOFTMAX], 1e-9)),
+                    "time / softmax": digits(ms / max(spent[SOFTMAX].summed_ms, 1e-9)),
                     "FLOPs / softmax": digits(work.flops / works[SOFTMAX].flops),
                     "bytes / softmax": digits(work.n_bytes / works[SOFTMAX].n_bytes),
                 }
             )
     caption = (
-        "Attention's stages, all layers, per step: summed time; executed FLOPs and least bytes by arithmetic "
-        "(`costs/attention_stages.py`); the last three columns are ratios to softmax in the same direction."
+        "Attention's stages, all layers, per step: summed time, and the copies and casts in it; executed FLOPs and "
+        "least bytes by arithmetic (`costs/attention_stages.py`); the last three columns are ratios to softmax in the "
+        "same direction."
     )
     return Table(caption, pd.DataFrame(lines))
 

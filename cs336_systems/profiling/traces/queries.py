@@ -19,7 +19,7 @@ import pandas as pd
 
 from cs336_systems.profiling.ranges import STEP
 from cs336_systems.profiling.traces.intervals import gaps, intersection, length, union
-from cs336_systems.profiling.traces.kernels import ATTENTION, CLASSES, COMMUNICATION, MATMUL, kernel_class
+from cs336_systems.profiling.traces.kernels import ATTENTION, CLASSES, COMMUNICATION, COPY, MATMUL, kernel_class
 from cs336_systems.profiling.traces.tables import Trace
 
 MS = 1e6
@@ -37,6 +37,8 @@ class RangeTimes:
     summed_ms: float
     unioned_ms: float
     projected_ms: float
+    copies_ms: float
+    """Of the summed time: copies and casts, which autocast puts into the ranges of what it casts for."""
 
 
 def n_steps(trace: Trace) -> int:
@@ -54,19 +56,21 @@ def times(trace: Trace, instances: pd.DataFrame) -> RangeTimes:
 
 
 def _by_instance(trace: Trace, instances: pd.DataFrame) -> pd.DataFrame:
-    """One row per instance: host time, operations, and the three durations, in nanoseconds."""
+    """One row per instance: host time, operations, the three durations, and copies among them, in nanoseconds."""
     ops = trace.operations(instances)
+    ops["copied"] = (ops["end"] - ops["start"]).where(ops["name"].map(kernel_class) == COPY, 0)
     rows = instances.assign(host=instances["end"] - instances["start"])[["name", "depth", "host"]]
     held = ops.assign(length=ops["end"] - ops["start"]).groupby("instance")
     rows["operations"] = held.size()
     rows["summed"] = held["length"].sum()
     rows["unioned"] = pd.Series({index: length(union(group)) for index, group in held}, dtype=float)
     rows["projected"] = held["end"].max() - held["start"].min()
+    rows["copies"] = held["copied"].sum()
     return rows.fillna(0)
 
 
 def _total(rows: pd.DataFrame, steps: int) -> RangeTimes:
-    names = ("host", "summed", "unioned", "projected")
+    names = ("host", "summed", "unioned", "projected", "copies")
     durations_ms = {f"{name}_ms": float(rows[name].sum()) / steps / MS for name in names}
     return RangeTimes(calls=len(rows) / steps, operations=float(rows["operations"].sum()) / steps, **durations_ms)
 
