@@ -14,7 +14,7 @@ from cs336_systems.config import MODEL_SIZES, PRECISIONS
 from cs336_systems.costs.activations import block_saved_tensors, total_bytes
 from cs336_systems.costs.checkpointing import make_plan, runs_again
 from cs336_systems.costs.flops import hardware_flops
-from cs336_systems.costs.memory import peak_memory
+from cs336_systems.costs.memory import PARTS, PeakMemory, peak_memory
 from cs336_systems.report.tables import Table, digits
 
 GIB, MIB = 2**30, 2**20
@@ -77,10 +77,15 @@ def ran_out(rows: pd.DataFrame) -> RanOut:
     return RanOut(*said.iloc[-1])
 
 
+def peak_of(mode: str, dtype: str, context: int, checkpoint: str = "none") -> PeakMemory:
+    """Of the large model at batch 4: how much, at which moment, and what is alive there."""
+    config = MODEL_SIZES[LARGE].at_context(context)
+    return peak_memory(config, 4, context, PRECISIONS[dtype], mode, checkpoint=checkpoint)
+
+
 def predicted_peak(mode: str, dtype: str, context: int, checkpoint: str = "none") -> float:
     """Of the large model at batch 4, GiB."""
-    config = MODEL_SIZES[LARGE].at_context(context)
-    return peak_memory(config, 4, context, PRECISIONS[dtype], mode, checkpoint=checkpoint).n_bytes / GIB
+    return peak_of(mode, dtype, context, checkpoint).n_bytes / GIB
 
 
 def recomputed_flops(policy: str, context: int) -> float:
@@ -184,3 +189,28 @@ def checkpoint_table(rows: pd.DataFrame) -> Table:
     timed = rows[rows["metric"] == "step"]
     said = caption(timed, ["size", "batch_size", "context_length", "dtype"], "medians of {n} whole steps")
     return Table(said, pd.DataFrame(lines))
+
+
+def segments_table(rows: pd.DataFrame, dtype: str, context: int = 2048) -> Table:
+    """Segments of k blocks of the large model: the predicted peak, where it is, what is alive there, and as measured.
+
+    Args:
+        rows: of part ``checkpointing``, of any dtype and context; a segment that none of them has is predicted alone.
+    """
+    own = rows[(rows["size"] == LARGE) & (rows["dtype"] == dtype) & (rows["context_length"] == context)]
+    lines = []
+    for k in (1, 2, 4, 8):
+        policy = "full" if k == 1 else f"every-{k}"
+        peak, found = peak_of("step", dtype, context, policy), own[own["checkpoint"] == policy]
+        line = {"k": k, "predicted peak GiB": digits(peak.n_bytes / GIB)}
+        for metric, label in (("peak_memory", "measured peak GiB"), ("step", "step ms")):
+            values = found[found["metric"] == metric]["median"]
+            ended = PENDING if found.empty else found["status"].iloc[-1]
+            line[label] = digits(values.iloc[-1]) if len(values) else ended
+        parts = {f"{part} GiB": f"{peak.parts.get(part, 0) / GIB:.2f}" for part in PARTS if part != "loss"}
+        lines.append(line | {"at": peak.moment} | parts)
+    caption = (
+        f"{LARGE}, batch 4, context {context}, {dtype}: a checkpoint for every k blocks. The parts are those of the "
+        "predicted peak, at the moment named."
+    )
+    return Table(caption, pd.DataFrame(lines))

@@ -174,7 +174,6 @@ def transient_bytes(config: ModelConfig, batch_size: int, seq_len: int, precisio
     n_residual, n_inner, n_logits = tokens * config.d_model, tokens * config.d_ff, tokens * config.vocab_size
     n_scores = batch_size * config.n_heads * seq_len**2
     cast_scores = narrow if softmax != narrow else 0
-    later_weights = (3 * config.d_ff + config.d_model) * config.d_model
     return {
         # Probabilities times v: residual, norm output, q, k, v (and its contiguous copy), output; scores twice; mask.
         "attention": n_residual * (2 * wide + 5 * narrow) + n_scores * (narrow + softmax + cast_scores) + seq_len**2,
@@ -186,6 +185,6 @@ def transient_bytes(config: ModelConfig, batch_size: int, seq_len: int, precisio
         "loss backward": 3 * n_logits * WIDE,
         # Residual gradient; gradients of the product and its two factors, less the product itself; w2's gradient.
         "feed-forward backward": n_residual * wide + (2 * n_inner + config.d_ff * config.d_model) * narrow,
-        # Gradients of residual, v, probabilities and scores, of the later matrices, less the saved v and output.
-        "attention backward": n_residual * (wide - narrow) + 2 * n_scores * softmax + later_weights * wide,
+        # Gradients of residual, v, probabilities and scores, less the saved v and output.
+        "attention backward": n_residual * (wide - narrow) + 2 * n_scores * softmax,
     }

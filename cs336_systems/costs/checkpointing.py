@@ -16,8 +16,12 @@ Segments, and segments inside segments, are Chen et al. 2016 ("Training deep net
 4.2 and 4.4). ``recursive`` is the bisection that Griewank & Walther 2000 ("revolve") refine: it never drops the right
 half of a half, because backward needs it next, so that each level costs half a forward.
 
-A Transformer block keeps 20 times its input or more, so long segments hardly pay: the optimum of n inputs / k + k
-blocks, k = sqrt(n input / block), is near or below 1, where ``full`` is. ``first-m`` goes from none to full in steps.
+Long segments do not pay. Where activations set the peak, it is when backward comes to the first segment: its k blocks'
+activations are alive, every later block's gradients are, and of the n / k inputs one is left. So each block more in a
+segment adds its activations less its gradients, no term in n / k stands against that, ``recursive`` needs what ``full``
+does, and k = sqrt(n input / block), where n inputs / k + k blocks are least, governs nothing. Nor does it help to
+checkpoint attention and feed-forward apart: the peak is in attention's backward, where the feed-forward's activations
+are gone either way. ``first-m`` goes from none to full in steps.
 
 A fused attention is one operator and counts as a matrix product that returns its result. With the reference attention,
 ``keep-matmuls`` keeps the scores as well, and ``keep-attention`` keeps the product with the values: backward also needs

@@ -65,6 +65,20 @@ def rotary_bytes(config: ModelConfig) -> int:
     return 2 * config.context_length * (config.d_head // 2) * WIDE
 
 
+PARTS = (
+    "parameters",
+    "optimizer state",
+    "gradients",
+    "kept inputs",
+    "activations",
+    "loss",
+    "temporaries",
+    "tables and workspaces",
+)
+"""What is alive at a moment. Kept inputs are those of segments, and results that a selective policy keeps; activations
+are those of blocks, autocast's copies of their matrices included; temporaries live while one operation runs."""
+
+
 @dataclass(frozen=True)
 class PeakMemory:
     """The largest moment of a pass, and every moment that was considered, in bytes alive."""
@@ -72,6 +86,8 @@ class PeakMemory:
     moment: str
     n_bytes: int
     moments: dict[str, int]
+    parts: dict[str, int]
+    """Of ``PARTS`` those that the largest moment has; they add up to it."""
 
 
 def peak_memory(
@@ -107,16 +123,18 @@ def peak_memory(
             raise ValueError(f"unknown {name} {value!r}: known are {', '.join(known)}")
     checkpoint = canonical_policy(checkpoint)
     step = _Step((config, batch_size, seq_len, precision.on(device_type)), checkpoint, device_type)
-    base = step.parameters + rotary_bytes(config)
-    if device_type == "cuda":
-        base += workspace_bytes * (1 if mode == "forward" else 2)
+    workspaces = workspace_bytes * (1 if mode == "forward" else 2) if device_type == "cuda" else 0
+    base = {"parameters": step.parameters, "tables and workspaces": rotary_bytes(config) + workspaces}
     above = step.forward_moments() if mode == "forward" else step.backward_moments()
     if mode == "step":
-        base += 2 * step.parameters
-        above["optimizer"] = step.parameters + (step.largest_parameter if optimizer == "reference" else 0)
-    moments = {name: base + n_bytes for name, n_bytes in above.items()}
+        base["optimizer state"] = 2 * step.parameters
+        temporary = step.largest_parameter if optimizer == "reference" else 0
+        above["optimizer"] = {"gradients": step.parameters, "temporaries": temporary}
+    moments = {name: sum(base.values()) + sum(parts.values()) for name, parts in above.items()}
     moment = max(moments, key=lambda name: moments[name])
-    return PeakMemory(moment, moments[moment], moments)
+    alive = base | above[moment]
+    parts = {part: alive[part] for part in PARTS if alive.get(part)}
+    return PeakMemory(moment, moments[moment], moments, parts)
 
 
 class _Step:
@@ -130,6 +148,8 @@ class _Step:
         units = [self._states([prod(shape) for shape in unit]) for unit in model_units(config)]
         self.parameters, self.block_parameters = sum(units), units[1]
         self.largest_parameter = self._states([max(config.vocab_size, config.d_ff) * config.d_model])
+        # Whose gradients a block has when backward reaches its attention: the feed-forward's and the output projection.
+        self.later_parameters = (3 * config.d_ff + config.d_model) * config.d_model * precision.parameter_bytes
 
         self.casts = activations.block_cast_bytes(config, precision)
         self.qkv_casts = activations.qkv_cast_bytes(config, precision)
@@ -153,35 +173,54 @@ class _Step:
     def _saved(self, tensors: list[SavedTensor]) -> int:
         return sum(self.block_bytes(tensor.n_bytes) for tensor in tensors)
 
-    def forward_moments(self) -> dict[str, int]:
+    def forward_moments(self) -> dict[str, dict[str, int]]:
         """Without gradients."""
         casts = self.config.n_layers * self.casts + self.head_casts
-        return {moment: casts + self.transient[moment] for moment in ("attention", "feed-forward", "loss")}
+        return {
+            moment: {"activations": casts, "temporaries": self.transient[moment]}
+            for moment in ("attention", "feed-forward", "loss")
+        }
 
-    def backward_moments(self) -> dict[str, int]:
+    def backward_moments(self) -> dict[str, dict[str, int]]:
         """Forward with gradients, and backward."""
         config, transient = self.config, self.transient
         head_gradient = self._states([config.vocab_size * config.d_model])
         # Embedding and head each bring a gradient for a tied matrix; torch adds them in place only if autocast made a
         # fresh copy of the head's (torch/csrc/autograd/input_buffer.cpp, accumulate).
         tied_gradients = (1 if self.precision.autocast else 2) * head_gradient if config.tie_embeddings else 0
-        moments = {"end of backward": self.parameters + tied_gradients}
+        moments = {"end of backward": {"gradients": self.parameters + tied_gradients}}
         for kept in kept_in_backward(make_plan(self.checkpoint, config.n_layers)):
             # A block widens its input for its first norm, and keeps that; it is the input itself if that is wide.
             inputs = kept.inputs - kept.blocks if self.precision.parameter_bytes == WIDE else kept.inputs
             waiting = len(kept.inputs - {kept.block})
-            alive = len(kept.blocks) * self.block + len(inputs) * self.input + waiting * self.selected
+            left = {"kept inputs": len(inputs) * self.input + waiting * self.selected}
+            blocks = len(kept.blocks) * self.block
             if kept.block is None:
                 # Autocast holds every cast that it made until forward ends, also those of blocks that run again.
                 cached = (config.n_layers - len(kept.blocks)) * self.casts
                 if config.n_layers - 1 in kept.inputs:
                     to_come = self.input + self.selected_after_scores + self.casts - self.qkv_casts
-                    moments["last block's attention"] = alive + cached - to_come + transient["attention"]
-                moments["loss"] = alive + cached + self.head + self.fp32_logits
-                moments["loss backward"] = alive + self.head + transient["loss backward"]
+                    moments["last block's attention"] = left | {
+                        "activations": blocks + cached - to_come,
+                        "temporaries": transient["attention"],
+                    }
+                moments["loss"] = left | {"activations": blocks + cached, "loss": self.head + self.fp32_logits}
+                moments["loss backward"] = left | {
+                    "activations": blocks,
+                    "loss": self.head,
+                    "temporaries": transient["loss backward"],
+                }
             else:
-                alive += head_gradient + (config.n_layers - 1 - kept.block) * self.block_parameters + self.unfetched
-                in_attention = alive - self.block + self.attention
-                for moment, before in (("feed-forward backward", alive), ("attention backward", in_attention)):
-                    moments[f"block {kept.block}, {moment}"] = before + transient[moment]
+                left["kept inputs"] += self.unfetched
+                gradients = head_gradient + (config.n_layers - 1 - kept.block) * self.block_parameters
+                moments[f"block {kept.block}, feed-forward backward"] = left | {
+                    "gradients": gradients,
+                    "activations": blocks,
+                    "temporaries": transient["feed-forward backward"],
+                }
+                moments[f"block {kept.block}, attention backward"] = left | {
+                    "gradients": gradients + self.later_parameters,
+                    "activations": blocks - self.block + self.attention,
+                    "temporaries": transient["attention backward"],
+                }
         return moments

@@ -8,14 +8,17 @@ from cs336_systems.answers.memory import (
     KeptByBlock,
     RanOut,
     checkpoint_table,
+    peak_of,
     peaks_table,
     ran_out,
     recomputed_blocks,
     residuals_table,
+    segments_table,
 )
 from cs336_systems.answers.rendering import PENDING
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.flops import hardware_flops
+from cs336_systems.report.tables import digits
 from tests.report.rows import make_cell, make_frame, ms
 
 
@@ -36,6 +39,22 @@ def test_checkpointing_is_predicted_and_says_what_is_not_measured():
     config = MODEL_SIZES["2.7b"].at_context(2048)
     extra = hardware_flops(config, 4, 2048, "step", checkpoint="full") / hardware_flops(config, 4, 2048, "step") - 1
     assert lines.loc["full", "more FLOPs %"] == f"{100 * extra:.1f}"
+
+
+def test_segments_are_predicted_where_no_row_has_them():
+    cell = {"size": "2.7b", "batch_size": 4, "context_length": 2048, "dtype": "autocast-bf16"}
+    rows = make_frame(
+        make_cell(ms("peak_memory", 59.4), ms("step", 1242.0), **cell, checkpoint="full"),
+        make_cell(status="oom", **cell, checkpoint="every-8"),
+    )
+    measured = segments_table(rows, "autocast-bf16").frame.set_index("k")
+    assert list(measured["measured peak GiB"]) == ["59.4", PENDING, PENDING, "oom"]
+    predicted = segments_table(rows, "fp32").frame.set_index("k")
+    assert set(predicted["step ms"]) == {PENDING}
+    assert list(predicted["at"]) == [f"block {i}, attention backward" for i in (0, 1, 3, 7)]
+    peak = peak_of("step", "fp32", 2048, "every-2")
+    assert predicted.loc[2, "predicted peak GiB"] == digits(peak.n_bytes / 2**30)
+    assert sum(float(predicted.loc[2, f"{part} GiB"]) for part in peak.parts) == pytest.approx(61.3, abs=0.1)
 
 
 def test_arithmetic_needs_no_rows():

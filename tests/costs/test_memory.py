@@ -4,6 +4,7 @@ Saved activations are compared exactly. The peak is compared with every storage 
 fake tensors, which have sizes and lifetimes but no bytes; on CUDA with measurements, whose allocator adds its own.
 """
 
+import functools
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -20,11 +21,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cs336_systems.config import MODEL_SIZES, MODES, PRECISIONS, ModelConfig, Precision, resolve_size
-from cs336_systems.costs.activations import block_cast_bytes, block_saved_tensors, saved_bytes, total_bytes
+from cs336_systems.costs.activations import (
+    attention_saved_tensors,
+    block_cast_bytes,
+    block_saved_tensors,
+    saved_bytes,
+    total_bytes,
+)
 from cs336_systems.costs.fsdp import model_units
 from cs336_systems.costs.memory import (
     CUBLAS_WORKSPACE_BYTES,
     MIB,
+    PARTS,
     adamw_state_bytes,
     adamw_traffic_bytes,
     cuda_block_bytes,
@@ -32,7 +40,7 @@ from cs336_systems.costs.memory import (
     peak_memory,
     rotary_bytes,
 )
-from cs336_systems.model import TransformerLM
+from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
 from cs336_systems.training import TrainingCase, assemble, cross_entropy
 from cs336_systems.training.precision import autocast, parameter_dtype
 
@@ -216,11 +224,17 @@ class LiveBytes(TorchDispatchMode):
 
 
 def alive_at_peak(
-    config: ModelConfig, batch_size: int, seq_len: int, precision: str, mode: str, checkpoint: str = "none"
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    precision: str,
+    mode: str,
+    checkpoint: str = "none",
+    ops: ModelOps = REFERENCE_OPS,
 ) -> int:
     """Peak of live bytes of the pass of ``mode`` that finds its state in place: a step's second."""
     with FakeTensorMode(), LiveBytes() as live:
-        step = assemble(TrainingCase.of(config, dtype=precision, checkpoint=checkpoint))
+        step = assemble(TrainingCase.of(config, dtype=precision, checkpoint=checkpoint), ops=ops)
         ids = torch.zeros(batch_size, seq_len, dtype=torch.int64)
         for _ in range(2 if mode == "step" else 1):
             live.peak = live.now
@@ -301,6 +315,55 @@ def test_peak_under_checkpointing_is_what_is_alive(size, context_length, precisi
     peak = peak_memory(config, 4, context_length, PRECISIONS[precision], mode, checkpoint=checkpoint, device_type="cpu")
     print(f"predicted {peak.n_bytes / GIB:.4f} GiB ({peak.moment}), alive {alive / GIB:.4f} GiB")
     assert 0.99 <= peak.n_bytes / alive <= (1.03 if peak.moment == "loss" else 1.01)
+
+
+def attention_and_feed_forward_apart(blocks, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A stack with two segments to a block."""
+
+    def attention(block, x: Tensor) -> Tensor:
+        return x + block.attn(block.ln1(x), cos, sin)
+
+    def feed_forward(block, x: Tensor) -> Tensor:
+        return x + block.ffn(block.ln2(x))
+
+    for block in blocks:
+        for half in (attention, feed_forward):
+            x = torch.utils.checkpoint.checkpoint(functools.partial(half, block), x, use_reentrant=False)
+    return x
+
+
+@pytest.mark.slow
+def test_segments_of_half_a_block_need_as_much_as_those_of_one():
+    """The peak is in attention's backward, where the feed-forward's activations are gone either way."""
+    work = (replace(MODEL_SIZES["xl"].at_context(2048), n_layers=3), 4, 2048, "fp32", "step")
+    halves = replace(REFERENCE_OPS, stack=attention_and_feed_forward_apart)
+    assert alive_at_peak(*work, ops=halves) == pytest.approx(alive_at_peak(*work, checkpoint="full"), rel=1e-3)
+
+
+def test_a_longer_segment_adds_a_blocks_activations_less_its_gradients():
+    config, fp32 = MODEL_SIZES["2.7b"].at_context(2048), PRECISIONS["fp32"]
+    peaks = {
+        k: peak_memory(config, 4, 2048, fp32, "step", checkpoint=f"every-{k}", device_type="cpu") for k in (1, 2, 4, 8)
+    }
+    block = total_bytes(block_saved_tensors(config, 4, 2048, fp32)) - 4 * config.n_block_parameters
+    for k, peak in peaks.items():
+        assert peak.moment == f"block {k - 1}, attention backward"
+        assert peak.n_bytes - peaks[1].n_bytes == (k - 1) * block
+    parts = peaks[1].parts
+    attention = total_bytes(attention_saved_tensors(config, 4, 2048, fp32))
+    assert parts["parameters"] == parts["optimizer state"] / 2 == 4 * config.n_parameters
+    assert parts["activations"] == attention, "the input that is left is one of them"
+    assert "kept inputs" not in parts
+    to_come = 4 * (config.vocab_size + 3 * config.d_model + 3) * config.d_model
+    assert parts["gradients"] == parts["parameters"] - to_come, "embedding, queries, keys, values; and three norms"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", ["none", "first-2", "keep-matmuls"])
+def test_the_parts_of_a_peak_add_up(mode, policy):
+    peak = peak_memory(MODEL_SIZES["small"], 4, 512, PRECISIONS["autocast-bf16"], mode, checkpoint=policy)
+    assert sum(peak.parts.values()) == peak.n_bytes
+    assert list(peak.parts) == [part for part in PARTS if part in peak.parts]
 
 
 def test_checkpointing_changes_neither_forward_nor_states():
