@@ -4,9 +4,9 @@
 #   scripts/measure_models.sh FOLDER PART...
 #
 # Parts: grid context-512 memory-256 compiled optimizers warmup harness checkpointing. On an H200 the grid and compiled
-# take about seven minutes each, checkpointing about three, the others together about five. Compiling whole models is not
-# in these seven: it takes the longer the more blocks a model has, perhaps ten minutes more in all. PYTHON picks the
-# interpreter (default: uv run).
+# take about seven minutes each, checkpointing about eight, the others together about five. Compiling whole models is not
+# in these seven: it takes the longer the more blocks a model has, perhaps ten minutes more in all. Checkpointing compares
+# what the host adds to a step: run it alone on its host. PYTHON picks the interpreter (default: uv run).
 # Each part appends to its own folder below FOLDER; uv run scripts/report.py --adopt FOLDER moves the rows to
 # profiles/results/<gpu>/.
 set -euo pipefail
@@ -34,7 +34,9 @@ for part in "$@"; do
       model --size 2.7b --context-length 2048 --dtype autocast-bf16 --mode step --warmup 2 --out "$out" \
         --checkpoint none full every-2 every-4 every-8 first-16 first-24 keep-matmuls keep-attention recursive
       model --size 2.7b --context-length 1024 --dtype autocast-bf16 --mode step --warmup 2 --out "$out" \
-        --checkpoint none full keep-matmuls ;;
+        --checkpoint none full keep-matmuls
+      model --size 2.7b --context-length 2048 --dtype fp32 --mode step --warmup 2 --out "$out" \
+        --checkpoint none full every-2 every-4 every-8 ;;
     warmup)
       model --size small xl --warmup 0 1 2 5 --mode step --out "$out" ;;
     harness)
