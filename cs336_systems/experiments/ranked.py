@@ -22,6 +22,7 @@ from cs336_systems.harness.sweep import Outcome, outcome_rows
 from cs336_systems.harness.traffic import Event, Traffic
 from cs336_systems.profiling.traces import kineto
 from cs336_systems.profiling.traces.tables import TraceError
+from cs336_systems.report.block_timeline import draw_two_blocks
 from cs336_systems.report.show import show
 from cs336_systems.report.tables import Table
 from cs336_systems.report.timeline import draw_timeline
@@ -150,7 +151,7 @@ def traced_experiment(
 
 
 def draw_traces(outcomes: Sequence[Outcome], folder: Path) -> None:
-    """Draw the last step of each recording beside it; say on stderr where, or why not."""
+    """Draw the last step of each recording beside it, whole and close up; say on stderr where, or why not."""
     for outcome in outcomes:
         cell: Any = outcome.cell
         if outcome.status != "ok":
@@ -159,6 +160,7 @@ def draw_traces(outcomes: Sequence[Outcome], folder: Path) -> None:
         try:
             trace = kineto.read(folder / f"{cell.name}.json.gz")
             draw_timeline(trace, ["forward", "backward", "optimizer"], str(cell), picture)
+            draw_two_blocks(trace, f"{cell}: backward of two blocks", folder / f"{cell.name}-blocks.png")
         except (TraceError, OSError) as error:
             print(f"no picture of {cell}: {error}", file=sys.stderr)
             continue

@@ -169,11 +169,14 @@ def ranged_call(name: str, function: Callable[..., Any], *args: Any, **kwargs: A
         return call.end(function(*args, **kwargs))
 
 
-def annotate(model: nn.Module) -> ExitStack:
+def annotate(model: nn.Module, kind: type[nn.Module] = nn.Module) -> ExitStack:
     """Range every call of every module of ``model``, the stages of its attention, and their backward.
 
     It lasts until the returned stack is closed. The model itself is named by its class; a compiled module is ranged as
     a whole. A model that holds a compiled one must be annotated after it was compiled.
+
+    Args:
+        kind: range modules of this class alone, which costs the host less.
     """
     annotation = ExitStack()
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -182,8 +185,12 @@ def annotate(model: nn.Module) -> ExitStack:
         if any(path.startswith(f"{outer}.") or not outer for outer in compiled):
             continue
         name = path or type(model).__name__
-        if (implementation := module._compiled_call_impl) is not None:  # hooks would be compiled into it
+        implementation = module._compiled_call_impl
+        if implementation is not None:
             compiled.append(path)
+        if not isinstance(module, kind):
+            continue
+        if implementation is not None:  # hooks would be compiled into it
             module._compiled_call_impl = functools.partial(ranged_call, name, implementation)
             annotation.callback(setattr, module, "_compiled_call_impl", implementation)
             continue

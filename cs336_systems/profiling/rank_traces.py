@@ -5,10 +5,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from torch import nn
+
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.harness.ranks import time_phases_of_ranks
 from cs336_systems.harness.record import Metric
-from cs336_systems.profiling.ranges import STEP, ranged_phases
+from cs336_systems.model import TransformerBlock
+from cs336_systems.profiling.ranges import STEP, annotate, ranged_phases
 from cs336_systems.profiling.traces import kineto
 from cs336_systems.profiling.traces.queries import overlap, slowdown
 from cs336_systems.profiling.traces.tables import Trace
@@ -16,10 +19,14 @@ from cs336_systems.profiling.traces.tables import Trace
 _RECORDED_STEPS = 3
 
 
-def record_phases_of_ranks(phases: Mapping[str, Callable[[], None]], rank: Rank, path: Path) -> None:
-    """Run one warm-up step and a few more on all ranks, recorded by torch.profiler on rank 0 to ``path``."""
+def record_phases_of_ranks(phases: Mapping[str, Callable[[], None]], model: nn.Module, rank: Rank, path: Path) -> None:
+    """Run one warm-up step and a few more on all ranks, recorded by torch.profiler on rank 0 to ``path``.
+
+    The phases and the blocks of ``model`` are ranges in it; ranging every module would make the host late.
+    """
     ranged = ranged_phases(phases, warmup=1)
-    with kineto.recording(path, rank.device) if rank.rank == 0 else nullcontext():
+    recording = kineto.recording(path, rank.device) if rank.rank == 0 else nullcontext()
+    with annotate(model, TransformerBlock), recording:
         time_phases_of_ranks(ranged, rank, warmup=1, steps=_RECORDED_STEPS)
 
 

@@ -43,12 +43,12 @@ def draw_timeline(trace: Trace, phases: list[str], title: str, path: Path, step:
     """
     window = trace.instances(STEP).iloc[[step]]
     zero, caller = int(window["start"].iloc[0]), int(window["tid"].iloc[0])
-    ops, ranges = (_in_ms(rows, zero) for rows in (trace.operations(window), trace.during(trace.ranges, window)))
+    ops, ranges = (in_ms(rows, zero) for rows in (trace.operations(window), trace.during(trace.ranges, window)))
     ranges = ranges[ranges["depth"] < _MOST_DEPTHS]
     whole_ms = (max(int(window["end"].iloc[0]), int(ops["end"].max())) - zero) / MS
     ran = trace.operations(trace.during(trace.ranges[trace.ranges["name"].isin(phases)], window))
     named = ran.groupby(trace.ranges["name"][ran["instance"]].to_numpy(), sort=False)
-    passes = _in_ms(named.agg(start=("start", "min"), end=("end", "max")).reset_index(names="name"), zero)
+    passes = in_ms(named.agg(start=("start", "min"), end=("end", "max")).reset_index(names="name"), zero)
     rows: list[tuple[str, pd.DataFrame]] = []
     for tid in sorted(ranges["tid"].unique(), key=lambda tid: tid != caller):
         thread = "caller's thread" if tid == caller else "autograd's thread"
@@ -63,16 +63,15 @@ def draw_timeline(trace: Trace, phases: list[str], title: str, path: Path, step:
     )
     device.set_xlim(0, whole_ms)
     for i, (_, group) in enumerate(rows):
-        _draw_ranges(host, group, i - 0.45, 0.9)
+        draw_ranges(host, group, i - 0.45, 0.9)
     host.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=7)
     host.set_ylim(len(rows) - 0.5, -0.5)
     host.set_title("host: ranges by thread and depth", loc="left", fontsize=9)
 
-    _draw_ranges(device, passes, -0.93, 0.36)
+    draw_ranges(device, passes, -0.93, 0.36)
     for i, (_, group) in enumerate(streams):
-        for label, kernels in group.groupby(group["name"].map(kernel_class)):  # no edges: a thousand stay readable
-            device.broken_barh(_bars(kernels), (i - 0.4, 0.8), facecolors=CLASS_COLOURS[str(label)], lw=0)
-    names = [f"GPU {d}, stream {s}" if trace.has_gpu else "CPU operators" for (d, s), _ in streams]
+        draw_operations(device, group, i - 0.4, 0.8)
+    names = [stream_name(trace, *key) for key, _ in streams]
     device.set_yticks([-0.75, *range(len(names))], ["phases", *names], fontsize=7)
     device.set_ylim(len(names) - 0.5, -1.0)
     what = "device: kernels, copies and fills by stream" if trace.has_gpu else "CPU: operators by thread"
@@ -82,6 +81,19 @@ def draw_timeline(trace: Trace, phases: list[str], title: str, path: Path, step:
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
         axes.tick_params(axis="x", labelsize=8)
+    draw_legend(figure, ops)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=160)
+
+
+def draw_operations(axes: Axes, ops: pd.DataFrame, bottom: float, height: float) -> None:
+    """One row of operations (as ``in_ms`` returns them) in the colours of their classes."""
+    for label, kernels in ops.groupby(ops["name"].map(kernel_class)):  # no edges: a thousand stay readable
+        axes.broken_barh(_bars(kernels), (bottom, height), facecolors=CLASS_COLOURS[str(label)], lw=0)
+
+
+def draw_legend(figure: Figure, ops: pd.DataFrame) -> None:
+    """The colours of the classes that occur."""
     present = set(ops["name"].map(kernel_class))
     figure.legend(
         handles=[Patch(color=CLASS_COLOURS[label], label=label) for label in CLASSES if label in present],
@@ -90,11 +102,14 @@ def draw_timeline(trace: Trace, phases: list[str], title: str, path: Path, step:
         frameon=False,
         fontsize=8,
     )
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=160)
 
 
-def _in_ms(rows: pd.DataFrame, zero: int) -> pd.DataFrame:
+def stream_name(trace: Trace, device: int, stream: int) -> str:
+    """What a row of operations ran on."""
+    return f"GPU {device}, stream {stream}" if trace.has_gpu else "CPU operators"
+
+
+def in_ms(rows: pd.DataFrame, zero: int) -> pd.DataFrame:
     """With ``start_ms`` after ``zero`` and ``length_ms``."""
     return rows.assign(start_ms=(rows["start"] - zero) / MS, length_ms=(rows["end"] - rows["start"]) / MS)
 
@@ -103,11 +118,12 @@ def _bars(rows: pd.DataFrame) -> list[tuple[float, float]]:
     return list(zip(rows["start_ms"], rows["length_ms"], strict=True))
 
 
-def _draw_ranges(axes: Axes, ranges: pd.DataFrame, bottom: float, height: float) -> None:
+def draw_ranges(axes: Axes, ranges: pd.DataFrame, bottom: float, height: float) -> None:
     """One row of ranges, neighbours in alternating greys, each with its name in its middle if it fits."""
     colours = [_RANGE_GREYS[i % 2] for i in range(len(ranges))]
     axes.broken_barh(_bars(ranges), (bottom, height), facecolors=colours, edgecolor="#7F7F7F", lw=0.3)
-    per_character = axes.get_xlim()[1] / _CHARACTERS_ACROSS
+    left, right = axes.get_xlim()
+    per_character = (right - left) / _CHARACTERS_ACROSS
     for name, (start, length) in zip(ranges["name"].str.removesuffix(BACKWARD), _bars(ranges), strict=True):
         if len(name) * per_character < length:
             middle = (start + length / 2, bottom + height / 2)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.model import REFERENCE_OPS
+from cs336_systems.model import REFERENCE_OPS, TransformerBlock
 from cs336_systems.profiling import ranges
 from cs336_systems.profiling.ranges import (
     BACKWARD,
@@ -104,6 +104,16 @@ def test_every_module_and_stage_is_ranged_in_its_place(emitted, batch):
     calls = [name for name, module in step.model.named_modules() if not isinstance(module, nn.ModuleList)]
     assert len(emitted.names) == len(calls) + 3 * TINY.n_layers
     assert emitted.balanced
+
+
+def test_modules_of_one_kind_alone(emitted, batch):
+    step = tiny_step()
+    phases = step.phases("backward", *batch)
+    with annotate(step.model, TransformerBlock):
+        for phase in phases.values():
+            phase()
+    names = [f"layers.{i}" for i in range(TINY.n_layers)]
+    assert emitted.paths == [(name,) for name in names] + [(name + BACKWARD,) for name in reversed(names)]
 
 
 def test_backward_mirrors_forward(emitted, batch):

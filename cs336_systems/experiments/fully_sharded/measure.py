@@ -121,7 +121,7 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
         metrics += prepared.waits()
     if trace is not None:
         path = trace / f"{cell.name}.json.gz"
-        record_phases_of_ranks(prepared.phases(), rank, path)
+        record_phases_of_ranks(prepared.phases(), prepared.step.model, rank, path)
         if rank.rank == 0:
             metrics += communication_metrics(kineto.read(path))
     return metrics

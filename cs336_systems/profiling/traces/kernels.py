@@ -52,6 +52,15 @@ def kernel_class(name: str) -> str:
 
 
 @functools.cache
+def collective_name(name: str) -> str:
+    """Which collective an operation of class ``COMMUNICATION`` is, as one calls it."""
+    found = re.search(r"(all|reduce|broad)_?(reduce|gather|scatter|cast|to_?all)", name, re.IGNORECASE)
+    if found is None:
+        return "collective"
+    return "broadcast" if found[1].lower() == "broad" else f"{found[1]}-{found[2]}".lower()
+
+
+@functools.cache
 def short_name(name: str, width: int = 72) -> str:
     """A kernel's name without return type, namespaces and arguments; of its template arguments, the one that tells."""
     bare = re.sub(r"(\(anonymous namespace\)|<unnamed>)::", "", re.sub(r"^(void|std::\w+|int|float|double) ", "", name))

@@ -41,7 +41,7 @@ from cs336_systems.profiling.traces.tables import (
 _GPU_CATEGORIES = {"kernel": KERNEL, "gpu_memcpy": COPY, "gpu_memset": FILL}
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 
-_OPERATOR_NAME = re.compile(r"(?!autograd::)\w+::")
+_OPERATOR_NAME = re.compile(r"(?!(torch::)?autograd::)\w+::")
 """``aten::mm``, but not autograd's own bookkeeping, nor functions written in Python, which work through operators."""
 
 

@@ -10,6 +10,7 @@ from cs336_systems.distributed.spawn import RankFailed, spawn
 from cs336_systems.experiments.data_parallel.measure import DataParallelCell, PreparedReplica, measure_data_parallel
 from cs336_systems.harness.record import Metric
 from cs336_systems.profiling.traces import kineto
+from cs336_systems.report.block_timeline import two_blocks
 
 CELL = DataParallelCell(
     size="tiny",
@@ -52,6 +53,9 @@ def test_metrics_of_ours_and_of_torchs(tmp_path):
     trace = kineto.read(tmp_path / f"{CELL.name}.json.gz")
     assert len(trace.instances("step")) == 3
     assert len(trace.instances("backward", inside="step")) == 3
+    close_up = two_blocks(trace)
+    assert list(close_up.blocks["name"]) == ["layers.1", "layers.0"]
+    assert len(close_up.collectives)
 
 
 def drift(rank):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cs336_systems.profiling.traces.kernels import CLASSES, kernel_class, short_name
+from cs336_systems.profiling.traces.kernels import CLASSES, collective_name, kernel_class, short_name
 
 AT = "void at::native::"
 MUL = "at::native::BinaryFunctor<float, float, float, at::native::binary_internal::MulFunctor<float> >"
@@ -39,6 +39,25 @@ MUL = "at::native::BinaryFunctor<float, float, float, at::native::binary_interna
 def test_classes(name, expected):
     assert kernel_class(name) == expected
     assert expected in CLASSES
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all-reduce"),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "all-gather"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "reduce-scatter"),
+        ("ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "broadcast"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "collective"),
+        ("c10d::_allgather_base_", "all-gather"),
+        ("c10d::reduce_scatter_tensor_coalesced_", "reduce-scatter"),
+        ("c10d::allreduce_", "all-reduce"),
+        ("c10d::broadcast_", "broadcast"),
+    ],
+)
+def test_names_of_collectives(name, expected):
+    assert kernel_class(name) == "communication"
+    assert collective_name(name) == expected
 
 
 @pytest.mark.parametrize(

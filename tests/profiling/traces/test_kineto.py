@@ -78,6 +78,7 @@ def test_operators_are_cut_where_the_work_is_done(tmp_path):
         event("cpu_op", "aten::sum", 200, 50),
         event("cpu_op", "aten::fill_", 205, 5),
         event("cpu_op", "autograd::engine::evaluate_function: MulBackward0", 300, 50),
+        event("cpu_op", "torch::autograd::AccumulateGrad", 360, 50),
         event("cpu_op", "MulBackward0", 301, 45),
         event("cpu_op", "aten::mul", 303, 20),
         event("cpu_op", "aten::mul", 304, 10, tid=6),
