@@ -18,6 +18,7 @@ import torch
 from cs336_systems.case import COMPILED, TrainingCase
 from cs336_systems.costs.activations import block_saved_tensors, total_bytes
 from cs336_systems.experiments.profile import memory_tables as tables
+from cs336_systems.experiments.profile.memory_blocks import draw_allocations
 from cs336_systems.experiments.profile.memory_tables import GIB, MIB, BlockAccount
 from cs336_systems.experiments.profile.memory_timeline import draw_memory_timeline
 from cs336_systems.harness.provenance import host_name
@@ -67,7 +68,9 @@ def write_memory_digest(case: TrainingCase, mode: str, out: Path, raw: Path, *, 
     accounts = [account_block(case, compile=compile) for compile in ([False, True] if compiled else [False])]
     where = torch.cuda.get_device_name(device) if profile is not None else host_name()
     if profile is not None:
-        draw_memory_timeline(profile.history, out / f"{name}.png", f"{heading(case, mode)}, on {where}")
+        title = f"{heading(case, mode)}, on {where}"
+        draw_memory_timeline(profile.history, out / f"{name}.png", title)
+        draw_allocations(profile.history, out / f"{name}-active.png", title)
         tables.peak_frame(profile).to_csv(out / f"{name}-peak.csv", index=False, float_format="%.6g")
         tables.allocation_frame(profile).to_csv(out / f"{name}-allocations.csv", index=False, float_format="%.6g")
     tables.residual_frame(accounts).to_csv(out / f"{name}-residuals.csv", index=False, float_format="%.6g")
@@ -145,7 +148,7 @@ def digest(
 
 
 def _profile_parts(profile: MemoryProfile, name: str) -> list[str]:
-    parts = [f"![memory alive, by category]({name}.png)"]
+    parts = [f"![memory alive, by category]({name}.png)", f"![memory alive, each allocation]({name}-active.png)"]
     if profile.out_of_memory:
         parts.append(f"**Out of memory.** The pass ended early: {profile.out_of_memory.splitlines()[0]}")
     parts += ["## The peak", tables.peak_table(profile).markdown(), tables.phase_table(profile).markdown()]

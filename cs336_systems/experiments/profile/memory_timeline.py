@@ -35,23 +35,14 @@ def draw_memory_timeline(history: MemoryHistory, path: Path, title: str) -> None
     order = (OTHER, *(category for category in CATEGORIES if category != OTHER))
     peak = history.peak()
     drawn = [category for category in order if live[category].max() >= _LEAST_SHARE * max(1, peak.n_bytes)]
-    unit = next((unit for unit, scale in _UNITS.items() if peak.n_bytes >= scale / 10), "KiB")
-    scale = _UNITS[unit]
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
-    axes = figure.subplots()
+    unit, scale = unit_of(peak)
+    figure, axes = figure_of(history)
     edges = np.arange(history.n_events + 2)
     bottom = np.zeros(history.n_events + 1)
     for category in drawn:
         top = bottom + live[category] / scale
         axes.stairs(top, edges, baseline=bottom, fill=True, color=COLOURS[category], linewidth=0.5)
         bottom = top
-    axes.set_xlim(0, history.n_events + 1)
-    axes.set_ylim(0, 1.16 * peak.n_bytes / scale)
-    axes.set_xlabel("allocator events (allocations and frees), in order")
-    axes.set_ylabel(f"memory alive (bytes asked for), {unit}")
-    axes.spines[["top", "right"]].set_visible(False)
-    _mark_phases(axes, history)
-    _mark_peak(axes, history, peak, scale, unit)
     figure.legend(
         handles=[Patch(color=COLOURS[category], label=_label(category, peak, scale, unit)) for category in drawn[::-1]],
         title="at the peak",
@@ -63,6 +54,27 @@ def draw_memory_timeline(history: MemoryHistory, path: Path, title: str) -> None
     figure.suptitle(title, fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def unit_of(peak: Moment) -> tuple[str, int]:
+    """The unit in which a peak is shown, and its bytes."""
+    return next((found for found in _UNITS.items() if peak.n_bytes >= found[1] / 10), ("KiB", 1024))
+
+
+def figure_of(history: MemoryHistory) -> tuple[Figure, Axes]:
+    """Axes over every event, with the phases named and the peak marked."""
+    peak = history.peak()
+    unit, scale = unit_of(peak)
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlim(0, history.n_events + 1)
+    axes.set_ylim(0, 1.16 * peak.n_bytes / scale)
+    axes.set_xlabel("allocator events (allocations and frees), in order")
+    axes.set_ylabel(f"memory alive (bytes asked for), {unit}")
+    axes.spines[["top", "right"]].set_visible(False)
+    _mark_phases(axes, history)
+    _mark_peak(axes, history, peak, scale, unit)
+    return figure, axes
 
 
 def _label(category: str, peak: Moment, scale: int, unit: str) -> str:

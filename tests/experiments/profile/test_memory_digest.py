@@ -91,6 +91,7 @@ def test_the_page_answers_the_questions(profile, accounts):
     page = digest(CASE, "step", profile, accounts, "Some GPU")
     assert page.startswith("# tiny, batch 2, context 128, fp32, mode step: where the memory goes\n")
     assert "![memory alive, by category](memory-tiny-b2-c128-fp32-step.png)" in page
+    assert "![memory alive, each allocation](memory-tiny-b2-c128-fp32-step-active.png)" in page
     assert "2 x 128 x 64 elements of 4 bytes = **0.06 MiB**" in page
     listed = total_bytes(block_saved_tensors(CASE.config, 2, 128, PRECISIONS["fp32"]))
     assert f"Predicted for the eager block: {listed / MIB:,.2f} MiB." in page
