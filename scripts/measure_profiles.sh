@@ -3,20 +3,24 @@
 #
 #   scripts/measure_profiles.sh FOLDER PART...    # parts: nsys nsys-autocast kineto memory
 #
-# On an H200 nsys takes about twelve minutes, kineto four, memory three. PYTHON picks the interpreter (default: uv run).
-# Raw traces and snapshots stay in profiles/raw; every part writes its pages, CSVs and pictures to its own folder below
-# FOLDER, from which uv run scripts/report.py --adopt FOLDER moves them to profiles/digests/<gpu>/.
+# On an H200 nsys takes about thirty minutes, kineto four, memory three. SIZES and LENGTHS name the models and contexts of
+# nsys (default: five of each), so that it can be taken in pieces: LENGTHS=256 takes about four minutes, 1024 eight, 2048
+# eight; a step that does not fit is a row that says so. Run nsys and kineto alone on their host: launches wait for it.
+# PYTHON picks the interpreter (default: uv run). Raw traces and snapshots stay in profiles/raw; every part writes its
+# pages, CSVs and pictures to its own folder below FOLDER, from which uv run scripts/report.py --adopt FOLDER moves them
+# to profiles/digests/<gpu>/.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_profiles.sh FOLDER PART...}
 shift
 read -r -a python <<<"${PYTHON:-uv run}"
+read -r -a sizes <<<"${SIZES:-small medium large xl 2.7b}"
+read -r -a lengths <<<"${LENGTHS:-128 256 512 1024 2048}"
 profile() { "${python[@]}" benchmarks/profile_model.py --format csv --warmup 3 --out "$folder/$part" "$@"; }
 
 for part in "$@"; do
   case "$part" in
     nsys)
-      profile --profiler nsys --size small large --context-length 128 512 1024
-      profile --profiler nsys --size medium xl 2.7b --context-length 128 512 ;;
+      profile --profiler nsys --size "${sizes[@]}" --context-length "${lengths[@]}" ;;
     nsys-autocast)
       profile --profiler nsys --size small large --context-length 512 --dtype autocast-bf16 ;;
     kineto)
