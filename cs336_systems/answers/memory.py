@@ -202,7 +202,7 @@ def segments_table(rows: pd.DataFrame, dtype: str, context: int = 2048) -> Table
     for k in (1, 2, 4, 8):
         policy = "full" if k == 1 else f"every-{k}"
         peak, found = peak_of("step", dtype, context, policy), own[own["checkpoint"] == policy]
-        line = {"k": k, "predicted peak GiB": digits(peak.n_bytes / GIB)}
+        line: dict[str, object] = {"k": k, "predicted peak GiB": digits(peak.n_bytes / GIB)}
         for metric, label in (("peak_memory", "measured peak GiB"), ("step", "step ms")):
             values = found[found["metric"] == metric]["median"]
             ended = PENDING if found.empty else found["status"].iloc[-1]

@@ -188,7 +188,7 @@ def annotate(model: nn.Module, kind: type[nn.Module] = nn.Module) -> ExitStack:
         implementation = module._compiled_call_impl
         if implementation is not None:
             compiled.append(path)
-        if not isinstance(module, kind):
+        if not issubclass(type(module), kind):
             continue
         if implementation is not None:  # hooks would be compiled into it
             module._compiled_call_impl = functools.partial(ranged_call, name, implementation)

@@ -92,9 +92,9 @@ def draw_two_blocks(trace: Trace, title: str, path: Path, step: int = -1) -> Non
     axes.set_xlim((found.start - margin - zero) / MS, (found.end + margin - zero) / MS)
     draw_ranges(axes, in_ms(found.blocks, zero), -0.7, 0.5)
     ticks, bottom = {"backward of": -0.45}, 0.0
-    for (key, group), collectives in zip(streams, below, strict=True):
+    for (place, group), collectives in zip(streams, below, strict=True):
         draw_operations(axes, group, bottom, 0.9)
-        ticks[stream_name(trace, *key)] = bottom + 0.45
+        ticks[stream_name(trace, place)] = bottom + 0.45
         bottom += 1.0
         if len(collectives):
             _label(axes, collectives, bottom - 0.1)

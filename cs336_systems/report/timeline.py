@@ -6,6 +6,7 @@ over the streams, where their operations ran. Drawn without pyplot, so importing
 """
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -71,7 +72,7 @@ def draw_timeline(trace: Trace, phases: list[str], title: str, path: Path, step:
     draw_ranges(device, passes, -0.93, 0.36)
     for i, (_, group) in enumerate(streams):
         draw_operations(device, group, i - 0.4, 0.8)
-    names = [stream_name(trace, *key) for key, _ in streams]
+    names = [stream_name(trace, place) for place, _ in streams]
     device.set_yticks([-0.75, *range(len(names))], ["phases", *names], fontsize=7)
     device.set_ylim(len(names) - 0.5, -1.0)
     what = "device: kernels, copies and fills by stream" if trace.has_gpu else "CPU: operators by thread"
@@ -104,9 +105,9 @@ def draw_legend(figure: Figure, ops: pd.DataFrame) -> None:
     )
 
 
-def stream_name(trace: Trace, device: int, stream: int) -> str:
-    """What a row of operations ran on."""
-    return f"GPU {device}, stream {stream}" if trace.has_gpu else "CPU operators"
+def stream_name(trace: Trace, place: Any) -> str:
+    """What a row of operations ran on, for its (device, stream)."""
+    return f"GPU {place[0]}, stream {place[1]}" if trace.has_gpu else "CPU operators"
 
 
 def in_ms(rows: pd.DataFrame, zero: int) -> pd.DataFrame:
