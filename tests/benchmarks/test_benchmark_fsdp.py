@@ -10,20 +10,28 @@ from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.fully_sharded.measure import measure_fully_sharded
 from cs336_systems.experiments.fully_sharded.table import FULLY_SHARDED
 from cs336_systems.harness.record import parse_samples
+from cs336_systems.profiling.traces import kineto
+from cs336_systems.profiling.traces.kernels import collective_name
+from cs336_systems.report.block_timeline import two_blocks
 from tests.benchmarks.commands import cells_of
 
 TINY = ["--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", "0"]
 
 
-def measure_all(rank: Rank, cells):
-    return [measure_fully_sharded(cell, rank, trace=None) for cell in cells]
+def measure_all(rank: Rank, cells, folder):
+    return [measure_fully_sharded(cell, rank, trace=None if cell.fsdp == "ddp" else folder) for cell in cells]
 
 
 @pytest.fixture(scope="module")
-def rows():
+def recordings(tmp_path_factory):
+    return tmp_path_factory.mktemp("recordings")
+
+
+@pytest.fixture(scope="module")
+def rows(recordings):
     """Ours, FSDP2 and DDP on two ranks, as a CSV would hold them."""
     cells = cells_of("fully_sharded", *TINY, "--dtype", "bf16-compute", "--checkpoint", "full")
-    measured = spawn(measure_all, 2, cells, timeout_s=90)[0]
+    measured = spawn(measure_all, 2, cells, recordings, timeout_s=90)[0]
     where = {"gpu": "", "status": "ok", "message": ""}
     return parse_samples(
         pd.DataFrame(
@@ -32,6 +40,16 @@ def rows():
             for metric in metrics
         )
     )
+
+
+def test_recordings_show_the_collectives_of_two_blocks(rows, recordings):
+    traces = [kineto.read(path) for path in recordings.glob("*.json.gz")]
+    assert len(traces) == 2
+    for trace in traces:
+        found = two_blocks(trace)
+        assert list(found.blocks["name"]) == ["layers.1", "layers.0"]
+        names = set(found.collectives["name"].map(collective_name))
+        assert names & {"all-gather", "reduce-scatter"}, names
 
 
 def medians(rows, implementation):
