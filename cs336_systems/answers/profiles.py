@@ -66,8 +66,8 @@ def leading_classes(kernels: pd.DataFrame, passes: str) -> list[str]:
 
 def _leader(kernels_of_pass: pd.DataFrame) -> TopKernel:
     top = kernels_of_pass.sort_values("total_ms").iloc[-1]
-    share = float(top["total_ms"] / kernels_of_pass["total_ms"].sum())
-    return TopKernel(short_name(top["name"]), top["kernel_class"], share, float(top["count"]), float(top["total_ms"]))
+    share, runs, ms = top["share_percent"] / 100, top["count"], top["total_ms"]
+    return TopKernel(short_name(top["name"]), top["kernel_class"], float(share), float(runs), float(ms))
 
 
 def _of_pass(kernels: pd.DataFrame, passes: str, size: str, context: int) -> pd.DataFrame:

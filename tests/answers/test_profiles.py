@@ -42,11 +42,11 @@ def test_the_leading_kernel_of_each_pass():
 
 
 def test_the_leader_may_be_no_product():
-    copy = pd.DataFrame([("inference forward", "bf16_copy", "copy or cast", 182, 7.0)])
-    copy.columns = ["passes", "name", "kernel_class", "count", "total_ms"]
+    copy = pd.DataFrame([("inference forward", "bf16_copy", "copy or cast", 182, 7.0, 48.0)])
+    copy.columns = ["passes", "name", "kernel_class", "count", "total_ms", "share_percent"]
     found = top_kernel(pd.concat([kernels(), copy.assign(**CELL)]), "inference forward", "small", 512)
     assert (found.name, found.kernel_class, found.runs) == ("bf16_copy", "copy or cast", 182)
-    assert found.share == pytest.approx(7 / 14.6)
+    assert found.share == pytest.approx(0.48)
     longer = pd.concat([kernels(), copy.assign(**CELL | {"context_length": 1024})])
     assert leading_classes(longer, "inference forward") == ["matmul", "copy or cast"]
     assert leading_classes(longer, "forward + backward") == ["matmul"]
