@@ -1,4 +1,4 @@
-"""scripts/measure_attention.sh and measure_models.sh: their parts' commands parse, and compare what they should."""
+"""scripts/measure_attention.sh, _models.sh, _profiles.sh: their parts' commands parse, and compare what they should."""
 
 import os
 import re
@@ -7,21 +7,24 @@ from pathlib import Path
 
 import pytest
 
+from cs336_systems.config import HANDOUT_SIZES
 from cs336_systems.experiments.attention import cells as attention
 from cs336_systems.experiments.model import cells as model
+from cs336_systems.experiments.profile import cells as profile
 from cs336_systems.report.command_line import parse
 from tests.benchmarks.commands import ROOT
 
-ATTENTION, MODELS = (ROOT / "scripts" / name for name in ("measure_attention.sh", "measure_models.sh"))
+ATTENTION, MODELS, PROFILES = (ROOT / "scripts" / f"measure_{name}.sh" for name in ("attention", "models", "profiles"))
+QUESTIONS = {"benchmark_attention": attention, "benchmark_model": model, "profile_model": profile}
 PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+  ", ATTENTION.read_text(), re.MULTILINE)
 CLOCKS = {"harness", "do-bench"}
 
 
-def grids(script: Path, folder: Path, *parts: str) -> dict[str, list]:
+def grids(script: Path, folder: Path, *parts: str, **environment: str) -> dict[str, list]:
     """The cells of each folder that the parts would write to."""
     done = subprocess.run(
         [str(script), str(folder), *parts],
-        env=os.environ | {"PYTHON": "echo"},
+        env=os.environ | {"PYTHON": "echo"} | environment,
         capture_output=True,
         text=True,
         check=True,
@@ -29,7 +32,7 @@ def grids(script: Path, folder: Path, *parts: str) -> dict[str, list]:
     found: dict[str, list] = {}
     for line in done.stdout.splitlines():
         benchmark, *arguments = line.split()
-        cells = {"benchmark_attention": attention, "benchmark_model": model}[Path(benchmark).stem]
+        cells = QUESTIONS[Path(benchmark).stem]
         options = parse(cells.Options, ["--device", "cuda", *arguments], None)
         found.setdefault(options.out.name, []).extend(cells.make_cells(options))
     return found
@@ -84,3 +87,25 @@ def test_whole_models_are_compiled_beside_blocks_of_every_size(tmp_path):
     for cell in cells:
         ways[cell.dtype, cell.size, cell.repeat].add(cell.compile)
     assert all(found == {"off", "on", "whole-model"} for found in ways.values())
+
+
+def test_segments_are_measured_in_fp32_as_the_argument_is(tmp_path):
+    ((_, cells),) = grids(MODELS, tmp_path, "checkpointing").items()
+    fp32 = [cell for cell in cells if cell.dtype == "fp32"]
+    assert [cell.checkpoint for cell in fp32] == ["none", "full", "every-2", "every-4", "every-8"]
+    assert {(cell.size, cell.context_length) for cell in fp32} == {("2.7b", 2048)}
+    assert {(cell.mode, cell.steps) for cell in cells} == {("step", 10)}
+
+
+def test_nsys_records_what_both_editions_ask_for_also_in_pieces(tmp_path):
+    whole = grids(PROFILES, tmp_path, "nsys")["nsys"]
+    asked = {(size, context) for size in HANDOUT_SIZES if size != "10b" for context in (128, 256, 512, 1024, 2048)}
+    assert {(cell.size, cell.context_length) for cell in whole} == asked
+    piece = grids(PROFILES, tmp_path, "nsys", SIZES="small xl", LENGTHS="256")["nsys"]
+    assert {(cell.size, cell.context_length) for cell in piece} == {("small", 256), ("xl", 256)}
+
+
+def test_every_digest_is_recorded_in_both_modes(tmp_path):
+    parts = ("nsys", "nsys-autocast", "kineto", "memory")
+    for part, cells in grids(PROFILES, tmp_path, *parts).items():
+        assert {cell.mode for cell in cells} == {"forward", "step"}, part
