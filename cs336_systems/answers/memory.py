@@ -48,11 +48,6 @@ class KeptByBlock:
         """Of the residual stream between blocks."""
         return 4 * self.context * MODEL_SIZES[LARGE].d_model * 4 / MIB
 
-    @property
-    def best_segment(self) -> float:
-        """Blocks per checkpoint that keep least: sqrt(n input / block)."""
-        return (MODEL_SIZES[LARGE].n_layers * self.input_mib / self.mib) ** 0.5
-
 
 @dataclass(frozen=True)
 class RanOut:
