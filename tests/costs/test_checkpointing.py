@@ -83,7 +83,7 @@ def test_halves_of_halves_keep_one_block_and_a_logarithm_of_inputs(n_layers):
 
 @pytest.mark.parametrize("size", MODEL_SIZES)
 @pytest.mark.parametrize("context_length", [128, 2048])
-def test_a_block_keeps_twenty_times_its_input_so_the_best_segment_is_about_one_block(size, context_length):
+def test_a_block_keeps_twenty_times_its_input(size, context_length):
     config = MODEL_SIZES[size].at_context(context_length)
     kept = total_bytes(block_saved_tensors(config, 4, context_length, PRECISIONS["fp32"]))
     block_input = 4 * context_length * config.d_model * 4
