@@ -1,6 +1,10 @@
 """What users of data parallelism run into, on two ranks and on every rung; ranks are started once for all checks."""
 
+import copy
 import gc
+import io
+import itertools
+import pickle
 import weakref
 
 import pytest
@@ -110,6 +114,21 @@ def a_rank_without_a_backward_contributes_zeros(wrap, rank):
     assert gradients(model) == [None] * 8
 
 
+def a_rank_that_runs_out_of_batches_finishes_instead(wrap, rank):
+    model = wrap(Branches())
+    x, used = torch.ones(1, 4), [0, 1, 2]
+    for step in range(4):
+        local = local_gradients(model.module, model.module(x, used).square().sum())
+        has_batch = step < 2 or rank.rank == 0
+        expected = [averaged(g * has_batch) for g in local]
+        if has_batch:
+            backward(model, x, used)
+        else:
+            model.finish_gradient_synchronization()
+        torch.testing.assert_close(gradients(model), expected)
+        model.zero_grad()
+
+
 def outputs_may_be_left_out_of_the_loss(wrap, rank):
     model = wrap(nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}))
     model.module.forward = lambda x: (model.module["a"](x), model.module["b"](x))
@@ -131,16 +150,98 @@ def frozen_parameters_stay_and_must_not_thaw(wrap, rank):
         model.finish_gradient_synchronization()
 
 
-def a_second_backward_raises_and_finishing_recovers(wrap, rank):
+def a_step_needs_no_call_after_backward(wrap, rank):
+    model, x = wrap(Toy()), torch.randn(3, 6)
+    for _ in range(3):
+        expected = [averaged(g) for g in local_gradients(model.module, model.module(x).square().sum())]
+        backward(model, x)
+        torch.testing.assert_close(gradients(model), expected)
+        with Traffic() as traffic:
+            model.finish_gradient_synchronization()
+        assert traffic.sent == []
+        torch.testing.assert_close(gradients(model), expected)
+        model.zero_grad()
+
+
+def a_second_backward_adds_its_average(wrap, rank):
     model = wrap(Toy())
-    backward(model, torch.randn(2, 6))
-    with pytest.raises(RuntimeError, match="a second backward reached leave.bias before finish_gradient_sync"):
-        backward(model, torch.randn(2, 6))
+    x, y = (torch.randn(3, 6) for _ in range(2))
+    parts = [local_gradients(model.module, model.module(t).square().sum()) for t in (x, y)]
+    expected = [averaged(a + b) for a, b in zip(*parts, strict=True)]
+    backward(model, x)
+    backward(model, y)
+    torch.testing.assert_close(gradients(model), expected)
+    model.zero_grad()
+    loss = model(x).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    torch.testing.assert_close(gradients(model), [2 * averaged(g) for g in parts[0]])
+
+
+def a_backward_that_fails_is_finished_before_the_next_forward(wrap, rank):
+    model, x = wrap(Toy()), torch.randn(2, 6)
+    expected = [averaged(g) for g in local_gradients(model.module, model.module(x).square().sum())]
+
+    def refuse(gradient):
+        raise OverflowError("no gradient for you")
+
+    if rank.rank == 1:
+        handle = model.module.first.weight.register_hook(refuse)
+        loss = model(x).square().sum()
+        with pytest.raises(OverflowError):
+            loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="leave.bias again before it had ended"):
+            loss.backward()
+        with pytest.raises(RuntimeError, match="the last backward failed midway: call finish_gradient_sync"):
+            model(x)
+        with torch.no_grad():
+            model(x)
+        handle.remove()
+    else:
+        backward(model, x)
     model.finish_gradient_synchronization()
     model.zero_grad()
-    backward(model, torch.randn(2, 6))
-    model.finish_gradient_synchronization()
-    assert identical_on_all_ranks(gradients(model))
+    backward(model, x)
+    torch.testing.assert_close(gradients(model), expected)
+
+
+def copies_and_pickles_train_by_themselves(wrap, rank):
+    """Rounds, because memory that is freed twice need not show at once."""
+
+    def copies(model):
+        yield copy.deepcopy(model)
+        yield pickle.loads(pickle.dumps(model))
+        yield torch.optim.swa_utils.AveragedModel(model).module
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        yield torch.load(file, weights_only=False)
+
+    model, x = wrap(Toy()), torch.randn(3, 6)
+    for _ in range(4):
+        expected = [averaged(g) for g in local_gradients(model.module, model.module(x).square().sum())]
+        backward(model, x)
+        for other in copies(model):
+            assert gradients(other) == [None] * 6
+            for _ in range(2):
+                backward(other, x)
+                torch.testing.assert_close(gradients(other), expected)
+                other.zero_grad(set_to_none=False)
+            assert type(other) is type(model)
+        torch.testing.assert_close(gradients(model), expected)
+        del other
+        gc.collect()
+        backward(model, x)
+        model.zero_grad(set_to_none=False)
+    with pytest.raises(ValueError, match="averaged by another wrapper already"):
+        copy.copy(model)
+
+
+def sparse_gradients_are_refused_by_name(wrap, rank):
+    model = wrap(nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="the gradient of 0.weight must be dense to be averaged, got .*sparse_coo"):
+        backward(model, torch.tensor([1]))
+    dist.barrier()
 
 
 def dtypes_may_be_mixed(wrap, rank):
@@ -305,9 +406,14 @@ CHECKS = [
     accumulated_gradients_may_be_finished_without_another_backward,
     branches_may_be_used_by_no_rank_or_by_some,
     a_rank_without_a_backward_contributes_zeros,
+    a_rank_that_runs_out_of_batches_finishes_instead,
     outputs_may_be_left_out_of_the_loss,
     frozen_parameters_stay_and_must_not_thaw,
-    a_second_backward_raises_and_finishing_recovers,
+    a_step_needs_no_call_after_backward,
+    a_second_backward_adds_its_average,
+    a_backward_that_fails_is_finished_before_the_next_forward,
+    copies_and_pickles_train_by_themselves,
+    sparse_gradients_are_refused_by_name,
     dtypes_may_be_mixed,
     gradients_may_travel_in_bf16,
     clipping_by_global_norm_bites_alike,
@@ -379,17 +485,36 @@ def blocks_may_be_compiled(rank):
 
 
 def activations_may_be_checkpointed(rank):
-    for wrap in LADDER.values():
+    for wrap, reentrant in itertools.product(LADDER.values(), (False, True)):
         module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
         model = wrap(module)
-        x = torch.randn(3, 4)
+        x = torch.randn(3, 4, requires_grad=True)
         expected = [averaged(g) for g in local_gradients(module, module(x).square().sum())]
-        model.module.forward = lambda x, run=module.forward: torch.utils.checkpoint.checkpoint(
-            run, x, use_reentrant=False
+        model.module.forward = lambda x, run=module.forward, reentrant=reentrant: torch.utils.checkpoint.checkpoint(
+            run, x, use_reentrant=reentrant
         )
         backward(model, x)
         model.finish_gradient_synchronization()
         torch.testing.assert_close(gradients(model), expected)
+
+
+def segments_may_be_checkpointed(rank):
+    for wrap, reentrant, n_checkpointed in itertools.product(LADDER.values(), (False, True), (2, 3)):
+        module = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def run(x, module=module, n=n_checkpointed, reentrant=reentrant):
+            for i, layer in enumerate(module):
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant) if i < n else layer(x)
+            return x
+
+        model = wrap(module)
+        model.module.forward = run
+        x = torch.randn(3, 4, requires_grad=True)
+        for _ in range(2):
+            expected = [averaged(g) for g in local_gradients(module, module[2](module[1](module[0](x))).square().sum())]
+            backward(model, x)
+            torch.testing.assert_close(gradients(model), expected)
+            model.zero_grad()
 
 
 def transposed_weights_may_be_averaged(rank):
@@ -430,6 +555,7 @@ MORE_CHECKS = [
     a_bucket_larger_than_everything_is_one,
     blocks_may_be_compiled,
     activations_may_be_checkpointed,
+    segments_may_be_checkpointed,
     backward_may_run_on_another_stream,
     transposed_weights_may_be_averaged,
 ]
