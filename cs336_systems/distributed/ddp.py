@@ -62,6 +62,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from cs336_systems.distributed.buckets import MIB, Bucket, broadcast_from_rank_0, partition
+from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import check_same_across_ranks
 
 _NO_TASK = -1
@@ -131,7 +132,7 @@ class DDP(nn.Module):
     Raises:
         RuntimeError: there is no process group.
         ValueError: ranks differ in names, shapes, dtypes, memory formats or options (every rank raises); a tensor is on
-            the meta device or wrapped already; ``communication_dtype`` is not a floating-point one.
+            the meta device, wrapped already or sharded by FSDP; ``communication_dtype`` is not a floating-point one.
     """
 
     def __init__(
@@ -146,6 +147,13 @@ class DDP(nn.Module):
         super().__init__()
         if not dist.is_initialized():
             raise RuntimeError(f"{type(self).__name__} needs a process group: join one first")
+        for name, child in module.named_modules():
+            if isinstance(child, FSDP) or hasattr(child, "_fsdp_call"):
+                place = f"its {name}" if name else "it"
+                raise ValueError(
+                    f"{type(self).__name__} cannot wrap {type(module).__name__}: {place} is sharded by FSDP, "
+                    "which averages gradients itself"
+                )
         options = (type(self).__name__, capacity_bytes, communication_dtype, broadcast_buffers)
         check_same_across_ranks([str(options), *_description(module)], "modules and options of data parallelism")
         if communication_dtype is not None and not communication_dtype.is_floating_point:

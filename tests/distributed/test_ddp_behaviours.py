@@ -14,6 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cs336_systems.distributed.ddp import BucketedDDP
+from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.harness.traffic import Traffic
@@ -376,6 +377,15 @@ def what_cannot_work_is_an_error_on_all_ranks(wrap, rank):
         wrap(nn.Linear(2, 3), communication_dtype=torch.int32)
 
 
+def a_sharded_module_is_refused(wrap, rank):
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sharded = FSDP(module)
+    beside = nn.Sequential(nn.Linear(4, 4), FSDP(nn.LayerNorm(4)))
+    for refused, place in ((sharded, "it"), (module, "its 0"), (beside, "its 1")):
+        with pytest.raises(ValueError, match=f"cannot wrap {type(refused).__name__}: {place} is sharded by FSDP"):
+            wrap(refused)
+
+
 def a_module_without_trainable_parameters_is_only_replicated(wrap, rank):
     model = wrap(nn.Linear(2, 2).requires_grad_(False))
     model(torch.randn(1, 2))
@@ -423,6 +433,7 @@ CHECKS = [
     two_forwards_may_come_before_their_backward,
     zeroed_gradients_stay_where_they_were,
     what_cannot_work_is_an_error_on_all_ranks,
+    a_sharded_module_is_refused,
     a_module_without_trainable_parameters_is_only_replicated,
 ]
 
