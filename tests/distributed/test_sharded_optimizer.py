@@ -227,6 +227,60 @@ def closures_keywords_and_new_keys(rank: Rank) -> None:
         assert counted.param_groups[0]["counted"]
 
 
+class CountingAverage(torch.optim.Optimizer):
+    """Descends by less at each step, which it counts in its group: as a number, in a list and in a tensor."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "seen": [], "steps": torch.tensor(0)})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["seen"].append(group["k"])
+            group["steps"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["k"] = group["k"]
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / (group["k"] + group["steps"].item()))
+
+
+def counters_in_groups_count_steps(rank: Rank) -> None:
+    """Also on a rank that owns nothing, and nothing in the last bucket."""
+    for form in FORMS:
+        for make in (Toy, lambda: nn.Linear(6, 6, bias=False)):
+            torch.manual_seed(0)
+            model = make()
+            reference = copy.deepcopy(model)
+            rate = torch.tensor(0.1)
+            optimizer = ShardedOptimizer(
+                model.parameters(), CountingAverage, reduce_gradients=form, lr=rate, **TINY_BUCKETS
+            )
+            alone = CountingAverage(reference.parameters())
+            train(model, optimizer, range(3), rank.world_size, rank.rank)
+            train(reference, alone, range(3), rank.world_size, rank.rank)
+            for group in (optimizer.param_groups[0], alone.param_groups[0], optimizer.state_dict()["param_groups"][0]):
+                assert (group["k"], group["seen"], group["steps"].item()) == (3, [1, 2, 3], 3)
+            assert optimizer.param_groups[0]["lr"] is rate
+            torch.testing.assert_close(flat(model), flat(reference))
+
+
+def sparse_gradients_are_named(rank: Rank) -> None:
+    for form in FORMS:
+        table, dense = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2)
+        both = nn.Sequential(table, dense)
+        unnamed = sharded(both, form)
+        with pytest.raises(ValueError, match="the gradient of parameter 0 of group 0 must be dense to be sharded, got"):
+            both(torch.tensor([1])).sum().backward()
+            unnamed.step()
+        del unnamed
+        both.zero_grad()
+        named = ShardedOptimizer(both.named_parameters(), torch.optim.SGD, reduce_gradients=form)
+        with pytest.raises(ValueError, match=r"the gradient of 0.weight must be dense .* torch.sparse_coo"):
+            both(torch.tensor([1])).sum().backward()
+            named.step()
+
+
 def unused_here_or_everywhere(rank: Rank) -> None:
     """No gradient anywhere: skipped, weight decay and all. None on one rank: it counts as zero there."""
     for form in ("reduce-scatter",):
@@ -299,6 +353,36 @@ def later_freezing_and_moving(rank: Rank) -> None:
             optimizer.step()
 
 
+def cleared_by_the_module_without_a_backward_since(rank: Rank) -> None:
+    """Ranks send the same, whoever had a backward since ``module.zero_grad()``, and whoever had one before."""
+    who = ((0, 1), (0,), (0,), (), (1,), (0, 1), (1,), (), ())
+    for again in (False, True):
+        model, reference = Toy(), Toy()
+        optimizer = sharded(model, "reduce-scatter")
+        alone = torch.optim.AdamW(reference.parameters(), **ADAMW)
+        for step, ranks in enumerate(who):
+            total: list = [None] * len(list(reference.parameters()))
+            for number in ranks:
+                gradients = torch.autograd.grad(
+                    loss_of(reference, step, number),
+                    [p for p in reference.parameters() if p.requires_grad],
+                    allow_unused=True,
+                )
+                parameters = (i for i, p in enumerate(reference.parameters()) if p.requires_grad)
+                for i, gradient in zip(parameters, gradients, strict=True):
+                    if gradient is not None:
+                        total[i] = gradient if total[i] is None else total[i] + gradient
+            for parameter, gradient in zip(reference.parameters(), total, strict=True):
+                parameter.grad = None if gradient is None else gradient / rank.world_size
+            if rank.rank in ranks:
+                loss_of(model, step, rank.rank).backward()
+            for _ in range(1 + again):
+                optimizer.step()
+                alone.step()
+            model.zero_grad()
+            assert torch.equal(flat(model), flat(reference)), step
+
+
 def a_replaced_optimizer_stays_silent(rank: Rank) -> None:
     """One that others still refer to while a second has taken its parameters: only the second reduces gradients."""
     model = nn.Linear(8, 8, bias=False)
@@ -342,6 +426,23 @@ def saved_layers_are_small(rank: Rank) -> None:
         torch.save(model[0].state_dict(), saved)
         assert saved.tell() <= before.tell()
         assert copy.deepcopy(model[0].weight).untyped_storage().nbytes() == model[0].weight.nbytes
+
+
+def copies_after_freezing(rank: Rank) -> None:
+    """What was frozen or thawed since construction is so in the copy, which goes on alike."""
+    for form in FORMS:
+        model = Toy()
+        optimizer = sharded(model, form)
+        train(model, optimizer, range(2), rank.world_size, rank.rank)
+        model.frozen.requires_grad_(True)
+        model.first.bias.requires_grad_(False)
+        model.second.weight.requires_grad_(False)
+        pairs = [(model, optimizer), copy.deepcopy((model, optimizer))]
+        pairs.append(pickle.loads(pickle.dumps(pairs[-1])))
+        for some_model, some_optimizer in pairs:
+            assert [p.requires_grad for p in some_model.parameters()] == [p.requires_grad for p in model.parameters()]
+            train(some_model, some_optimizer, range(2, 4), rank.world_size, rank.rank)
+            assert torch.equal(flat(some_model), flat(model))
 
 
 def saved_state_is_whole(rank: Rank) -> bytes:
@@ -412,12 +513,16 @@ CHECKS = (
     state_is_a_share,
     groups_and_schedulers,
     closures_keywords_and_new_keys,
+    counters_in_groups_count_steps,
+    sparse_gradients_are_named,
     unused_here_or_everywhere,
     clearing_and_accumulating,
     later_freezing_and_moving,
+    cleared_by_the_module_without_a_backward_since,
     a_replaced_optimizer_stays_silent,
     copies_and_pickles,
     saved_layers_are_small,
+    copies_after_freezing,
     saved_state_is_whole,
     constructor_errors,
 )
