@@ -1,17 +1,9 @@
 """What users of data parallelism run into, on two ranks and on every rung; ranks are started once for all checks."""
 
-import copy
-import gc
-import io
-import itertools
-import pickle
-import weakref
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from cs336_systems.distributed.ddp import BucketedDDP
 from cs336_systems.distributed.fsdp import FSDP
@@ -19,68 +11,11 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.harness.traffic import Traffic
 
+from .replicas import averaged, backward, gradients, local_gradients, run_on_every_rung
 from .test_ddp import LADDER, identical_on_all_ranks, on_gpus
 from .toys import Branches, Mixed, Shifted, Toy
 
-
-def gradients(model):
-    return [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
-
-
-def averaged(tensor):
-    """The mean of a tensor over ranks."""
-    tensor = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(tensor)
-    return tensor / dist.get_world_size()
-
-
-def local_gradients(model, loss):
-    """The gradients of a loss on this rank alone, without hooks."""
-    params = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.autograd.grad(loss, params)
-
-
-def backward(model, *inputs):
-    model(*inputs).square().sum().backward()
-
-
 # --- checks, each a function of a rung's constructor ---------------------------------------------------------------
-
-
-def no_sync_accumulates_and_is_left_when_its_body_raises(wrap, rank):
-    model = wrap(Toy())
-    x, y, z = (torch.randn(3, 6) for _ in range(3))
-    expected = [
-        averaged(sum(parts))
-        for parts in zip(
-            *(local_gradients(model.module, model.module(t).square().sum()) for t in (x, y, z)), strict=True
-        )
-    ]
-    with Traffic() as traffic, model.no_sync():
-        backward(model, x)
-        with model.no_sync():
-            backward(model, y)
-        model.finish_gradient_synchronization()
-    assert traffic.sent == []
-    backward(model, z)
-    model.finish_gradient_synchronization()
-    torch.testing.assert_close(gradients(model), expected)
-    with pytest.raises(ZeroDivisionError), model.no_sync():
-        raise ZeroDivisionError
-    model.zero_grad()
-    backward(model, z)
-    model.finish_gradient_synchronization()
-    assert identical_on_all_ranks(gradients(model))
-
-
-def accumulated_gradients_may_be_finished_without_another_backward(wrap, rank):
-    model = wrap(Toy())
-    x = torch.randn(3, 6)
-    expected = [averaged(g) for g in local_gradients(model.module, model.module(x).square().sum())]
-    with model.no_sync():
-        backward(model, x)
-    model.finish_gradient_synchronization()
-    torch.testing.assert_close(gradients(model), expected)
 
 
 def branches_may_be_used_by_no_rank_or_by_some(wrap, rank):
@@ -99,35 +34,6 @@ def branches_may_be_used_by_no_rank_or_by_some(wrap, rank):
         torch.testing.assert_close(gradients(model)[:6], expected[:6])
         assert identical_on_all_ranks(gradients(model)[:6])
         model.zero_grad(set_to_none=step < 4)
-
-
-def a_rank_without_a_backward_contributes_zeros(wrap, rank):
-    model = wrap(Branches())
-    x, used = torch.ones(1, 4), [0, 1, 2]
-    local = local_gradients(model.module, model.module(x, used).square().sum())
-    expected = [averaged(g * (rank.rank == 0)) for g in local]
-    if rank.rank == 0:
-        backward(model, x, used)
-    model.finish_gradient_synchronization()
-    torch.testing.assert_close(gradients(model), expected)
-    model.zero_grad()
-    model.finish_gradient_synchronization()
-    assert gradients(model) == [None] * 8
-
-
-def a_rank_that_runs_out_of_batches_finishes_instead(wrap, rank):
-    model = wrap(Branches())
-    x, used = torch.ones(1, 4), [0, 1, 2]
-    for step in range(4):
-        local = local_gradients(model.module, model.module(x, used).square().sum())
-        has_batch = step < 2 or rank.rank == 0
-        expected = [averaged(g * has_batch) for g in local]
-        if has_batch:
-            backward(model, x, used)
-        else:
-            model.finish_gradient_synchronization()
-        torch.testing.assert_close(gradients(model), expected)
-        model.zero_grad()
 
 
 def outputs_may_be_left_out_of_the_loss(wrap, rank):
@@ -149,93 +55,6 @@ def frozen_parameters_stay_and_must_not_thaw(wrap, rank):
     model.module.frozen.bias.requires_grad_(True)
     with pytest.raises(RuntimeError, match="frozen.bias was frozen when it was wrapped"):
         model.finish_gradient_synchronization()
-
-
-def a_step_needs_no_call_after_backward(wrap, rank):
-    model, x = wrap(Toy()), torch.randn(3, 6)
-    for _ in range(3):
-        expected = [averaged(g) for g in local_gradients(model.module, model.module(x).square().sum())]
-        backward(model, x)
-        torch.testing.assert_close(gradients(model), expected)
-        with Traffic() as traffic:
-            model.finish_gradient_synchronization()
-        assert traffic.sent == []
-        torch.testing.assert_close(gradients(model), expected)
-        model.zero_grad()
-
-
-def a_second_backward_adds_its_average(wrap, rank):
-    model = wrap(Toy())
-    x, y = (torch.randn(3, 6) for _ in range(2))
-    parts = [local_gradients(model.module, model.module(t).square().sum()) for t in (x, y)]
-    expected = [averaged(a + b) for a, b in zip(*parts, strict=True)]
-    backward(model, x)
-    backward(model, y)
-    torch.testing.assert_close(gradients(model), expected)
-    model.zero_grad()
-    loss = model(x).square().sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    torch.testing.assert_close(gradients(model), [2 * averaged(g) for g in parts[0]])
-
-
-def a_backward_that_fails_is_finished_before_the_next_forward(wrap, rank):
-    model, x = wrap(Toy()), torch.randn(2, 6)
-    expected = [averaged(g) for g in local_gradients(model.module, model.module(x).square().sum())]
-
-    def refuse(gradient):
-        raise OverflowError("no gradient for you")
-
-    if rank.rank == 1:
-        handle = model.module.first.weight.register_hook(refuse)
-        loss = model(x).square().sum()
-        with pytest.raises(OverflowError):
-            loss.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match="leave.bias again before it had ended"):
-            loss.backward()
-        with pytest.raises(RuntimeError, match="the last backward failed midway: call finish_gradient_sync"):
-            model(x)
-        with torch.no_grad():
-            model(x)
-        handle.remove()
-    else:
-        backward(model, x)
-    model.finish_gradient_synchronization()
-    model.zero_grad()
-    backward(model, x)
-    torch.testing.assert_close(gradients(model), expected)
-
-
-def copies_and_pickles_train_by_themselves(wrap, rank):
-    """Rounds, because memory that is freed twice need not show at once."""
-
-    def copies(model):
-        yield copy.deepcopy(model)
-        yield pickle.loads(pickle.dumps(model))
-        yield torch.optim.swa_utils.AveragedModel(model).module
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        yield torch.load(file, weights_only=False)
-
-    model, x = wrap(Toy()), torch.randn(3, 6)
-    for _ in range(4):
-        expected = [averaged(g) for g in local_gradients(model.module, model.module(x).square().sum())]
-        backward(model, x)
-        for other in copies(model):
-            assert gradients(other) == [None] * 6
-            for _ in range(2):
-                backward(other, x)
-                torch.testing.assert_close(gradients(other), expected)
-                other.zero_grad(set_to_none=False)
-            assert type(other) is type(model)
-        torch.testing.assert_close(gradients(model), expected)
-        del other
-        gc.collect()
-        backward(model, x)
-        model.zero_grad(set_to_none=False)
-    with pytest.raises(ValueError, match="averaged by another wrapper already"):
-        copy.copy(model)
 
 
 def sparse_gradients_are_refused_by_name(wrap, rank):
@@ -332,13 +151,6 @@ def one_rank_alone_may_evaluate(wrap, rank):
     assert traffic.sent == []
 
 
-def two_forwards_may_come_before_their_backward(wrap, rank):
-    model = wrap(Toy())
-    (model(torch.randn(2, 6)) * model(torch.randn(2, 6))).sum().backward()
-    model.finish_gradient_synchronization()
-    assert identical_on_all_ranks(gradients(model))
-
-
 def zeroed_gradients_stay_where_they_were(wrap, rank):
     model = wrap(Toy())
     backward(model, torch.randn(2, 6))
@@ -393,36 +205,10 @@ def a_module_without_trainable_parameters_is_only_replicated(wrap, rank):
     assert identical_on_all_ranks(model.parameters())
 
 
-def a_wrapper_that_is_dropped_leaves_the_module_free(wrap, rank):
-    module = Toy()
-    for _ in range(2):
-        model = wrap(module)
-        backward(model, torch.randn(2, 6))
-        model.finish_gradient_synchronization()
-        alive = weakref.ref(model)
-        del model
-        gc.collect()
-        assert alive() is None
-        module.zero_grad()
-    memory = StorageWeakRef(module.leave.weight.untyped_storage())
-    del module
-    gc.collect()
-    assert memory.expired()
-
-
 CHECKS = [
-    a_wrapper_that_is_dropped_leaves_the_module_free,
-    no_sync_accumulates_and_is_left_when_its_body_raises,
-    accumulated_gradients_may_be_finished_without_another_backward,
     branches_may_be_used_by_no_rank_or_by_some,
-    a_rank_without_a_backward_contributes_zeros,
-    a_rank_that_runs_out_of_batches_finishes_instead,
     outputs_may_be_left_out_of_the_loss,
     frozen_parameters_stay_and_must_not_thaw,
-    a_step_needs_no_call_after_backward,
-    a_second_backward_adds_its_average,
-    a_backward_that_fails_is_finished_before_the_next_forward,
-    copies_and_pickles_train_by_themselves,
     sparse_gradients_are_refused_by_name,
     dtypes_may_be_mixed,
     gradients_may_travel_in_bf16,
@@ -430,7 +216,6 @@ CHECKS = [
     autograds_views_of_one_gradient_are_kept_apart,
     backward_works_inside_autocast,
     one_rank_alone_may_evaluate,
-    two_forwards_may_come_before_their_backward,
     zeroed_gradients_stay_where_they_were,
     what_cannot_work_is_an_error_on_all_ranks,
     a_sharded_module_is_refused,
@@ -495,39 +280,6 @@ def blocks_may_be_compiled(rank):
         torch.testing.assert_close(gradients(model), expected)
 
 
-def activations_may_be_checkpointed(rank):
-    for wrap, reentrant in itertools.product(LADDER.values(), (False, True)):
-        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-        model = wrap(module)
-        x = torch.randn(3, 4, requires_grad=True)
-        expected = [averaged(g) for g in local_gradients(module, module(x).square().sum())]
-        model.module.forward = lambda x, run=module.forward, reentrant=reentrant: torch.utils.checkpoint.checkpoint(
-            run, x, use_reentrant=reentrant
-        )
-        backward(model, x)
-        model.finish_gradient_synchronization()
-        torch.testing.assert_close(gradients(model), expected)
-
-
-def segments_may_be_checkpointed(rank):
-    for wrap, reentrant, n_checkpointed in itertools.product(LADDER.values(), (False, True), (2, 3)):
-        module = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-        def run(x, module=module, n=n_checkpointed, reentrant=reentrant):
-            for i, layer in enumerate(module):
-                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant) if i < n else layer(x)
-            return x
-
-        model = wrap(module)
-        model.module.forward = run
-        x = torch.randn(3, 4, requires_grad=True)
-        for _ in range(2):
-            expected = [averaged(g) for g in local_gradients(module, module[2](module[1](module[0](x))).square().sum())]
-            backward(model, x)
-            torch.testing.assert_close(gradients(model), expected)
-            model.zero_grad()
-
-
 def transposed_weights_may_be_averaged(rank):
     for wrap in LADDER.values():
         module = nn.Linear(4, 3)
@@ -565,8 +317,6 @@ MORE_CHECKS = [
     buckets_follow_the_order_of_the_first_backward,
     a_bucket_larger_than_everything_is_one,
     blocks_may_be_compiled,
-    activations_may_be_checkpointed,
-    segments_may_be_checkpointed,
     backward_may_run_on_another_stream,
     transposed_weights_may_be_averaged,
 ]
@@ -574,11 +324,8 @@ MORE_CHECKS = [
 
 def run_checks(rank: Rank):
     """All checks in turn; what fails ends the ranks with the check's own traceback."""
+    run_on_every_rung(rank, CHECKS)
     with rank.device:
-        for check in CHECKS:
-            for i, wrap in enumerate(LADDER.values()):
-                torch.manual_seed(10 * i + rank.rank)
-                check(wrap, rank)
         for check in MORE_CHECKS:
             torch.manual_seed(rank.rank)
             check(rank)
