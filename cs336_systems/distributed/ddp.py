@@ -191,6 +191,8 @@ class DDP(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if dist.is_initialized():
+            self._backend = dist.get_backend()
         _check_not_watched(self.module)  # a shallow copy has the same parameters
         self._watch()  # parameters are copied without their hooks
 
