@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB
+from cs336_systems.distributed.fsdp_gradients import GradientHooks
 from cs336_systems.distributed.optimizer_state import check_state_fits, state_of_piece, whole_state
 from cs336_systems.distributed.process_group import check_same_across_ranks
 from cs336_systems.distributed.scattered import GradientScatter
@@ -63,8 +64,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         kwargs: for ``optimizer_cls``.
 
     Raises:
-        ValueError: there are no parameters, a parameter is sparse, an argument is not as above, or ranks were given
-            different parameters (on every rank).
+        ValueError: there are no parameters, a parameter is sparse or sharded by FSDP, an argument is not as above, or
+            ranks were given different parameters (on every rank).
         TypeError: as ``optimizer_cls`` and ``torch.optim.Optimizer`` raise it.
     """
 
@@ -114,13 +115,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Add parameters, such as layers that are no longer frozen; called with the same on every rank.
 
         Raises:
-            ValueError: a parameter is sparse or in a group already, or ranks were given different ones.
+            ValueError: a parameter is sparse, sharded by FSDP, or in a group already; ranks were given different ones.
             TypeError: it is no group of tensors.
         """
         super().add_param_group(param_group)
         added = self.param_groups[-1:]
         try:
             for parameter in added[0]["params"]:
+                if isinstance(vars(parameter).get("register_post_accumulate_grad_hook"), GradientHooks):
+                    raise ValueError(
+                        "parameters of an FSDP module are sharded already, and so is the state of "
+                        f"{self.optimizer_cls.__name__} over them: use it without ShardedOptimizer"
+                    )
                 if parameter.layout != torch.strided:
                     raise ValueError(f"parameters must be dense to share a flat buffer, got layout {parameter.layout}")
             if self.local is not None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 
@@ -108,6 +109,18 @@ def sparse_gradients_are_named(rank: Rank) -> None:
         with pytest.raises(ValueError, match=r"the gradient of 0.weight must be dense .* torch.sparse_coo"):
             both(torch.tensor([1])).sum().backward()
             named.step()
+
+
+def what_fsdp_has_sharded_is_refused(rank: Rank) -> None:
+    for form in FORMS:
+        optimizer = sharded(nn.Linear(2, 2), form)
+        for module in (nn.Linear(4, 3), nn.LayerNorm(4)):
+            fully_sharded = FSDP(module)
+            with pytest.raises(ValueError, match="sharded already, and so is the state of AdamW over them"):
+                sharded(fully_sharded, form)
+            with pytest.raises(ValueError, match="use it without ShardedOptimizer"):
+                optimizer.add_param_group({"params": fully_sharded.parameters()})
+            assert len(optimizer.param_groups) == 1
 
 
 def unused_here_or_everywhere(rank: Rank) -> None:
@@ -258,6 +271,7 @@ CHECKS = (
     closures_keywords_and_new_keys,
     counters_in_groups_count_steps,
     sparse_gradients_are_named,
+    what_fsdp_has_sharded_is_refused,
     unused_here_or_everywhere,
     clearing_and_accumulating,
     later_freezing_and_moving,
