@@ -15,7 +15,7 @@ it is not marked as a view), and what travels is overwritten.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -84,10 +84,14 @@ class Bucket:
     """Parameters of one dtype and device whose gradients travel together, each in its parameter's memory format.
 
     It also counts: ``waiting_for`` is how many of them have no gradient yet in the current backward.
+
+    Args:
+        names: of the parameters, for errors.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str] | None = None) -> None:
         self.parameters = list(parameters)
+        self.names = list(names or (f"parameter {i}" for i in range(len(self.parameters))))
         self.slots: list[_Slot] = []
         self.numel = 0
         for parameter in self.parameters:
@@ -97,6 +101,10 @@ class Bucket:
         self._storage: StorageWeakRef | None = None
         """Of the last gather; a reference that does not keep it alive."""
         self.reset()
+
+    def __reduce__(self) -> Any:
+        """For pickle and deepcopy: without the reference to memory, which both would free."""
+        return Bucket, (self.parameters, self.names)
 
     def reset(self) -> None:
         """Wait for all gradients again."""
@@ -120,9 +128,9 @@ class Bucket:
         """
         gradients = [parameter.grad for parameter in self.parameters]
         self._wait_for_streams(gradients)
-        for gradient in gradients:
+        for name, gradient in zip(self.names, gradients, strict=True):
             if gradient is not None and gradient.layout != torch.strided:
-                raise ValueError(f"a gradient must be dense to lie in a bucket, got layout {gradient.layout}")
+                raise ValueError(f"the gradient of {name} must be dense to be averaged, got layout {gradient.layout}")
         flat = self._in_place(gradients)
         if flat is None:
             flat = self._moved(gradients)

@@ -11,18 +11,24 @@ All four are used alike. They average, as torch's DDP does: with equal shares of
 the gradient of the whole batch.
 
     model = BucketedDDP(model, bucket_size_mb=25)      # weights and buffers become rank 0's
-    loss_function(model(x), y).backward()
-    model.finish_gradient_synchronization()            # from here on .grad is the average: clip now
+    loss_function(model(x), y).backward()              # afterwards .grad is the average: clip now
     optimizer.step()
     optimizer.zero_grad()
 
     with model.no_sync():                              # accumulate: gradients stay local, nothing is sent
         loss_function(model(x), y).backward()
 
+**Synchronisation ends with backward**: autograd calls the wrapper once the last gradient is there, and the call to
+``backward`` returns when every gradient is the average for whatever the current stream does next. A step cannot forget
+it. Backwards may follow one another: averaging is linear, so the next one adds its average to what is averaged already.
+``finish_gradient_synchronization`` is for what no backward ends: gradients that were accumulated in ``no_sync``, a
+rank that had no backward while others had one, a backward that failed. After a backward it returns at once, and may
+be called at every step.
+
 **Every rank issues the same collectives in the same order**, whatever its data makes it do; otherwise ranks would hang
 or mix gradients up. Buckets start in a fixed order, each when its last gradient is ready and all before it have
-started; ``finish_gradient_synchronization`` starts those that backward did not. The order is at first the reverse of
-construction, then the one in which rank 0's first backward made gradients ready.
+started; those that are left start when backward has ended. The order is at first the reverse of construction, then the
+one in which rank 0's first backward made gradients ready.
 
 **Parameters without a gradient.** A rank that does not use a parameter contributes zeros: the gradient is the sum over
 the ranks that use it, divided by the number of all ranks. One that no rank uses keeps ``grad`` None, and the optimizer
@@ -34,10 +40,11 @@ Collectives per step, with P trainable parameters: P (naive, overlapped), one pe
 bucket (bucketed), and always one for those bytes. Besides: one for the order, once, at the end of the first step
 (overlapped, bucketed); one per dtype of buffers before each forward that trains.
 
-**Limits.** One backward per synchronisation; more belong into ``no_sync`` (a second one raises, also after one that an
-error has ended, until ``finish_gradient_synchronization`` is called on every rank). Parameters must not be
-unfrozen later (raises). Gradients must be dense, without double backward. Buffers are not broadcast in ``eval()``,
-under ``no_grad`` or in ``no_sync``, so that one rank alone may evaluate.
+**Limits.** Ranks run equally many backwards outside ``no_sync``. After one that failed, every rank calls
+``finish_gradient_synchronization`` (the next forward raises otherwise). Parameters must not be unfrozen later (raises).
+Gradients must be dense, without double backward. Reentrant checkpointing ends a backward of its own with each segment:
+right, but everything may be sent once per segment. Buffers are not broadcast in ``eval()``, under ``no_grad`` or in
+``no_sync``, so that one rank alone may evaluate. A deep or pickled copy is a wrapper of its own, for its parameters.
 
 Method: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
@@ -52,9 +59,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 
 from cs336_systems.distributed.buckets import MIB, Bucket, broadcast_from_rank_0, partition
+from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import check_same_across_ranks
+
+_NO_TASK = -1
+"""What autograd says where no backward runs on this thread."""
 
 
 class _Average:
@@ -120,7 +132,7 @@ class DDP(nn.Module):
     Raises:
         RuntimeError: there is no process group.
         ValueError: ranks differ in names, shapes, dtypes, memory formats or options (every rank raises); a tensor is on
-            the meta device or wrapped already; ``communication_dtype`` is not a floating-point one.
+            the meta device, wrapped already or sharded by FSDP; ``communication_dtype`` is not a floating-point one.
     """
 
     def __init__(
@@ -135,6 +147,13 @@ class DDP(nn.Module):
         super().__init__()
         if not dist.is_initialized():
             raise RuntimeError(f"{type(self).__name__} needs a process group: join one first")
+        for name, child in module.named_modules():
+            if isinstance(child, FSDP) or hasattr(child, "_fsdp_call"):
+                place = f"its {name}" if name else "it"
+                raise ValueError(
+                    f"{type(self).__name__} cannot wrap {type(module).__name__}: {place} is sharded by FSDP, "
+                    "which averages gradients itself"
+                )
         options = (type(self).__name__, capacity_bytes, communication_dtype, broadcast_buffers)
         check_same_across_ranks([str(options), *_description(module)], "modules and options of data parallelism")
         if communication_dtype is not None and not communication_dtype.is_floating_point:
@@ -142,9 +161,7 @@ class DDP(nn.Module):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if tensor.is_meta:
                 raise ValueError(f"{name} is on the meta device: give it storage and values first")
-            hooks = (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()
-            if any(isinstance(hook, _ReadyHook) and hook.wrapper() is not None for hook in hooks):
-                raise ValueError(f"{name} is averaged by another wrapper already")
+        _check_not_watched(module)
         broadcast_from_rank_0([*module.parameters(), *module.buffers()])
 
         self.module = module
@@ -156,38 +173,78 @@ class DDP(nn.Module):
         self._trainable = [parameter for parameter in self._names if parameter.requires_grad]
         self._frozen = [parameter for parameter in self._names if not parameter.requires_grad]
         self._synchronizing = True
+        self._finished = False
+        """Whether a backward has synchronised since ``finish_gradient_synchronization`` was called."""
         self._progress = _Progress()
         self._backend = dist.get_backend()
         self._order_is_final = not during_backward
         self._make_buckets(self._trainable[::-1])
+        self._watch()
+
+    def _watch(self) -> None:
         for position, parameter in enumerate(self._trainable):
             parameter.register_post_accumulate_grad_hook(_ReadyHook(self, position))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: without what is under way."""
+        return {**self.__dict__, "_progress": _Progress(), "_finished": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if dist.is_initialized():
+            self._backend = dist.get_backend()
+        _check_not_watched(self.module)  # a shallow copy has the same parameters
+        self._watch()  # parameters are copied without their hooks
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, after rank 0's buffers have been taken over where that is due."""
-        if self._broadcast_buffers and self._synchronizing and self.training and torch.is_grad_enabled():
-            broadcast_from_rank_0(self.module.buffers())
+        """The module's own forward, after rank 0's buffers have been taken over where that is due.
+
+        Raises:
+            RuntimeError: the last backward failed, and ``finish_gradient_synchronization`` has not been called since.
+        """
+        if self._synchronizing and torch.is_grad_enabled():
+            if self._progress.ready and torch._C._current_graph_task_id() == _NO_TASK:
+                raise RuntimeError(
+                    "the last backward failed midway: call finish_gradient_synchronization() on every rank, "
+                    "then clear the gradients"
+                )
+            if self._broadcast_buffers and self.training:
+                broadcast_from_rank_0(self.module.buffers())
         return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward only accumulates, and ``finish_gradient_synchronization`` does nothing."""
-        before, self._synchronizing = self._synchronizing, False
+        before, self._synchronizing, self._finished = self._synchronizing, False, False
         try:
             yield
         finally:
             self._synchronizing = before
 
-    @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """Between backward and the optimizer's step, on every rank: make every gradient the average over ranks.
 
-        On a GPU the host does not wait, unless a parameter was unused; the current stream does.
+        The first call after a backward has nothing left to do, unless the gradients have been set to None since: then,
+        and without a backward, this rank's gradients are averaged as they are, and a missing one counts as zeros.
 
         Raises:
             RuntimeError: a parameter that was frozen at construction no longer is.
+            ValueError: a gradient is not dense.
         """
-        if not self._synchronizing or not self._trainable:
+        if not self._synchronizing:
+            return
+        if not (self._finished and any(parameter.grad is not None for parameter in self._trainable)):
+            self._synchronize()
+        self._finished = False
+
+    def _backward_has_ended(self) -> None:
+        self._synchronize()
+        self._finished = True
+
+    @torch.no_grad()
+    def _synchronize(self) -> None:
+        """Start what has not started, and wait: on a GPU the current stream, and the host if something was unused."""
+        if not self._trainable:
             return
         if unfrozen := [self._names[parameter] for parameter in self._frozen if parameter.requires_grad]:
             raise RuntimeError(f"{unfrozen[0]} was frozen when it was wrapped, and its gradient is not averaged")
@@ -215,9 +272,12 @@ class DDP(nn.Module):
         progress = self._progress
         if position in progress.ready:
             raise RuntimeError(
-                f"a second backward reached {self._names[self._trainable[position]]} before "
-                "finish_gradient_synchronization(): call that after each backward, and accumulate inside no_sync()"
+                f"backward reached {self._names[self._trainable[position]]} again before it had ended: it is "
+                "checkpointed twice (use_reentrant=False allows that), or the last backward failed "
+                "(call finish_gradient_synchronization() on every rank)"
             )
+        if not progress.ready:
+            Variable._execution_engine.queue_callback(self._backward_has_ended)
         progress.ready[position] = None
         self._bucket_of[position].gradient_is_ready()
         if self._during_backward:  # never before those ahead of it: the order must be the same on every rank
@@ -225,8 +285,9 @@ class DDP(nn.Module):
                 self._start(self._buckets[progress.n_started])
 
     def _start(self, bucket: Bucket) -> None:
+        gradients = bucket.gather()
         self._progress.n_started += 1
-        self._progress.under_way.append(_Average(bucket.gather(), self._communication_dtype, self._backend))
+        self._progress.under_way.append(_Average(gradients, self._communication_dtype, self._backend))
 
     def _exchange(self, used: list[bool]) -> list[bool]:
         """Which of the trainable parameters have a gradient on any rank."""
@@ -250,9 +311,18 @@ class DDP(nn.Module):
         self._order_is_final = True
 
     def _make_buckets(self, order: Sequence[nn.Parameter]) -> None:
-        self._buckets = [Bucket(group) for group in partition(order, self._capacity_bytes)]
+        groups = partition(order, self._capacity_bytes)
+        self._buckets = [Bucket(group, [self._names[parameter] for parameter in group]) for group in groups]
         bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._bucket_of = [bucket_of[parameter] for parameter in self._trainable]
+
+
+def _check_not_watched(module: nn.Module) -> None:
+    """Raise ValueError if a living wrapper averages the gradient of one of the module's parameters."""
+    for name, parameter in module.named_parameters():
+        hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+        if any(isinstance(hook, _ReadyHook) and hook.wrapper() is not None for hook in hooks):
+            raise ValueError(f"{name} is averaged by another wrapper already")
 
 
 def _description(module: nn.Module) -> list[str]:

@@ -5,14 +5,14 @@ reducing needs no memory beyond the gradients, and ``.grad`` is scratch memory f
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.distributed.shards import FlatBuffer, Layout, Piece, flat_buffers
+from cs336_systems.distributed.shards import FlatBuffer, Layout, Piece, check_dense, flat_buffers
 
 
 @dataclass
@@ -133,6 +133,9 @@ class ScatteredBucket:
         self.finish()
         shard = self._gradients.chunk(self.world_size)[self.rank]
         begin = self.shard.storage_offset()
+        for parameter in self.accumulation.absent - self.unused:
+            if parameter.requires_grad:  # as on the ranks that have one: all ranks can tell whether it is cleared
+                parameter.grad = self._gradient_views[parameter]
         for parameter, tensor in mine:
             offset = tensor.storage_offset() - begin
             tensor.grad = None if parameter in self.unused else shard[offset : offset + tensor.numel()]
@@ -148,9 +151,13 @@ class GradientScatter:
     """Starts each bucket's reduce-scatter when its last gradient arrives, in the order of the buckets on every rank.
 
     Its hooks do not keep it alive: when the optimizer goes, they do nothing.
+
+    Args:
+        names: of the parameters, for errors; those to be laid out later are added to it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[Tensor, str]) -> None:
+        self._names = names
         self.buckets: list[ScatteredBucket] = []
         self.enabled = True
         self._bucket_of: dict[Tensor, ScatteredBucket] = {}
@@ -172,6 +179,7 @@ class GradientScatter:
 
     def _gradient_arrived(self, parameter: Tensor) -> None:
         bucket = self._bucket_of[parameter]
+        check_dense(parameter, self._names[parameter])
         if not bucket.buffer.holds(parameter):  # another optimizer has taken it, or step() will take it back
             return
         if bucket.accumulation.launched:
@@ -195,6 +203,8 @@ class GradientScatter:
         What no rank has a gradient of stays without one, so that the optimizer skips it. The ranks exchange a byte per
         parameter to know; only a rank that lacks a gradient needs the answer, and waits for it.
         """
+        if all(parameter.grad is None for parameter in self._bucket_of):
+            self.forget(free=True)  # cleared by hand after a step, and no backward since: one may have been elsewhere
         for bucket in self.buckets:
             if not bucket.current:
                 bucket.reduce()

@@ -28,6 +28,7 @@ be on their device before, and begin equal on all ranks (DDP sees to that; witho
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, overload
 
 import torch
@@ -35,14 +36,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB
+from cs336_systems.distributed.fsdp_gradients import GradientHooks
 from cs336_systems.distributed.optimizer_state import check_state_fits, state_of_piece, whole_state
 from cs336_systems.distributed.process_group import check_same_across_ranks
 from cs336_systems.distributed.scattered import GradientScatter
-from cs336_systems.distributed.shards import Layout, ParameterBucket, Piece, local_layout, owned_layout
+from cs336_systems.distributed.shards import Layout, ParameterBucket, Piece, check_dense, local_layout, owned_layout
 
 REDUCE_SCATTER = "reduce-scatter"
 
 _NOT_OPTIONS = ("params", "param_names")
+_MUTABLE = (Tensor, list, dict, set)
 _CONFIGURATION = ("optimizer_cls", "reduce_gradients", "bucket_size_mb", "rank", "world_size", "_kwargs", "_batches")
 
 
@@ -61,8 +64,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         kwargs: for ``optimizer_cls``.
 
     Raises:
-        ValueError: there are no parameters, a parameter is sparse, an argument is not as above, or ranks were given
-            different parameters (on every rank).
+        ValueError: there are no parameters, a parameter is sparse or sharded by FSDP, an argument is not as above, or
+            ranks were given different parameters (on every rank).
         TypeError: as ``optimizer_cls`` and ``torch.optim.Optimizer`` raise it.
     """
 
@@ -100,22 +103,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The optimizer of this rank's share; its param_groups correspond to these one by one."""
         self._buckets: list[ParameterBucket] = []
         self._pieces: dict[Tensor, list[Piece]] = {}
+        self._names: dict[Tensor, str] = {}
+        self._was_trainable: dict[Tensor, bool] = {}
+        """What parameters were when they were laid out: the layout depends on it."""
         self._group_of: dict[Tensor, int] = {}
         self._loads = [0] * self.world_size
         scattered = self.reduce_gradients == REDUCE_SCATTER and self.world_size > 1
-        self._scatter = GradientScatter() if scattered else None
+        self._scatter = GradientScatter(self._names) if scattered else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, such as layers that are no longer frozen; called with the same on every rank.
 
         Raises:
-            ValueError: a parameter is sparse or in a group already, or ranks were given different ones.
+            ValueError: a parameter is sparse, sharded by FSDP, or in a group already; ranks were given different ones.
             TypeError: it is no group of tensors.
         """
         super().add_param_group(param_group)
         added = self.param_groups[-1:]
         try:
             for parameter in added[0]["params"]:
+                if isinstance(vars(parameter).get("register_post_accumulate_grad_hook"), GradientHooks):
+                    raise ValueError(
+                        "parameters of an FSDP module are sharded already, and so is the state of "
+                        f"{self.optimizer_cls.__name__} over them: use it without ShardedOptimizer"
+                    )
                 if parameter.layout != torch.strided:
                     raise ValueError(f"parameters must be dense to share a flat buffer, got layout {parameter.layout}")
             if self.local is not None:
@@ -141,12 +152,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _lay_out(self, groups: Sequence[dict[str, Any]]) -> None:
         """Divide the parameters of new groups and give this rank's pieces to its optimizer."""
         new = dict.fromkeys(parameter for group in groups for parameter in group["params"])
+        self._was_trainable |= {parameter: parameter.requires_grad for parameter in new}
         layout = self._layout(list(new))
         self._buckets += layout.buckets
         self._pieces |= layout.pieces
         first = 0 if self.local is None else len(self.local.param_groups)
         local_groups = []
         for i, group in enumerate(groups, start=first):
+            numbered = [f"parameter {j} of group {i}" for j in range(len(group["params"]))]
+            self._names |= zip(group["params"], group.get("param_names", numbered), strict=True)
             pieces = [piece for parameter in dict.fromkeys(group["params"]) for piece in self._pieces[parameter]]
             tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
             self._group_of |= dict.fromkeys(tensors, i)
@@ -177,33 +191,39 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Args:
             closure: evaluates the model and its gradients anew; called once.
             kwargs: for the ``step`` of ``optimizer_cls``.
+
+        Raises:
+            ValueError: a gradient is not dense, in a world of more than one rank.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.world_size > 1:
+            for parameter, name in self._names.items():
+                check_dense(parameter, name)
         sent = self._scatter.reduce_the_rest() if self._scatter is not None else []
-        assert self.local is not None
-        for group, local_group in zip(self.param_groups, self.local.param_groups, strict=True):
-            local_group.update(_options(group))
+        options = [_options(group) for group in self.param_groups]
         for bucket in self._buckets:
-            self._update(bucket.prepare(), kwargs)
+            # What the optimizer counts in its groups counts steps, so only the last of its calls may change them.
+            last = bucket is self._buckets[-1]
+            self._update(bucket.prepare(), options if last else [_copied(each) for each in options], kwargs)
             sent += bucket.send()
         for work in sent:
             work.wait()
+        assert self.local is not None
         for group, local_group in zip(self.param_groups, self.local.param_groups, strict=True):
             group.update(_options(local_group))
         return loss
 
-    def _update(self, tensors: list[Tensor], kwargs: dict[str, Any]) -> None:
-        """Step this rank's optimizer over some of its tensors only."""
-        if not tensors:
-            return
+    def _update(self, tensors: list[Tensor], options: list[dict[str, Any]], kwargs: dict[str, Any]) -> None:
+        """Step this rank's optimizer over some of its tensors only, its groups with these options."""
         assert self.local is not None
         groups = self.local.param_groups
         everything = [group["params"] for group in groups]
         for i, group in enumerate(groups):
-            group["params"] = [tensor for tensor in tensors if self._group_of[tensor] == i]
+            group.clear()
+            group |= {**options[i], "params": [tensor for tensor in tensors if self._group_of[tensor] == i]}
         try:
             self.local.step(**kwargs)
         finally:
@@ -257,10 +277,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if "param_groups" not in state_dict or "state" not in state_dict:
             raise ValueError(f"a state dict needs state and param_groups, got keys {sorted(state_dict)}")
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         by_parameter = {
             parameter: state_dict["state"][number]
-            for number, parameter in zip(numbers, parameters, strict=False)
+            for number, parameter in zip(numbers, self._parameters(), strict=False)
             if number in state_dict["state"]
         }
         for parameter, state in by_parameter.items():
@@ -282,6 +301,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.local.load_state_dict(packed)
         self.state = self.local.state
 
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _set_trainable(self, trainable: list[bool]) -> None:
+        for parameter, is_trainable in zip(self._parameters(), trainable, strict=True):
+            parameter.requires_grad_(is_trainable)
+
     def _local_tensors(self) -> list[Tensor]:
         assert self.local is not None
         return [tensor for group in self.local.param_groups for tensor in group["params"]]
@@ -292,6 +318,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "defaults": self.defaults,
             "param_groups": self.param_groups,
             "shares": [self.state.get(tensor) for tensor in self._local_tensors()],
+            "was_trainable": [self._was_trainable[parameter] for parameter in self._parameters()],
             **{name: getattr(self, name) for name in _CONFIGURATION},
         }
 
@@ -299,13 +326,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if "shares" not in state:  # torch's load_state_dict replaces state and param_groups through this
             super().__setstate__(state)
             return
-        shares = state["shares"]
-        super().__setstate__({key: value for key, value in state.items() if key != "shares"})
+        shares, was_trainable = state["shares"], state["was_trainable"]
+        super().__setstate__({key: state[key] for key in state.keys() - {"shares", "was_trainable"}})
         self._prepare_layout()
+        is_trainable = [parameter.requires_grad for parameter in self._parameters()]
+        self._set_trainable(was_trainable)
         start = 0
         for n_groups in self._batches:
             self._lay_out(self.param_groups[start : start + n_groups])
             start += n_groups
+        self._set_trainable(is_trainable)
         for tensor, share in zip(self._local_tensors(), shares, strict=True):
             if share:
                 self.state[tensor] = share
@@ -319,3 +349,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     """What a group says besides its parameters."""
     return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+
+
+def _copied(options: dict[str, Any]) -> dict[str, Any]:
+    """Options that may be changed without changing these."""
+    return {key: deepcopy(value) if isinstance(value, _MUTABLE) else value for key, value in options.items()}

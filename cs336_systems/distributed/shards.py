@@ -60,6 +60,12 @@ def in_memory_order(flat: Tensor, like: Tensor) -> Tensor:
     return flat.as_strided(like.shape, torch.empty_like(like.detach(), device="meta").stride())
 
 
+def check_dense(parameter: Tensor, name: str) -> None:
+    """Raise ValueError if a parameter has a gradient that is sparse."""
+    if parameter.grad is not None and parameter.grad.layout != torch.strided:
+        raise ValueError(f"the gradient of {name} must be dense to be sharded, got layout {parameter.grad.layout}")
+
+
 class FlatBuffer:
     """Parameters of one dtype and device as views of one flat tensor."""
 

@@ -6,7 +6,6 @@ holds a few tensors of a small model, so that every step has several buckets, an
 
 import copy
 import io
-import pickle
 import re
 
 import pytest
@@ -190,147 +189,6 @@ def groups_and_schedulers(rank: Rank) -> None:
         assert torch.equal(parameters, results[0][0])
 
 
-class CountingSGD(torch.optim.SGD):
-    """Adds a key to its groups and an entry to a list that ``step`` is given, and takes no closure."""
-
-    def step(self, calls):
-        super().step()
-        calls.append(1)
-        for group in self.param_groups:
-            group["counted"] = True
-
-
-def closures_keywords_and_new_keys(rank: Rank) -> None:
-    for form in FORMS:
-        model, reference = Toy(), Toy()
-        optimizer = sharded(model, form)
-        alone = torch.optim.AdamW(reference.parameters(), **ADAMW)
-
-        def closure(model=model, optimizer=optimizer, form=form):
-            optimizer.zero_grad()
-            if form:
-                loss_of(model, 3, rank.rank).backward()
-            else:
-                backward_on_all(model, 3, rank.world_size)
-            return loss_of(model, 3, 0)
-
-        backward_on_all(reference, 3, rank.world_size)
-        alone.step()
-        expected = loss_of(Toy(), 3, 0).item()
-        assert optimizer.step(closure).item() == expected
-        assert torch.equal(flat(model), flat(reference))
-
-        calls: list[int] = []
-        counted = ShardedOptimizer(model.parameters(), CountingSGD, reduce_gradients=form, lr=0.1)
-        counted.step(calls=calls)
-        assert calls
-        assert counted.param_groups[0]["counted"]
-
-
-def unused_here_or_everywhere(rank: Rank) -> None:
-    """No gradient anywhere: skipped, weight decay and all. None on one rank: it counts as zero there."""
-    for form in ("reduce-scatter",):
-        used, unused = nn.Parameter(torch.ones(40)), nn.Parameter(torch.ones(40))
-        optimizer = ShardedOptimizer([used, unused], torch.optim.SGD, lr=1.0, weight_decay=0.5, reduce_gradients=form)
-        if rank.rank == 0:
-            (4 * used).sum().backward()
-        optimizer.step()
-        assert torch.equal(used, torch.full((40,), 1 - 0.5 - 4 / rank.world_size))
-        assert torch.equal(unused, torch.ones(40))
-        optimizer.zero_grad()
-        optimizer.step()  # and nothing at all without any
-        assert torch.equal(unused, torch.ones(40))
-
-
-def clearing_and_accumulating(rank: Rank) -> None:
-    """Any way of clearing gradients, and accumulation over two batches, gives what one process gives."""
-    expected = Toy()
-    alone = torch.optim.AdamW(expected.parameters(), **ADAMW)
-    for step in range(4):
-        total = []
-        for micro in (2 * step, 2 * step + 1):
-            backward_on_all(expected, micro, rank.world_size)
-            total.append([None if p.grad is None else p.grad.clone() for p in expected.parameters()])
-        for parameter, first, second in zip(expected.parameters(), *total, strict=True):
-            parameter.grad = None if first is None else first + second
-        alone.step()
-        alone.zero_grad()
-    clears = {
-        "to none": lambda model, optimizer: optimizer.zero_grad(),
-        "to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-        "by the module": lambda model, optimizer: model.zero_grad(),
-    }
-    for clear in clears.values():
-        model = Toy()
-        optimizer = sharded(model, "reduce-scatter")
-        for step in range(4):
-            with optimizer.no_sync():
-                loss_of(model, 2 * step, rank.rank).backward()
-            loss_of(model, 2 * step + 1, rank.rank).backward()
-            optimizer.step()
-            clear(model, optimizer)
-        torch.testing.assert_close(flat(model), flat(expected), rtol=1e-2, atol=1e-5)  # bf16 adds in another order
-    model = Toy()
-    optimizer = sharded(model, "reduce-scatter")
-    loss_of(model, 0, rank.rank).backward()
-    with pytest.raises(RuntimeError, match=re.escape("no_sync()")):
-        loss_of(model, 1, rank.rank).backward()
-    optimizer.zero_grad()
-
-
-def later_freezing_and_moving(rank: Rank) -> None:
-    for form in FORMS:
-        model, expected = Toy(), Toy()
-        optimizer = sharded(model, form)
-        alone = torch.optim.AdamW(expected.parameters(), **ADAMW)
-        for step in range(4):
-            for toy in (model, expected):
-                toy.frozen.requires_grad_(step >= 2)
-                toy.second.weight.requires_grad_(step < 2)
-            train(model, optimizer, range(step, step + 1), rank.world_size, rank.rank)
-            train(expected, alone, range(step, step + 1), rank.world_size, rank.rank)
-        assert torch.equal(flat(model), flat(expected))
-        model.first.weight.data = model.first.weight.detach().clone()  # other memory, the same values
-        train(model, optimizer, range(4, 5), rank.world_size, rank.rank)
-        train(expected, alone, range(4, 5), rank.world_size, rank.rank)
-        assert torch.equal(flat(model), flat(expected))
-        model.double()
-        with pytest.raises(ValueError, match="moved from torch.float32 on cpu to torch.float64"):
-            optimizer.step()
-
-
-def a_replaced_optimizer_stays_silent(rank: Rank) -> None:
-    """One that others still refer to while a second has taken its parameters: only the second reduces gradients."""
-    model = nn.Linear(8, 8, bias=False)
-    first = sharded(model, "reduce-scatter")
-    second = sharded(model, "reduce-scatter")
-    for optimizer in (second, first):  # whoever steps takes the parameters back
-        optimizer.step()
-        optimizer.zero_grad()
-        with CollectiveLog() as log:
-            model(torch.ones(2, 8)).sum().backward()
-        assert [name for name, _ in log.sent] == ["reduce_scatter_base"]
-        optimizer.zero_grad()
-
-
-def copies_and_pickles(rank: Rank) -> None:
-    """A deep copy of model and optimizer, and an unpickled pair, go on alike."""
-    for form in FORMS:
-        model = Toy()
-        optimizer = sharded(model, form)
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-        train(model, optimizer, range(2), rank.world_size, rank.rank)
-        copied = copy.deepcopy((model, optimizer))
-        pickled = pickle.loads(pickle.dumps((model, optimizer)))
-        results = []
-        for some_model, some_optimizer in ((model, optimizer), copied, pickled):
-            train(some_model, some_optimizer, range(2, 4), rank.world_size, rank.rank)
-            results.append(flat(some_model))
-        assert torch.equal(results[1], results[0])
-        assert torch.equal(results[2], results[0])
-        assert f"ShardedOptimizer of AdamW, rank {rank.rank} of 2" in repr(optimizer)
-
-
 def saved_layers_are_small(rank: Rank) -> None:
     """A layer that is saved by itself takes its own bytes, not those of the buffer that it shares with others."""
     for form in FORMS:
@@ -411,12 +269,6 @@ CHECKS = (
     reducing_starts_under_backward,
     state_is_a_share,
     groups_and_schedulers,
-    closures_keywords_and_new_keys,
-    unused_here_or_everywhere,
-    clearing_and_accumulating,
-    later_freezing_and_moving,
-    a_replaced_optimizer_stays_silent,
-    copies_and_pickles,
     saved_layers_are_small,
     saved_state_is_whole,
     constructor_errors,
