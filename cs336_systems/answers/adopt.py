@@ -132,9 +132,9 @@ def _lines(path: Path) -> list[list[str]]:
 
 
 def _in_columns(columns: list[str], old: list[list[str]]) -> list[list[str]]:
-    """The old lines in the columns of newer ones, where all they lack was not recorded then; else as they are."""
+    """The old lines in the columns and order of newer ones, where all they lack was not recorded then; else unchanged."""
     lacking = [name for name in columns if name not in old[0]]
-    if not set(lacking) <= NOT_RECORDED.keys() or [name for name in columns if name not in lacking] != old[0]:
+    if not set(lacking) <= NOT_RECORDED.keys() or {*columns} - {*lacking} != {*old[0]}:
         return old
     rows = (NOT_RECORDED | dict(zip(old[0], line, strict=True)) for line in old[1:])
     return [columns, *([row[name] for name in columns] for row in rows)]

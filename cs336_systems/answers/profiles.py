@@ -53,11 +53,6 @@ def top_kernel(kernels: pd.DataFrame, passes: str, size: str, context: int) -> T
     return _leader(_of_pass(kernels, passes, size, context))
 
 
-def top_kernel_runs(kernels: pd.DataFrame, passes: str, size: str, context: int) -> float:
-    """How often the kernel with the most time runs in a pass."""
-    return top_kernel(kernels, passes, size, context).runs
-
-
 def leading_classes(kernels: pd.DataFrame, passes: str) -> list[str]:
     """The classes of the leaders of a pass in every workload, each once: one where the same leads everywhere."""
     own = kernels[kernels["passes"] == passes]

@@ -100,7 +100,7 @@ NUMBERS = (
         models.peak_ratio,
     ),
     *(attention.handout_attention, attention.flash_wins_from, attention.flash_speedups, attention_tables.time_over),
-    *(profiles.kernel_share, profiles.kernel_ms, profiles.top_kernel, profiles.top_kernel_runs),
+    *(profiles.kernel_share, profiles.kernel_ms, profiles.top_kernel),
     profiles.leading_classes,
     *(profiles.stage_times, profiles.products_over_softmax, profiles.attention_work),
     *(memory.KeptByBlock, memory.predicted_peak, memory.peak_of, memory.recomputed_flops, memory.recomputed_blocks),

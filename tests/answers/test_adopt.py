@@ -108,11 +108,12 @@ def test_a_machine_is_named_after_its_gpu_or_is_a_cpu(run, profiles):
     assert (profiles / "results" / "cpu" / "collectives" / "benchmark_collectives.csv").exists()
 
 
-def test_rows_join_earlier_ones_that_could_not_say_a_setting_of_nccl(run, profiles):
+def test_rows_join_earlier_ones_with_columns_in_another_order_and_none_for_nccl(run, profiles):
     write(run / "grid" / "benchmark_model.csv", 2.0, day=2, nccl='{"version": "2.28.9"}')
     committed = profiles / "results" / "h200" / "grid" / "benchmark_model.csv"
     write(committed, 1.0)
     earlier = pd.read_csv(committed, dtype=str, keep_default_na=False).drop(columns="nccl")
+    earlier = earlier[[*earlier.columns[:1], *earlier.columns[:0:-1]]]
     earlier.to_csv(committed, index=False)
     (move,) = adopted(run, profiles)
     assert move.what == "1 of 1 rows appended"

@@ -13,7 +13,6 @@ from cs336_systems.answers.profiles import (
     stage_times,
     stages_table,
     top_kernel,
-    top_kernel_runs,
     top_kernels_table,
 )
 from cs336_systems.config import MODEL_SIZES
@@ -100,5 +99,5 @@ def test_digests_are_found_by_their_rows(tmp_path):
     assert forward.frame.loc[0, "busy / harness"] == "0.500"
     found = committed.digests("nsys", "kernels").frame()
     assert kernel_share(found, "inference forward", "small", 512) == pytest.approx(6 / 7.6)
-    assert top_kernel_runs(found, "forward + backward", "small", 512) == 48
+    assert top_kernel(found, "forward + backward", "small", 512).runs == 48
     assert committed.rows("nsys", size="small", context_length=512).number("busy") == 5
