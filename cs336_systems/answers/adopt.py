@@ -132,7 +132,7 @@ def _lines(path: Path) -> list[list[str]]:
 
 
 def _in_columns(columns: list[str], old: list[list[str]]) -> list[list[str]]:
-    """The old lines in the columns and order of newer ones, where all they lack was not recorded then; else unchanged."""
+    """The old lines in the columns of newer ones, in their order, where all they lack was not recorded then."""
     lacking = [name for name in columns if name not in old[0]]
     if not set(lacking) <= NOT_RECORDED.keys() or {*columns} - {*lacking} != {*old[0]}:
         return old

@@ -103,8 +103,8 @@ def _draw_panel(axes: Axes, group: pd.DataFrame) -> None:
                 color=_COLOURS[family],
                 fontsize=8,
             )
-    axes.set_ylim(bottom=0)
-    axes.margins(x=0.12)
+    axes.set_ylim(0, 1.08 * float(points[["peak_memory", "predicted_peak_memory"]].max(axis=None)))
+    axes.margins(x=0.14)
     axes.set_xlabel("time of the whole pass, ms (median)")
     axes.set_ylabel("peak memory, GiB")
     dress(axes)
