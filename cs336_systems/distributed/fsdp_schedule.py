@@ -14,8 +14,9 @@ either direction: a tied embedding is gathered once.
 Each backward ends with its gradients averaged, as the call of ``backward`` returns. One that an error has ended leaves
 nothing behind but what the parameters' ``grad`` hold by then.
 
-Limits: no gradients of gradients. When a checkpointed segment of several units runs again, those that backward's
-look-ahead has not reached are gathered for it, one by one, and again for their backward; it must do so on every rank.
+Limits: no gradients of gradients. When a checkpointed segment of several units runs again, or a reentrant one, units
+that backward's look-ahead has not reached are gathered for it, one by one, and again for their backward. It must do so
+on every rank, after the same units: where a model has such segments, the losses of all ranks must use the same outputs.
 """
 
 import weakref
