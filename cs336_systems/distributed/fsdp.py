@@ -2,8 +2,7 @@
 
     model = FSDP(model, compute_dtype=torch.bfloat16, units=lambda module: isinstance(module, TransformerBlock))
     optimizer = torch.optim.AdamW(model.parameters())      # sees shards, so its state is sharded too
-    loss_function(model(inputs), targets).backward()       # gathers weights, frees them, reduces gradients
-    model.finish_gradient_synchronization()
+    loss_function(model(inputs), targets).backward()       # gathers weights, frees them, averages gradients
     clip_grad_norm_(model, 1.0)
     optimizer.step()
 
@@ -19,7 +18,9 @@ of batch norms, which must match their running averages; weights are cast before
 before they travel (``reduce_dtype`` chooses otherwise): the sum over ranks of bf16 gradients would round at every
 addition.
 
-Gradients are averages over the ranks, as if each rank's loss were the mean over an equal part of the global batch.
+Gradients are averages over the ranks, as if each rank's loss were the mean over an equal part of the global batch. They
+are averaged as backward returns. A backward that an error has ended leaves in ``grad`` what had come there, as without
+FSDP: after ``zero_grad`` the next step is right, if all ranks had the error.
 Those of shards know that they are parts (``fsdp_gradients.py``): ``torch.amp.GradScaler`` works, norms are refused.
 State dicts speak of whole tensors (``fsdp_state_dict.py``).
 """
@@ -36,7 +37,7 @@ from torch.utils._pytree import tree_map
 from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup
 from cs336_systems.distributed.fsdp_schedule import Schedule
 from cs336_systems.distributed.fsdp_state_dict import WholeTensors, show_whole
-from cs336_systems.distributed.fsdp_units import Initialise, NotCopied, Predicate, shard_module
+from cs336_systems.distributed.fsdp_units import Initialise, NotCopied, Predicate, is_unit, shard_module
 from cs336_systems.distributed.process_group import check_same_across_ranks
 
 
@@ -56,8 +57,8 @@ class FSDP(NotCopied, nn.Module):
         process_group: the default group if None.
 
     Raises:
-        ValueError: the module has no parameters, lies on several devices, or differs between ranks; an argument is out
-            of range.
+        ValueError: the module has no parameters, lies on several devices, is under FSDP already in part, or differs
+            between ranks; an argument is out of range.
     """
 
     def __init__(
@@ -79,6 +80,10 @@ class FSDP(NotCopied, nn.Module):
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"{name} must be a floating-point dtype, got {dtype}")
         described = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
+        for name, each in module.named_modules():
+            if isinstance(each, FSDP) or is_unit(each):
+                name = name or type(module).__name__
+                raise ValueError(f"{name} is under FSDP already: wrap the outermost module alone, and name units=")
         if not described:
             raise ValueError(f"{type(module).__name__} has no parameters to shard")
         for name, p in module.named_parameters():
@@ -102,9 +107,9 @@ class FSDP(NotCopied, nn.Module):
         self.groups: list[ShardedGroup] = layout.groups
         self.replicated: list[ManagedParameter] = layout.replicated.parameters
         show_whole(module, self.managed_parameters(), WholeTensors(self.process_group, self.device))
-        self._schedule = Schedule(layout.groups, layout.replicated, prefetch)
+        self._schedule = Schedule(layout, prefetch, self.device, self.process_group)
         for unit in layout.units:
-            unit.run_by(self._schedule.forward)
+            unit.run_by(self._schedule.run)
         for parameter in self.managed_parameters():
             parameter.take_hooks()
 
@@ -112,10 +117,8 @@ class FSDP(NotCopied, nn.Module):
         """The module's forward; floating-point inputs are cast to ``compute_dtype``."""
         if self.compute_dtype is not None:
             args, kwargs = tree_map(self._cast, (args, kwargs))
-        self._schedule.begin_forward()
-        output = self.module(*args, **kwargs)
-        self._schedule.end_forward()
-        return output
+        with self._schedule.forward():
+            return self.module(*args, **kwargs)
 
     def _cast(self, value: Any) -> Any:
         return value.to(self.compute_dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -126,16 +129,20 @@ class FSDP(NotCopied, nn.Module):
 
         The next backward outside, or ``finish_gradient_synchronization``, averages the sum.
         """
-        before = self._schedule.synchronize
-        self._schedule.synchronize = False
+        before = self._schedule.gradients.synchronize
+        self._schedule.gradients.synchronize = False
         try:
             yield
         finally:
-            self._schedule.synchronize = before
+            self._schedule.gradients.synchronize = before
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every parameter's ``grad`` is the average over the ranks; between backward and optimizer step."""
-        self._schedule.finish(self.device)
+        """Average what backward passes inside ``no_sync`` have accumulated, if none outside has done so.
+
+        Any other backward returns when every parameter's ``grad`` is the average over the ranks, for whatever the
+        current stream does next: this changes nothing then.
+        """
+        self._schedule.finish()
 
     @torch.no_grad()
     def gather_full_params(self) -> dict[str, Tensor]:
@@ -180,7 +187,7 @@ def _device(module: nn.Module, device: torch.device | str | None, process_group:
 def clip_grad_norm_(fsdp: FSDP, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale all gradients so that their joint norm is at most ``max_norm``; one all-reduce of one number.
 
-    After ``finish_gradient_synchronization``. Every rank scales by the same factor, max_norm / (norm + 1e-6) if that is
+    After backward. Every rank scales by the same factor, max_norm / (norm + 1e-6) if that is
     below one, as ``torch.nn.utils.clip_grad_norm_`` does.
 
     Args:

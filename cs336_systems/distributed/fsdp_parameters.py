@@ -195,6 +195,10 @@ class Reduction:
                     continue
             parameter.run_hooks()
 
+    def abandon(self) -> None:
+        """Wait, and leave no gradients."""
+        self._work.wait()
+
 
 class GroupState(Enum):
     """What a group's unsharded parameters are at this moment."""
@@ -336,6 +340,12 @@ class ShardedGroup:
             gradient = parameter.take_gradient(self.reduce_dtype)
             parameter.accumulated = None if gradient is None else gradient.to(self.reduce_dtype)
 
+    def drop_gradients(self) -> None:
+        """Give up the gradients that have not been reduced, accumulated ones as well."""
+        for parameter in self.parameters:
+            parameter.unsharded_param.grad = parameter.accumulated = None
+            parameter.has_gradient = False
+
     @property
     def has_gradients(self) -> bool:
         """Whether the last backward left gradients here that have been neither reduced nor accumulated."""
@@ -405,6 +415,11 @@ class ReplicatedParameters:
                 parameter.sharded_param.grad = gradient.to(parameter.sharded_param.dtype)
             else:
                 parameter.sharded_param.grad.add_(gradient)
+
+    def drop_gradients(self) -> None:
+        """Give up the gradients of the cast copies."""
+        for parameter in self._cast:
+            parameter.unsharded_param.grad = None
 
     def all_reduce(self, device: torch.device, sharded: Sequence[ManagedParameter]) -> Tensor:
         """Average the gradients, and count the ranks that have one of each parameter, in the same collective.

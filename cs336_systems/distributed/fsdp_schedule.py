@@ -1,134 +1,75 @@
 """When FSDP gathers, frees and reduces: the order in which a module's units run, and what follows from it.
 
-Forward and backward are one list of runs, walked to its end and back:
+Forward and backward are one list of runs (``fsdp_runs.py``), walked to its end and back:
 
     forward   run i    gather its groups (unless they were gathered ahead), start the gathers of the next ``prefetch``
                        runs, wait for its own, run, free
     backward  run i    the gradient has reached an output of it: free the groups that only later runs used, gather its
                        own and those of the ``prefetch`` runs before it, start the reductions of the freed ones, wait
 
-A group that several runs use stays between the first and the last of them, in either direction: a tied embedding is
-gathered once. Each class below holds what lives equally long: one forward, the runs of a graph, one backward, the
-gradients of a step.
+Backward walks the list whole. A run that this rank's gradient passes by is gathered and reduced in its place all the
+same, as other ranks may compute with it. A group that several runs use stays between the first and the last of them, in
+either direction: a tied embedding is gathered once.
 
-Limits: activation checkpointing must be non-reentrant. When a segment of several units runs again, those that
-backward's look-ahead has not reached are gathered for it, one by one, and again for their backward.
+Each backward ends with its gradients averaged, as the call of ``backward`` returns. One that an error has ended leaves
+nothing behind but what the parameters' ``grad`` hold by then.
+
+Limits: no gradients of gradients. When a checkpointed segment of several units runs again, or a reentrant one, units
+that backward's look-ahead has not reached are gathered for it, one by one, and again for their backward. It must do so
+on every rank, after the same units: where a model has such segments, the losses of all ranks must use the same outputs.
 """
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
+from cs336_systems.distributed.fsdp_agreement import Agreement
+from cs336_systems.distributed.fsdp_averaging import Gradients
 from cs336_systems.distributed.fsdp_parameters import (
     GroupState,
-    Reduction,
-    ReplicatedParameters,
     ShardedGroup,
     ShardedParameter,
 )
-from cs336_systems.distributed.fsdp_units import Unit
+from cs336_systems.distributed.fsdp_runs import Forward, Run
+from cs336_systems.distributed.fsdp_units import Elsewhere, Layout, Unit
 
 _NO_TASK = -1
 """What autograd says where no backward runs on this thread."""
 
 
-class _Forward:
-    """One forward: the units that it has run, beside those of the previous one, which it is expected to run.
+@dataclass
+class _Walk:
+    """How far a backward pass has come in a forward."""
 
-    The first forward expects nothing, and so gathers nothing ahead.
-    """
-
-    def __init__(self, expected: list[Unit]) -> None:
-        self.units: list[Unit] = []
-        self._expected = expected
-        self.as_expected = bool(expected)
-        self._last_use = {group: i for i, unit in enumerate(expected) for group in unit.groups}
-
-    def begin(self, unit: Unit, prefetch: int) -> list[Unit]:
-        """Note that a unit begins; the next ones, as far as they can be told."""
-        position = len(self.units)
-        self.units.append(unit)
-        self.as_expected &= self._expected[position : position + 1] == [unit]
-        return self._expected[position + 1 : position + 1 + prefetch] if self.as_expected else []
-
-    def keeps(self, group: ShardedGroup, position: int, backward_follows: bool) -> bool:
-        """Whether the group is used again so soon after the unit at the position that it stays."""
-        if not self.as_expected:
-            return False
-        # Backward starts at the last run, so once that has begun nothing is freed.
-        last_has_begun = len(self.units) == len(self._expected)
-        return self._last_use[group] > position or (last_has_begun and backward_follows)
-
-
-@dataclass(eq=False)
-class _Run:
-    """One call of a unit in a forward that backward will come back to."""
-
-    unit: Unit
-    started: int
-    """How many runs had ended when this one began: a unit inside a unit ends, and begins its backward, on its own."""
+    task: int
+    """Autograd's number of the pass; it gives those that take place inside one higher numbers."""
     number: int
-    """How many had ended before this one did, since the last backward."""
-    first: int
-    """Number of the first run of the same forward."""
-    previous: "_Run | None"
-
-
-class _Runs:
-    """The runs that backward has yet to come to: of all forwards since the last backward.
-
-    References are weak. A run lives as long as its graph, whose hooks hold it: one that is dropped needs no weights.
-    """
-
-    def __init__(self) -> None:
-        self.n = 0
-        self.first = 0
-        """Number of the first run of the latest forward."""
-        self._newest: Callable[[], _Run | None] = lambda: None
-        self._of_group: dict[ShardedGroup, weakref.WeakSet[_Run]] = {}
-
-    def add(self, unit: Unit, started: int) -> _Run:
-        run = _Run(unit, started, self.n, self.first, self._newest())
-        self.n += 1
-        self._newest = weakref.ref(run)
-        for group in unit.groups:
-            self._of_group.setdefault(group, weakref.WeakSet()).add(run)
-        return run
-
-    def use(self, group: ShardedGroup, first: int, last: int) -> bool:
-        """Whether one of the runs first..last uses the group, or takes place inside one that does."""
-        return any(run.started <= last and first <= run.number for run in self._of_group.get(group, ()))
+    """Of the run that it has come to."""
 
 
 @dataclass
 class _Backward:
-    """One backward pass."""
+    """One backward pass, with those that take place inside it (of reentrant checkpoints)."""
 
-    task: int = _NO_TASK
-    """Autograd's number of it."""
+    lives: "weakref.ref[Any]"
+    """Empty once autograd has given the pass up."""
+    walks: dict[Forward, _Walk] = field(default_factory=dict)
+    recomputed: Forward = field(default_factory=Forward)
+    """What a reentrant checkpoint runs again, for a backward pass of its own inside this one."""
+    open: list[Run] = field(default_factory=list)
+    """Runs that it is inside of: what they recompute needs their parameters."""
     producing: dict[ShardedGroup, None] = field(default_factory=dict)
     """Groups whose gradients it is making, in the order in which it came to them."""
-
-
-@dataclass
-class _Gradients:
-    """The gradients of a step on their way through backward passes to ``finish``."""
-
-    unfinished: bool = False
-    """Whether there may be some that no ``finish`` has averaged; the same on every rank."""
-    accumulated: dict[ShardedGroup, None] = field(default_factory=dict)
-    """Groups with gradients of backward passes that were not synchronized."""
-    reduction: Reduction | None = None
-    """The one that is under way."""
-    missing: list[ShardedParameter] = field(default_factory=list)
-    """Parameters whose gradient is zeros unless another rank has one."""
 
 
 def _inside_backward() -> bool:
@@ -136,54 +77,101 @@ def _inside_backward() -> bool:
     return torch._C._current_graph_task_id() != _NO_TASK
 
 
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in a module's output, in whatever nesting of containers and dataclasses."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for each in fields(leaf):
+                yield from _tensors(getattr(leaf, each.name))
+
+
 class Schedule:
     """Runs units with their parameters unsharded, and leaves averaged gradients on the shards.
 
     Args:
+        layout: units, whose parameters have been sharded.
         prefetch: how many runs ahead groups are gathered.
+        device: of the parameters.
+        process_group: of the ranks that share them.
     """
 
-    def __init__(self, groups: list[ShardedGroup], replicated: ReplicatedParameters, prefetch: int) -> None:
-        self.groups = groups
-        self.replicated = replicated
+    def __init__(self, layout: Layout, prefetch: int, device: torch.device, process_group: dist.ProcessGroup) -> None:
+        self.groups = layout.groups
+        self.replicated = layout.replicated
         self.prefetch = prefetch
-        self.synchronize = True
-        """Whether backward reduces gradients or accumulates them."""
-        self._order: list[Unit] = []
-        """Units as the last complete forward ran them."""
-        self._forward = _Forward(self._order)
-        self._runs = _Runs()
-        self._backward = _Backward()
-        self._gradients = _Gradients()
+        self._agreement = Agreement(process_group)
+        self._complete = Forward()
+        """The last forward that came to its end: the next one is expected to be like it."""
+        self._forward = Forward()
+        self._n_to_come = 0
+        """Forwards since the last backward that one may come to."""
+        self._backward: _Backward | None = None
+        self.gradients = Gradients(layout.groups, layout.replicated, device)
+        slots = dict.fromkeys(slot for unit in layout.units for slot in unit.param_slots)
+        guards = {parameter: Elsewhere(parameter) for group in self.groups for parameter in group.parameters}
+        self._guards = [(slot, guards[p]) for slot in slots if isinstance(p := slot.parameter, ShardedParameter)]
+        ours = weakref.ref(self)
+
+        def announce(_: Tensor) -> None:
+            if (schedule := ours()) is not None:  # Python cannot collect cycles through tensors' hooks
+                schedule._current_backward()
+
+        for parameter in self.replicated.parameters:
+            if not (parameter.unsharded_param.is_floating_point() or parameter.unsharded_param.is_complex()):
+                continue
+            requires_grad = parameter.unsharded_param.requires_grad
+            parameter.unsharded_param.requires_grad_()  # a hook is for those that are frozen too: it may be for a while
+            parameter.unsharded_param.register_post_accumulate_grad_hook(announce)
+            parameter.unsharded_param.requires_grad_(requires_grad)
 
     # forward
 
-    def begin_forward(self) -> None:
-        """Start a new list of runs."""
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Inside, the wrapped module runs from its beginning to its end."""
         if _inside_backward():
+            yield
             return
+        self._forget_failed_backward()
+        self._agree("begins a forward")
         self._free_idle()
-        self._forward = _Forward(self._order)
-        self._runs.first = self._runs.n
-        self._gradients.unfinished |= torch.is_grad_enabled()
+        self._forward = Forward(self._complete)
+        try:
+            for slot, guard in self._guards:
+                slot.check()
+                slot.rest(guard)
+            yield
+        finally:
+            for slot, _ in self._guards:
+                if slot.resting is not slot.parameter.sharded_param:
+                    slot.rest(slot.parameter.sharded_param)
+        self._agree("ends a forward")
+        self._forward.end()
+        if not (self._forward.as_expected and self._forward.runs):  # without a backward to come
+            self._free_idle()
+        self._complete = self._forward
 
-    def end_forward(self) -> None:
-        """Remember the order; without a backward to come, free what is still there."""
-        if _inside_backward():
-            return
-        if not (self._forward.as_expected and self._backward_follows):
-            for group in self._gathered():
-                group.free()
-        self._order = self._forward.units
-
-    def forward(self, unit: Unit, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, unit: Unit, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a unit's own code with its parameters unsharded."""
-        unit.check_slots()
+        for slot in unit.param_slots:
+            slot.check()
         recomputing = _inside_backward()
-        # What backward has gathered ahead is the unit's own backward's, which frees it.
-        stays = {group for group in unit.groups if group.state is not GroupState.SHARDED} if recomputing else set()
-        position, started = len(self._forward.units), self._runs.n
-        ahead = [] if recomputing else self._forward.begin(unit, self.prefetch)
+        if recomputing:
+            forward = self._recomputed()
+            ahead = []
+            # What backward has gathered ahead is the unit's own backward's, which frees it.
+            stays = {group for group in unit.groups if group.state is not GroupState.SHARDED}
+        else:
+            self._forget_failed_backward()
+            forward = self._forward
+            if forward.left()[:1] != [unit]:
+                self._agree(f"calls {unit.name}")
+                forward.as_expected = False
+            ahead = forward.begin(unit, self.prefetch)
+            stays = set()
+        position, started = len(forward.units) - 1, len(forward.runs)
         for each in (unit, *ahead):
             for group in each.groups:
                 group.gather()
@@ -191,7 +179,7 @@ class Schedule:
             group.wait()
             group.users += 1
         if not recomputing:
-            self.replicated.refresh(parameter for *_, parameter in unit.param_slots)
+            self.replicated.refresh(slot.parameter for slot in unit.param_slots)
         unit.to_unsharded()
         returned = False
         try:
@@ -203,118 +191,168 @@ class Schedule:
             unit.to_sharded()
             for group in unit.groups:
                 group.users -= 1
-            if returned and not recomputing:
-                self._record(unit, started, output)
-                follows = self._backward_follows
-                stays = {group for group in unit.groups if self._forward.keeps(group, position, follows)}
+            if returned:
+                self._record(forward, unit, started, output)
+                stays |= {group for group in unit.groups if forward.keeps(group, position)}
             for group in unit.groups:
                 if not group.users and group not in stays:
                     group.free()
         return output
 
-    @property
-    def _backward_follows(self) -> bool:
-        """Whether backward may come back to the latest forward."""
-        return self._runs.n > self._runs.first
+    def _agree(self, what: str) -> None:
+        """Make sure that all ranks are about to do the same, unless it is to call the unit that is expected.
 
-    def _record(self, unit: Unit, started: int, output: Any) -> None:
+        Others may follow the last forward until its end, and wait for this rank in every gather: it takes part in them.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        forward = self._forward
+        if left := forward.left():
+            what += f" before {left[0].name}"
+            for position, unit in enumerate(left, len(forward.units)):
+                for group in unit.groups:
+                    group.gather()
+                for group in unit.groups:
+                    if not group.users and not forward.keeps(group, position):
+                        group.free()
+            forward.as_expected = False
+            self._free_idle()
+        try:
+            self._agreement.check(what)
+        except RuntimeError:
+            self._n_to_come = 0  # ranks that have disagreed start again alike
+            raise
+
+    def _record(self, forward: Forward, unit: Unit, started: int, output: Any) -> None:
         """Have the unit's backward announced, if there will be one."""
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
         if outputs and torch.is_grad_enabled():
-            run = self._runs.add(unit, started)
+            if forward is self._forward and not forward.runs:
+                self._n_to_come += 1
+                forward.serial = self._n_to_come
+            run = forward.add_run(unit, started)
             register_multi_grad_hook(outputs, lambda _: self._before_backward(run), mode="any")
 
     # backward
 
-    @torch.no_grad()
-    def _before_backward(self, run: _Run) -> None:
+    def _current_backward(self) -> _Backward:
+        """The backward pass that autograd is running; its end will be announced."""
+        if self._backward is None or self._backward.lives() is None:
+            self._forget_failed_backward()
+            end = partial(self._after_backward)
+            self._backward = _Backward(weakref.ref(end))
+            Variable._execution_engine.queue_callback(end)  # autograd holds it as long as the pass lives
+            self._agree("begins a backward")
+        return self._backward
+
+    def _before_backward(self, run: Run) -> None:
         """The gradient has reached an output of the run.
 
         Everything after the run is finished then: of the nodes that are ready, autograd's engine takes the one made
         last, and ``AccumulateGrad`` before any other.
+
+        Raises:
+            RuntimeError: backward is to be differentiated itself.
         """
-        task = torch._C._current_graph_task_id()
-        if task != self._backward.task:
-            self._backward.task = task
-            Variable._execution_engine.queue_callback(self._after_backward)
-        window = [run]
-        while len(window) <= self.prefetch and (previous := window[-1].previous) is not None:
-            window.append(previous)
-        needed = {group for each in window for group in each.unit.groups}
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{run.unit.name} is under FSDP, which frees weights after backward and so knows no gradients of "
+                "gradients: call backward or autograd.grad without create_graph=True"
+            )
+        with torch.no_grad():
+            backward, forward, task = self._current_backward(), run.forward, torch._C._current_graph_task_id()
+            self._walk_out(task, besides=forward)
+            if forward not in backward.walks:
+                if self._n_to_come > 1:
+                    self._agree(f"comes to the backward of its forward {forward.serial} of {self._n_to_come}")
+                backward.walks[forward] = _Walk(task, len(forward.runs))
+            self._walk(forward, run.number)
+            self._come_to(run)
+            for group in run.unit.groups:
+                group.wait()
+            run.unit.to_unsharded()
+            backward.open.append(run)
+
+    def _recomputed(self) -> Forward:
+        """The list of runs that one called now, inside backward, belongs to."""
+        backward = self._current_backward()
+        self._walk_out(torch._C._current_graph_task_id() + 1)
+        if backward.recomputed in backward.walks:
+            backward.recomputed = Forward()
+        return backward.recomputed
+
+    def _walk_out(self, task: int, besides: Forward | None = None) -> None:
+        """Walk the forwards to their beginning that passes from this number on have come to."""
+        walks = self._current_backward().walks
+        for forward in sorted(walks, key=lambda forward: -walks[forward].task):
+            if walks[forward].task >= task and forward is not besides:
+                self._walk(forward, -1)
+
+    def _walk(self, forward: Forward, number: int) -> None:
+        """Come to all runs after the number, which the gradient has passed by on this rank, and leave those inside."""
+        backward = self._current_backward()
+        walk = backward.walks[forward]
+        passed_by = reversed(forward.runs[number + 1 : max(0, walk.number)])
+        walk.number = min(walk.number, number)
+        for run in [run for run in backward.open if run.forward is forward and run.started > walk.number]:
+            backward.open.remove(run)
+            run.unit.to_sharded()
+        for run in passed_by:
+            self._come_to(run)
+
+    def _come_to(self, run: Run) -> None:
+        """Gather what the run needs for its backward, free and reduce what is needed no more."""
+        backward, forward, number = self._current_backward(), run.forward, run.number
+        window = forward.runs[max(0, number - self.prefetch) : number + 1][::-1]
+        needed = {group for each in (*window, *backward.open) for group in each.unit.groups}
         for group in self._gathered():
-            if group not in needed and not group.users and not self._runs.use(group, run.first, run.number):
+            if group not in needed and not group.users and not forward.uses(group, number):
                 group.free()
         for each in window:
             for group in each.unit.groups:
                 group.gather()
         # Which groups are reduced, and in which order, follows from the order of the runs alone, never from which
         # parameters received a gradient: ranks may differ in that, and their collectives must not.
-        for group in list(self._backward.producing):
-            if group not in run.unit.groups and not self._runs.use(group, 0, run.number):
-                self._reduce(group)
+        for group in list(backward.producing):
+            if group not in needed and not forward.uses(group, number):
+                del backward.producing[group]
+                self.gradients.reduce(group)
         for group in run.unit.groups:
-            self._backward.producing[group] = None
-            group.wait()
+            backward.producing[group] = None
 
     @torch.no_grad()
     def _after_backward(self) -> None:
-        """The end of a backward pass: whatever is still to be reduced or freed."""
-        self._backward.task = _NO_TASK
+        """The end of a backward pass: what it has not come to, and whatever is still to be reduced or freed."""
+        backward = self._current_backward()
+        self._walk_out(0)
+        if self._n_to_come > 1:
+            self._agree("ends a backward")
+        self._n_to_come = 0
         self._free_idle()
-        for group in list(self._backward.producing):
-            self._reduce(group)
-        for group in self.groups:
-            if group.has_gradients:  # it came after its group was reduced: a reduction adds to what is there
-                self._reduce(group)
-        self.replicated.collect()
-        self._runs = _Runs()
-        self._gradients.unfinished = True
+        for group in backward.producing:
+            self.gradients.reduce(group)
+        self.gradients.end_backward()
+        if self._forward in backward.walks:
+            self._forward = Forward()
+        self._backward = None
 
-    def _reduce(self, group: ShardedGroup) -> None:
-        """Start the group's reduction, or accumulate its gradients if this pass is not to be synchronized."""
-        self._backward.producing.pop(group, None)
-        if not group.trainable:
+    def finish(self) -> None:
+        """Average the gradients that backward passes have accumulated; those of others are averages already."""
+        self._forget_failed_backward()
+        if self.gradients.unfinished and self.gradients.synchronize:
+            self._agree("averages accumulated gradients")
+            self.gradients.average()
+
+    def _forget_failed_backward(self) -> None:
+        """If an error has ended a backward pass, give up the gradients that have not come to ``grad``."""
+        if self._backward is None:
             return
-        if not self.synchronize:
-            group.accumulate()
-            self._gradients.accumulated[group] = None
-            return
-        # Only one is under way: with the group that backward fills, no more than two have whole gradients in memory.
-        self._finish_reduction()
-        self._gradients.accumulated.pop(group, None)
-        self._gradients.reduction = group.reduce()
-
-    def _finish_reduction(self) -> None:
-        if self._gradients.reduction is not None:
-            self._gradients.reduction.finish()
-            self._gradients.missing += self._gradients.reduction.missing
-            self._gradients.reduction = None
-
-    @torch.no_grad()
-    def finish(self, device: torch.device) -> None:
-        """Wait for the reductions, and average the gradients of the replicated parameters.
-
-        A parameter that no rank has used keeps no gradient, as on one device.
-        """
-        if not (self._gradients.unfinished and self.synchronize):
-            return
-        self._gradients.unfinished = False
-        for group in list(self._gradients.accumulated):
-            self._reduce(group)
-        self._finish_reduction()
-        sharded = [parameter for group in self.groups for parameter in group.trainable]
-        # The last message of a step, and sent even where nothing is replicated: it also counts who has a gradient.
-        counts = self.replicated.all_reduce(device, sharded)
-        if self._gradients.missing:  # only then does the host look at the counts, and so wait for the device
-            used = {parameter for parameter, count in zip(sharded, counts.tolist(), strict=True) if count}
-            for parameter in self._gradients.missing:
-                if parameter in used:
-                    parameter.run_hooks()
-                else:
-                    parameter.sharded_param.grad = None
-        for parameter in sharded:
-            parameter.has_gradient = False
-        self._gradients.missing.clear()
+        for run in self._backward.open:
+            run.unit.to_sharded()
+        self._backward, self._n_to_come = None, 0
+        self.gradients.drop()
+        self._free_idle()
 
     # groups
 

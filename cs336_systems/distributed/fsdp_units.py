@@ -9,7 +9,7 @@ A *group* is a set of parameters that the same units use, in one dtype; it trave
 several units share, as a tied embedding is, is a group of its own: it exists once and its gradient is reduced once.
 
 Limits: a module whose weights its parent reads without calling it must lie in a unit with that parent (name the
-parent in the predicate); ranks must run the same units in the same order.
+parent in the predicate; otherwise the read raises); ranks must run the same units in the same order.
 """
 
 import functools
@@ -19,9 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ReplicatedParameters, ShardedGroup
+from cs336_systems.distributed.fsdp_parameters import (
+    ManagedParameter,
+    ReplicatedParameters,
+    ShardedGroup,
+)
 
 Predicate = Callable[[nn.Module], bool]
 Initialise = Callable[[nn.Module], Any]
@@ -30,36 +35,102 @@ _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 """Modules that are never called: their parameters count as their parent's."""
 
 
+class Elsewhere(Tensor):
+    """Stands for a sharded parameter, in a forward, where no unit that has it whole is running.
+
+    Dtype, device and shape are those of the whole, for code that asks for no more; what would compute is refused.
+    ``nn.TransformerEncoderLayer`` reads no weights of its children that are not plain tensors, and so calls them.
+    """
+
+    _is_param = True
+    _name: str
+
+    @staticmethod
+    def __new__(cls, parameter: ManagedParameter) -> "Elsewhere":
+        whole = parameter.unsharded_param
+        guard: Elsewhere = Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=whole.dtype, device=whole.device, requires_grad=whole.requires_grad
+        )
+        guard._name = parameter.names[0]
+        return guard
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Whatever would compute with it.
+
+        Raises:
+            RuntimeError: always.
+        """
+        guard = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        raise RuntimeError(
+            f"{guard._name} is read outside of its own module's call, where a rank has only a part of it: name the "
+            "module that reads it in FSDP's units=, so that it gathers what is inside it"
+        )
+
+
+@dataclass(eq=False)
+class ParameterSlot:
+    """An attribute of a module that refers to a parameter; units that have the module in common share it."""
+
+    module: nn.Module
+    attribute: str
+    parameter: ManagedParameter
+    resting: Tensor = field(init=False)
+    """What the module refers to while no unit needs the parameter unsharded."""
+    users: int = 0
+    """Units that need it at this moment."""
+
+    def __post_init__(self) -> None:
+        self.resting = self.parameter.sharded_param
+
+    def check(self) -> None:
+        """Before the parameter is needed.
+
+        Raises:
+            RuntimeError: the user has registered another one in the module.
+        """
+        registered = self.module._parameters.get(self.attribute)
+        if registered is not self.resting and registered is not self.parameter.unsharded_param:
+            raise RuntimeError(f"{self.parameter.names[0]} was replaced under FSDP: copy values into it instead")
+
+    def rest(self, tensor: Tensor) -> None:
+        """Let the module refer to the tensor whenever no unit needs the parameter unsharded."""
+        self.resting = tensor
+        if not self.users:
+            self.register(tensor)
+
+    def register(self, tensor: Tensor) -> None:
+        """Let the module refer to the tensor."""
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.attribute] = tensor  # type: ignore[assignment]  # a tenth of setattr's time
+        else:
+            setattr(self.module, self.attribute, tensor)
+
+
 @dataclass(eq=False)
 class Unit:
     """A module that has its parameters unsharded while it runs."""
 
+    name: str
+    """In the wrapped module; of the wrapped module itself, its class's."""
     module: nn.Module
     groups: list[ShardedGroup] = field(default_factory=list)
-    param_slots: list[tuple[nn.Module, str, ManagedParameter]] = field(default_factory=list)
-    """Where the module refers to the parameters: (module, attribute, parameter)."""
-
-    def check_slots(self) -> None:
-        """Before the unit runs.
-
-        Raises:
-            RuntimeError: the user has registered another parameter in the module.
-        """
-        for module, attribute, parameter in self.param_slots:
-            registered = module._parameters.get(attribute)
-            if registered is not parameter.sharded_param and registered is not parameter.unsharded_param:
-                raise RuntimeError(f"{parameter.names[0]} was replaced under FSDP: copy values into it instead")
+    param_slots: list[ParameterSlot] = field(default_factory=list)
 
     def to_unsharded(self) -> None:
-        """Register the unsharded parameters in the module."""
-        for module, attribute, parameter in self.param_slots:
+        """Register the unsharded parameters in the module, until ``to_sharded`` has been called as often."""
+        for slot in self.param_slots:
+            slot.users += 1
+            parameter = slot.parameter
             parameter.unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)  # the user's to change
-            setattr(module, attribute, parameter.unsharded_param)
+            slot.register(parameter.unsharded_param)
 
     def to_sharded(self) -> None:
-        """Register the sharded parameters in the module."""
-        for module, attribute, parameter in self.param_slots:
-            setattr(module, attribute, parameter.sharded_param)
+        """Register the sharded parameters in the module, unless they are still needed unsharded."""
+        for slot in self.param_slots:
+            slot.users -= 1
+            if not slot.users:
+                slot.register(slot.resting)
 
     def run_by(self, run: Callable[..., Any]) -> None:
         """From now on, calling the module calls ``run(self, its own __call__, args, kwargs)``."""
@@ -93,6 +164,11 @@ class _CalledByRunner(NotCopied):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._fsdp_call(super().__call__, args, kwargs)  # type: ignore[misc]
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether the module is a unit already."""
+    return isinstance(module, _CalledByRunner)
 
 
 @functools.cache
@@ -254,12 +330,15 @@ def shard_module(
             owner.flatten_parameters = lambda: None  # type: ignore[method-assign]
 
     units: dict[nn.Module, Unit] = {}
+    param_slots: dict[tuple[nn.Module, str], ParameterSlot] = {}
+    name_of = {module: name for name, module in module.named_modules()}
     for slot in slots:
         ours = managed[slot.parameter]
         if slot.unit is None or ours.unsharded_param is ours.sharded_param:  # nothing to gather, nor to cast
             continue
-        unit = units.setdefault(slot.unit, Unit(slot.unit))
-        unit.param_slots.append((slot.module, slot.attribute, ours))
+        unit = units.setdefault(slot.unit, Unit(name_of[slot.unit] or type(slot.unit).__name__, slot.unit))
+        place = slot.module, slot.attribute
+        unit.param_slots.append(param_slots.setdefault(place, ParameterSlot(*place, ours)))
         used = group_of.get(slot.parameter)
         if used is not None and used not in unit.groups:
             unit.groups.append(used)

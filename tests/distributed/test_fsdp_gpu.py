@@ -18,6 +18,17 @@ from .test_fsdp import (
     parity_without_look_ahead_and_with_much,
     unusual_orders_of_passes,
 )
+from .test_fsdp_backward import (
+    a_failed_backward_leaves_nothing_to_the_next_step,
+    a_step_needs_no_call_to_finish,
+    graphs_of_nested_units_can_be_used_again,
+    recomputation_inside_units_finds_their_parameters_whole,
+    weights_that_are_read_outside_their_modules_are_told,
+)
+from .test_fsdp_ranks import (
+    ranks_may_leave_different_outputs_out_of_the_loss,
+    ranks_that_run_different_units_are_told,
+)
 from .test_fsdp_schedule import a_forward_that_changes_course_still_is_right
 from .test_fsdp_use import (
     hooks_see_averages,
@@ -38,7 +49,13 @@ CHECKS = [
     overflowing_rows_make_all_ranks_skip,
     methods_of_the_module_inside_use_the_latest_values,
     hooks_see_averages,
+    a_step_needs_no_call_to_finish,
+    recomputation_inside_units_finds_their_parameters_whole,
+    graphs_of_nested_units_can_be_used_again,
+    weights_that_are_read_outside_their_modules_are_told,
+    a_failed_backward_leaves_nothing_to_the_next_step,
 ]
+OF_TWO = [ranks_may_leave_different_outputs_out_of_the_loss, ranks_that_run_different_units_are_told]
 
 CELL = FullyShardedCell(
     **COMMON, fsdp="ours", size="large", batch_size=4, attention="reference", checkpoint="none", prefetch=1, repeat=0
@@ -47,8 +64,9 @@ CELL = FullyShardedCell(
 
 @pytest.mark.parametrize(("world_size", "device"), [on_gpus(2), on_gpus(4)])
 def test_arithmetic_is_that_of_one_process(world_size, device):
-    world = spawn(run_checks, world_size, CHECKS, device=device, timeout_s=120)
-    for check in CHECKS:
+    checks = [*CHECKS, *OF_TWO] if world_size == 2 else CHECKS
+    world = spawn(run_checks, world_size, checks, device=device, timeout_s=240)
+    for check in checks:
         assert failures(world, check) == []
 
 

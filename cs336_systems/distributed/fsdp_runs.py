@@ -1,0 +1,81 @@
+"""What a forward of FSDP has run, and what is therefore expected: next in forward, and of its backward.
+
+Everything here follows from calls of units alone, never from which tensors are alive or which parameters received a
+gradient: ranks may differ in those, and their collectives must not.
+"""
+
+from dataclasses import dataclass
+
+from cs336_systems.distributed.fsdp_parameters import ShardedGroup
+from cs336_systems.distributed.fsdp_units import Unit
+
+
+class Forward:
+    """The units that a forward has run, beside those of the previous one, which it is expected to run.
+
+    The first forward expects nothing, and so gathers nothing ahead. Calls of units between the end of a forward and
+    its backward, as by a loss in chunks, are the forward's as well.
+    """
+
+    def __init__(self, previous: "Forward | None" = None) -> None:
+        self.units: list[Unit] = []
+        """In the order in which they began."""
+        self.runs: list[Run] = []
+        """Those that backward comes back to, in the order in which they ended."""
+        self.serial = 0
+        """Among those since the last backward that one may come to."""
+        self.n_inside: int | None = None
+        """How many units it ran before its end."""
+        self._expected_inside = previous.n_inside if previous else 0
+        self.expected: list[Unit] = previous.units if previous else []
+        self.as_expected = bool(self.expected)
+        self._last_use = {group: i for i, unit in enumerate(self.expected) for group in unit.groups}
+        self._first_run: dict[ShardedGroup, int] = {}
+
+    def end(self) -> None:
+        """Note that the wrapped module has returned."""
+        self.n_inside = len(self.units)
+
+    def left(self) -> list[Unit]:
+        """Units that are expected before the forward ends, or after that before anything else begins."""
+        until = len(self.expected) if self.n_inside is not None else self._expected_inside
+        return self.expected[len(self.units) : until] if self.as_expected else []
+
+    def begin(self, unit: Unit, prefetch: int) -> list[Unit]:
+        """Note that a unit begins; the next ones, as far as they can be told."""
+        position = len(self.units)
+        self.units.append(unit)
+        return self.expected[position + 1 : position + 1 + prefetch] if self.as_expected else []
+
+    def keeps(self, group: ShardedGroup, position: int) -> bool:
+        """Whether the group is used again so soon after the unit at the position that it stays."""
+        if not self.as_expected:
+            return False
+        # Backward starts at the last run, so once that has begun nothing is freed.
+        last_has_begun = len(self.units) == len(self.expected)
+        return self._last_use[group] > position or (last_has_begun and bool(self.runs))
+
+    def add_run(self, unit: Unit, started: int) -> "Run":
+        """Note a call to which backward will come back."""
+        run = Run(self, unit, started, len(self.runs))
+        self.runs.append(run)
+        for group in unit.groups:
+            self._first_run[group] = min(started, self._first_run.get(group, started))
+        return run
+
+    def uses(self, group: ShardedGroup, number: int) -> bool:
+        """Whether the group is used by one of the runs up to the number, or by one inside which that took place."""
+        return group in self._first_run and self._first_run[group] <= number
+
+
+@dataclass(eq=False)
+class Run:
+    """One call of a unit in a forward that backward will come back to."""
+
+    forward: Forward
+    unit: Unit
+    started: int
+    """How many runs of the forward had ended when this one began: a unit inside a unit ends, and begins its backward,
+    on its own."""
+    number: int
+    """How many had ended before this one did."""
