@@ -16,6 +16,7 @@ LADDER = (
     {"case"},
     {"costs"},
     {"model"},
+    {"operators"},
     {"attention", "kernels"},
     {"distributed"},
     {"training"},

@@ -9,32 +9,10 @@ Saved for backward: q, k, v, o, and one tensor of shape (batch[, heads], n_queri
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._ops import OpOverload
-
-LIBRARY = torch.library.Library("cs336_systems", "FRAGMENT")
-
-
-def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], OpOverload]:
-    """Register a function with torch as ``cs336_systems::name``, for every device; ``fake`` says what it returns.
-
-    By hand rather than through ``torch.library.custom_op``, whose calls pass through Python once more: on a CPU 28 us
-    of the host where this takes 12.
-    """
-
-    def register(function: Callable[..., Any]) -> OpOverload:
-        schema = torch.library.infer_schema(function, mutates_args=(), op_name=name)
-        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"cs336_systems::{name}", fake, lib=LIBRARY)
-        registered: OpOverload = getattr(torch.ops.cs336_systems, name).default
-        return registered
-
-    return register
 
 
 def forward_through(

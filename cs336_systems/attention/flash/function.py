@@ -10,8 +10,9 @@ from torch.autograd.function import once_differentiable
 from cs336_systems.attention.flash.backward import launch_backward
 from cs336_systems.attention.flash.forward import flash_forward_kernel, launch_forward
 from cs336_systems.attention.flash.host import with_short_rows
-from cs336_systems.attention.operators import backward_through, forward_through, operator
+from cs336_systems.attention.operators import backward_through, forward_through
 from cs336_systems.attention.shapes import kernel_limits, validate
+from cs336_systems.operators.registration import operator
 
 
 def _forward_results(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ from cs336_systems.attention.hopper.primitives import (
     visible,
 )
 from cs336_systems.attention.hopper.schedules import BACKWARD, MAX_REGISTERS_WITH, BackwardSchedule, padded_head_dim
-from cs336_systems.attention.launching import ceil_div, launch
+from cs336_systems.operators.launching import ceil_div, launch
 
 
 @aggregate

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.attention.hopper.primitives import LOG2_E
-from cs336_systems.attention.launching import ceil_div, launch
+from cs336_systems.operators.launching import ceil_div, launch
 
 PASS_ROWS = 64
 """Rows per program."""

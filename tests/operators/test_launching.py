@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.attention.launching import ceil_div, next_power_of_2
+from cs336_systems.operators.launching import ceil_div, next_power_of_2
 from tests.attention.offline import ON_HOPPER, without_interpreter
 
 SCRIPT = """
@@ -15,7 +15,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from cs336_systems.attention import launching
+from cs336_systems.operators import launching
 
 launched = []
 CompiledKernel.__getitem__ = lambda compiled, grid: lambda *arguments: launched.append((compiled, grid, arguments))

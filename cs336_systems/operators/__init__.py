@@ -1,0 +1,1 @@
+"""How Triton and Gluon kernels join torch: operators registered, kernels launched."""
