@@ -103,7 +103,7 @@ def _draw_panel(axes: Axes, group: pd.DataFrame) -> None:
                 color=_COLOURS[family],
                 fontsize=8,
             )
-    axes.set_ylim(0, 1.08 * float(points[["peak_memory", "predicted_peak_memory"]].max(axis=None)))
+    axes.set_ylim(0, 1.08 * max(points["peak_memory"].max(), points["predicted_peak_memory"].fillna(0).max()))
     axes.margins(x=0.14)
     axes.set_xlabel("time of the whole pass, ms (median)")
     axes.set_ylabel("peak memory, GiB")
