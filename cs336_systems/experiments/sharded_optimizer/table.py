@@ -50,7 +50,7 @@ TIMES = ResultTable(
             "predicted_link_traffic",
             optional=True,
             rank=2,
-            note="computed, of a ring",
+            note="computed, of a ring; broadcasts in full, as they run one after another",
         ),
     ),
 )
