@@ -143,6 +143,9 @@ def joined(device: str = "cpu", *, timeout_s: float = 600.0) -> Iterator[Rank]:
             timeout=timeout,
             device_id=bound if bound.type == "cuda" else None,  # makes communicators now: errors show here
         )
+        # One that left at once would break the connections of another that is still making its own.
+        store.set(f"joined {rank.rank}", "")
+        store.wait([f"joined {each}" for each in range(rank.world_size)])
         yield rank
     except BaseException as error:
         _leave(rank, failed=True)

@@ -1,5 +1,6 @@
 """Joining and spawning process groups, and every way in which one can fail: an error that says why, and no orphans."""
 
+import itertools
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cs336_systems.distributed import process_group
 from cs336_systems.distributed.process_group import (
     PEER_LOST_HOLD_S,
     Rank,
@@ -185,6 +187,24 @@ def test_ranks_end_with_a_parent_that_is_killed(parent):
     process.kill()
     process.wait()
     assert all_gone(folder)
+
+
+def test_nobody_is_in_before_all_are(described, monkeypatch):
+    store, others = dist.HashStore(), []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(process_group, "_groups", itertools.count(7))
+    monkeypatch.setattr(process_group, "launcher_store", lambda timeout: store)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)  # this rank's own part is done
+
+    def join_late():
+        others.append(1)
+        dist.PrefixStore("group 7", store).set("joined 1", "")
+
+    timer = threading.Timer(0.2, join_late)
+    timer.start()
+    with joined(timeout_s=10):
+        assert others
+    timer.join()
 
 
 def test_a_port_in_use_is_named(described):
