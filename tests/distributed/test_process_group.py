@@ -191,7 +191,7 @@ def test_ranks_end_with_a_parent_that_is_killed(parent):
 
 def test_nobody_is_in_before_all_are(described, monkeypatch):
     store, others = dist.HashStore(), []
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    described(WORLD_SIZE="2", MASTER_PORT="1")
     monkeypatch.setattr(process_group, "_groups", itertools.count(7))
     monkeypatch.setattr(process_group, "launcher_store", lambda timeout: store)
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)  # this rank's own part is done
