@@ -190,6 +190,8 @@ def rotate_(
 ) -> None:
     """Rotate q and k in place, of each row (q | k | v) of qkv: (B, S, W) or (tokens, W), contiguous.
 
+    Autograd does not see it; v is neither read nor written.
+
     Args:
         cos_SE2, sin_SE2: (S, E/2), fp32. Row r has position r % S; tokens are whole sequences.
         n_heads, n_kv_heads: H and K, so that W = (H + 2 K) E.

@@ -166,7 +166,7 @@ def swiglu(gate_up_R2F: Tensor) -> Tensor:
 
 
 def swiglu_forward(gate_up_R2F: Tensor) -> Tensor:
-    """``swiglu`` without autograd."""
+    """``swiglu`` that autograd does not see."""
     _check(gate_up_R2F)
     return forward_op(gate_up_R2F.contiguous())
 

@@ -95,6 +95,7 @@ def test_its_input_alone_is_saved() -> None:
     assert saved is gate_up
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_operators_pass_opcheck(device: str, dtype: torch.dtype) -> None:
     gate_up, dz = make((3, 4, 10), device, dtype)
