@@ -179,7 +179,7 @@ def swiglu_backward(dz_RF: Tensor, gate_up_R2F: Tensor, *, with_product: bool) -
         with_product: whether to return z = silu(gate) * up again, to the bit as forward gave it.
 
     Raises:
-        ValueError: as ``swiglu``, or dz fits gate_up in shape, dtype or device not.
+        ValueError: as ``swiglu``, or dz does not fit gate_up in shape, dtype or device.
     """
     _check(gate_up_R2F, dz_RF)
     dgate_up_R2F, z_RF = backward_op(dz_RF.contiguous(), gate_up_R2F.contiguous(), with_product)
