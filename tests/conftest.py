@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from tests.kernels.interpreter import interpret_without_gpu
 
@@ -70,6 +71,19 @@ def load_script() -> Callable[[str], ModuleType]:
         return sys.modules[name]
 
     return load
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is not written stays NaN."""
+    for name in ("empty", "empty_like"):
+        original = getattr(torch, name)
+
+        def poison(*args: object, original: object = original, **kwargs: object) -> Tensor:
+            tensor = original(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        monkeypatch.setattr(torch, name, poison)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, get_args
 
 from cs336_systems.experiments.options import RunOptions
 
-KERNELS = ("weighted_sum",)
+KERNELS = ("weighted_sum", "swiglu", "rotary")
 """Each a file in ``cs336_systems/kernels`` and one in this folder."""
 
 How = Literal["ours", "eager", "compiled"]
@@ -33,7 +33,7 @@ class Options(RunOptions):
     rows: tuple[int, ...] = (16384,)
     """Tokens."""
     width: tuple[int, ...] = (1024, 2048, 4096, 8192)
-    """Elements per row."""
+    """Elements per row: of swiglu's output, of rotary's heads of 128 together."""
     samples: int = 50
     """Recorded samples of forward and of backward."""
 

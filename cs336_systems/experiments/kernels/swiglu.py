@@ -1,0 +1,24 @@
+"""SwiGLU on one merged matrix of gates and ups, beside the formula on its halves."""
+
+import torch
+from torch import Tensor
+
+from cs336_systems.config import PRECISIONS
+from cs336_systems.experiments.kernels.cells import KernelCell
+from cs336_systems.experiments.kernels.experiment import Subject
+from cs336_systems.kernels.swiglu import swiglu
+from cs336_systems.model import ops
+from cs336_systems.training.precision import parameter_dtype
+
+
+def reference(gate_up: Tensor) -> Tensor:
+    return ops.swiglu(*gate_up.chunk(2, dim=-1))
+
+
+def subject(cell: KernelCell, device: torch.device) -> Subject:
+    """gate_up (rows, 2 width), normal. Forward reads it and writes z (rows, width); backward reads it and the gradient
+    of z, and writes its gradient."""
+    dtype = parameter_dtype(PRECISIONS[cell.dtype])
+    gate_up = torch.randn(cell.rows, 2 * cell.width, device=device, dtype=dtype).requires_grad_()
+    z = gate_up.nbytes // 2
+    return Subject({"gate_up": gate_up}, swiglu, reference, gate_up.nbytes + z, 2 * gate_up.nbytes + z)

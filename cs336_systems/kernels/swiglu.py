@@ -1,0 +1,209 @@
+"""SwiGLU on the halves of one merged matrix (gate | up), which one product of the merged weights gives.
+
+Formula (Shazeer 2020, eq. 6), with s = 1 / (1 + exp(-gate)) and the gradient dz that arrives at the output:
+
+    z     = gate s up
+    dgate = dz up (s + gate s (1 - s))
+    dup   = dz gate s
+
+Method: elementwise, one program per block of rows and columns. Nothing but gate_up is kept for backward: the product of
+the next weights with z needs z again for the weights' gradient, and backward, which reads gate and up anyway, can write
+it on the way (``with_product``). ``swiglu_backward_`` writes over what it read: dgate_up over gate_up and z over dz, so
+that a whole backward takes no further memory.
+
+Rounding: all in fp32 and rounded once, where bf16 eager code rounds silu(gate) before it multiplies, and in backward
+its gradient too; so results differ from eager ones by a rounding or two, and are closer to the exact ones.
+
+Traffic in elements per output: forward reads 2 and writes 1; backward reads 3 and writes 2, or 3 with the product.
+Some ten FLOPs go with them, so the bound is memory.
+
+Limits: fp32, bf16 and fp16; no second derivative. Loads of 16 bytes need d_ff to be a multiple of 16.
+
+    z = swiglu(gate_up)                                                 # (..., 2 d_ff) -> (..., d_ff), with autograd
+    z = swiglu_forward(gate_up)                                         # by hand
+    dgate_up, z = swiglu_backward(dz, gate_up, with_product=True)
+    swiglu_backward_(dz, gate_up, with_product=True)                    # dz is z now, and gate_up is dgate_up
+
+Shape legend: R rows (any leading dimensions), F d_ff; 2F a row's gate and then its up.
+"""
+
+# mypy: allow-untyped-defs
+# A kernel's arguments are Triton values; the host functions below are typed.
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cs336_systems.kernels.checks import check_alike, check_runnable
+from cs336_systems.operators.launching import ceil_div, launch
+from cs336_systems.operators.registration import operator
+
+BLOCK_ROWS = 8
+BLOCK_F = 256
+"""A warp's 32 loads of 16 bytes are 256 bf16, and 256 divides the d_ff of every model size, of Llama and of Qwen; with
+8 rows each of the 128 threads has two such loads of each matrix on their way."""
+
+
+@triton.jit
+def own_block(n_rows, d_ff, BLOCK_ROWS: tl.constexpr, BLOCK_F: tl.constexpr):
+    """This program's offsets in (n_rows, d_ff), those of its gates in (n_rows, 2 d_ff), and which of them exist."""
+    n_blocks = tl.cdiv(d_ff, BLOCK_F)
+    rows = tl.program_id(0) // n_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    columns = tl.program_id(0) % n_blocks * BLOCK_F + tl.arange(0, BLOCK_F)
+    inside = (rows[:, None] < n_rows) & (columns[None, :] < d_ff)
+    row_starts = rows.to(tl.int64)[:, None] * d_ff  # int64, because offsets pass 2^31 elements
+    return row_starts + columns[None, :], 2 * row_starts + columns[None, :], inside
+
+
+@triton.jit
+def swiglu_forward_kernel(gate_up, z, n_rows, d_ff, BLOCK_ROWS: tl.constexpr, BLOCK_F: tl.constexpr):
+    """z (n_rows, d_ff) of gate_up (n_rows, 2 d_ff), both contiguous."""
+    at, gate_at, inside = own_block(n_rows, d_ff, BLOCK_ROWS, BLOCK_F)
+    gate = tl.load(gate_up + gate_at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + gate_at + d_ff, mask=inside, other=0.0).to(tl.float32)
+    tl.store(z + at, gate * tl.sigmoid(gate) * up, mask=inside)
+
+
+@triton.jit
+def swiglu_backward_kernel(
+    dz,
+    gate_up,
+    dgate_up,
+    z,
+    n_rows,
+    d_ff,
+    WITH_PRODUCT: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """dgate_up and z; IN_PLACE, dgate_up is gate_up and z is dz."""
+    at, gate_at, inside = own_block(n_rows, d_ff, BLOCK_ROWS, BLOCK_F)
+    gate = tl.load(gate_up + gate_at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + gate_at + d_ff, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(dz + at, mask=inside, other=0.0).to(tl.float32)
+    if IN_PLACE:
+        # For rows that are not aligned Triton may give an element's load and its store to different threads.
+        tl.debug_barrier()
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    tl.store(dgate_up + gate_at, g * up * (sigmoid + silu * (1 - sigmoid)), mask=inside)
+    tl.store(dgate_up + gate_at + d_ff, g * silu, mask=inside)
+    if WITH_PRODUCT:
+        tl.store(z + at, silu * up, mask=inside)
+
+
+def _launch(kernel: Any, gate_up_R2F: Tensor, *tensors: Tensor, **constants: bool) -> None:
+    n_rows, d_ff = gate_up_R2F.shape[:-1].numel(), gate_up_R2F.shape[-1] // 2
+    if gate_up_R2F.numel():
+        grid = (ceil_div(n_rows, BLOCK_ROWS) * ceil_div(d_ff, BLOCK_F),)
+        with torch.cuda.device_of(gate_up_R2F):  # Triton launches on the current device, which may be another
+            launch(kernel, grid, *tensors, n_rows, d_ff, **constants, BLOCK_ROWS=BLOCK_ROWS, BLOCK_F=BLOCK_F)
+
+
+def _product_like(gate_up_R2F: Tensor) -> Tensor:
+    *leading, width = gate_up_R2F.shape
+    return torch.empty(*leading, width // 2, dtype=gate_up_R2F.dtype, device=gate_up_R2F.device)
+
+
+@operator("swiglu_forward", _product_like)
+def forward_op(gate_up: Tensor) -> Tensor:
+    """z of contiguous gate_up."""
+    z = _product_like(gate_up)
+    _launch(swiglu_forward_kernel, gate_up, gate_up, z)
+    return z
+
+
+def _backward_results(dz: Tensor, gate_up: Tensor, with_product: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gate_up), torch.empty_like(dz) if with_product else dz.new_empty(0)
+
+
+@operator("swiglu_backward", _backward_results)
+def backward_op(dz: Tensor, gate_up: Tensor, with_product: bool) -> tuple[Tensor, Tensor]:
+    """(dgate_up, z) of contiguous tensors; an empty tensor stands for no z, since an operator cannot return None."""
+    dgate_up, z = _backward_results(dz, gate_up, with_product)
+    _launch(swiglu_backward_kernel, gate_up, dz, gate_up, dgate_up, z, WITH_PRODUCT=with_product, IN_PLACE=False)
+    return dgate_up, z
+
+
+@operator("swiglu_backward_", lambda dz, gate_up, with_product: None, mutates=("dz", "gate_up"))
+def backward_in_place_op(dz: Tensor, gate_up: Tensor, with_product: bool) -> None:
+    """``backward_op``, written over its contiguous arguments."""
+    _launch(swiglu_backward_kernel, gate_up, dz, gate_up, gate_up, dz, WITH_PRODUCT=with_product, IN_PLACE=True)
+
+
+class SwiGLU(torch.autograd.Function):
+    """``SwiGLU.apply(gate_up)``: the kernels, joined to autograd; saves gate_up alone."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up_R2F: Tensor) -> Tensor:
+        gate_up_R2F = gate_up_R2F.contiguous()
+        ctx.save_for_backward(gate_up_R2F)
+        return forward_op(gate_up_R2F)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz_RF: Tensor) -> Tensor:
+        (gate_up_R2F,) = ctx.saved_tensors
+        dgate_up_R2F, _ = backward_op(dz_RF.contiguous(), gate_up_R2F, False)
+        return dgate_up_R2F
+
+
+def swiglu(gate_up_R2F: Tensor) -> Tensor:
+    """silu(gate) * up of gate_up (..., 2 d_ff), each row its gate and then its up -> (..., d_ff), contiguous.
+
+    Any strides; other than contiguous costs a copy.
+
+    Raises:
+        ValueError: an odd last dimension, another dtype than fp32, bf16 or fp16, or no CUDA device.
+    """
+    _check(gate_up_R2F)
+    return SwiGLU.apply(gate_up_R2F)
+
+
+def swiglu_forward(gate_up_R2F: Tensor) -> Tensor:
+    """``swiglu`` that autograd does not see."""
+    _check(gate_up_R2F)
+    return forward_op(gate_up_R2F.contiguous())
+
+
+def swiglu_backward(dz_RF: Tensor, gate_up_R2F: Tensor, *, with_product: bool) -> tuple[Tensor, Tensor | None]:
+    """(dgate_up (..., 2 d_ff), z (..., d_ff) or None) in one pass, both contiguous.
+
+    Args:
+        dz_RF: gradient of the output (..., d_ff); of it and gate_up, other than contiguous costs a copy.
+        with_product: whether to return z = silu(gate) * up again, to the bit as forward gave it.
+
+    Raises:
+        ValueError: as ``swiglu``, or dz does not fit gate_up in shape, dtype or device.
+    """
+    _check(gate_up_R2F, dz_RF)
+    dgate_up_R2F, z_RF = backward_op(dz_RF.contiguous(), gate_up_R2F.contiguous(), with_product)
+    return dgate_up_R2F, z_RF if with_product else None
+
+
+def swiglu_backward_(dz_RF: Tensor, gate_up_R2F: Tensor, *, with_product: bool) -> None:
+    """``swiglu_backward`` in place: gate_up becomes dgate_up, and ``with_product`` dz becomes z.
+
+    Raises:
+        ValueError: as ``swiglu_backward``, or either is not contiguous.
+    """
+    _check(gate_up_R2F, dz_RF)
+    for name, x in (("dz", dz_RF), ("gate_up", gate_up_R2F)):
+        if not x.is_contiguous():
+            raise ValueError(f"{name} is overwritten and must be contiguous, got strides {x.stride()}")
+    backward_in_place_op(dz_RF, gate_up_R2F, with_product)
+
+
+def _check(gate_up: Tensor, dz: Tensor | None = None) -> None:
+    if gate_up.dim() < 1 or gate_up.shape[-1] % 2:
+        raise ValueError(f"the last dimension of gate_up holds gate and up alike, got {tuple(gate_up.shape)}")
+    if dz is not None:
+        if dz.shape != (*gate_up.shape[:-1], gate_up.shape[-1] // 2):
+            raise ValueError(f"dz {tuple(dz.shape)} does not match the halves of gate_up {tuple(gate_up.shape)}")
+        check_alike(dz=dz, gate_up=gate_up)
+    check_runnable(swiglu_forward_kernel, gate_up)
