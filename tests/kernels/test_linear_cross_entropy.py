@@ -1,0 +1,426 @@
+"""Head and loss in chunks against full logits in fp64: values, gradients, what is allocated, what is refused."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cs336_systems.kernels import linear_cross_entropy as public
+from cs336_systems.kernels import linear_cross_entropy_forward_backward
+from tests.attention.offline import ON_HOPPER, report
+
+module = importlib.import_module("cs336_systems.kernels.linear_cross_entropy")  # the package has the function
+ON_CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if ON_CUDA else "cpu"
+DTYPES = [torch.float32, torch.bfloat16]
+"""Triton's interpreter is right with both here, where the kernel has no products."""
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not ON_CUDA, reason="needs a CUDA device")]
+IGNORED = -100
+
+
+class Results(NamedTuple):
+    """In the order of ``linear_cross_entropy_forward_backward``."""
+
+    loss: Tensor
+    dx: Tensor
+    dweight: Tensor
+    lse: Tensor
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is not written stays NaN."""
+    for name in ("empty", "empty_like"):
+        original = getattr(torch, name)
+
+        def poison(*args: Any, original: Callable[..., Tensor] = original, **kwargs: Any) -> Tensor:
+            tensor = original(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        monkeypatch.setattr(torch, name, poison)
+
+
+def make(n_tokens: int, n_words: int, d: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, ...]:
+    """x, weight and targets, every third of which does not count, if there are so many; logits of variance 4."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n_tokens, d, generator=generator)
+    weight = torch.randn(n_words, d, generator=generator) * 2 * d**-0.5
+    targets = torch.randint(n_words, (n_tokens,), generator=generator)
+    targets[2::3] = IGNORED
+    return x.to(DEVICE, dtype), weight.to(DEVICE, dtype), targets.to(DEVICE)
+
+
+def formula(
+    x: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0, dtype: torch.dtype | None = None
+) -> Results:
+    """Full logits and autograd; the loss in fp32 or above, as everyone has it."""
+    x, weight = (t.detach().to(dtype or t.dtype).requires_grad_() for t in (x, weight))
+    logits = x @ weight.t()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    lse = torch.logsumexp(logits, dim=-1)
+    counts = targets != IGNORED
+    loss = F.cross_entropy(logits, targets) + z_loss * lse[counts].square().mean()
+    return Results(loss.detach(), *torch.autograd.grad(loss, (x, weight)), lse.detach())
+
+
+def error(actual: Tensor, exact: Tensor) -> float:
+    assert actual.shape == exact.shape
+    assert not actual.isnan().any()
+    return (actual.double() - exact).abs().max().item()
+
+
+def check(x: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, chunk: int | None = None) -> None:
+    """Errors against fp64: at most twice those of full logits in the same dtype, plus a floor for its luck.
+
+    The floor rounds each term of a sum once, and the sum over chunks once per chunk; an exponential carries the
+    rounding of its fp32 argument, logits times log2(e).
+    """
+    got = Results(*linear_cross_entropy_forward_backward(x, weight, targets, z_loss=z_loss, chunk=chunk))
+    exact, eager = formula(x, weight, targets, z_loss, torch.float64), formula(x, weight, targets, z_loss)
+    assert [t.dtype for t in got] == [torch.float32, x.dtype, weight.dtype, torch.float32]
+    logits = x.double() @ weight.double().t()
+    one_hot = F.one_hot(targets.clamp(min=0), len(weight))
+    n_counting = (targets != IGNORED).sum()
+    terms = (logits.softmax(-1) + one_hot) * (targets != IGNORED)[:, None] / n_counting
+    in_exponent = 4 * torch.finfo(torch.float32).eps * max(1.0, logits.abs().max().item())
+    per_term = torch.finfo(x.dtype).eps + in_exponent
+    n_chunks = -(-len(x) // (chunk or len(x)))
+    floors = Results(
+        torch.tensor(in_exponent * (1 + z_loss * exact.lse.abs().max().item())),
+        per_term * (terms @ weight.double().abs()),
+        per_term * n_chunks * (terms.t() @ x.double().abs()),
+        torch.tensor(in_exponent),
+    )
+    for name in Results._fields:
+        actual, truth = getattr(got, name), getattr(exact, name)
+        allowed = 2 * error(getattr(eager, name), truth) + getattr(floors, name).max().item()
+        print(f"{name} {tuple(x.shape)} {len(weight)} {x.dtype}: {error(actual, truth):.2e}, allowed {allowed:.2e}")
+        assert error(actual, truth) <= allowed, name
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize(
+    ("shape", "chunk"),
+    [((1, 1, 3), None), ((1, 37, 5), None), ((13, 101, 16), 5), ((7, 5003, 8), 3), ((5, 33001, 8), 4)],
+)
+def test_values_and_gradients(shape: tuple[int, int, int], chunk: int | None, z_loss: float) -> None:
+    for dtype in DTYPES:
+        check(*make(*shape, dtype), z_loss=z_loss, chunk=chunk)
+
+
+@given(st.integers(1, 9), st.integers(1, 300), st.integers(1, 12), st.integers(1, 10), st.integers(0, 100))
+@settings(max_examples=15, deadline=None, database=None, derandomize=True)
+def test_any_shape(n_tokens: int, n_words: int, d: int, chunk: int, seed: int) -> None:
+    check(*make(n_tokens, n_words, d, seed=seed), chunk=chunk, z_loss=0.1)
+
+
+def test_large_logits_overflow_nowhere() -> None:
+    x, weight, targets = make(5, 70, 4)
+    got = Results(*linear_cross_entropy_forward_backward(1e4 * x, weight, targets))
+    exact = formula(1e4 * x, weight, targets, dtype=torch.float64)
+    torch.testing.assert_close(got.loss.double(), exact.loss)
+    torch.testing.assert_close(got.dweight.double(), exact.dweight)
+
+
+def test_chunks_agree() -> None:
+    x, weight, targets = make(11, 90, 16)
+    whole = linear_cross_entropy_forward_backward(x, weight, targets, z_loss=0.1, chunk=11)
+    for chunk in (1, 4, 100, None):
+        parts = linear_cross_entropy_forward_backward(x, weight, targets, z_loss=0.1, chunk=chunk)
+        for a, b in zip(parts, whole, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_the_chunk_is_chosen_by_the_bytes_of_its_logits() -> None:
+    assert module.default_chunk(32768, 151_936, 2) == 4096
+    assert module.default_chunk(32768, 151_936, 4) == 2048
+    assert module.default_chunk(32768, 50_257, 2) == 11_008  # three of them, where 13,312 would fit
+    assert module.default_chunk(500, 10_000, 2) == 512
+    assert module.default_chunk(5000, 10**7, 4) == module.default_chunk(0, 10, 4) == 256
+
+
+def test_targets_that_do_not_count_as_torch_has_them() -> None:
+    x, weight, targets = (t.requires_grad_(t.is_floating_point()) for t in make(4, 10, 3))
+    targets = torch.full_like(targets, IGNORED)
+    for function in (lambda: public(x, weight, targets), lambda: F.cross_entropy(x @ weight.t(), targets)):
+        loss = function()
+        assert loss.isnan()
+        for gradient in torch.autograd.grad(loss, (x, weight)):
+            assert (gradient == 0).all()
+    assert public(x, weight, targets, reduction="sum") == 0
+    targets = torch.tensor([7, 0, 7, 3], device=DEVICE)
+    torch.testing.assert_close(
+        public(x, weight, targets, ignore_index=7), F.cross_entropy(x @ weight.t(), targets, ignore_index=7)
+    )
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_no_tokens() -> None:
+    x, weight, targets = make(0, 10, 3)
+    loss, dx, dweight, lse = linear_cross_entropy_forward_backward(x, weight, targets)
+    assert loss.isnan()
+    assert dx.shape == (0, 3)
+    assert lse.shape == (0,)
+    assert (dweight == 0).all()
+
+
+def test_gradients_accumulate_where_they_lie() -> None:
+    x, weight, targets = make(9, 40, 8)
+    _, _, alone, _ = linear_cross_entropy_forward_backward(x, weight, targets, chunk=4)
+    before = torch.randn_like(weight)
+    grad_weight = before.clone()
+    _, _, dweight, _ = linear_cross_entropy_forward_backward(x, weight, targets, chunk=4, grad_weight=grad_weight)
+    assert dweight is grad_weight
+    torch.testing.assert_close(grad_weight, before + alone, rtol=1e-5, atol=1e-6)
+
+
+def test_micro_batches_share_a_denominator() -> None:
+    x, weight, targets = make(10, 40, 8)
+    loss, dx, dweight, _ = linear_cross_entropy_forward_backward(x, weight, targets)
+    n_counting, grad_weight = (targets != IGNORED).sum(), torch.zeros_like(weight)
+    parts = [
+        linear_cross_entropy_forward_backward(x_M, weight, t_M, grad_weight=grad_weight, denominator=n_counting)
+        for x_M, t_M in zip(x.split(4), targets.split(4), strict=True)
+    ]
+    torch.testing.assert_close(sum(part[0] for part in parts), loss)
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]), dx)
+    torch.testing.assert_close(grad_weight, dweight)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_autograd_scales_by_the_arriving_gradient(reduction: str) -> None:
+    x, weight, targets = (t.requires_grad_(t.is_floating_point()) for t in make(12, 50, 8))
+    x_BSD, targets_BS = x.view(3, 4, 8), targets.view(3, 4)
+    loss = public(x_BSD, weight, targets_BS, reduction=reduction, chunk=5)
+    expected = F.cross_entropy(x @ weight.t(), targets, reduction=reduction)
+    torch.testing.assert_close(loss, expected)
+    wanted = torch.autograd.grad(3.0 * expected, (x, weight))
+    for retain_graph in (True, False):  # the second time as the first
+        for a, b in zip(torch.autograd.grad(3.0 * loss, (x, weight), retain_graph=retain_graph), wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, x)
+
+
+def test_only_what_is_wanted_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    in_chunks = module.in_chunks
+
+    def spy(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        asked.append((arguments[5], arguments[3] is not None, arguments[7].keywords["gradient"]))
+        return in_chunks(*arguments)
+
+    monkeypatch.setattr(module, "in_chunks", spy)
+    x, weight, targets = make(6, 30, 8)
+    wanted = formula(x, weight, targets)
+    x_leaf, weight_leaf = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    public(x_leaf, weight, targets).backward()
+    torch.testing.assert_close(x_leaf.grad, wanted.dx)
+    public(x, weight_leaf, targets).backward()
+    torch.testing.assert_close(weight_leaf.grad, wanted.dweight)
+    with torch.no_grad():
+        loss = public(x_leaf, weight_leaf, targets)
+    torch.testing.assert_close(loss, wanted.loss)
+    assert not public(x, weight, targets).requires_grad
+    assert asked == [(True, False, True), (False, True, True), (False, False, False), (False, False, False)]
+
+
+def test_a_tied_weight_gets_both_gradients() -> None:
+    _, weight, targets = make(7, 30, 8)
+    ids = torch.arange(7, device=DEVICE)
+    tied, expected = (weight.clone().requires_grad_() for _ in range(2))
+    public(F.embedding(ids, tied), tied, targets).backward()
+    F.cross_entropy(F.embedding(ids, expected) @ expected.t(), targets).backward()
+    torch.testing.assert_close(tied.grad, expected.grad)
+
+
+def test_strides() -> None:
+    x, weight, targets = make(9, 50, 8)
+    wanted = linear_cross_entropy_forward_backward(x, weight, targets, chunk=4)
+    spread = [torch.stack((t, t), dim=-1)[..., 0] for t in (x, weight, targets)]
+    transposed = [x.t().contiguous().t(), weight.t().contiguous().t(), targets]
+    for inputs in (spread, transposed):
+        got = linear_cross_entropy_forward_backward(*inputs, chunk=4)
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor's memory that an operation returns."""
+
+    n_elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        found = function(*arguments, **(options or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self.n_elements = max(self.n_elements, tensor.untyped_storage().nbytes() // tensor.itemsize)
+        return found
+
+
+def rows_in_torch(logits: Tensor, targets: Tensor, losses: Tensor, lse: Tensor) -> None:
+    """What the kernel does with a scale of 1, if all targets count."""
+    lse.copy_(logits.logsumexp(-1))
+    losses.copy_(lse - logits.gather(1, targets[:, None])[:, 0])
+    logits.sub_(lse[:, None]).exp_().scatter_add_(1, targets[:, None], -torch.ones_like(logits[:, :1]))
+
+
+@pytest.mark.slow
+def test_no_more_than_a_chunk_of_logits_exists() -> None:
+    x, weight, targets = make(64, 1000, 8)
+    with Largest() as largest:
+        module.in_chunks(x, weight, targets.clamp(min=0), torch.zeros_like(weight), True, True, 16, rows_in_torch)
+    assert largest.n_elements == 16 * 1008
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_chunks_around_another_kernel() -> None:
+    x, weight, targets = make(64, 1000, 8)
+    targets = targets.clamp(min=0)
+    grad_weight = torch.empty_like(weight)
+    losses, dx, lse = module.in_chunks(x, weight, targets, grad_weight, False, True, 16, rows_in_torch)
+    wanted = formula(x, weight, targets)
+    for a, b in ((losses.mean(), wanted.loss), (dx / 64, wanted.dx), (grad_weight / 64, wanted.dweight)):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, wanted.lse)
+
+
+@pytest.mark.parametrize("wrong", [-1, 11, 2**40])
+def test_targets_out_of_range_are_refused_or_make_nan(wrong: int) -> None:
+    x, weight, _ = make(3, 11, 4)
+    targets = torch.tensor([0, wrong, 10], device=DEVICE)
+    if not ON_CUDA:
+        with pytest.raises(ValueError, match=rf"target {wrong} is neither in \[0, 11\) nor -100"):
+            public(x, weight, targets)
+    logits = torch.full((3, 16), -torch.inf, device=DEVICE)[:, :11]
+    logits.copy_(x @ weight.t())
+    losses, lse = torch.empty(2, 3, device=DEVICE)
+    options = {"scale": torch.ones((), device=DEVICE), "ignore_index": IGNORED, "z_loss": 0.0}
+    module.launch_rows(logits, targets, losses, lse, **options, gradient=True)
+    assert losses.isnan().tolist() == [False, True, False]
+    assert logits.isnan().all(1).tolist() == [False, True, False]
+    assert logits.isfinite().all(1).tolist() == [True, False, True]
+    assert lse.isfinite().all()
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, targets = make(3, 11, 4)
+    cases: list[tuple[tuple[Tensor, ...], dict[str, Any], str]] = [
+        ((x, weight, targets[:2]), {}, r"targets \(2,\) do not match x \(3, 4\)"),
+        ((x, weight[:, :3], targets), {}, r"weight \(11, 3\) is not \(words, d\) for x \(3, 4\)"),
+        ((x, weight[:0], targets), {}, r"weight \(0, 4\) is not"),
+        ((x, weight, targets.int()), {}, r"targets must be int64 \(3,\), got torch.int32"),
+        ((x.half(), weight.half(), targets), {}, "must both be fp32 or both bf16, got torch.float16"),
+        ((x, weight.bfloat16(), targets), {}, "got torch.float32 and torch.bfloat16"),
+        ((x, weight.to("meta"), targets), {}, f"must share a device, got {DEVICE}.*, meta"),
+        ((x, weight, targets), {"reduction": "none"}, "reduction must be mean or sum, got 'none'"),
+        ((x, weight, targets), {"chunk": 0}, "chunk must be positive, got 0"),
+    ]
+    for inputs, options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            public(*inputs, **options)
+    with pytest.raises(ValueError, match=r"grad_weight must be like weight \(11, 4\) torch.float32, got \(11, 3\)"):
+        linear_cross_entropy_forward_backward(x, weight, targets, grad_weight=weight[:, :3])
+    monkeypatch.setattr(triton, "JITFunction", type(module.cross_entropy_rows_kernel))
+    with pytest.raises(ValueError, match=r"need CUDA tensors .*, got cpu"):
+        public(x.cpu(), weight.cpu(), targets.cpu())
+
+
+@pytest.mark.slow
+def test_compiles_without_graph_breaks() -> None:
+    x, weight, targets = (t.requires_grad_(t.is_floating_point()) for t in make(6, 30, 8))
+    backend = "inductor" if ON_CUDA else "aot_eager"
+    compiled = torch.compile(lambda *inputs: 3.0 * public(*inputs), fullgraph=True, backend=backend)
+    got = torch.autograd.grad(compiled(x, weight, targets), (x, weight))
+    wanted = torch.autograd.grad(3.0 * public(x, weight, targets), (x, weight))
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.slow
+def test_the_operator_passes_opcheck() -> None:
+    x, weight, targets = make(6, 30, 8)
+    op = module.linear_cross_entropy_op
+    torch.library.opcheck(op, (x, weight, targets, None, torch.zeros_like(weight), True, True, IGNORED, 0.1, 4))
+    torch.library.opcheck(op, (x, weight, targets, torch.tensor(3).to(DEVICE), None, False, False, IGNORED, 0.0, 4))
+
+
+COMPILE = (
+    ON_HOPPER
+    + """
+import contextlib, json, sys
+from triton.compiler.compiler import CompiledKernel
+from cs336_systems.kernels.linear_cross_entropy import launch_rows
+
+torch.cuda.device_of = lambda tensor: contextlib.nullcontext()
+CompiledKernel.__getitem__ = lambda compiled, grid: lambda *arguments: None
+n_words = int(sys.argv[2])
+logits = torch.zeros(2, -(-n_words // 16) * 16, dtype=torch.bfloat16)[:, :n_words]
+f32, targets = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+launch_rows(logits, targets, f32, f32, scale=f32, ignore_index=-100, z_loss=0.0, gradient=True)
+kernel = compiled["cross_entropy_rows_kernel"]
+print(json.dumps({"ptx": kernel.asm["ptx"], "metadata": {"loads": kernel.asm["ptx"].count("ld.global.v4.b32")}}))
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_words", [151_936, 50_257])
+def test_compiles_for_hopper(n_words: int) -> None:
+    found = report(COMPILE, "cross_entropy_rows_kernel", n_words)
+    assert found["spill_stores"] == found["stack_frame"] == 0
+    assert found["registers"] <= 64  # 1,024 threads have so many
+    assert found["loads"] == 2 * module.LOADS  # of 16 bytes, also where the vocabulary is odd
+
+
+class TestOnGpu:
+    """Shapes that only a device is quick enough for, its memory, and that the host does not wait."""
+
+    pytestmark = on_gpu
+
+    @pytest.mark.parametrize("n_words", [50_257, 151_936])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_vocabularies(self, dtype: torch.dtype, n_words: int) -> None:
+        check(*make(700, n_words, 256, dtype), chunk=256, z_loss=1e-4)
+
+    def test_beyond_two_to_the_31_logits(self) -> None:
+        x, weight, targets = make(16_384, 151_936, 16, torch.bfloat16)
+        got = Results(*linear_cross_entropy_forward_backward(x, weight, targets, chunk=16_384))
+        last = slice(-100, None)
+        scale = 100 / (targets != IGNORED).sum() * (targets[last] != IGNORED).float().mean()
+        wanted = formula(x[last], weight, targets[last], dtype=torch.float64)
+        eager = formula(x[last], weight, targets[last])
+        assert error(got.lse[last], wanted.lse) <= 2 * error(eager.lse, wanted.lse) + 1e-5
+        allowed = 2 * error(eager.dx, wanted.dx) * scale.item() + 2**-8 * wanted.dx.abs().max().item() * scale.item()
+        assert error(got.dx[last], wanted.dx * scale) <= allowed
+
+    @pytest.mark.parametrize("n_words", [151_936, 151_937])
+    def test_peak_memory_is_one_chunk_of_logits(self, n_words: int) -> None:
+        x, weight, targets = make(8192, n_words, 1024, torch.bfloat16)
+        grad_weight = torch.zeros_like(weight)
+        linear_cross_entropy_forward_backward(x[:64], weight, targets[:64], grad_weight=grad_weight)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        linear_cross_entropy_forward_backward(x, weight, targets, grad_weight=grad_weight, chunk=2048)
+        extra = torch.cuda.max_memory_allocated() - before
+        logits, per_token = 2048 * (n_words + 15) * 2, 8192 * (2 * 4 + 8)
+        assert extra <= logits + x.nbytes + per_token + 2**23
+
+    def test_the_host_does_not_wait(self) -> None:
+        x, weight, targets = (t.requires_grad_(t.is_floating_point()) for t in make(512, 1000, 64, torch.bfloat16))
+        public(x, weight, targets, chunk=128).backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            (3.0 * public(x, weight, targets, chunk=128)).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
