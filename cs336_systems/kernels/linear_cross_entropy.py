@@ -15,7 +15,8 @@ the chunks in its own dtype: each product is added in fp32 and rounded once per 
 as large as a chunk of logits, and those, rounded to bf16, cost more precision than eight roundings of the sum.
 
 The kernel has a program per row and reads the row twice: once for maximum and sum, and backwards for the gradient, so
-that what was read last, and is likely to be in the caches still, comes first.
+that what was read last, and is likely to be in the caches still, comes first. At 151,936 words in bf16 two rows are in
+work on a multiprocessor (1,024 threads of 32 registers each): 80 MB on an H200, whose L2 holds 50.
 
 FLOPs: 6 T V D, of which 4 T V D for the gradients. The kernel's traffic: logits read and written once, if caches serve
 the second reading; 20 GB at 32,768 x 151,936 in bf16, 5 ms at 4.3 TB/s. The products take 188 ms of 650 TFLOP/s there
@@ -51,7 +52,7 @@ compiled from PyTorch: 190, 188 and 187.5 ms in chunks of 2,048, 4,096 and 8,192
 CHUNK_MULTIPLE = 256
 """Of tokens, so that tiles of the products divide a chunk."""
 LONG_ROW = 2**15
-"""Words from which a row gets 32 warps instead of 8."""
+"""Words from which a row gets 32 warps instead of 8: few long rows in work leave the caches something to keep."""
 LOADS = 4
 """Of 16 bytes, per thread and block; a block has so many vectors per thread."""
 

@@ -128,8 +128,8 @@ def test_large_logits_overflow_nowhere() -> None:
     x, weight, targets = make(5, 70, 4)
     got = Results(*linear_cross_entropy_forward_backward(1e4 * x, weight, targets))
     exact = formula(1e4 * x, weight, targets, dtype=torch.float64)
-    torch.testing.assert_close(got.loss.double(), exact.loss)
-    torch.testing.assert_close(got.dweight.double(), exact.dweight)
+    torch.testing.assert_close(got.loss.double(), exact.loss, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(got.dweight.double(), exact.dweight, rtol=1e-3, atol=1e-3)
 
 
 def test_chunks_agree() -> None:
