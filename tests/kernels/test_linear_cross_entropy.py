@@ -320,9 +320,11 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         ((x, weight[:, :3], targets), {}, r"weight \(11, 3\) is not \(words, d\) for x \(3, 4\)"),
         ((x, weight[:0], targets), {}, r"weight \(0, 4\) is not"),
         ((x, weight, targets.int()), {}, r"targets must be int64 \(3,\), got torch.int32"),
-        ((x.half(), weight.half(), targets), {}, "must both be fp32 or both bf16, got torch.float16"),
-        ((x, weight.bfloat16(), targets), {}, "got torch.float32 and torch.bfloat16"),
-        ((x, weight.to("meta"), targets), {}, f"must share a device, got {DEVICE}.*, meta"),
+        ((x.half(), weight.half(), targets), {}, "takes float32 and bfloat16: in float16"),
+        ((x, weight.bfloat16(), targets), {}, "x torch.float32 on .*, weight torch.bfloat16 on"),
+        ((x.double(), weight.double(), targets), {}, "the kernel takes .* got torch.float64"),
+        ((x, weight.to("meta"), targets), {}, "weight torch.float32 on meta"),
+        ((x, weight, targets.to("meta")), {}, f"targets are on meta, x is on {DEVICE}"),
         ((x, weight, targets), {"reduction": "none"}, "reduction must be mean or sum, got 'none'"),
         ((x, weight, targets), {"chunk": 0}, "chunk must be positive, got 0"),
     ]
@@ -332,7 +334,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"grad_weight must be like weight \(11, 4\) torch.float32, got \(11, 3\)"):
         linear_cross_entropy_forward_backward(x, weight, targets, grad_weight=weight[:, :3])
     monkeypatch.setattr(triton, "JITFunction", type(module.cross_entropy_rows_kernel))
-    with pytest.raises(ValueError, match=r"need CUDA tensors .*, got cpu"):
+    with pytest.raises(ValueError, match="needs a CUDA device .*, got a tensor on cpu"):
         public(x.cpu(), weight.cpu(), targets.cpu())
 
 
