@@ -1,7 +1,6 @@
 """Head and loss in chunks against full logits in fp64: values, gradients, what is allocated, what is refused."""
 
 import importlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -34,19 +33,6 @@ class Results(NamedTuple):
     dx: Tensor
     dweight: Tensor
     lse: Tensor
-
-
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is not written stays NaN."""
-    for name in ("empty", "empty_like"):
-        original = getattr(torch, name)
-
-        def poison(*args: Any, original: Callable[..., Tensor] = original, **kwargs: Any) -> Tensor:
-            tensor = original(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-        monkeypatch.setattr(torch, name, poison)
 
 
 def make(n_tokens: int, n_words: int, d: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, ...]:
