@@ -18,6 +18,7 @@ LADDER = (
     {"model"},
     {"operators"},
     {"attention", "kernels"},
+    {"blocks"},
     {"distributed"},
     {"training"},
     {"harness"},

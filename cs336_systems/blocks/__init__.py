@@ -1,0 +1,21 @@
+"""A Transformer block with its backward written out: what it keeps for backward is a choice."""
+
+from cs336_systems.blocks.autograd import WrittenOutBlock, write_out
+from cs336_systems.blocks.block import backward, forward
+from cs336_systems.blocks.ops import BlockOps
+from cs336_systems.blocks.reference import REFERENCE
+from cs336_systems.blocks.saved import Saved
+from cs336_systems.blocks.weights import BlockGradients, BlockWeights, merge_
+
+__all__ = [
+    "REFERENCE",
+    "BlockGradients",
+    "BlockOps",
+    "BlockWeights",
+    "Saved",
+    "WrittenOutBlock",
+    "backward",
+    "forward",
+    "merge_",
+    "write_out",
+]

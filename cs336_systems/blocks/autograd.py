@@ -1,0 +1,123 @@
+"""The written-out block as a module: one autograd Function over the reference block's own parameters.
+
+    model = TransformerLM(config, device="cuda", dtype=torch.bfloat16)
+    write_out(model, REFERENCE, "products")          # same parameters, names and state dict
+
+What is kept for backward goes through ``save_for_backward``, so hooks on saved tensors see it, a second backward is
+refused or served as anywhere, and changes in place are noticed. To autograd the block is one node whose inputs are its
+parameters: gradient hooks, DDP, sharded optimizers and FSDP work as on the reference block. Under FSDP the block must
+be one unit (``units=lambda module: isinstance(module, TransformerBlock)``), since it reads its children's weights
+itself. ``torch.compile`` leaves it as it is. Hooks on modules inside the block are not run.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.autograd.function import once_differentiable
+
+from cs336_systems.blocks.block import backward, forward
+from cs336_systems.blocks.ops import BlockOps
+from cs336_systems.blocks.saved import Saved
+from cs336_systems.blocks.weights import BlockGradients, BlockWeights, merge_
+from cs336_systems.config import ModelConfig
+from cs336_systems.costs.kept import kept_names
+from cs336_systems.model import TransformerBlock, TransformerLM
+from cs336_systems.model.layers import Placement
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a block's forward and its backward have in common besides tensors."""
+
+    ops: BlockOps
+    config: ModelConfig
+    kept: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+
+class _BlockFunction(torch.autograd.Function):
+    """``apply(call, x, cos, sin, *parameters)``, the latter in the order of ``call.parameters``."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, x: Tensor, cos: Tensor, sin: Tensor, *parameters: Tensor) -> Tensor:
+        weights = BlockWeights.of(dict(zip(call.parameters, parameters, strict=True)))
+        saved = Saved(call.kept)
+        y = forward(x.contiguous(), weights, saved, call.ops, call.config, cos, sin)
+        ctx.call, ctx.saved_names = call, tuple(saved.tensors)
+        ctx.save_for_backward(cos, sin, *parameters, *saved.tensors.values())
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        cos, sin, *tensors = ctx.saved_tensors
+        n_parameters = len(call.parameters)
+        parameters = dict(zip(call.parameters, tensors[:n_parameters], strict=True))
+        saved = Saved(call.kept)
+        saved.keep(**dict(zip(ctx.saved_names, tensors[n_parameters:], strict=True)))
+        _, wants_dx, _, _, *wanted = ctx.needs_input_grad
+        grads = BlockGradients.empty(parameters, (name for name, want in zip(parameters, wanted, strict=True) if want))
+        weights = BlockWeights.of(parameters)
+        dx = backward(dy.contiguous(), weights, saved, grads, call.ops, call.config, cos, sin)
+        by_parameter = grads.by_parameter(parameters)
+        gradients = (by_parameter[name] if want else None for name, want in zip(parameters, wanted, strict=True))
+        return None, dx if wants_dx else None, None, None, *gradients
+
+
+class WrittenOutBlock(TransformerBlock):
+    """A reference block whose forward and backward are ``block.py``'s: x (B, S, d_model) -> same.
+
+    Args:
+        block_ops: the operations between products; they must serve the device and the dtype.
+        keep: what is kept for backward, a level and switches of ``costs/kept.py``.
+
+    Raises:
+        ValueError: no such level or switch; in forward, x or a parameter has another dtype than the rest, or autocast
+            is on.
+    """
+
+    def __init__(self, config: ModelConfig, block_ops: BlockOps, keep: str, **placement: Unpack[Placement]) -> None:
+        super().__init__(config, **placement)
+        self.config, self.block_ops, self.kept = config, block_ops, kept_names(keep)
+        merge_(self)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "WrittenOutBlock":
+        """``nn.Module._apply``, which ``to`` and ``to_empty`` call: it moves every parameter by itself."""
+        super()._apply(fn, recurse)
+        merge_(self)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy or a pickle, whose parameters have memory of their own each."""
+        super().__setstate__(state)
+        merge_(self)
+
+    @_disable_dynamo  # torch.compiler.disable imports the whole compiler where it decorates; this when first called
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        parameters = dict(self.named_parameters())
+        if torch.is_autocast_enabled(x.device.type):
+            raise ValueError("a written-out block runs in the dtype of its weights: leave autocast off")
+        for name, parameter in parameters.items():
+            if parameter.dtype != x.dtype:
+                raise ValueError(f"x is {x.dtype} and {name} {parameter.dtype}: a written-out block has one dtype")
+        recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters.values()))
+        call = _Call(self.block_ops, self.config, self.kept if recorded else (), tuple(parameters))
+        return _BlockFunction.apply(call, x, cos, sin, *parameters.values())
+
+
+def write_out(model: TransformerLM, block_ops: BlockOps, keep: str) -> None:
+    """Exchange the model's blocks for written-out ones with the same parameters; do so before anything wraps it.
+
+    Raises:
+        ValueError: no such level or switch.
+    """
+    for i, block in enumerate(model.layers):
+        written_out = WrittenOutBlock(model.config, block_ops, keep, device="meta")
+        for name, child in block.named_children():
+            setattr(written_out, name, child)
+        merge_(written_out)
+        model.layers[i] = written_out

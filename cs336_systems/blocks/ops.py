@@ -1,0 +1,40 @@
+"""The operations that a written-out block calls between its matrix products, as values: plain tensors, no autograd.
+
+Every set of them (``reference.py`` in plain PyTorch, others of fused kernels) must be deterministic, and agree with
+itself to the bit where one value can be had in two ways, since a block may keep the one or compute the other:
+
+* ``add_rms_norm_forward`` norms the residual that it returns, rounded, as ``rms_norm_forward`` of it would;
+* ``swiglu_backward`` returns the product that ``swiglu_forward`` returned.
+
+Shape legend: B batch, S sequence, R = B S rows, D d_model, F d_ff, H query heads, K key/value heads, E d_head,
+P = (H + 2 K) E. Statistics (``rstd``, ``lse``) are at least fp32.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class BlockOps:
+    """One function per operation; arguments are passed by position unless they are named below."""
+
+    rms_norm_forward: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    """(x_RD, gain_D, eps) -> (y_RD, rstd_R)."""
+    add_rms_norm_forward: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
+    """(x_RD, branch_RD, gain_D, eps) -> (x + branch, its norm, rstd_R)."""
+    rms_norm_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    """(dy_RD, x_RD, gain_D, rstd_R, dresidual_RD) -> (dx_RD, dgain_D); dresidual is added to dx."""
+    swiglu_forward: Callable[[Tensor], Tensor]
+    """gate | up (R, 2F) -> silu(gate) * up (R, F)."""
+    swiglu_backward: Callable[..., tuple[Tensor, Tensor | None]]
+    """(dproduct_RF, gate | up (R, 2F), with_product=) -> (its gradient, silu(gate) * up again or None)."""
+    rotate_: Callable[..., object]
+    """(qkv_BSP, cos (S, E/2), sin, H, K, inverse=): rotate the heads of q and k in place, forth or back."""
+    attention_forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    """Causal, scaled by 1 / sqrt(E): (q_BHSE, k_BKSE, v_BKSE) -> (o_BHSE, lse_BHS).
+
+    Strides are those of slices of q | k | v. An o whose memory is (B, S, H, E) saves a copy."""
+    attention_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]], None]
+    """(do, q, k, v, o, lse, (dq, dk, dv)): writes the gradients into the last, slices of one gradient of q | k | v."""

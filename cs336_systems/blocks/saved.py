@@ -1,0 +1,32 @@
+"""What one run of a block keeps for backward; which tensors those are, ``costs/kept.py`` says.
+
+saved = Saved(kept_names("products"))
+y = forward(x, weights, saved, ...)
+saved.n_bytes                          # equals costs.kept.bytes_kept
+"""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+
+class Saved:
+    """Tensors by their names in ``costs.kept.KEPT``.
+
+    Args:
+        names: of those to keep; a forward after which no backward comes keeps none.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = frozenset(names)
+        self.tensors: dict[str, Tensor] = {}
+
+    def keep(self, **tensors: Tensor) -> None:
+        """Keep those tensors that are to be kept."""
+        self.tensors |= {name: tensor for name, tensor in tensors.items() if name in self.names}
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the memory behind the tensors, each piece once."""
+        pieces = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self.tensors.values()}
+        return sum(piece.nbytes() for piece in pieces.values())

@@ -1,0 +1,113 @@
+"""A block's weights as its products want them: q, k, v in one matrix, gate and up in another.
+
+The reference block's parameters stay what they are, by name and shape, in state dicts, optimizers and checkpoints.
+``merge_`` lays those that are multiplied together one after the other in one memory; ``BlockWeights.of`` then sees the
+whole matrix there without a copy. Parameters that lie elsewhere (gathered by FSDP, moved into the buffers of a sharded
+optimizer) are joined by a copy for as long as a block runs: correct, at the price of reading and writing them once.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "ln1": ("ln1.weight",),
+    "qkv": ("attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight"),
+    "qkv_bias": ("attn.q_proj.bias", "attn.k_proj.bias", "attn.v_proj.bias"),
+    "output": ("attn.output_proj.weight",),
+    "ln2": ("ln2.weight",),
+    "gate_up": ("ffn.w1.weight", "ffn.w3.weight"),
+    "down": ("ffn.w2.weight",),
+}
+"""The parameters of the reference block that each weight holds, from its first row on."""
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """One block's weights, outputs first as in ``nn.Linear``; P = (H + 2 K) E. No gradients are recorded for them."""
+
+    ln1: Tensor
+    """(D,)"""
+    qkv: Tensor
+    """(P, D)"""
+    output: Tensor
+    """(D, D)"""
+    ln2: Tensor
+    """(D,)"""
+    gate_up: Tensor
+    """(2F, D)"""
+    down: Tensor
+    """(D, F)"""
+    qkv_bias: Tensor | None = None
+    """(P,)"""
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Tensor]) -> "BlockWeights":
+        """From a reference block's parameters by name: views where they lie one after the other, else copies."""
+        return cls(**{name: merged([parameters[part].detach() for part in parts]) for name, parts in _held(parameters)})
+
+
+@dataclass(frozen=True)
+class BlockGradients:
+    """Where backward writes the gradients of ``BlockWeights``; None for those that nobody wants."""
+
+    ln1: Tensor | None = None
+    qkv: Tensor | None = None
+    output: Tensor | None = None
+    ln2: Tensor | None = None
+    gate_up: Tensor | None = None
+    down: Tensor | None = None
+    qkv_bias: Tensor | None = None
+
+    @classmethod
+    def empty(cls, parameters: Mapping[str, Tensor], wanted: Iterable[str]) -> "BlockGradients":
+        """Memory for those that hold one of the wanted parameters, which the first backward overwrites."""
+        wanted = frozenset(wanted)
+        return cls(
+            **{
+                name: parameters[parts[0]].new_empty(
+                    sum(len(parameters[part]) for part in parts), *parameters[parts[0]].shape[1:]
+                )
+                for name, parts in _held(parameters)
+                if wanted & set(parts)
+            }
+        )
+
+    def by_parameter(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Views of the gradients, by the names of the reference block's parameters, whose shapes ``parameters`` has."""
+        views: dict[str, Tensor] = {}
+        for field in fields(self):
+            if (gradient := getattr(self, field.name)) is not None:
+                parts = PARTS[field.name]
+                views |= dict(zip(parts, gradient.split([len(parameters[part]) for part in parts]), strict=True))
+        return views
+
+
+def _held(parameters: Mapping[str, Tensor]) -> list[tuple[str, tuple[str, ...]]]:
+    return [(name, parts) for name, parts in PARTS.items() if parts[0] in parameters]
+
+
+def merged(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of all parts: one tensor that views them if they lie one after the other in one memory, else a copy."""
+    first, storage = parts[0], parts[0].untyped_storage().data_ptr()
+    end = first.storage_offset()
+    for part in parts:
+        if not (part.is_contiguous() and part.untyped_storage().data_ptr() == storage and part.storage_offset() == end):
+            return torch.cat(list(parts))
+        end += part.numel()
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+@torch.no_grad()
+def merge_(block: nn.Module) -> None:
+    """Lay the parameters that are multiplied together into one memory; values, names and objects stay.
+
+    Of those on ``meta``, which have no memory, nothing changes: merge again after ``to_empty``.
+    """
+    parameters = {name: parameter for name, parameter in block.named_parameters() if not parameter.is_meta}
+    for _, parts in _held(parameters):
+        whole = merged([parameters[part].detach() for part in parts])
+        for part, rows in zip(parts, whole.split([len(parameters[part]) for part in parts]), strict=True):
+            parameters[part].data = rows

@@ -1,0 +1,122 @@
+"""What a Transformer block whose backward is written out keeps from forward to backward: a choice, and its exact bytes.
+
+``KEPT`` is the one table. A block keeps its input always. What else it keeps is spent memory that saves backward from
+computing it again. Four levels, each holding all of the one before it:
+
+    input      the input and the statistics of both norms: backward runs the whole forward again
+    attention  and attention's output with its log-sum-exp: attention, alone quadratic in the sequence, runs once
+    products   and the results of matrix products: none is computed twice; norms and SwiGLU, which are cheap, are
+    all        and the outputs of norms and of SwiGLU: nothing is computed twice
+
+q, k and v come with the third level: keeping them costs up to three times the bytes of attention's output, and saves
+one product where the second level saves all of attention. A switch drops what its part of the block would keep:
+``all-norm-swiglu`` is ``products``, and ``products-residual`` computes the output projection again. The gradients are
+the same bits at each level and switch.
+
+    kept_names("products-ffn")                                # what is kept
+    bytes_kept(config, 1, 8192, PRECISIONS["bf16"], "products")
+
+Sizes: B batch, S sequence, R = B S tokens, D d_model, P = (H + 2 K) E the width of q | k | v, H heads, K key/value
+heads, E d_head, F d_ff.
+"""
+
+import difflib
+from dataclasses import dataclass
+
+from cs336_systems.config import ModelConfig, Precision
+from cs336_systems.costs.activations import WIDE, SavedTensor, total_bytes
+
+LEVELS = ("input", "attention", "products", "all")
+
+SWITCHES = {
+    "norm": "the outputs of both norms",
+    "qkv": "queries, keys and values",
+    "attention": "attention's output and its log-sum-exp",
+    "residual": "the stream between attention and feed-forward",
+    "ffn": "all of the feed-forward",
+    "swiglu": "SwiGLU's output",
+}
+"""What each drops; by hyphens after a level."""
+
+
+@dataclass(frozen=True)
+class KeptTensor:
+    """A row of the table."""
+
+    name: str
+    shape: tuple[str, ...]
+    """Letters of the legend above."""
+    level: str
+    """The lowest that keeps it."""
+    switches: tuple[str, ...]
+    """Those that drop it."""
+    again: str
+    """How backward has it where it is not kept."""
+    statistic: bool = False
+    """At least fp32, whatever the block's dtype."""
+
+
+KEPT = (
+    KeptTensor("x", ("B", "S", "D"), "input", (), "never: the block's input"),
+    KeptTensor("rstd1", ("R",), "input", (), "never: as small as one column of x", statistic=True),
+    KeptTensor("rstd2", ("R",), "input", (), "never: as small as one column of x", statistic=True),
+    KeptTensor("attended", ("R", "D"), "attention", ("attention",), "attention of qkv"),
+    KeptTensor("lse", ("B", "H", "S"), "attention", ("attention",), "attention of qkv", statistic=True),
+    KeptTensor("qkv", ("R", "P"), "products", ("qkv",), "product of normed1, rotated"),
+    KeptTensor("residual", ("R", "D"), "products", ("residual",), "x and the product of attended"),
+    KeptTensor("gate_up", ("R", "2F"), "products", ("ffn",), "product of normed2"),
+    KeptTensor("normed1", ("R", "D"), "all", ("norm",), "norm of x"),
+    KeptTensor("normed2", ("R", "D"), "all", ("norm",), "norm of residual"),
+    KeptTensor("product", ("R", "F"), "all", ("swiglu", "ffn"), "SwiGLU of gate_up, in the pass of its backward"),
+)
+"""In the order of their levels."""
+
+
+def kept_names(keep: str) -> tuple[str, ...]:
+    """The names in ``KEPT`` that a block keeps, for a level with any switches after it: ``all-norm-swiglu``.
+
+    Raises:
+        ValueError: no such level or switch; the message has the nearest names.
+    """
+    level, *switches = keep.split("-")
+    for what, value, known in (("level", level, LEVELS), *(("switch", switch, tuple(SWITCHES)) for switch in switches)):
+        if value not in known:
+            near = difflib.get_close_matches(value, known, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"unknown {what} {value!r} in what to keep, {keep!r}: {hint}known are {', '.join(known)}")
+    levels = LEVELS[: LEVELS.index(level) + 1]
+    return tuple(row.name for row in KEPT if row.level in levels and not set(row.switches) & set(switches))
+
+
+def kept_tensors(
+    config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, keep: str
+) -> list[SavedTensor]:
+    """What one block keeps, with shapes and bytes.
+
+    Raises:
+        ValueError: no such level or switch, or a precision with autocast, in which these blocks do not run.
+    """
+    if precision.autocast:
+        raise ValueError(f"blocks with a written backward run in one dtype: {precision.name} is not served")
+    sizes = {
+        "B": batch_size,
+        "S": seq_len,
+        "R": batch_size * seq_len,
+        "D": config.d_model,
+        "P": config.d_model + 2 * config.d_kv,
+        "H": config.n_heads,
+        "F": config.d_ff,
+        "2F": 2 * config.d_ff,
+    }
+    names, narrow = kept_names(keep), precision.parameter_bytes
+    return [
+        SavedTensor(row.name, row.level, tuple(sizes[letter] for letter in row.shape), n_bytes)
+        for row in KEPT
+        if row.name in names
+        for n_bytes in [max(narrow, WIDE) if row.statistic else narrow]
+    ]
+
+
+def bytes_kept(config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, keep: str) -> int:
+    """Bytes that one block keeps; raises what ``kept_tensors`` does."""
+    return total_bytes(kept_tensors(config, batch_size, seq_len, precision, keep))

@@ -1,0 +1,231 @@
+"""The written-out block among autograd's other nodes: a whole model, odd uses, and ranks that share the work."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from cs336_systems.blocks import REFERENCE, WrittenOutBlock, write_out
+from cs336_systems.config import PRECISIONS
+from cs336_systems.costs.kept import bytes_kept
+from cs336_systems.distributed import FSDP, BucketedDDP, ShardedOptimizer
+from cs336_systems.model import TransformerBlock, TransformerLM
+
+from ..distributed.checks import failures, world_of
+from .cases import HANDOUT, KEEPS, LLAMA, QWEN, inputs, tables
+
+
+def models(config=QWEN, dtype=torch.float64, keep="products") -> tuple[TransformerLM, TransformerLM]:
+    """The reference, and the same with its blocks written out."""
+    torch.manual_seed(0)
+    reference = TransformerLM(config, dtype=dtype)
+    ours = copy.deepcopy(reference)
+    write_out(ours, REFERENCE, keep)
+    return reference, ours
+
+
+def blocks(dtype=torch.float64, keep="products") -> tuple[TransformerBlock, WrittenOutBlock]:
+    return tuple(model.layers[0] for model in models(LLAMA, dtype, keep))
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def loss_of(model, ids) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+IDS = torch.arange(4 * 9).view(4, 9) * 7 % 50
+
+
+@pytest.mark.parametrize("keep", ["input", "products", "all-norm"])
+@pytest.mark.parametrize("config", [HANDOUT, replace(QWEN, tie_embeddings=True)], ids=["handout", "tied"])
+def test_a_model_trains_as_the_reference_does(config, keep):
+    pair = models(config, keep=keep)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in pair]
+    for _ in range(3):
+        losses = []
+        for model, optimizer in zip(pair, optimizers, strict=True):
+            loss = loss_of(model, IDS)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        torch.testing.assert_close(*losses, rtol=1e-11, atol=0)
+    torch.testing.assert_close(*(gradients(model) for model in pair), rtol=1e-7, atol=1e-11)
+
+
+def test_two_uses_of_one_block_add_up():
+    results = []
+    x, dy = inputs(LLAMA, 9, torch.float64)
+    for block in blocks():
+        x = x.detach().requires_grad_()
+        how = tables(LLAMA, 9, torch.float64)
+        (block(block(x, *how), *how) + block(x, *how)).backward(dy)
+        results.append([x.grad, *gradients(block).values()])
+    torch.testing.assert_close(*results)
+
+
+def test_a_second_backward_needs_a_retained_graph():
+    _, block = blocks()
+    x, dy = inputs(LLAMA, 9, torch.float64)
+    y = block(x, *tables(LLAMA, 9, torch.float64))
+    y.backward(dy, retain_graph=True)
+    once = [gradient.clone() for gradient in gradients(block).values()]
+    y.backward(dy)
+    assert all(torch.equal(twice, 2 * first) for twice, first in zip(gradients(block).values(), once, strict=True))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.backward(dy)
+
+
+def test_frozen_parameters_and_inputs_get_no_gradients():
+    frozen = ("ln1.weight", "attn.q_proj.weight", "ffn.w1.weight", "ffn.w3.weight", "attn.output_proj.weight")
+    results = []
+    for block in blocks():
+        for name in frozen:
+            block.get_parameter(name).requires_grad_(False)
+        x, dy = inputs(LLAMA, 9, torch.float64)
+        block(x, *tables(LLAMA, 9, torch.float64)).backward(dy)
+        assert {name for name, gradient in gradients(block).items() if gradient is None} == set(frozen)
+        block.requires_grad_(False)
+        y = block(x.requires_grad_(), *tables(LLAMA, 9, torch.float64))
+        results.append([*(gradient for gradient in gradients(block).values() if gradient is not None), y])
+        results[-1] += torch.autograd.grad(y, x, dy)
+        assert not block(x.detach(), *tables(LLAMA, 9, torch.float64)).requires_grad
+    torch.testing.assert_close(*results)
+
+
+def test_odd_strides_are_served():
+    """x and dy that are not contiguous, and a dy that is one number expanded."""
+    results = []
+    x = torch.randn(LLAMA.d_model, 9, 2, dtype=torch.float64).transpose(0, 2)
+    for block in blocks():
+        y = block(x, *tables(LLAMA, 9, torch.float64))
+        y.transpose(0, 1).sum().backward(retain_graph=True)
+        (y.transpose(0, 1) * torch.arange(2)[:, None]).sum().backward()
+        results.append([y, *gradients(block).values()])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_autograd_holds_the_predicted_bytes(keep):
+    """Beside parameters and rotary tables, which are there anyway; and nothing where no backward can come."""
+    _, block = blocks(torch.float32, keep)
+    held = []
+    x, _ = inputs(LLAMA, 9, torch.float32)
+    how = tables(LLAMA, 9, torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: held.append(tensor) or tensor, lambda tensor: tensor):
+        y = block(x.requires_grad_(), *how)
+    others = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *how)}
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in held}
+    n_bytes = sum(storage.nbytes() for place, storage in storages.items() if place not in others)
+    assert n_bytes == bytes_kept(LLAMA, 2, 9, PRECISIONS["fp32"], keep)
+    assert y.untyped_storage().data_ptr() not in storages
+    with torch.no_grad():
+        assert torch.equal(block(x, *how), y)
+
+
+def test_a_change_in_place_is_noticed():
+    _, block = blocks()
+    x, dy = inputs(LLAMA, 9, torch.float64)
+    for changed in (x, block.ffn.w3.weight):
+        y = block(x, *tables(LLAMA, 9, torch.float64))
+        with torch.no_grad():
+            changed += 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward(dy)
+
+
+def test_mixed_dtypes_and_autocast_are_refused():
+    _, block = blocks(torch.bfloat16)
+    x, how = torch.randn(1, 5, LLAMA.d_model), tables(LLAMA, 5, torch.bfloat16)
+    with pytest.raises(ValueError, match="x is torch.float32 and ln1.weight torch.bfloat16"):
+        block(x, *how)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="leave autocast off"):
+        block(x.bfloat16(), *how)
+    assert block(x.bfloat16(), *how).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="did you mean 'all'"):
+        WrittenOutBlock(LLAMA, REFERENCE, "al")
+
+
+@pytest.mark.slow
+def test_compiled_code_leaves_the_block_as_it_is():
+    _, model = models()
+    expected = loss_of(model, IDS)
+    compiled = torch.compile(model, backend="aot_eager")
+    loss = loss_of(compiled, IDS)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(each, tuple(model.parameters())) for each in (loss, expected)),
+    )
+
+
+# --- ranks, each with half of the batch ----------------------------------------------------------------------------
+
+
+def own(rank) -> torch.Tensor:
+    return IDS.chunk(rank.world_size)[rank.rank]
+
+
+def expected_gradients() -> dict[str, torch.Tensor]:
+    reference, _ = models()
+    loss_of(reference, IDS).backward()
+    return gradients(reference)
+
+
+def data_parallel_gradients_are_means(rank):
+    _, ours = models()
+    for wrapped in (nn.parallel.DistributedDataParallel(ours), BucketedDDP(ours, bucket_size_mb=0.01)):
+        loss_of(wrapped, own(rank)).backward()
+        if isinstance(wrapped, BucketedDDP):
+            wrapped.finish_gradient_synchronization()
+        torch.testing.assert_close(gradients(ours), expected_gradients())
+        ours.zero_grad()
+
+
+def fully_sharded_gradients_are_means(rank):
+    reference, ours = models()
+    expected = expected_gradients()
+    fsdp = FSDP(ours, units=lambda module: isinstance(module, TransformerBlock))
+    optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.5)
+    loss_of(fsdp, own(rank)).backward()
+    fsdp.finish_gradient_synchronization()
+    optimizer.step()
+    with torch.no_grad():
+        for name, whole in fsdp.gather_full_params().items():
+            before = reference.get_parameter(name)
+            torch.testing.assert_close(whole, before - 0.5 * expected[name], msg=name)
+
+
+def fully_sharded_blocks_must_be_units(rank):
+    fsdp = FSDP(models()[1])
+    with pytest.raises(RuntimeError, match="is read outside of its own module's call"):
+        fsdp(own(rank))
+
+
+def the_sharded_optimizer_steps(rank):
+    reference, ours = models()
+    sharded = ShardedOptimizer(ours.parameters(), torch.optim.AdamW, lr=0.01)
+    whole = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    for model, optimizer in ((reference, whole), (ours, sharded)):
+        loss_of(model, IDS).backward()
+        optimizer.step()
+    torch.testing.assert_close(dict(ours.named_parameters()), dict(reference.named_parameters()))
+
+
+CHECKS = (
+    data_parallel_gradients_are_means,
+    fully_sharded_gradients_are_means,
+    fully_sharded_blocks_must_be_units,
+    the_sharded_optimizer_steps,
+)
+world = world_of(2, CHECKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_ranks(world, check):
+    assert failures(world, check) == []
