@@ -135,7 +135,7 @@ def forward(
     del qkv
     saved.keep(attended=attended, lse=lse)
     residual, normed2, rstd2 = stages.add(x, attended)
-    del attended
+    del attended, lse
     saved.keep(residual=residual, normed2=normed2, rstd2=rstd2)
     gate_up = stages.gate_up(normed2)
     del normed2
@@ -189,12 +189,12 @@ def backward(
     stages, write = _Stages(weights, ops, config, cos, sin), _Writer(accumulate)
     recalled, dy = _Recalled(stages, saved), dy_BSD.view(-1, dy_BSD.shape[-1])
 
-    product = saved.tensors.get("product")
-    dgate_up, product_again = ops.swiglu_backward(dy @ weights.down, recalled["gate_up"], with_product=product is None)
+    gate_up, product = recalled["gate_up"], saved.tensors.get("product")
+    dgate_up, product_again = ops.swiglu_backward(dy @ weights.down, gate_up, with_product=product is None)
     product = product_again if product is None else product
     assert product is not None
     write.product(grads.down, dy, product)
-    del product, product_again
+    del gate_up, product, product_again
     recalled.forget("gate_up")
     residual = recalled["residual"]  # before its norm, which it brings with it if it has to be computed again
     write.product(grads.gate_up, dgate_up, recalled["normed2"])
