@@ -35,14 +35,7 @@ class AdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ) -> None:
-        if not lr >= 0:
-            raise ValueError(f"lr must not be negative, got {lr}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must lie in [0, 1), got {betas}")
-        if not eps >= 0:
-            raise ValueError(f"eps must not be negative, got {eps}")
-        if not weight_decay >= 0:
-            raise ValueError(f"weight_decay must not be negative, got {weight_decay}")
+        check_hyperparameters(lr, betas, eps, weight_decay)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     # torch's own import torch._dynamo, three seconds, to tell torch.compile that it must not look into them
@@ -83,6 +76,18 @@ class AdamW(torch.optim.Optimizer):
         denominator = second.sqrt().div_(correction2**0.5).add_(group["eps"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.addcdiv_(first, denominator, value=-group["lr"] / correction1)
+
+
+def check_hyperparameters(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Raise ValueError for one that is out of range; the message holds the value."""
+    if not lr >= 0:
+        raise ValueError(f"lr must not be negative, got {lr}")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must lie in [0, 1), got {betas}")
+    if not eps >= 0:
+        raise ValueError(f"eps must not be negative, got {eps}")
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay must not be negative, got {weight_decay}")
 
 
 OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
