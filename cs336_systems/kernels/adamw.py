@@ -9,9 +9,9 @@ Formula (Loshchilov & Hutter 2019, algorithm 2, as in ``training/optimizer.py``)
 
 in fp32, whatever the tensors hold; p is updated by m and v as they are before they are rounded.
 
-Rounding to bf16. Between neighbours of 8 bits a number rises or falls by 1/256 to 1/128 of itself. An update of a
-weight below half of that is lost to rounding to nearest, every time, and v can never fall: 1 - beta2 = 0.001 is less
-than half of 1/256. So whatever is bf16, weights and both moments, is rounded stochastically: up with the probability of
+Rounding to bf16. Neighbours among its numbers differ by 1/256 to 1/128 of themselves. An update of a weight below
+half of that is lost to rounding to nearest, every time, and v can never fall: 1 - beta2 = 0.001 is less than half of
+1/256. So whatever is bf16, weights and both moments, is rounded stochastically: up with the probability of
 its place between its neighbours, which is right on average (Gupta et al. 2015; for Adam's weights Ozkara et al. 2025,
 arXiv 2502.20566; that averages over many steps stop moving when rounded to nearest: Topollai & Choromanska 2026, arXiv
 2603.16731). Adding 16 random bits below the bits of a bf16 within an fp32 and cutting off does that exactly, and leaves
@@ -22,17 +22,17 @@ counter: (element's pair, 64 bits; step; tensor's number). Its 128 bits serve th
 element is counted in the whole tensor, of which what is here may be a shard that begins at ``offset``: so neither
 shards, alignment, chunks nor the order of programs change a bit.
 
-How. Two launches, for any number of tensors of one combination of dtypes (``tensor_table.py``). The first, one lane per
-tensor, counts the step and computes its coefficients in fp64: steps are counted on the device, as only there it is known
-whether one is skipped, and so a CUDA graph may hold both launches. In the second each program updates a chunk of one
-tensor. Whole blocks of aligned tensors go by 16 bytes per thread; ends and others (a shard at an odd place) go element by
-element, with as many bits of Philox for one element as for two otherwise.
+How. Two launches, for any number of tensors of one combination of dtypes (``tensor_table.py``). The first, one lane
+per tensor, counts the step and computes its coefficients in fp64: steps are counted on the device, as only there it is
+known whether one is skipped, and so a CUDA graph may hold both launches. In the second each program updates a chunk of
+one tensor. Whole blocks of aligned tensors go by 16 bytes per thread; ends and others (a shard at an odd place) go
+element by element, with as many bits of Philox for one element as for two otherwise.
 
 A scale that is not finite skips the step: p, m, v and t stay, gradients are cleared if they are to be. Nobody waits.
 
 Traffic per element: reads p, m, v, g; writes p, m, v; and g if it is cleared: 14 or 16 bytes where all are bf16, 28 or
-32 where all are fp32. About 100 instructions per element, against some 106 that an H200's SMs issue in the time of 16
-bytes.
+32 where all are fp32. A whole block of bf16 takes 67 instructions per element, half of them for random bits and
+rounding; in the time of 16 bytes at 4.3 TB/s an H200 can issue about 110.
 
 Limits: dense tensors whose moments and gradients lie as they do in memory; tensors must not overlap. ``sqrt`` and the
 division are the approximate ones of the hardware, within 2 ulp, and flush denormals of fp32.
@@ -134,7 +134,7 @@ def random_words(pair, seed, step, number):
 @triton.jit
 def rounded(x, noise, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
     """fp32 x in DTYPE; if that is bf16, up or down by the low 16 bits of ``noise`` (uint32)."""
-    if STOCHASTIC and DTYPE == tl.bfloat16:
+    if STOCHASTIC and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True) + (noise & 0xFFFF)
         bits = tl.where(x == x, bits, NAN_BITS)  # the sum may carry a NaN over into a number; inf has no low bits
         result = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -228,9 +228,7 @@ def update_kernel(
                 even, odd, both, _ = random_words(elements >> 1, seed, step, number)
                 is_odd = elements & 1 != 0
                 noise_pm, noise_v = tl.where(is_odd, odd, even), tl.where(is_odd, both >> 16, both)
-            update_block(
-                p + at, g + at, m + at, v + at, at < n, noise_pm, noise_v, factor, own, STOCHASTIC, CLEAR
-            )
+            update_block(p + at, g + at, m + at, v + at, at < n, noise_pm, noise_v, factor, own, STOCHASTIC, CLEAR)
     elif CLEAR:
         for start in range(0, n, BLOCK):
             tl.store(g + start + lanes, tl.zeros((BLOCK,), G), mask=start + lanes < n)
@@ -274,13 +272,14 @@ class UpdateTable:
         hyperparameters = [(u.lr, *u.betas, u.eps, u.weight_decay) for u in updates]
         if hyperparameters != self._hyperparameters or self.hyperparameters.device != device:
             self.hyperparameters = to_device(torch.tensor(hyperparameters, dtype=torch.float64), device)
+            self.unit = torch.ones((), device=device)
             self.coefficients = torch.empty(len(updates), COEFFICIENTS.value, dtype=torch.float32, device=device)
             self._hyperparameters = hyperparameters
 
 
 def adamw_(
     updates: Sequence[Update],
-    scale: Tensor,
+    scale: Tensor | None = None,
     *,
     stochastic_rounding: bool,
     clear_gradients: bool = False,
@@ -291,7 +290,7 @@ def adamw_(
     Args:
         updates: whose dtypes agree; two launches for all of them.
         scale: one element of fp32 or bf16 on the device, by which gradients are multiplied; where it is not finite
-            nothing is updated and no step is counted.
+            nothing is updated and no step is counted; 1 if None.
         stochastic_rounding: of all that is bf16; to nearest otherwise.
         clear_gradients: set them to zero in the same pass, also when the step is skipped.
         table: for a caller who comes again with the same tensors.
@@ -306,15 +305,16 @@ def adamw_(
     device, dtypes = updates[0].parameter.device, updates[0].dtypes
     if needs_other_device(update_kernel, device):
         raise ValueError(f"AdamW in one pass needs tensors on a CUDA device, got {device}")
-    if scale.numel() != 1 or scale.device != device or scale.dtype not in TRITON_DTYPES:
+    if scale is not None and (scale.numel() != 1 or scale.device != device or scale.dtype not in TRITON_DTYPES):
         got = f"{scale.dtype} of shape {tuple(scale.shape)} on {scale.device}"
         raise ValueError(f"the scale of gradients must be one bf16 or fp32 element on {device}, got {got}")
     for update in updates:
         _check(update, dtypes, device)
     table = table or UpdateTable()
     narrow = torch.bfloat16 in (dtypes[0], dtypes[2])
-    with torch.cuda.device_of(scale):  # Triton launches on the current device, which may be another
+    with torch.cuda.device_of(updates[0].step):  # Triton launches on the current device, which may be another
         table.describe(updates, device)
+        scale = table.unit if scale is None else scale
         rows, n_tensors = table.tensors.rows, len(updates)
         grid = (ceil_div(n_tensors, ADVANCE_BLOCK),)
         launch(
@@ -355,7 +355,7 @@ def _check(update: Update, dtypes: tuple[torch.dtype, ...], device: torch.device
             f"tensor {update.number} has {', '.join(map(str, update.dtypes))}, the first {', '.join(map(str, dtypes))}"
         )
     for name, tensor in zip(("parameter", "gradient", "exp_avg", "exp_avg_sq"), update, strict=False):
-        same = tensor.is_contiguous() and parameter.is_contiguous() or tensor.stride() == parameter.stride()
+        same = (tensor.is_contiguous() and parameter.is_contiguous()) or tensor.stride() == parameter.stride()
         if tensor.shape != parameter.shape or tensor.device != device or not (same and is_dense(tensor)):
             raise ValueError(
                 f"{name} of tensor {update.number} must lie densely on {device} as its parameter does, "

@@ -15,9 +15,9 @@ infinite gradient into NaN in the weights, while NaN tells AdamW to change nothi
 
 Traffic: every tensor once, and 4 bytes per 65,536 elements twice.
 
-Limits: bf16 and fp32. Squares are taken in fp32: an element beyond 1.8e19 gives inf, one below 1e-19 is lost. The sum of
-a chunk adds at most 16 squares per lane and 12 levels of pairs: its relative error is below 30 x 2^-24 = 1.8e-6, that of
-the norm below 0.9e-6 plus half an ulp.
+Limits: bf16 and fp32. Squares are taken in fp32: an element beyond 1.8e19 gives inf, one below 1e-19 is lost. The sum
+of a chunk adds at most 16 squares per lane and 12 levels of pairs: its relative error is below 30 x 2^-24 = 1.8e-6,
+that of the norm below 0.9e-6 plus half an ulp.
 
     norm = grad_norm([p.grad for p in parameters])          # fp32, shape ()
     optimizer.step(grad_scale=clip_scale(norm, 1.0))

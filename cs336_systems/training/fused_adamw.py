@@ -2,10 +2,10 @@
 
 The formula is that of ``optimizer.AdamW``; with fp32 states the two agree within rounding. Besides:
 
-* moments in bf16 or fp32, as the parameter or as ``state_dtype`` says; all that is bf16 is rounded stochastically, which
-  is what makes training with 8 bytes per parameter (p, g, m, v) work;
-* ``step(grad_scale=...)`` clips without writing gradients back, and skips a step whose gradients are not finite, without
-  waiting for the device; a skipped step is not counted;
+* moments in bf16 or fp32, as the parameter or as ``state_dtype`` says; all that is bf16 is rounded stochastically,
+  which is what makes training with 8 bytes per parameter (p, g, m, v) work;
+* ``step(grad_scale=...)`` clips without writing gradients back, and skips a step whose gradients are not finite,
+  without waiting for the device; a skipped step is not counted;
 * ``clear_gradients`` sets gradients to zero in the same pass, for those that stay where they are.
 
     optimizer = FusedAdamW(model.parameters(), lr=3e-4)
@@ -36,6 +36,13 @@ MAX_TABLES = 64
 """Sets of tensors that were stepped together: buckets, if there are any. Who has more of them copies more often."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
+
+
+def device_reason(device: torch.device) -> str | None:
+    """Why ``FusedAdamW`` cannot run on the device, in one sentence, or None if it can."""
+    if needs_other_device(update_kernel, device):
+        return f"optimizer fused is a Triton kernel and needs a CUDA device, got {device}"
+    return None
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -88,10 +95,12 @@ class FusedAdamW(torch.optim.Optimizer):
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
         added = self.param_groups[-1]["params"]
         for parameter in added:
-            if needs_other_device(update_kernel, parameter.device) or parameter.dtype not in _DTYPES:
+            reason = device_reason(parameter.device)
+            if parameter.dtype not in _DTYPES:
+                reason = f"optimizer fused takes bf16 and fp32 parameters, got {parameter.dtype}"
+            if reason is not None:
                 del self.param_groups[-1]
-                got = f"{parameter.dtype} of shape {tuple(parameter.shape)} on {parameter.device}"
-                raise ValueError(f"optimizer fused needs bf16 or fp32 parameters on a CUDA device, got {got}")
+                raise ValueError(reason)
         for parameter in added:
             self._places[parameter] = (len(self._places), 0)
 
@@ -133,11 +142,10 @@ class FusedAdamW(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     update = self._update(parameter, group)
                     together[parameter.device, update.dtypes, *how].append(update)
-        for (device, _, stochastic_rounding, clear_gradients), updates in together.items():
-            scale = torch.ones((), device=device) if grad_scale is None else grad_scale
+        for (_, _, stochastic_rounding, clear_gradients), updates in together.items():
             adamw_(
                 updates,
-                scale,
+                grad_scale,
                 stochastic_rounding=stochastic_rounding,
                 clear_gradients=clear_gradients,
                 table=self._table(updates),

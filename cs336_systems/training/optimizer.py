@@ -1,8 +1,8 @@
-"""AdamW from the paper's formula, and the choice between it and torch's fused kernel.
+"""AdamW from the paper's formula, and the choice between it, torch's fused kernel and ours (``fused_adamw.py``).
 
 Loshchilov & Hutter 2019, algorithm 2: weight decay acts on the parameter directly, decoupled from the moments; both
 moments are bias-corrected. One tensor at a time, a dozen small kernels each: what fusing saves is measurable with
-``--optimizer reference torch-fused``. State is two tensors like the parameter, in the parameter's dtype.
+``--optimizer reference torch-fused fused``. State is two tensors like the parameter, in the parameter's dtype.
 """
 
 import inspect
@@ -11,6 +11,8 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+
+from cs336_systems.config import OPTIMIZERS
 
 
 class AdamW(torch.optim.Optimizer):
@@ -90,20 +92,33 @@ def check_hyperparameters(lr: float, betas: tuple[float, float], eps: float, wei
         raise ValueError(f"weight_decay must not be negative, got {weight_decay}")
 
 
-OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "reference": (AdamW, {}),
-    "torch-fused": (torch.optim.AdamW, {"fused": True}),
-}
-"""Class and arguments of each ``config.OPTIMIZERS``: the formula above, or torch's one kernel per group of tensors."""
-
-
-def make_optimizer(name: str, params: Iterable[Any], **hyperparameters: Any) -> torch.optim.Optimizer:
-    """The optimizer of ``--optimizer``.
+def optimizer_class(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Class and arguments of a name in ``config.OPTIMIZERS``.
 
     Raises:
         ValueError: no such optimizer.
     """
-    if name not in OPTIMIZER_CLASSES:
-        raise ValueError(f"unknown optimizer {name!r}: known are {', '.join(OPTIMIZER_CLASSES)}")
-    optimizer_class, arguments = OPTIMIZER_CLASSES[name]
-    return optimizer_class(params, **(arguments | hyperparameters))
+    if name == "reference":
+        return AdamW, {}
+    if name == "torch-fused":
+        return torch.optim.AdamW, {"fused": True}
+    if name == "fused":
+        from cs336_systems.training.fused_adamw import FusedAdamW  # brings Triton along
+
+        return FusedAdamW, {}
+    raise ValueError(f"unknown optimizer {name!r}: known are {', '.join(OPTIMIZERS)}")
+
+
+def make_optimizer(name: str, params: Iterable[Any], **hyperparameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of ``--optimizer``; raises ValueError if there is none."""
+    cls, arguments = optimizer_class(name)
+    return cls(params, **(arguments | hyperparameters))
+
+
+def unsupported_reason(name: str, device: torch.device) -> str | None:
+    """Why an optimizer cannot run on the device, in one sentence, or None if it can."""
+    if name != "fused":
+        return None
+    from cs336_systems.training.fused_adamw import device_reason
+
+    return device_reason(device)
