@@ -254,9 +254,14 @@ class Update(NamedTuple):
     seed: int = 0
 
     @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]:
-        """Of parameter, gradient and moments: what one launch has in common."""
-        return self.parameter.dtype, self.gradient.dtype, self.exp_avg.dtype, self.exp_avg_sq.dtype
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Parameter, gradient and moments."""
+        return self.parameter, self.gradient, self.exp_avg, self.exp_avg_sq
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of ``tensors``: what one launch has in common."""
+        return tuple(tensor.dtype for tensor in self.tensors)
 
 
 class UpdateTable:
@@ -264,17 +269,18 @@ class UpdateTable:
 
     def __init__(self) -> None:
         self.tensors = TensorTable(CHUNK)
-        self._hyperparameters: list[tuple[float, ...]] = []
+        self._described: list[tuple[float, ...]] = []
+        self._device: torch.device | None = None
 
     def describe(self, updates: Sequence[Update], device: torch.device) -> None:
         """Copy to the device what changed; raises RuntimeError while a CUDA graph is captured."""
         self.tensors.describe([_row(update) for update in updates], device)
-        hyperparameters = [(u.lr, *u.betas, u.eps, u.weight_decay) for u in updates]
-        if hyperparameters != self._hyperparameters or self.hyperparameters.device != device:
-            self.hyperparameters = to_device(torch.tensor(hyperparameters, dtype=torch.float64), device)
+        described: list[tuple[float, ...]] = [(u.lr, *u.betas, u.eps, u.weight_decay) for u in updates]
+        if described != self._described or device != self._device:
+            self.hyperparameters = to_device(torch.tensor(described, dtype=torch.float64), device)
             self.unit = torch.ones((), device=device)
             self.coefficients = torch.empty(len(updates), COEFFICIENTS.value, dtype=torch.float32, device=device)
-            self._hyperparameters = hyperparameters
+            self._described, self._device = described, device
 
 
 def adamw_(
@@ -340,10 +346,9 @@ def adamw_(
 
 def _row(update: Update) -> tuple[int, ...]:
     """Number of elements, and the columns after FIRST_CHUNK."""
-    tensors = update[:4]
-    pairs_and_pieces = is_aligned(*tensors) and update.offset % 2 == 0
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    rest = (update.step.data_ptr(), update.number, update.offset, update.seed, int(pairs_and_pieces), 0)
+    addresses = [tensor.data_ptr() for tensor in update.tensors]
+    aligned = is_aligned(*update.tensors) and update.offset % 2 == 0  # random bits are drawn for pairs
+    rest = (update.step.data_ptr(), update.number, update.offset, update.seed, int(aligned), 0)
     return (update.parameter.numel(), *addresses, *rest)
 
 
@@ -354,7 +359,7 @@ def _check(update: Update, dtypes: tuple[torch.dtype, ...], device: torch.device
             "parameters, gradients and moments must be bf16 or fp32, and each the same for all tensors of a launch; "
             f"tensor {update.number} has {', '.join(map(str, update.dtypes))}, the first {', '.join(map(str, dtypes))}"
         )
-    for name, tensor in zip(("parameter", "gradient", "exp_avg", "exp_avg_sq"), update, strict=False):
+    for name, tensor in zip(update._fields, update.tensors, strict=False):
         same = (tensor.is_contiguous() and parameter.is_contiguous()) or tensor.stride() == parameter.stride()
         if tensor.shape != parameter.shape or tensor.device != device or not (same and is_dense(tensor)):
             raise ValueError(

@@ -140,7 +140,7 @@ class FusedAdamW(torch.optim.Optimizer):
             how = (group["stochastic_rounding"], group["clear_gradients"])
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    update = self._update(parameter, group)
+                    update = self._update(parameter, parameter.grad, group)
                     together[parameter.device, update.dtypes, *how].append(update)
         for (_, _, stochastic_rounding, clear_gradients), updates in together.items():
             adamw_(
@@ -177,11 +177,11 @@ class FusedAdamW(torch.optim.Optimizer):
     def _moment_dtype(self, parameter: Tensor) -> torch.dtype:
         return self.state_dtype or parameter.dtype
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> Update:
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Update:
         state = self.state[parameter]
         number, offset = self._places[parameter]
-        if parameter.grad.layout != torch.strided:
-            raise ValueError(f"gradients must be dense, parameter {number} has one of layout {parameter.grad.layout}")
+        if gradient.layout != torch.strided:
+            raise ValueError(f"gradients must be dense, parameter {number} has one of layout {gradient.layout}")
         if not state:
             dtype = self._moment_dtype(parameter)
             state["step"] = torch.zeros((), dtype=torch.int64, device=parameter.device)
@@ -189,7 +189,7 @@ class FusedAdamW(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
         return Update(
             parameter,
-            parameter.grad,
+            gradient,
             state["exp_avg"],
             state["exp_avg_sq"],
             state["step"],

@@ -9,7 +9,9 @@ from cs336_systems.experiments.kernels.experiment import Subject
 from cs336_systems.kernels.adamw import Update, UpdateTable, adamw_
 from cs336_systems.training.precision import parameter_dtype
 
-LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
+LR, BETAS, EPS, WEIGHT_DECAY = 0.1, (0.9, 0.95), 1e-8, 0.01
+"""Every element changes by more than the spacing of bf16: a smaller update is lost by rounding to nearest, whose error
+is then that update, and less than what stochastic rounding pays for keeping it on average."""
 STEP = 10**6
 """By then the moments need no correction, and so every repetition computes the same formula."""
 
