@@ -31,8 +31,8 @@ element by element, with as many bits of Philox for one element as for two other
 A scale that is not finite skips the step: p, m, v and t stay, gradients are cleared if they are to be. Nobody waits.
 
 Traffic per element: reads p, m, v, g; writes p, m, v; and g if it is cleared: 14 or 16 bytes where all are bf16, 28 or
-32 where all are fp32. A whole block of bf16 takes 67 instructions per element, half of them for random bits and
-rounding; in the time of 16 bytes at 4.3 TB/s an H200 can issue about 110.
+32 where all are fp32. A whole block of bf16 takes 66 instructions per element (counted in SASS), 35 of them for random
+bits and rounding; in the time of 16 bytes at 4.3 TB/s an H200 can issue about 110.
 
 Limits: dense tensors whose moments and gradients lie as they do in memory; tensors must not overlap. ``sqrt`` and the
 division are the approximate ones of the hardware, within 2 ulp, and flush denormals of fp32.
