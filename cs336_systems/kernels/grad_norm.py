@@ -33,7 +33,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.tensor_table import TensorTable, is_aligned, is_dense, needs_other_device
+from cs336_systems.kernels.checks import needs_other_device
+from cs336_systems.kernels.tensor_table import TensorTable, is_aligned, is_dense
 from cs336_systems.operators.launching import launch
 
 CHUNK = 65536

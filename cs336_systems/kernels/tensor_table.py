@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
-import triton
 from torch import Tensor
 
 from cs336_systems.operators.launching import ceil_div
@@ -86,8 +85,3 @@ def is_aligned(*tensors: Tensor) -> bool:
 def is_dense(tensor: Tensor) -> bool:
     """Whether its elements fill one stretch of memory, in whatever order of its dimensions."""
     return tensor.layout == torch.strided and torch.ops.aten.is_non_overlapping_and_dense(tensor)
-
-
-def needs_other_device(kernel: object, device: torch.device) -> bool:
-    """Whether a kernel of ``triton.jit`` cannot run there: on a CPU Triton can only interpret, if told so in time."""
-    return device.type != "cuda" and isinstance(kernel, triton.JITFunction)
