@@ -15,8 +15,8 @@ The formula is that of ``optimizer.AdamW``; with fp32 states the two agree withi
 Two launches per combination of dtypes and step. Groups may differ in every hyperparameter and still share them.
 
 Random bits depend on the seed, the step, the parameter's number (its place among all parameters of the optimizer) and
-the element's place in it. An optimizer that holds shards is told by ``locate`` what they are shards of; it then updates
-them bit for bit as one that holds the whole does.
+the element's place in it. So replicas stay equal. An optimizer that holds shards is told by ``locate`` what they are
+shards of (``ShardedOptimizer`` does), and then updates them bit for bit as one that holds the whole does.
 """
 
 import inspect
