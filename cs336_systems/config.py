@@ -211,8 +211,8 @@ ATTENTIONS = (
 )
 """Implementations of attention; ``attention/dispatch.py`` says what each is, and what it cannot serve."""
 
-OPTIMIZERS = ("reference", "torch-fused")
-"""AdamW written out, or torch's fused kernel."""
+OPTIMIZERS = ("reference", "torch-fused", "fused")
+"""AdamW written out, torch's fused kernel, or ours, which rounds bf16 stochastically."""
 
 MODES = ("forward", "backward", "step")
 """forward: without gradients; backward: forward and backward; step: forward, backward and optimizer."""

@@ -105,7 +105,7 @@ def peak_memory(
     """Predict the peak of allocated memory of one pass of ``mode`` of the reference model in eager execution.
 
     Args:
-        optimizer: ``reference`` holds one temporary as large as the largest parameter; ``torch-fused`` holds none.
+        optimizer: ``reference`` holds one temporary as large as the largest parameter; the fused ones hold none.
         checkpoint: the policy that says what is kept for backward (see ``costs/checkpointing.py``).
         device_type: ``cuda`` counts the allocator's blocks, workspaces and autocast's fp32 softmax; ``cpu`` counts
             tensors.

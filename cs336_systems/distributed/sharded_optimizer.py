@@ -18,11 +18,12 @@ as much as plain DDP; the default's broadcasts, one after another, come on top. 
 the layouts, ``costs/sharding.py`` the arithmetic: of the busiest link in each collective.
 
 What the optimizer class must be like: it updates each parameter by itself (no LBFGS), and element by element for
-``"reduce-scatter"`` (SGD, Adam, AdamW; not Adafactor, Muon or LAMB). ``step`` runs it once per bucket, so
-that sending one overlaps with updating the next. With ``"reduce-scatter"``, ``.grad`` is scratch memory between
-backward and ``zero_grad``, and several backwards of a step go under ``no_sync()``, but for the last. Limits:
-``torch.amp.GradScaler`` and gradient clipping need whole gradients, thus the default form; parameters must be dense,
-be on their device before, and begin equal on all ranks (DDP sees to that; without it, seed alike or broadcast).
+``"reduce-scatter"`` (SGD, Adam, AdamW; not Adafactor, Muon or LAMB). One that draws random numbers per element has a
+method ``locate(tensor, number, offset)`` and is told of which parameter, and from which element on. ``step`` runs it
+once per bucket, so that sending one overlaps with updating the next. With ``"reduce-scatter"``, ``.grad`` is scratch
+memory between backward and ``zero_grad``, and several backwards of a step go under ``no_sync()``, but for the last.
+Limits: ``torch.amp.GradScaler`` and gradient clipping need whole gradients, thus the default form; parameters must be
+dense, be on their device before, and begin equal on all ranks (DDP sees to that; without it, seed alike or broadcast).
 """
 
 import math
@@ -170,6 +171,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             for local_group in local_groups:
                 self.local.add_param_group(local_group)
+        if locate := getattr(self.local, "locate", None):
+            for number, parameter in enumerate(self._was_trainable):
+                for piece in self._pieces[parameter]:
+                    if piece.tensor is not None:
+                        locate(piece.tensor, number, piece.start)
         self.state = self.local.state
 
     def _layout(self, parameters: list[Tensor]) -> Layout:

@@ -21,7 +21,7 @@ Dtype = Literal["fp32", "tf32", "bf16", "autocast-bf16", "autocast-fp16"]
 Mode = Literal["forward", "backward", "step"]
 Switch = Literal["off", "on"]
 Compile = Literal["off", "on", "whole-model"]
-OptimizerName = Literal["reference", "torch-fused"]
+OptimizerName = Literal["reference", "torch-fused", "fused"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 MAX_TIMEOUT_S = 1e6
@@ -82,7 +82,7 @@ class TrainingOptions(RunOptions):
     """Activation checkpointing: none; full (every block); every-K (segments of K blocks); first-M (the first M blocks);
     recursive (halves of halves); keep-matmuls, keep-attention (full, but keeping their results)."""
     optimizer: tuple[OptimizerName, ...] = ("reference",)
-    """AdamW written out, or torch's fused kernel."""
+    """AdamW written out; torch's fused kernel; or fused: ours, with stochastic rounding of bf16, on CUDA devices."""
     warmup: int | tuple[int, ...] = 5
     """Steps before the recorded ones."""
     steps: int = 10
@@ -148,6 +148,8 @@ def training_cells(
     for name in options.attention:
         if name not in ATTENTIONS:
             raise ValueError(f"--attention {name}: known are {', '.join(ATTENTIONS)}")
+    if "fused" in options.optimizer and options.device != "cuda":
+        raise ValueError(f"--optimizer fused needs --device cuda, got {options.device}: Triton kernels run on GPUs")
     grid = [
         cell_of(cell_type, options, repeat=0, **dict(zip(sets, values, strict=True)), **own)
         for *values, own in itertools.product(*sets.values(), inner)

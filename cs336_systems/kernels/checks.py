@@ -17,10 +17,15 @@ def check_runnable(kernel: Any, x: Tensor) -> None:
     """
     if x.dtype not in DTYPES:
         raise ValueError(f"the kernel takes float32, bfloat16 and float16, got {x.dtype}")
-    if not x.is_cuda and isinstance(kernel, triton.JITFunction):
+    if needs_other_device(kernel, x.device):
         raise ValueError(
             f"the kernel needs a CUDA device (or TRITON_INTERPRET=1 before it is imported), got a tensor on {x.device}"
         )
+
+
+def needs_other_device(kernel: Any, device: torch.device) -> bool:
+    """Whether ``kernel`` cannot run there: off CUDA devices Triton can only interpret, if told so in time."""
+    return device.type != "cuda" and isinstance(kernel, triton.JITFunction)
 
 
 def check_alike(**tensors: Tensor) -> None:

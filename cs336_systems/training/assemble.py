@@ -32,6 +32,7 @@ from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
 from cs336_systems.training.activation_checkpointing import checkpointed_stack
 from cs336_systems.training.activation_checkpointing import unsupported_reason as checkpointing_reason
 from cs336_systems.training.loss import cross_entropy
+from cs336_systems.training.optimizer import unsupported_reason as optimizer_reason
 from cs336_systems.training.parallel import make_parallel_optimizer, wrap
 from cs336_systems.training.precision import matmul_dtype, parameter_dtype
 from cs336_systems.training.precision import unsupported_reason as precision_reason
@@ -100,7 +101,7 @@ def check_supported(case: TrainingCase, device: torch.device) -> None:
     """
     config, dtype = case.config, matmul_dtype(case.precision)
     reason = precision_reason(case.precision, device) or checkpointing_reason(case.checkpoint, case.attention)
-    reason = reason or _whole_model_reason(case)
+    reason = reason or _whole_model_reason(case) or optimizer_reason(case.optimizer, device)
     if reason is None:
         q, k, v = (
             torch.empty(1, heads, case.context_length, config.d_head, device=device, dtype=dtype, requires_grad=True)

@@ -1,8 +1,8 @@
-"""AdamW from the paper's formula, and the choice between it and torch's fused kernel.
+"""AdamW from the paper's formula, and the choice between it, torch's fused kernel and ours (``fused_adamw.py``).
 
 Loshchilov & Hutter 2019, algorithm 2: weight decay acts on the parameter directly, decoupled from the moments; both
 moments are bias-corrected. One tensor at a time, a dozen small kernels each: what fusing saves is measurable with
-``--optimizer reference torch-fused``. State is two tensors like the parameter, in the parameter's dtype.
+``--optimizer reference torch-fused fused``. State is two tensors like the parameter, in the parameter's dtype.
 """
 
 import inspect
@@ -11,6 +11,8 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+
+from cs336_systems.config import OPTIMIZERS
 
 
 class AdamW(torch.optim.Optimizer):
@@ -35,14 +37,7 @@ class AdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ) -> None:
-        if not lr >= 0:
-            raise ValueError(f"lr must not be negative, got {lr}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must lie in [0, 1), got {betas}")
-        if not eps >= 0:
-            raise ValueError(f"eps must not be negative, got {eps}")
-        if not weight_decay >= 0:
-            raise ValueError(f"weight_decay must not be negative, got {weight_decay}")
+        check_hyperparameters(lr, betas, eps, weight_decay)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     # torch's own import torch._dynamo, three seconds, to tell torch.compile that it must not look into them
@@ -85,20 +80,45 @@ class AdamW(torch.optim.Optimizer):
         parameter.addcdiv_(first, denominator, value=-group["lr"] / correction1)
 
 
-OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "reference": (AdamW, {}),
-    "torch-fused": (torch.optim.AdamW, {"fused": True}),
-}
-"""Class and arguments of each ``config.OPTIMIZERS``: the formula above, or torch's one kernel per group of tensors."""
+def check_hyperparameters(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Raise ValueError for one that is out of range; the message holds the value."""
+    if not lr >= 0:
+        raise ValueError(f"lr must not be negative, got {lr}")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must lie in [0, 1), got {betas}")
+    if not eps >= 0:
+        raise ValueError(f"eps must not be negative, got {eps}")
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay must not be negative, got {weight_decay}")
 
 
-def make_optimizer(name: str, params: Iterable[Any], **hyperparameters: Any) -> torch.optim.Optimizer:
-    """The optimizer of ``--optimizer``.
+def optimizer_class(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Class and arguments of a name in ``config.OPTIMIZERS``.
 
     Raises:
         ValueError: no such optimizer.
     """
-    if name not in OPTIMIZER_CLASSES:
-        raise ValueError(f"unknown optimizer {name!r}: known are {', '.join(OPTIMIZER_CLASSES)}")
-    optimizer_class, arguments = OPTIMIZER_CLASSES[name]
-    return optimizer_class(params, **(arguments | hyperparameters))
+    if name == "reference":
+        return AdamW, {}
+    if name == "torch-fused":
+        return torch.optim.AdamW, {"fused": True}
+    if name == "fused":
+        from cs336_systems.training.fused_adamw import FusedAdamW  # brings Triton along
+
+        return FusedAdamW, {}
+    raise ValueError(f"unknown optimizer {name!r}: known are {', '.join(OPTIMIZERS)}")
+
+
+def make_optimizer(name: str, params: Iterable[Any], **hyperparameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of ``--optimizer``; raises ValueError if there is none."""
+    cls, arguments = optimizer_class(name)
+    return cls(params, **(arguments | hyperparameters))
+
+
+def unsupported_reason(name: str, device: torch.device) -> str | None:
+    """Why an optimizer cannot run on the device, in one sentence, or None if it can."""
+    if name != "fused":
+        return None
+    from cs336_systems.training.fused_adamw import device_reason
+
+    return device_reason(device)

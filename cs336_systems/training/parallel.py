@@ -23,7 +23,7 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER, ShardedOptimizer
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.transformer import TransformerBlock
-from cs336_systems.training.optimizer import OPTIMIZER_CLASSES, make_optimizer
+from cs336_systems.training.optimizer import make_optimizer, optimizer_class
 
 _DTYPES = {"same": None, "bf16": torch.bfloat16}
 _LADDER = {"naive": NaiveDDP, "flat": FlatDDP, "overlapped": OverlappedDDP, "bucketed": BucketedDDP}
@@ -108,16 +108,12 @@ def make_parallel_optimizer(name: str, model: nn.Module, parallel: Parallel) -> 
     """
     if parallel.optimizer_state == "replicated":
         return make_optimizer(name, model.parameters())
-    if name not in OPTIMIZER_CLASSES:
-        raise ValueError(f"unknown optimizer {name!r}: known are {', '.join(OPTIMIZER_CLASSES)}")
-    optimizer_class, options = OPTIMIZER_CLASSES[name]
+    cls, options = optimizer_class(name)
     if parallel.optimizer_state == "torch-zero":
         from torch.distributed.optim import ZeroRedundancyOptimizer  # brings TorchScript along, and its warnings
 
-        return ZeroRedundancyOptimizer(model.parameters(), optimizer_class, parameters_as_bucket_view=True, **options)
+        return ZeroRedundancyOptimizer(model.parameters(), cls, parameters_as_bucket_view=True, **options)
     reduction: dict[str, Any] = {"reduce_gradients": REDUCE_SCATTER} if parallel.optimizer_state == "scattered" else {}
     if parallel.optimizer_state not in ("owned", "scattered"):
         raise ValueError(f"unknown place of optimizer state {parallel.optimizer_state!r}")
-    return ShardedOptimizer(
-        model.parameters(), optimizer_class, bucket_size_mb=parallel.bucket_size_mb, **reduction, **options
-    )
+    return ShardedOptimizer(model.parameters(), cls, bucket_size_mb=parallel.bucket_size_mb, **reduction, **options)

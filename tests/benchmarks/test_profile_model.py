@@ -71,6 +71,7 @@ def test_the_grid_is_the_product_of_all_sets_modes_innermost(monkeypatch):
 def test_names_tell_workloads_apart():
     (cell,) = cells_for("--mode step --size XL-2026 --attention tiled --compile --optimizer torch-fused")
     assert cell.name == "2.7b-b1-c128-fp32-tiled-compiled-fused-kineto"
+    assert replace(cell, optimizer="fused").name == "2.7b-b1-c128-fp32-tiled-compiled-fused-adamw-kineto"
     assert recorded_workload(cell).warmup == 1
     assert recorded_workload(cell).steps == 2
 

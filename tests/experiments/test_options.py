@@ -53,6 +53,7 @@ def test_each_fault_is_named(fault, message):
         ({"attention": ("flash", "magic")}, "--attention magic: known are reference"),
         ({"size": ("tiny", "huge")}, "unknown model size 'huge'"),
         ({"checkpoint": ("every-0",)}, "every-0"),
+        ({"device": "cpu", "optimizer": ("reference", "fused")}, "--optimizer fused needs --device cuda, got cpu"),
     ],
 )
 def test_each_unknown_name_is_told(fault, message):

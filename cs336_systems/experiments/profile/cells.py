@@ -48,7 +48,8 @@ class ProfileCell(TimedCase):
     def name(self) -> str:
         """Of the workload, whatever its mode, in file names."""
         parts = [str(self.size), f"b{self.batch_size}", f"c{self.context_length}", self.dtype]
-        extras = ["fused" if extra == "torch-fused" else extra.replace(" ", "-") for extra in self.extras]
+        short = {"torch-fused": "fused", "fused": "fused-adamw"}
+        extras = [short.get(extra, extra.replace(" ", "-")) for extra in self.extras]
         return "-".join([*parts, *extras, self.profiler])
 
     def __str__(self) -> str:

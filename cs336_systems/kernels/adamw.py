@@ -1,0 +1,372 @@
+"""AdamW in one pass over parameters, gradients and moments, for any number of tensors at once, bf16 or fp32.
+
+Formula (Loshchilov & Hutter 2019, algorithm 2, as in ``training/optimizer.py``), at a tensor's step t:
+
+    g = scale grad
+    m = beta1 m + (1 - beta1) g
+    v = beta2 v + (1 - beta2) g^2
+    p = (1 - lr weight_decay) p - lr / (1 - beta1^t)  m / (sqrt(v / (1 - beta2^t)) + eps)
+
+in fp32, whatever the tensors hold; p is updated by m and v as they are before they are rounded.
+
+Rounding to bf16. Neighbours among its numbers differ by 1/256 to 1/128 of themselves. An update of a weight below
+half of that is lost to rounding to nearest, every time, and v can never fall: 1 - beta2 = 0.001 is less than half of
+1/256. So whatever is bf16, weights and both moments, is rounded stochastically: up with the probability of
+its place between its neighbours, which is right on average (Gupta et al. 2015; for Adam's weights Ozkara et al. 2025,
+arXiv 2502.20566; that averages over many steps stop moving when rounded to nearest: Topollai & Choromanska 2026, arXiv
+2603.16731). Adding 16 random bits below the bits of a bf16 within an fp32 and cutting off does that exactly, and leaves
+what is a bf16 already where it is. fp32 tensors are never rounded so.
+
+Random bits. Philox-4x32 (Salmon et al. 2011) with 7 rounds, the fewest that pass BigCrush there; key: the seed;
+counter: (element's pair, 64 bits; step; tensor's number). Its 128 bits serve the three roundings of two elements. The
+element is counted in the whole tensor, of which what is here may be a shard that begins at ``offset``: so neither
+shards, alignment, chunks nor the order of programs change a bit.
+
+How. Two launches, for any number of tensors of one combination of dtypes (``tensor_table.py``). The first, one lane
+per tensor, counts the step and computes its coefficients in fp64: steps are counted on the device, as only there it is
+known whether one is skipped, and so a CUDA graph may hold both launches. In the second each program updates a chunk of
+one tensor. Whole blocks of aligned tensors go by 16 bytes per thread; ends and others (a shard at an odd place) go
+element by element, with as many bits of Philox for one element as for two otherwise.
+
+A scale that is not finite skips the step: p, m, v and t stay, gradients are cleared if they are to be. Nobody waits.
+
+Traffic per element: reads p, m, v, g; writes p, m, v; and g if it is cleared: 14 or 16 bytes where all are bf16, 28 or
+32 where all are fp32. A whole block of bf16 takes 66 instructions per element (counted in SASS), 35 of them for random
+bits and rounding; in the time of 16 bytes at 4.3 TB/s an H200 can issue about 110.
+
+Limits: dense tensors whose moments and gradients lie as they do in memory; tensors must not overlap. ``sqrt`` and the
+division are the approximate ones of the hardware, within 2 ulp, and flush denormals of fp32.
+"""
+
+# mypy: allow-untyped-defs
+# A kernel's arguments are Triton values; the host functions below are typed.
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cs336_systems.kernels.checks import needs_other_device
+from cs336_systems.kernels.tensor_table import TensorTable, is_aligned, is_dense, to_device
+from cs336_systems.operators.launching import ceil_div, launch
+
+CHUNK = 8192
+"""Elements per program: 128 KiB of traffic, against a microsecond or two to find them."""
+BLOCK = 1024
+"""8 elements for each of 128 threads: 16 bytes of bf16."""
+ADVANCE_BLOCK = 128
+
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+# A row of the table of tensors, int64.
+COLUMNS = tl.constexpr(12)
+NUMEL = tl.constexpr(0)
+FIRST_CHUNK = tl.constexpr(1)
+PARAMETER = tl.constexpr(2)
+GRADIENT = tl.constexpr(3)
+FIRST_MOMENT = tl.constexpr(4)
+SECOND_MOMENT = tl.constexpr(5)
+STEP = tl.constexpr(6)
+NUMBER = tl.constexpr(7)
+OFFSET = tl.constexpr(8)
+SEED = tl.constexpr(9)
+ALIGNED = tl.constexpr(10)
+STEP_NOW = tl.constexpr(11)  # written by the first launch
+
+HYPERPARAMETERS = tl.constexpr(5)
+"""lr, beta1, beta2, eps, weight_decay of a tensor, fp64."""
+COEFFICIENTS = tl.constexpr(8)
+"""beta1, 1 - beta1, beta2, 1 - beta2, 1 / sqrt(1 - beta2^t), eps, 1 - lr weight_decay, lr / (1 - beta1^t), fp32."""
+
+PHILOX_ROUNDS = tl.constexpr(7)
+NAN_BITS = tl.constexpr(0x7FC00000)
+
+
+@triton.jit
+def is_finite(x):
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def advance_kernel(rows, hyperparameters, scale, coefficients, n_tensors, BLOCK: tl.constexpr):
+    """Count the step of each tensor, unless it is skipped, and compute its coefficients; a lane per tensor."""
+    tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = tensor < n_tensors
+    row = rows + tensor * COLUMNS
+    step_at = tl.load(row + STEP, mask=inside, other=0).to(tl.pointer_type(tl.int64))
+    step = tl.load(step_at, mask=inside, other=0) + is_finite(tl.load(scale).to(tl.float32)).to(tl.int64)
+    tl.store(step_at, step, mask=inside)
+    tl.store(row + STEP_NOW, step, mask=inside)
+
+    own = hyperparameters + tensor * HYPERPARAMETERS
+    lr = tl.load(own, mask=inside, other=0.0)
+    beta1 = tl.load(own + 1, mask=inside, other=0.0)
+    beta2 = tl.load(own + 2, mask=inside, other=0.0)
+    eps = tl.load(own + 3, mask=inside, other=0.0)
+    weight_decay = tl.load(own + 4, mask=inside, other=0.0)
+    power1, power2 = tl.full((BLOCK,), 1.0, tl.float64), tl.full((BLOCK,), 1.0, tl.float64)
+    square1, square2, bits = beta1, beta2, tl.maximum(step, 1)  # a first step that is skipped has no correction
+    for _ in range(32):  # beta^t by squaring, a bit of t at a time
+        power1 = tl.where(bits & 1 != 0, power1 * square1, power1)
+        power2 = tl.where(bits & 1 != 0, power2 * square2, power2)
+        square1, square2, bits = square1 * square1, square2 * square2, bits >> 1
+
+    out = coefficients + tensor * COEFFICIENTS
+    tl.store(out, beta1.to(tl.float32), mask=inside)
+    tl.store(out + 1, (1.0 - beta1).to(tl.float32), mask=inside)
+    tl.store(out + 2, beta2.to(tl.float32), mask=inside)
+    tl.store(out + 3, (1.0 - beta2).to(tl.float32), mask=inside)
+    tl.store(out + 4, (1.0 / tl.sqrt(1.0 - power2)).to(tl.float32), mask=inside)
+    tl.store(out + 5, eps.to(tl.float32), mask=inside)
+    tl.store(out + 6, (1.0 - lr * weight_decay).to(tl.float32), mask=inside)
+    tl.store(out + 7, (lr / (1.0 - power1)).to(tl.float32), mask=inside)
+
+
+@triton.jit
+def random_words(pair, seed, step, number):
+    """Four blocks of 32 random bits for a block of pairs of elements (int64)."""
+    low, high = pair.to(tl.uint32), (pair >> 32).to(tl.uint32)
+    return tl.philox(seed, low, high, low * 0 + step.to(tl.uint32), low * 0 + number.to(tl.uint32), PHILOX_ROUNDS)
+
+
+@triton.jit
+def rounded(x, noise, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """fp32 x in DTYPE; if that is bf16, up or down by the low 16 bits of ``noise`` (uint32)."""
+    if STOCHASTIC and tl.bfloat16 == DTYPE:
+        bits = x.to(tl.uint32, bitcast=True) + (noise & 0xFFFF)
+        bits = tl.where(x == x, bits, NAN_BITS)  # the sum may carry a NaN over into a number; inf has no low bits
+        result = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        result = x.to(DTYPE)
+    return result
+
+
+@triton.jit
+def update_block(
+    p_at, g_at, m_at, v_at, inside, noise_pm, noise_v, scale, own, STOCHASTIC: tl.constexpr, CLEAR: tl.constexpr
+):
+    """Update the elements at four blocks of pointers; noise_pm: 16 bits for p below 16 for m; noise_v: 16 for v."""
+    beta1, rest1, beta2, rest2, root_correction, eps, decay, step_size = own
+    g = tl.load(g_at, mask=inside).to(tl.float32) * scale
+    m = tl.load(m_at, mask=inside).to(tl.float32) * beta1 + g * rest1
+    v = tl.load(v_at, mask=inside).to(tl.float32) * beta2 + g * g * rest2
+    p = tl.load(p_at, mask=inside).to(tl.float32) * decay - step_size * (m / (tl.sqrt(v) * root_correction + eps))
+    tl.store(p_at, rounded(p, noise_pm, p_at.dtype.element_ty, STOCHASTIC), mask=inside)
+    tl.store(m_at, rounded(m, noise_pm >> 16, m_at.dtype.element_ty, STOCHASTIC), mask=inside)
+    tl.store(v_at, rounded(v, noise_v, v_at.dtype.element_ty, STOCHASTIC), mask=inside)
+    if CLEAR:
+        tl.store(g_at, tl.zeros(g.shape, g_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def update_kernel(
+    rows,
+    owners,
+    coefficients,
+    scale,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    CLEAR: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One chunk of one tensor; P, G and M are the dtypes of parameter, gradient and moments."""
+    program = tl.program_id(0)
+    tensor = tl.load(owners + program)
+    row, at_own = rows + tensor * COLUMNS, coefficients + tensor * COEFFICIENTS
+    own = (
+        tl.load(at_own),
+        tl.load(at_own + 1),
+        tl.load(at_own + 2),
+        tl.load(at_own + 3),
+        tl.load(at_own + 4),
+        tl.load(at_own + 5),
+        tl.load(at_own + 6),
+        tl.load(at_own + 7),
+    )
+    begin = (program - tl.load(row + FIRST_CHUNK)) * CHUNK
+    n = tl.minimum(tl.load(row + NUMEL) - begin, CHUNK).to(tl.int32)
+    n_whole = tl.where(tl.load(row + ALIGNED) != 0, n // BLOCK * BLOCK, 0)
+    p = tl.load(row + PARAMETER).to(tl.pointer_type(P)) + begin
+    g = tl.load(row + GRADIENT).to(tl.pointer_type(G)) + begin
+    m = tl.load(row + FIRST_MOMENT).to(tl.pointer_type(M)) + begin
+    v = tl.load(row + SECOND_MOMENT).to(tl.pointer_type(M)) + begin
+    seed, step, number = tl.load(row + SEED), tl.load(row + STEP_NOW), tl.load(row + NUMBER)
+    first = tl.load(row + OFFSET) + begin  # of the chunk's elements, in the whole tensor
+    factor = tl.load(scale).to(tl.float32)
+    lanes = tl.arange(0, BLOCK)
+    if is_finite(factor):
+        for start in range(0, n_whole, BLOCK):
+            at = tl.multiple_of(start, BLOCK) + lanes
+            noise_pm, noise_v = at.to(tl.uint32), at.to(tl.uint32)
+            if STOCHASTIC:
+                pairs = ((first + start) >> 1) + tl.arange(0, BLOCK // 2)
+                even, odd, both, _ = random_words(pairs, seed, step, number)
+                noise_pm, noise_v = tl.interleave(even, odd), tl.interleave(both, both >> 16)
+            update_block(
+                tl.multiple_of(p, 16) + at,
+                tl.multiple_of(g, 16) + at,
+                tl.multiple_of(m, 16) + at,
+                tl.multiple_of(v, 16) + at,
+                None,
+                noise_pm,
+                noise_v,
+                factor,
+                own,
+                STOCHASTIC,
+                CLEAR,
+            )
+        for start in range(n_whole, n, BLOCK):
+            at = start + lanes
+            noise_pm, noise_v = at.to(tl.uint32), at.to(tl.uint32)
+            if STOCHASTIC:
+                elements = first + at
+                even, odd, both, _ = random_words(elements >> 1, seed, step, number)
+                is_odd = elements & 1 != 0
+                noise_pm, noise_v = tl.where(is_odd, odd, even), tl.where(is_odd, both >> 16, both)
+            update_block(p + at, g + at, m + at, v + at, at < n, noise_pm, noise_v, factor, own, STOCHASTIC, CLEAR)
+    elif CLEAR:
+        for start in range(0, n, BLOCK):
+            tl.store(g + start + lanes, tl.zeros((BLOCK,), G), mask=start + lanes < n)
+
+
+class Update(NamedTuple):
+    """One tensor's part in a step: parameter, gradient and moments of one shape and layout, dense."""
+
+    parameter: Tensor
+    gradient: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+    """int64, one element: the steps taken so far."""
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    number: int = 0
+    """Of the tensor, among those that share a seed."""
+    offset: int = 0
+    """Of the first element within the whole tensor, whose shard this may be."""
+    seed: int = 0
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Parameter, gradient and moments."""
+        return self.parameter, self.gradient, self.exp_avg, self.exp_avg_sq
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of ``tensors``: what one launch has in common."""
+        return tuple(tensor.dtype for tensor in self.tensors)
+
+
+class UpdateTable:
+    """What ``adamw_`` keeps on the device between calls for the same tensors."""
+
+    def __init__(self) -> None:
+        self.tensors = TensorTable(CHUNK)
+        self._described: list[tuple[float, ...]] = []
+        self._device: torch.device | None = None
+
+    def describe(self, updates: Sequence[Update], device: torch.device) -> None:
+        """Copy to the device what changed; raises RuntimeError while a CUDA graph is captured."""
+        self.tensors.describe([_row(update) for update in updates], device)
+        described: list[tuple[float, ...]] = [(u.lr, *u.betas, u.eps, u.weight_decay) for u in updates]
+        if described != self._described or device != self._device:
+            self.hyperparameters = to_device(torch.tensor(described, dtype=torch.float64), device)
+            self.unit = torch.ones((), device=device)
+            self.coefficients = torch.empty(len(updates), COEFFICIENTS.value, dtype=torch.float32, device=device)
+            self._described, self._device = described, device
+
+
+def adamw_(
+    updates: Sequence[Update],
+    scale: Tensor | None = None,
+    *,
+    stochastic_rounding: bool,
+    clear_gradients: bool = False,
+    table: UpdateTable | None = None,
+) -> None:
+    """One step of AdamW in place: parameters, moments and steps, and gradients if they are to be cleared.
+
+    Args:
+        updates: whose dtypes agree; two launches for all of them.
+        scale: one element of fp32 or bf16 on the device, by which gradients are multiplied; where it is not finite
+            nothing is updated and no step is counted; 1 if None.
+        stochastic_rounding: of all that is bf16; to nearest otherwise.
+        clear_gradients: set them to zero in the same pass, also when the step is skipped.
+        table: for a caller who comes again with the same tensors.
+
+    Raises:
+        ValueError: dtypes differ among updates or are neither bf16 nor fp32, layouts or devices differ within one, the
+            scale is not one element there, or Triton does not run there; the message names the tensor's number.
+        RuntimeError: what the table holds changed while a CUDA graph is captured.
+    """
+    if not updates:
+        return
+    device, dtypes = updates[0].parameter.device, updates[0].dtypes
+    if needs_other_device(update_kernel, device):
+        raise ValueError(f"AdamW in one pass needs tensors on a CUDA device, got {device}")
+    if scale is not None and (scale.numel() != 1 or scale.device != device or scale.dtype not in TRITON_DTYPES):
+        got = f"{scale.dtype} of shape {tuple(scale.shape)} on {scale.device}"
+        raise ValueError(f"the scale of gradients must be one bf16 or fp32 element on {device}, got {got}")
+    for update in updates:
+        _check(update, dtypes, device)
+    table = table or UpdateTable()
+    narrow = torch.bfloat16 in (dtypes[0], dtypes[2])
+    with torch.cuda.device_of(updates[0].step):  # Triton launches on the current device, which may be another
+        table.describe(updates, device)
+        scale = table.unit if scale is None else scale
+        rows, n_tensors = table.tensors.rows, len(updates)
+        grid = (ceil_div(n_tensors, ADVANCE_BLOCK),)
+        launch(
+            advance_kernel,
+            grid,
+            *(rows, table.hyperparameters, scale, table.coefficients, n_tensors),
+            BLOCK=ADVANCE_BLOCK,
+        )
+        if table.tensors.n_chunks:
+            launch(
+                update_kernel,
+                (table.tensors.n_chunks,),
+                *(rows, table.tensors.owners, table.coefficients, scale),
+                P=TRITON_DTYPES[dtypes[0]],
+                G=TRITON_DTYPES[dtypes[1]],
+                M=TRITON_DTYPES[dtypes[2]],
+                STOCHASTIC=stochastic_rounding and narrow,
+                CLEAR=clear_gradients,
+                CHUNK=CHUNK,
+                BLOCK=BLOCK,
+            )
+
+
+def _row(update: Update) -> tuple[int, ...]:
+    """Number of elements, and the columns after FIRST_CHUNK."""
+    addresses = [tensor.data_ptr() for tensor in update.tensors]
+    aligned = is_aligned(*update.tensors) and update.offset % 2 == 0  # random bits are drawn for pairs
+    rest = (update.step.data_ptr(), update.number, update.offset, update.seed, int(aligned), 0)
+    return (update.parameter.numel(), *addresses, *rest)
+
+
+def _check(update: Update, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    parameter = update.parameter
+    if update.dtypes != dtypes or dtypes[2] != dtypes[3] or any(dtype not in TRITON_DTYPES for dtype in dtypes):
+        raise ValueError(
+            "parameters, gradients and moments must be bf16 or fp32, and each the same for all tensors of a launch; "
+            f"tensor {update.number} has {', '.join(map(str, update.dtypes))}, the first {', '.join(map(str, dtypes))}"
+        )
+    for name, tensor in zip(update._fields, update.tensors, strict=False):
+        same = (tensor.is_contiguous() and parameter.is_contiguous()) or tensor.stride() == parameter.stride()
+        if tensor.shape != parameter.shape or tensor.device != device or not (same and is_dense(tensor)):
+            raise ValueError(
+                f"{name} of tensor {update.number} must lie densely on {device} as its parameter does, "
+                f"{tuple(parameter.shape)} with strides {parameter.stride()}, but is "
+                f"{tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+            )
+    if update.step.dtype != torch.int64 or update.step.numel() != 1 or update.step.device != device:
+        raise ValueError(f"step of tensor {update.number} must be one int64 element on {device}, got {update.step!r}")

@@ -1,0 +1,211 @@
+"""AdamW in one pass over memory, as an optimizer: ``kernels/adamw.py`` with groups, state and checkpoints.
+
+The formula is that of ``optimizer.AdamW``; with fp32 states the two agree within rounding. Besides:
+
+* moments in bf16 or fp32, as the parameter or as ``state_dtype`` says; all that is bf16 is rounded stochastically,
+  which is what makes training with 8 bytes per parameter (p, g, m, v) work;
+* ``step(grad_scale=...)`` clips without writing gradients back, and skips a step whose gradients are not finite,
+  without waiting for the device; a skipped step is not counted;
+* ``clear_gradients`` sets gradients to zero in the same pass, for those that stay where they are.
+
+    optimizer = FusedAdamW(model.parameters(), lr=3e-4)
+    norm = grad_norm([p.grad for p in model.parameters()], table)
+    optimizer.step(grad_scale=clip_scale(norm, 1.0))
+
+Two launches per combination of dtypes and step. Groups may differ in every hyperparameter and still share them.
+
+Random bits depend on the seed, the step, the parameter's number (its place among all parameters of the optimizer) and
+the element's place in it. So replicas stay equal. An optimizer that holds shards is told by ``locate`` what they are
+shards of (``ShardedOptimizer`` does), and then updates them bit for bit as one that holds the whole does.
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from cs336_systems.kernels.adamw import Update, UpdateTable, adamw_, update_kernel
+from cs336_systems.kernels.checks import needs_other_device
+from cs336_systems.training.optimizer import check_hyperparameters
+
+MAX_TABLES = 64
+"""Sets of tensors that were stepped together: buckets, if there are any. Who has more of them copies more often."""
+
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def device_reason(device: torch.device) -> str | None:
+    """Why ``FusedAdamW`` cannot run on the device, in one sentence, or None if it can."""
+    if needs_other_device(update_kernel, device):
+        return f"optimizer fused is a Triton kernel and needs a CUDA device, got {device}"
+    return None
+
+
+class FusedAdamW(torch.optim.Optimizer):
+    """AdamW with decoupled weight decay and bias correction, for dense bf16 and fp32 parameters on CUDA devices.
+
+    ``state`` is per parameter ``step`` (int64, on the device), ``exp_avg`` and ``exp_avg_sq``.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as for ``optimizer.AdamW``.
+        state_dtype: of both moments; the parameter's if None.
+        stochastic_rounding: of parameters and moments that are bf16; to nearest otherwise.
+        seed: of stochastic rounding; may differ between groups, and is saved with them.
+        clear_gradients: ``step`` leaves zeros in the gradients.
+
+    Raises:
+        ValueError: a hyperparameter is out of range, or a parameter is of another dtype or on another device; the
+            message holds the value.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = True,
+        seed: int = 0,
+        clear_gradients: bool = False,
+    ) -> None:
+        check_hyperparameters(lr, betas, eps, weight_decay)
+        if state_dtype not in (None, *_DTYPES):
+            raise ValueError(f"state_dtype must be torch.bfloat16, torch.float32 or None, got {state_dtype}")
+        if not 0 <= seed < 2**63:
+            raise ValueError(f"seed must lie in 0..2^63-1, got {seed}")
+        self.state_dtype = state_dtype
+        self._places: dict[Tensor, tuple[int, int]] = {}
+        self._tables: dict[tuple[int, ...], UpdateTable] = {}
+        hyperparameters = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        options = {"stochastic_rounding": stochastic_rounding, "seed": seed, "clear_gradients": clear_gradients}
+        super().__init__(params, hyperparameters | options)
+
+    # torch's own imports torch._dynamo, three seconds, to tell torch.compile that it must not look into it
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, numbered after those that are there; raises ValueError as the constructor does."""
+        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
+        added = self.param_groups[-1]["params"]
+        for parameter in added:
+            reason = device_reason(parameter.device)
+            if parameter.dtype not in _DTYPES:
+                reason = f"optimizer fused takes bf16 and fp32 parameters, got {parameter.dtype}"
+            if reason is not None:
+                del self.param_groups[-1]
+                raise ValueError(reason)
+        for parameter in added:
+            self._places[parameter] = (len(self._places), 0)
+
+    def locate(self, parameter: Tensor, number: int, offset: int = 0) -> None:
+        """Say that ``parameter`` is a shard: of the tensor of this number, from this element on, in memory order.
+
+        Raises:
+            ValueError: it is none of the optimizer's parameters, or a number is out of range.
+        """
+        if parameter not in self._places:
+            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is none of this optimizer's")
+        if not (0 <= number < 2**32 and 0 <= offset < 2**63):
+            raise ValueError(f"number and offset must lie in 0..2^32-1 and 0..2^63-1, got {number} and {offset}")
+        self._places[parameter] = (number, offset)
+
+    @overload
+    def step(self, closure: None = None, *, grad_scale: Tensor | None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float], *, grad_scale: Tensor | None = None) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None, *, grad_scale: Tensor | None = None) -> float | None:
+        """Update every parameter that has a gradient; returns the closure's loss if one is given.
+
+        Args:
+            grad_scale: one element on the device, by which gradients are multiplied as they are read; where it is NaN
+                or inf, nothing is updated and the step is not counted.
+
+        Raises:
+            ValueError: a gradient is sparse or laid out otherwise than its parameter, or the scale is not as above.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        together: defaultdict[Any, list[Update]] = defaultdict(list)
+        for group in self.param_groups:
+            how = (group["stochastic_rounding"], group["clear_gradients"])
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    update = self._update(parameter, parameter.grad, group)
+                    together[parameter.device, update.dtypes, *how].append(update)
+        for (_, _, stochastic_rounding, clear_gradients), updates in together.items():
+            adamw_(
+                updates,
+                grad_scale,
+                stochastic_rounding=stochastic_rounding,
+                clear_gradients=clear_gradients,
+                table=self._table(updates),
+            )
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but moments take this optimizer's ``state_dtype``, which torch would make the parameter's."""
+        super().load_state_dict(state_dict)
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for i, parameter in zip(saved, parameters, strict=True):
+            if i in state_dict["state"]:
+                state = state_dict["state"][i]
+                moments = {
+                    name: torch.empty_like(parameter, dtype=self._moment_dtype(parameter)).copy_(state[name])
+                    for name in ("exp_avg", "exp_avg_sq")
+                }
+                step = torch.as_tensor(state["step"]).to(parameter.device, torch.int64, copy=True)
+                self.state[parameter] = {"step": step, **moments}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"state_dtype": self.state_dtype, "_places": self._places}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._tables = {}  # addresses are of one process and one time
+
+    def _moment_dtype(self, parameter: Tensor) -> torch.dtype:
+        return self.state_dtype or parameter.dtype
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Update:
+        state = self.state[parameter]
+        number, offset = self._places[parameter]
+        if gradient.layout != torch.strided:
+            raise ValueError(f"gradients must be dense, parameter {number} has one of layout {gradient.layout}")
+        if not state:
+            dtype = self._moment_dtype(parameter)
+            state["step"] = torch.zeros((), dtype=torch.int64, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
+        return Update(
+            parameter,
+            gradient,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state["step"],
+            group["lr"],
+            tuple(group["betas"]),
+            group["eps"],
+            group["weight_decay"],
+            number,
+            offset,
+            group["seed"],
+        )
+
+    def _table(self, updates: list[Update]) -> UpdateTable:
+        key = tuple(id(update.parameter) for update in updates)
+        if key not in self._tables:
+            if len(self._tables) >= MAX_TABLES:
+                self._tables.clear()
+            self._tables[key] = UpdateTable()
+        return self._tables[key]

@@ -1,0 +1,310 @@
+"""AdamW in one pass against the formula in fp64, and the properties of stochastic rounding: unbiased, reproducible, the
+same for shards and for the whole, silent where nothing needs rounding."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.kernels.adamw import BLOCK, CHUNK, Update, UpdateTable, adamw_
+from cs336_systems.training import AdamW
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FP32, BF16 = torch.float32, torch.bfloat16
+HYPERPARAMETERS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.3}
+SIZES = [0, 1, 7, BLOCK, 2 * BLOCK + 3, CHUNK + BLOCK + 1]
+N = 2**15
+SIGMAS = 5
+"""Of a binomial count: passed by chance once in 1.7 million, and the seeds are fixed."""
+
+
+def make(size: int, dtypes: Sequence[torch.dtype], values: int = 0, **fields) -> Update:
+    """Normal values, a positive second moment, at step 3."""
+    generator = torch.Generator().manual_seed(values)
+    p, g, m, v = (torch.randn(size, generator=generator) for _ in range(4))
+    tensors = [x.to(DEVICE, dtype) for x, dtype in zip((p, g, 0.1 * m, v.square()), (*dtypes, dtypes[2]), strict=True)]
+    step = torch.tensor(3, device=DEVICE)
+    return Update(*tensors, step, **(HYPERPARAMETERS | fields))
+
+
+def tensors_of(update: Update) -> list[Tensor]:
+    return [update.parameter, update.exp_avg, update.exp_avg_sq]
+
+
+def copy(update: Update, **fields) -> Update:
+    return update._replace(**dict(zip(Update._fields, (x.clone() for x in update[:5]), strict=False)) | fields)
+
+
+def same_bits(left: Update, right: Update) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(tensors_of(left), tensors_of(right), strict=True))
+
+
+def eager(update: Update, dtype: torch.dtype, scale: float = 1.0) -> list[Tensor]:
+    """What the reference makes of it in a dtype: parameter and moments."""
+    parameter = nn.Parameter(update.parameter.to(dtype, copy=True))
+    parameter.grad = update.gradient.to(dtype) * scale
+    lr, betas, eps, weight_decay = update[5:9]
+    optimizer = AdamW([parameter], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    moments = {"exp_avg": update.exp_avg.to(dtype, copy=True), "exp_avg_sq": update.exp_avg_sq.to(dtype, copy=True)}
+    optimizer.state[parameter] = {"step": update.step.item(), **moments}
+    optimizer.step()
+    return [parameter.detach(), *moments.values()]
+
+
+def error(actual: Tensor, exact: Tensor) -> float:
+    assert not actual.isnan().any()
+    return (actual.double() - exact).abs().max().item() if actual.numel() else 0.0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_one_step_in_fp32(size: int) -> None:
+    """Twice eager's error and two ulp: one product more (the scale), and the hardware's root and division."""
+    update = make(size, (FP32, FP32, FP32))
+    truth, other = eager(update, torch.float64, 0.25), eager(update, FP32, 0.25)
+    adamw_([update], torch.tensor(0.25, device=DEVICE), stochastic_rounding=True)
+    assert update.step == 4
+    for name, actual, rival, exact in zip(("p", "m", "v"), tensors_of(update), other, truth, strict=True):
+        largest = exact.abs().max().item() if size else 0.0
+        budget = 2 * error(rival, exact) + 2 * torch.finfo(FP32).eps * largest
+        print(f"{name} {size}: {error(actual, exact):.2e}, allowed {budget:.2e}")
+        assert error(actual, exact) <= budget
+
+
+@pytest.mark.parametrize("dtypes", [(BF16, BF16, BF16), (BF16, FP32, BF16), (BF16, BF16, FP32), (FP32, BF16, BF16)])
+def test_what_is_bf16_is_a_neighbour_of_the_exact_value(dtypes: tuple[torch.dtype, ...]) -> None:
+    update = make(2 * BLOCK + 3, dtypes)
+    truth = eager(update, torch.float64)
+    adamw_([update], stochastic_rounding=True)
+    for name, actual, exact in zip(("p", "m", "v"), tensors_of(update), truth, strict=True):
+        spacing = torch.finfo(actual.dtype).eps * 2.0 ** exact.abs().log2().floor()
+        arithmetic = 8 * torch.finfo(FP32).eps * exact.abs().max()
+        excess = ((actual.double() - exact).abs() - spacing).max().item()
+        print(f"{name} {dtypes}: beyond a neighbour by {excess:.2e}, allowed {arithmetic:.2e}")
+        assert excess <= arithmetic
+
+
+def test_many_tensors_of_many_hyperparameters_are_the_tensors_alone() -> None:
+    own = [{"lr": 0.1}, {"weight_decay": 0.0}, {"betas": (0.5, 0.6)}, {"eps": 1e-8}]
+    together = [make(5 + 40 * i, (BF16, BF16, BF16), i, number=i, seed=i % 2, **own[i % 4]) for i in range(12)]
+    alone = [copy(update) for update in together]
+    adamw_(together, stochastic_rounding=True)
+    for update, other in zip(together, alone, strict=True):
+        adamw_([other], stochastic_rounding=True)
+        assert same_bits(update, other)
+
+
+def count_is_binomial(hits: Tensor, probability: float) -> bool:
+    n, k = hits.numel(), hits.sum().item()
+    sigma = math.sqrt(n * probability * (1 - probability))
+    print(f"{k} of {n}, expected {n * probability:.0f} +- {sigma:.0f}")
+    return abs(k - n * probability) <= SIGMAS * sigma
+
+
+def constant(values: Sequence[float], n: int = N, **fields) -> Update:
+    tensors = [torch.full((n,), value, dtype=BF16, device=DEVICE) for value in values]
+    return Update(*tensors, torch.tensor(0, device=DEVICE), **fields)
+
+
+def test_rounding_of_moments_is_unbiased_and_independent() -> None:
+    """m = 1 + 1/256, between 1 and 1 + 1/128 at 1/2; v = 1 + 1/256 + 1/65536, at 1/2 + 1/512; both exact in fp32."""
+    update = constant((1, 1 + 2**-7, 1, 1), lr=0.0, betas=(0.5, 0.75), eps=1e-8, weight_decay=0.0)
+    adamw_([update], stochastic_rounding=True)
+    m_up, v_up = update.exp_avg == 1 + 2**-7, update.exp_avg_sq == 1 + 2**-7
+    assert (m_up | (update.exp_avg == 1)).all()
+    assert (v_up | (update.exp_avg_sq == 1)).all()
+    p_v = 0.5 + 2**-9
+    assert count_is_binomial(m_up, 0.5)
+    assert count_is_binomial(v_up, p_v)
+    assert count_is_binomial(m_up & v_up, 0.5 * p_v)
+    assert count_is_binomial(m_up[::2] & m_up[1::2], 0.25)  # the two elements that share 128 bits
+    assert count_is_binomial(v_up[::2] & v_up[1::2], p_v**2)
+    assert count_is_binomial(m_up[:CHUNK] & m_up[CHUNK : 2 * CHUNK], 0.25)
+
+
+def test_rounding_of_parameters_is_unbiased_in_both_directions_of_zero() -> None:
+    """(1 - 1/1024) of 1 lies a quarter of the way from 1 to the neighbour below, 1 - 1/256."""
+    for sign in (1.0, -1.0):
+        update = constant((sign, 0, 0, 0), lr=0.5, betas=(0.9, 0.99), eps=1e-8, weight_decay=2**-9)
+        adamw_([update], stochastic_rounding=True)
+        down = update.parameter == sign * (1 - 2**-8)
+        assert (down | (update.parameter == sign)).all()
+        assert count_is_binomial(down, 0.25)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cuts off where a GPU rounds to nearest")
+def test_to_nearest_where_rounding_is_not_stochastic() -> None:
+    update = constant((1, 0, 0, 0), 300, lr=0.5, betas=(0.9, 0.99), eps=1e-8, weight_decay=2**-9)
+    adamw_([update], stochastic_rounding=False)
+    assert (update.parameter == 1).all()
+
+
+def test_a_representable_value_is_never_moved() -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(BF16).to(DEVICE)
+    if DEVICE == "cpu":  # a third is quicker, and Triton's interpreter reads denormals wrongly
+        every = every[::3][(every[::3] == 0) | (every[::3].abs() >= torch.finfo(BF16).tiny) | every[::3].isnan()]
+    zeros = torch.zeros_like(every)
+    update = Update(
+        every.clone(), zeros, zeros.clone(), zeros.clone(), torch.tensor(0, device=DEVICE), **HYPERPARAMETERS
+    )
+    adamw_([update._replace(lr=0.0)], stochastic_rounding=True)
+    torch.testing.assert_close(update.parameter, every, rtol=0, atol=0, equal_nan=True)
+    assert not update.exp_avg.any()
+    assert not update.exp_avg_sq.any()
+
+
+def test_runs_repeat_to_the_bit_and_differ_by_seed_number_and_step() -> None:
+    first = make(3000, (BF16, BF16, BF16))
+    original, table = copy(first), UpdateTable()
+    adamw_([first], stochastic_rounding=True, table=table)
+    again = copy(original)
+    adamw_([again], stochastic_rounding=True, table=table)
+    assert same_bits(first, again)
+    # the moments' correction depends on the step, the second moment itself does not
+    for fields in ({"seed": 1}, {"seed": 2**40}, {"number": 1}, {"offset": 2}, {"step": original.step + 1}):
+        other = copy(original, **fields)
+        adamw_([other], stochastic_rounding=True)
+        differing = (other.exp_avg_sq != first.exp_avg_sq).float().mean().item()
+        print(f"{fields}: {differing:.0%} of second moments differ")
+        assert 0.2 < differing < 0.5  # 2 q (1 - q) of each, 1/3 on average over q
+
+
+def philox(key: int, counter: tuple[int, int, int, int], rounds: int = 7) -> tuple[int, int, int, int]:
+    """Philox-4x32 as Salmon et al. 2011 write it down, figure 4 and table 2."""
+    c0, c1, c2, c3 = counter
+    k0, k1, mask = key % 2**32, key >> 32, 2**32 - 1
+    for _ in range(rounds):
+        left, right = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = right >> 32 ^ c1 ^ k0, right & mask, left >> 32 ^ c3 ^ k1, left & mask
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return c0, c1, c2, c3
+
+
+def test_random_bits_are_philoxs() -> None:
+    """By blocks and by elements; m and v lie 32,768 and 32,896 of 65,536 parts of the way to their upper neighbours."""
+    n, offset = BLOCK + 100, 2**33 + 6
+    fields = {"seed": 2**40 + 5, "number": 9, "offset": offset}
+    update = constant((1, 1 + 2**-7, 1, 1), n, lr=0.0, betas=(0.5, 0.75), eps=1e-8, weight_decay=0.0, **fields)
+    update.step.fill_(6)
+    adamw_([update], stochastic_rounding=True)
+    for i in [*range(20), *range(BLOCK - 10, BLOCK + 10), n - 1]:
+        pair = (offset + i) // 2
+        words = philox(fields["seed"], (pair % 2**32, pair >> 32, 7, fields["number"]))
+        assert (update.exp_avg[i] > 1) == (words[i % 2] >> 16 >= 32768)
+        assert (update.exp_avg_sq[i] > 1) == ((words[2] >> 16 * (i % 2) & 0xFFFF) + 32896 >= 65536)
+
+
+@pytest.mark.parametrize("cut", [BLOCK, 16, 1001, 8, 1])
+def test_two_shards_are_the_whole_to_the_bit(cut: int) -> None:
+    """Even and odd places, aligned or not: the paths by blocks and by elements draw the same bits."""
+    whole = make(2 * BLOCK + 100, (BF16, BF16, BF16), number=3)
+    parts = copy(whole)
+    shards = [
+        parts._replace(
+            **{name: getattr(parts, name)[a:b] for name in Update._fields[:4]}, step=parts.step.clone(), offset=a
+        )
+        for a, b in ((0, cut), (cut, None))
+    ]
+    for _ in range(2):
+        adamw_([whole], stochastic_rounding=True)
+        adamw_(shards, stochastic_rounding=True)
+        assert same_bits(whole, parts)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf])
+def test_a_scale_that_is_not_finite_changes_nothing_but_clears(scale: float) -> None:
+    update = make(CHUNK + 5, (BF16, BF16, FP32))
+    before, factor = copy(update), torch.tensor([scale], device=DEVICE)
+    adamw_([update], factor, stochastic_rounding=True)
+    assert same_bits(update, before)
+    assert torch.equal(update.gradient, before.gradient)
+    adamw_([update], factor, stochastic_rounding=True, clear_gradients=True)
+    assert same_bits(update, before)
+    assert not update.gradient.any()
+    assert update.step == 3
+
+
+def test_gradients_are_cleared_after_use() -> None:
+    kept, cleared = (make(BLOCK + 7, (BF16, FP32, BF16)) for _ in range(2))
+    adamw_([kept], stochastic_rounding=True)
+    adamw_([cleared], stochastic_rounding=True, clear_gradients=True)
+    assert same_bits(kept, cleared)
+    assert not cleared.gradient.any()
+    assert torch.equal(kept.gradient, make(BLOCK + 7, (BF16, FP32, BF16)).gradient)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_bad_gradient_shows_in_its_own_element_alone(value: float) -> None:
+    update = make(300, (BF16, BF16, BF16))
+    update.gradient[17] = value
+    adamw_([update], stochastic_rounding=True)
+    for x in tensors_of(update):
+        assert x.isfinite().sum() == 299
+        assert not x[17].isfinite()
+    assert update.parameter[17].isnan()  # inf / inf
+
+
+def test_refusals() -> None:
+    update = make(8, (BF16, BF16, BF16), number=5)
+    twice = make(16, (BF16, BF16, BF16), number=5)
+    for other, message in (
+        (update._replace(gradient=update.gradient.half()), "must be bf16 or fp32.* tensor 5 has .*float16"),
+        (update._replace(exp_avg=update.exp_avg.float()), "each the same for all tensors.* tensor 5"),
+        (update._replace(gradient=update.gradient[:4]), r"gradient of tensor 5 .* \(8,\) .* but is \(4,\)"),
+        (update._replace(gradient=twice.gradient[::2]), r"gradient of tensor 5 .* with strides \(2,\)"),
+        (update._replace(parameter=twice.parameter[::2]), "parameter of tensor 5 must lie densely"),
+        (update._replace(step=torch.zeros((), device=DEVICE)), "step of tensor 5 must be one int64 element"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adamw_([other], stochastic_rounding=True)
+    with pytest.raises(ValueError, match=r"the first .*float32"):
+        adamw_([make(3, (FP32, FP32, FP32)), update], stochastic_rounding=True)
+    with pytest.raises(ValueError, match=r"scale of gradients must be one .* shape \(2,\)"):
+        adamw_([update], torch.ones(2, device=DEVICE), stochastic_rounding=True)
+
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+class TestOnAGpu:
+    pytestmark = gpu
+
+    def test_beyond_31_bits(self) -> None:
+        n = 2**31 + 3 * CHUNK + 5
+        update = constant((1, 0, 0, 0), n, lr=0.5, betas=(0.9, 0.99), eps=1e-8, weight_decay=2**-9)
+        adamw_([update], stochastic_rounding=True)
+        end = constant((1, 0, 0, 0), 2 * CHUNK + 5, lr=0.5, betas=(0.9, 0.99), eps=1e-8, weight_decay=2**-9)
+        adamw_([end._replace(offset=n - 2 * CHUNK - 5)], stochastic_rounding=True)
+        assert torch.equal(update.parameter[-2 * CHUNK - 5 :], end.parameter)
+        assert count_is_binomial(update.parameter[: 2**30] == 1 - 2**-8, 0.25)
+
+    def test_nobody_waits_and_a_thousand_tensors_take_two_launches(self) -> None:
+        updates = [make(100 + i, (BF16, BF16, BF16), number=i) for i in range(1000)]
+        table, scale = UpdateTable(), torch.ones((), device=DEVICE)
+        adamw_(updates, scale, stochastic_rounding=True, table=table)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                adamw_(updates, scale, stochastic_rounding=True, table=table)
+                torch.cuda.set_sync_debug_mode("default")
+                torch.cuda.synchronize()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        kernels = [event.name for event in profile.events() if "kernel" in event.name]
+        assert kernels == ["advance_kernel", "update_kernel"]
+
+    def test_a_graph_counts_its_steps(self) -> None:
+        plain, captured = (make(5 * BLOCK + 3, (BF16, BF16, BF16)) for _ in range(2))
+        table = UpdateTable()
+        adamw_([captured], stochastic_rounding=True, table=table)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            adamw_([captured], stochastic_rounding=True, table=table)
+        for _ in range(3):
+            graph.replay()
+        for _ in range(4):
+            adamw_([plain], stochastic_rounding=True)
+        assert same_bits(plain, captured)
+        assert captured.step == 7

@@ -1,0 +1,111 @@
+"""The fused norm against fp64: many sizes and dtypes at once, the same bits again, NaN and inf, and the clip factor."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.kernels.grad_norm import CHUNK, clip_scale, grad_norm, norm_table
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = 1e-6
+"""Derived in the module: 0.9e-6 for the sums of squares, half an fp32 ulp (6e-8) for the root."""
+
+
+def make(sizes: list[int], dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(n, generator=generator).to(DEVICE, dtypes[i % len(dtypes)]) * 10.0 ** (i % 5 - 2)
+        for i, n in enumerate(sizes)
+    ]
+
+
+def exact(tensors: list[Tensor]) -> float:
+    return torch.cat([x.double().flatten() for x in tensors]).norm().item()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param([1], id="one"),
+        pytest.param([0], id="none"),
+        pytest.param([0, 3, 0, 4097, 1], id="odd"),
+        pytest.param([CHUNK - 1, CHUNK + 1], id="around-a-chunk"),
+        pytest.param([3] * 60, id="many-small"),
+    ],
+)
+def test_values(sizes: list[int]) -> None:
+    tensors = make(sizes)
+    norm = grad_norm(tensors)
+    assert (norm.dtype, norm.shape, norm.device.type) == (torch.float32, (), DEVICE)
+    assert norm.item() == pytest.approx(exact(tensors), rel=TOLERANCE)
+
+
+def test_unaligned_and_transposed_tensors_count_in_full() -> None:
+    (x,) = make([9001], (torch.bfloat16,))
+    tensors = [x[1:], x[: 50 * 40].view(50, 40).t(), x[3:4100]]
+    assert grad_norm(tensors).item() == pytest.approx(exact(tensors), rel=TOLERANCE)
+
+
+def test_a_kept_table_follows_what_changes_and_bits_repeat() -> None:
+    tensors, others, table = make([5000, 7, 1030]), make([5000, 7, 1030])[::-1], norm_table()
+    first = grad_norm(tensors, table)
+    owners = table.owners
+    assert torch.equal(grad_norm(tensors, table), first)
+    moved = [x.clone() for x in tensors]
+    assert torch.equal(grad_norm(moved, table), first)
+    assert table.owners is owners  # sizes are as they were
+    assert grad_norm(others, table).item() == pytest.approx(exact(others), rel=TOLERANCE)
+    tensors[0].zero_()
+    assert grad_norm(tensors, table).item() == pytest.approx(exact(tensors), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_and_inf_are_reported(value: float, dtype: torch.dtype) -> None:
+    tensors = make([100, 2000], (dtype,))
+    tensors[1][1999] = value
+    norm = grad_norm(tensors)
+    assert norm.isnan() if math.isnan(value) else norm == math.inf
+    assert clip_scale(norm, 1.0).isnan()
+
+
+@pytest.mark.parametrize("norm", [0.0, 0.5, 1.0, 3.0, 1e30])
+@pytest.mark.parametrize("max_norm", [1.0, 0.01])
+def test_clip_scale_is_torchs(norm: float, max_norm: float) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.tensor([norm])
+    torch.nn.utils.clip_grad_norm_([parameter], max_norm)
+    scale = clip_scale(torch.tensor(norm, device=DEVICE), max_norm)
+    assert scale.item() * norm == pytest.approx(parameter.grad.item(), rel=3e-7)
+    assert scale <= 1
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="needs at least one tensor"):
+        grad_norm([])
+    with pytest.raises(ValueError, match=r"tensor 1 is torch\.float64"):
+        grad_norm([*make([3]), torch.zeros(3, dtype=torch.float64, device=DEVICE)])
+    with pytest.raises(ValueError, match=r"tensor 0 is torch\.float32 .* strides \(2,\)"):
+        grad_norm([make([8], (torch.float32,))[0][::2]])
+    with pytest.raises(ValueError, match="max_norm must be positive, got 0"):
+        clip_scale(torch.ones((), device=DEVICE), 0.0)
+    with pytest.raises(ValueError, match=r"takes one fp32 number .* shape \(2,\)"):
+        clip_scale(torch.ones(2, device=DEVICE), 1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_beyond_31_bits_and_without_waiting() -> None:
+    x = torch.ones(2**31 + 5, dtype=torch.bfloat16, device="cuda")
+    x[-1] = 3.0
+    table = norm_table()
+    grad_norm([x], table)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        scale = clip_scale(norm := grad_norm([x], table), 1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert norm.item() == pytest.approx(math.sqrt(2**31 + 4 + 9), rel=TOLERANCE)
+    assert scale.item() == pytest.approx(1 / norm.item(), rel=1e-6)

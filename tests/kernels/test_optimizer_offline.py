@@ -1,0 +1,50 @@
+"""The optimizer's kernels compile for Hopper without a GPU: nothing spills, and whole blocks go 16 bytes at a time."""
+
+import pytest
+
+from tests.attention.offline import report
+
+COMPILE = """
+import json, sys
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from cs336_systems.kernels import adamw, grad_norm
+
+name, num_warps = sys.argv[1], int(sys.argv[2])
+table = {"rows": "*i64", "owners": "*i32"}
+if name == "sum_of_squares":
+    kernel, types = grad_norm.sum_of_squares_kernel, table | {"partials": "*fp32"}
+    constants = {"CHUNK": grad_norm.CHUNK, "BLOCK": grad_norm.BLOCK}
+else:
+    kernel, types = adamw.update_kernel, table | {"coefficients": "*fp32", "scale": "*fp32"}
+    dtypes = dict(zip("PGM", (getattr(tl, dtype) for dtype in name.split())))
+    constants = {"STOCHASTIC": "bfloat16" in name, "CLEAR": True, "CHUNK": adamw.CHUNK, "BLOCK": adamw.BLOCK} | dtypes
+signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in types}
+compiled = triton.compile(
+    ASTSource(kernel, signature, constants, aligned), GPUTarget("cuda", 90, 32), {"num_warps": num_warps}
+)
+ptx = compiled.asm["ptx"]
+wide = {kind: sum(f"{kind}.global" in line and ".v4" in line for line in ptx.splitlines()) for kind in ("ld", "st")}
+print(json.dumps({"ptx": ptx, "metadata": wide}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "most_registers", "wide_loads", "wide_stores"),
+    [
+        ("bfloat16 bfloat16 bfloat16", 96, 4, 4),  # 8 elements per thread: 16 bytes of each tensor
+        ("bfloat16 bfloat16 float32", 96, 6, 6),
+        ("float32 bfloat16 bfloat16", 96, 5, 5),
+        ("float32 float32 float32", 64, 8, 8),
+        ("sum_of_squares", 128, 12, 0),  # 32 elements: 4 of bf16, 8 of fp32
+    ],
+)
+def test_no_spills_and_wide_accesses(name: str, most_registers: int, wide_loads: int, wide_stores: int) -> None:
+    found = report(COMPILE, name, 4)
+    assert found["spill_stores"] == found["stack_frame"] == 0
+    assert found["registers"] <= most_registers
+    assert (found["ld"], found["st"]) == (wide_loads, wide_stores)
