@@ -17,7 +17,7 @@ Method. A program holds whole rows in registers, so that each element crosses th
 * backward: two programs per multiprocessor, or one where rows are long, walk over all blocks of rows, and copies of the
   next blocks to shared memory are under way meanwhile (``num_stages``). Each keeps its sum for dgain in registers and
   writes it once, into its row of an fp32 buffer (programs, D); a second kernel adds those up. No atomics: the same bits
-  in every run on one device. rstd is read, or computed again by the same reduction over the same blocks.
+  in every run on one device. rstd is read, or computed again to the same bits, by the same reduction of equal blocks.
 * rows longer than ``MAX_BLOCK_D`` are read twice, the second time most likely from the L2 cache, and backward keeps its
   sums for dgain in its row of the buffer.
 
@@ -48,6 +48,8 @@ from cs336_systems.operators.launching import ceil_div, launch, n_multiprocessor
 from cs336_systems.operators.registration import operator
 
 MAX_BLOCK_D = 8192
+ALLOW_FMA = False
+"""The compiler fuses x0^2 + x1^2 otherwise in forward than in backward: in fp32 the last bit of rstd would differ."""
 SUM_BLOCK_PARTS, SUM_BLOCK_D = 128, 32
 INTERPRETED_PROGRAMS = 3
 """Of the persistent backward where there are no multiprocessors to fill."""
@@ -256,6 +258,7 @@ def launch_forward(x_RD: Tensor, branch_RD: Tensor | None, gain_D: Tensor, eps: 
                 BLOCK_D=block_d,
                 ADD=branch_RD is not None,
                 num_warps=num_warps,
+                enable_fp_fusion=ALLOW_FMA,
             )
     return residual, y, rstd
 
@@ -293,6 +296,7 @@ def launch_backward(
             HAS_DRESIDUAL=dresidual_RD is not None,
             STAGES=1 + 4 // x.element_size(),  # rows under way are as many bytes in every dtype, 96 KiB at most
             num_warps=num_warps,
+            enable_fp_fusion=ALLOW_FMA,
         )
         launch(
             sum_rows_kernel,

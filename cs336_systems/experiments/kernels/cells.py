@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, get_args
 
 from cs336_systems.experiments.options import RunOptions
 
-KERNELS = ("weighted_sum", "swiglu", "rotary", "linear_cross_entropy")
+KERNELS = ("weighted_sum", "rms_norm", "add_rms_norm", "swiglu", "rotary", "linear_cross_entropy")
 """Each a file in ``cs336_systems/kernels`` and one in this folder."""
 
 How = Literal["ours", "eager", "compiled"]
