@@ -9,7 +9,8 @@ and, from the residual path, at x:
     dgain         = sum_r dy * x * rstd
 
 Computed in fp32, whatever the dtype, and rounded where ``model.ops.rms_norm`` rounds: x + branch once, which is the
-new residual; x * rstd *before* the gain is multiplied; y. Backward rounds each of its results once.
+new residual; x * rstd *before* the gain is multiplied; y. Backward rounds each of its results once, and takes x * rstd
+as it was before it was rounded.
 
 Method. A program holds whole rows in registers, so that each element crosses the memory bus once.
 
@@ -182,9 +183,9 @@ def rms_norm_backward_kernel(
             first, exists = first_row * D, first_row + rows < n_rows
             inside = exists & (columns < D)
             x_block, dy_block = _load(x + first + at, inside), _load(dy + first + at, inside)
-            squares, products = x_block * x_block, dy_block * gain_block * x_block
-            inverse_rms, along_x = _statistics(squares, products, rstd + first_row + rows, exists, eps, D, RECOMPUTE)
             dn = dy_block * gain_block
+            squares, products = x_block * x_block, dn * x_block
+            inverse_rms, along_x = _statistics(squares, products, rstd + first_row + rows, exists, eps, D, RECOMPUTE)
             _store_dx(dn, x_block, inverse_rms, along_x, dresidual + first + at, dx + first + at, inside, HAS_DRESIDUAL)
             dgain += dy_block * (x_block * inverse_rms)
         existing = tl.arange(0, BLOCK_D)

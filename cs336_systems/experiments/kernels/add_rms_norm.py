@@ -20,9 +20,8 @@ def reference(x: Tensor, branch: Tensor, weight: Tensor) -> tuple[Tensor, Tensor
 
 
 def subject(cell: KernelCell, device: torch.device) -> Subject:
-    """x and branch (rows, width) and weight (width,), normal. Forward reads all and writes the residual and y, both like
-    x; backward reads the residual, weight and the gradients of both results, and writes one gradient for x and branch,
-    and that of weight."""
+    """x and branch (rows, width) and weight (width,), normal. Forward reads all and writes two results like x; backward
+    reads the residual, weight and the gradients of both, and writes one gradient for x and branch, and weight's."""
     dtype = parameter_dtype(PRECISIONS[cell.dtype])
     x, branch = (torch.randn(cell.rows, cell.width, device=device, dtype=dtype).requires_grad_() for _ in range(2))
     weight = torch.randn(cell.width, device=device, dtype=dtype).requires_grad_()
