@@ -93,7 +93,7 @@ def test_values_and_gradients(shape: tuple[int, ...], device: str, dtype: torch.
     )
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=20)
 @given(
     n_rows=st.integers(1, 12),
     d=st.integers(1, 200),
