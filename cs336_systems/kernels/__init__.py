@@ -1,16 +1,31 @@
 """Fused Triton kernels, one file each, beside the formula it computes."""
 
+from cs336_systems.kernels.add_rms_norm import AddRMSNorm, add_rms_norm
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward_backward
+from cs336_systems.kernels.rms_norm import (
+    RMSNorm,
+    add_rms_norm_forward,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_forward,
+)
 from cs336_systems.kernels.rotary import Rotary, rotary, rotate_
 from cs336_systems.kernels.swiglu import SwiGLU, swiglu, swiglu_backward, swiglu_backward_, swiglu_forward
 from cs336_systems.kernels.weighted_sum import WeightedSum, weighted_sum
 
 __all__ = [
+    "AddRMSNorm",
+    "RMSNorm",
     "Rotary",
     "SwiGLU",
     "WeightedSum",
+    "add_rms_norm",
+    "add_rms_norm_forward",
     "linear_cross_entropy",
     "linear_cross_entropy_forward_backward",
+    "rms_norm",
+    "rms_norm_backward",
+    "rms_norm_forward",
     "rotary",
     "rotate_",
     "swiglu",

@@ -11,8 +11,10 @@ its first launch, and its hooks before a run are not called.
 """
 
 from collections.abc import Hashable
+from functools import cache
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
@@ -31,6 +33,12 @@ def ceil_div(n: int, d: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The least power of two that is not less than n > 0; ``triton.next_power_of_2`` is as slow as ``triton.cdiv``."""
     return 1 << (n - 1).bit_length()
+
+
+@cache
+def n_multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def launch(kernel: Any, grid: tuple[int], *arguments: Any, **constants_and_options: Any) -> None:

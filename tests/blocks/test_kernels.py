@@ -1,25 +1,20 @@
 """Kernels in the places of the reference operations, where Triton's interpreter or a GPU can run them."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from cs336_systems.blocks import REFERENCE, BlockGradients, BlockWeights, Saved, backward, forward
+from cs336_systems.blocks import BlockGradients, BlockWeights, Saved, backward, forward
 from cs336_systems.blocks.attention import FLASH_ATTENTION
+from cs336_systems.blocks.fused import fused
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import LEVELS, kept_names
-from cs336_systems.kernels import rotate_, swiglu_backward, swiglu_forward
 
 from .cases import block_of, by_autograd, inputs, tables
 
 CONFIG = ModelConfig(
     "sixteen", d_model=64, d_ff=96, n_layers=1, n_heads=4, n_kv_heads=2, qkv_bias=True, context_length=40
 )
-KERNELS = replace(
-    REFERENCE, rotate_=rotate_, swiglu_forward=swiglu_forward, swiglu_backward=swiglu_backward, **FLASH_ATTENTION
-)
-
+KERNELS = fused(FLASH_ATTENTION)
 
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

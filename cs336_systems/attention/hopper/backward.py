@@ -36,7 +36,7 @@ from cs336_systems.attention.hopper.primitives import (
     visible,
 )
 from cs336_systems.attention.hopper.schedules import BACKWARD, MAX_REGISTERS_WITH, BackwardSchedule, padded_head_dim
-from cs336_systems.operators.launching import ceil_div, launch
+from cs336_systems.operators.launching import ceil_div, launch, n_multiprocessors
 
 
 @aggregate
@@ -323,7 +323,7 @@ def launch_backward(
     # A head reads q and do and adds to dq, which has twice their bytes.
     queries_bytes = group * n_queries * d_head * (2 * q.element_size() + dq_sums.element_size())
     items = ceil_div(n_keys, schedule.block_k) * batch * n_kv_heads
-    programs = min(items, host.n_multiprocessors(q.device))
+    programs = min(items, n_multiprocessors(q.device))
     launch(
         hopper_backward_kernel,
         (programs,),

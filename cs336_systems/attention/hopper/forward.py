@@ -35,7 +35,7 @@ from cs336_systems.attention.hopper.primitives import (
     visible,
 )
 from cs336_systems.attention.hopper.schedules import FORWARD, MAX_REGISTERS_WITH, ForwardSchedule, padded_head_dim
-from cs336_systems.operators.launching import ceil_div, launch
+from cs336_systems.operators.launching import ceil_div, launch, n_multiprocessors
 
 
 @aggregate
@@ -268,7 +268,7 @@ def launch_forward(
     keys_and_values = 2 * n_keys * d_head * k.element_size()
     rows, keys = (1, 1, ROWS.value, block_d), (1, 1, schedule.block_k, block_d)
     items = ceil_div(n_queries, ROWS.value * schedule.consumers) * batch * n_heads
-    programs = min(items, host.n_multiprocessors(q.device))
+    programs = min(items, n_multiprocessors(q.device))
     launch(
         hopper_forward_kernel,
         (programs,),

@@ -70,12 +70,6 @@ def descriptor(x: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
 
 
 @cache
-def n_multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
 def _counter_of_stream(device: torch.device, stream: int) -> Tensor:
     current = torch.cuda.current_stream(device)
 

@@ -6,7 +6,10 @@ from typing import ClassVar, Literal, get_args
 
 from cs336_systems.experiments.options import RunOptions
 
-KERNELS = ("weighted_sum", "swiglu", "rotary", "linear_cross_entropy", "adamw", "grad_norm")
+KERNELS = (
+    *("weighted_sum", "rms_norm", "add_rms_norm", "swiglu", "rotary"),
+    *("linear_cross_entropy", "adamw", "grad_norm"),
+)
 """Each a file in ``cs336_systems/kernels`` and one in this folder."""
 
 How = Literal["ours", "eager", "compiled"]

@@ -32,7 +32,7 @@ def test_the_grid_puts_ways_of_computing_the_same_next_to_each_other():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--kernel", "weighted"), "--kernel weighted: known are weighted_sum"),
+        (("--kernel", "weighted"), f"--kernel weighted: known are {', '.join(KERNELS)}"),
         (("--rows", "0"), "--rows must be positive, got 0"),
         (("--width", "-1"), "--width must be positive, got -1"),
         (("--samples", "0"), "--samples must be positive, got 0"),

@@ -1,0 +1,28 @@
+"""The fused kernels as a written-out block calls them: every operation between its matrix products is one launch.
+
+forward(x, weights, saved, fused(HOPPER_ATTENTION), config, cos, sin)
+"""
+
+from cs336_systems.blocks.attention import AttentionOps
+from cs336_systems.blocks.ops import BlockOps
+from cs336_systems.kernels import (
+    add_rms_norm_forward,
+    rms_norm_backward,
+    rms_norm_forward,
+    rotate_,
+    swiglu_backward,
+    swiglu_forward,
+)
+
+
+def fused(attention: AttentionOps) -> BlockOps:
+    """The kernels, with ``FLASH_ATTENTION`` or ``HOPPER_ATTENTION`` (``attention.py``)."""
+    return BlockOps(
+        rms_norm_forward=rms_norm_forward,
+        add_rms_norm_forward=add_rms_norm_forward,
+        rms_norm_backward=rms_norm_backward,
+        swiglu_forward=swiglu_forward,
+        swiglu_backward=swiglu_backward,
+        rotate_=rotate_,
+        **attention,
+    )

@@ -1,0 +1,25 @@
+"""RMSNorm beside the reference model's."""
+
+import functools
+
+import torch
+
+from cs336_systems.config import PRECISIONS
+from cs336_systems.experiments.kernels.cells import KernelCell
+from cs336_systems.experiments.kernels.experiment import Subject
+from cs336_systems.kernels.rms_norm import rms_norm
+from cs336_systems.model import ops
+from cs336_systems.training.precision import parameter_dtype
+
+EPS = 1e-5
+
+
+def subject(cell: KernelCell, device: torch.device) -> Subject:
+    """x (rows, width) and weight (width,), normal. Forward reads both and writes y like x; backward reads both and the
+    gradient of y, and writes the gradients of both."""
+    dtype = parameter_dtype(PRECISIONS[cell.dtype])
+    x = torch.randn(cell.rows, cell.width, device=device, dtype=dtype).requires_grad_()
+    weight = torch.randn(cell.width, device=device, dtype=dtype).requires_grad_()
+    ours, reference = (functools.partial(norm, eps=EPS) for norm in (rms_norm, ops.rms_norm))
+    passes = {"forward_bytes": 2 * x.nbytes + weight.nbytes, "backward_bytes": 3 * x.nbytes + 2 * weight.nbytes}
+    return Subject({"x": x, "weight": weight}, ours, reference, **passes)

@@ -1,0 +1,397 @@
+"""RMSNorm in Triton, forward and backward, with or without the residual add in front of it.
+
+Formula, for each row of x (R, D) or of x + branch, with a gain (D); dy and dresidual are the gradients that arrive at y
+and, from the residual path, at x:
+
+    rstd          = 1 / sqrt(mean_d x^2 + eps)
+    y             = x * rstd * gain
+    dx            = rstd * (dy * gain - x * rstd^2 * mean_d(dy * gain * x)) + dresidual
+    dgain         = sum_r dy * x * rstd
+
+Computed in fp32, whatever the dtype, and rounded where ``model.ops.rms_norm`` rounds: x + branch once, which is the
+new residual; x * rstd *before* the gain is multiplied; y. Backward rounds each of its results once, and takes x * rstd
+as it was before it was rounded.
+
+Method. A program holds whole rows in registers, so that each element crosses the memory bus once.
+
+* forward: a program for each block of rows.
+* backward: two programs per multiprocessor, or one where rows are long, walk over all blocks of rows, and copies of the
+  next blocks to shared memory are under way meanwhile (``num_stages``). Each keeps its sum for dgain in registers and
+  writes it once, into its row of an fp32 buffer (programs, D); a second kernel adds those up. No atomics: the same bits
+  in every run on one device. rstd is read, or computed again to the same bits, by the same reduction of equal blocks.
+* rows longer than ``MAX_BLOCK_D`` are read twice, the second time most likely from the L2 cache, and backward keeps its
+  sums for dgain in its row of the buffer.
+
+Traffic, in passes over (R, D): forward 2 (reads x, writes y), with the add 4 (reads x and branch, writes residual and
+y); backward 3 (reads x and dy, writes dx), with dresidual 4. Besides, rstd takes 4 bytes per row, and dgain's buffer is
+written and read once: 8 D bytes per program. Some ten FLOPs per element: the bound is memory.
+
+Limits: fp32, bf16, fp16, one dtype for all but rstd. Each D is compiled for itself.
+
+    y = rms_norm(x, weight, eps)    # ModelOps' signature, for autograd
+    y_RD, rstd_R = rms_norm_forward(x_RD, gain_D, eps)    # plain operators, for who writes backward out
+"""
+
+# mypy: allow-untyped-defs
+# A kernel's arguments are Triton values; the host functions below are typed.
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cs336_systems.kernels.checks import check_alike, check_runnable
+from cs336_systems.operators.launching import ceil_div, launch, n_multiprocessors, next_power_of_2
+from cs336_systems.operators.registration import operator
+
+MAX_BLOCK_D = 8192
+ALLOW_FMA = False
+"""The compiler fuses x0^2 + x1^2 otherwise in forward than in backward: in fp32 the last bit of rstd would differ."""
+SUM_BLOCK_PARTS, SUM_BLOCK_D = 128, 32
+INTERPRETED_PROGRAMS = 3
+"""Of the persistent backward where there are no multiprocessors to fill."""
+
+
+@triton.jit
+def _block_at(start, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Columns start to start + BLOCK_D of some rows: offsets from the first row, and from the gain's first element."""
+    # As a whole block, though its rows are equal: then the gain is loaded into the threads that hold x.
+    columns = start + tl.broadcast_to(tl.arange(0, BLOCK_D)[None, :], (BLOCK_ROWS, BLOCK_D))
+    return tl.arange(0, BLOCK_ROWS)[:, None] * D + columns, columns
+
+
+@triton.jit
+def _load(pointers, inside):
+    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_sum(x, branch, inside, ADD: tl.constexpr):
+    """x, or x + branch rounded to x's dtype, in fp32."""
+    total = _load(x, inside)
+    if ADD:
+        total = (total + _load(branch, inside)).to(x.dtype.element_ty).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _inverse_rms(squares, eps, D: tl.constexpr):
+    """rstd (BLOCK_ROWS, 1); forward and backward call it on equal blocks, for equal bits."""
+    return tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / D + eps)
+
+
+@triton.jit
+def _store_output(total, inverse_rms, gain_block, residual, y, inside, ADD: tl.constexpr):
+    normed = (total * inverse_rms).to(y.dtype.element_ty)
+    tl.store(y, normed.to(tl.float32) * gain_block, mask=inside)  # a store rounds to the tensor's dtype
+    if ADD:
+        tl.store(residual, total, mask=inside)
+
+
+@triton.jit
+def rms_norm_forward_kernel(
+    x,
+    branch,
+    gain,
+    residual,
+    y,
+    rstd,
+    n_rows,
+    eps,
+    D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """y, rstd (n_rows) and, with ADD, residual of contiguous (n_rows, D); program i owns rows i * BLOCK_ROWS and on."""
+    first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    first = first_row * D  # may pass 2^31; what is inside a block does not
+    rows = tl.arange(0, BLOCK_ROWS)[:, None]
+    exists = first_row + rows < n_rows
+    if D <= BLOCK_D:
+        at, columns = _block_at(0, D, BLOCK_ROWS, BLOCK_D)
+        inside = exists & (columns < D)
+        total = _load_sum(x + first + at, branch + first + at, inside, ADD)
+        gain_block = _load(gain + columns, columns < D)
+        inverse_rms = _inverse_rms(total * total, eps, D)
+        _store_output(total, inverse_rms, gain_block, residual + first + at, y + first + at, inside, ADD)
+    else:
+        squares = tl.zeros((BLOCK_ROWS, BLOCK_D), dtype=tl.float32)
+        for start in range(0, D, BLOCK_D):
+            at, columns = _block_at(start, D, BLOCK_ROWS, BLOCK_D)
+            total = _load_sum(x + first + at, branch + first + at, exists & (columns < D), ADD)
+            squares += total * total
+        inverse_rms = _inverse_rms(squares, eps, D)
+        for start in range(0, D, BLOCK_D):
+            at, columns = _block_at(start, D, BLOCK_ROWS, BLOCK_D)
+            inside = exists & (columns < D)
+            total = _load_sum(x + first + at, branch + first + at, inside, ADD)
+            gain_block = _load(gain + columns, columns < D)
+            _store_output(total, inverse_rms, gain_block, residual + first + at, y + first + at, inside, ADD)
+    tl.store(rstd + first_row + rows, inverse_rms, mask=exists)
+
+
+@triton.jit
+def _statistics(squares, products, rstd, exists, eps, D: tl.constexpr, RECOMPUTE: tl.constexpr):
+    """rstd and rstd^2 mean_d(dy gain x), both (BLOCK_ROWS, 1)."""
+    # With eps = 0, rows that do not exist would send infinities to dgain.
+    inverse_rms = tl.where(exists, _inverse_rms(squares, eps, D), 0.0) if RECOMPUTE else _load(rstd, exists)
+    return inverse_rms, inverse_rms * inverse_rms * (tl.sum(products, axis=1, keep_dims=True) / D)
+
+
+@triton.jit
+def _store_dx(dn, x_block, inverse_rms, along_x, dresidual, dx, inside, HAS_DRESIDUAL: tl.constexpr):
+    gradient = inverse_rms * (dn - x_block * along_x)
+    if HAS_DRESIDUAL:
+        gradient += _load(dresidual, inside)
+    tl.store(dx, gradient, mask=inside)
+
+
+@triton.jit
+def rms_norm_backward_kernel(
+    dy,
+    x,
+    gain,
+    rstd,
+    dresidual,
+    dx,
+    partial_dgain,
+    n_rows,
+    eps,
+    D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    RECOMPUTE: tl.constexpr,
+    HAS_DRESIDUAL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """dx (n_rows, D) and this program's row of the fp32 partial_dgain (programs, D); all contiguous."""
+    program, n_programs = tl.program_id(0), tl.num_programs(0)
+    partial_dgain += program.to(tl.int64) * D
+    rows = tl.arange(0, BLOCK_ROWS)[:, None]
+    n_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
+    if D <= BLOCK_D:
+        at, columns = _block_at(0, D, BLOCK_ROWS, BLOCK_D)
+        gain_block = _load(gain + columns, columns < D)
+        dgain = tl.zeros((BLOCK_ROWS, BLOCK_D), dtype=tl.float32)
+        for block in tl.range(program, n_blocks, n_programs, num_stages=STAGES):
+            first_row = tl.cast(block, tl.int64) * BLOCK_ROWS
+            first, exists = first_row * D, first_row + rows < n_rows
+            inside = exists & (columns < D)
+            x_block, dy_block = _load(x + first + at, inside), _load(dy + first + at, inside)
+            dn = dy_block * gain_block
+            squares, products = x_block * x_block, dn * x_block
+            inverse_rms, along_x = _statistics(squares, products, rstd + first_row + rows, exists, eps, D, RECOMPUTE)
+            _store_dx(dn, x_block, inverse_rms, along_x, dresidual + first + at, dx + first + at, inside, HAS_DRESIDUAL)
+            dgain += dy_block * (x_block * inverse_rms)
+        existing = tl.arange(0, BLOCK_D)
+        tl.store(partial_dgain + existing, tl.sum(dgain, axis=0), mask=existing < D)
+    else:
+        for block in range(program, n_blocks, n_programs):
+            first_row = tl.cast(block, tl.int64) * BLOCK_ROWS
+            first, exists = first_row * D, first_row + rows < n_rows
+            squares = tl.zeros((BLOCK_ROWS, BLOCK_D), dtype=tl.float32)
+            products = tl.zeros((BLOCK_ROWS, BLOCK_D), dtype=tl.float32)
+            for start in range(0, D, BLOCK_D):
+                at, columns = _block_at(start, D, BLOCK_ROWS, BLOCK_D)
+                inside = exists & (columns < D)
+                x_block, dy_block = _load(x + first + at, inside), _load(dy + first + at, inside)
+                squares += x_block * x_block
+                products += dy_block * _load(gain + columns, inside) * x_block
+            inverse_rms, along_x = _statistics(squares, products, rstd + first_row + rows, exists, eps, D, RECOMPUTE)
+            for start in range(0, D, BLOCK_D):
+                at, columns = _block_at(start, D, BLOCK_ROWS, BLOCK_D)
+                inside = exists & (columns < D)
+                x_block, dy_block = _load(x + first + at, inside), _load(dy + first + at, inside)
+                dn = dy_block * _load(gain + columns, inside)
+                _store_dx(
+                    dn, x_block, inverse_rms, along_x, dresidual + first + at, dx + first + at, inside, HAS_DRESIDUAL
+                )
+                dgain = _load(partial_dgain + columns, inside & (block > program)) + dy_block * (x_block * inverse_rms)
+                tl.store(partial_dgain + columns, dgain, mask=inside)
+
+
+@triton.jit
+def sum_rows_kernel(parts, total, n_parts, D: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """total (D) = the sum over the rows of contiguous parts (n_parts, D); program i owns columns i * BLOCK_D and on."""
+    columns = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    sums = tl.zeros((BLOCK_PARTS, BLOCK_D), dtype=tl.float32)
+    for start in range(0, n_parts, BLOCK_PARTS):
+        rows = start + tl.arange(0, BLOCK_PARTS)[:, None]
+        sums += tl.load(parts + rows.to(tl.int64) * D + columns, mask=(rows < n_parts) & (columns < D), other=0.0)
+    tl.store(total + columns, tl.sum(sums, axis=0, keep_dims=True), mask=columns < D)
+
+
+class Tile(NamedTuple):
+    """What a program holds at once, the same forward and backward, so that both find the same bits of rstd."""
+
+    block_rows: int
+    block_d: int
+    num_warps: int
+
+
+def tile_for(d: int) -> Tile:
+    """Sixteen elements for each thread, so that backward has 512 threads on a multiprocessor, at 128 registers each."""
+    block_d = min(MAX_BLOCK_D, next_power_of_2(d))
+    block_rows = min(32, max(1, 4096 // block_d))
+    return Tile(block_rows, block_d, max(1, block_rows * block_d // 512))
+
+
+def launch_forward(x_RD: Tensor, branch_RD: Tensor | None, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(residual, y, rstd); without a branch, residual is x."""
+    n_rows, d = x_RD.shape
+    x, gain = x_RD.contiguous(), gain_D.contiguous()
+    branch, residual = (x, x) if branch_RD is None else (branch_RD.contiguous(), torch.empty_like(x))
+    y, rstd = torch.empty_like(x), torch.empty(n_rows, dtype=torch.float32, device=x.device)
+    if x.numel():
+        block_rows, block_d, num_warps = tile_for(d)
+        with torch.cuda.device_of(x):  # Triton launches on the current device, which may be another
+            launch(
+                rms_norm_forward_kernel,
+                (ceil_div(n_rows, block_rows),),
+                *(x, branch, gain, residual, y, rstd, n_rows, eps),
+                D=d,
+                BLOCK_ROWS=block_rows,
+                BLOCK_D=block_d,
+                ADD=branch_RD is not None,
+                num_warps=num_warps,
+                enable_fp_fusion=ALLOW_FMA,
+            )
+    return residual, y, rstd
+
+
+def launch_backward(
+    dy_RD: Tensor,
+    x_RD: Tensor,
+    gain_D: Tensor,
+    rstd_R: Tensor | None,
+    dresidual_RD: Tensor | None,
+    eps: float | None,
+) -> tuple[Tensor, Tensor]:
+    """(dx, dgain)."""
+    if rstd_R is None and eps is None:
+        raise ValueError("rms_norm_backward needs rstd, or eps to compute it again")
+    n_rows, d = x_RD.shape
+    dy, x, gain = dy_RD.contiguous(), x_RD.contiguous(), gain_D.contiguous()
+    rstd, dresidual = (x if optional is None else optional.contiguous() for optional in (rstd_R, dresidual_RD))
+    if not x.numel():
+        return torch.empty_like(x), torch.zeros_like(gain)
+    block_rows, block_d, num_warps = tile_for(d)
+    resident = n_multiprocessors(x.device) * (2 if num_warps <= 8 else 1) if x.is_cuda else INTERPRETED_PROGRAMS
+    n_programs = min(ceil_div(n_rows, block_rows), resident)
+    dx, dgain = torch.empty_like(x), torch.empty_like(gain)
+    partial_dgain = torch.empty(n_programs, d, dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        launch(
+            rms_norm_backward_kernel,
+            (n_programs,),
+            *(dy, x, gain, rstd, dresidual, dx, partial_dgain, n_rows, 0.0 if eps is None else eps),
+            D=d,
+            BLOCK_ROWS=block_rows,
+            BLOCK_D=block_d,
+            RECOMPUTE=rstd_R is None,
+            HAS_DRESIDUAL=dresidual_RD is not None,
+            STAGES=1 + 4 // x.element_size(),  # rows under way are as many bytes in every dtype, 96 KiB at most
+            num_warps=num_warps,
+            enable_fp_fusion=ALLOW_FMA,
+        )
+        launch(
+            sum_rows_kernel,
+            (ceil_div(d, SUM_BLOCK_D),),
+            *(partial_dgain, dgain, n_programs),
+            D=d,
+            BLOCK_PARTS=SUM_BLOCK_PARTS,
+            BLOCK_D=SUM_BLOCK_D,
+        )
+    return dx, dgain
+
+
+def _forward_results(x_RD: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x_RD.new_empty(x_RD.shape), x_RD.new_empty(x_RD.shape[:1], dtype=torch.float32)
+
+
+def _add_forward_results(x_RD: Tensor, branch_RD: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    return x_RD.new_empty(x_RD.shape), *_forward_results(x_RD, gain_D, eps)
+
+
+def _backward_results(dy_RD: Tensor, x_RD: Tensor, gain_D: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return x_RD.new_empty(x_RD.shape), gain_D.new_empty(gain_D.shape)
+
+
+@operator("rms_norm_forward", _forward_results)
+def rms_norm_forward(x_RD: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(y (R, D) in x's dtype, rstd (R) in fp32)."""
+    _, y, rstd = launch_forward(x_RD, None, gain_D, eps)
+    return y, rstd
+
+
+@operator("add_rms_norm_forward", _add_forward_results)
+def add_rms_norm_forward(x_RD: Tensor, branch_RD: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(residual = x + branch, its norm y, both (R, D) in x's dtype, rstd (R) in fp32)."""
+    return launch_forward(x_RD, branch_RD, gain_D, eps)
+
+
+@operator("rms_norm_backward", _backward_results)
+def rms_norm_backward(
+    dy_RD: Tensor,
+    x_RD: Tensor,
+    gain_D: Tensor,
+    rstd_R: Tensor | None,
+    dresidual_RD: Tensor | None = None,
+    eps: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(dx (R, D) in x's dtype, dgain (D) in gain's); x is the residual where a branch was added.
+
+    Args:
+        rstd_R: from forward, or None to compute it again with ``eps``, to the same bits.
+        dresidual_RD: another gradient of x, to be added.
+
+    Raises:
+        ValueError: neither rstd nor eps.
+    """
+    return launch_backward(dy_RD, x_RD, gain_D, rstd_R, dresidual_RD, eps)
+
+
+class RMSNorm(torch.autograd.Function):
+    """``RMSNorm.apply(x, weight, eps)``: the kernels, joined to autograd; checks nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x_RD = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        y_RD, rstd_R = rms_norm_forward(x_RD, weight, eps)
+        ctx.save_for_backward(x_RD, weight, rstd_R)
+        return y_RD.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_RD, weight, rstd_R = ctx.saved_tensors
+        dx_RD, dgain = rms_norm_backward(dy.reshape(x_RD.shape), x_RD, weight, rstd_R)
+        return dx_RD.view(dy.shape), dgain, None
+
+
+def check(x: Tensor, weight: Tensor, **others: Tensor) -> None:
+    """Raises ValueError, one sentence, unless the kernels take x (..., D) and weight (D), and ``others`` are like x."""
+    if x.dim() < 1 or weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight {tuple(weight.shape)} does not match the last dimension of x {tuple(x.shape)}")
+    for name, other in others.items():
+        if other.shape != x.shape:
+            raise ValueError(f"{name} {tuple(other.shape)} does not match x {tuple(x.shape)}")
+    check_alike(x=x, weight=weight, **others)
+    check_runnable(rms_norm_forward_kernel, x)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension: x (..., D), weight (D) -> (..., D) in x's dtype.
+
+    Any strides; rows that are not contiguous cost a copy.
+
+    Raises:
+        ValueError: the shapes do not fit, the dtypes or devices differ, or the kernels do not take them.
+    """
+    check(x, weight)
+    return RMSNorm.apply(x, weight, eps)

@@ -1,0 +1,307 @@
+"""RMSNorm, with and without the add in front: against fp64, its written-out interface, operators, and compiled code."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from cs336_systems.kernels.add_rms_norm import add_rms_norm
+from cs336_systems.kernels.rms_norm import (
+    MAX_BLOCK_D,
+    add_rms_norm_forward,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_forward,
+)
+from cs336_systems.model import ops
+from tests.attention.offline import ON_HOPPER, report
+from tests.kernels.against_fp64 import INTERPRETED, ON_GPU, PLACES, check, random
+
+MODULE = importlib.import_module("cs336_systems.kernels.rms_norm")
+Function = Callable[..., Tensor | tuple[Tensor, ...]]
+EPS = 1e-5
+SHAPES = [(1, 2), (1, 40), (70, 2), (7, 3), (2, 3, 37), (33, 256), (130, 300), (5,), (0, 8), (4, 0)]
+SHAPES.append(pytest.param((2, MAX_BLOCK_D + 3), marks=pytest.mark.slow))
+
+
+def reference(x: Tensor, weight: Tensor) -> Tensor:
+    return ops.rms_norm(x, weight, EPS)
+
+
+def add_reference(x: Tensor, branch: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return x + branch, reference(x + branch, weight)
+
+
+def make(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> list[Tensor]:
+    """Four like x, for x, branch, dy and dresidual; and a gain."""
+    shapes = [shape] * 4 + [shape[-1:]]
+    return [random(size, device, dtype, seed) for seed, size in enumerate(shapes)]
+
+
+def values_and_gradients(
+    function: Function, inputs: Sequence[Tensor], arriving: Sequence[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
+    out = function(*leaves)
+    outs = out if isinstance(out, tuple) else (out,)
+    gradients = torch.autograd.grad(outs, leaves, [g.to(dtype) for g in arriving])
+    return [*(x.detach() for x in outs), *gradients]
+
+
+def check_all(names: str, found: Sequence[Tensor], eager: Sequence[Tensor], exact: Sequence[Tensor]) -> None:
+    for name, *versions in zip(names.split(), found, eager, exact, strict=True):
+        check(name, *versions)
+
+
+def check_gradients(found: Sequence[Tensor], dy: Tensor, x: Tensor, weight: Tensor, dresidual: Tensor | float) -> None:
+    """dx and dgain against fp64, where terms may cancel: each is a product of a few factors, rounded in fp32."""
+    eager, exact = (
+        values_and_gradients(reference, (x, weight), (dy,), dtype)[1:] for dtype in (x.dtype, torch.float64)
+    )
+    wide_x, wide_dy = x.double(), dy.double()
+    rstd = (wide_x.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    dn = wide_dy * weight.double()
+    terms_of_dx = rstd * (dn.abs() + wide_x.abs() * rstd.square() * (dn * wide_x).abs().mean(-1, keepdim=True))
+    for name, ours, others, truth, terms in (
+        ("dx", found[0], eager[0] + dresidual, exact[0] + dresidual, terms_of_dx),
+        ("dgain", found[1], eager[1], exact[1], (wide_dy * wide_x * rstd).abs().sum(0)),
+    ):
+        error, of_eager, largest = ((t - truth).abs().max().item() for t in (ours, others, truth + terms))
+        allowed = 2 * of_eager + torch.finfo(x.dtype).eps * truth.abs().max().item()
+        allowed += 8 * torch.finfo(torch.float32).eps * largest
+        print(f"{name} {tuple(x.shape)} {x.dtype}: {error:.2e}, eager {of_eager:.2e}, allowed {allowed:.2e}")
+        assert error <= allowed, name
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.usefixtures("poisoned")
+def test_values_and_gradients(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> None:
+    x, branch, dy, dresidual, weight = make(shape, device, dtype)
+
+    def all_of(ours: Function, formula: Function, inputs: Sequence[Tensor], arriving: Sequence[Tensor]) -> Any:
+        return (
+            values_and_gradients(function, inputs, arriving, wide)
+            for function, wide in ((ours, dtype), (formula, dtype), (formula, torch.float64))
+        )
+
+    check_all("y dx dgain", *all_of(lambda *leaves: rms_norm(*leaves, EPS), reference, (x, weight), (dy,)))
+    check_all(
+        "residual y dx dbranch dgain",
+        *all_of(lambda *leaves: add_rms_norm(*leaves, EPS), add_reference, (x, branch, weight), (dresidual, dy)),
+    )
+
+
+@INTERPRETED  # as each width is compiled for itself
+@settings(deadline=None, max_examples=20)
+@given(
+    n_rows=st.integers(1, 12),
+    d=st.integers(1, 200),
+    scale=st.sampled_from([1e-4, 1.0, 1e4]),
+    in_parts=st.booleans(),
+)
+def test_random_shapes(n_rows: int, d: int, scale: float, in_parts: bool) -> None:
+    """Rstd kept or not, dresidual there or not; rows held at once, or walked over as those are that are too long."""
+    x, branch, dy, dresidual, weight = make((n_rows, d), "cpu", torch.float32)
+    x, branch = x * scale, branch * scale
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if in_parts:
+            monkeypatch.setattr(MODULE, "tile_for", lambda d: MODULE.Tile(1, 64, 1))
+        residual, y, rstd = add_rms_norm_forward(x, branch, weight, EPS)
+        assert torch.equal(residual, x + branch)
+        for found, expected in zip((y, rstd), rms_norm_forward(residual, weight, EPS), strict=True):
+            assert torch.equal(found, expected)
+        check("y", y, reference(residual, weight), reference(residual.double(), weight.double()))
+        exact_rstd = (residual.double().square().mean(-1) + EPS).rsqrt()
+        torch.testing.assert_close(rstd.double(), exact_rstd, rtol=1e-6, atol=0)
+        for arrives in (None, dresidual):
+            kept = rms_norm_backward(dy, residual, weight, rstd, arrives)
+            again = rms_norm_backward(dy, residual, weight, None, arrives, eps=EPS)
+            check_gradients(kept, dy, residual, weight, 0.0 if arrives is None else arrives)
+            assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+@pytest.mark.parametrize("d", [1024, 1600, 4096, MAX_BLOCK_D, 2 * MAX_BLOCK_D])
+@pytest.mark.parametrize(
+    ("device", "dtype"), [pytest.param("cuda", dtype, marks=ON_GPU) for dtype in (torch.bfloat16, torch.float32)]
+)
+def test_repeats_and_kept_statistics_give_the_same_bits(d: int, device: str, dtype: torch.dtype) -> None:
+    x, branch, dy, dresidual, weight = make((2049, d), device, dtype)
+    residual, y, rstd = add_rms_norm_forward(x, branch, weight, EPS)
+    for found, expected in zip((y, rstd), rms_norm_forward(residual, weight, EPS), strict=True):
+        assert torch.equal(found, expected)
+    first = rms_norm_backward(dy, residual, weight, rstd, dresidual)
+    for kept in (rstd, None) * 5:
+        found = rms_norm_backward(dy, residual, weight, kept, dresidual, EPS)
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_repeats_give_the_same_bits(device: str, dtype: torch.dtype) -> None:
+    x, _, dy, _, weight = make((400, 48), device, dtype)
+    first, second = (values_and_gradients(lambda x, w: rms_norm(x, w, EPS), (x, weight), (dy,), dtype) for _ in "12")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("cpu", torch.float16), pytest.param("cuda", torch.bfloat16, marks=ON_GPU)]
+)
+def test_rounds_where_the_reference_does(device: str, dtype: torch.dtype) -> None:
+    """x + branch, and x * rstd before the gain: of equal statistics, to the bit."""
+    x, branch, _, _, weight = make((20, 500), device, dtype)
+    residual, y, _ = add_rms_norm_forward(x, branch, weight, EPS)
+    expected = reference(x + branch, weight)
+    rounded_late = reference((x + branch).float(), weight.float()).to(dtype)
+    assert torch.equal(residual, x + branch)
+    assert (y == expected).double().mean() > 0.99  # one bit of rstd may differ, and turn a few
+    assert (rounded_late == expected).double().mean() < 0.9
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_strides_and_expanded_gradients(device: str, dtype: torch.dtype) -> None:
+    x, branch, dy, _, weight = make((6, 40), device, dtype)
+    expected = values_and_gradients(lambda *leaves: add_rms_norm(*leaves, EPS), (x, branch, weight), (dy, dy), dtype)
+    leaves = [x.t().contiguous().t(), torch.cat((x, branch), 1)[:, 40:], torch.stack((weight, weight), 1)[:, 0]]
+    assert not any(leaf.is_contiguous() for leaf in leaves)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    out = add_rms_norm(*leaves, EPS)
+    found = torch.autograd.grad(out, leaves, [dy.t().contiguous().t()] * 2)
+    assert all(torch.equal(a, b) for a, b in zip((*out, *found), expected, strict=True))
+    x.requires_grad_()
+    rms_norm(x, weight, EPS).sum().backward()
+    assert torch.equal(x.grad, rms_norm_backward(torch.ones_like(dy), x.detach(), weight, None, eps=EPS)[0])
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_one_of_two_results_is_used(device: str, dtype: torch.dtype) -> None:
+    x, branch, dy, dresidual, weight = make((3, 10), device, dtype)
+    x.requires_grad_()
+    residual, y = add_rms_norm(x, branch, weight, EPS)
+    (of_residual,) = torch.autograd.grad(residual, x, dresidual, retain_graph=True)
+    assert torch.equal(of_residual, dresidual)
+    (of_y,) = torch.autograd.grad(y, x, dy)
+    assert torch.equal(of_y, rms_norm_backward(dy, residual.detach(), weight, None, eps=EPS)[0])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_rows_that_do_not_exist_add_nothing_without_eps(device: str, dtype: torch.dtype) -> None:
+    x, _, dy, _, weight = make((3, 40), device, dtype)
+    _, rstd = rms_norm_forward(x, weight, 0.0)
+    kept, again = rms_norm_backward(dy, x, weight, rstd), rms_norm_backward(dy, x, weight, None, eps=0.0)
+    assert again[1].isfinite().all()
+    assert torch.equal(kept[1], again[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_operators_pass_opcheck(device: str, dtype: torch.dtype) -> None:
+    x, branch, dy, dresidual, weight = make((5, 12), device, dtype)
+    torch.library.opcheck(rms_norm_forward, (x, weight, EPS))
+    torch.library.opcheck(add_rms_norm_forward, (x.t().contiguous().t(), branch, weight, EPS))
+    rstd = rms_norm_forward(x, weight, EPS)[1]
+    torch.library.opcheck(rms_norm_backward, (dy, x, weight, rstd, dresidual))
+    torch.library.opcheck(rms_norm_backward, (dy, x, weight, None, None, EPS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_compiles_without_graph_breaks(device: str, dtype: torch.dtype, dynamic: bool) -> None:
+    x, branch, dy, dresidual, weight = make((2, 5, 12), device, dtype)
+
+    def function(x: Tensor, branch: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        residual, y = add_rms_norm(x, branch, weight, EPS)
+        return residual, rms_norm(y, weight, EPS)
+
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    found, expected = (
+        values_and_gradients(f, (x, branch, weight), (dresidual, dy), dtype) for f in (compiled, function)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.zeros(3, 4), torch.zeros(4)
+    with pytest.raises(ValueError, match=r"weight \(5,\) does not match the last dimension of x \(3, 4\)"):
+        rms_norm(x, torch.zeros(5), EPS)
+    with pytest.raises(ValueError, match=r"branch \(4,\) does not match x \(3, 4\)"):
+        add_rms_norm(x, weight, weight, EPS)
+    with pytest.raises(ValueError, match="x torch.float32 on cpu, weight torch.float16 on cpu"):
+        rms_norm(x, weight.half(), EPS)
+    with pytest.raises(ValueError, match="branch torch.float32 on meta"):
+        add_rms_norm(x, x.to("meta"), weight, EPS)
+    with pytest.raises(ValueError, match="takes float32, bfloat16 and float16, got torch.float64"):
+        rms_norm(x.double(), weight.double(), EPS)
+    with pytest.raises(ValueError, match="rms_norm_backward needs rstd, or eps to compute it again"):
+        rms_norm_backward(x, x, weight, None)
+    checks = importlib.import_module("cs336_systems.kernels.checks")
+    monkeypatch.setattr(checks.triton, "JITFunction", object)  # what a kernel is without the interpreter
+    with pytest.raises(ValueError, match="needs a CUDA device .* got a tensor on cpu"):
+        rms_norm(x, weight, EPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "dtype"), [pytest.param("cuda", torch.bfloat16, marks=ON_GPU)])
+@pytest.mark.parametrize("d", [4096, 16384])
+def test_more_than_2_to_the_31_elements(d: int, device: str, dtype: torch.dtype) -> None:
+    n_rows = 2**31 // d + 5
+    if torch.cuda.mem_get_info()[0] < 32 * 2**30:
+        pytest.skip("needs 32 GiB of free GPU memory")
+    *last, weight = make((3, d), device, dtype)
+    x, branch, dy, dresidual = (torch.zeros(n_rows, d, device=device, dtype=dtype) for _ in last)
+    for whole, end in zip((x, branch, dy, dresidual), last, strict=True):
+        whole[-3:] = end
+    found, expected = (add_rms_norm_forward(*pair, weight, EPS) for pair in ((x, branch), last[:2]))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a[-3:], b)
+    found = rms_norm_backward(dy, x, weight, None, dresidual, EPS)
+    expected = rms_norm_backward(last[2], last[0], weight, None, last[3], EPS)
+    assert torch.equal(found[0][-3:], expected[0])
+    torch.testing.assert_close(found[1], expected[1])  # of other partial sums
+
+
+COMPILE = (
+    ON_HOPPER
+    + """
+import json, re, sys
+from cs336_systems.kernels.rms_norm import add_rms_norm_forward, rms_norm_backward
+
+name, d = sys.argv[1], int(sys.argv[2])
+x, gain = torch.zeros(48, d, dtype=torch.bfloat16), torch.zeros(d, dtype=torch.bfloat16)
+add_rms_norm_forward(x, x, gain, 1e-5)
+rms_norm_backward(x, x, gain, None, x, 1e-5)
+reduced = set()
+for kernel in (compiled["rms_norm_forward_kernel"], compiled["rms_norm_backward_kernel"]):
+    text = kernel.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\\w+) = (.*)$", text, re.M))
+    over_rows = re.findall(r'"tt.reduce".*?axis = 1.*?: [(]tensor<(\\w+), (#\\w+)>', text, re.S)
+    reduced |= {f"{shape} {layouts[layout]}" for shape, layout in over_rows}
+kernel = compiled[f"rms_norm_{name}_kernel"]
+metadata = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps, "reduced": sorted(reduced)}
+metadata |= {"copied ahead": kernel.asm["ptx"].count("cp.async.cg"), "fma": kernel.asm["ptx"].count("fma.rn")}
+print(json.dumps({"ptx": kernel.asm["ptx"], "metadata": metadata}))
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [1024, 4096, 8192])
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_it_compiles_for_hopper(kernel: str, d: int) -> None:
+    """Nothing spilled, rows reduced alike forward and backward, and room for 1,024 or 512 threads a multiprocessor."""
+    found = report(COMPILE, kernel, d)
+    assert found["spill_stores"] == found["stack_frame"] == 0
+    assert len(found["reduced"]) == 1
+    threads = 32 * found["warps"]
+    programs = max(1, (1024 if kernel == "forward" else 512) // threads)
+    assert found["registers"] * threads * programs <= 65536
+    assert (found["shared"] + 1024) * programs <= 228 * 1024
+    assert (found["copied ahead"] > 0) == (kernel == "backward")
+    assert found["fma"] == 0
