@@ -54,7 +54,7 @@ DATA_PARALLEL = ResultTable(
             "exposed",
             ".2f",
             spread=True,
-            note="the step less that without communication, in turns",
+            note="mean over rounds of the step less that without communication",
         ),
         Column("exposed %", "exposed_share", ".1f", rank=2),
         Column("hidden %", "hidden_share", ".1f", rank=2, optional=True, note="communication beside other kernels"),
