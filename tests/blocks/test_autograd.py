@@ -180,7 +180,8 @@ def expected_gradients() -> dict[str, torch.Tensor]:
 def data_parallel_gradients_are_means(rank):
     for wrap in (nn.parallel.DistributedDataParallel, partial(BucketedDDP, bucket_size_mb=0.01)):
         _, ours = models()  # its own: two wrappers on one model would both average its gradients
-        loss_of(wrap(ours), own(rank)).backward()
+        wrapped = wrap(ours)
+        loss_of(wrapped, own(rank)).backward()
         torch.testing.assert_close(gradients(ours), expected_gradients())
 
 
