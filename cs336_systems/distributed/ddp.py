@@ -63,10 +63,9 @@ from torch.autograd import Variable
 
 from cs336_systems.distributed.buckets import MIB, Bucket, broadcast_from_rank_0, partition
 from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.fsdp_schedule import inside_backward
+from cs336_systems.distributed.fsdp_units import is_unit
 from cs336_systems.distributed.process_group import check_same_across_ranks
-
-_NO_TASK = -1
-"""What autograd says where no backward runs on this thread."""
 
 
 class _Average:
@@ -148,7 +147,7 @@ class DDP(nn.Module):
         if not dist.is_initialized():
             raise RuntimeError(f"{type(self).__name__} needs a process group: join one first")
         for name, child in module.named_modules():
-            if isinstance(child, FSDP) or hasattr(child, "_fsdp_call"):
+            if isinstance(child, FSDP) or is_unit(child):
                 place = f"its {name}" if name else "it"
                 raise ValueError(
                     f"{type(self).__name__} cannot wrap {type(module).__name__}: {place} is sharded by FSDP, "
@@ -203,7 +202,7 @@ class DDP(nn.Module):
             RuntimeError: the last backward failed, and ``finish_gradient_synchronization`` has not been called since.
         """
         if self._synchronizing and torch.is_grad_enabled():
-            if self._progress.ready and torch._C._current_graph_task_id() == _NO_TASK:
+            if self._progress.ready and not inside_backward():
                 raise RuntimeError(
                     "the last backward failed midway: call finish_gradient_synchronization() on every rank, "
                     "then clear the gradients"

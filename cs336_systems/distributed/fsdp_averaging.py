@@ -6,7 +6,8 @@ it ends. Without synchronization whole gradients are kept instead, in the dtype 
 
 import torch
 
-from cs336_systems.distributed.fsdp_parameters import Reduction, ReplicatedParameters, ShardedGroup, ShardedParameter
+from cs336_systems.distributed.fsdp_parameters import Reduction, ShardedGroup, ShardedParameter
+from cs336_systems.distributed.fsdp_replicated import ReplicatedParameters
 
 
 class Gradients:

@@ -4,14 +4,13 @@ A parameter of two or more dimensions is split along the first one as ``torch.ch
 [r c, (r + 1) c) with c = ceil(rows / world_size), so the last ranks may hold fewer rows, or none. Two objects stand for
 it, named as in torch's ``fully_shard``: ``sharded_param``, the rows in the module's own dtype, which the optimizer
 sees, and ``unsharded_param``, the whole in ``compute_dtype``, which the module sees while it runs. Parameters of fewer
-dimensions are replicated: their ``sharded_param`` is whole on every rank, and their ``unsharded_param`` a cast copy of
-it, or itself if there is nothing to cast.
+dimensions are replicated (``fsdp_replicated.py``).
 
 Parameters that are used together form a ``ShardedGroup`` and travel in one collective. Only dtype changes copy: shards
 into ``compute_dtype`` before they are gathered, gradients into ``reduce_dtype`` before they are reduced.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -27,7 +26,7 @@ _ALIGNMENT = 64
 """Elements to which slots are rounded: 128 bytes of bf16, more than vectorised loads and NCCL ask for."""
 
 
-def _alias(buffer: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
+def alias(buffer: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
     """A contiguous tensor in ``buffer``'s storage, with a version counter of its own, as a view would not have.
 
     Autograd refuses a saved tensor whose version has changed; gathering it anew must not count as a change.
@@ -259,11 +258,11 @@ class ShardedGroup:
         for i, whole in enumerate(parameters):
             first = n_rows[i] * process_group.rank()
             rows = whole.detach()[first : first + n_rows[i]]
-            memory = _alias(self._sharded, starts[i], rows.shape).copy_(rows)
+            memory = alias(self._sharded, starts[i], rows.shape).copy_(rows)
             sharded = nn.Parameter(memory, whole.requires_grad)
-            unsharded = nn.Parameter(_alias(self._unsharded, unsharded_starts[i], whole.shape), whole.requires_grad)
+            unsharded = nn.Parameter(alias(self._unsharded, unsharded_starts[i], whole.shape), whole.requires_grad)
             self.parameters.append(ShardedParameter(names[i], sharded, unsharded, whole.shape, sizes[i], memory, first))
-            self._gather_outputs.append(_alias(self._unsharded, unsharded_starts[i], (sizes[i] * world_size,)))
+            self._gather_outputs.append(alias(self._unsharded, unsharded_starts[i], (sizes[i] * world_size,)))
         self._unsharded_bytes = self.unsharded_bytes
         self._unsharded.untyped_storage().resize_(0)
 
@@ -366,102 +365,3 @@ def _offsets(sizes: Sequence[int]) -> tuple[int, list[int]]:
         starts.append(total)
         total += -(-size // _ALIGNMENT) * _ALIGNMENT
     return total, starts
-
-
-class ReplicatedParameters:
-    """Parameters that every rank holds whole; their gradients are averaged in one all-reduce.
-
-    Args:
-        names: all names of each parameter.
-        parameters: equal on every rank; they stay in use.
-        compute_dtypes: in which the module sees each of them; None for its own.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[tuple[str, ...]],
-        parameters: Sequence[nn.Parameter],
-        *,
-        compute_dtypes: Sequence[torch.dtype | None],
-        process_group: dist.ProcessGroup,
-    ) -> None:
-        self._process_group = process_group
-        self.parameters = [
-            ManagedParameter(name, parameter, _cast_copy(parameter, compute_dtype), parameter.shape)
-            for name, parameter, compute_dtype in zip(names, parameters, compute_dtypes, strict=True)
-        ]
-        self._cast = {
-            parameter: _alias(parameter.unsharded_param.detach(), 0, parameter.shape)
-            for parameter in self.parameters
-            if parameter.unsharded_param is not parameter.sharded_param
-        }
-
-    def refresh(self, parameters: Iterable[ManagedParameter]) -> None:
-        """Cast what the user has made of these parameters, as far as they are cast, into what the module sees."""
-        cast = [parameter for parameter in parameters if parameter in self._cast]
-        if cast:
-            torch._foreach_copy_(
-                [self._cast[parameter] for parameter in cast],
-                [parameter.sharded_param.detach() for parameter in cast],
-            )
-
-    def collect(self) -> None:
-        """Add the gradients of the cast copies to those of the parameters, in the parameters' dtype."""
-        for parameter in self._cast:
-            gradient, parameter.unsharded_param.grad = parameter.unsharded_param.grad, None
-            if gradient is None:
-                continue
-            if parameter.sharded_param.grad is None:
-                parameter.sharded_param.grad = gradient.to(parameter.sharded_param.dtype)
-            else:
-                parameter.sharded_param.grad.add_(gradient)
-
-    def drop_gradients(self) -> None:
-        """Give up the gradients of the cast copies."""
-        for parameter in self._cast:
-            parameter.unsharded_param.grad = None
-
-    def all_reduce(self, device: torch.device, sharded: Sequence[ManagedParameter]) -> Tensor:
-        """Average the gradients, and count the ranks that have one of each parameter, in the same collective.
-
-        A rank without a gradient of a parameter contributes zeros; if no rank has one, none is made.
-
-        Returns:
-            For each of ``sharded``, a number that is zero if no rank has contributed to its gradient; on the device.
-        """
-        trainable = [parameter for parameter in self.parameters if parameter.sharded_param.requires_grad]
-        for parameter in trainable:
-            parameter.has_gradient = parameter.sharded_param.grad is not None
-        dtype = torch.float32
-        for parameter in trainable:
-            dtype = torch.promote_types(dtype, parameter.sharded_param.dtype)
-        counted = [*sharded, *trainable]
-        sizes = [parameter.shape.numel() for parameter in trainable]
-        flat = torch.zeros(sum(sizes) + len(counted), dtype=dtype, device=device)
-        *averages, counts = flat.split([*sizes, len(counted)])
-        averages = [part.view(parameter.shape) for part, parameter in zip(averages, trainable, strict=True)]
-        present = [i for i, parameter in enumerate(trainable) if parameter.has_gradient]
-        gradients = [gradient for parameter in trainable if (gradient := parameter.sharded_param.grad) is not None]
-        if present:
-            torch._foreach_copy_([averages[i] for i in present], gradients)
-        counts.fill_(1)
-        for i, parameter in enumerate(counted):
-            if not parameter.has_gradient:
-                counts[i] = 0  # a fill, which unlike a copy from the host waits for nothing
-        dist.all_reduce(flat, group=self._process_group)
-        flat[: sum(sizes)].div_(self._process_group.size())
-        if present:
-            torch._foreach_copy_(gradients, [averages[i] for i in present])
-        for i, parameter in enumerate(trainable):
-            if not parameter.has_gradient and counts[len(sharded) + i] > 0:
-                parameter.sharded_param.grad = averages[i].to(parameter.sharded_param.dtype, copy=True)
-            if parameter.sharded_param.grad is not None:
-                parameter.run_hooks()
-        return counts[: len(sharded)]
-
-
-def _cast_copy(parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> nn.Parameter:
-    """A parameter of its own in ``compute_dtype``, or ``parameter`` if that is its dtype already."""
-    if compute_dtype in (None, parameter.dtype) or not parameter.dtype.is_floating_point:
-        return parameter
-    return nn.Parameter(parameter.detach().to(compute_dtype), parameter.requires_grad)

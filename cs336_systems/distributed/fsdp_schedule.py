@@ -72,7 +72,7 @@ class _Backward:
     """Groups whose gradients it is making, in the order in which it came to them."""
 
 
-def _inside_backward() -> bool:
+def inside_backward() -> bool:
     """Whether autograd is running on this thread: a unit called now recomputes what its backward needs."""
     return torch._C._current_graph_task_id() != _NO_TASK
 
@@ -131,7 +131,7 @@ class Schedule:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Inside, the wrapped module runs from its beginning to its end."""
-        if _inside_backward():
+        if inside_backward():
             yield
             return
         self._forget_failed_backward()
@@ -157,7 +157,7 @@ class Schedule:
         """Call a unit's own code with its parameters unsharded."""
         for slot in unit.param_slots:
             slot.check()
-        recomputing = _inside_backward()
+        recomputing = inside_backward()
         if recomputing:
             forward = self._recomputed()
             ahead = []

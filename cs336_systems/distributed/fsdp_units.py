@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 from cs336_systems.distributed.fsdp_parameters import (
     ManagedParameter,
-    ReplicatedParameters,
     ShardedGroup,
 )
+from cs336_systems.distributed.fsdp_replicated import ReplicatedParameters
 
 Predicate = Callable[[nn.Module], bool]
 Initialise = Callable[[nn.Module], Any]

@@ -49,9 +49,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.checks import needs_other_device
 from cs336_systems.kernels.tensor_table import TensorTable, is_aligned, is_dense, to_device
-from cs336_systems.operators.launching import ceil_div, launch
+from cs336_systems.operators.launching import ceil_div, launch, needs_other_device
 
 CHUNK = 8192
 """Elements per program: 128 KiB of traffic, against a microsecond or two to find them."""

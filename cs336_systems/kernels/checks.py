@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
+
+from cs336_systems.operators.launching import needs_other_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -21,11 +22,6 @@ def check_runnable(kernel: Any, x: Tensor) -> None:
         raise ValueError(
             f"the kernel needs a CUDA device (or TRITON_INTERPRET=1 before it is imported), got a tensor on {x.device}"
         )
-
-
-def needs_other_device(kernel: Any, device: torch.device) -> bool:
-    """Whether ``kernel`` cannot run there: off CUDA devices Triton can only interpret, if told so in time."""
-    return device.type != "cuda" and isinstance(kernel, triton.JITFunction)
 
 
 def check_alike(**tensors: Tensor) -> None:

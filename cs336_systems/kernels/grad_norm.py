@@ -33,9 +33,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.checks import needs_other_device
 from cs336_systems.kernels.tensor_table import TensorTable, is_aligned, is_dense
-from cs336_systems.operators.launching import launch
+from cs336_systems.operators.launching import launch, needs_other_device
 
 CHUNK = 65536
 """Elements per program: 8 billion elements leave 122,000 partial sums, which one program adds in about 30 us."""

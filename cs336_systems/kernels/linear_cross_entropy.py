@@ -196,9 +196,7 @@ def _results(
     grad_weight: Tensor | None,
     accumulate: bool,
     wants_dx: bool,
-    ignore_index: int,
-    z_loss: float,
-    chunk: int,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty_like(x_TD) if wants_dx else x_TD.new_empty(0)
     lse = x_TD.new_empty(len(x_TD), dtype=torch.float32)

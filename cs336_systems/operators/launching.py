@@ -41,6 +41,11 @@ def n_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def needs_other_device(kernel: Any, device: torch.device) -> bool:
+    """Whether ``kernel`` cannot run there: off CUDA devices Triton can only interpret, if told so in time."""
+    return device.type != "cuda" and isinstance(kernel, triton.JITFunction)
+
+
 def launch(kernel: Any, grid: tuple[int], *arguments: Any, **constants_and_options: Any) -> None:
     """Run ``kernel`` on the current device and stream.
 

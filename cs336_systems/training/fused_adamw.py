@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.kernels.adamw import Update, UpdateTable, adamw_, update_kernel
-from cs336_systems.kernels.checks import needs_other_device
+from cs336_systems.operators.launching import needs_other_device
 from cs336_systems.training.optimizer import check_hyperparameters
 
 MAX_TABLES = 64

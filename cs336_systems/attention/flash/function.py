@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -12,6 +11,7 @@ from cs336_systems.attention.flash.forward import flash_forward_kernel, launch_f
 from cs336_systems.attention.flash.host import with_short_rows
 from cs336_systems.attention.operators import backward_through, forward_through
 from cs336_systems.attention.shapes import kernel_limits, validate
+from cs336_systems.operators.launching import needs_other_device
 from cs336_systems.operators.registration import operator
 
 
@@ -89,7 +89,7 @@ class FlashAttention(FlashKernels):
         validate(q, k, v, scale=scale)
         if reason := kernel_limits(q):
             raise ValueError(reason)
-        if not q.is_cuda and isinstance(flash_forward_kernel, triton.JITFunction):
+        if needs_other_device(flash_forward_kernel, q.device):
             raise ValueError(
                 f"the Triton kernels need CUDA tensors (or TRITON_INTERPRET=1 before they are imported), got {q.device}"
             )
