@@ -5,6 +5,8 @@ sweep therefore measures its own ceilings first, with the same clock, on random 
 faster). Shares of these ceilings stand beside shares of the peak.
 """
 
+from typing import Any
+
 import torch
 
 from cs336_systems.config import Precision
@@ -12,7 +14,7 @@ from cs336_systems.harness.clock import time_kernel
 from cs336_systems.harness.record import Metric
 from cs336_systems.training.precision import matmul_dtype, matmul_precision
 
-_COUNTS = {"cuda": {"warmup": 5, "samples": 20}, "cpu": {"warmup": 3, "samples": 10}}
+_COUNTS: dict[str, dict[str, Any]] = {"cuda": {"warmup": 5, "samples": 20}, "cpu": {"warmup": 3, "samples": 10}}
 
 
 def measure_ceilings(precision: Precision, device: torch.device) -> list[Metric]:

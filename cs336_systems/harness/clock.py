@@ -6,7 +6,8 @@ Two questions, two functions:
   optimizer add up to the whole. The device is idle when a step begins and is waited for when it ends, so each sample
   stands alone; the host's launch latency is inside, as it is in training.
 * ``time_kernel`` for one operation: repetitions are queued without waiting, and the L2 cache is overwritten before
-  each, so that neither launch latency nor a warm cache is part of the sample.
+  each, so that no warm cache is part of the sample. That takes the device some 0.1 ms; what the host takes longer than
+  that to launch is in the sample, unless the device is told to wait for it (``host_first``).
 
 On a GPU both read CUDA events, which the device itself stamps between kernels (the committed samples step by 32 ns).
 Compilation and autotuning happen in warm-up steps, whose times are returned beside the samples and never among them.
@@ -24,6 +25,9 @@ WHOLE = "step"
 
 _L2_FLUSH_BYTES = 256 * 1024**2
 """Twice the largest L2 of any GPU in hardware.py (B200: 126 MB)."""
+
+_CYCLES_PER_S = 2e9
+"""Of a GPU, at least what it does."""
 
 
 @dataclass
@@ -91,9 +95,17 @@ def time_phases(
 
 
 def time_kernel(
-    operation: Callable[[], object], *, device: torch.device, warmup: int = 10, samples: int = 50
+    operation: Callable[[], object],
+    *,
+    device: torch.device,
+    warmup: int = 10,
+    samples: int = 50,
+    host_first: bool = False,
 ) -> list[float]:
     """Milliseconds of one operation, ``samples`` of them, each with a cold L2 cache on a GPU.
+
+    Args:
+        host_first: let a GPU spin until the host has launched all of the operation, so that kernels alone are timed.
 
     Raises:
         ValueError: ``warmup`` is negative or ``samples`` is not positive.
@@ -103,14 +115,25 @@ def time_kernel(
     for _ in range(warmup):
         operation()
     synchronize(device)
+    host_first = host_first and device.type == "cuda"
+    spin_cycles = _launch_cycles(operation) if host_first else 0
     flush = torch.empty(_L2_FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
     stopwatches = []
     for _ in range(samples):
         if flush is not None:
             flush.zero_()
+        if host_first:
+            torch.cuda._sleep(spin_cycles)
         stopwatch = Stopwatch(device)
         stopwatch.mark()
         operation()
         stopwatch.mark()
         stopwatches.append(stopwatch)
     return [stopwatch.laps_ms()[0] for stopwatch in stopwatches]
+
+
+def _launch_cycles(operation: Callable[[], object]) -> int:
+    """Clock cycles that last twice as long as the host takes to launch the operation, and 0.1 ms besides."""
+    start = time.perf_counter()
+    operation()
+    return int(_CYCLES_PER_S * (2 * (time.perf_counter() - start) + 1e-4))

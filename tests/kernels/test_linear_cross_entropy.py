@@ -128,9 +128,9 @@ def test_chunks_agree() -> None:
 
 
 def test_the_chunk_is_chosen_by_the_bytes_of_its_logits() -> None:
-    assert module.default_chunk(32768, 151_936, 2) == 4096
-    assert module.default_chunk(32768, 151_936, 4) == 2048
-    assert module.default_chunk(32768, 50_257, 2) == 11_008  # three of them, where 13,312 would fit
+    assert module.default_chunk(32768, 151_936, 2) == 2048
+    assert module.default_chunk(32768, 151_936, 4) == 1024
+    assert module.default_chunk(30000, 50_257, 2) == 6144  # five of them, where 6,656 would fit
     assert module.default_chunk(500, 10_000, 2) == 512
     assert module.default_chunk(5000, 10**7, 4) == module.default_chunk(0, 10, 4) == 256
 

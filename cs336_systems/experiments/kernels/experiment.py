@@ -70,7 +70,7 @@ def measure(cell: KernelCell) -> list[Metric]:
         passes["backward"] = (backward, subject.backward_bytes)
     copy = Metric("copy", "GB/s", measure_copy(device))
     for name, (run, n_bytes) in passes.items():
-        samples_ms = time_kernel(run, device=device, samples=cell.n_samples)
+        samples_ms = time_kernel(run, device=device, samples=cell.n_samples, host_first=True)
         bandwidth = [n_bytes / ms / 1e6 for ms in samples_ms]
         shares = [100 * rate / copy.statistics()["median"] for rate in bandwidth]
         metrics += [
