@@ -15,8 +15,8 @@ the chunks in its own dtype: each product is added in fp32 and rounded once per 
 as large as a chunk of logits, and those, rounded to bf16, cost more precision than sixteen roundings of the sum.
 
 The kernel has a program per row and reads the row twice: once for maximum and sum, and backwards for the gradient, so
-that what was read last, and is likely to be in the caches still, comes first. At 151,936 words in bf16 one row is in work
-on a multiprocessor (1,024 threads of 64 registers each): 40 MB on an H200, whose L2 holds 50.
+that what was read last, and is likely to be in the caches still, comes first. At 151,936 words in bf16 one row is in
+work on a multiprocessor (1,024 threads of 64 registers each): 40 MB on an H200, whose L2 holds 50.
 
 FLOPs: 6 T V D, of which 4 T V D for the gradients. The kernel's traffic: logits read and written once, if caches serve
 the second reading; 20 GB at 32,768 x 151,936 in bf16, 5 ms at 4.3 TB/s. The products take 188 ms of 650 TFLOP/s there
