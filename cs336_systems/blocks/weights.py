@@ -2,8 +2,9 @@
 
 The reference block's parameters stay what they are, by name and shape, in state dicts, optimizers and checkpoints.
 ``merge_`` lays those that are multiplied together one after the other in one memory; ``BlockWeights.of`` then sees the
-whole matrix there without a copy. Parameters that lie elsewhere (gathered by FSDP, moved into the buffers of a sharded
-optimizer) are joined by a copy for as long as a block runs: correct, at the price of reading and writing them once.
+whole matrix there without a copy. FSDP and sharded optimizers, which move parameters, keep such neighbours together
+(``distributed/neighbours.py``). Parameters that have come apart are joined by a copy for as long as a block runs:
+correct, at the price of reading and writing them once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -91,10 +92,10 @@ def _held(parameters: Mapping[str, Tensor]) -> list[tuple[str, tuple[str, ...]]]
 
 def merged(parts: Sequence[Tensor]) -> Tensor:
     """The rows of all parts: one tensor that views them if they lie one after the other in one memory, else a copy."""
-    first, storage = parts[0], parts[0].untyped_storage().data_ptr()
+    first, storage = parts[0], parts[0].untyped_storage()._cdata
     end = first.storage_offset()
     for part in parts:
-        if not (part.is_contiguous() and part.untyped_storage().data_ptr() == storage and part.storage_offset() == end):
+        if not (part.is_contiguous() and part.untyped_storage()._cdata == storage and part.storage_offset() == end):
             return torch.cat(list(parts))
         end += part.numel()
     return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride(), first.storage_offset())
@@ -104,9 +105,9 @@ def merged(parts: Sequence[Tensor]) -> Tensor:
 def merge_(block: nn.Module) -> None:
     """Lay the parameters that are multiplied together into one memory; values, names and objects stay.
 
-    Of those on ``meta``, which have no memory, nothing changes: merge again after ``to_empty``.
+    Those on ``meta`` share a storage without memory, so that who gives them memory can tell; merge after ``to_empty``.
     """
-    parameters = {name: parameter for name, parameter in block.named_parameters() if not parameter.is_meta}
+    parameters = dict(block.named_parameters())
     for _, parts in _held(parameters):
         whole = merged([parameters[part].detach() for part in parts])
         for part, rows in zip(parts, whole.split([len(parameters[part]) for part in parts]), strict=True):

@@ -21,20 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import ReduceOp, ReduceScatterOptions
 
 from cs336_systems.distributed.fsdp_gradients import GradientHooks, ShardGradient, refuse_hook
+from cs336_systems.distributed.neighbours import alias, neighbours
 
 _ALIGNMENT = 64
 """Elements to which slots are rounded: 128 bytes of bf16, more than vectorised loads and NCCL ask for."""
-
-
-def alias(buffer: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
-    """A contiguous tensor in ``buffer``'s storage, with a version counter of its own, as a view would not have.
-
-    Autograd refuses a saved tensor whose version has changed; gathering it anew must not count as a change.
-    """
-    stride = torch.empty(shape, device="meta").stride()
-    return torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(
-        buffer.untyped_storage(), offset, torch.Size(shape), stride
-    )
 
 
 @dataclass(eq=False)
@@ -248,7 +238,7 @@ class ShardedGroup:
         n_rows = [-(-parameter.shape[0] // world_size) for parameter in parameters]
         sizes = [n * parameter[:1].numel() for n, parameter in zip(n_rows, parameters, strict=True)]
         n_sharded, starts = _offsets(sizes)
-        n_unsharded, unsharded_starts = _offsets([size * world_size for size in sizes])
+        n_unsharded, unsharded_starts = _unsharded_offsets(parameters, [size * world_size for size in sizes])
         self._sharded = torch.zeros(n_sharded, dtype=dtype, device=self.device)
         self._unsharded = torch.empty(n_unsharded, dtype=self.compute_dtype, device=self.device)
         self._slots = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
@@ -260,6 +250,8 @@ class ShardedGroup:
             rows = whole.detach()[first : first + n_rows[i]]
             memory = alias(self._sharded, starts[i], rows.shape).copy_(rows)
             sharded = nn.Parameter(memory, whole.requires_grad)
+            # Of the whole parameter, for an optimizer that draws random numbers per element.
+            sharded.first_element = first * whole[:1].numel()  # type: ignore[attr-defined]
             unsharded = nn.Parameter(alias(self._unsharded, unsharded_starts[i], whole.shape), whole.requires_grad)
             self.parameters.append(ShardedParameter(names[i], sharded, unsharded, whole.shape, sizes[i], memory, first))
             self._gather_outputs.append(alias(self._unsharded, unsharded_starts[i], (sizes[i] * world_size,)))
@@ -356,6 +348,26 @@ class ShardedGroup:
         # The memory may have been another tensor's a moment ago, and the optimizer may still be writing the shards.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._stream)
+
+
+def _unsharded_offsets(parameters: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, list[int]]:
+    """As ``_offsets``, but neighbours among the parameters, whose slots have these sizes, stay neighbours.
+
+    Only where rows divide evenly: ranks gather the padding of the others too, over what would follow without a gap.
+    """
+    number_of = {parameter: i for i, parameter in enumerate(parameters)}
+    runs: list[list[int]] = []
+    for run in neighbours(parameters):
+        numbers = [number_of[parameter] for parameter in run]
+        even = all(parameters[i].numel() == sizes[i] for i in numbers[:-1])
+        runs += [numbers] if even else [[i] for i in numbers]
+    total, run_starts = _offsets([sum(sizes[i] for i in run) for run in runs])
+    starts = [0] * len(sizes)
+    for run, start in zip(runs, run_starts, strict=True):
+        for i in run:
+            starts[i] = start
+            start += sizes[i]
+    return total, starts
 
 
 def _offsets(sizes: Sequence[int]) -> tuple[int, list[int]]:

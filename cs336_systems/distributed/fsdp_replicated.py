@@ -5,13 +5,14 @@ itself if there is nothing to cast (``fsdp_parameters.py``). All their gradients
 which also counts the ranks that have a gradient of each parameter, of the sharded ones too.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.distributed.fsdp_parameters import ManagedParameter, alias
+from cs336_systems.distributed.fsdp_parameters import ManagedParameter
+from cs336_systems.distributed.neighbours import alias, empty_like_run, neighbours
 
 
 class ReplicatedParameters:
@@ -32,14 +33,15 @@ class ReplicatedParameters:
         process_group: dist.ProcessGroup,
     ) -> None:
         self._process_group = process_group
+        copies = _cast_copies(dict(zip(parameters, compute_dtypes, strict=True)))
         self.parameters = [
-            ManagedParameter(name, parameter, _cast_copy(parameter, compute_dtype), parameter.shape)
-            for name, parameter, compute_dtype in zip(names, parameters, compute_dtypes, strict=True)
+            ManagedParameter(name, parameter, copies.get(parameter, parameter), parameter.shape)
+            for name, parameter in zip(names, parameters, strict=True)
         ]
         self._cast = {
-            parameter: alias(parameter.unsharded_param.detach(), 0, parameter.shape)
+            parameter: alias(copy.detach(), copy.storage_offset(), parameter.shape)
             for parameter in self.parameters
-            if parameter.unsharded_param is not parameter.sharded_param
+            if (copy := parameter.unsharded_param) is not parameter.sharded_param
         }
 
     def refresh(self, parameters: Iterable[ManagedParameter]) -> None:
@@ -106,8 +108,11 @@ class ReplicatedParameters:
         return counts[: len(sharded)]
 
 
-def _cast_copy(parameter: nn.Parameter, compute_dtype: torch.dtype | None) -> nn.Parameter:
-    """A parameter of its own in ``compute_dtype``, or ``parameter`` if that is its dtype already."""
-    if compute_dtype in (None, parameter.dtype) or not parameter.dtype.is_floating_point:
-        return parameter
-    return nn.Parameter(parameter.detach().to(compute_dtype), parameter.requires_grad)
+def _cast_copies(compute_dtypes: Mapping[nn.Parameter, torch.dtype | None]) -> dict[Tensor, nn.Parameter]:
+    """For each parameter of another dtype than it is to be computed in: one of its own in that dtype."""
+    cast = [p for p, dtype in compute_dtypes.items() if dtype not in (None, p.dtype) and p.dtype.is_floating_point]
+    copies: dict[Tensor, nn.Parameter] = {}
+    for run in neighbours(cast):
+        for parameter, memory in zip(run, empty_like_run(run, dtype=compute_dtypes[run[0]]), strict=True):
+            copies[parameter] = nn.Parameter(memory.copy_(parameter.detach()), parameter.requires_grad)
+    return copies

@@ -13,7 +13,7 @@ parent in the predicate; otherwise the read raises); ranks must run the same uni
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from cs336_systems.distributed.fsdp_parameters import (
-    ManagedParameter,
-    ShardedGroup,
-)
+from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup
 from cs336_systems.distributed.fsdp_replicated import ReplicatedParameters
+from cs336_systems.distributed.neighbours import empty_like_run, neighbours
 
 Predicate = Callable[[nn.Module], bool]
 Initialise = Callable[[nn.Module], Any]
@@ -284,6 +282,7 @@ def shard_module(
     waiting_for = {key: {slot.module for p in group for slot in slots_of[p]} for key, group in members.items()}
 
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    run_of = {parameter: run for run in neighbours(names) for parameter in run}
     made: dict[nn.Parameter, nn.Parameter] = {}
     managed: dict[nn.Parameter, ManagedParameter] = {}
     group_of: dict[nn.Parameter, ShardedGroup] = {}
@@ -307,7 +306,7 @@ def shard_module(
     for owner in list(module.modules()):
         if isinstance(owner, _CONTAINERS):
             continue
-        _materialise(owner, made, device, initialise)
+        _materialise(owner, made, run_of, device, initialise)
         for key, holders in list(waiting_for.items()):
             holders.difference_update(_with_containers(owner))
             if not holders:
@@ -346,9 +345,15 @@ def shard_module(
 
 
 def _materialise(
-    owner: nn.Module, made: dict[nn.Parameter, nn.Parameter], device: torch.device, initialise: Initialise | None
+    owner: nn.Module,
+    made: dict[nn.Parameter, nn.Parameter],
+    run_of: Mapping[Tensor, list[Tensor]],
+    device: torch.device,
+    initialise: Initialise | None,
 ) -> None:
     """Give the module's own parameters and buffers storage, and values if they were on ``meta``.
+
+    Neighbours are given theirs together, whichever module they belong to.
 
     Modules are visited in the order in which a constructor that calls ``reset_parameters`` of each would, so with equal
     seeds the values are those of the whole model on one device.
@@ -356,7 +361,9 @@ def _materialise(
     was_meta = False
     for holder, attribute, parameter in list(_own_parameters(owner)):
         if parameter.is_meta and parameter not in made:
-            made[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            run = run_of[parameter]
+            for each, memory in zip(run, empty_like_run(run, device=device), strict=True):
+                made[each] = nn.Parameter(memory, each.requires_grad)
         elif not parameter.is_meta:
             made.setdefault(parameter, parameter)
         if parameter.is_meta:

@@ -5,14 +5,14 @@ reducing needs no memory beyond the gradients, and ``.grad`` is scratch memory f
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.distributed.shards import FlatBuffer, Layout, Piece, check_dense, flat_buffers
+from cs336_systems.distributed.shards import FlatBuffer, Layout, Piece, Runs, check_dense, flat_buffers
 
 
 @dataclass
@@ -164,10 +164,10 @@ class GradientScatter:
         self._next = 0
         self._exchanged: tuple[list[bool], Tensor] | None = None
 
-    def layout(self, parameters: Sequence[Tensor], rank: int, world_size: int, bucket_bytes: int) -> Layout:
-        """Lay out parameters, last first, as backward makes their gradients, and watch these."""
+    def layout(self, runs: Runs, rank: int, world_size: int, bucket_bytes: int) -> Layout:
+        """Lay out runs of parameters, last first, as backward makes their gradients, and watch these."""
         buckets = []
-        for buffer in flat_buffers(reversed(parameters), bucket_bytes, world_size):
+        for buffer in flat_buffers(reversed(runs), bucket_bytes, world_size):
             bucket = ScatteredBucket(buffer, rank, world_size)
             buckets.append(bucket)
             for parameter in buffer.parameters:
@@ -175,7 +175,7 @@ class GradientScatter:
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(_weakly(self._gradient_arrived))
         self.buckets += buckets
-        return Layout(list(buckets), {p: self._bucket_of[p].pieces[p] for p in parameters})
+        return Layout(list(buckets), {p: self._bucket_of[p].pieces[p] for run in runs for p in run})
 
     def _gradient_arrived(self, parameter: Tensor) -> None:
         bucket = self._bucket_of[parameter]

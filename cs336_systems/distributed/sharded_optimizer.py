@@ -30,7 +30,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -41,13 +41,36 @@ from cs336_systems.distributed.fsdp_gradients import GradientHooks
 from cs336_systems.distributed.optimizer_state import check_state_fits, state_of_piece, whole_state
 from cs336_systems.distributed.process_group import check_same_across_ranks
 from cs336_systems.distributed.scattered import GradientScatter
-from cs336_systems.distributed.shards import Layout, ParameterBucket, Piece, check_dense, local_layout, owned_layout
+from cs336_systems.distributed.shards import (
+    Layout,
+    ParameterBucket,
+    Piece,
+    Runs,
+    check_dense,
+    local_layout,
+    owned_layout,
+    runs_of,
+)
 
 REDUCE_SCATTER = "reduce-scatter"
 
 _NOT_OPTIONS = ("params", "param_names")
 _MUTABLE = (Tensor, list, dict, set)
 _CONFIGURATION = ("optimizer_cls", "reduce_gradients", "bucket_size_mb", "rank", "world_size", "_kwargs", "_batches")
+
+
+class _Batch(NamedTuple):
+    """Groups that were laid out together: a copy, whose parameters may lie elsewhere, must lay out the same."""
+
+    n_groups: int
+    runs: list[list[int]]
+    """Numbers of the groups' parameters, as ``shards.runs_of`` found them."""
+
+    @classmethod
+    def of(cls, groups: Sequence[dict[str, Any]]) -> "_Batch":
+        parameters = _parameters(groups)
+        number_of = {parameter: i for i, parameter in enumerate(parameters)}
+        return cls(len(groups), [[number_of[parameter] for parameter in run] for run in runs_of(parameters)])
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -94,10 +117,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._kwargs = kwargs
         self._prepare_layout()
         super().__init__(params, optimizer_cls([{"params": []}], **kwargs).defaults)
-        self._batches = [len(self.param_groups)]
-        """How many groups were laid out together, in turn: a copy must lay out the same."""
-        self._check_agreement(self.param_groups)
-        self._lay_out(self.param_groups)
+        self._batches = [self._agreed(self.param_groups)]
+        self._lay_out(self.param_groups, self._batches[0])
 
     def _prepare_layout(self) -> None:
         self.local: torch.optim.Optimizer | None = None
@@ -121,6 +142,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         added = self.param_groups[-1:]
+        batch = None
         try:
             for parameter in added[0]["params"]:
                 if isinstance(vars(parameter).get("register_post_accumulate_grad_hook"), GradientHooks):
@@ -131,30 +153,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if parameter.layout != torch.strided:
                     raise ValueError(f"parameters must be dense to share a flat buffer, got layout {parameter.layout}")
             if self.local is not None:
-                self._check_agreement(added)
+                batch = self._agreed(added)
         except ValueError:
             del self.param_groups[-1]
             raise
-        if self.local is not None:
-            self._batches.append(1)
-            self._lay_out(added)
+        if batch is not None:
+            self._batches.append(batch)
+            self._lay_out(added, batch)
 
-    def _check_agreement(self, groups: Sequence[dict[str, Any]]) -> None:
+    def _agreed(self, groups: Sequence[dict[str, Any]]) -> "_Batch":
+        """How to lay out the parameters of new groups, which is the same on every rank."""
+        batch = _Batch.of(groups)
         if self.world_size == 1:
-            return
+            return batch
         options = f"{self.optimizer_cls.__name__} {self.reduce_gradients} {self.bucket_size_mb}"
         described = [
             f"{options}, group {i}: {tuple(p.shape)} {p.dtype}{' frozen' * (not p.requires_grad)}"
             for i, group in enumerate(groups)
             for p in group["params"]
         ]
+        described.append(f"neighbours in memory {[run for run in batch.runs if len(run) > 1]}")
         check_same_across_ranks(described, "parameters to shard")
+        return batch
 
-    def _lay_out(self, groups: Sequence[dict[str, Any]]) -> None:
+    def _lay_out(self, groups: Sequence[dict[str, Any]], batch: "_Batch") -> None:
         """Divide the parameters of new groups and give this rank's pieces to its optimizer."""
-        new = dict.fromkeys(parameter for group in groups for parameter in group["params"])
+        new = _parameters(groups)
         self._was_trainable |= {parameter: parameter.requires_grad for parameter in new}
-        layout = self._layout(list(new))
+        layout = self._layout([[new[i] for i in run] for run in batch.runs])
         self._buckets += layout.buckets
         self._pieces |= layout.pieces
         first = 0 if self.local is None else len(self.local.param_groups)
@@ -178,13 +204,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         locate(piece.tensor, number, piece.start)
         self.state = self.local.state
 
-    def _layout(self, parameters: list[Tensor]) -> Layout:
+    def _layout(self, runs: Runs) -> Layout:
         bucket_bytes = int(self.bucket_size_mb * 1024**2)
         if self.world_size == 1:
-            return local_layout(parameters)
+            return local_layout([parameter for run in runs for parameter in run])
         if self._scatter is not None:
-            return self._scatter.layout(parameters, self.rank, self.world_size, bucket_bytes)
-        return owned_layout(parameters, self.rank, self.world_size, bucket_bytes, self._loads)
+            return self._scatter.layout(runs, self.rank, self.world_size, bucket_bytes)
+        return owned_layout(runs, self.rank, self.world_size, bucket_bytes, self._loads)
 
     @overload
     def step(self, closure: None = None, **kwargs: Any) -> None: ...
@@ -338,9 +364,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         is_trainable = [parameter.requires_grad for parameter in self._parameters()]
         self._set_trainable(was_trainable)
         start = 0
-        for n_groups in self._batches:
-            self._lay_out(self.param_groups[start : start + n_groups])
-            start += n_groups
+        for batch in self._batches:
+            self._lay_out(self.param_groups[start : start + batch.n_groups], batch)
+            start += batch.n_groups
         self._set_trainable(is_trainable)
         for tensor, share in zip(self._local_tensors(), shares, strict=True):
             if share:
@@ -350,6 +376,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         name = type(self).__name__
         place = f"{self.optimizer_cls.__name__}, rank {self.rank} of {self.world_size}"
         return super().__repr__().replace(f"{name} (", f"{name} of {place} (", 1)
+
+
+def _parameters(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
+    """Those of all the groups, each once."""
+    return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

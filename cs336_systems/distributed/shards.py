@@ -9,7 +9,9 @@ is updated. Two layouts serve ``ShardedOptimizer``:
     scattered   (scattered.py) buffers are cut into equal shards, one per rank, wherever the cut falls. A bucket is one
                 buffer: its gradients are reduce-scattered, each rank updates its slices, the shards are all-gathered.
 
-Every rank must lay out the same parameters in the same order: the collectives follow from it.
+Parameters are laid out in runs (``neighbours.py``): those that are multiplied as one matrix stay one, whose rows one
+buffer holds, in the default form for one owner. Every rank must lay out the same runs in the same order: the
+collectives follow from it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,6 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.costs.sharding import BucketPlan, greedy_partition, plan_buckets
+from cs336_systems.distributed.neighbours import neighbours, starts_in
+
+Runs = list[list[Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,19 +72,22 @@ def check_dense(parameter: Tensor, name: str) -> None:
 
 
 class FlatBuffer:
-    """Parameters of one dtype and device as views of one flat tensor."""
+    """Parameters of one dtype and device as views of one flat tensor, in which each run begins where ``plan`` says."""
 
-    def __init__(self, parameters: Sequence[Tensor], plan: BucketPlan) -> None:
-        self.parameters = list(parameters)
-        self._plan = plan
-        itemsize = parameters[0].element_size()
-        self._offsets = [offset // itemsize for offset in plan.offsets]
-        self.flat = torch.zeros(plan.n_bytes // itemsize, dtype=parameters[0].dtype, device=parameters[0].device)
-        # Each with a storage of its own on the same memory, for ``torch.save`` writes whole storages.
-        self._views = {
-            parameter: in_memory_order(torch.from_dlpack(self.flat[offset : offset + parameter.numel()]), parameter)
-            for offset, parameter in zip(self._offsets, self.parameters, strict=True)
-        }
+    def __init__(self, runs: Sequence[Sequence[Tensor]], plan: BucketPlan) -> None:
+        self.parameters = [parameter for run in runs for parameter in run]
+        first = self.parameters[0]
+        itemsize = first.element_size()
+        self.flat = torch.zeros(plan.n_bytes // itemsize, dtype=first.dtype, device=first.device)
+        self._offsets: list[int] = []
+        self._views: dict[Tensor, Tensor] = {}
+        for run, offset in zip(runs, plan.offsets, strict=True):
+            begin = offset // itemsize
+            # Each run with a storage of its own on the same memory, for ``torch.save`` writes whole storages.
+            rows = torch.from_dlpack(self.flat[begin : begin + sum(parameter.numel() for parameter in run)])
+            for parameter, start in zip(run, starts_in(run, 0), strict=True):
+                self._offsets.append(begin + start)
+                self._views[parameter] = in_memory_order(rows[start:], parameter)
         self.hold()
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
@@ -88,12 +96,9 @@ class FlatBuffer:
 
     def cuts(self, world_size: int) -> list[list[tuple[int, int, int]]]:
         """For each parameter its (rank, start, stop), in elements, when the buffer is cut in equal shards."""
-        itemsize = self.flat.element_size()
-        sizes = [parameter.nbytes for parameter in self.parameters]
-        return [
-            [(rank, start // itemsize, stop // itemsize) for rank, start, stop in spans]
-            for spans in self._plan.pieces(sizes, world_size)
-        ]
+        sizes = [parameter.numel() for parameter in self.parameters]
+        plan = BucketPlan(tuple(range(len(sizes))), tuple(self._offsets), self.flat.numel())
+        return plan.pieces(sizes, world_size)
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether one of the parameters is a view of the buffer, not moved by another optimizer or by hand."""
@@ -126,22 +131,35 @@ def _is_trainable(parameter: Tensor) -> bool:
     return parameter.requires_grad or parameter.grad is not None
 
 
-def flat_buffers(parameters: Iterable[Tensor], bucket_bytes: int, shards: int) -> list[FlatBuffer]:
-    """Flat buffers over parameters in order; dtypes, devices, and what is frozen now, are kept apart.
+def runs_of(parameters: Sequence[Tensor]) -> Runs:
+    """The parameters in runs, none of which is frozen in part: what is frozen now is kept apart."""
+    runs: Runs = []
+    for run in neighbours(parameters):
+        alike = len({parameter.requires_grad for parameter in run}) == 1
+        runs += [run] if alike else [[parameter] for parameter in run]
+    return runs
 
-    Buffers are in the order of their last parameters, so those whose parameters become ready early come early.
+
+def flat_buffers(runs: Iterable[Sequence[Tensor]], bucket_bytes: int, shards: int) -> list[FlatBuffer]:
+    """Flat buffers over runs in order; dtypes, devices, and what is frozen now, are kept apart.
+
+    Buffers are in the order of their last runs, so those whose parameters become ready early come early.
     """
-    kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[int, Tensor]]] = {}
-    for position, parameter in enumerate(parameters):
-        kind = (parameter.dtype, parameter.device, parameter.requires_grad)
-        kinds.setdefault(kind, []).append((position, parameter))
+    kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[int, Sequence[Tensor]]]] = {}
+    for position, run in enumerate(runs):
+        kind = (run[0].dtype, run[0].device, run[0].requires_grad)
+        kinds.setdefault(kind, []).append((position, run))
     planned = [
         ([members[i] for i in plan.members], plan)
         for members in kinds.values()
-        for plan in plan_buckets([parameter.nbytes for _, parameter in members], bucket_bytes, shards)
+        for plan in plan_buckets([_n_bytes(run) for _, run in members], bucket_bytes, shards)
     ]
     planned.sort(key=lambda entry: entry[0][-1][0])
-    return [FlatBuffer([parameter for _, parameter in members], plan) for members, plan in planned]
+    return [FlatBuffer([run for _, run in members], plan) for members, plan in planned]
+
+
+def _n_bytes(run: Sequence[Tensor]) -> int:
+    return sum(parameter.nbytes for parameter in run)
 
 
 def local_layout(parameters: Sequence[Tensor]) -> Layout:
@@ -161,32 +179,30 @@ class _LocalBucket:
         return []
 
 
-def owned_layout(
-    parameters: Sequence[Tensor], rank: int, world_size: int, bucket_bytes: int, loads: list[int]
-) -> Layout:
-    """Whole parameters to owners, balanced by bytes; trainable ones first, as the others have no state.
+def owned_layout(runs: Runs, rank: int, world_size: int, bucket_bytes: int, loads: list[int]) -> Layout:
+    """Whole runs to owners, balanced by bytes; trainable ones first, as the others have no state.
 
     Args:
         loads: bytes of trainable parameters that each rank has already; what is added here is added there.
     """
     owners: dict[Tensor, int] = {}
     for trainable in (True, False):
-        chosen = [parameter for parameter in parameters if parameter.requires_grad is trainable]
-        sizes = [parameter.nbytes for parameter in chosen]
-        owners |= zip(chosen, greedy_partition(sizes, world_size, loads if trainable else ()), strict=True)
+        chosen = [run for run in runs if run[0].requires_grad is trainable]
+        chosen_by = greedy_partition([_n_bytes(run) for run in chosen], world_size, loads if trainable else ())
+        for run, owner in zip(chosen, chosen_by, strict=True):
+            owners |= dict.fromkeys(run, owner)
     for parameter, owner in owners.items():
         loads[owner] += parameter.nbytes * parameter.requires_grad
     by_owner = [
-        flat_buffers((parameter for parameter in parameters if owners[parameter] == owner), bucket_bytes, 1)
-        for owner in range(world_size)
+        flat_buffers((run for run in runs if owners[run[0]] == owner), bucket_bytes, 1) for owner in range(world_size)
     ]
     buckets: list[ParameterBucket] = [
         _OwnedBucket([(owner, buffer) for owner, buffer in enumerate(buffers) if buffer is not None], rank)
         for buffers in zip_longest(*by_owner)
     ]
     pieces = {
-        parameter: [Piece(owners[parameter], 0, parameter.numel(), parameter if owners[parameter] == rank else None)]
-        for parameter in parameters
+        parameter: [Piece(owner, 0, parameter.numel(), parameter if owner == rank else None)]
+        for parameter, owner in owners.items()
     }
     return Layout(buckets, pieces)
 

@@ -1,0 +1,230 @@
+"""Written-out blocks whose parameters others move: merged weights stay merged, and results stay the same bits."""
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs336_systems.blocks import REFERENCE, write_out
+from cs336_systems.blocks import weights as block_weights
+from cs336_systems.distributed import FSDP, BucketedDDP, FlatDDP, ShardedOptimizer
+from cs336_systems.distributed.fsdp_checkpoint import load_checkpoint, save_checkpoint
+from cs336_systems.model import TransformerBlock, TransformerLM
+
+from ..distributed.checks import failures, world_of
+from .cases import HANDOUT, QWEN
+
+TIED = replace(QWEN, tie_embeddings=True)
+IDS = torch.arange(2 * 9).view(2, 9) * 7 % 50
+
+
+@contextmanager
+def copies_counted() -> Iterator[list[tuple[int, ...]]]:
+    """The shapes of the matrices that were joined by a copy inside."""
+    joined: list[tuple[int, ...]] = []
+    merged = block_weights.merged
+
+    def counted(parts: list[Tensor]) -> Tensor:
+        whole = merged(parts)
+        if whole.data_ptr() != parts[0].data_ptr():
+            joined.append(tuple(whole.shape))
+        return whole
+
+    block_weights.merged = counted
+    try:
+        yield joined
+    finally:
+        block_weights.merged = merged
+
+
+def model_of(config=TIED, frozen: str = "", **placement) -> TransformerLM:
+    torch.manual_seed(0)
+    model = TransformerLM(config, **placement)
+    write_out(model, REFERENCE, "products")
+    if frozen:
+        model.get_parameter(frozen).requires_grad_(False)
+    return model
+
+
+def fsdp_of(model: TransformerLM, dtype: torch.dtype | None = None) -> FSDP:
+    return FSDP(model, dtype, units=lambda module: isinstance(module, TransformerBlock))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, n_steps: int = 3) -> None:
+    """On the same data on every rank: the average of equal gradients is each of them, to the bit."""
+    for _ in range(n_steps):
+        nn.functional.cross_entropy(model(IDS).flatten(0, 1), IDS.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def sharded(model: nn.Module, reduce_gradients: str | None) -> ShardedOptimizer:
+    return ShardedOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=0.01, bucket_size_mb=0.01, reduce_gradients=reduce_gradients
+    )
+
+
+def values_of(model: nn.Module) -> list[Tensor]:
+    if isinstance(model, FSDP):
+        return list(model.gather_full_params().values())
+    return [parameter.detach() for _, parameter in model.named_parameters(remove_duplicate=False)]
+
+
+def alone(**how) -> list[Tensor]:
+    model = model_of(**how)
+    train(model, adamw(model))
+    return values_of(model)
+
+
+def same(model: nn.Module, expected: list[Tensor]) -> bool:
+    return all(map(torch.equal, values_of(model), expected))
+
+
+FORMS = (partial(sharded, reduce_gradients=None), partial(sharded, reduce_gradients="reduce-scatter"))
+WAYS: tuple[tuple[Callable, Callable], ...] = (
+    (lambda model: model, adamw),
+    *((wrap, adamw) for wrap in (fsdp_of, FlatDDP, partial(BucketedDDP, bucket_size_mb=0.01))),
+    *((lambda model: model, form) for form in FORMS),
+    (FlatDDP, FORMS[0]),
+)
+
+
+def nothing_is_joined_by_a_copy(rank):
+    expected = alone()
+    for wrap, make in WAYS:
+        model = wrap(model_of())
+        optimizer = make(model)
+        with copies_counted() as joined:
+            train(model, optimizer)
+        assert joined == []
+        assert same(model, expected)
+
+
+def nor_from_meta(rank):
+    model = fsdp_of(model_of(device="meta"))
+    with copies_counted() as joined:
+        train(model, adamw(model))
+    assert joined == []
+    assert same(model, alone())
+
+
+def nor_in_a_compute_dtype(rank):
+    for device in ("cpu", "meta"):
+        model = fsdp_of(model_of(device=device), torch.bfloat16)
+        with copies_counted() as joined:
+            train(model, adamw(model))
+        assert joined == []
+
+
+def nor_where_a_part_is_frozen_under_fsdp(rank):
+    how = {"frozen": "layers.1.attn.k_proj.weight"}
+    model = fsdp_of(model_of(**how))
+    with copies_counted() as joined:
+        train(model, adamw(model))
+    assert joined == []
+    assert same(model, alone(**how))
+
+
+def what_is_frozen_in_part_is_joined_by_a_copy_elsewhere(rank):
+    how = {"frozen": "layers.1.attn.k_proj.weight"}
+    expected = alone(**how)
+    for make in FORMS:
+        model = model_of(**how)
+        with copies_counted() as joined:
+            train(model, make(model))
+        assert set(joined) == {(TIED.d_model + 2 * TIED.d_kv, TIED.d_model)}
+        assert same(model, expected)
+
+
+def rows_that_do_not_divide_are_joined_by_a_copy(rank):
+    config = replace(HANDOUT, d_ff=41)
+    model = fsdp_of(model_of(config=config))
+    with copies_counted() as joined:
+        train(model, adamw(model))
+    assert set(joined) == {(2 * 41, config.d_model)}
+    assert same(model, alone(config=config))
+
+
+def copies_of_a_sharded_optimizer_go_on_alike(rank):
+    for make in FORMS:
+        model = model_of()
+        optimizer = make(model)
+        train(model, optimizer)
+        pairs = [(model, optimizer), copy.deepcopy((model, optimizer)), copy.deepcopy((optimizer, model))[::-1]]
+        for each in pairs:
+            with copies_counted() as joined:
+                train(*each)
+            assert joined == []
+            assert same(each[0], values_of(model))
+
+
+def optimizer_states_are_those_of_one_process(rank):
+    reference = model_of()
+    whole = adamw(reference)
+    train(reference, whole)
+    for make in FORMS:
+        model = model_of()
+        optimizer = make(model)
+        train(model, optimizer)
+        state = optimizer.state_dict()["state"]
+        for number, expected in whole.state_dict()["state"].items():
+            assert all(torch.equal(state[number][name], expected[name]) for name in ("exp_avg", "exp_avg_sq"))
+
+
+def checkpoints_are_those_of_the_reference_model(rank):
+    """Neither names nor rows in files tell how parameters lay in memory."""
+    model = fsdp_of(model_of())
+    optimizer = adamw(model)
+    train(model, optimizer)
+    reference = fsdp_of(TransformerLM(TIED))
+    other = adamw(reference)
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared)
+        save_checkpoint(shared[0], model, optimizer, 3)
+        assert load_checkpoint(shared[0], reference, other) == 3
+        dist.barrier()
+    assert same(reference, values_of(model))
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(optimizer.state[ours]["exp_avg"], other.state[theirs]["exp_avg"])
+
+
+def ranks_must_agree_on_what_lies_together(rank):
+    model = model_of()
+    if rank.rank == 1:
+        parameter = model.layers[0].ffn.w3.weight
+        parameter.data = parameter.data.clone()
+    with pytest.raises(ValueError, match=r"parameters to shard differ across ranks .* neighbours in memory \[\["):
+        sharded(model, None)
+
+
+CHECKS = (
+    nothing_is_joined_by_a_copy,
+    nor_from_meta,
+    nor_in_a_compute_dtype,
+    nor_where_a_part_is_frozen_under_fsdp,
+    what_is_frozen_in_part_is_joined_by_a_copy_elsewhere,
+    rows_that_do_not_divide_are_joined_by_a_copy,
+    copies_of_a_sharded_optimizer_go_on_alike,
+    optimizer_states_are_those_of_one_process,
+    checkpoints_are_those_of_the_reference_model,
+    ranks_must_agree_on_what_lies_together,
+)
+world = world_of(2, CHECKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_two_ranks(world, check):
+    assert failures(world, check) == []

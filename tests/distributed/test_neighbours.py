@@ -1,0 +1,98 @@
+"""Which tensors are neighbours, and where flat buffers and gathered parameters put them."""
+
+import pytest
+import torch
+from torch import nn
+
+from cs336_systems.distributed.neighbours import empty_like_run, neighbours
+from cs336_systems.distributed.shards import flat_buffers, owned_layout, runs_of
+
+
+def numbers(tensors) -> list[list[int]]:
+    """The runs, as positions among the tensors."""
+    position = {id(tensor): i for i, tensor in enumerate(tensors)}
+    return [[position[id(tensor)] for tensor in run] for run in neighbours(tensors)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_neighbours_fill_one_storage_as_rows_of_one_matrix(device):
+    def memory(*shape):
+        return torch.zeros(*shape, device=device)
+
+    alone, matrix, vector = memory(3, 2), memory(9, 4), memory(7)
+    first, second, third = matrix.split([2, 3, 4])
+    left, right = vector.split([5, 2])
+    assert numbers([first, second, third, left, right]) == [[0, 1, 2], [3, 4]]
+    assert numbers([third, alone, right, first, left, second]) == [[3, 5, 0], [1], [4, 2]]  # in the order of memory
+    assert numbers([second, alone, first]) == [[0], [1], [2]], "a part of the storage is somebody else's"
+    assert numbers([matrix[:6], matrix[5:]]) == [[0], [1]], "overlap"
+    assert numbers([matrix[:4], matrix[5:]]) == [[0], [1]], "a gap"
+    assert numbers([first, matrix[2:].view(14, 2)]) == [[0], [1]], "rows of other lengths"
+    assert numbers([vector[:6], vector[6]]) == [[0], [1]], "a scalar is no row"
+    assert numbers([matrix[:, :2], matrix[:, 2:]]) == [[0], [1]], "columns"
+    assert numbers([memory(2, 3), memory(2, 3)]) == [[0], [1]]
+    assert numbers([]) == []
+
+
+def test_new_memory_keeps_neighbours():
+    run = [nn.Parameter(rows) for rows in torch.empty(9, 4, device="meta").split([2, 3, 4])]
+    made = empty_like_run(run, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert [(tensor.shape, tensor.dtype, tensor.is_meta) for tensor in made] == [
+        (parameter.shape, torch.bfloat16, False) for parameter in run
+    ]
+    assert neighbours(made) == [made]
+    version = made[1]._version
+    made[0].zero_()
+    assert made[1]._version == version, "to autograd a change of one is none of the other"
+    transposed = torch.empty(3, 2).t()
+    assert empty_like_run([transposed])[0].stride() == transposed.stride()
+
+
+def merged_parameters() -> list[nn.Parameter]:
+    """A matrix, three that lie together (numbers 1, 3 and 4), two vectors that do (5 and 2), and one that is frozen."""
+    first, second, third = torch.randn(13, 3).split([2, 4, 7])
+    left, right = torch.randn(7).split([5, 2])
+    values = (torch.randn(3, 5), first, right, second, third, left, torch.randn(11))
+    return [nn.Parameter(value, requires_grad=i != 6) for i, value in enumerate(values)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 10**6])
+def test_flat_buffers_keep_neighbours(world_size, bucket_bytes):
+    parameters = merged_parameters()
+    values = [parameter.detach().clone() for parameter in parameters]
+    before = numbers(parameters)
+    assert before == [[0], [1, 3, 4], [5, 2], [6]]
+    buffers = flat_buffers(runs_of(parameters), bucket_bytes, world_size)
+    assert numbers(parameters) == before
+    assert all(map(torch.equal, parameters, values))
+    seen = 0
+    for buffer in buffers:
+        for parameter, view, spans in zip(
+            buffer.parameters, buffer.views_of(buffer.flat), buffer.cuts(world_size), strict=True
+        ):
+            assert view.data_ptr() == parameter.data_ptr()
+            assert [start for _, start, _ in spans] == [0, *(stop for _, _, stop in spans[:-1])]
+            assert spans[-1][2] == parameter.numel()
+            shard = buffer.flat.numel() // world_size
+            for rank, start, _ in spans:
+                assert (view.storage_offset() + start) // shard == rank
+            seen += 1
+    assert seen == len(parameters)
+
+
+def test_neighbours_have_one_owner():
+    parameters = merged_parameters()
+    layout = owned_layout(runs_of(parameters), 0, 3, 10**6, [0, 0, 0])
+    owner = {parameter: piece.rank for parameter, (piece,) in layout.pieces.items()}
+    assert owner[parameters[1]] == owner[parameters[3]] == owner[parameters[4]]
+    assert owner[parameters[5]] == owner[parameters[2]]
+    assert len(set(owner.values())) == 3
+
+
+def test_what_is_frozen_in_part_comes_apart():
+    parameters = merged_parameters()
+    parameters[3].requires_grad_(False)
+    assert [len(run) for run in runs_of(parameters)] == [1, 1, 1, 1, 2, 1]
+    flat_buffers(runs_of(parameters), 10**6, 1)
+    assert numbers(parameters) == [[0], [1], [5, 2], [3], [4], [6]]
