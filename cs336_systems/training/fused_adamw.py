@@ -15,8 +15,9 @@ The formula is that of ``optimizer.AdamW``; with fp32 states the two agree withi
 Two launches per combination of dtypes and step. Groups may differ in every hyperparameter and still share them.
 
 Random bits depend on the seed, the step, the parameter's number (its place among all parameters of the optimizer) and
-the element's place in it. So replicas stay equal. An optimizer that holds shards is told by ``locate`` what they are
-shards of (``ShardedOptimizer`` does), and then updates them bit for bit as one that holds the whole does.
+the element's place in it. So replicas stay equal. An optimizer that holds shards updates them bit for bit as one that
+holds the whole does: those of FSDP say themselves at which element of the whole they begin (``first_element``), and
+``ShardedOptimizer``, whose ranks hold some parameters of all, tells by ``locate`` what its shards are shards of.
 """
 
 import inspect
@@ -102,7 +103,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 del self.param_groups[-1]
                 raise ValueError(reason)
         for parameter in added:
-            self._places[parameter] = (len(self._places), 0)
+            self._places[parameter] = (len(self._places), getattr(parameter, "first_element", 0))
 
     def locate(self, parameter: Tensor, number: int, offset: int = 0) -> None:
         """Say that ``parameter`` is a shard: of the tensor of this number, from this element on, in memory order.
