@@ -361,10 +361,10 @@ def _unsharded_offsets(parameters: Sequence[Tensor], sizes: Sequence[int]) -> tu
         numbers = [number_of[parameter] for parameter in run]
         even = all(parameters[i].numel() == sizes[i] for i in numbers[:-1])
         runs += [numbers] if even else [[i] for i in numbers]
-    total, run_starts = _offsets([sum(sizes[i] for i in run) for run in runs])
+    total, run_starts = _offsets([sum(sizes[i] for i in numbers) for numbers in runs])
     starts = [0] * len(sizes)
-    for run, start in zip(runs, run_starts, strict=True):
-        for i in run:
+    for numbers, start in zip(runs, run_starts, strict=True):
+        for i in numbers:
             starts[i] = start
             start += sizes[i]
     return total, starts

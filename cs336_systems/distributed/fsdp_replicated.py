@@ -39,7 +39,7 @@ class ReplicatedParameters:
             for name, parameter in zip(names, parameters, strict=True)
         ]
         self._cast = {
-            parameter: alias(copy.detach(), copy.storage_offset(), parameter.shape)
+            parameter: alias(copy.detach(), int(copy.storage_offset()), parameter.shape)
             for parameter in self.parameters
             if (copy := parameter.unsharded_param) is not parameter.sharded_param
         }

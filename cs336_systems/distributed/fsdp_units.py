@@ -347,7 +347,7 @@ def shard_module(
 def _materialise(
     owner: nn.Module,
     made: dict[nn.Parameter, nn.Parameter],
-    run_of: Mapping[Tensor, list[Tensor]],
+    run_of: Mapping[nn.Parameter, list[nn.Parameter]],
     device: torch.device,
     initialise: Initialise | None,
 ) -> None:

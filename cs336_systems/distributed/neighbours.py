@@ -8,21 +8,24 @@ storage too, which only has no memory, so a model says it there as well.
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T", bound=Tensor)
 
-def neighbours(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+
+def neighbours(tensors: Iterable[T]) -> list[list[T]]:
     """All of the tensors in runs: neighbours in the order of their memory, and every other tensor by itself.
 
     Runs are ordered by whichever of their tensors was given first.
     """
     tensors = list(tensors)
-    sharing: dict[int, list[Tensor]] = {}
+    sharing: dict[int, list[T]] = {}
     for tensor in tensors:
         sharing.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-    run_of: dict[Tensor, list[Tensor]] = {}
+    run_of: dict[T, list[T]] = {}
     for some in sharing.values():
         in_order = sorted(some, key=Tensor.storage_offset)
         if len(in_order) > 1 and _fill_one_storage(in_order):
