@@ -7,7 +7,8 @@ sees, and ``unsharded_param``, the whole in ``compute_dtype``, which the module 
 dimensions are replicated (``fsdp_replicated.py``).
 
 Parameters that are used together form a ``ShardedGroup`` and travel in one collective. Only dtype changes copy: shards
-into ``compute_dtype`` before they are gathered, gradients into ``reduce_dtype`` before they are reduced.
+into ``compute_dtype`` before they are gathered, gradients into ``reduce_dtype`` before they are reduced. What a module
+has laid out as one matrix is one again when it is gathered (``neighbours.py``), if the ranks divide all rows evenly.
 """
 
 from collections.abc import Sequence

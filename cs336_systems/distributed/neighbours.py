@@ -6,7 +6,7 @@ looks at where they lie and keeps neighbours together, in their order and withou
 storage too, which only has no memory, so a model says it there as well.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
@@ -16,10 +16,13 @@ from torch import Tensor
 T = TypeVar("T", bound=Tensor)
 
 
-def neighbours(tensors: Iterable[T]) -> list[list[T]]:
+def neighbours(tensors: Iterable[T], alike: Callable[[T], object] = lambda tensor: None) -> list[list[T]]:
     """All of the tensors in runs: neighbours in the order of their memory, and every other tensor by itself.
 
     Runs are ordered by whichever of their tensors was given first.
+
+    Args:
+        alike: what must be equal within a run.
     """
     tensors = list(tensors)
     sharing: dict[int, list[T]] = {}
@@ -28,7 +31,7 @@ def neighbours(tensors: Iterable[T]) -> list[list[T]]:
     run_of: dict[T, list[T]] = {}
     for some in sharing.values():
         in_order = sorted(some, key=Tensor.storage_offset)
-        if len(in_order) > 1 and _fill_one_storage(in_order):
+        if len(in_order) > 1 and len(set(map(alike, in_order))) == 1 and _fill_one_storage(in_order):
             run_of |= dict.fromkeys(in_order, in_order)
     runs = {id(run[0]): run for run in (run_of.get(tensor, [tensor]) for tensor in tensors)}
     return list(runs.values())

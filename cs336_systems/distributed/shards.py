@@ -133,11 +133,7 @@ def _is_trainable(parameter: Tensor) -> bool:
 
 def runs_of(parameters: Sequence[Tensor]) -> Runs:
     """The parameters in runs, none of which is frozen in part: what is frozen now is kept apart."""
-    runs: Runs = []
-    for run in neighbours(parameters):
-        alike = len({parameter.requires_grad for parameter in run}) == 1
-        runs += [run] if alike else [[parameter] for parameter in run]
-    return runs
+    return neighbours(parameters, alike=lambda parameter: parameter.requires_grad)
 
 
 def flat_buffers(runs: Iterable[Sequence[Tensor]], bucket_bytes: int, shards: int) -> list[FlatBuffer]:
