@@ -47,9 +47,9 @@ def _fill_one_storage(tensors: Sequence[Tensor]) -> bool:
     return first.untyped_storage().nbytes() == end * first.element_size()
 
 
-def starts_in(run: Sequence[Tensor], start: int) -> list[int]:
-    """Where each tensor of a run begins that begins at ``start``, in elements."""
-    return list(accumulate((tensor.numel() for tensor in run[:-1]), initial=start))
+def starts_in(run: Sequence[Tensor]) -> list[int]:
+    """Where each tensor of a run begins, in elements from the first."""
+    return list(accumulate((tensor.numel() for tensor in run[:-1]), initial=0))
 
 
 def empty_like_run(
@@ -60,7 +60,7 @@ def empty_like_run(
         return [torch.empty_like(run[0], dtype=dtype, device=device)]
     numel = sum(tensor.numel() for tensor in run)
     buffer = torch.empty(numel, dtype=dtype or run[0].dtype, device=device or run[0].device)
-    return [alias(buffer, start, tensor.shape) for tensor, start in zip(run, starts_in(run, 0), strict=True)]
+    return [alias(buffer, start, tensor.shape) for tensor, start in zip(run, starts_in(run), strict=True)]
 
 
 def alias(buffer: Tensor, offset: int, shape: Sequence[int]) -> Tensor:

@@ -85,7 +85,7 @@ class FlatBuffer:
             begin = offset // itemsize
             # Each run with a storage of its own on the same memory, for ``torch.save`` writes whole storages.
             rows = torch.from_dlpack(self.flat[begin : begin + sum(parameter.numel() for parameter in run)])
-            for parameter, start in zip(run, starts_in(run, 0), strict=True):
+            for parameter, start in zip(run, starts_in(run), strict=True):
                 self._offsets.append(begin + start)
                 self._views[parameter] = in_memory_order(rows[start:], parameter)
         self.hold()

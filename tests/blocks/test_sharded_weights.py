@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from cs336_systems.blocks import REFERENCE, write_out
 from cs336_systems.blocks import weights as block_weights
-from cs336_systems.distributed import FSDP, BucketedDDP, FlatDDP, ShardedOptimizer
+from cs336_systems.distributed import FSDP, BucketedDDP, FlatDDP, ShardedOptimizer, fsdp_parameters
 from cs336_systems.distributed.fsdp_checkpoint import load_checkpoint, save_checkpoint
+from cs336_systems.distributed.fsdp_parameters import Reduction
+from cs336_systems.distributed.neighbours import neighbours
 from cs336_systems.model import TransformerBlock, TransformerLM
 
 from ..distributed.checks import failures, world_of
@@ -136,6 +138,26 @@ def nor_where_a_part_is_frozen_under_fsdp(rank):
     assert same(model, alone(**how))
 
 
+def merged_gradients_travel_as_they_are(rank):
+    """Under FSDP the slices of what backward wrote are what is reduced: no copy in between."""
+    model = fsdp_of(model_of())
+    sent: list[list[Tensor]] = []
+
+    class Watched(Reduction):
+        def __init__(self, group: fsdp_parameters.ShardedGroup) -> None:
+            gradients = [parameter.unsharded_param.grad for parameter in group.trainable]
+            super().__init__(group)
+            assert [x.data_ptr() for x in self._inputs] == [gradient.data_ptr() for gradient in gradients]
+            sent.append(neighbours(gradients))
+
+    fsdp_parameters.Reduction = Watched
+    try:
+        train(model, adamw(model), 1)
+    finally:
+        fsdp_parameters.Reduction = Reduction
+    assert [sorted(map(len, runs)) for runs in sent] == [*[[1, 1, 2, 3]] * TIED.n_layers, [1]]
+
+
 def what_is_frozen_in_part_is_joined_by_a_copy_elsewhere(rank):
     how = {"frozen": "layers.1.attn.k_proj.weight"}
     expected = alone(**how)
@@ -214,6 +236,7 @@ CHECKS = (
     nor_from_meta,
     nor_in_a_compute_dtype,
     nor_where_a_part_is_frozen_under_fsdp,
+    merged_gradients_travel_as_they_are,
     what_is_frozen_in_part_is_joined_by_a_copy_elsewhere,
     rows_that_do_not_divide_are_joined_by_a_copy,
     copies_of_a_sharded_optimizer_go_on_alike,
