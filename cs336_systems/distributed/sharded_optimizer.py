@@ -167,12 +167,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.world_size == 1:
             return batch
         options = f"{self.optimizer_cls.__name__} {self.reduce_gradients} {self.bucket_size_mb}"
+        numbered = _parameters(groups)
+        run_of = {numbered[i]: run for run in batch.runs for i in run}
         described = [
             f"{options}, group {i}: {tuple(p.shape)} {p.dtype}{' frozen' * (not p.requires_grad)}"
+            + f", in one memory with parameters {run_of[p]}" * (len(run_of[p]) > 1)
             for i, group in enumerate(groups)
             for p in group["params"]
         ]
-        described.append(f"neighbours in memory {[run for run in batch.runs if len(run) > 1]}")
         check_same_across_ranks(described, "parameters to shard")
         return batch
 
