@@ -101,18 +101,22 @@ def time_kernel(
     warmup: int = 10,
     samples: int = 50,
     host_first: bool = False,
+    prepare: Callable[[], object] | None = None,
 ) -> list[float]:
     """Milliseconds of one operation, ``samples`` of them, each with a cold L2 cache on a GPU.
 
     Args:
         host_first: let a GPU spin until the host has launched all of the operation, so that kernels alone are timed.
+        prepare: runs before each call, outside of its time.
 
     Raises:
         ValueError: ``warmup`` is negative or ``samples`` is not positive.
     """
     if warmup < 0 or samples < 1:
         raise ValueError(f"warmup must be at least 0 and samples at least 1, got {warmup} and {samples}")
+    prepare = prepare or (lambda: None)
     for _ in range(warmup):
+        prepare()
         operation()
     synchronize(device)
     host_first = host_first and device.type == "cuda"
@@ -120,6 +124,7 @@ def time_kernel(
     flush = torch.empty(_L2_FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
     stopwatches = []
     for _ in range(samples):
+        prepare()
         if flush is not None:
             flush.zero_()
         if host_first:

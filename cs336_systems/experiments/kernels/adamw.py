@@ -1,11 +1,14 @@
 """One step of AdamW over one tensor and its moments, beside the formula in plain PyTorch."""
 
+import functools
+
 import torch
 from torch import Tensor
 
 from cs336_systems.config import PRECISIONS
+from cs336_systems.experiments.kernels import peers
 from cs336_systems.experiments.kernels.cells import KernelCell
-from cs336_systems.experiments.kernels.experiment import Subject
+from cs336_systems.experiments.kernels.measure import Subject
 from cs336_systems.kernels.adamw import Update, UpdateTable, adamw_
 from cs336_systems.training.precision import parameter_dtype
 
@@ -34,4 +37,7 @@ def subject(cell: KernelCell, device: torch.device) -> Subject:
         adamw_([Update(p, g, m, v, step, LR, BETAS, EPS, WEIGHT_DECAY)], stochastic_rounding=True, table=table)
         return p, m, v
 
-    return Subject({"p": p, "g": g, "m": 0.1 * m, "v": v.square()}, ours, formula, 7 * p.nbytes)
+    hyperparameters = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+    others = {"torch": functools.partial(peers.torch_adamw, step=STEP, **hyperparameters)}
+    inputs = {"p": p, "g": g, "m": 0.1 * m, "v": v.square()}
+    return Subject(inputs, ours, formula, 7 * p.nbytes, peers=others)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from cs336_systems.config import PRECISIONS
+from cs336_systems.experiments.kernels import peers
 from cs336_systems.experiments.kernels.cells import KernelCell
-from cs336_systems.experiments.kernels.experiment import Subject
+from cs336_systems.experiments.kernels.measure import Subject
 from cs336_systems.experiments.kernels.rms_norm import EPS
 from cs336_systems.kernels.add_rms_norm import add_rms_norm
 from cs336_systems.model import ops
@@ -27,4 +28,5 @@ def subject(cell: KernelCell, device: torch.device) -> Subject:
     weight = torch.randn(cell.width, device=device, dtype=dtype).requires_grad_()
     passes = {"forward_bytes": 4 * x.nbytes + weight.nbytes, "backward_bytes": 4 * x.nbytes + 2 * weight.nbytes}
     inputs = {"x": x, "branch": branch, "weight": weight}
-    return Subject(inputs, functools.partial(add_rms_norm, eps=EPS), reference, **passes)
+    others = {"liger": functools.partial(peers.liger_add_rms_norm, EPS)}
+    return Subject(inputs, functools.partial(add_rms_norm, eps=EPS), reference, **passes, peers=others)

@@ -1,9 +1,11 @@
-"""What ``benchmark_kernels.py`` is asked, its list of kernels and its grid. Imports no torch."""
+"""What ``benchmark_kernels.py`` is asked, its list of kernels, their peers, and its grid. Imports no torch."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+from cs336_systems.config import resolve_size
 from cs336_systems.experiments.options import RunOptions
 
 KERNELS = (
@@ -12,7 +14,25 @@ KERNELS = (
 )
 """Each a file in ``cs336_systems/kernels`` and one in this folder."""
 
-How = Literal["ours", "eager", "compiled"]
+PEERS = {
+    "torch": ("rms_norm", "adamw", "grad_norm"),
+    "liger": ("rms_norm", "add_rms_norm", "swiglu", "rotary", "linear_cross_entropy"),
+    "liger-large-chunks": ("linear_cross_entropy",),
+    "cut-cross-entropy": ("linear_cross_entropy",),
+    "cut-cross-entropy-filtered": ("linear_cross_entropy",),
+}
+"""Kernels of others for the same, by whose they are; ``peers.py`` says in which configuration they run."""
+
+How = Literal[
+    "ours",
+    "eager",
+    "compiled",
+    "torch",
+    "liger",
+    "liger-large-chunks",
+    "cut-cross-entropy",
+    "cut-cross-entropy-filtered",
+]
 
 
 @dataclass(frozen=True)
@@ -30,13 +50,16 @@ class Options(RunOptions):
     kernel: tuple[str, ...] = KERNELS
     """Which to measure, by default all."""
     how: tuple[How, ...] = get_args(How)
-    """Our kernel, or its formula in plain PyTorch, eager and compiled."""
-    dtype: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
+    """Our kernel; its formula in plain PyTorch, eager and compiled; torch's own fused kernel; Liger's, and for the loss
+    also with larger chunks; Apple's cut cross entropy, exact, and without the gradients that it takes for nothing."""
+    dtype: tuple[Literal["fp32", "bf16"], ...] = ("bf16",)
     """Of the tensors."""
     rows: tuple[int, ...] = (16384,)
     """Tokens."""
-    width: tuple[int, ...] = (1024, 2048, 4096, 8192)
-    """Elements per row: of swiglu's output, of rotary's heads of 128 together."""
+    size: tuple[str, ...] = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "llama3-8b", "qwen2.5-14b")
+    """Models whose widths are taken: d_ff for swiglu, d_model for the others."""
+    width: tuple[int, ...] = ()
+    """Elements per row, instead of those of --size: of swiglu's output, of rotary's query heads of 128 together."""
     samples: int = 50
     """Recorded samples of forward and of backward."""
 
@@ -63,9 +86,29 @@ class KernelCell:
 
 
 def make_cells(options: Options) -> list[KernelCell]:
-    """The grid, ways of computing the same next to each other; raises ValueError for an unknown kernel."""
+    """The grid, ways of computing the same next to each other; a peer that has no such kernel is left out.
+
+    Raises:
+        ValueError: an unknown kernel or size, or peers that have none of the kernels.
+    """
     for kernel in options.kernel:
         if kernel not in KERNELS:
             raise ValueError(f"--kernel {kernel}: known are {', '.join(KERNELS)}")
-    grid = itertools.product(options.kernel, options.dtype, options.rows, options.width, options.how)
-    return [KernelCell(options.device, *values, options.samples, options.seed) for values in grid]
+    cells = [
+        KernelCell(options.device, kernel, dtype, rows, width, how, options.samples, options.seed)
+        for kernel in options.kernel
+        for dtype, rows, width, how in itertools.product(
+            options.dtype, options.rows, options.width or widths(kernel, options.size), options.how
+        )
+        if kernel in PEERS.get(how, KERNELS)
+    ]
+    if not cells:
+        theirs = "; ".join(f"{how} has {', '.join(PEERS[how])}" for how in options.how)
+        raise ValueError(f"--how {' '.join(options.how)} has no --kernel {' '.join(options.kernel)}: {theirs}")
+    return cells
+
+
+def widths(kernel: str, sizes: Sequence[str]) -> list[int]:
+    """Elements per row of a kernel in models, each once, from narrow to wide."""
+    configs = [resolve_size(size) for size in sizes]
+    return sorted({config.d_ff if kernel == "swiglu" else config.d_model for config in configs})

@@ -1,12 +1,13 @@
-"""RMSNorm beside the reference model's."""
+"""RMSNorm beside the reference model's, torch's and Liger's."""
 
 import functools
 
 import torch
 
 from cs336_systems.config import PRECISIONS
+from cs336_systems.experiments.kernels import peers
 from cs336_systems.experiments.kernels.cells import KernelCell
-from cs336_systems.experiments.kernels.experiment import Subject
+from cs336_systems.experiments.kernels.measure import Subject
 from cs336_systems.kernels.rms_norm import rms_norm
 from cs336_systems.model import ops
 from cs336_systems.training.precision import parameter_dtype
@@ -22,4 +23,8 @@ def subject(cell: KernelCell, device: torch.device) -> Subject:
     weight = torch.randn(cell.width, device=device, dtype=dtype).requires_grad_()
     ours, reference = (functools.partial(norm, eps=EPS) for norm in (rms_norm, ops.rms_norm))
     passes = {"forward_bytes": 2 * x.nbytes + weight.nbytes, "backward_bytes": 3 * x.nbytes + 2 * weight.nbytes}
-    return Subject({"x": x, "weight": weight}, ours, reference, **passes)
+    others = {
+        "torch": functools.partial(peers.torch_rms_norm, EPS),
+        "liger": functools.partial(peers.liger_rms_norm, EPS),
+    }
+    return Subject({"x": x, "weight": weight}, ours, reference, **passes, peers=others)

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from cs336_systems.config import PRECISIONS
+from cs336_systems.experiments.kernels import peers
 from cs336_systems.experiments.kernels.cells import KernelCell
-from cs336_systems.experiments.kernels.experiment import Subject
+from cs336_systems.experiments.kernels.measure import Subject
 from cs336_systems.kernels.swiglu import swiglu
 from cs336_systems.model import ops
 from cs336_systems.training.precision import parameter_dtype
@@ -21,4 +22,5 @@ def subject(cell: KernelCell, device: torch.device) -> Subject:
     dtype = parameter_dtype(PRECISIONS[cell.dtype])
     gate_up = torch.randn(cell.rows, 2 * cell.width, device=device, dtype=dtype).requires_grad_()
     z = gate_up.nbytes // 2
-    return Subject({"gate_up": gate_up}, swiglu, reference, gate_up.nbytes + z, 2 * gate_up.nbytes + z)
+    passes = {"forward_bytes": gate_up.nbytes + z, "backward_bytes": 2 * gate_up.nbytes + z}
+    return Subject({"gate_up": gate_up}, swiglu, reference, **passes, peers={"liger": peers.liger_swiglu})

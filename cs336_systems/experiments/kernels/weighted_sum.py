@@ -4,7 +4,7 @@ import torch
 
 from cs336_systems.config import PRECISIONS
 from cs336_systems.experiments.kernels.cells import KernelCell
-from cs336_systems.experiments.kernels.experiment import Subject
+from cs336_systems.experiments.kernels.measure import Subject
 from cs336_systems.kernels.weighted_sum import weighted_sum
 from cs336_systems.training.precision import parameter_dtype
 

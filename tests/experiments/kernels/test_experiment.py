@@ -9,7 +9,7 @@ import torch
 import cs336_systems
 from cs336_systems.case import Unsupported
 from cs336_systems.experiments.kernels.cells import KERNELS, KernelCell
-from cs336_systems.experiments.kernels.experiment import Subject, errors, measure
+from cs336_systems.experiments.kernels.measure import Subject, errors, measure
 from cs336_systems.harness.record import read_rows
 from tests.benchmarks.commands import cells_of, run
 

@@ -1,0 +1,70 @@
+"""Share of the copy ceiling that each kernel reaches, forward and backward, by whoever wrote it, as PNG."""
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+
+from cs336_systems.experiments.kernels.cells import KERNELS
+from cs336_systems.experiments.kernels.table import KERNEL_TABLE
+from cs336_systems.harness.runs import newest
+from cs336_systems.report.figures import OKABE_ITO, dress
+
+_MARKERS = "osD^vPX*"
+_PASSES = ("forward", "backward")
+_BY_FLOPS = ("linear_cross_entropy",)
+"""Kernels whose bound is not memory."""
+
+
+def shares_figure(rows: pd.DataFrame) -> Figure | None:
+    """A column for each kernel whose bound is memory; % of a copy's bandwidth against width, a line for each way.
+
+    Where the rows hold several dtypes or numbers of rows, the one with the most points is drawn.
+    """
+    cells = newest(rows, [name for name in KERNEL_TABLE.settings if name in rows])
+    shares = cells[cells["metric"].isin([f"{name}_copy_share" for name in _PASSES])]
+    shares = shares[(shares["status"] == "ok") & ~shares["kernel"].isin(_BY_FLOPS)]
+    for setting in ("gpu", "dtype", "rows"):
+        if not shares.empty:
+            shares = shares[shares[setting] == shares[setting].mode().iloc[-1]]
+    if shares.empty:
+        return None
+    kernels = [kernel for kernel in KERNELS if (shares["kernel"] == kernel).any()]
+    hows = list(dict.fromkeys(shares["how"]))
+    figure = Figure(figsize=(1.5 + 2.3 * len(kernels), 5.5), layout="constrained")
+    panels = figure.subplots(2, len(kernels), squeeze=False, sharey=True)
+    for (row, name), (column, kernel) in ((r, c) for r in enumerate(_PASSES) for c in enumerate(kernels)):
+        axes = panels[row][column]
+        own = shares[(shares["kernel"] == kernel) & (shares["metric"] == f"{name}_copy_share")]
+        if own.empty:
+            axes.set_visible(False)
+            continue
+        for how, line in own.groupby("how", sort=False):
+            number, points = hows.index(str(how)), line.sort_values("width")
+            axes.plot(
+                points["width"],
+                points["median"].astype(float),
+                color=OKABE_ITO[number % len(OKABE_ITO)],
+                marker=_MARKERS[number % len(_MARKERS)],
+                markersize=4,
+                linewidth=1.3,
+            )
+        axes.set_xscale("log", base=2)
+        widths = sorted(own["width"].unique())
+        axes.set_xticks(widths, [f"{width:,}" for width in widths], rotation=60, ha="right", fontsize=7)
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.axhline(100, color="0.6", linestyle="--", linewidth=1)
+        axes.set_ylim(bottom=0)
+        axes.set_title(f"{kernel}\n{name}" if row == 0 else name, fontsize=9)
+        dress(axes)
+    for row in panels:
+        row[0].set_ylabel("% of a copy's bandwidth")
+    figure.supxlabel("width, elements per row", fontsize=10)
+    handles = [
+        figure.axes[0].plot([], [], color=OKABE_ITO[i % len(OKABE_ITO)], marker=_MARKERS[i % len(_MARKERS)], label=how)[0]
+        for i, how in enumerate(hows)
+    ]
+    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
+    first = shares.iloc[0]
+    where = first["gpu"] or first["device"]
+    figure.suptitle(f"Fused kernels on {where}: {first['rows']:,} rows, {first['dtype']}", fontsize=11)
+    return figure
