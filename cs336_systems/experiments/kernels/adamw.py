@@ -37,7 +37,6 @@ def subject(cell: KernelCell, device: torch.device) -> Subject:
         adamw_([Update(p, g, m, v, step, LR, BETAS, EPS, WEIGHT_DECAY)], stochastic_rounding=True, table=table)
         return p, m, v
 
-    hyperparameters = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
-    others = {"torch": functools.partial(peers.torch_adamw, step=STEP, **hyperparameters)}
+    others = {"torch": functools.partial(peers.torch_adamw, step, LR, BETAS, EPS, WEIGHT_DECAY)}
     inputs = {"p": p, "g": g, "m": 0.1 * m, "v": v.square()}
     return Subject(inputs, ours, formula, 7 * p.nbytes, peers=others)

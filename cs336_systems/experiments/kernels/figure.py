@@ -1,7 +1,10 @@
 """Share of the copy ceiling that each kernel reaches, forward and backward, by whoever wrote it, as PNG."""
 
+from typing import Any
+
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter
 
 from cs336_systems.experiments.kernels.cells import KERNELS
@@ -40,14 +43,7 @@ def shares_figure(rows: pd.DataFrame) -> Figure | None:
             continue
         for how, line in own.groupby("how", sort=False):
             number, points = hows.index(str(how)), line.sort_values("width")
-            axes.plot(
-                points["width"],
-                points["median"].astype(float),
-                color=OKABE_ITO[number % len(OKABE_ITO)],
-                marker=_MARKERS[number % len(_MARKERS)],
-                markersize=4,
-                linewidth=1.3,
-            )
+            axes.plot(points["width"], points["median"].astype(float), **_style(number))
         axes.set_xscale("log", base=2)
         widths = sorted(own["width"].unique())
         axes.set_xticks(widths, [f"{width:,}" for width in widths], rotation=60, ha="right", fontsize=7)
@@ -59,12 +55,15 @@ def shares_figure(rows: pd.DataFrame) -> Figure | None:
     for row in panels:
         row[0].set_ylabel("% of a copy's bandwidth")
     figure.supxlabel("width, elements per row", fontsize=10)
-    handles = [
-        figure.axes[0].plot([], [], color=OKABE_ITO[i % len(OKABE_ITO)], marker=_MARKERS[i % len(_MARKERS)], label=how)[0]
-        for i, how in enumerate(hows)
-    ]
+    handles = [Line2D([], [], label=how, **_style(number)) for number, how in enumerate(hows)]
     figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
     first = shares.iloc[0]
     where = first["gpu"] or first["device"]
     figure.suptitle(f"Fused kernels on {where}: {first['rows']:,} rows, {first['dtype']}", fontsize=11)
     return figure
+
+
+def _style(number: int) -> dict[str, Any]:
+    """Of the line of the way with this number."""
+    colour, marker = OKABE_ITO[number % len(OKABE_ITO)], _MARKERS[number % len(_MARKERS)]
+    return {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.3}

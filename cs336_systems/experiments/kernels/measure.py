@@ -1,4 +1,4 @@
-"""One kernel, computed in one way: its errors, time, bandwidth, and the memory that a call takes besides its results."""
+"""One kernel, computed in one way: its errors, time, bandwidth, and the memory that a call takes beyond its results."""
 
 import functools
 import importlib

@@ -35,7 +35,9 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dqkv: Tensor) -> tuple[Tensor | None, ...]:
-        rotate_(dqkv, *ctx.saved_tensors, *ctx.heads, inverse=True)
+        cos, sin = ctx.saved_tensors
+        n_heads, n_kv_heads = ctx.heads
+        rotate_(dqkv, cos, sin, n_heads, n_kv_heads, inverse=True)
         return dqkv, None, None, None, None
 
 
