@@ -21,7 +21,9 @@ from cs336_systems.answers.vocabulary import LEAKS
 from cs336_systems.costs.parallelism.pipeline import SCHEDULES
 from cs336_systems.experiments.attention.figure import scaling_figure as attention_figure
 from cs336_systems.experiments.attention.masks import masks_figure
+from cs336_systems.experiments.blocks.figure import kept_figure
 from cs336_systems.experiments.collectives.table import collectives_figure
+from cs336_systems.experiments.kernels.figure import shares_figure
 from cs336_systems.experiments.leaks.findings import findings_figure
 from cs336_systems.experiments.model.figure import step_figure
 from cs336_systems.experiments.model.frontier import frontier_figure
@@ -95,6 +97,8 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_attention_bf16_d64.png": of_rows(attention_figure, "attention-flash-bf16", d_head=64),
         "h200_attention_bf16_d128.png": of_rows(attention_figure, "attention-flash-bf16", d_head=128),
         "h200_attention_pytorch_d64.png": of_rows(attention_figure, "attention-pytorch", d_head=64),
+        "h200_kernels.png": of_rows(shares_figure, "kernels"),
+        "h200_blocks.png": of_rows(kept_figure, "fused"),
         **{f"h200_leak_{name}.png": of_leak(name) for name in LEAKS},
         "attention_masks.png": Drawing(masks_figure, lambda: (1024,)),
         "pipeline_schedules.png": Drawing(pipelines_figure, lambda: (timelines,)),

@@ -18,9 +18,11 @@ from cs336_systems.costs.parallelism.forms import least_tokens_per_device
 from cs336_systems.costs.parallelism.scaling import communication_limit
 from cs336_systems.costs.sharding import link_bytes_per_step, state_bytes_by_rank
 from cs336_systems.experiments.attention import table as attention_tables
+from cs336_systems.experiments.blocks.table import BLOCK_TABLE
 from cs336_systems.experiments.collectives.table import collectives_table
 from cs336_systems.experiments.data_parallel.table import DATA_PARALLEL
 from cs336_systems.experiments.fully_sharded.table import FULLY_SHARDED
+from cs336_systems.experiments.kernels.table import KERNEL_TABLE
 from cs336_systems.experiments.leaks import flops_against_time, launch_overhead, matmul_data, roofline_knee
 from cs336_systems.experiments.leaks.findings import Findings
 from cs336_systems.experiments.model.table import step_table
@@ -75,6 +77,8 @@ def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
         "attention_leaderboard": question(
             "attention-training", "impl", batch_size=1, heads=16, length=16_384, d_head=64, **timed
         ),
+        "kernel": question("kernels", "kernel", "how", "rows", "width", dtype="bf16"),
+        "block": question("fused", "size", "how", attention="hopper", layers=1),
         "nsys": question("nsys", *profiled, dtype="fp32"),
         "nsys_autocast": question("nsys-autocast", *profiled),
         "nsys_alone": question("nsys-alone", *profiled),
@@ -149,6 +153,8 @@ def vocabulary(committed: Committed) -> dict[str, Any]:
         "fully_sharded_table": FULLY_SHARDED.of,
         "sharded_memory_table": sharded_tables.MEMORY.of,
         "sharded_time_table": sharded_tables.TIMES.of,
+        "kernel_table": KERNEL_TABLE.of,
+        "block_table": BLOCK_TABLE.of,
         "leak_tables": leak_tables,
     }
     numbers: dict[str, Callable[..., Any]] = {number.__name__: number for number in NUMBERS}

@@ -28,7 +28,7 @@ MAX_TIMEOUT_S = 1e6
 
 _POSITIVE = (
     *("context_length", "batch_size", "steps", "recorded_steps", "repeat", "bucket_size_mb", "calls", "rounds"),
-    *("length", "d_head", "samples", "rows", "width"),
+    *("length", "d_head", "samples", "rows", "width", "layers"),
 )
 _NOT_NEGATIVE = ("warmup", "prefetch")
 

@@ -62,6 +62,19 @@ def test_warm_up_is_kept_apart():
 
 
 @pytest.mark.timing
+def test_what_prepares_a_call_runs_before_each_and_is_not_timed():
+    calls = []
+
+    def prepare():
+        calls.append("prepare")
+        time.sleep(0.02)
+
+    samples = time_kernel(lambda: calls.append("call"), device=CPU, warmup=1, samples=2, prepare=prepare)
+    assert calls == ["prepare", "call"] * 3
+    assert median(samples) < 20
+
+
+@pytest.mark.timing
 def test_time_kernel_counts_and_durations():
     calls = []
     samples = time_kernel(lambda: (calls.append(None), sleep_5_ms()), device=CPU, warmup=3, samples=10)

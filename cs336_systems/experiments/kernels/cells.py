@@ -43,7 +43,7 @@ class Options(RunOptions):
         "how": ("ours", "eager"),  # compiling takes half a minute there
         "dtype": ("fp32",),
         "rows": (1024,),
-        "width": (1024,),
+        "size": ("qwen2.5-0.5b",),
         "samples": 10,
     }
 

@@ -1,19 +1,28 @@
 """Fused kernels' benchmark: its list and its files, its grid, a run on the CPU, and our kernels' errors on a GPU."""
 
+import importlib
 import json
+import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 import cs336_systems
 from cs336_systems.case import Unsupported
-from cs336_systems.experiments.kernels.cells import KERNELS, KernelCell
-from cs336_systems.experiments.kernels.measure import Subject, errors, measure
+from cs336_systems.experiments.kernels.cells import KERNELS, PEERS, How, KernelCell, Options, make_cells
+from cs336_systems.experiments.kernels.measure import Subject, _outputs, errors, extra_bytes, measure
 from cs336_systems.harness.record import read_rows
 from tests.benchmarks.commands import cells_of, run
 
 PACKAGE = Path(cs336_systems.__file__).parent
+CPU = torch.device("cpu")
+
+
+def make_subject(kernel, how, width=256):
+    module = importlib.import_module(f"cs336_systems.experiments.kernels.{kernel}")
+    return module.subject(KernelCell("cpu", kernel, "fp32", 8, width, how, 3, 0), CPU)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -29,9 +38,70 @@ def test_the_grid_puts_ways_of_computing_the_same_next_to_each_other():
     ]
 
 
+def test_peers_without_such_a_kernel_are_left_out():
+    cells = make_cells(Options(device="cpu", kernel=("rms_norm", "swiglu"), width=(64,)))
+    assert [(cell.kernel, cell.how) for cell in cells] == [
+        *(("rms_norm", how) for how in ("ours", "eager", "compiled", "torch", "liger")),
+        *(("swiglu", how) for how in ("ours", "eager", "compiled", "liger")),
+    ]
+
+
+def test_widths_are_those_of_models():
+    cells = make_cells(Options(kernel=("rms_norm", "swiglu"), how=("ours",), size=("llama3-8b", "qwen2.5-0.5b")))
+    assert [(cell.kernel, cell.width) for cell in cells] == [
+        *(("rms_norm", 896), ("rms_norm", 4096)),
+        *(("swiglu", 4864), ("swiglu", 14_336)),
+    ]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_peer_of_the_table_is_there(kernel):
+    assert set(make_subject(kernel, "eager").peers) == {peer for peer, theirs in PEERS.items() if kernel in theirs}
+    assert get_args(How) == ("ours", "eager", "compiled", *PEERS)
+
+
+@pytest.mark.parametrize("kernel", PEERS["torch"])
+def test_torchs_kernels_compute_the_formula(kernel):
+    subject = make_subject(kernel, "torch")
+    gradients = [torch.randn_like(x) for x in _outputs(subject.reference(*subject.inputs.values()))]
+    for metric in errors(subject, subject.peers["torch"](), gradients):
+        assert metric.samples[0] < 1e-6, metric
+
+
+def test_ours_rotates_in_place_what_the_others_have_apart():
+    subject, apart = (make_subject("rotary", how, width=512) for how in ("ours", "eager"))
+    assert subject.inputs["qkv"].shape == (8, (4 + 2 * 1) * 128)
+    assert apart.inputs["q"].shape == (1, 4, 8, 128) and apart.inputs["k"].shape == (1, 1, 8, 128)
+    assert subject.forward_bytes == apart.forward_bytes == 2 * 8 * 5 * 128 * 4 + 2 * 8 * 64 * 4
+    qkv = subject.inputs["qkv"]
+    for metric in errors(subject, subject.ours, [torch.randn_like(qkv)]):
+        assert metric.samples[0] < 1e-6, metric
+    address = qkv.data_ptr()
+    out = subject.ours(*subject.inputs.values())
+    assert out.data_ptr() == address
+
+
+@pytest.mark.parametrize(
+    ("module", "kernel", "how", "distribution"),
+    [
+        ("liger_kernel.ops", "swiglu", "liger", "liger-kernel"),
+        ("cut_cross_entropy", "linear_cross_entropy", "cut-cross-entropy", "cut-cross-entropy"),
+    ],
+)
+def test_a_peer_that_is_not_installed_is_named_and_how_to_install_it(module, kernel, how, distribution, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(Unsupported, match=rf"^{distribution} is not there \(.*\): uv sync, or pip install"):
+        make_subject(kernel, how).peers[how]()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            ("--kernel", "swiglu", "adamw", "--how", "cut-cross-entropy"),
+            "--how cut-cross-entropy has no --kernel swiglu adamw: cut-cross-entropy has linear_cross_entropy",
+        ),
+        (("--size", "huge"), "unknown model size 'huge'"),
         (("--kernel", "weighted"), f"--kernel weighted: known are {', '.join(KERNELS)}"),
         (("--rows", "0"), "--rows must be positive, got 0"),
         (("--width", "-1"), "--width must be positive, got -1"),
@@ -78,9 +148,38 @@ def test_errors_are_of_every_output_and_gradient_and_leave_the_inputs():
     assert found == {"error_out": [0.0], "error_grad_x": [0.5]}
 
 
+def test_a_gradient_that_is_written_over_is_the_same_for_all():
+    class TwiceInPlace(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy.mul_(2)
+
+    arriving = [torch.ones(4)]
+    subject = Subject({"x": torch.ones(4, requires_grad=True)}, TwiceInPlace.apply, lambda x: x * 2, 64)
+    found = {metric.name: metric.samples for metric in errors(subject, subject.ours, arriving)}
+    assert found == {"error_out": [0.0], "error_grad_x": [0.0]}
+    assert (arriving[0] == 1).all()
+
+
 def test_heads_that_do_not_divide_a_width_are_not_measured():
     with pytest.raises(Unsupported, match="heads of 128 do not divide a width of 1000"):
         measure(KernelCell("cpu", "rotary", "fp32", 8, 1000, "eager", 5, 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_extra_memory_is_what_a_call_takes_beyond_what_it_leaves():
+    x = torch.randn(2**20, device="cuda")
+
+    def sum_of_a_temporary():
+        return (x + 1).mul_(2).sum(), x.clone()
+
+    assert extra_bytes(sum_of_a_temporary, x.device) == 0  # the temporary is gone when the clone is made, in its place
+    assert extra_bytes(lambda: (x + 1).sum(), x.device) == pytest.approx(x.nbytes, rel=0.01)
 
 
 @pytest.mark.gpu
