@@ -1,4 +1,4 @@
-"""scripts/measure_attention.sh, _models.sh, _profiles.sh: their parts' commands parse, and compare what they should."""
+"""Recipes for one GPU, scripts/measure_*.sh: their parts' commands parse, and compare what they should."""
 
 import os
 import re
@@ -9,14 +9,25 @@ import pytest
 
 from cs336_systems.config import HANDOUT_SIZES
 from cs336_systems.experiments.attention import cells as attention
+from cs336_systems.experiments.blocks import cells as blocks
+from cs336_systems.experiments.kernels import cells as kernels
 from cs336_systems.experiments.model import cells as model
 from cs336_systems.experiments.profile import cells as profile
 from cs336_systems.report.command_line import parse
 from tests.benchmarks.commands import ROOT
 
-ATTENTION, MODELS, PROFILES = (ROOT / "scripts" / f"measure_{name}.sh" for name in ("attention", "models", "profiles"))
-QUESTIONS = {"benchmark_attention": attention, "benchmark_model": model, "profile_model": profile}
+ATTENTION, KERNELS, MODELS, PROFILES = (
+    ROOT / "scripts" / f"measure_{name}.sh" for name in ("attention", "kernels", "models", "profiles")
+)
+QUESTIONS = {
+    "benchmark_attention": attention,
+    "benchmark_blocks": blocks,
+    "benchmark_kernels": kernels,
+    "benchmark_model": model,
+    "profile_model": profile,
+}
 PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+  ", ATTENTION.read_text(), re.MULTILINE)
+KERNEL_PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+  ", KERNELS.read_text(), re.MULTILINE)
 CLOCKS = {"harness", "do-bench"}
 
 
@@ -38,15 +49,42 @@ def grids(script: Path, folder: Path, *parts: str, **environment: str) -> dict[s
     return found
 
 
-def test_the_head_names_every_part():
-    branches = re.findall(r"^    ([a-z][a-z0-9|-]*)\)$", ATTENTION.read_text(), re.MULTILINE)
-    assert sorted(PARTS) == sorted(part for branch in branches for part in branch.split("|"))
+@pytest.mark.parametrize(("script", "parts"), [(ATTENTION, PARTS), (KERNELS, KERNEL_PARTS)])
+def test_the_head_names_every_part(script, parts):
+    branches = re.findall(r"^    ([a-z][a-z0-9|-]*)\)$", script.read_text(), re.MULTILINE)
+    assert sorted(parts) == sorted(part for branch in branches for part in branch.split("|"))
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_no_part_measures_a_cell_twice(part, tmp_path):
     for cells in grids(ATTENTION, tmp_path, part).values():
         assert cells and len(set(cells)) == len(cells)
+
+
+def test_kernels_and_blocks_are_measured_at_the_shapes_of_the_models(tmp_path):
+    found = grids(KERNELS, tmp_path, *KERNEL_PARTS)
+    assert set(found) == {"kernels", "fused"}
+    assert all(len(set(cells)) == len(cells) for cells in found.values())
+    assert {cell.kernel for cell in found["kernels"]} == {*kernels.KERNELS} - {"weighted_sum"}
+    assert {cell.how for cell in found["kernels"]} == {"ours", "eager", "compiled", *kernels.PEERS}
+    assert {cell.dtype for cell in found["kernels"]} == {"bf16"}
+    assert min(cell.n_samples for cell in found["kernels"]) >= 30
+    norms = [cell for cell in found["kernels"] if cell.kernel == "rms_norm"]
+    assert {cell.rows for cell in norms} == {4096, 16_384, 65_536}
+    assert {cell.width for cell in norms} == {896, 1536, 2048, 3584, 4096, 5120}
+    head = [cell for cell in found["kernels"] if cell.kernel == "linear_cross_entropy" and cell.rows == 32_768]
+    assert {cell.width for cell in head} == {4096}
+    single = [cell for cell in found["fused"] if cell.layers == 1 and cell.attention == "hopper"]
+    assert {(cell.size, cell.batch_size, cell.context_length) for cell in single} == {
+        ("leaderboard-8b", 1, 32_768),
+        ("llama3-8b", 2, 8192),
+        *((f"qwen2.5-{size}", batch, 1024) for size, batch in (("0.5b", 32), ("1.5b", 16), ("3b", 8), ("7b", 4))),
+    }
+    ways: dict[tuple, set] = {(cell.shape, cell.repeat): set() for cell in single}
+    for cell in single:
+        ways[cell.shape, cell.repeat].add(cell.how)
+    assert all({"compiled", "input", "attention", "products", "all"} <= hows for hows in ways.values())
+    assert all(cell.steps >= 30 for cell in found["fused"])
 
 
 def test_eager_and_compiled_attention_take_turns_until_memory_ends(tmp_path):

@@ -49,7 +49,7 @@ def test_attention_that_only_autograd_has_runs_in_reference_blocks():
         ),
         (("--size", "huge"), "unknown model size 'huge'"),
         (("--layers", "0"), "--layers must be positive, got 0"),
-        (("--context-length", "129"), "129"),
+        (("--size", "llama3-8b", "--context-length", "8193"), "8193"),
     ],
 )
 def test_bad_values_are_named(arguments, message):
