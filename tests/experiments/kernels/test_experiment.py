@@ -184,6 +184,23 @@ def test_extra_memory_is_what_a_call_takes_beyond_what_it_leaves():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("kernel", "peer"),
+    [(kernel, peer) for peer, kernels in PEERS.items() for kernel in kernels if not peer.endswith("filtered")],
+)
+def test_others_kernels_compute_the_same(kernel, peer):
+    try:
+        theirs, eager = (measure(KernelCell("cuda", kernel, "bf16", 512, 1024, how, 5, 0)) for how in (peer, "eager"))
+    except Unsupported as missing:
+        pytest.skip(str(missing))
+    allowed = {metric.name: 4 * metric.samples[0] + 2**-9 for metric in eager if metric.name.startswith("error")}
+    for metric in theirs:
+        if metric.name.startswith("error"):
+            assert metric.samples[0] <= allowed[metric.name], metric
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_our_kernels_are_as_exact_as_the_formula(kernel, dtype):
