@@ -8,9 +8,9 @@
 Forward and backward are timed separately, backward as backward, on a GPU with a cold L2 cache. GB/s count the bytes
 that must move, however it is computed; beside them stands their share of a large copy, timed in the same process.
 Errors are relative Frobenius norms against the formula in fp64. On a GPU the memory of a call at its peak, beyond its
-inputs and results, is measured too. Others' kernels run in the configurations of ``experiments/kernels/peers.py``; those
-of Liger and of cut cross entropy need their packages. On an H200 the defaults take about ten minutes, half of them the
-loss; ``scripts/measure_kernels.sh`` has them in parts.
+inputs and results, is measured too. Others' kernels run in the configurations of ``experiments/kernels/peers.py``;
+those of Liger and of cut cross entropy need their packages. On an H200 the defaults take about ten minutes, half of
+them the loss; ``scripts/measure_kernels.sh`` has them in parts.
 """
 
 from cs336_systems.experiments.kernels.cells import Options
