@@ -14,6 +14,9 @@ KERNELS = (
 )
 """Each a file in ``cs336_systems/kernels`` and one in this folder."""
 
+BY_FLOPS = ("linear_cross_entropy",)
+"""Those whose bound is FLOPs and not bytes. They take long beside their launches."""
+
 PEERS = {
     "torch": ("rms_norm", "adamw", "grad_norm"),
     "liger": ("rms_norm", "add_rms_norm", "swiglu", "rotary", "linear_cross_entropy"),

@@ -7,15 +7,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter
 
-from cs336_systems.experiments.kernels.cells import KERNELS
+from cs336_systems.experiments.kernels.cells import BY_FLOPS, KERNELS
 from cs336_systems.experiments.kernels.table import KERNEL_TABLE
 from cs336_systems.harness.runs import newest
 from cs336_systems.report.figures import OKABE_ITO, dress
 
 _MARKERS = "osD^vPX*"
 _PASSES = ("forward", "backward")
-_BY_FLOPS = ("linear_cross_entropy",)
-"""Kernels whose bound is not memory."""
 
 
 def shares_figure(rows: pd.DataFrame) -> Figure | None:
@@ -25,7 +23,7 @@ def shares_figure(rows: pd.DataFrame) -> Figure | None:
     """
     cells = newest(rows, [name for name in KERNEL_TABLE.settings if name in rows])
     shares = cells[cells["metric"].isin([f"{name}_copy_share" for name in _PASSES])]
-    shares = shares[(shares["status"] == "ok") & ~shares["kernel"].isin(_BY_FLOPS)]
+    shares = shares[(shares["status"] == "ok") & ~shares["kernel"].isin(BY_FLOPS)]
     for setting in ("gpu", "dtype", "rows"):
         if not shares.empty:
             shares = shares[shares[setting] == shares[setting].mode().iloc[-1]]

@@ -10,7 +10,7 @@ import torch._functorch.config
 from torch import Tensor
 
 from cs336_systems.case import Unsupported
-from cs336_systems.experiments.kernels.cells import KernelCell
+from cs336_systems.experiments.kernels.cells import BY_FLOPS, KernelCell
 from cs336_systems.harness.ceilings import measure_copy
 from cs336_systems.harness.clock import time_kernel
 from cs336_systems.harness.memory import PeakMeter, allocated_bytes
@@ -69,7 +69,14 @@ def measure(cell: KernelCell) -> list[Metric]:
         passes["backward"] = (backward, functools.partial(_restore, arriving, gradients), subject.backward_bytes)
     copy = Metric("copy", "GB/s", measure_copy(device))
     for name, (run, prepare, n_bytes) in passes.items():
-        samples_ms = time_kernel(run, device=device, samples=cell.n_samples, prepare=prepare)
+        samples_ms = time_kernel(
+            run,
+            device=device,
+            samples=cell.n_samples,
+            # Some wait for the device: it would spin as long as they run, and rest from the power that they take.
+            host_first=cell.kernel not in BY_FLOPS,
+            prepare=prepare,
+        )
         bandwidth = [n_bytes / ms / 1e6 for ms in samples_ms]
         shares = [100 * rate / copy.statistics()["median"] for rate in bandwidth]
         metrics += [
