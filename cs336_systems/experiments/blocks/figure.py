@@ -30,7 +30,7 @@ def kept_figure(rows: pd.DataFrame) -> Figure | None:
         return None
     columns = min(_COLUMNS, len(shapes))
     lines = -(-len(shapes) // columns)
-    figure = Figure(figsize=(4.2 * columns, 3.6 * lines), layout="constrained")
+    figure = Figure(figsize=(max(6, 4.2 * columns), 3.6 * lines), layout="constrained")
     panels = figure.subplots(lines, columns, squeeze=False)
     for axes in panels.flat[len(shapes) :]:
         axes.set_visible(False)
@@ -41,7 +41,8 @@ def kept_figure(rows: pd.DataFrame) -> Figure | None:
         axes.plot(line["kept"], line["ms"], color=_OURS, marker="o", markersize=5, linewidth=1.2)
         axes.plot(own["kept"][~written_out], ms[~written_out], color=_THEIRS, marker="*", markersize=9, linestyle="")
         for how, kept, height in zip(own["how"], own["kept"], ms, strict=True):
-            axes.annotate(how, (kept, height), xytext=(4, 5), textcoords="offset points", fontsize=8)
+            side = "right" if kept > 0.85 * own["kept"].max() else "left"
+            axes.annotate(how, (kept, height), xytext=(0, 6), textcoords="offset points", fontsize=8, ha=side)
         first = own.iloc[0]
         axes.set_title(f"{first['size']}, {first['batch_size']} x {first['context_length']:,} tokens", fontsize=10)
         axes.set_xlim(left=0)

@@ -5,7 +5,6 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullFormatter
 
 from cs336_systems.experiments.kernels.cells import BY_FLOPS, KERNELS
 from cs336_systems.experiments.kernels.table import KERNEL_TABLE
@@ -17,7 +16,7 @@ _PASSES = ("forward", "backward")
 
 
 def shares_figure(rows: pd.DataFrame) -> Figure | None:
-    """A column for each kernel whose bound is memory; % of a copy's bandwidth against width, a line for each way.
+    """A column for each kernel whose bound is memory; % of a copy's bandwidth at each width, a line for each way.
 
     Where the rows hold several dtypes or numbers of rows, the one with the most points is drawn.
     """
@@ -39,13 +38,11 @@ def shares_figure(rows: pd.DataFrame) -> Figure | None:
         if own.empty:
             axes.set_visible(False)
             continue
-        for how, line in own.groupby("how", sort=False):
-            number, points = hows.index(str(how)), line.sort_values("width")
-            axes.plot(points["width"], points["median"].astype(float), **_style(number))
-        axes.set_xscale("log", base=2)
         widths = sorted(own["width"].unique())
-        axes.set_xticks(widths, [f"{width:,}" for width in widths], rotation=60, ha="right", fontsize=7)
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        for how, line in own.groupby("how", sort=False):
+            points = line.sort_values("width")
+            axes.plot(points["width"].map(widths.index), points["median"].astype(float), **_style(hows.index(str(how))))
+        axes.set_xticks(range(len(widths)), [f"{width:,}" for width in widths], rotation=60, ha="right", fontsize=7)
         axes.axhline(100, color="0.6", linestyle="--", linewidth=1)
         axes.set_ylim(bottom=0)
         axes.set_title(f"{kernel}\n{name}" if row == 0 else name, fontsize=9)

@@ -43,9 +43,9 @@ def test_a_panel_for_each_kernel_and_pass_and_a_line_for_each_way():
         )
     )
     assert list(found) == ["rms_norm\nforward", "adamw\nforward", "backward"]
-    assert found["rms_norm\nforward"] == [[(896, 60), (4096, 93)], [(4096, 87)]]
-    assert found["backward"] == [[(896, 50), (4096, 85)], [(4096, 40)]]
-    assert found["adamw\nforward"] == [[(4096, 94)]]
+    assert found["rms_norm\nforward"] == [[(0, 60), (1, 93)], [(1, 87)]]
+    assert found["backward"] == [[(0, 50), (1, 85)], [(1, 40)]]
+    assert found["adamw\nforward"] == [[(0, 94)]]
 
 
 def test_without_shares_there_is_no_picture():
