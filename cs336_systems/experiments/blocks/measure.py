@@ -56,10 +56,8 @@ def block_ops(cell: BlockCell) -> BlockOps:
     """Plain PyTorch's operations beside reference attention, else the fused kernels."""
     if cell.attention == "reference":
         return REFERENCE
-    from cs336_systems.blocks.attention import (  # of Triton, which not all machines have
-        FLASH_ATTENTION,
-        HOPPER_ATTENTION,
-    )
+    # Of Triton, which not all machines have.
+    from cs336_systems.blocks.attention import FLASH_ATTENTION, HOPPER_ATTENTION
     from cs336_systems.blocks.fused import fused
 
     return fused(FLASH_ATTENTION if cell.attention == "flash" else HOPPER_ATTENTION)
