@@ -11,6 +11,7 @@ documents without text are left out. Nothing but the present document, or the pr
 """
 
 import json
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence, Set
@@ -112,11 +113,11 @@ class Corpus:
 
 def _files(folder: Path, suffixes: Sequence[str], excluded: Set[str] = frozenset()) -> list[Path]:
     """All files below a folder that have one of the suffixes, sorted; none that is hidden, or in an excluded folder."""
-    found = [path for path in folder.rglob("*") if path.name.endswith(tuple(suffixes)) and path.is_file()]
-    below = {path: path.relative_to(folder).parts for path in found}
-    return sorted(
-        path for path, parts in below.items() if not excluded & set(parts) and not any(p.startswith(".") for p in parts)
-    )
+    found = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in excluded and not name.startswith(".")]
+        found += [Path(parent, name) for name in names if name.endswith(tuple(suffixes)) and not name.startswith(".")]
+    return sorted(found)
 
 
 def _text(path: Path, separator: str | None) -> Iterator[Document]:
@@ -125,7 +126,7 @@ def _text(path: Path, separator: str | None) -> Iterator[Document]:
         return
     n_bytes = path.stat().st_size
     _check_size(path, n_bytes)
-    yield Document(path.read_text(encoding="utf-8", errors="replace"), n_bytes)
+    yield Document(path.read_bytes().decode(errors="replace"), n_bytes)
 
 
 def _separated(path: Path, separator: bytes) -> Iterator[Document]:

@@ -58,9 +58,10 @@ def tokenize(options: TokenizeOptions) -> Dataset:
 
 def default_folder(options: TokenizeOptions, corpus: Corpus) -> Path:
     """Below ``data``, by the names of corpus and tokenizer."""
-    named = {"bpe": f"bpe{options.vocab_size}", "bytes": "bytes"}
     path = Path(options.tokenizer).resolve()
-    return Path("data") / f"{corpus.name}-{named.get(options.tokenizer, (path.parent if path.suffix else path).name)}"
+    folder = path.parent if path.suffix == ".json" else path
+    named = {"bpe": f"bpe{options.vocab_size}", "bytes": "bytes"}.get(options.tokenizer, folder.name)
+    return Path("data") / f"{corpus.name}-{named}"
 
 
 def _check_target(out: Path, replace: bool) -> None:
