@@ -23,7 +23,7 @@ class TokenizeOptions:
     """bpe: byte-level BPE, trained on this text; bytes; or a tokenizer.json, or a Hugging Face folder that has one."""
     vocab_size: int = 4096
     """Of a BPE that is trained here."""
-    sample_mb: float = 50.0
+    sample_mb: float = 16.0
     """Megabytes of text, from the first documents for training, on which the BPE is trained."""
     eos_token: str | None = None
     """Ends each document; by default what tokenizer_config.json beside a tokenizer.json says, else <|endoftext|>."""

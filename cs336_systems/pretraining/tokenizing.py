@@ -168,19 +168,18 @@ class _Shards:
 def _published(out: Path) -> Iterator[Path]:
     """A hidden folder, which gets the name, and an earlier dataset's place, if the block ends well; else it goes."""
     hidden = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    earlier = hidden.with_suffix(".old")
     hidden.mkdir(parents=True)
     try:
         yield hidden
         if out.exists():
-            earlier = hidden.with_suffix(".old")
             out.rename(earlier)
-            hidden.rename(out)
-            shutil.rmtree(earlier)
-        else:
-            hidden.rename(out)
-    except BaseException:
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise
+        hidden.rename(out)
+    finally:
+        if earlier.exists() and not out.exists():
+            earlier.rename(out)
+        for left in (hidden, earlier):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 class _Bar:

@@ -90,3 +90,17 @@ def test_tokenizers_that_are_not_there_or_not_whole(folder):
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer.json: no definition of a tokenizer: "):
         load_tokenizer(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["bytes", "bpe"])
+def test_transformers_reads_the_same_ids(tokenizer, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    (tmp_path / "tokenizer.json").write_text(tokenizer.json())
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token=END_OF_TEXT)
+    assert theirs.eos_token_id == tokenizer.eos_id
+    for text in (TEXTS[0], TEXTS[1], TEXTS[4]):
+        assert [*theirs(text, add_special_tokens=False)["input_ids"], tokenizer.eos_id] == tokenizer.encode([text])[
+            0
+        ].tolist()

@@ -4,6 +4,7 @@ import filecmp
 import json
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -120,6 +121,22 @@ def test_a_failure_leaves_the_earlier_dataset_and_nothing_else(lines, monkeypatc
     with pytest.raises(error if isinstance(error, type) else type(error)):
         make(lines, "out", vocab_size=300, processes=1, replace=True)
     monkeypatch.undo()
+    assert sorted(path.name for path in lines.parent.iterdir()) == ["lines.jsonl", "out"]
+    assert tokenizing.Dataset.open(before.folder).manifest == before.manifest
+
+
+def test_an_earlier_dataset_comes_back_if_the_new_one_cannot_take_its_place(lines, monkeypatch):
+    before = make(lines, "out", tokenizer="bytes", processes=1)
+    rename = Path.rename
+
+    def fail(self, target):
+        if self.suffix == ".tmp":
+            raise OSError("moved by nobody")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="moved by nobody"):
+        make(lines, "out", vocab_size=300, processes=1, replace=True)
     assert sorted(path.name for path in lines.parent.iterdir()) == ["lines.jsonl", "out"]
     assert tokenizing.Dataset.open(before.folder).manifest == before.manifest
 
