@@ -23,6 +23,7 @@ LADDER = (
     {"training"},
     {"harness"},
     {"profiling"},
+    {"pretraining"},
     {"report"},
     {"experiments"},
     {"answers"},

@@ -1,0 +1,52 @@
+"""What ``tokenize_data.py`` is asked. Imports no torch, and no library of tokenizers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+MOST_SHARD_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class TokenizeOptions:
+    """Text to token files, divided for training and evaluation."""
+
+    input: tuple[Path, ...] = ()
+    """Text, .jsonl and .parquet files, and folders of such; by default the standard library of the running Python."""
+    suffix: tuple[str, ...] = (".py", ".txt", ".md", ".jsonl", ".parquet")
+    """Of the files taken from folders."""
+    field: str = "text"
+    """Of a line of JSON or a row of Parquet, that holds the text."""
+    separator: str | None = None
+    """Between the documents of a text file, such as <|endoftext|>; without it each file is a document."""
+    tokenizer: str = "bpe"
+    """bpe: byte-level BPE, trained on this text; bytes; or a tokenizer.json, or a Hugging Face folder that has one."""
+    vocab_size: int = 4096
+    """Of a BPE that is trained here."""
+    sample_mb: float = 16.0
+    """Megabytes of text, from the first documents for training, on which the BPE is trained."""
+    eos_token: str | None = None
+    """Ends each document; by default what tokenizer_config.json beside a tokenizer.json says, else <|endoftext|>."""
+    evaluation_fraction: float = 0.05
+    """Of the documents, held out by the hash of their text: equal ones stay together, on every machine."""
+    shard_tokens: int = 100_000_000
+    """Tokens per file."""
+    bytes_per_token: Literal[2, 4] = 4
+    """4 bytes can be read by llm.q; 2 hold vocabularies up to 65,536 in half the space."""
+    processes: int | None = None
+    """By default one for each core; their number changes no byte of what is written."""
+    out: Path | None = None
+    """Folder to be made; by default data/CORPUS-TOKENIZER."""
+    replace: bool = False
+    """Replace an earlier dataset there."""
+
+    def check(self) -> None:
+        """Raise ValueError for a number out of range."""
+        if not 0 <= self.evaluation_fraction <= 1:
+            raise ValueError(f"--evaluation-fraction must lie in 0..1, got {self.evaluation_fraction:g}")
+        if not 0 < self.shard_tokens <= MOST_SHARD_TOKENS:
+            raise ValueError(f"--shard-tokens must lie in 1..{MOST_SHARD_TOKENS}, got {self.shard_tokens}")
+        if not self.sample_mb > 0:
+            raise ValueError(f"--sample-mb must be positive, got {self.sample_mb:g}")
+        if self.processes is not None and self.processes < 1:
+            raise ValueError(f"--processes must be positive, got {self.processes}")

@@ -1,0 +1,153 @@
+"""Tokenizers: from a ``tokenizer.json``, bytes, or a byte-level BPE trained on text; all can be written as the former.
+
+    tokenizer = train_bpe(texts, vocab_size=4096)
+    tokenizer = load_tokenizer(Path("Qwen2.5-0.5B"))        # the file, or a Hugging Face folder that has it
+    tokenizer = ByteTokenizer()                              # 256 bytes and the end of text
+    for ids in tokenizer.encode(texts):                      # each text's ids, its end of text last
+        ...
+    path.write_text(tokenizer.json())                        # for tokenizers.Tokenizer.from_file, to decode samples
+
+Byte-level BPE (Radford et al. 2019): merges of bytes within words, so every text can be written and read back. Text
+that spells a special token is text, never that token. Truncation and padding in a ``tokenizer.json`` are not obeyed.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer as Definition
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+class Tokenizer(Protocol):
+    """Text to ids; can be sent to other processes."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below it."""
+        ...
+
+    @property
+    def eos_id(self) -> int:
+        """Of the token that ends each document."""
+        ...
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """The (n,) ids of each text, ending with ``eos_id``."""
+        ...
+
+    def json(self) -> str:
+        """The same tokenizer as the text of a ``tokenizer.json``."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8: an id is a byte, and 256 is the end of text."""
+
+    vocab_size = 257
+    eos_id = 256
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        return [np.append(np.frombuffer(text.encode(), np.uint8), [self.eos_id]).astype(np.uint32) for text in texts]
+
+    def json(self) -> str:
+        definition = Definition(models.BPE(vocab={sign: byte for byte, sign in enumerate(_byte_signs())}, merges=[]))
+        definition.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        definition.decoder = decoders.ByteLevel()
+        definition.add_special_tokens([END_OF_TEXT])
+        return definition.to_str()
+
+
+def _byte_signs() -> list[str]:
+    """What stands for each byte in byte-level vocabularies: its own character if visible, else one from 256 on."""
+    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
+
+
+class JsonTokenizer:
+    """What a ``tokenizer.json`` defines, by the tokenizers library.
+
+    Raises:
+        ValueError: that is no definition of a tokenizer, or it has no token ``eos_token``.
+    """
+
+    def __init__(self, definition: str, eos_token: str) -> None:
+        try:
+            self._definition = Definition.from_str(definition)
+        except Exception as error:  # the library raises nothing more specific
+            raise ValueError(f"no definition of a tokenizer: {error}") from None
+        self._definition.encode_special_tokens = True
+        self._definition.no_truncation()
+        self._definition.no_padding()
+        eos_id = self._definition.token_to_id(eos_token)
+        if eos_id is None:
+            raise ValueError(f"it has no token {eos_token!r} to end documents with")
+        self._eos_token = eos_token
+        self.eos_id = eos_id
+        self.vocab_size = max(self._definition.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        encoded = self._definition.encode_batch_fast(list(texts), add_special_tokens=False)  # twice as fast: no offsets
+        return [np.array([*one.ids, self.eos_id], np.uint32) for one in encoded]
+
+    def json(self) -> str:
+        return self._definition.to_str()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return JsonTokenizer, (self.json(), self._eos_token)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
+    """A byte-level BPE of ``vocab_size`` tokens, fewer if the texts have no more pairs; id 0 is the end of text.
+
+    Raises:
+        ValueError: the vocabulary has no room for all bytes and the end of text.
+    """
+    if vocab_size < ByteTokenizer.vocab_size:
+        raise ValueError(f"a vocabulary of bytes and an end of text has {ByteTokenizer.vocab_size}, got {vocab_size}")
+    definition = Definition(models.BPE())
+    definition.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    definition.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(_byte_signs()),
+        show_progress=False,
+    )
+    definition.train_from_iterator(iter(texts), trainer)
+    return JsonTokenizer(definition.to_str(), END_OF_TEXT)
+
+
+def load_tokenizer(path: Path, eos_token: str | None = None) -> JsonTokenizer:
+    """The tokenizer of a ``tokenizer.json``, or of a folder that has one.
+
+    Args:
+        eos_token: ends documents; by default the one that ``tokenizer_config.json`` beside it names, else
+            ``<|endoftext|>``.
+
+    Raises:
+        ValueError: there is none, it is damaged, or it has no such token.
+        OSError: it cannot be read.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.exists():
+        raise ValueError(f"tokenizer {path}: there is no {file}")
+    try:
+        return JsonTokenizer(file.read_text(encoding="utf-8"), eos_token or _configured_eos(file) or END_OF_TEXT)
+    except ValueError as error:
+        raise ValueError(f"tokenizer {file}: {error}") from None
+
+
+def _configured_eos(file: Path) -> str | None:
+    """What the ``tokenizer_config.json`` beside a ``tokenizer.json`` says; there it is a string or an object."""
+    config = file.with_name("tokenizer_config.json")
+    if not config.exists():
+        return None
+    eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+    return eos["content"] if isinstance(eos, dict) else eos

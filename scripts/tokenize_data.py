@@ -1,0 +1,64 @@
+"""Text to token files for training: any text, any tokenizer, all cores; without options Python's own library.
+
+    uv run scripts/tokenize_data.py                                        # the standard library: data/stdlib-bpe4096
+    uv run scripts/tokenize_data.py --input books/ --suffix .txt --vocab-size 16384
+    uv run scripts/tokenize_data.py --input web.jsonl --field content --tokenizer Qwen2.5-0.5B/
+    uv run scripts/tokenize_data.py --input TinyStories-train.txt --separator '<|endoftext|>' --bytes-per-token 2
+
+Documents are held out for evaluation by the hash of their text. The folder appears when it is complete.
+"""
+
+import json
+import sys
+import time
+
+import tyro
+
+from cs336_systems.pretraining.tokenize_options import TokenizeOptions
+from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with
+
+NAME = "tokenize_data"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, tokenize, say what came of it; returns the exit code."""
+    options = tyro.cli(TokenizeOptions, args=arguments, description=__doc__)
+    from cs336_systems.pretraining.tokenizing import tokenize  # numpy and the tokenizers library come with it
+
+    started = time.perf_counter()
+    try:
+        dataset = tokenize(options)
+    except (ValueError, OSError) as error:
+        return complain(NAME, error)
+    except RuntimeError as error:
+        print(f"{NAME}: {error}; nothing was written", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{NAME}: interrupted; nothing was written", file=sys.stderr)
+        return INTERRUPTED
+    seconds = time.perf_counter() - started
+
+    import pandas as pd
+
+    from cs336_systems.report.show import show
+    from cs336_systems.report.tables import Table
+
+    splits = dataset.manifest["splits"]
+    totals = {count: sum(split[count] for split in splits.values()) for count in ("documents", "bytes", "tokens")}
+    lines = [
+        {"split": name}
+        | {count: f"{split[count]:,}" for count in totals}
+        | {"bytes per token": f"{split['bytes'] / split['tokens']:.2f}", "token files": str(len(split["files"]))}
+        for name, split in splits.items()
+    ]
+    caption = f"{dataset.manifest['corpus']}: {dataset.manifest['files']:,} files, vocabulary {dataset.vocab_size:,}"
+    show(Table(caption, pd.DataFrame(lines)), "auto")
+    print(f"{dataset.folder}, in {seconds:.1f} s ({totals['bytes'] / seconds / 1e6:.1f} MB/s)")
+    line = {"command": NAME, "out": str(dataset.folder), "vocab_size": dataset.vocab_size} | totals
+    line |= {f"{name}_tokens": split["tokens"] for name, split in splits.items()}
+    print(json.dumps(line | {"bytes_per_token": round(totals["bytes"] / totals["tokens"], 3), "s": round(seconds, 2)}))
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(NAME, main)
