@@ -17,13 +17,40 @@ PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
 ON_HOPPER = """
 import torch, triton
+from collections import namedtuple
+from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import wrap_handle_tensordesc
 from triton.runtime.jit import JITFunction
+
+Launch = namedtuple("Launch", "grid stream function hooks arguments")
+launched = []
+
+class Launcher:
+    launch_cooperative_grid = launch_pdl = global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self, source, metadata):
+        signature = dict(enumerate(source.signature.values()))
+        self.launch = wrap_handle_tensordesc(Launched(), signature, getattr(metadata, "tensordesc_meta", None))
+
+    def __call__(self, x, y, z, stream, function, *arguments):
+        self.launch(x, y, z, stream, function, False, False, None, None, *arguments)
+
+class Launched:
+    def __call__(self, x, y, z, stream, function, *arguments):
+        # Of eight arguments: cooperative, dependent, two scratch memories, the kernel's metadata, then hooks.
+        launched.append(Launch((x, y, z), stream, function, arguments[5:8], arguments[8:]))
 
 class Hopper:
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
     get_current_device = staticmethod(lambda: 0)
     get_current_stream = staticmethod(lambda device: 0)
+    launcher_cls = Launcher
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
+        load_binary=lambda *_: (object(), object(), 0, 0, 1024),
+        fill_tma_descriptor=lambda *fields: fields,
+    )
 
 triton.runtime.driver.set_active(Hopper())
 compiled, run = {}, JITFunction.run
@@ -34,7 +61,11 @@ def compile_only(kernel, *arguments, grid, warmup, **options):
 
 JITFunction.run = compile_only
 """
-"""How a script begins whose launches compile for a Hopper device and stop there; ``compiled`` holds them by name."""
+"""How a script begins that launches kernels on a Hopper device which is not there.
+
+``compiled`` holds them by name, ``launched`` what the launcher in C would have been given, its tensor maps as tuples of
+what they would say.
+"""
 
 
 def without_interpreter() -> dict[str, str]:

@@ -347,11 +347,9 @@ COMPILE = (
     ON_HOPPER
     + """
 import contextlib, json, sys
-from triton.compiler.compiler import CompiledKernel
 from cs336_systems.kernels.linear_cross_entropy import launch_rows
 
 torch.cuda.device_of = lambda tensor: contextlib.nullcontext()
-CompiledKernel.__getitem__ = lambda compiled, grid: lambda *arguments: None
 n_words = int(sys.argv[2])
 logits = torch.zeros(2, -(-n_words // 16) * 16, dtype=torch.bfloat16)[:, :n_words]
 f32, targets = torch.zeros(2), torch.zeros(2, dtype=torch.int64)

@@ -11,14 +11,15 @@ from tests.attention.offline import ON_HOPPER, without_interpreter
 
 SCRIPT = """
 import triton.language as tl
-from triton.compiler.compiler import CompiledKernel
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from cs336_systems.operators import launching
+from cs336_systems.operators import launching, prepared
+from cs336_systems.operators.prepared import Prepared
 
-launched = []
-CompiledKernel.__getitem__ = lambda compiled, grid: lambda *arguments: launched.append((compiled, grid, arguments))
+def by_triton(kernel, *arguments, **options):
+    run(kernel, *arguments, grid=(7,), warmup=False, **options)
+    return launched[-1]
 
 
 @triton.jit
@@ -36,14 +37,8 @@ def shifted(x, n, shift, BLOCK: tl.constexpr, CLIP: tl.constexpr):
 
 
 @gluon.jit
-def described(x, n):
+def described(x, y, n, TWICE: gl.constexpr):
     gl.static_print(x.block_shape, x.dtype)
-
-
-def describe(dtype, rows, swizzle=128):
-    box = [rows, 64]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * dtype.itemsize, rank=2)
-    return TensorDescriptor(torch.empty(0, dtype=dtype), [256, 64], [64, 1], box, layout)
 
 
 x = torch.zeros(64, dtype=torch.bfloat16)
@@ -51,33 +46,68 @@ usual = {"BLOCK": 16, "CLIP": True, "num_warps": 4}
 calls = [(scaled, (pointer, 17, 0.5), usual) for pointer in (x, x[1:], x[8:], x.float())]
 calls += [(scaled, (x, n, 0.5), usual) for n in (1, 16, 2**31)]
 calls += [(scaled, (x, 17, 0.5), usual | other) for other in ({"BLOCK": 32}, {"CLIP": False}, {"num_warps": 8})]
-calls += [
-    (described, (describe(dtype, rows), 3), {}) for dtype in (torch.bfloat16, torch.float32) for rows in (8, 16)
-]
-calls += [(described, (describe(torch.bfloat16, 8, swizzle=64), 3), {}), (shifted, (x, 17, 0.5), usual)]
+calls += [(shifted, (x, 17, 0.5), usual)]
 for _ in range(2):
     for kernel, arguments, options in calls:
-        before = len(launched)
         launching.launch(kernel, (7,), *arguments, **options)
-        chosen = kernel[(7,)](*arguments, **options)
-        for form, grid, given in launched[before:]:
-            assert form is chosen, (arguments, options)
-            assert grid == (7, 1, 1)
-            assert given == (*arguments, *[options[name] for name in ("BLOCK", "CLIP") if name in options])
-assert len(launched) == len(calls) + 1, len(launched)  # of the first round, x[8:] is as well aligned as x
+        given, chosen = launched[-1], by_triton(kernel, *arguments, **options)
+        assert given.function is chosen.function, (arguments, options)
+        assert given.grid == (7, 1, 1)
+        assert given.arguments == (*arguments, *[options[name] for name in ("BLOCK", "CLIP")])
+assert len(launching._remembered) == len(calls) - 1  # x[8:] is as well aligned as x
 
 launching.launch(scaled, (7,), x, 17, 2.0, **usual)  # nothing depends on the value of a float
-assert launched[-1][2] == (x, 17, 2.0, 16, True)
+assert launched[-1].arguments == (x, 17, 2.0, 16, True)
+
+
+def describe(dtype=torch.bfloat16, rows=8, swizzle=128, size=256, stride=64, address=0):
+    box = [rows, 64]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * dtype.itemsize, rank=2)
+    base = SimpleNamespace(dtype=dtype, data_ptr=lambda: address)
+    return TensorDescriptor(base, [size, 64], [stride, 1], box, layout)
+
+
+prepared.MAX_KEPT_MAPS = 3
+for form in ({}, {"rows": 16}, {"dtype": torch.float32}, {"swizzle": 64}, {"size": 512, "stride": 128}):
+    start = Prepared(described, 7, describe(**form), x, 3, TWICE=True)
+    for address in (1024, 4096, 1024, 8192, 16384, 1024):  # more than are kept
+        start(0, address, x.data_ptr())
+        given, chosen = launched[-1], by_triton(described, describe(**form, address=address), x, 3, TWICE=True)
+        assert given.function is chosen.function, form
+        assert given.grid == chosen.grid
+        tensor_map, at = chosen.arguments[0], 5  # after two sizes and two strides
+        assert tensor_map[0] == address
+        assert given.arguments == (*chosen.arguments[:at], x.data_ptr(), *chosen.arguments[at + 1 :])
+made, start = [], Prepared(described, 7, describe(), x, 3, TWICE=True)
+Hopper.utils.fill_tma_descriptor = lambda *fields: made.append(fields) or fields
+for address in (32, 64, 32, 64):
+    start(0, address, x.data_ptr())
+assert len(made) == 2
+
+seen = []
+triton.knobs.runtime.launch_enter_hook.add(lambda metadata: seen.append(metadata.get()["stream"]))
+launching.launch(scaled, (7,), x, 17, 2.0, **usual)
+assert launched[-1].hooks[1] is triton.knobs.runtime.launch_enter_hook
+assert launched[-1].hooks[0].get()["function"] is launched[-1].function
+triton.knobs.runtime.launch_enter_hook.calls.clear()
+launching.launch(scaled, (7,), x, 17, 2.0, **usual)
+assert launched[-1].hooks == (None, None, None)
 
 Hopper.get_current_device = staticmethod(lambda: 1)
 launching.launch(scaled, (7,), x, 17, 2.0, **usual)
-launching.launch(scaled, (7,), x, 17, 2.0, **usual)
-assert launched[-1][0] is scaled[(7,)](x, 17, 2.0, **usual)
-assert launched[-1][0] is not launched[-2][0]  # that was on the other device
+assert launched[-1].function is not launched[-2].function  # that was on the other device
+assert launched[-1].function is by_triton(scaled, x, 17, 2.0, **usual).function
 
 launching.MAX_REMEMBERED = len(launching._remembered)
 launching.launch(scaled, (7,), x, 5, 0.5, BLOCK=16, CLIP=True)
 assert len(launching._remembered) == 1
+
+Launcher.global_scratch_size = 1
+try:
+    launching.launch(scaled, (7,), x, 6, 0.5, BLOCK=64, CLIP=True)
+    raise AssertionError("launched without the scratch memory that it needs")
+except RuntimeError as error:
+    assert "scaled needs scratch memory" in str(error)
 """
 
 

@@ -6,6 +6,10 @@ Shape legend: B batch, H query heads, K key/value heads, Q queries, N keys, D he
 # mypy: allow-untyped-defs
 # A kernel's arguments are Triton values; the host functions below are typed.
 
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -19,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from cs336_systems.attention.hopper import host
-from cs336_systems.attention.hopper.passes import launch_postprocess, launch_preprocess
+from cs336_systems.attention.hopper.passes import PADDED_ROWS, prepare_postprocess, prepare_preprocess
 from cs336_systems.attention.hopper.plans import KeyPlan
 from cs336_systems.attention.hopper.primitives import (
     LOG2_E,
@@ -36,7 +40,8 @@ from cs336_systems.attention.hopper.primitives import (
     visible,
 )
 from cs336_systems.attention.hopper.schedules import BACKWARD, MAX_REGISTERS_WITH, BackwardSchedule, padded_head_dim
-from cs336_systems.operators.launching import ceil_div, launch, n_multiprocessors
+from cs336_systems.operators.launching import MAX_REMEMBERED, ceil_div, n_multiprocessors
+from cs336_systems.operators.prepared import Prepared
 
 
 @aggregate
@@ -288,6 +293,94 @@ def hopper_backward_kernel(
     )
 
 
+@dataclass(frozen=True)
+class Launches:
+    """The three kernels for tensors of one form, and the fp32 memory that lives between them."""
+
+    preprocess: Prepared
+    """For the addresses of o, do, lse, stats and sums of dq."""
+    main: Prepared
+    """For the addresses of q, k, v, do, stats, sums of dq, dk, dv, turns and of a counter."""
+    postprocess: Prepared
+    """For the addresses of the sums and of dq."""
+    n_stats: int
+    n_sums: int
+    n_turns: int
+    """Of the tiles of dq, if their sums are in order."""
+
+
+@lru_cache(maxsize=MAX_REMEMBERED)
+def _prepared(
+    shape_BHQD: tuple[int, ...],
+    shape_BKND: tuple[int, ...],
+    strides: tuple[tuple[int, ...], ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    causal: bool,
+    scale: float,
+    ordered: bool,
+    schedule: BackwardSchedule | None,
+) -> Launches | None:
+    """None if the copy engine cannot read one of the tensors so laid out.
+
+    All that the launches depend on but for addresses, tensors being aligned; ``strides`` are of q, k, v, o and do.
+    """
+    shapes = shape_BHQD, shape_BKND, shape_BKND, shape_BHQD, shape_BHQD
+    operands = [(shape, of, dtype) for shape, of in zip(shapes, strides, strict=True)]
+    if not all(host.can_be_copied(*operand) for operand in operands):
+        return None
+    q, k, v, _, do = operands
+    dq, dk, dv = ((shape, host.result_strides(shape, of, dtype), dtype) for shape, of, dtype in (q, k, v))
+    batch, n_heads, n_queries, d_head = shape_BHQD
+    n_kv_heads, n_keys = shape_BKND[1:3]
+    block_d = padded_head_dim(d_head)
+    schedule = schedule or BACKWARD[block_d]
+    padded = ceil_div(n_queries, PADDED_ROWS) * PADDED_ROWS
+    group = n_heads // n_kv_heads
+    queries, keys, half_keys = ((1, 1, rows, block_d) for rows in (schedule.block_q, schedule.block_k, ROWS.value))
+    stats_shape, sums_shape = (batch * n_heads * 2, padded), (batch * n_heads * padded, block_d)
+    dq_box = (64, block_d // 2 if schedule.block_q == 64 else block_d)
+    # A head reads q and do and adds to dq, which has twice their bytes.
+    queries_bytes = group * n_queries * d_head * (2 * dtype.itemsize + torch.float32.itemsize)
+    items = ceil_div(n_keys, schedule.block_k) * batch * n_kv_heads
+    main = Prepared(
+        hopper_backward_kernel,
+        min(items, n_multiprocessors(device)),
+        host.descriptor(*q, queries),
+        host.descriptor(*k, keys),
+        host.descriptor(*v, keys),
+        host.descriptor(*do, queries),
+        host.descriptor(stats_shape, (padded, 1), torch.float32, (2, schedule.block_q)),
+        host.descriptor(sums_shape, (block_d, 1), torch.float32, dq_box),
+        host.descriptor(*dk, half_keys),
+        host.descriptor(*dv, half_keys),
+        host.example(torch.int32),
+        host.example(torch.int32),
+        group,
+        host.section_heads(queries_bytes, batch * n_kv_heads),
+        padded,
+        scale,
+        scale * LOG2_E.value,
+        CAUSAL=causal,
+        STAGES=schedule.stages,
+        KEY_STAGES=schedule.key_stages,
+        ORDERED=ordered,
+        LATE_DQ=schedule.late_dq,
+        LEFT_IN_REGISTERS=schedule.left_in_registers,
+        num_warps=4,
+        maxnreg=MAX_REGISTERS_WITH[2],
+        launch_cooperative_grid=ordered,  # its programs wait for each other
+    )
+    return Launches(
+        prepare_preprocess(shape_BHQD, strides[3], strides[4], dtype, padded, block_d),
+        main,
+        prepare_postprocess(*dq, padded, block_d, scale),
+        math.prod(stats_shape),
+        math.prod(sums_shape),
+        2 * batch * n_heads * padded // schedule.block_q,
+    )
+
+
 def launch_backward(
     q_BHQD: Tensor,
     k_BKND: Tensor,
@@ -304,53 +397,27 @@ def launch_backward(
 
     ``schedule`` overrides the table's. Launched on the current device, which must be the tensors'.
     """
-    batch, n_heads, n_queries, d_head = q_BHQD.shape
-    n_kv_heads, n_keys = k_BKND.shape[1:3]
-    dq, dk, dv = (host.empty_result(x) for x in (q_BHQD, k_BKND, v_BKND))
-    if batch == 0:
-        return dq, dk, dv
-    q, k, v, o, do = (host.copyable(x) for x in (q_BHQD, k_BKND, v_BKND, o_BHQD, do_BHQD))
-    block_d = padded_head_dim(d_head)
-    schedule = schedule or BACKWARD[block_d]
-    stats, dq_sums, padded = launch_preprocess(o, do, lse_BHQ, block_d)
-    taken = turns = host.counter(q.device)
+    shape, device = q_BHQD.shape, q_BHQD.device
+    if shape[0] == 0:
+        return host.empty_result(q_BHQD), host.empty_result(k_BKND), host.empty_result(v_BKND)
+    strides = q_BHQD.stride(), k_BKND.stride(), v_BKND.stride(), o_BHQD.stride(), do_BHQD.stride()
+    launches = _prepared(shape, k_BKND.shape, strides, q_BHQD.dtype, device, causal, scale, ordered, schedule)
+    q, k, v = q_BHQD.data_ptr(), k_BKND.data_ptr(), v_BKND.data_ptr()
+    o, do, lse = o_BHQD.data_ptr(), do_BHQD.data_ptr(), lse_BHQ.data_ptr()
+    if launches is None or (q | k | v | o | do | lse) % host.ALIGNMENT_BYTES or not lse_BHQ.is_contiguous():
+        q_BHQD, k_BKND, v_BKND, o_BHQD, do_BHQD = map(host.copyable, (q_BHQD, k_BKND, v_BKND, o_BHQD, do_BHQD))
+        lse_BHQ = lse_BHQ.clone(memory_format=torch.contiguous_format)
+        return launch_backward(q_BHQD, k_BKND, v_BKND, o_BHQD, lse_BHQ, do_BHQD, causal, scale, ordered, schedule)
+    dq_BHQD, dk_BKND, dv_BKND = torch.empty_like(q_BHQD), torch.empty_like(k_BKND), torch.empty_like(v_BKND)
+    between = torch.empty(launches.n_stats + launches.n_sums, dtype=torch.float32, device=device)
+    stats = between.data_ptr()
+    sums = stats + launches.n_stats * between.element_size()
+    stream = host.current_stream(device)
+    counter = turns = host.counter(device, stream)
     if ordered:
-        n_turns = 2 * batch * n_heads * padded // schedule.block_q
-        turns = torch.zeros(n_turns, dtype=torch.int32, device=q.device)
-    group = n_heads // n_kv_heads
-    queries, keys, half_keys = ((1, 1, rows, block_d) for rows in (schedule.block_q, schedule.block_k, ROWS.value))
-    dq_box = (64, block_d // 2 if schedule.block_q == 64 else block_d)
-    # A head reads q and do and adds to dq, which has twice their bytes.
-    queries_bytes = group * n_queries * d_head * (2 * q.element_size() + dq_sums.element_size())
-    items = ceil_div(n_keys, schedule.block_k) * batch * n_kv_heads
-    programs = min(items, n_multiprocessors(q.device))
-    launch(
-        hopper_backward_kernel,
-        (programs,),
-        host.descriptor(q, queries),
-        host.descriptor(k, keys),
-        host.descriptor(v, keys),
-        host.descriptor(do, queries),
-        host.descriptor(stats, (2, schedule.block_q)),
-        host.descriptor(dq_sums, dq_box),
-        host.descriptor(dk, half_keys),
-        host.descriptor(dv, half_keys),
-        turns,
-        taken,
-        group,
-        host.section_heads(queries_bytes, batch * n_kv_heads),
-        padded,
-        scale,
-        scale * LOG2_E.value,
-        CAUSAL=causal,
-        STAGES=schedule.stages,
-        KEY_STAGES=schedule.key_stages,
-        ORDERED=ordered,
-        LATE_DQ=schedule.late_dq,
-        LEFT_IN_REGISTERS=schedule.left_in_registers,
-        num_warps=4,
-        maxnreg=MAX_REGISTERS_WITH[2],
-        launch_cooperative_grid=ordered,  # its programs wait for each other
-    )
-    launch_postprocess(dq_sums, dq, padded, scale)
-    return dq, dk, dv
+        turns = torch.zeros(launches.n_turns, dtype=torch.int32, device=device)
+    dk, dv = dk_BKND.data_ptr(), dv_BKND.data_ptr()
+    launches.preprocess(stream, o, do, lse, stats, sums)
+    launches.main(stream, q, k, v, do, stats, sums, dk, dv, turns.data_ptr(), counter.data_ptr())
+    launches.postprocess(stream, sums, dq_BHQD.data_ptr())
+    return dq_BHQD, dk_BKND, dv_BKND

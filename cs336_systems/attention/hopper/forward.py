@@ -6,6 +6,8 @@ Shape legend: B batch, H query heads, K key/value heads, Q queries, N keys, D he
 # mypy: allow-untyped-defs
 # A kernel's arguments are Triton values; the host functions below are typed.
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -35,7 +37,8 @@ from cs336_systems.attention.hopper.primitives import (
     visible,
 )
 from cs336_systems.attention.hopper.schedules import FORWARD, MAX_REGISTERS_WITH, ForwardSchedule, padded_head_dim
-from cs336_systems.operators.launching import ceil_div, launch, n_multiprocessors
+from cs336_systems.operators.launching import MAX_REMEMBERED, ceil_div, n_multiprocessors
+from cs336_systems.operators.prepared import Prepared
 
 
 @aggregate
@@ -248,36 +251,43 @@ def hopper_forward_kernel(
         )
 
 
-def launch_forward(
-    q_BHQD: Tensor, k_BKND: Tensor, v_BKND: Tensor, causal: bool, scale: float, schedule: ForwardSchedule | None = None
-) -> tuple[Tensor, Tensor]:
-    """o (B, H, Q, D) as ``empty_result`` lays it out, and lse (B, H, Q) in fp32; ``schedule`` overrides the table's.
+@lru_cache(maxsize=MAX_REMEMBERED)
+def _prepared(
+    shape_BHQD: tuple[int, ...],
+    shape_BKND: tuple[int, ...],
+    strides: tuple[tuple[int, ...], ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    causal: bool,
+    scale: float,
+    schedule: ForwardSchedule | None,
+) -> Prepared | None:
+    """For the addresses of q, k, v, o, lse and of a counter; None if the copy engine cannot read q, k or v so laid out.
 
-    Launched on the current device, which must be the tensors'.
+    All that a launch depends on but for the addresses, q, k and v being aligned; ``strides`` are theirs in this order.
     """
-    batch, n_heads, n_queries, d_head = q_BHQD.shape
-    n_kv_heads, n_keys = k_BKND.shape[1:3]
-    o = host.empty_result(q_BHQD)
-    lse = torch.empty(batch, n_heads, n_queries, dtype=torch.float32, device=q_BHQD.device)
-    if batch == 0:
-        return o, lse
-    q, k, v = (host.copyable(x) for x in (q_BHQD, k_BKND, v_BKND))
+    operands = [(shape, of, dtype) for shape, of in zip((shape_BHQD, shape_BKND, shape_BKND), strides, strict=True)]
+    if not all(host.can_be_copied(*operand) for operand in operands):
+        return None
+    q, k, v = operands
+    o = (shape_BHQD, host.result_strides(*q), dtype)
+    batch, n_heads, n_queries, d_head = shape_BHQD
+    n_kv_heads, n_keys = shape_BKND[1:3]
     block_d = padded_head_dim(d_head)
     schedule = schedule or FORWARD[block_d]
     group = n_heads // n_kv_heads
-    keys_and_values = 2 * n_keys * d_head * k.element_size()
+    keys_and_values = 2 * n_keys * d_head * dtype.itemsize
     rows, keys = (1, 1, ROWS.value, block_d), (1, 1, schedule.block_k, block_d)
     items = ceil_div(n_queries, ROWS.value * schedule.consumers) * batch * n_heads
-    programs = min(items, n_multiprocessors(q.device))
-    launch(
+    return Prepared(
         hopper_forward_kernel,
-        (programs,),
-        host.descriptor(q, rows),
-        host.descriptor(k, keys),
-        host.descriptor(v, keys),
-        host.descriptor(o, rows),
-        lse,
-        host.counter(q.device),
+        min(items, n_multiprocessors(device)),
+        host.descriptor(*q, rows),
+        host.descriptor(*k, keys),
+        host.descriptor(*v, keys),
+        host.descriptor(*o, rows),
+        host.example(torch.float32),
+        host.example(torch.int32),
         group,
         host.section_heads(keys_and_values, batch * n_kv_heads) * group,
         scale * LOG2_E.value,
@@ -289,4 +299,26 @@ def launch_forward(
         num_warps=4,
         maxnreg=MAX_REGISTERS_WITH[schedule.consumers],
     )
+
+
+def launch_forward(
+    q_BHQD: Tensor, k_BKND: Tensor, v_BKND: Tensor, causal: bool, scale: float, schedule: ForwardSchedule | None = None
+) -> tuple[Tensor, Tensor]:
+    """o (B, H, Q, D) as ``empty_result`` lays it out, and lse (B, H, Q) in fp32; ``schedule`` overrides the table's.
+
+    Launched on the current device, which must be the tensors'.
+    """
+    shape, device = q_BHQD.shape, q_BHQD.device
+    if shape[0] == 0:
+        return host.empty_result(q_BHQD), torch.empty(shape[:3], dtype=torch.float32, device=device)
+    strides = q_BHQD.stride(), k_BKND.stride(), v_BKND.stride()
+    run = _prepared(shape, k_BKND.shape, strides, q_BHQD.dtype, device, causal, scale, schedule)
+    q, k, v = q_BHQD.data_ptr(), k_BKND.data_ptr(), v_BKND.data_ptr()
+    if run is None or (q | k | v) % host.ALIGNMENT_BYTES:
+        q_BHQD, k_BKND, v_BKND = map(host.copyable, (q_BHQD, k_BKND, v_BKND))
+        return launch_forward(q_BHQD, k_BKND, v_BKND, causal, scale, schedule)
+    o = torch.empty_like(q_BHQD)
+    lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
+    stream = host.current_stream(device)
+    run(stream, q, k, v, o.data_ptr(), lse.data_ptr(), host.counter(device, stream).data_ptr())
     return o, lse

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cs336_systems.attention.hopper import host
 from cs336_systems.attention.hopper.backward import launch_backward
 from cs336_systems.attention.hopper.forward import launch_forward
 from cs336_systems.attention.hopper.host import empty_result
@@ -25,7 +26,7 @@ def _backward_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor,
 @operator("hopper_attention_forward", _forward_results)
 def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """(o, lse) of (batch, heads, seq, d) inputs."""
-    with torch.cuda.device_of(q):  # Triton launches on the current device, which may be another
+    with host.on_device_of(q):
         return launch_forward(q, k, v, causal, scale)
 
 
@@ -34,7 +35,7 @@ def backward_op(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float, ordered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of (batch, heads, seq, d) inputs; ``ordered`` fixes the order in which dq is summed."""
-    with torch.cuda.device_of(q):
+    with host.on_device_of(q):
         return launch_backward(q, k, v, o, lse, do, causal, scale, ordered)
 
 

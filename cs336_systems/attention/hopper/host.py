@@ -6,10 +6,11 @@ rows or columns of what is copied so.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -26,22 +27,24 @@ _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float3
 
 def has_copyable_strides(x: Tensor) -> bool:
     """Whether the copy engine can read ``x`` where it lies, but for the alignment of its first element."""
-    *strides, last = x.stride()
-    if last != 1:
-        return False
-    step = ALIGNMENT_BYTES // x.element_size()
-    limit = MAX_STRIDE_BYTES // x.element_size()
-    for size, stride in zip(x.shape, strides, strict=False):
+    return can_be_copied(x.shape, x.stride(), x.dtype)
+
+
+def can_be_copied(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether the copy engine can read an aligned tensor so laid out."""
+    step = ALIGNMENT_BYTES // dtype.itemsize
+    limit = MAX_STRIDE_BYTES // dtype.itemsize
+    for size, stride in zip(shape[:-1], strides[:-1], strict=True):
         if size != 1 and (stride <= 0 or stride % step or stride >= limit):
             return False
-    return True
+    return strides[-1] == 1
 
 
 def copyable(x: Tensor) -> Tensor:
-    """``x``, or a contiguous copy if the copy engine cannot read it where it lies."""
-    if has_copyable_strides(x) and x.data_ptr() % ALIGNMENT_BYTES == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    """``x``, or a copy if the copy engine cannot read it where it lies: laid out like it, or contiguous."""
+    if not has_copyable_strides(x):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x if x.data_ptr() % ALIGNMENT_BYTES == 0 else x.clone()
 
 
 def empty_result(x: Tensor) -> Tensor:
@@ -51,22 +54,40 @@ def empty_result(x: Tensor) -> Tensor:
     )
 
 
-@lru_cache(maxsize=1024)
-def _checked_fields(
+def result_strides(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+    """Of ``torch.empty_like`` of a tensor so laid out."""
+    return torch.empty_like(torch.empty_strided(shape, strides, dtype=dtype, device="meta")).stride()
+
+
+def example(dtype: torch.dtype) -> Tensor:
+    """Stands for aligned memory of that type where a launch is prepared."""
+    return torch.empty(0, dtype=dtype, device="meta")
+
+
+def descriptor(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]
-) -> dict[str, Any]:
-    """The fields of a descriptor but for its memory; to check them takes as long as a short kernel."""
+) -> TensorDescriptor:
+    """How the copy engine moves boxes of a tensor, two- or four-dimensional, to and from swizzled shared memory."""
     layout = gl.NVMMASharedLayout.get_default_for(list(box), _ELEMENT[dtype])
     # The stride of a dimension of one is never used, but must be aligned.
     used = [stride if size > 1 else ALIGNMENT_BYTES for size, stride in zip(shape[:-1], strides[:-1], strict=True)]
-    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), [*used, 1], list(box), layout))
+    return TensorDescriptor(example(dtype), list(shape), [*used, 1], list(box), layout)
 
 
-def descriptor(x: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    """How the copy engine moves boxes of ``x``, two- or four-dimensional, to and from swizzled shared memory."""
-    made = object.__new__(TensorDescriptor)
-    vars(made).update(_checked_fields(x.shape, x.stride(), x.dtype, box), base=x)
-    return made
+_ON_IT = nullcontext()
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Inside, the device of ``x`` is the current one, as launches need it; where it is already, this costs little."""
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return _ON_IT
+    return torch.cuda.device_of(x)
+
+
+def current_stream(device: torch.device) -> int:
+    """The handle of the stream on which kernels are launched."""
+    handle: int = triton.runtime.driver.active.get_current_stream(device.index)
+    return handle
 
 
 @cache
@@ -83,15 +104,15 @@ def _counter_of_stream(device: torch.device, stream: int) -> Tensor:
         return thread.submit(make).result()
 
 
-def counter(device: torch.device) -> Tensor:
+def counter(device: torch.device, stream: int) -> Tensor:
     """A 0 in int32 for ``primitives.take_item``, which a kernel leaves 0, so that it need not be written each time.
 
-    Kernels of one stream, which run one after another, share it. A launch that a graph captures, and that may run
-    beside them, has its own, which each replay sets to 0.
+    Kernels of one stream, the current one, which run one after another, share it. A launch that a graph captures, and
+    that may run beside them, has its own, which each replay sets to 0.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    return _counter_of_stream(device, torch.cuda.current_stream(device).cuda_stream)
+    return _counter_of_stream(device, stream)
 
 
 def section_heads(bytes_per_head: int, n_batch_heads: int) -> int:

@@ -14,10 +14,11 @@ Shape legend: B batch, H query heads, Q queries, D head dim.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from cs336_systems.attention.hopper import host
 from cs336_systems.attention.hopper.primitives import LOG2_E
-from cs336_systems.operators.launching import ceil_div, launch
+from cs336_systems.operators.launching import ceil_div
+from cs336_systems.operators.prepared import Prepared
 
 PASS_ROWS = 64
 """Rows per program."""
@@ -97,22 +98,22 @@ def hopper_postprocess_kernel(
     tl.store(dq, (sums * scale).to(dq.dtype.element_ty), mask=exists)
 
 
-def launch_preprocess(o_BHQD: Tensor, do_BHQD: Tensor, lse_BHQ: Tensor, block_d: int) -> tuple[Tensor, Tensor, int]:
-    """(stats, zeroed dq sums, queries per head in both); see the kernel."""
-    batch, n_heads, n_queries, d_head = o_BHQD.shape
-    padded = ceil_div(n_queries, PADDED_ROWS) * PADDED_ROWS
-    stats = torch.empty(batch * n_heads * 2, padded, dtype=torch.float32, device=o_BHQD.device)
-    dq_sums = torch.empty(batch * n_heads * padded, block_d, dtype=torch.float32, device=o_BHQD.device)
-    launch(
+def prepare_preprocess(
+    shape_BHQD: tuple[int, ...],
+    o_strides: tuple[int, ...],
+    do_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    padded: int,
+    block_d: int,
+) -> Prepared:
+    """For the addresses of o, do, lse, stats and sums of dq; ``padded`` is a multiple of PADDED_ROWS."""
+    batch, n_heads, n_queries, d_head = shape_BHQD
+    return Prepared(
         hopper_preprocess_kernel,
-        (padded // PASS_ROWS * batch * n_heads,),
-        o_BHQD,
-        do_BHQD,
-        lse_BHQ.contiguous(),
-        stats,
-        dq_sums,
-        *o_BHQD.stride()[:3],
-        *do_BHQD.stride()[:3],
+        padded // PASS_ROWS * batch * n_heads,
+        *(host.example(of) for of in (dtype, dtype, torch.float32, torch.float32, torch.float32)),
+        *o_strides[:3],
+        *do_strides[:3],
         n_heads,
         n_queries,
         padded,
@@ -121,23 +122,29 @@ def launch_preprocess(o_BHQD: Tensor, do_BHQD: Tensor, lse_BHQ: Tensor, block_d:
         ROWS=PASS_ROWS,
         LOG2_E=LOG2_E.value,
     )
-    return stats, dq_sums, padded
 
 
-def launch_postprocess(dq_sums: Tensor, dq_BHQD: Tensor, padded: int, scale: float) -> None:
-    """Write dq from its sums."""
-    batch, n_heads, n_queries, d_head = dq_BHQD.shape
-    launch(
+def prepare_postprocess(
+    shape_BHQD: tuple[int, ...],
+    dq_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    padded: int,
+    block_d: int,
+    scale: float,
+) -> Prepared:
+    """For the addresses of the sums and of dq."""
+    batch, n_heads, n_queries, d_head = shape_BHQD
+    return Prepared(
         hopper_postprocess_kernel,
-        (ceil_div(n_queries, PASS_ROWS) * batch * n_heads,),
-        dq_sums,
-        dq_BHQD,
-        *dq_BHQD.stride()[:3],
+        ceil_div(n_queries, PASS_ROWS) * batch * n_heads,
+        host.example(torch.float32),
+        host.example(dtype),
+        *dq_strides[:3],
         n_heads,
         n_queries,
         padded,
         scale,
         D=d_head,
-        BLOCK_D=dq_sums.shape[1],
+        BLOCK_D=block_d,
         ROWS=PASS_ROWS,
     )

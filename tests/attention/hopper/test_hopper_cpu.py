@@ -95,7 +95,7 @@ def test_results_are_laid_out_like_inputs_that_the_copy_engine_can_read() -> Non
 
 def test_descriptors_give_dimensions_of_one_an_aligned_stride() -> None:
     x = torch.zeros(320, dtype=torch.bfloat16).as_strided((1, 1, 5, 64), (3, 7, 64, 1))
-    assert descriptor(x, (1, 1, 64, 64)).strides == [16, 16, 64, 1]
+    assert descriptor(x.shape, x.stride(), x.dtype, (1, 1, 64, 64)).strides == [16, 16, 64, 1]
 
 
 def test_fake_operators_say_shapes_and_layouts() -> None:
@@ -226,13 +226,13 @@ def test_streams_and_captures_have_counters_of_their_own(monkeypatch: pytest.Mon
         return zeros(*args, **kwargs)
 
     monkeypatch.setattr(torch, "zeros", make)
-    first = counter(device)
+    first = counter(device, now.cuda_stream)
     assert (first.dtype, first.tolist()) == (torch.int32, [0])
-    assert counter(device) is first
+    assert counter(device, now.cuda_stream) is first
     now.capturing = True
-    captured = [counter(device), counter(device)]
+    captured = [counter(device, now.cuda_stream), counter(device, now.cuda_stream)]
     now.capturing, now.cuda_stream = False, 2
-    assert len({id(x) for x in (first, *captured, counter(device))}) == 4
+    assert len({id(x) for x in (first, *captured, counter(device, now.cuda_stream))}) == 4
     # What is kept is not made in this thread, whose memory may belong to a graph.
     assert [maker == threading.get_ident() for maker in makers] == [False, True, True, False]
 

@@ -1,0 +1,162 @@
+"""What the launchers hand to the kernels, without one: where each tensor lies and how, and what is made only once."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.attention.hopper import backward, forward, host
+from cs336_systems.operators import prepared
+from tests.attention.error_budget import make
+
+STREAM = 5
+STATS_BYTES = 2 * 6 * 2 * 256 * 4
+"""Two heads of six in two batches, padded to 256 queries, fp32."""
+
+
+class Kernel:
+    """Takes the place of ``launching.Form``: keeps what it would launch."""
+
+    made = 0
+    launched: dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
+
+    def __init__(self, kernel: Any, *arguments: Any, **constants_and_options: Any) -> None:
+        Kernel.made += 1
+        n_described = sum(hasattr(argument, "block_shape") for argument in arguments)
+        self.compiled = SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=[None] * n_described))
+        self.name, self.constants = kernel.fn.__name__, constants_and_options
+
+    def __call__(self, grid: tuple[int, int, int], stream: int, *arguments: Any) -> None:
+        assert stream == STREAM
+        Kernel.launched[self.name] = arguments, self.constants
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> Any:
+    caches = forward._prepared, backward._prepared
+    counter = torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setattr(prepared, "Form", Kernel)
+    monkeypatch.setattr(prepared, "make_tensordesc_arg", encode)
+    monkeypatch.setattr(host, "current_stream", lambda device: STREAM)
+    monkeypatch.setattr(host, "counter", lambda device, stream: counter)
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "n_multiprocessors", lambda device: 132)
+    Kernel.made, Kernel.launched = 0, {}
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def encode(descriptor: Any, metadata: Any) -> list[Any]:
+    return [(descriptor.base.data_ptr(), tuple(descriptor.shape), tuple(descriptor.strides))]
+
+
+def where(x: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    return x.data_ptr(), tuple(x.shape), x.stride()
+
+
+def inputs(layout: Callable[[Tensor], Tensor] = lambda x: x) -> list[Tensor]:
+    made = make("cpu", torch.bfloat16, batch=2, heads=6, kv_heads=3, n_queries=200, d_head=64)
+    return [layout(x) for x in made]
+
+
+def heads_inside_rows(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def slices(x: Tensor) -> Tensor:
+    return torch.cat((x, x), dim=-1)[..., x.shape[-1] :]
+
+
+READABLE = pytest.mark.parametrize("layout", [lambda x: x, heads_inside_rows, slices])
+
+
+@READABLE
+def test_forward_reads_and_writes_where_tensors_lie(layout: Callable[[Tensor], Tensor]) -> None:
+    q, k, v, _ = inputs(layout)
+    o, lse = forward.launch_forward(q, k, v, True, 0.125)
+    arguments, _ = Kernel.launched["hopper_forward_kernel"]
+    assert arguments[:4] == tuple(map(where, (q, k, v, o)))
+    assert arguments[4] == lse.data_ptr()
+    assert o.stride() == host.empty_result(q).stride()
+    assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+
+
+@READABLE
+@pytest.mark.parametrize("ordered", [False, True])
+def test_backward_reads_and_writes_where_tensors_lie(
+    layout: Callable[[Tensor], Tensor], ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v, do = inputs(layout)
+    o, lse = torch.empty_like(q), torch.zeros(q.shape[:3])
+    zeros: list[Tensor] = []
+    monkeypatch.setattr(torch, "zeros", lambda *a, zeros_=torch.zeros, **k: zeros.append(zeros_(*a, **k)) or zeros[-1])
+    gradients = backward.launch_backward(q, k, v, o, lse, do, True, 0.125, ordered)
+    before, _ = Kernel.launched["hopper_preprocess_kernel"]
+    arguments, constants = Kernel.launched["hopper_backward_kernel"]
+    after, _ = Kernel.launched["hopper_postprocess_kernel"]
+    assert before[:3] == (o.data_ptr(), do.data_ptr(), lse.data_ptr())
+    assert before[5:14] == (*o.stride()[:3], *do.stride()[:3], 6, 200, 256)
+    stats, sums = before[3:5]
+    assert sums == stats + STATS_BYTES
+    assert arguments[:4] == tuple(map(where, (q, k, v, do)))
+    assert arguments[4] == (stats, (24, 256), (256, 1))
+    assert arguments[5] == (sums, (12 * 256, 64), (64, 1))
+    dq, dk, dv = gradients
+    assert arguments[6:8] == (where(dk), where(dv))
+    assert after[:5] == (sums, dq.data_ptr(), *dq.stride()[:3])
+    turns, counter = arguments[8:10]
+    assert constants["ORDERED"] == constants["launch_cooperative_grid"] == ordered
+    assert [x.numel() for x in zeros] == [2 * 12 * 256 // 64] * ordered
+    assert turns == (zeros[0].data_ptr() if ordered else counter)
+    assert [x.stride() for x in gradients] == [host.empty_result(x).stride() for x in (q, k, v)]
+
+
+def test_what_the_copy_engine_cannot_read_is_copied() -> None:
+    """By its strides, by where it begins, and a gradient that is one number."""
+    q, k, v, do = inputs()
+    expected = forward.launch_forward(q, k, v, True, 0.125)[0]
+    odd = torch.cat((v[..., :1], v), dim=-1)[..., 1:]
+    assert odd.stride(2) % 8
+    aside = heads_inside_rows(k)
+    aside = torch.empty(aside.numel() + 1, dtype=k.dtype)[1:].as_strided(aside.shape, aside.stride())
+    o, lse = forward.launch_forward(q.mT.contiguous().mT, aside, odd, True, 0.125)
+    described, _ = Kernel.launched["hopper_forward_kernel"]
+    assert [strides for _, _, strides in described[:4]] == [x.stride() for x in (q, aside, v, expected)]
+    assert o.is_contiguous()
+    assert not {q.data_ptr(), aside.data_ptr(), odd.data_ptr()} & {address for address, _, _ in described[:4]}
+    backward.launch_backward(q, k, v, o, lse[..., :1].expand_as(lse), do[:1, :1, :1, :1].expand_as(do), True, 0.125)
+    described, _ = Kernel.launched["hopper_backward_kernel"]
+    assert described[3][2] == do.stride()
+    before, _ = Kernel.launched["hopper_preprocess_kernel"]
+    assert before[2] != lse.data_ptr()
+
+
+def test_a_second_call_prepares_nothing_and_another_form_does() -> None:
+    q, k, v, do = inputs()
+
+    def call(*tensors: Tensor, scale: float = 0.125, causal: bool = True) -> int:
+        before = Kernel.made
+        q, k, v, do = tensors
+        o, lse = forward.launch_forward(q, k, v, causal, scale)
+        backward.launch_backward(q, k, v, o, lse, do, causal, scale)
+        return Kernel.made - before
+
+    assert call(q, k, v, do) == 4
+    assert call(q, k, v, do) == call(*(x.clone() for x in (q, k, v, do))) == 0
+    assert call(q, k, v, do, scale=0.5) == call(q, k, v, do, causal=False) == 4
+    assert call(*(x.half() for x in (q, k, v, do))) == call(*(x[:, :, :100] for x in (q, k, v, do))) == 4
+    assert call(q, heads_inside_rows(k), v, do) == call(q, k, v[:, :, :, :64].clone(), do) + 4
+
+
+def test_memory_used_again_in_another_form_is_described_anew() -> None:
+    memory = torch.zeros(2, 6, 200, 64, dtype=torch.bfloat16)
+    for q in (memory, memory.view(2, 200, 6, 64).transpose(1, 2), memory[:, :3], memory.view(4, 3, 200, 64), memory):
+        o, _ = forward.launch_forward(q, q, q, True, 0.125)
+        arguments, _ = Kernel.launched["hopper_forward_kernel"]
+        assert arguments[:4] == tuple(map(where, (q, q, q, o)))
