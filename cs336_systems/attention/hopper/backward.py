@@ -403,11 +403,12 @@ def launch_backward(
     strides = q_BHQD.stride(), k_BKND.stride(), v_BKND.stride(), o_BHQD.stride(), do_BHQD.stride()
     launches = _prepared(shape, k_BKND.shape, strides, q_BHQD.dtype, device, causal, scale, ordered, schedule)
     q, k, v = q_BHQD.data_ptr(), k_BKND.data_ptr(), v_BKND.data_ptr()
-    o, do, lse = o_BHQD.data_ptr(), do_BHQD.data_ptr(), lse_BHQ.data_ptr()
-    if launches is None or (q | k | v | o | do | lse) % host.ALIGNMENT_BYTES or not lse_BHQ.is_contiguous():
+    o, do = o_BHQD.data_ptr(), do_BHQD.data_ptr()
+    if launches is None or (q | k | v | o | do) % host.ALIGNMENT_BYTES:
         q_BHQD, k_BKND, v_BKND, o_BHQD, do_BHQD = map(host.copyable, (q_BHQD, k_BKND, v_BKND, o_BHQD, do_BHQD))
-        lse_BHQ = lse_BHQ.clone(memory_format=torch.contiguous_format)
         return launch_backward(q_BHQD, k_BKND, v_BKND, o_BHQD, lse_BHQ, do_BHQD, causal, scale, ordered, schedule)
+    if lse_BHQ.data_ptr() % host.ALIGNMENT_BYTES or not lse_BHQ.is_contiguous():
+        lse_BHQ = lse_BHQ.clone(memory_format=torch.contiguous_format)
     dq_BHQD, dk_BKND, dv_BKND = torch.empty_like(q_BHQD), torch.empty_like(k_BKND), torch.empty_like(v_BKND)
     between = torch.empty(launches.n_stats + launches.n_sums, dtype=torch.float32, device=device)
     stats = between.data_ptr()
@@ -417,7 +418,7 @@ def launch_backward(
     if ordered:
         turns = torch.zeros(launches.n_turns, dtype=torch.int32, device=device)
     dk, dv = dk_BKND.data_ptr(), dv_BKND.data_ptr()
-    launches.preprocess(stream, o, do, lse, stats, sums)
+    launches.preprocess(stream, o, do, lse_BHQ.data_ptr(), stats, sums)
     launches.main(stream, q, k, v, do, stats, sums, dk, dv, turns.data_ptr(), counter.data_ptr())
     launches.postprocess(stream, sums, dq_BHQD.data_ptr())
     return dq_BHQD, dk_BKND, dv_BKND

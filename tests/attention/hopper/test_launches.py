@@ -117,24 +117,46 @@ def test_backward_reads_and_writes_where_tensors_lie(
     assert [x.stride() for x in gradients] == [host.empty_result(x).stride() for x in (q, k, v)]
 
 
-def test_what_the_copy_engine_cannot_read_is_copied() -> None:
-    """By its strides, by where it begins, and a gradient that is one number."""
-    q, k, v, do = inputs()
-    expected = forward.launch_forward(q, k, v, True, 0.125)[0]
-    odd = torch.cat((v[..., :1], v), dim=-1)[..., 1:]
-    assert odd.stride(2) % 8
-    aside = heads_inside_rows(k)
-    aside = torch.empty(aside.numel() + 1, dtype=k.dtype)[1:].as_strided(aside.shape, aside.stride())
-    o, lse = forward.launch_forward(q.mT.contiguous().mT, aside, odd, True, 0.125)
-    described, _ = Kernel.launched["hopper_forward_kernel"]
-    assert [strides for _, _, strides in described[:4]] == [x.stride() for x in (q, aside, v, expected)]
-    assert o.is_contiguous()
-    assert not {q.data_ptr(), aside.data_ptr(), odd.data_ptr()} & {address for address, _, _ in described[:4]}
-    backward.launch_backward(q, k, v, o, lse[..., :1].expand_as(lse), do[:1, :1, :1, :1].expand_as(do), True, 0.125)
-    described, _ = Kernel.launched["hopper_backward_kernel"]
-    assert described[3][2] == do.stride()
+def misaligned(x: Tensor) -> Tensor:
+    return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].as_strided(x.shape, x.stride())
+
+
+def columns_apart(x: Tensor) -> Tensor:
+    return x.mT.contiguous().mT
+
+
+def rows_of_odd_length(x: Tensor) -> Tensor:
+    return torch.cat((x, x[..., :1]), dim=-1)[..., :-1]
+
+
+@pytest.mark.parametrize("place", range(6))
+@pytest.mark.parametrize("layout", [misaligned, columns_apart, rows_of_odd_length])
+def test_what_cannot_be_read_where_it_lies_is_copied(layout: Callable[[Tensor], Tensor], place: int) -> None:
+    q, k, v, do = (heads_inside_rows(x) for x in inputs())
+    tensors = [q, k, v, torch.zeros_like(q), torch.zeros(q.shape[:3]), do]
+    moved = tensors[place] = layout(tensors[place])
+    expected = tensors[place].stride() if layout is misaligned else host.copyable(moved).stride()
+    gradients = backward.launch_backward(*tensors, True, 0.125)
     before, _ = Kernel.launched["hopper_preprocess_kernel"]
-    assert before[2] != lse.data_ptr()
+    arguments, _ = Kernel.launched["hopper_backward_kernel"]
+    at = [*(address for address, *_ in arguments[:3]), *before[:1], before[2], before[1]]
+    assert [x.data_ptr() == address for x, address in zip(tensors, at, strict=True)] == [i != place for i in range(6)]
+    assert all(address % 16 == 0 for address in at)
+    if place < 3:
+        assert arguments[place][2] == gradients[place].stride() == expected
+        o, _ = forward.launch_forward(*tensors[:3], True, 0.125)
+        described, _ = Kernel.launched["hopper_forward_kernel"]
+        assert described[place][0] != moved.data_ptr()
+        assert described[place][2] == expected
+        assert o.stride() == gradients[0].stride()
+
+
+def test_a_gradient_that_is_one_number_is_copied() -> None:
+    q, k, v, do = inputs()
+    o, lse = forward.launch_forward(q, k, v, True, 0.125)
+    backward.launch_backward(q, k, v, o, lse, do[:1, :1, :1, :1].expand_as(do), True, 0.125)
+    arguments, _ = Kernel.launched["hopper_backward_kernel"]
+    assert arguments[3][1:] == (do.shape, do.stride())
 
 
 def test_a_second_call_prepares_nothing_and_another_form_does() -> None:
