@@ -25,11 +25,11 @@ def forward_through(
     scale: float | None,
 ) -> Tensor:
     """o like q from ``op(q, k, v, causal, scale)``, which gives (o, lse); scale is 1/sqrt(d_head) if None."""
-    one_head = q.dim() == 3
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    o, lse = op(*(x.unsqueeze(1) if one_head else x for x in (q, k, v)), is_causal, scale)
-    if one_head:
-        o, lse = o.squeeze(1), lse.squeeze(1)
+    if q.dim() == 3:
+        o, lse = (x.squeeze(1) for x in op(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), is_causal, scale))
+    else:
+        o, lse = op(q, k, v, is_causal, scale)
     ctx.save_for_backward(q, k, v, o, lse)
     ctx.is_causal, ctx.scale = is_causal, scale
     return o
@@ -37,8 +37,11 @@ def forward_through(
 
 def backward_through(op: OpOverload, ctx: Any, do: Tensor, *options: bool) -> tuple[Tensor | None, ...]:
     """(dq, dk, dv), None where not wanted, from ``op(q, k, v, o, lse, do, causal, scale, *options)``."""
-    one_head = do.dim() == 3
-    tensors = (x.unsqueeze(1) if one_head else x for x in (*ctx.saved_tensors, do))
+    tensors = (*ctx.saved_tensors, do)
+    if one_head := do.dim() == 3:
+        tensors = tuple(x.unsqueeze(1) for x in tensors)
     gradients = op(*tensors, ctx.is_causal, ctx.scale, *options)
-    wanted = zip(gradients, ctx.needs_input_grad[:3], strict=True)
-    return tuple((x.squeeze(1) if one_head else x) if want else None for x, want in wanted)
+    wanted = [x if want else None for x, want in zip(gradients, ctx.needs_input_grad[:3], strict=True)]
+    if one_head:
+        wanted = [x if x is None else x.squeeze(1) for x in wanted]
+    return tuple(wanted)
