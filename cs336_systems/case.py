@@ -61,6 +61,10 @@ class TrainingCase:
     """Which activations are computed a second time, a policy of ``costs.checkpointing``."""
     optimizer: str = "reference"
     """One of ``config.OPTIMIZERS``."""
+    kernels: str = "reference"
+    """One of ``config.KERNELS``: norms, rotations, SwiGLU, head and loss; fused needs a written-out backward."""
+    keep: str = "autograd"
+    """autograd: the blocks' backward is autograd's; else it is written out, and keeps what ``costs/kept.py`` says."""
     seed: int = 0
     """Of parameters and tokens."""
 
@@ -83,6 +87,11 @@ class TrainingCase:
     @property
     def compiled(self) -> bool:
         return self.compile in COMPILED
+
+    @property
+    def written_out(self) -> bool:
+        """Whether the blocks' backward is written out, and head and loss run in chunks."""
+        return self.keep != "autograd"
 
     @property
     def parallel(self) -> Parallel:
@@ -116,4 +125,6 @@ class TrainingCase:
             *([COMPILED[self.compile]] if self.compiled else []),
             *([f"checkpoint {self.checkpoint}"] if self.checkpoint != "none" else []),
             *([self.optimizer] if self.optimizer != "reference" else []),
+            *([f"{self.kernels} kernels"] if self.kernels != "reference" else []),
+            *([f"keep {self.keep}"] if self.written_out else []),
         ]

@@ -211,6 +211,12 @@ ATTENTIONS = (
 )
 """Implementations of attention; ``attention/dispatch.py`` says what each is, and what it cannot serve."""
 
+WRITTEN_OUT_ATTENTIONS = ("reference", "flash", "hopper")
+"""Those that a block calls whose backward is written out."""
+
+KERNELS = ("reference", "fused")
+"""Operations between matrix products: plain PyTorch, or one Triton kernel each."""
+
 OPTIMIZERS = ("reference", "torch-fused", "fused")
 """AdamW written out, torch's fused kernel, or ours, which rounds bf16 stochastically."""
 

@@ -23,7 +23,8 @@ heads, E d_head, F d_ff.
 import difflib
 from dataclasses import dataclass
 
-from cs336_systems.config import ModelConfig, Precision
+from cs336_systems.case import TrainingCase
+from cs336_systems.config import KERNELS, WRITTEN_OUT_ATTENTIONS, ModelConfig, Precision
 from cs336_systems.costs.activations import WIDE, SavedTensor, total_bytes
 
 LEVELS = ("input", "attention", "products", "all")
@@ -79,13 +80,47 @@ def kept_names(keep: str) -> tuple[str, ...]:
         ValueError: no such level or switch; the message has the nearest names.
     """
     level, *switches = keep.split("-")
-    for what, value, known in (("level", level, LEVELS), *(("switch", switch, tuple(SWITCHES)) for switch in switches)):
-        if value not in known:
-            near = difflib.get_close_matches(value, known, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"unknown {what} {value!r} in what to keep, {keep!r}: {hint}known are {', '.join(known)}")
+    _check_known("level", level, LEVELS, f" in what to keep, {keep!r}")
+    for switch in switches:
+        _check_known("switch", switch, tuple(SWITCHES), f" in what to keep, {keep!r}")
     levels = LEVELS[: LEVELS.index(level) + 1]
     return tuple(row.name for row in KEPT if row.level in levels and not set(row.switches) & set(switches))
+
+
+def _check_known(what: str, value: str, known: tuple[str, ...], where: str = "") -> None:
+    if value not in known:
+        near = difflib.get_close_matches(value, known, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"unknown {what} {value!r}{where}: {hint}known are {', '.join(known)}")
+
+
+def unserved_reason(case: TrainingCase) -> str | None:
+    """Why no step has the case's ``kernels`` and ``keep`` together with the rest of it, or None if one has.
+
+    That is what can be said without looking at the device: one sentence.
+
+    Raises:
+        ValueError: a name is unknown; the message has the nearest.
+    """
+    _check_known("kernels", case.kernels, KERNELS)
+    if not case.written_out:
+        need = f"kernels {case.kernels} with keep autograd: they need a backward written out, {', '.join(LEVELS)}"
+        return None if case.kernels == "reference" else need
+    _check_known("level", case.keep.split("-")[0], (*LEVELS, "autograd"), f" in what to keep, {case.keep!r}")
+    kept_names(case.keep)
+    keep, attentions = f"keep {case.keep}", WRITTEN_OUT_ATTENTIONS[case.kernels != "reference" :]
+    if case.kernels != "reference" and case.device != "cuda":
+        return f"kernels {case.kernels} need device cuda, got {case.device}: Triton kernels run on GPUs"
+    if case.attention not in attentions:
+        asked = f"{keep if case.kernels == 'reference' else f'kernels {case.kernels}'} with attention {case.attention}"
+        return f"{asked}: its backward must be a function of its own, which {', '.join(attentions)} have"
+    if case.precision.autocast:
+        return f"{keep} with dtype {case.precision.name}: written-out blocks run in one dtype, fp32, tf32 or bf16"
+    if case.compiled:
+        return f"{keep} with compile {case.compile}: written-out blocks are not compiled, only keep autograd is"
+    if case.checkpoint != "none":
+        return f"{keep} with checkpoint {case.checkpoint}: both say what runs again in backward, give one of them"
+    return None
 
 
 def kept_tensors(

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 from cs336_systems.case import TrainingCase
 from cs336_systems.config import ATTENTIONS, resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
+from cs336_systems.costs.kept import unserved_reason
 from cs336_systems.report.command_line import Format
 
 Dtype = Literal["fp32", "tf32", "bf16", "autocast-bf16", "autocast-fp16"]
@@ -22,6 +23,7 @@ Mode = Literal["forward", "backward", "step"]
 Switch = Literal["off", "on"]
 Compile = Literal["off", "on", "whole-model"]
 OptimizerName = Literal["reference", "torch-fused", "fused"]
+Kernels = Literal["reference", "fused"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 MAX_TIMEOUT_S = 1e6
@@ -83,6 +85,13 @@ class TrainingOptions(RunOptions):
     recursive (halves of halves); keep-matmuls, keep-attention (full, but keeping their results)."""
     optimizer: tuple[OptimizerName, ...] = ("reference",)
     """AdamW written out; torch's fused kernel; or fused: ours, with stochastic rounding of bf16, on CUDA devices."""
+    kernels: tuple[Kernels, ...] = ("reference",)
+    """Of what lies between matrix products: plain PyTorch; or fused, a Triton kernel each, on CUDA devices, with
+    --attention flash or hopper, in blocks whose backward is written out; the loss then never has all logits."""
+    keep: tuple[str, ...] | None = None
+    """What blocks with a written-out backward keep for it: input; attention (and its output); products (and results of
+    matrix products); all; less what switches drop, as in all-norm-swiglu (norm, qkv, attention, residual, ffn, swiglu).
+    autograd: backward is autograd's. By default autograd for reference kernels, products for fused."""
     warmup: int | tuple[int, ...] = 5
     """Steps before the recorded ones."""
     steps: int = 10
@@ -122,6 +131,8 @@ Cell = TypeVar("Cell", bound=TimedCase)
 AnyCell = TypeVar("AnyCell")
 
 _SETS = ("size", "batch_size", "context_length", "dtype", "attention", "compile", "checkpoint", "optimizer")
+_KEEP = {"reference": "autograd", "fused": "products"}
+"""Unless it is said."""
 
 
 def training_cells(
@@ -150,10 +161,16 @@ def training_cells(
             raise ValueError(f"--attention {name}: known are {', '.join(ATTENTIONS)}")
     if "fused" in options.optimizer and options.device != "cuda":
         raise ValueError(f"--optimizer fused needs --device cuda, got {options.device}: Triton kernels run on GPUs")
-    grid = [
-        cell_of(cell_type, options, repeat=0, **dict(zip(sets, values, strict=True)), **own)
-        for *values, own in itertools.product(*sets.values(), inner)
+    blocks = [
+        {"kernels": kernels, "keep": keep} for kernels in options.kernels for keep in options.keep or (_KEEP[kernels],)
     ]
+    grid = [
+        cell_of(cell_type, options, repeat=0, **dict(zip(sets, values, strict=True)), **kind, **own)
+        for *values, kind, own in itertools.product(*sets.values(), blocks, inner)
+    ]
+    for cell in grid:
+        if reason := unserved_reason(cell):
+            raise ValueError(reason)
     turns = (grid, grid[::-1])
     return [replace(cell, repeat=repeat) for repeat in range(options.repeat) for cell in turns[repeat % 2]]
 

@@ -61,6 +61,59 @@ def test_each_unknown_name_is_told(fault, message):
         training_cells(RankedCase, replace(Options(), world_size=(1,), **fault))
 
 
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"keep": ("produkts",)}, "unknown level 'produkts' in what to keep, 'produkts': did you mean 'products'"),
+        ({"keep": ("autogard",)}, "unknown level 'autogard' in what to keep, 'autogard': did you mean 'autograd'"),
+        ({"keep": ("all-nrom",)}, "unknown switch 'nrom' in what to keep, 'all-nrom': did you mean 'norm'"),
+        ({"kernels": ("fused",)}, "kernels fused need device cuda, got cpu: Triton kernels run on GPUs"),
+        ({"kernels": ("fuse",), "keep": ("all",)}, "unknown kernels 'fuse': did you mean 'fused'"),
+        (
+            {"device": "cuda", "kernels": ("fused",), "keep": ("autograd",)},
+            "kernels fused with keep autograd: they need a backward written out, input, attention, products, all",
+        ),
+        (
+            {"device": "cuda", "kernels": ("fused",)},
+            "kernels fused with attention reference: its backward must be .*, which flash, hopper have",
+        ),
+        (
+            {"keep": ("all",), "attention": ("sdpa-flash",)},
+            "keep all with attention sdpa-flash: its backward must be .*, which reference, flash, hopper have",
+        ),
+        (
+            {"keep": ("autograd", "all"), "dtype": ("autocast-bf16",)},
+            "keep all with dtype autocast-bf16: written-out blocks run in one dtype, fp32, tf32 or bf16",
+        ),
+        (
+            {"keep": ("all",), "compile": ()},
+            "keep all with compile on: written-out blocks are not compiled, only keep autograd is",
+        ),
+        (
+            {"keep": ("all",), "checkpoint": ("every-2",)},
+            "keep all with checkpoint every-2: both say what runs again in backward, give one of them",
+        ),
+    ],
+)
+def test_kernels_and_what_is_kept_are_refused_where_no_step_has_them(fault, message):
+    options = replace(Options(), world_size=(1,), size=("tiny",))
+    with pytest.raises(ValueError, match=message):
+        training_cells(RankedCase, replace(options, **fault))
+
+
+def test_kernels_say_what_is_kept_unless_keep_does():
+    options = replace(Options(), world_size=(1,), device="cuda", attention=("flash",), kernels=("reference", "fused"))
+    kinds = [(cell.kernels, cell.keep) for cell in training_cells(RankedCase, options)]
+    assert kinds == [("reference", "autograd"), ("fused", "products")]
+    kinds = [(cell.kernels, cell.keep) for cell in training_cells(RankedCase, replace(options, keep=("input", "all")))]
+    assert kinds == [(kernels, keep) for kernels in ("reference", "fused") for keep in ("input", "all")]
+
+
+def test_kernels_and_what_is_kept_are_named():
+    assert TrainingCase(size="tiny", kernels="fused", keep="all-norm").extras == ["fused kernels", "keep all-norm"]
+    assert [TrainingCase(keep=keep).written_out for keep in ("autograd", "input")] == [False, True]
+
+
 def test_sizes_are_known_by_their_one_name_and_contexts_fit_them():
     assert resolved_sizes(["xl-2026"], [128]) == ["2.7b"]
     with pytest.raises(ValueError, match="context"):

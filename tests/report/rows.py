@@ -13,6 +13,8 @@ SETTINGS = {
     "attention": "reference",
     "compile": "off",
     "checkpoint": "none",
+    "kernels": "reference",
+    "keep": "autograd",
     "optimizer": "reference",
     "mode": "step",
     "warmup": 1,

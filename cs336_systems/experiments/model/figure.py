@@ -38,7 +38,9 @@ def step_figure(rows: pd.DataFrame) -> Figure | None:
     if rows.empty:
         return None
     compiled = rows["compile"].map({how: f", {words}" for how, words in COMPILED.items()}).fillna("")
-    rows = rows.assign(how=rows["dtype"] + compiled)
+    kernels = rows["kernels"].map({"reference": ""}).fillna(", " + rows["kernels"] + " kernels")
+    keep = rows["keep"].map({"autograd": ""}).fillna(", keep " + rows["keep"])
+    rows = rows.assign(how=rows["dtype"] + compiled + kernels + keep)
     x = "context_length" if rows["context_length"].nunique() > 1 else "size"
     share = next((metric for metric in _SHARES if (rows["metric"] == metric).any()), None)
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -75,7 +77,7 @@ def _one_setting(rows: pd.DataFrame) -> pd.DataFrame:
         chosen = "none" if (most == "none").any() else most.iloc[0]
         chosen = max(ran["mode"].unique(), key=MODES.index) if column == "mode" else chosen
         ran, rows = (side[side[column] == chosen] for side in (ran, rows))
-    found = newest(rows, ["size", "context_length", "dtype", "compile"])
+    found = newest(rows, ["size", "context_length", "dtype", "compile", "kernels", "keep"])
     return found[found["status"] == "ok"]
 
 

@@ -20,7 +20,9 @@ from cs336_systems.profiling.traces.queries import class_times, kernel_table, li
 from cs336_systems.report.tables import Table, digits
 from cs336_systems.report.timeline import draw_timeline
 
-_SETTINGS = ("batch_size", "context_length", "dtype", "attention", "compile", "checkpoint", "optimizer")
+_SETTINGS = (
+    *("batch_size", "context_length", "dtype", "attention", "compile", "checkpoint", "optimizer", "kernels", "keep"),
+)
 
 
 def write_digest(profiles: list[Profile], name: str, where: str, profiler: str, folder: Path) -> Path:

@@ -90,7 +90,8 @@ def heading(case: TrainingCase, mode: str) -> str:
     line = f"{case.config.name}, batch {case.batch_size}, context {case.context_length}, {case.dtype}, mode {mode}"
     attention = f", attention {case.attention}" if case.attention != "reference" else ""
     checkpoint = f", checkpoint {case.checkpoint}" if case.checkpoint != "none" else ""
-    return line + attention + (f", {COMPILED[case.compile]}" if case.compiled else "") + checkpoint
+    keep = f", {case.kernels} kernels, keep {case.keep}" if case.written_out else ""
+    return line + attention + (f", {COMPILED[case.compile]}" if case.compiled else "") + checkpoint + keep
 
 
 def account_block(case: TrainingCase, *, compile: bool) -> BlockAccount:
