@@ -2,6 +2,8 @@
 
 from cs336_systems.blocks.autograd import WrittenOutBlock, write_out
 from cs336_systems.blocks.block import backward, forward
+from cs336_systems.blocks.head import head_ops
+from cs336_systems.blocks.named import block_ops
 from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.reference import REFERENCE
 from cs336_systems.blocks.saved import Saved
@@ -15,7 +17,9 @@ __all__ = [
     "Saved",
     "WrittenOutBlock",
     "backward",
+    "block_ops",
     "forward",
+    "head_ops",
     "merge_",
     "write_out",
 ]

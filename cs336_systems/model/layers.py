@@ -51,6 +51,13 @@ class Linear(nn.Module):
         return self.ops.linear(x, self.weight, self.bias)
 
 
+class Head(Linear):
+    """x (..., d_model) -> logits (..., vocab_size); given targets, their loss under those logits."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        return super().forward(x) if targets is None else self.ops.linear_cross_entropy(x, self.weight, targets)
+
+
 class Embedding(nn.Module):
     """Integer ids (...) -> (..., d_model); ``weight`` is (vocab_size, d_model)."""
 

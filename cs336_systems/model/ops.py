@@ -80,6 +80,14 @@ def attention(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, *, causal: bool) -
     return torch.softmax(scores, dim=-1) @ v
 
 
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Mean negative log-likelihood of targets under logits x W^T, in nats, at least fp32; targets of -100 do not count.
+
+    x (..., D), weight (V, D), int64 targets (...) -> scalar.
+    """
+    return F.cross_entropy(_widened(linear(x, weight)).flatten(0, -2), targets.flatten(), ignore_index=-100)
+
+
 def stack(blocks: Sequence[Callable[..., Tensor]], x_BSD: Tensor, cos_SE2: Tensor, sin_SE2: Tensor) -> Tensor:
     """Run the blocks, (x, cos, sin) -> x each, one after the other: (B, S, D) -> (B, S, D)."""
     for block in blocks:
@@ -97,6 +105,7 @@ class ModelOps:
     rotary: Callable[..., Tensor] = rotary
     swiglu: Callable[..., Tensor] = swiglu
     attention: Callable[..., Tensor] = attention
+    linear_cross_entropy: Callable[..., Tensor] = linear_cross_entropy
     stack: Callable[..., Tensor] = stack
 
 

@@ -6,6 +6,7 @@ and knows nothing of how it is measured, compiled or distributed.
 
     model = TransformerLM(MODEL_SIZES["small"], device="cuda", dtype=torch.bfloat16)
     logits = model(token_ids)                        # (batch, seq) -> (batch, seq, vocab)
+    loss = model(token_ids, targets)                 # targets (batch, seq)
 
     shell = TransformerLM(config, device="meta")     # no storage; then, shard by shard or whole:
     shell.to_empty(device="cuda"); shell.reset_parameters()
@@ -19,7 +20,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from cs336_systems.config import ModelConfig
-from cs336_systems.model.layers import Embedding, Linear, Placement, RMSNorm, RotaryEmbedding, SwiGLU
+from cs336_systems.model.layers import Embedding, Head, Linear, Placement, RMSNorm, RotaryEmbedding, SwiGLU
 from cs336_systems.model.ops import REFERENCE_OPS, ModelOps
 
 
@@ -63,6 +64,9 @@ class TransformerBlock(nn.Module):
 class TransformerLM(nn.Module):
     """Token ids (batch, seq), int64 -> logits (batch, seq, vocab_size) in the parameters' dtype.
 
+    Given targets (batch, seq) as well, -> their mean loss in nats, a scalar; -100 does not count. A training step that
+    computes it here need not hold all logits, and inside whatever wraps the model.
+
     Raises:
         ValueError: in ``forward``, a sequence beyond ``config.context_length``.
     """
@@ -75,7 +79,7 @@ class TransformerLM(nn.Module):
         self.rotary = RotaryEmbedding(config, **placement)
         self.layers = nn.ModuleList(TransformerBlock(config, ops, **placement) for _ in range(config.n_layers))
         self.ln_final = RMSNorm(config.d_model, config.rms_norm_eps, ops, **placement)
-        self.lm_head = Linear(config.d_model, config.vocab_size, ops, **placement)
+        self.lm_head = Head(config.d_model, config.vocab_size, ops, **placement)
         self._tie_embeddings()
         if not self.token_embeddings.weight.is_meta:
             self.reset_parameters()
@@ -101,7 +105,7 @@ class TransformerLM(nn.Module):
             if module is not self and callable(reset):
                 reset()
 
-    def forward(self, token_ids: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor, targets: Tensor | None = None) -> Tensor:
         cos, sin = self.rotary(token_ids.shape[-1])
         x = self.ops.stack(list(self.layers.children()), self.token_embeddings(token_ids), cos, sin)
-        return self.lm_head(self.ln_final(x))
+        return self.lm_head(self.ln_final(x), targets)

@@ -5,7 +5,7 @@ Optimisations are applied from outside, in one order:
 1. the operations are chosen, attention by name and the stack of blocks by checkpointing policy, and handed to the model
    as a value;
 2. the model is built in the precision's parameter dtype, on its device (on ``meta`` for our FSDP, which never holds it
-   whole);
+   whole), and if asked for, its blocks are written out, each with what it keeps; the model then computes its own loss;
 3. blocks and loss are compiled, if asked: each block by itself, as torchtitan does, because equal blocks then share one
    compilation and the time to compile does not grow with depth (the whole model as one graph can be had for
    comparison); checkpointed segments run compiled blocks, but a selective policy is compiled with its block, because it
@@ -25,8 +25,10 @@ from torch import Tensor
 
 from cs336_systems.attention.dispatch import attention_op
 from cs336_systems.attention.dispatch import unsupported_reason as attention_reason
+from cs336_systems.blocks import block_ops, head_ops, write_out
 from cs336_systems.case import TrainingCase, Unsupported
 from cs336_systems.costs.checkpointing import SELECTIVE
+from cs336_systems.costs.kept import unserved_reason
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
 from cs336_systems.training.activation_checkpointing import checkpointed_stack
@@ -61,6 +63,8 @@ def build_model(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps =
     torch.manual_seed(case.seed)
     place = torch.device("meta") if case.parallel.wrapper == "fsdp" else device
     model = TransformerLM(case.config, ops, device=place, dtype=parameter_dtype(case.precision))
+    if case.written_out:
+        write_out(model, block_ops(case.kernels, case.attention), case.keep)
     if case.compile == "whole-model":
         model.compile(fullgraph=True, dynamic=False)
     elif case.compiled and case.checkpoint not in SELECTIVE:
@@ -71,16 +75,20 @@ def build_model(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps =
 
 def finish(model: TransformerLM, case: TrainingCase, rank: Rank | None = None) -> TrainStep:
     """Steps 4 and 5: wrap the model, make its optimizer and its step; raises as ``assemble``."""
-    loss_function = torch.compile(cross_entropy, fullgraph=True, dynamic=False) if case.compiled else cross_entropy
+    loss_function = None if case.written_out else cross_entropy
+    if case.compiled:
+        loss_function = torch.compile(cross_entropy, fullgraph=True, dynamic=False)
     wrapped = wrap(model, case.parallel, rank)
     optimizer = make_parallel_optimizer(case.optimizer, wrapped, case.parallel)
     return TrainStep(wrapped, optimizer, case.precision, loss_function)
 
 
 def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:
-    """The operations of the case's model: attention by its name, the stack of blocks by the checkpointing policy."""
+    """The operations of the case's model: attention by its name, head and loss by the kernels', the stack by policy."""
     if case.attention != "reference":
         ops = replace(ops, attention=attention_op(case.attention))
+    if case.written_out:
+        ops = head_ops(case.kernels, ops)
     compiled = case.compiled and case.checkpoint in SELECTIVE
     return replace(ops, stack=checkpointed_stack(case.checkpoint, ops.stack, compiled=compiled))
 
@@ -99,8 +107,10 @@ def check_supported(case: TrainingCase, device: torch.device) -> None:
 
     The one place where that is asked; ValueError for a name that is unknown.
     """
-    config, dtype = case.config, matmul_dtype(case.precision)
-    reason = precision_reason(case.precision, device) or checkpointing_reason(case.checkpoint, case.attention)
+    config, gathered = case.config, case.parallel.compute_dtype  # FSDP casts weights to the latter
+    dtype = torch.bfloat16 if gathered == "bf16" else matmul_dtype(case.precision)
+    reason = unserved_reason(case) or precision_reason(case.precision, device)
+    reason = reason or checkpointing_reason(case.checkpoint, case.attention)
     reason = reason or _whole_model_reason(case) or optimizer_reason(case.optimizer, device)
     if reason is None:
         q, k, v = (

@@ -28,10 +28,11 @@ class TrainStep:
     """Forward, backward and optimizer step of one model on one device.
 
     Args:
-        model: token ids (batch, seq) -> logits (batch, seq, vocab).
+        model: token ids (batch, seq) -> logits (batch, seq, vocab); without ``loss_function``, token ids and targets
+            -> scalar.
         optimizer: over the model's parameters.
         precision: autocast, TF32 and loss scaling follow from it; the parameters already have its dtype.
-        loss_function: (logits, targets) -> scalar.
+        loss_function: (logits, targets) -> scalar; None if the model computes its loss.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class TrainStep:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         precision: Precision,
-        loss_function: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+        loss_function: Callable[[Tensor, Tensor], Tensor] | None = cross_entropy,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -57,6 +58,13 @@ class TrainStep:
         assert self.loss is not None
         return self.loss
 
+    def loss_of(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """The loss of one batch, with its graph; precision and autocast are those that are on outside."""
+        if self.loss_function is None:
+            loss: Tensor = self.model(token_ids, targets)
+            return loss
+        return self.loss_function(self.model(token_ids), targets)
+
     def phases(self, mode: str, token_ids: Tensor, targets: Tensor) -> dict[str, Phase]:
         """The phases of one step on this batch, in the order in which they must run.
 
@@ -73,7 +81,7 @@ class TrainStep:
         def forward() -> None:
             grad = torch.set_grad_enabled(mode != "forward")
             with grad, matmul_precision(self.precision), autocast(self.precision, self.device):
-                loss = self.loss_function(self.model(token_ids), targets)
+                loss = self.loss_of(token_ids, targets)
             self.loss = loss.detach()
             if mode != "forward":
                 graph_loss.append(loss)

@@ -65,14 +65,14 @@ def test_nodes_announce_themselves_in_order_and_the_loss_function_returns(monkey
     monkeypatch.setattr(memory_profile, "annotate", announced.append)
     step = assemble(TrainingCase.of(CONFIG))
     plain = assemble(TrainingCase.of(CONFIG))
-    loss_function = step.loss_function
+    loss_function, loss_of = step.loss_function, step.loss_of
     phases = step.phases("step", ids(), ids())
     with memory_profile._named_nodes(step) as name_nodes:
         phases["forward"]()
         name_nodes()
         phases["backward"]()
         phases["optimizer"]()
-    assert step.loss_function is loss_function
+    assert step.loss_function is loss_function and step.loss_of == loss_of
     assert announced[0] == "MeanBackward0" and announced[-1] == "EmbeddingBackward0"
     assert announced.count("SoftmaxBackward0") == CONFIG.n_layers
     plain(ids(), ids())

@@ -1,0 +1,119 @@
+"""Head and loss of a model whose blocks are written out: no logits of all tokens, and gradients taken in forward.
+
+A loss is a scalar, so its gradients are known in forward but for one factor: chunk by chunk of tokens logits are
+computed, turned into their gradient, and multiplied into those of input and weight. ``linear_cross_entropy`` here does
+so in plain PyTorch, on any device and in any float dtype; ``kernels.linear_cross_entropy`` is the same in few launches.
+The final norm, in front of it, is an operation and a module of its own, and so is the head: wrappers and ranges see
+both called.
+
+    model = TransformerLM(config, head_ops("reference", REFERENCE_OPS))
+    model(token_ids, targets).backward()
+
+Kept between forward and backward: the input of the norm and its statistic, and the gradients of the head's input and
+weight. A tied embedding has its two gradients added up by autograd, as anywhere.
+"""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cs336_systems.model import ModelOps
+
+CHUNK = 1024
+"""Tokens whose logits exist at a time, unless it is said."""
+
+
+def head_ops(kernels: str, ops: ModelOps) -> ModelOps:
+    """``ops`` with the loss in chunks, by a name of ``config.KERNELS``; ``fused`` brings its norm, too."""
+    if kernels == "reference":
+        return replace(ops, linear_cross_entropy=linear_cross_entropy)
+    from cs336_systems import kernels as fused  # Triton comes with them, which not every machine has
+
+    return replace(ops, rms_norm=fused.rms_norm, linear_cross_entropy=fused.linear_cross_entropy)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """With p = softmax(logits), n targets that count: dlogits = (p (1 + 2 z_loss lse) - [target]) / n."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        weight_VD: Tensor,
+        targets_T: Tensor,
+        denominator: Tensor,
+        wants: tuple[bool, bool],
+        ignore_index: int,
+        z_loss: float,
+        chunk: int,
+    ) -> Tensor:
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        dx = torch.empty_like(x_TD) if wants[0] else None
+        dweight = torch.zeros_like(weight_VD) if wants[1] else None
+        total = torch.zeros((), dtype=wide, device=x_TD.device)
+        for start in range(0, len(x_TD), chunk):
+            x, targets = x_TD[start : start + chunk], targets_T[start : start + chunk]
+            counts = targets != ignore_index
+            logits, places = (x @ weight_VD.T).to(wide), targets.where(counts, 0)[:, None]
+            lse = torch.logsumexp(logits, dim=-1)
+            losses = lse - logits.gather(1, places).squeeze(1) + z_loss * lse.square()
+            total += losses.where(counts, 0.0).sum()
+            if any(wants):
+                dlogits = torch.exp(logits - lse[:, None]) * (1 + 2 * z_loss * lse)[:, None]
+                dlogits.scatter_add_(1, places, torch.full_like(places, -1, dtype=wide))
+                dlogits = (dlogits / denominator).where(counts[:, None], 0.0).to(x.dtype)
+            if dx is not None:
+                torch.mm(dlogits, weight_VD, out=dx[start : start + chunk])
+            if dweight is not None:
+                dweight.addmm_(dlogits.T, x)
+        ctx.save_for_backward(dx, dweight)
+        return total / denominator
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, arriving: Tensor) -> tuple[Tensor | None, ...]:
+        found = (None if gradient is None else gradient * arriving for gradient in ctx.saved_tensors)
+        return *found, None, None, None, None, None, None
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    reduction: Literal["mean", "sum"] = "mean",
+    chunk: int = CHUNK,
+) -> Tensor:
+    """Cross entropy of ``x @ weight.T``, in nats: x (..., D), weight (V, D), int64 targets (...) -> scalar.
+
+    The result is at least fp32. If no target counts, the mean is NaN and gradients are zero, as of
+    ``torch.nn.functional.cross_entropy``.
+
+    Args:
+        ignore_index: targets of this value do not count, for the mean neither.
+        z_loss: adds z_loss * logsumexp(logits)^2 to each target's loss.
+        chunk: tokens whose logits exist at a time.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown reduction, a chunk below 1, or, on a CPU, a target out of range.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be mean or sum, got {reduction!r}")
+    if chunk < 1:
+        raise ValueError(f"chunk must be positive, got {chunk}")
+    if x.shape[:-1] != targets.shape or weight.shape[1:] != x.shape[-1:]:
+        shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and targets {tuple(targets.shape)}"
+        raise ValueError(f"{shapes} are not (..., d), (words, d) and (...)")
+    x_TD, targets_T = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1)
+    counts = targets_T != ignore_index
+    if not targets.is_cuda and len(wrong := targets_T[counts & ((targets_T < 0) | (targets_T >= len(weight)))]):
+        raise ValueError(f"target {wrong[0].item()} is neither in [0, {len(weight)}) nor {ignore_index}, ignored")
+    denominator = counts.sum() if reduction == "mean" else torch.ones((), dtype=torch.int64, device=x.device)
+    wants = torch.is_grad_enabled() and x.requires_grad, torch.is_grad_enabled() and weight.requires_grad
+    loss: Tensor = _LinearCrossEntropy.apply(x_TD, weight, targets_T, denominator, wants, ignore_index, z_loss, chunk)
+    return loss

@@ -1,0 +1,130 @@
+"""Steps with a written-out backward train as the reference does: alone, among ranks, and beside transformers."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from cs336_systems.blocks import WrittenOutBlock
+from cs336_systems.case import TrainingCase, Unsupported
+from cs336_systems.config import MODEL_SIZES
+from cs336_systems.model import TransformerLM
+from cs336_systems.model.hf_weights import to_hf_name
+from cs336_systems.training import AdamW, TrainStep, assemble, random_batch
+
+HANDOUT = replace(MODEL_SIZES["tiny"], name="tinier", d_model=32, d_ff=64, vocab_size=97, context_length=16)
+LLAMA = replace(HANDOUT, name="tinier-llama", n_heads=4, n_kv_heads=2)
+QWEN = replace(LLAMA, name="tinier-qwen", n_kv_heads=1, qkv_bias=True, tie_embeddings=True, rms_norm_eps=1e-6)
+
+
+def trained(step: TrainStep, batches: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Losses of the steps, and how far all parameters went, in fp64."""
+    start = [parameter.detach().double().clone() for parameter in step.model.parameters()]
+    losses = torch.stack([step(*batch).double() for batch in batches])
+    pairs = zip(step.model.parameters(), start, strict=True)
+    return losses, torch.cat([(parameter.detach().double() - before).flatten() for parameter, before in pairs])
+
+
+def check_within_the_references_error(
+    steps: dict[str, TrainStep], batches: list[tuple[Tensor, Tensor]], *, factor: float
+) -> None:
+    """The reference in fp64 is the truth; ``ours`` may be ``factor`` times as far from it as ``reference``.
+
+    Adam divides by the root of the second moment, so that where gradients nearly vanish roundings become steps: both
+    are as far apart as chance has it, which the factor allows for. A loss may round once more.
+    """
+    truth = trained(steps["truth"], batches)
+    found = (trained(steps[name], batches) for name in ("ours", "reference"))
+    for what, true, mine, plain in zip(("losses", "movement"), truth, *found, strict=True):
+        ours, reference = ((each - true).norm() / true.norm() for each in (mine, plain))
+        print(f"{what}: ours {ours:.1e}, reference {reference:.1e}")
+        eps = max(torch.finfo(p.dtype).eps for p in steps["ours"].model.parameters())
+        assert ours <= factor * reference + eps, what
+    assert truth[0][-1] < truth[0][0], "it learns"
+
+
+def in_fp64(step: TrainStep) -> TrainStep:
+    step.model.double()
+    return step
+
+
+@pytest.mark.parametrize("keep", ["input", "products-residual", "all"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=lambda config: config.name)
+def test_ten_steps_agree_with_the_reference(config, keep):
+    case = TrainingCase.of(config, batch_size=2, seed=5)
+    steps = {
+        "truth": in_fp64(assemble(case)),
+        "reference": assemble(case),
+        "ours": assemble(replace(case, keep=keep)),
+    }
+    assert all(isinstance(block, WrittenOutBlock) for block in steps["ours"].model.layers)
+    check_within_the_references_error(steps, [random_batch(case)] * 10, factor=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("attention", ["flash", "hopper"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=lambda config: config.name)
+def test_ten_steps_of_fused_kernels_agree_with_the_reference(config, attention, dtype):
+    config = replace(config, d_model=256, d_ff=512, context_length=200, vocab_size=1003)
+    case = TrainingCase.of(config, batch_size=2, seed=5, device="cuda", dtype=dtype)
+    ours = replace(case, kernels="fused", keep="products", attention=attention)
+    try:
+        steps = {"truth": in_fp64(assemble(replace(case, dtype="fp32"))), "reference": assemble(case)}
+        steps["ours"] = assemble(ours)
+    except Unsupported as reason:
+        pytest.skip(str(reason))
+    steps["truth"].model.load_state_dict(steps["reference"].model.state_dict())
+    check_within_the_references_error(steps, [random_batch(case)] * 10, factor=3)
+    step = {"fp32": 2e-6, "bf16": 2e-3}[dtype]
+    assert steps["ours"].loss.item() == pytest.approx(steps["reference"].loss.item(), rel=100 * step)
+
+
+# --- beside transformers ---------------------------------------------------------------------------------------------
+
+
+class Theirs(nn.Module):
+    """transformers' model with our weights, as a model of ours is called."""
+
+    def __init__(self, ours: TransformerLM) -> None:
+        super().__init__()
+        config = ours.config
+        shape = {
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.d_model,
+            "intermediate_size": config.d_ff,
+            "num_hidden_layers": config.n_layers,
+            "num_attention_heads": config.n_heads,
+            "num_key_value_heads": config.kv_heads,
+            "rms_norm_eps": config.rms_norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+            "tie_word_embeddings": config.tie_embeddings,
+        }
+        self.model = (
+            Qwen2ForCausalLM(Qwen2Config(**shape)) if config.qkv_bias else LlamaForCausalLM(LlamaConfig(**shape))
+        )
+        self.model.load_state_dict({to_hf_name(name): each for name, each in ours.state_dict().items()})
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return self.model(token_ids).logits
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """In the order of ours."""
+        return map(self.model.get_parameter, self.names)
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=lambda config: config.name)
+def test_ten_steps_agree_with_transformers(config):
+    """Ours is at most three times as far from the truth as its implementation in fp32."""
+    case = TrainingCase.of(config, batch_size=2, seed=5)
+    theirs = Theirs(assemble(case).model)
+    steps = {
+        "truth": in_fp64(assemble(case)),
+        "reference": TrainStep(theirs, AdamW(theirs.parameters()), case.precision),
+        "ours": assemble(replace(case, keep="products")),
+    }
+    check_within_the_references_error(steps, [random_batch(case)] * 10, factor=3)
