@@ -10,8 +10,9 @@ Two questions, kept apart:
   context: ``causal`` counts the half of the score matrix that a causal model needs; ``palm`` counts all of it
   (Chowdhery et al. 2022, appendix B). MFU is model FLOP/s over the peak.
 * **Hardware FLOPs**: what is executed: attention that materialises every score, masked ones included; the scores that
-  FlashAttention recomputes (its backward is 2.5 x its forward: five products for two); blocks that activation
-  checkpointing runs again. HFU is hardware FLOP/s over the peak.
+  FlashAttention recomputes, and written-out blocks do (their backward is then 2.5 x forward: five products for two);
+  blocks that activation checkpointing runs again, and products that written-out blocks have not kept. HFU is hardware
+  FLOP/s over the peak.
 
 Embedding lookups are free; the output head is not. Sequence lengths are in tokens, results are whole operations.
 """
@@ -21,6 +22,7 @@ from typing import Literal, get_args
 
 from cs336_systems.config import MODES, ModelConfig
 from cs336_systems.costs.checkpointing import KEEP_ATTENTION, KEEP_MATMULS, canonical_policy, make_plan, runs_again
+from cs336_systems.costs.kept import flops_again
 
 Convention = Literal["causal", "palm"]
 AttentionKind = Literal["materialised", "flash"]
@@ -88,6 +90,7 @@ def hardware_flops(
     *,
     attention: AttentionKind = "materialised",
     checkpoint: str = "none",
+    keep: str = "autograd",
     compiled: bool = False,
 ) -> int:
     """Matrix-product operations executed in one pass of ``mode`` (see ``config.MODES``).
@@ -96,10 +99,11 @@ def hardware_flops(
         attention: ``materialised`` computes all scores and keeps the probabilities for backward; ``flash`` skips the
             masked half and recomputes the scores in backward.
         checkpoint: the policy that says what runs again in backward (see ``costs/checkpointing.py``).
+        keep: autograd; or what written-out blocks keep, which says that of them (see ``costs/kept.py``).
         compiled: whether each block is one compiled function, which cannot stop before its last product.
 
     Raises:
-        ValueError: no such mode, attention or policy.
+        ValueError: no such mode, attention, policy or level.
     """
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}: known are {', '.join(MODES)}")
@@ -107,10 +111,14 @@ def hardware_flops(
         raise ValueError(f"unknown attention {attention!r}: known are {', '.join(get_args(AttentionKind))}")
     flash = attention == "flash"
     forward = forward_flops(config, batch_size, seq_len, "causal" if flash else "palm")
+    written_out, n_layers = keep != "autograd", config.n_layers
     again = _recomputed_flops(config, batch_size * seq_len, forward, flash, canonical_policy(checkpoint), compiled)
+    if written_out:
+        again += n_layers * flops_again(config, batch_size, seq_len, keep, forward.attention // n_layers)
     if mode == "forward":
         return forward.total
-    backward = 2 * (forward.total - forward.attention) + (5 if flash else 4) * forward.attention // 2
+    scores_again = flash or written_out
+    backward = 2 * (forward.total - forward.attention) + (5 if scores_again else 4) * forward.attention // 2
     return forward.total + backward + again
 
 

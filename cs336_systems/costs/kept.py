@@ -22,6 +22,7 @@ heads, E d_head, F d_ff.
 
 import difflib
 from dataclasses import dataclass
+from math import prod
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.config import KERNELS, WRITTEN_OUT_ATTENTIONS, ModelConfig, Precision
@@ -53,6 +54,8 @@ class KeptTensor:
     """Those that drop it."""
     again: str
     """How backward has it where it is not kept."""
+    product: tuple[str, ...] = ()
+    """Sizes (m, k, n) of the matrix product that this takes, if any; attention's two are counted elsewhere."""
     statistic: bool = False
     """At least fp32, whatever the block's dtype."""
 
@@ -63,9 +66,9 @@ KEPT = (
     KeptTensor("rstd2", ("R",), "input", (), "never: as small as one column of x", statistic=True),
     KeptTensor("attended", ("R", "D"), "attention", ("attention",), "attention of qkv"),
     KeptTensor("lse", ("B", "H", "S"), "attention", ("attention",), "attention of qkv", statistic=True),
-    KeptTensor("qkv", ("R", "P"), "products", ("qkv",), "product of normed1, rotated"),
-    KeptTensor("residual", ("R", "D"), "products", ("residual",), "x and the product of attended"),
-    KeptTensor("gate_up", ("R", "2F"), "products", ("ffn",), "product of normed2"),
+    KeptTensor("qkv", ("R", "P"), "products", ("qkv",), "product of normed1, rotated", ("R", "D", "P")),
+    KeptTensor("residual", ("R", "D"), "products", ("residual",), "x and the product of attended", ("R", "D", "D")),
+    KeptTensor("gate_up", ("R", "2F"), "products", ("ffn",), "product of normed2", ("R", "D", "2F")),
     KeptTensor("normed1", ("R", "D"), "all", ("norm",), "norm of x"),
     KeptTensor("normed2", ("R", "D"), "all", ("norm",), "norm of residual"),
     KeptTensor("product", ("R", "F"), "all", ("swiglu", "ffn"), "SwiGLU of gate_up, in the pass of its backward"),
@@ -123,6 +126,31 @@ def unserved_reason(case: TrainingCase) -> str | None:
     return None
 
 
+def _sizes(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, int]:
+    return {
+        "B": batch_size,
+        "S": seq_len,
+        "R": batch_size * seq_len,
+        "D": config.d_model,
+        "P": config.d_model + 2 * config.d_kv,
+        "H": config.n_heads,
+        "F": config.d_ff,
+        "2F": 2 * config.d_ff,
+    }
+
+
+def flops_again(config: ModelConfig, batch_size: int, seq_len: int, keep: str, attention: int) -> int:
+    """Matrix-product operations that one block's backward runs a second time; ``attention`` are those of attention.
+
+    Raises:
+        ValueError: no such level or switch.
+    """
+    sizes, names = _sizes(config, batch_size, seq_len), kept_names(keep)
+    dropped = [row for row in KEPT if row.name not in names and row.product]
+    products = sum(2 * prod(sizes[letter] for letter in row.product) for row in dropped)
+    return products + (attention if "attended" not in names else 0)
+
+
 def kept_tensors(
     config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, keep: str
 ) -> list[SavedTensor]:
@@ -133,16 +161,7 @@ def kept_tensors(
     """
     if precision.autocast:
         raise ValueError(f"blocks with a written backward run in one dtype: {precision.name} is not served")
-    sizes = {
-        "B": batch_size,
-        "S": seq_len,
-        "R": batch_size * seq_len,
-        "D": config.d_model,
-        "P": config.d_model + 2 * config.d_kv,
-        "H": config.n_heads,
-        "F": config.d_ff,
-        "2F": 2 * config.d_ff,
-    }
+    sizes = _sizes(config, batch_size, seq_len)
     names, narrow = kept_names(keep), precision.parameter_bytes
     return [
         SavedTensor(row.name, row.level, tuple(sizes[letter] for letter in row.shape), n_bytes)

@@ -7,8 +7,10 @@ import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
+from cs336_systems.blocks import REFERENCE, write_out
 from cs336_systems.config import MODEL_SIZES, MODES, ModelConfig
 from cs336_systems.costs.flops import forward_flops, hardware_flops, model_flops
+from cs336_systems.costs.kept import LEVELS, SWITCHES
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
 from cs336_systems.training import cross_entropy
 from cs336_systems.training.activation_checkpointing import checkpointed_stack
@@ -30,11 +32,16 @@ CASES = [
 ]
 
 
-def dispatched_flops(config: ModelConfig, batch_size: int, seq_len: int, checkpoint: str = "none") -> tuple[int, int]:
-    """Operations of forward and of backward that torch's own counter sees, on tensors without storage."""
+def dispatched_flops(
+    config: ModelConfig, batch_size: int, seq_len: int, checkpoint: str = "none", keep: str = "autograd"
+) -> tuple[int, int]:
+    """Operations of forward and of backward that torch's own counter sees, where it can on tensors without storage."""
+    device = "meta" if keep == "autograd" else "cpu"
     ops = replace(REFERENCE_OPS, stack=checkpointed_stack(checkpoint, REFERENCE_OPS.stack))
-    model = TransformerLM(config.at_context(seq_len), ops, device="meta")
-    ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device="meta")
+    model = TransformerLM(config.at_context(seq_len), ops, device=device)
+    if keep != "autograd":
+        write_out(model, REFERENCE, keep)
+    ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=device)
     with FlopCounterMode(display=False) as forward:
         loss = cross_entropy(model(ids), ids)
     with FlopCounterMode(display=False) as backward:
@@ -141,6 +148,23 @@ def test_checkpointing_with_flash_runs_the_causal_half_again_unless_it_is_kept()
     assert again("keep-matmuls") == 0
 
 
+@pytest.mark.parametrize("keep", [*LEVELS, *(f"all-{switch}" for switch in SWITCHES), "products-qkv-attention"])
+@pytest.mark.parametrize("config", [PLAIN, GROUPED], ids=lambda config: config.name)
+def test_what_a_written_out_block_has_not_kept_is_what_torch_dispatches(config, keep):
+    forward, backward = dispatched_flops(config, 2, 16, keep=keep)
+    assert hardware_flops(config, 2, 16, "forward", keep=keep) == forward
+    assert hardware_flops(config, 2, 16, "step", keep=keep) == forward + backward
+
+
+def test_written_out_blocks_with_flash_run_the_causal_half_again_unless_it_is_kept():
+    parts, plain = forward_flops(PLAIN, 2, 16), hardware_flops(PLAIN, 2, 16, "step", attention="flash")
+    w2 = PLAIN.n_layers * 2 * 32 * PLAIN.d_ff * PLAIN.d_model
+    again = {keep: hardware_flops(PLAIN, 2, 16, "step", attention="flash", keep=keep) - plain for keep in LEVELS}
+    assert again["input"] == parts.projections + parts.attention + parts.feed_forward - w2
+    assert again["attention"] == parts.projections + parts.feed_forward - w2
+    assert again["products"] == again["all"] == 0
+
+
 @pytest.mark.parametrize("name", ["small", "2.7b", "leaderboard-8b", "llama3-8b", "qwen2.5-1.5b"])
 def test_model_flops_are_six_per_matrix_element_and_the_causal_half_of_attention(name):
     """6 N per token, N the matrices without the input embedding and with the head; 12 L S D x 1/2 per token."""
@@ -168,6 +192,8 @@ def test_an_unknown_mode_is_refused_by_name(mode):
         hardware_flops(PLAIN, 1, 8, mode)
 
 
-def test_an_unknown_policy_is_refused_by_name():
+def test_an_unknown_policy_or_level_is_refused_by_name():
     with pytest.raises(ValueError, match="unknown checkpoint policy 'half'"):
         hardware_flops(PLAIN, 1, 8, "forward", checkpoint="half")
+    with pytest.raises(ValueError, match="unknown level 'half'"):
+        hardware_flops(PLAIN, 1, 8, "forward", keep="half")

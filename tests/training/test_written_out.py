@@ -107,7 +107,12 @@ def train_all(rank: Rank) -> list[tuple[Tensor, list[Tensor]]]:
         case = shared_case(config, keep, way)
         step = assemble(case, rank)
         losses = torch.stack([step(*random_batch(case, rank)) for _ in range(5)])
-        trained.append((losses, whole(step.model)))
+        names = [name for name, _ in TransformerLM(config, device="meta").named_parameters()]  # a tied one once
+        if way.wrapper == "fsdp":
+            full = step.model.gather_full_params()
+        else:
+            full = dict(zip(names, whole(step.model), strict=True))
+        trained.append((losses, [full[name] for name in names]))
     return trained
 
 
@@ -132,12 +137,13 @@ def alone(config: ModelConfig) -> tuple[Tensor, list[Tensor], list[Tensor]]:
 def test_two_ranks_train_what_one_process_trains_with_the_reference(world, number):
     config, _, way = SHARED[number]
     losses, start, expected = alone(config)
-    rounding = 2e-2 if way.compute_dtype == "bf16" else 1e-5  # of the losses; Adam's first steps are signs of gradients
-    torch.testing.assert_close((world[0][number][0] + world[1][number][0]) / 2, losses, rtol=rounding, atol=0)
+    # Adam's first steps are signs of gradients, so that those near zero go either way in bf16.
+    of_losses, of_movement = (1e-2, 0.1) if way.compute_dtype == "bf16" else (1e-6, 1e-3)
+    torch.testing.assert_close((world[0][number][0] + world[1][number][0]) / 2, losses, rtol=of_losses, atol=0)
     moved = sum((a - s).square().sum() for a, s in zip(expected, start, strict=True)).sqrt()
     for _, found in (ranks[number] for ranks in world):
         apart = sum((a - t).square().sum() for a, t in zip(expected, found, strict=True)).sqrt()
-        assert apart < (0.3 if way.compute_dtype == "bf16" else 1e-3) * moved, f"{apart:.2e} apart, moved {moved:.2e}"
+        assert apart < of_movement * moved, f"{apart:.2e} apart, moved {moved:.2e}"
 
 
 # --- beside transformers ---------------------------------------------------------------------------------------------

@@ -61,7 +61,12 @@ def measure_model(cell: ModelCell, *, ceilings: Ceilings, force: bool) -> list[M
     if is_predictable(cell):
         metrics.append(Metric("predicted_peak_memory", "GiB", [predicted / GIB]))
     executed = hardware_flops(
-        *cell.work, cell.mode, attention=cell.attention_kind, checkpoint=cell.checkpoint, compiled=cell.compiled
+        *cell.work,
+        cell.mode,
+        attention=cell.attention_kind,
+        checkpoint=cell.checkpoint,
+        keep=cell.keep,
+        compiled=cell.compiled,
     )
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return metrics + step_rates(cell, times.samples_ms, executed, device_name, ceilings.get(cell.dtype, {}))
@@ -74,7 +79,7 @@ def expected_seconds(cell: ModelCell, *, ceilings: Ceilings) -> float:
     measured = ceilings.get(cell.dtype, {})
     if predicted_bytes(cell, cell.mode) > measured.get("free_memory", math.inf) * GIB:
         return 0.5
-    flops = hardware_flops(*cell.work, cell.mode, checkpoint=cell.checkpoint)
+    flops = hardware_flops(*cell.work, cell.mode, checkpoint=cell.checkpoint, keep=cell.keep)
     steps = (cell.warmup + cell.steps) * flops / (0.5e12 * measured.get("matmul_ceiling", 0.1))
     filling = cell.config.n_parameters / (2e10 if cell.device == "cuda" else 7e7)
     compiling = {"on": 10.0, "whole-model": 2.0 * cell.config.n_layers}.get(cell.compile, 0.0)
