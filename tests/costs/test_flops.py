@@ -1,11 +1,12 @@
 """Counted operations against what torch dispatches, exactly; the conventions; the formulas that reports quote."""
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
-from torch.utils.flop_counter import FlopCounterMode, addmm_flop
+from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.blocks import REFERENCE, write_out
 from cs336_systems.config import MODEL_SIZES, MODES, ModelConfig
@@ -44,7 +45,7 @@ def dispatched_flops(
     ids = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=device)
     with FlopCounterMode(display=False) as forward:
         loss = cross_entropy(model(ids), ids)
-    in_place = {torch.ops.aten.addmm_: addmm_flop}
+    in_place = {torch.ops.aten.addmm_: lambda into, a, b, out_shape, **_: 2 * prod(a) * b[1]}  # torch knows it not
     with FlopCounterMode(display=False, custom_mapping=in_place) as backward:
         loss.backward()
     return forward.get_total_flops(), backward.get_total_flops()
