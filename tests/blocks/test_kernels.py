@@ -1,13 +1,25 @@
 """Kernels in the places of the reference operations, where Triton's interpreter or a GPU can run them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from cs336_systems.blocks import BlockGradients, BlockWeights, Saved, backward, forward
+from cs336_systems.blocks import (
+    BlockGradients,
+    BlockWeights,
+    Saved,
+    backward,
+    block_ops,
+    forward,
+    head_ops,
+    write_out,
+)
 from cs336_systems.blocks.attention import FLASH_ATTENTION
 from cs336_systems.blocks.fused import fused
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import LEVELS, kept_names
+from cs336_systems.model import REFERENCE_OPS, TransformerLM
 
 from .cases import block_of, by_autograd, inputs, tables
 
@@ -45,3 +57,28 @@ def test_kernels_fit(device):
             error,
             budget,
         )
+
+
+@pytest.mark.parametrize("device", [CUDA, CPU])
+def test_a_model_of_kernels_fits(device):
+    """Loss and gradients of a whole model, its final norm, head and tied embedding included, as the reference's."""
+    config = replace(CONFIG, tie_embeddings=True, vocab_size=50)
+    torch.manual_seed(0)
+    exact = TransformerLM(config, dtype=torch.float64)
+    eager, ours = (TransformerLM(config, ops) for ops in (REFERENCE_OPS, head_ops("fused", REFERENCE_OPS)))
+    for model in (eager, ours):
+        model.load_state_dict(exact.state_dict())
+    write_out(ours, block_ops("fused", "flash"), "products")
+    ids = torch.randint(config.vocab_size, (2, 20))
+    targets = ids.roll(-1, 1)
+    targets[:, -1] = -100
+    found = []
+    for model in (exact, eager, ours.to(device)):
+        here = next(model.parameters()).device
+        loss = model(ids.to(here), targets.to(here))
+        gradients = torch.autograd.grad(loss, tuple(model.parameters()))
+        found.append([tensor.double().cpu() for tensor in (loss, *gradients)])
+    for name, true, plain, mine in zip(["loss", *dict(exact.named_parameters())], *found, strict=True):
+        error, budget = ((t - true).abs().max().item() for t in (mine, plain))
+        rounding = 8 * torch.finfo(torch.float32).eps * true.abs().max().item()
+        assert error <= 2 * budget + rounding, (name, error, budget)

@@ -61,8 +61,10 @@ def make_cells(options: Options) -> list[ModelCell]:
             chosen = " ".join(options.checkpoint)
             raise ValueError(f"--memory-budget-gib chooses the policy itself, got --checkpoint {chosen}")
         if options.keep is not None or set(options.kernels) != {"reference"}:
-            kept = "kernels fused" if options.keep is None else f"keep {' '.join(options.keep)}"
-            raise ValueError(f"--memory-budget-gib chooses among checkpoint policies, which {kept} leaves no room for")
+            own = "kernels fused" if options.keep is None else f"keep {' '.join(options.keep)}"
+            raise ValueError(
+                f"--memory-budget-gib chooses checkpointing, of blocks with keep autograd alone, got {own}"
+            )
         if not 0 < budget < math.inf:
             raise ValueError(f"--memory-budget-gib must be positive and finite, got {budget:g}")
     own = [{"mode": mode, "warmup": warmup} for mode in options.mode for warmup in options.warmup]
