@@ -19,6 +19,11 @@ under ``annotate``, as it does not under torch's backward hooks.
 **Exceptions.** What forward leaves open when it raises is closed on the way out. What a failed backward leaves open on
 autograd's thread is closed when the next one begins.
 
+**Written-out blocks** call none of the modules that they hold. Their operations between matrix products are ranged
+instead, by name (``layers.0.attention``, ``layers.0.swiglu (backward)``); what is left of a block is its products. What
+backward runs again has forward's name, inside the block's backward. A head that takes its gradients in forward shows
+them there.
+
 **Compiled modules** are ranged as a whole, forward and backward, from outside the compiled code; their insides are not:
 a range would break the graph, and the fused kernels in there belong to no single module. Where a compiled function
 calls modules, their ranges are left out of it.
@@ -26,10 +31,11 @@ calls modules, their ranges are left out of it.
 
 import functools
 import itertools
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import nvtx
@@ -40,6 +46,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from cs336_systems.blocks import BlockOps, WrittenOutBlock
 from cs336_systems.model import ModelOps
 
 BACKWARD = " (backward)"
@@ -196,6 +203,9 @@ def annotate(model: nn.Module, kind: type[nn.Module] = nn.Module) -> ExitStack:
             continue
         for handle in _range_calls(module, name, device, outermost=not path):
             annotation.callback(handle.remove)
+        if isinstance(module, WrittenOutBlock) and kind is nn.Module:
+            annotation.callback(setattr, module, "block_ops", module.block_ops)
+            module.block_ops = ranged_block_ops(module.block_ops, name)
         if isinstance(ops := getattr(module, "ops", None), ModelOps):
             module.ops = ranged_ops(ops)
             annotation.callback(setattr, module, "ops", ops)
@@ -251,6 +261,22 @@ def ranged_ops(ops: ModelOps) -> ModelOps:
             return ops.attention(*args, **kwargs)
 
     return replace(ops, attention=attention)
+
+
+def ranged_block_ops(ops: BlockOps, block: str) -> BlockOps:
+    """The same operations of a written-out block, each in a range of its name behind the block's."""
+
+    def wrap(operation: str) -> Callable[..., Any]:
+        function, stage = getattr(ops, operation), re.sub("_(forward|backward)?$", "", operation)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            back = operation.endswith("_backward") or kwargs.get("inverse", False)
+            with ranged(f"{block}.{stage}{BACKWARD if back else ''}"):
+                return function(*args, **kwargs)
+
+        return run
+
+    return BlockOps(**{field.name: wrap(field.name) for field in fields(BlockOps)})
 
 
 def ranged_phases(phases: Mapping[str, Callable[[], None]], *, warmup: int) -> dict[str, Callable[[], None]]:

@@ -20,7 +20,7 @@ Works on CPU and CUDA. Limits: tensors that are alive only during forward or bac
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -86,19 +86,21 @@ def block_residuals(
     device: torch.device,
     *,
     ops: ModelOps = REFERENCE_OPS,
+    make: Callable[..., TransformerBlock] = TransformerBlock,
     compile: bool = False,
     norm_only: bool = False,
 ) -> Residuals:
     """Residuals of one ``TransformerBlock`` of the model, on random input that requires a gradient.
 
     Args:
+        make: (config, ops, device=, dtype=) -> the block, if it is to be another kind of one.
         norm_only: of the first ``RMSNorm`` of the block by itself, instead.
 
     Raises:
         ValueError: ``seq_len`` is beyond the config's context length.
     """
     dtype = parameter_dtype(precision)
-    block = TransformerBlock(config, ops, device=device, dtype=dtype)
+    block = make(config, ops, device=device, dtype=dtype)
     rotary = RotaryEmbedding(config, device=device, dtype=dtype)
     with torch.no_grad():
         for module in (*block.modules(), rotary):

@@ -202,6 +202,11 @@ def test_failed_ceilings_do_not_stop_the_cells(command, monkeypatch):
         (["--memory-budget-gib", "0"], ["--memory-budget-gib", "positive", "got 0"]),
         (["--memory-budget-gib", "nan"], ["--memory-budget-gib", "got nan"]),
         (["--memory-budget-gib", "9", "--checkpoint", "full"], ["--memory-budget-gib chooses", "--checkpoint full"]),
+        (["--memory-budget-gib", "9", "--keep", "all"], ["--memory-budget-gib chooses", "got keep all"]),
+        (["--keep", "prodcts"], ["'prodcts'", "did you mean 'products'?"]),
+        (["--keep", "all", "--compile"], ["keep all with compile on"]),
+        (["--keep"], ["--keep needs at least one value"]),
+        (["--kernels", "fused"], ["kernels fused need device cuda, got cpu"]),
         (
             ["--memory-budget-gib", "0.5", "--mode", "step"],
             ["fits 0.5 GiB for small", "smallest predicted peak is 1.9"],
@@ -288,6 +293,7 @@ def test_a_file_from_before_checkpointing_can_be_compared_with_but_not_continued
     file = RowFile(tmp_path / "benchmark_model.csv", columns)
     cell = {"device": "cpu", "size": "tiny", "batch_size": 1, "context_length": 128, "dtype": "fp32", "mode": "step"}
     cell |= {"attention": "reference", "compile": "off", "optimizer": "reference", "warmup": 1, "variant": "eager"}
+    cell |= {"kernels": "reference", "keep": "autograd"}
     file.append([cell | {"schema_version": 1, "status": "ok"} | Metric("step", "ms", [1.0, 2.0]).statistics()])
     message = refused("--size", "tiny", "--out", tmp_path)
     assert "missing ['checkpoint']" in message

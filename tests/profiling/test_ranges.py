@@ -106,8 +106,28 @@ def test_every_module_and_stage_is_ranged_in_its_place(emitted, batch):
     assert emitted.balanced
 
 
-def test_modules_of_one_kind_alone(emitted, batch):
-    step = tiny_step()
+def test_operations_of_written_out_blocks_are_ranged_in_their_place(emitted, batch):
+    step, plain = (assemble(TrainingCase.of(TINY, keep="attention")) for _ in range(2))
+    phases, before = step.phases("backward", *batch), step.model.layers[0].block_ops
+    with annotate(step.model):
+        phases["forward"]()
+        forward = emitted.paths
+        phases["backward"]()
+    inside = [path[-1].removeprefix("layers.1.") for path in forward if path[:-1] == ("TransformerLM", "layers.1")]
+    assert inside == ["rms_norm", "rotate", "attention", "add_rms_norm", "swiglu"]
+    within = ("TransformerLM" + BACKWARD, "layers.1" + BACKWARD)
+    inside = [path[-1].removeprefix("layers.1.") for path in emitted.paths[len(forward) :] if path[:-1] == within]
+    stages = ["add_rms_norm", "swiglu", "rms_norm", "rms_norm", "rotate", "attention", "rotate", "rms_norm"]
+    again = {0, 3, 4}
+    assert inside == [stage + BACKWARD * (i not in again) for i, stage in enumerate(stages)]
+    assert emitted.balanced and step.model.layers[0].block_ops is before
+    plain(*batch)
+    assert torch.equal(step.loss, plain.loss)
+
+
+@pytest.mark.parametrize("keep", ["autograd", "products"])
+def test_modules_of_one_kind_alone(emitted, batch, keep):
+    step = assemble(TrainingCase.of(TINY, keep=keep))
     phases = step.phases("backward", *batch)
     with annotate(step.model, TransformerBlock):
         for phase in phases.values():

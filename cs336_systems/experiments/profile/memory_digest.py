@@ -12,16 +12,21 @@ import functools
 import gc
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from cs336_systems.blocks import WrittenOutBlock, block_ops
 from cs336_systems.case import COMPILED, TrainingCase
+from cs336_systems.config import ModelConfig
 from cs336_systems.costs.activations import block_saved_tensors, total_bytes
+from cs336_systems.costs.kept import kept_tensors
 from cs336_systems.experiments.profile import memory_tables as tables
 from cs336_systems.experiments.profile.memory_blocks import draw_allocations
 from cs336_systems.experiments.profile.memory_tables import GIB, MIB, BlockAccount
 from cs336_systems.experiments.profile.memory_timeline import draw_memory_timeline
 from cs336_systems.harness.provenance import host_name
+from cs336_systems.model import ModelOps, TransformerBlock
 from cs336_systems.profiling.memory_profile import MemoryProfile, profile_memory
 from cs336_systems.profiling.places import short_place
 from cs336_systems.profiling.residuals import PARAMETER_COPY, block_residuals
@@ -51,7 +56,7 @@ def write_memory_digest(case: TrainingCase, mode: str, out: Path, raw: Path, *, 
     """Profile, account, and write ``memory-<name>.md``, its CSVs and its picture to ``out``, the snapshot to ``raw``.
 
     Args:
-        compiled: account for the compiled block, too, which costs its compilation.
+        compiled: account for the compiled block, too, which costs its compilation, unless blocks are written out.
 
     Raises:
         ValueError: something in the case is unknown or unsupported on its device.
@@ -65,7 +70,8 @@ def write_memory_digest(case: TrainingCase, mode: str, out: Path, raw: Path, *, 
     if profile is not None:
         gc.collect()
         torch.cuda.empty_cache()
-    accounts = [account_block(case, compile=compile) for compile in ([False, True] if compiled else [False])]
+    variants = [False, True] if compiled and not case.written_out else [False]
+    accounts = [account_block(case, compile=compile) for compile in variants]
     where = torch.cuda.get_device_name(device) if profile is not None else host_name()
     if profile is not None:
         title = f"{heading(case, mode)}, on {where}"
@@ -98,7 +104,13 @@ def account_block(case: TrainingCase, *, compile: bool) -> BlockAccount:
     """What one block of the model keeps at the case's batch and context; checkpointing, between blocks, left out."""
     arguments = (*case.work, case.precision, torch.device(case.device))
     account = functools.partial(block_residuals, *arguments, ops=case_ops(case), compile=compile)
+    if case.written_out:
+        account = functools.partial(account, make=functools.partial(_written_out_block, case))
     return BlockAccount("compiled" if compile else "eager", account(), account(norm_only=True))
+
+
+def _written_out_block(case: TrainingCase, config: ModelConfig, _: ModelOps, **placement: Any) -> TransformerBlock:
+    return WrittenOutBlock(config, block_ops(case.kernels, case.attention), case.keep, **placement)
 
 
 def main_figures(profile: MemoryProfile | None, accounts: list[BlockAccount]) -> dict[str, float]:
@@ -132,8 +144,11 @@ def digest(
         "## What one block keeps for backward",
         tables.kept_table(accounts).markdown(),
     ]
-    if case.attention == "reference":
-        listed = block_saved_tensors(*case.work, case.precision.on(torch.device(case.device).type))
+    if case.written_out or case.attention == "reference":
+        if case.written_out:
+            listed = kept_tensors(*case.work, case.precision, case.keep)
+        else:
+            listed = block_saved_tensors(*case.work, case.precision.on(torch.device(case.device).type))
         parts.append(f"Predicted for the eager block: {total_bytes(listed) / MIB:,.2f} MiB.")
     for account in accounts:
         parts += [tables.largest_table(account).markdown(), tables.norm_sentence(account)]

@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 
 from cs336_systems.costs.memory import peak_memory
+from cs336_systems.harness.fit import is_predictable
 from cs336_systems.harness.memory import cublas_workspace_bytes
 from cs336_systems.profiling.memory_history import Allocation
 from cs336_systems.profiling.memory_profile import MemoryProfile
@@ -46,7 +47,7 @@ def peak_table(profile: MemoryProfile) -> Table:
     lines.append(("max_memory_allocated", digits(profile.peak_allocated_bytes / GIB), "100.0"))
     unwatched = digits(profile.unwatched_peak_bytes / GIB) if profile.unwatched_peak_bytes else "–"
     lines.append(("the same, unwatched", unwatched, ""))
-    if not case.compiled and case.attention == "reference":
+    if is_predictable(case):
         device = torch.device(case.device)
         predicted = peak_memory(
             *case.work,

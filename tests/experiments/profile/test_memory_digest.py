@@ -8,6 +8,7 @@ import pytest
 
 from cs336_systems.config import MODEL_SIZES, PRECISIONS
 from cs336_systems.costs.activations import block_saved_tensors, total_bytes
+from cs336_systems.costs.kept import bytes_kept
 from cs336_systems.experiments.profile.memory_digest import (
     NEEDS_CUDA,
     account_block,
@@ -124,6 +125,7 @@ def test_figures_are_named_with_their_units(profile, accounts):
         ({"compile": "on"}, "memory-tiny-b2-c128-fp32-compiled-forward"),
         ({"attention": "tiled", "optimizer": "torch-fused"}, "memory-tiny-b2-c128-fp32-tiled-torch-fused-forward"),
         ({"checkpoint": "full"}, "memory-tiny-b2-c128-fp32-checkpoint-full-forward"),
+        ({"keep": "all-norm"}, "memory-tiny-b2-c128-fp32-keep-all-norm-forward"),
     ],
 )
 def test_names_tell_cases_apart(changes, name):
@@ -143,3 +145,12 @@ def test_without_cuda_the_block_is_accounted_for(tmp_path, attention):
     kept = rows.loc[rows["kind"] == "activation", "mib"].sum()
     assert kept == pytest.approx(written.figures["eager_block_activations_mib"], rel=1e-4)
     assert not (tmp_path / "raw").exists()
+
+
+def test_what_a_written_out_block_keeps_is_its_table(tmp_path):
+    case = replace(CASE, keep="all-norm")
+    written = write_memory_digest(case, "step", tmp_path / "out", tmp_path / "raw")
+    assert "reference kernels, keep all-norm" in written.page.read_text()
+    predicted = bytes_kept(*case.work, case.precision, case.keep) / MIB
+    assert f"Predicted for the eager block: {predicted:,.2f} MiB." in written.page.read_text()
+    assert written.figures["eager_block_activations_mib"] == pytest.approx(predicted)
