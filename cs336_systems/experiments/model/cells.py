@@ -61,8 +61,8 @@ def make_cells(options: Options) -> list[ModelCell]:
             chosen = " ".join(options.checkpoint)
             raise ValueError(f"--memory-budget-gib chooses the policy itself, got --checkpoint {chosen}")
         if options.keep is not None or set(options.kernels) != {"reference"}:
-            own = "kernels fused" if options.keep is None else f"keep {' '.join(options.keep)}"
-            raise ValueError(f"--memory-budget-gib chooses checkpointing, which needs keep autograd, got {own}")
+            asked = "kernels fused" if options.keep is None else f"keep {' '.join(options.keep)}"
+            raise ValueError(f"--memory-budget-gib chooses checkpointing, which needs keep autograd, got {asked}")
         if not 0 < budget < math.inf:
             raise ValueError(f"--memory-budget-gib must be positive and finite, got {budget:g}")
     own = [{"mode": mode, "warmup": warmup} for mode in options.mode for warmup in options.warmup]
