@@ -52,6 +52,13 @@ def test_one_line_with_every_number():
     }
 
 
+def test_kernels_and_what_blocks_keep_are_said_where_they_are_not_the_plain_ones():
+    plain, fused = make_cell(*STEP), make_cell(*STEP, kernels="fused", keep="products")
+    assert not {"kernels", "keep"} & set(step_table(make_frame(plain)).caption.replace(",", "").split())
+    assert "kernels fused, keep products" in step_table(make_frame(fused)).caption
+    assert list(step_table(make_frame(plain, fused)).frame["keep"]) == ["autograd", "products"]
+
+
 def test_constants_move_into_the_caption_and_the_size_stays_a_column():
     table = step_table(
         make_frame(make_cell(*STEP, context_length=128), make_cell(*STEP, context_length=256, mode="forward"))

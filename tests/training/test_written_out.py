@@ -1,6 +1,7 @@
 """Steps with a written-out backward train as the reference does: alone, among ranks, and beside transformers."""
 
 import functools
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,11 +15,14 @@ from cs336_systems.case import Parallel, TrainingCase, Unsupported
 from cs336_systems.config import MODEL_SIZES, ModelConfig
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.spawn import spawn
+from cs336_systems.harness.fit import is_predictable
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import to_hf_name
-from cs336_systems.training import AdamW, TrainStep, assemble, random_batch
+from cs336_systems.training import AdamW, TrainStep, assemble, check_supported, random_batch
 
 from .test_parallel import WAYS, Shared, whole
+
+assembly = sys.modules["cs336_systems.training.assemble"]  # the package has a function of that name
 
 HANDOUT = replace(MODEL_SIZES["tiny"], name="tinier", d_model=32, d_ff=64, vocab_size=97, context_length=16)
 LLAMA = replace(HANDOUT, name="tinier-llama", n_heads=4, n_kv_heads=2)
@@ -67,6 +71,49 @@ def test_ten_steps_agree_with_the_reference(config, keep):
     }
     assert all(isinstance(block, WrittenOutBlock) for block in steps["ours"].model.layers)
     check_within_the_references_error(steps, [random_batch(case)] * 10, factor=3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kernels": "fused"}, "kernels fused with keep autograd: they need a backward written out"),
+        ({"kernels": "fused", "keep": "all"}, "kernels fused need device cuda, got cpu"),
+        ({"keep": "all", "dtype": "autocast-bf16"}, "written-out blocks run in one dtype, fp32, tf32 or bf16"),
+        ({"keep": "all", "compile": "whole-model"}, "keep all with compile whole-model: written-out blocks are not"),
+        ({"keep": "all", "checkpoint": "full"}, "keep all with checkpoint full: both say what runs again"),
+        ({"keep": "all", "attention": "tiled"}, "keep all with attention tiled: its backward must be"),
+        ({"keep": "all", "attention": "flash"}, "attention flash: flash is compiled for CUDA devices"),
+    ],
+)
+def test_what_no_step_has_is_unsupported(fields, message):
+    with pytest.raises(Unsupported, match=message):
+        assemble(TrainingCase.of(HANDOUT, **fields))
+
+
+def test_unknown_names_are_told():
+    for fields, message in (({"kernels": "fuse"}, "did you mean 'fused'"), ({"keep": "al"}, "did you mean 'all'")):
+        with pytest.raises(ValueError, match=message):
+            assemble(TrainingCase.of(HANDOUT, **fields))
+
+
+def test_memory_is_not_predicted_for_blocks_that_are_written_out():
+    case = TrainingCase.of(HANDOUT)
+    assert [is_predictable(replace(case, keep=keep)) for keep in ("autograd", "all")] == [True, False]
+
+
+@pytest.mark.parametrize("compute", ["same", "bf16"])
+def test_attention_is_asked_for_the_dtype_in_which_weights_are_gathered(compute, monkeypatch):
+    asked = []
+    monkeypatch.setattr(assembly, "attention_reason", lambda name, q, k, v, **_: asked.append(q.dtype))
+    check_supported(Shared.of(HANDOUT, how=Parallel("fsdp", compute_dtype=compute)), torch.device("cpu"))
+    assert asked == [torch.bfloat16 if compute == "bf16" else torch.float32]
+
+
+def test_targets_that_are_no_words_are_refused():
+    step, (ids, targets) = assemble(TrainingCase.of(HANDOUT, keep="all")), torch.zeros(2, 1, 16, dtype=torch.int64)
+    targets[0, 3] = 97
+    with pytest.raises(ValueError, match=r"target 97 is neither in \[0, 97\) nor -100"):
+        step(ids, targets)
 
 
 @pytest.mark.gpu
