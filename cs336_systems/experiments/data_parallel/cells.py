@@ -58,7 +58,7 @@ class DataParallelCell(RankedCase):
         """In file names."""
         bucket = "" if self.bucket_size_mb is None else f"-{self.bucket_size_mb:g}mb"
         sent = "" if self.communication_dtype == "same" else f"-sent-{self.communication_dtype}"
-        compiled = "-compiled" if self.compiled else f"-{self.kernels}-{self.keep}" if self.written_out else ""
+        compiled = "-compiled" if self.compiled else f"-{self.kernels}-keep-{self.keep}" if self.written_out else ""
         turn = f"-{self.repeat}" if self.repeat else ""
         return f"{self.size}-{self.dtype}{compiled}-{self.ddp}{bucket}{sent}-{self.world_size}ranks{turn}"
 

@@ -57,7 +57,7 @@ class FullyShardedCell(RankedCase):
     @property
     def name(self) -> str:
         """In file names."""
-        compiled = "-compiled" if self.compiled else f"-{self.kernels}-{self.keep}" if self.written_out else ""
+        compiled = "-compiled" if self.compiled else f"-{self.kernels}-keep-{self.keep}" if self.written_out else ""
         ahead = "" if self.prefetch is None else f"-ahead{self.prefetch}"
         return (
             f"{self.size}-{self.dtype}-{self.checkpoint}{compiled}-{self.fsdp}{ahead}-{self.world_size}ranks"
