@@ -111,12 +111,13 @@ def unserved_reason(case: TrainingCase) -> str | None:
         return None if case.kernels == "reference" else need
     _check_known("level", case.keep.split("-")[0], (*LEVELS, "autograd"), f" in what to keep, {case.keep!r}")
     kept_names(case.keep)
-    keep, attentions = f"keep {case.keep}", WRITTEN_OUT_ATTENTIONS[case.kernels != "reference" :]
-    if case.kernels != "reference" and case.device != "cuda":
+    fused, keep = case.kernels != "reference", f"keep {case.keep}"
+    attentions = [name for name in WRITTEN_OUT_ATTENTIONS if not (fused and name == "reference")]
+    if fused and not case.device.startswith("cuda"):
         return f"kernels {case.kernels} need device cuda, got {case.device}: Triton kernels run on GPUs"
     if case.attention not in attentions:
-        asked = f"{keep if case.kernels == 'reference' else f'kernels {case.kernels}'} with attention {case.attention}"
-        return f"{asked}: its backward must be a function of its own, which {', '.join(attentions)} have"
+        asked = f"kernels {case.kernels}" if fused else keep
+        return f"{asked} with attention {case.attention}: its backward must be a function of its own, which {', '.join(attentions)} have"
     if case.precision.autocast:
         return f"{keep} with dtype {case.precision.name}: written-out blocks run in one dtype, fp32, tf32 or bf16"
     if case.compiled:
