@@ -116,8 +116,8 @@ def unserved_reason(case: TrainingCase) -> str | None:
     if fused and not case.device.startswith("cuda"):
         return f"kernels {case.kernels} need device cuda, got {case.device}: Triton kernels run on GPUs"
     if case.attention not in attentions:
-        asked = f"kernels {case.kernels}" if fused else keep
-        return f"{asked} with attention {case.attention}: its backward must be a function of its own, which {', '.join(attentions)} have"
+        asked = f"{f'kernels {case.kernels}' if fused else keep} with attention {case.attention}"
+        return f"{asked}: its backward must be a function of its own, which {', '.join(attentions)} have"
     if case.precision.autocast:
         return f"{keep} with dtype {case.precision.name}: written-out blocks run in one dtype, fp32, tf32 or bf16"
     if case.compiled:
