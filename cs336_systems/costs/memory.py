@@ -67,6 +67,7 @@ def rotary_bytes(config: ModelConfig) -> int:
 
 PARTS = (
     "parameters",
+    "gathered parameters",
     "optimizer state",
     "gradients",
     "kept inputs",
@@ -75,7 +76,7 @@ PARTS = (
     "temporaries",
     "tables and workspaces",
 )
-"""What is alive at a moment. Kept inputs are those of segments, and results that a selective policy keeps; activations
+"""What is alive at a moment. Gathered are those that FSDP has whole for a while. Kept inputs are those of segments, and results that a selective policy keeps; activations
 are those of blocks, autocast's copies of their matrices included; temporaries live while one operation runs."""
 
 
