@@ -76,8 +76,9 @@ PARTS = (
     "temporaries",
     "tables and workspaces",
 )
-"""What is alive at a moment. Gathered are those that FSDP has whole for a while. Kept inputs are those of segments, and results that a selective policy keeps; activations
-are those of blocks, autocast's copies of their matrices included; temporaries live while one operation runs."""
+"""What is alive at a moment. Gathered are those that FSDP has whole for a while. Kept inputs are those of segments, and
+results that a selective policy keeps; activations are those of blocks, autocast's copies of their matrices included;
+temporaries live while one operation runs."""
 
 
 @dataclass(frozen=True)

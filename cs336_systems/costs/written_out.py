@@ -112,7 +112,9 @@ def written_out_peak(
     ledger = _Ledger(cuda_block_bytes if on_cuda else int)
     ledger.make("tables and workspaces", tables=rotary_bytes(config))
     if on_cuda:
-        ledger.make("tables and workspaces", **{f"workspace {i}": workspace_bytes for i in range(1 + (mode != "forward"))})
+        ledger.make(
+            "tables and workspaces", **{f"workspace {i}": workspace_bytes for i in range(1 + (mode != "forward"))}
+        )
     kept = kept_names(keep) if mode != "forward" else ()
     states = _Sharded(sizes, ledger, n_shards, prefetch) if n_shards > 1 else _Whole(sizes, ledger)
     states.make(moments=mode == "step")
@@ -465,9 +467,9 @@ class _Step:
     def _head_forward(self, *, backward: bool) -> None:
         ledger, sizes = self.ledger, self.sizes
         ledger.at("loss")
-        ledger.make("loss", normed=sizes.stream, rstd=sizes.row)
+        ledger.make("loss", normed=sizes.stream)
         if backward:
-            ledger.make("loss", dhead=sizes.head, dnormed=sizes.stream)
+            ledger.make("loss", rstd=sizes.row, dhead=sizes.head, dnormed=sizes.stream)
         ledger.make("loss", losses=sizes.row, lse=sizes.row, logits=sizes.logits)
         ledger.free("losses", "lse", "logits", "normed")
 
