@@ -22,9 +22,9 @@ from cs336_systems.attention.hopper import passes as hopper_passes
 from cs336_systems.blocks import BlockOps, write_out
 from cs336_systems.blocks.attention import _through
 from cs336_systems.config import MODES, PRECISIONS, ModelConfig, resolve_size
-from cs336_systems.costs.kept import LEVELS, SWITCHES, kept_names
+from cs336_systems.costs.kept import LEVELS, SWITCHES
 from cs336_systems.costs.memory import PARTS, PeakMemory
-from cs336_systems.costs.written_out import NORM_PROGRAMS, computed_again, written_out_peak
+from cs336_systems.costs.written_out import NORM_PROGRAMS, written_out_peak
 from cs336_systems.model import TransformerLM
 from cs336_systems.training.precision import parameter_dtype
 
@@ -207,18 +207,6 @@ def test_half_of_the_states_and_all_of_the_activations_on_each_of_two_ranks(keep
     for peak in peaks.values():
         assert peak.parts.get("gathered parameters", 0) <= 2 * unit
     assert peaks[2].parts["gradients"] <= config.n_parameters + 2 * unit
-
-
-def test_what_is_computed_again():
-    again = {keep: computed_again(kept_names(keep)) for keep in (*LEVELS, "products-residual", "all-ffn")}
-    assert again == {
-        "input": ("normed1", "qkv", "attended", "residual", "normed2", "gate_up", "product"),
-        "attention": ("normed1", "qkv", "residual", "normed2", "gate_up", "product"),
-        "products": ("normed1", "normed2", "product"),
-        "all": (),
-        "products-residual": ("normed1", "residual", "normed2", "product"),
-        "all-ffn": ("gate_up", "product"),
-    }
 
 
 @pytest.mark.parametrize(

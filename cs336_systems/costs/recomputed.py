@@ -1,0 +1,96 @@
+"""What a block whose backward is written out computes a second time, and what that costs.
+
+What ``costs/kept.py`` does not keep is had again from what it is made of, as far back as something was kept. Products
+cost floating-point operations, the rest passes over memory: at a device's peaks both are seconds, a lower bound that
+puts choices in an order.
+
+    recomputed(config, 1, 8192, PRECISIONS["bf16"], kept_names("products")).seconds(hardware, "bf16")
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cs336_systems.config import ModelConfig, Precision
+from cs336_systems.hardware import Hardware
+
+SOURCES: dict[str, tuple[str, ...]] = {
+    "normed1": ("x",),
+    "qkv": ("normed1",),
+    "attended": ("qkv",),
+    "lse": ("qkv",),
+    "residual": ("x", "attended"),
+    "normed2": ("residual",),
+    "gate_up": ("normed2",),
+    "product": ("gate_up",),
+}
+"""What each of a block's activations is computed from, in the order of forward."""
+
+WORDS = {
+    "normed1": "first norm",
+    "qkv": "q, k, v",
+    "attended": "attention",
+    "residual": "output projection",
+    "normed2": "second norm",
+    "gate_up": "gate and up",
+    "product": "SwiGLU",
+}
+"""What computing each again runs; attention brings ``lse``."""
+
+
+def computed_again(kept: Iterable[str]) -> tuple[str, ...]:
+    """The activations, of ``WORDS``, that a block's backward computes a second time if these are kept."""
+    kept = frozenset(kept) | {"x"}
+    again: set[str] = set()
+    wanted = set(WORDS)
+    while wanted:
+        name = wanted.pop()
+        if name not in kept and name not in again:
+            again.add(name)
+            wanted |= set(SOURCES[name])
+    return tuple(name for name in WORDS if name in again)
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What one block computes a second time."""
+
+    names: tuple[str, ...]
+    flops: int
+    """Of matrix products and attention, causal."""
+    traffic_bytes: int
+    """Of norms, rotation and SwiGLU."""
+
+    def seconds(self, hardware: Hardware, matmul_dtype: str) -> float:
+        """At the device's published peaks.
+
+        Raises:
+            ValueError: they are not published.
+        """
+        flops_per_s, bytes_per_s = hardware.peak(matmul_dtype), hardware.memory_bytes_per_s
+        if flops_per_s is None or bytes_per_s is None:
+            raise ValueError(f"no peaks are published for {hardware.name}, {matmul_dtype}")
+        return self.flops / flops_per_s + self.traffic_bytes / bytes_per_s
+
+
+def recomputed(
+    config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, kept: Iterable[str]
+) -> Recomputed:
+    """What one block computes a second time if these are kept."""
+    names = computed_again(kept)
+    tokens, d_model = batch_size * seq_len, config.d_model
+    stream, inner = (tokens * width * precision.parameter_bytes for width in (d_model, config.d_ff))
+    rotated = tokens * (d_model + config.d_kv) * precision.parameter_bytes
+    flops = {
+        "qkv": 2 * tokens * d_model * (d_model + 2 * config.d_kv),
+        "attended": 2 * tokens * seq_len * d_model,
+        "residual": 2 * tokens * d_model**2,
+        "gate_up": 4 * tokens * d_model * config.d_ff,
+    }
+    traffic = {
+        "normed1": 2 * stream,
+        "qkv": 2 * rotated,
+        "residual": 4 * stream,  # and its norm
+        "normed2": 0 if "residual" in names else 2 * stream,
+        "product": inner,  # written in the pass of SwiGLU's backward
+    }
+    return Recomputed(names, sum(flops.get(name, 0) for name in names), sum(traffic.get(name, 0) for name in names))
