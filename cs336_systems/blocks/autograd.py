@@ -59,10 +59,14 @@ class _BlockFunction(torch.autograd.Function):
         parameters = dict(zip(call.parameters, tensors[:n_parameters], strict=True))
         saved = Saved(call.kept)
         saved.keep(**dict(zip(ctx.saved_names, tensors[n_parameters:], strict=True)))
+        del tensors
+        once = not torch._C._autograd._get_current_graph_task_keep_graph()
+        if once:  # autograd would hold all of it until this returns
+            ctx.maybe_clear_saved_tensors()
         _, wants_dx, _, _, *wanted = ctx.needs_input_grad
         grads = BlockGradients.empty(parameters, (name for name, want in zip(parameters, wanted, strict=True) if want))
         weights = BlockWeights.of(parameters)
-        dx = backward(dy.contiguous(), weights, saved, grads, call.ops, call.config, cos, sin)
+        dx = backward(dy.contiguous(), weights, saved, grads, call.ops, call.config, cos, sin, consume=once)
         by_parameter = grads.by_parameter(parameters)
         gradients = (by_parameter[name] if want else None for name, want in zip(parameters, wanted, strict=True))
         return None, dx if wants_dx else None, None, None, *gradients

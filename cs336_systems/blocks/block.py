@@ -82,9 +82,12 @@ class _Stages:
 class _Recalled:
     """A block's activations by name: what was kept, and the rest computed again when it is first asked for."""
 
-    def __init__(self, stages: _Stages, saved: Saved) -> None:
+    def __init__(self, stages: _Stages, saved: Saved, *, consume: bool) -> None:
         x = saved.tensors["x"]
         self.stages, self.there = stages, saved.tensors | {"x": x.view(-1, x.shape[-1])}
+        if consume:
+            saved.tensors.clear()
+        self.stay = frozenset(saved.tensors)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.there:
@@ -92,9 +95,15 @@ class _Recalled:
         return self.there[name]
 
     def forget(self, *names: str) -> None:
-        """Of what was computed again, free what backward needs no longer."""
+        """Free what backward needs no longer, unless ``saved`` still has it."""
         for name in names:
-            del self.there[name]
+            self.there.pop(name, None)
+
+    def take(self, name: str) -> Tensor:
+        """What backward may write over, and has no longer here."""
+        tensor = self[name]
+        self.forget(name)
+        return tensor.clone() if name in self.stay else tensor
 
     def _again(self, name: str) -> dict[str, Tensor]:
         match name:
@@ -178,24 +187,24 @@ def backward(
     sin: Tensor,
     *,
     accumulate: bool = False,
+    consume: bool = False,
 ) -> Tensor:
     """The gradient of x (B, S, D), for contiguous dy (B, S, D); those of weights are written into ``grads``.
 
-    ``saved`` stays as it is, so that backward may run again.
-
     Args:
         accumulate: add to what ``grads`` holds, as for every micro-batch but the first.
+        consume: take what ``saved`` holds, write over it and free it once it has been read; no other backward can come
+            then. Otherwise ``saved`` stays as it is.
     """
     stages, write = _Stages(weights, ops, config, cos, sin), _Writer(accumulate)
-    recalled, dy = _Recalled(stages, saved), dy_BSD.view(-1, dy_BSD.shape[-1])
+    recalled, dy = _Recalled(stages, saved, consume=consume), dy_BSD.view(-1, dy_BSD.shape[-1])
 
-    gate_up, product = recalled["gate_up"], saved.tensors.get("product")
-    dgate_up, product_again = ops.swiglu_backward(dy @ weights.down, gate_up, with_product=product is None)
-    product = product_again if product is None else product
-    assert product is not None
-    write.product(grads.down, dy, product)
-    del gate_up, product, product_again
-    recalled.forget("gate_up")
+    dgate_up, with_product = recalled.take("gate_up"), "product" not in recalled.there
+    dproduct = dy @ weights.down
+    ops.swiglu_backward_(dproduct, dgate_up, with_product=with_product)
+    write.product(grads.down, dy, dproduct if with_product else recalled["product"])
+    del dproduct
+    recalled.forget("product")
     residual = recalled["residual"]  # before its norm, which it brings with it if it has to be computed again
     write.product(grads.gate_up, dgate_up, recalled["normed2"])
     dnormed2 = dgate_up @ weights.gate_up

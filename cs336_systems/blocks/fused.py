@@ -10,7 +10,7 @@ from cs336_systems.kernels import (
     rms_norm_backward,
     rms_norm_forward,
     rotate_,
-    swiglu_backward,
+    swiglu_backward_,
     swiglu_forward,
 )
 
@@ -22,7 +22,7 @@ def fused(attention: AttentionOps) -> BlockOps:
         add_rms_norm_forward=add_rms_norm_forward,
         rms_norm_backward=rms_norm_backward,
         swiglu_forward=swiglu_forward,
-        swiglu_backward=swiglu_backward,
+        swiglu_backward_=swiglu_backward_,
         rotate_=rotate_,
         **attention,
     )

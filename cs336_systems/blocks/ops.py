@@ -4,7 +4,7 @@ Every set of them (``reference.py`` in plain PyTorch, others of fused kernels) m
 itself to the bit where one value can be had in two ways, since a block may keep the one or compute the other:
 
 * ``add_rms_norm_forward`` norms the residual that it returns, rounded, as ``rms_norm_forward`` of it would;
-* ``swiglu_backward`` returns the product that ``swiglu_forward`` returned.
+* ``swiglu_backward_`` finds the product that ``swiglu_forward`` returned.
 
 Shape legend: B batch, S sequence, R = B S rows, D d_model, F d_ff, H query heads, K key/value heads, E d_head,
 P = (H + 2 K) E. Statistics (``rstd``, ``lse``) are at least fp32.
@@ -28,8 +28,9 @@ class BlockOps:
     """(dy_RD, x_RD, gain_D, rstd_R, dresidual_RD) -> (dx_RD, dgain_D); dresidual is added to dx."""
     swiglu_forward: Callable[[Tensor], Tensor]
     """gate | up (R, 2F) -> silu(gate) * up (R, F)."""
-    swiglu_backward: Callable[..., tuple[Tensor, Tensor | None]]
-    """(dproduct_RF, gate | up (R, 2F), with_product=) -> (its gradient, silu(gate) * up again or None)."""
+    swiglu_backward_: Callable[..., object]
+    """(dproduct_RF, gate | up (R, 2F), with_product=), in place: gate | up becomes its gradient, and with_product
+    dproduct becomes silu(gate) * up again."""
     rotate_: Callable[..., object]
     """(qkv_BSP, cos (S, E/2), sin, H, K, inverse=): rotate the heads of q and k in place, forth or back."""
     attention_forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -45,13 +45,15 @@ def swiglu_forward(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def swiglu_backward(dproduct: Tensor, gate_up: Tensor, *, with_product: bool) -> tuple[Tensor, Tensor | None]:
-    """With s = sigmoid(gate): dup = dproduct silu(gate), dgate = dproduct up s (1 + gate (1 - s))."""
+def swiglu_backward_(dproduct: Tensor, gate_up: Tensor, *, with_product: bool) -> None:
+    """With s = sigmoid(gate): dup = dproduct silu(gate), dgate = dproduct up s (1 + gate (1 - s)); all in place."""
     dproduct_wide = _widened(dproduct)
     gate, up = _widened(gate_up).chunk(2, dim=-1)
     s = torch.sigmoid(gate)
     gradients = dproduct_wide * up * s * (1 + gate * (1 - s)), dproduct_wide * gate * s
-    return torch.cat(gradients, dim=-1).to(gate_up.dtype), swiglu_forward(gate_up) if with_product else None
+    if with_product:
+        dproduct.copy_(swiglu_forward(gate_up))
+    gate_up.copy_(torch.cat(gradients, dim=-1))
 
 
 def rotate_(qkv_BSP: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: int, *, inverse: bool) -> None:
@@ -109,7 +111,7 @@ REFERENCE = BlockOps(
     add_rms_norm_forward=add_rms_norm_forward,
     rms_norm_backward=rms_norm_backward,
     swiglu_forward=swiglu_forward,
-    swiglu_backward=swiglu_backward,
+    swiglu_backward_=swiglu_backward_,
     rotate_=rotate_,
     attention_forward=attention_forward,
     attention_backward=attention_backward,

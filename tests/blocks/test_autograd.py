@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cs336_systems.blocks import REFERENCE, WrittenOutBlock, write_out
 from cs336_systems.config import PRECISIONS
@@ -80,6 +81,35 @@ def test_a_second_backward_needs_a_retained_graph():
     assert all(torch.equal(twice, 2 * first) for twice, first in zip(gradients(block).values(), once, strict=True))
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         y.backward(dy)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_the_last_backward_frees_and_overwrites_what_was_kept(keep):
+    """And gives the same bits as one that retains the graph, which leaves everything as it was."""
+    _, block = blocks(keep=keep)
+    alive: list[int] = []
+    places: list[StorageWeakRef] = []
+
+    def norm_backward(*arguments):
+        alive.append(sum(not place.expired() for place in places))
+        return REFERENCE.rms_norm_backward(*arguments)
+
+    block.block_ops = replace(REFERENCE, rms_norm_backward=norm_backward)
+    x, dy = inputs(LLAMA, 9, torch.float64)
+    others, kept = {x.data_ptr(), *(parameter.data_ptr() for parameter in block.parameters())}, []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        y = block(x.requires_grad_(), *(how := tables(LLAMA, 9, torch.float64)))
+    others |= {table.data_ptr() for table in how}
+    kept = [tensor for tensor in kept if tensor.data_ptr() not in others]
+    assert len(kept) == len(block.kept) - 1  # without x
+    places, before = [StorageWeakRef(tensor.untyped_storage()) for tensor in kept], [tensor.clone() for tensor in kept]
+    first = torch.autograd.grad(y, (x, *block.parameters()), dy, retain_graph=True)
+    assert all(map(torch.equal, kept, before))
+    kept.clear()
+    last = torch.autograd.grad(y, (x, *block.parameters()), dy)
+    assert all(map(torch.equal, first, last))
+    assert alive[1] == len(places)
+    assert alive[3] == 2, "the norms' statistics"
 
 
 def test_frozen_parameters_and_inputs_get_no_gradients():

@@ -74,7 +74,7 @@ def test_activations_live_no_longer_than_they_are_read():
         ("rotate_", D + P),
         ("attention_forward", D + P),
         ("add_rms_norm_forward", again + D),
-        ("swiglu_backward", again + D + D + 2 * F + F),  # residual, normed2, gate_up, gradient of the product
+        ("swiglu_backward_", again + D + D + 2 * F + F),  # residual, normed2, gate_up, gradient of the product
         ("rms_norm_backward", again + D + D),  # residual, gradient of normed2
         ("attention_backward", again + D + D + P),  # gradients of residual, attended and qkv
         ("rotate_", D + D + P),  # normed1, gradients of residual and qkv
@@ -85,10 +85,26 @@ def test_activations_live_no_longer_than_they_are_read():
     with Watched() as watched:
         backward(dy, weights, saved, grads, watched.ops, *how)
     assert watched.alive == [
-        ("swiglu_backward", F),
+        ("swiglu_backward_", 2 * F + F),  # a copy of gate_up, which stays as it is
         ("rms_norm_forward", 2 * F),
         ("rms_norm_backward", D),
         ("attention_backward", D + D + P),
+        ("rotate_", D + P),
+        ("rms_norm_forward", D + P),
+        ("rms_norm_backward", D + D),
+    ]
+    with Watched() as watched:
+        saved = Saved(kept_names("products"))
+        forward(x, weights, saved, REFERENCE, *how)
+        watched.alive.clear()
+        backward(dy, weights, saved, grads, watched.ops, *how, consume=True)
+    assert saved.tensors == {}
+    kept = D + P  # attended, qkv
+    assert watched.alive == [
+        ("swiglu_backward_", kept + D + 2 * F + F),  # residual, gate_up, gradient of the product
+        ("rms_norm_forward", kept + D + 2 * F),
+        ("rms_norm_backward", kept + D + D),  # residual, gradient of normed2
+        ("attention_backward", kept + D + D + P),  # gradients of residual, attended and qkv
         ("rotate_", D + P),
         ("rms_norm_forward", D + P),
         ("rms_norm_backward", D + D),
