@@ -4,8 +4,8 @@ A block that says line by line what it makes and drops (``blocks/block.py``) can
 goes through the step as the code does, adds every tensor where it is made and takes it off where its last reference
 goes. What is alive, block by block:
 
-    kept          what ``costs/kept.py`` says, of every block that backward has not left; autograd gives a block's up
-                  when its backward has ended
+    kept          what ``costs/kept.py`` says, of every block that backward has not reached; of the one that it is in,
+                  what it has still to read
     gradients     of a whole block from the beginning of its backward on; q, k, v in one piece, gate and up in another
     head          the gradients of its input and its weight are made in forward beside one chunk of logits; backward
                   multiplies them, and so has them twice for a moment
@@ -219,22 +219,20 @@ class _Step:
     def _block_backward(self, i: int) -> None:
         """From ``dy`` to ``dy`` of the block before."""
         ledger, sizes = self.ledger, self.sizes
-        stream, recalled = sizes.stream, _Recalled(sizes, ledger, self.kept)
+        stream, recalled = sizes.stream, _Recalled(sizes, ledger, i, self.kept)
         ledger.at(f"block {i}, feed-forward backward")
         ledger.make(
             "gradients",
             **{f"{i + 1} gradient of {name}": n for name, n in block_pieces(sizes.config, sizes.width).items()},
         )
         recalled.want("gate_up")
-        again = {} if "product" in self.kept else {"product again": sizes.inner}
-        ledger.make("temporaries", dproduct=sizes.inner, dgate_up=2 * sizes.inner, **again)
-        ledger.free("dproduct", *again)
-        recalled.forget("gate_up")
+        ledger.make("temporaries", dproduct=sizes.inner)  # and then the product again; gate_up becomes its gradient
+        ledger.free("dproduct")
+        recalled.forget("product")
         recalled.want("residual")
         recalled.want("normed2")
         ledger.make("temporaries", dnormed2=stream)
-        ledger.free("dgate_up")
-        recalled.forget("normed2")
+        recalled.forget("gate_up", "normed2")
         ledger.make("temporaries", dresidual=stream, dgain=sizes.gain, sums=sizes.gain_sums)
         ledger.free("sums", "dnormed2")
         recalled.forget("residual")
@@ -253,7 +251,7 @@ class _Step:
         recalled.forget("normed1")
         ledger.make("temporaries", dx=stream, sums=sizes.gain_sums, **{"dgain of ln1": sizes.gain})
         ledger.free("sums", "dnormed1", "dresidual", "dgain", "dgain of ln1", "dy")
-        ledger.free(*(f"{i} {name}" for name in self.kept))
+        recalled.forget("x", "rstd1", "rstd2")
         ledger.become("dx", "temporaries", "dy")
 
     # final norm, head and loss
@@ -279,10 +277,12 @@ class _Step:
 
 
 class _Recalled:
-    """What a block's backward has computed again, as ``blocks.block._Recalled``."""
+    """A block's activations in its backward, kept or computed again: as ``blocks.block._Recalled``."""
 
-    def __init__(self, sizes: _Sizes, ledger: Ledger, kept: frozenset[str]) -> None:
-        self.sizes, self.ledger, self.there, self.made = sizes, ledger, set(kept), set[str]()
+    def __init__(self, sizes: _Sizes, ledger: Ledger, block: int, kept: frozenset[str]) -> None:
+        self.sizes, self.ledger = sizes, ledger
+        self.there = {name: f"{block} {name}" for name in kept}
+        """Names on the ledger."""
 
     def want(self, name: str) -> None:
         if name in self.there:
@@ -311,13 +311,10 @@ class _Recalled:
 
     def _make(self, *names: str, **beside: int) -> None:
         """Those names, beside what lives no longer than that takes."""
-        made = {f"again {name}": self.sizes.of[name] for name in names}
-        self.ledger.make("temporaries", **beside, **made)
+        self.ledger.make("temporaries", **beside, **{f"again {name}": self.sizes.of[name] for name in names})
         self.ledger.free(*beside)
-        self.made |= set(names)
-        self.there |= set(names)
+        self.forget(*names)  # a norm that was kept, where its residual brings it anew
+        self.there |= {name: f"again {name}" for name in names}
 
     def forget(self, *names: str) -> None:
-        self.ledger.free(*(f"again {name}" for name in names if name in self.made))
-        self.made -= set(names)
-        self.there -= set(names)
+        self.ledger.free(*(self.there.pop(name) for name in names if name in self.there))
