@@ -1,21 +1,35 @@
-"""Which activation checkpointing fits a memory budget at the least cost?
+"""Which activation checkpointing, or which level of what written-out blocks keep, fits a budget at the least cost?
 
     case = TrainingCase("cuda", "xl", batch_size=4, context_length=2048, dtype="autocast-bf16")
     choice = cheapest_policy(case, "step", budget_bytes=80 * 1024**3)
     choice.policy, choice.peak_bytes, choice.extra_flops
 
-Every policy is a candidate, at every length of segment and every number of first blocks. Of those whose predicted peak
-is within the budget, the one that runs the fewest matrix products again wins; between equals the one without
-recomputation, then the lower peak. Limits: the peak is predicted for eager execution of the reference model; time that
-is not matrix products (norms, softmax, casts, which ``keep-matmuls`` runs again) is not weighed.
+    choice = cheapest_keep(fused_case, "step", budget_bytes=80 * 1024**3, chunk=2048)
+    choice.keep, choice.peak_bytes, choice.seconds
+
+Policies. Every policy is a candidate, at every length of segment and every number of first blocks. Of those whose
+predicted peak is within the budget, the one that runs the fewest matrix products again wins; between equals the one
+without recomputation, then the lower peak. Limits: the peak is predicted for eager execution of the reference model;
+time that is not matrix products (norms, softmax, casts, which ``keep-matmuls`` runs again) is not weighed.
+
+Levels. Every level with every set of switches is a candidate (``costs/kept.py``), the same for all blocks. Of those
+that fit, the one wins whose second computations take the least time at an H200's published peaks, products at that of
+the dtype and norms, rotation and SwiGLU at that of memory; between equals the lower peak. The order is what counts:
+real kernels reach 70 to 95 % of both.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import combinations
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.costs.checkpointing import SELECTIVE
 from cs336_systems.costs.flops import hardware_flops
+from cs336_systems.costs.kept import LEVELS, SWITCHES, kept_names
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, peak_memory
+from cs336_systems.costs.recomputed import WORDS, recomputed
+from cs336_systems.costs.written_out import written_out_peak
+from cs336_systems.hardware import find_hardware
 
 GIB = 1024**3
 
@@ -89,3 +103,105 @@ def cheapest_policy(
             f"{least.peak_bytes / GIB:.4g} GiB, with {least.policy}"
         )
     return min(fitting, key=lambda choice: (choice.extra_flops, choice.policy != "none", choice.peak_bytes))
+
+
+@dataclass(frozen=True)
+class KeepChoice:
+    """What written-out blocks keep, and what that is predicted to cost."""
+
+    keep: str
+    peak_bytes: int
+    moment: str
+    """Of the peak."""
+    again: tuple[str, ...]
+    """What each block computes a second time, of ``costs.recomputed.WORDS``."""
+    extra_flops: int
+    """Operations of matrix products and attention that a step runs a second time."""
+    step_flops: int
+    """Those of the step that computes none twice."""
+    extra_bytes: int
+    """That norms, rotations and SwiGLU move a second time."""
+    seconds: float
+    """Of both at an H200's peaks."""
+
+    def __str__(self) -> str:
+        fits = f"keep {self.keep}: predicted peak {self.peak_bytes / GIB:.4g} GiB ({self.moment})"
+        if not self.again:
+            return f"{fits}; nothing is computed again"
+        again, share = ", ".join(WORDS[name] for name in self.again), 100 * self.extra_flops / self.step_flops
+        return (
+            f"{fits}; {again} run again: {share:.1f} % more FLOPs, {self.extra_bytes / GIB:.3g} GiB of traffic, "
+            f"{1e3 * self.seconds:.3g} ms at an H200's peaks"
+        )
+
+
+def candidate_keeps() -> Iterator[str]:
+    """Every choice of tensors that levels and switches can say, each once, by the shortest of its names."""
+    seen = set()
+    for n_switches in range(len(SWITCHES) + 1):
+        for switches in combinations(SWITCHES, n_switches):
+            for level in LEVELS:
+                keep = "-".join((level, *switches))
+                if (names := kept_names(keep)) not in seen:
+                    seen.add(names)
+                    yield keep
+
+
+def cheapest_keep(
+    case: TrainingCase,
+    mode: str,
+    budget_bytes: int,
+    *,
+    chunk: int,
+    workspace_bytes: int = CUBLAS_WORKSPACE_BYTES,
+) -> KeepChoice:
+    """What blocks with a written-out backward must keep so that the predicted peak is at most ``budget_bytes`` and the
+    least is computed a second time; the case's own choice is not looked at.
+
+    Args:
+        chunk: tokens whose logits the head has at a time.
+
+    Raises:
+        ValueError: no choice fits, and the message names the smallest predicted peak; or an unknown mode, optimizer or
+            attention, or a dtype with autocast.
+    """
+    hardware = find_hardware("NVIDIA H200")
+    assert hardware is not None
+    config = case.config
+    step_flops = hardware_flops(*case.work, mode, attention="flash")
+    n_blocks = config.n_layers if mode != "forward" else 0
+    choices = []
+    for keep in candidate_keeps():
+        peak = written_out_peak(
+            *case.work,
+            case.precision,
+            mode,
+            keep=keep,
+            chunk=chunk,
+            attention=case.attention,
+            optimizer=case.optimizer,
+            device_type=case.device,
+            workspace_bytes=workspace_bytes,
+        )
+        again = recomputed(*case.work, case.precision, kept_names(keep))
+        choices.append(
+            KeepChoice(
+                keep,
+                peak.n_bytes,
+                peak.moment,
+                again.names if n_blocks else (),
+                n_blocks * again.flops,
+                step_flops,
+                n_blocks * again.traffic_bytes,
+                n_blocks * again.seconds(hardware, case.precision.matmul_dtype),
+            )
+        )
+    fitting = [choice for choice in choices if choice.peak_bytes <= budget_bytes]
+    if not fitting:
+        least = min(choices, key=lambda choice: choice.peak_bytes)
+        raise ValueError(
+            f"nothing that blocks may keep fits {budget_bytes / GIB:.4g} GiB for {config.name}, batch "
+            f"{case.batch_size}, context {case.context_length}, {case.dtype}, {mode}: the smallest predicted peak is "
+            f"{least.peak_bytes / GIB:.4g} GiB ({least.moment}), with keep {least.keep}"
+        )
+    return min(fitting, key=lambda choice: (choice.seconds, choice.peak_bytes))

@@ -1,12 +1,22 @@
-"""The chosen policy fits, and no cheaper one would."""
+"""The chosen policy, or the chosen level, fits, and no cheaper one would."""
 
 import pytest
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.config import MODEL_SIZES, PRECISIONS
 from cs336_systems.costs.flops import hardware_flops
+from cs336_systems.costs.kept import kept_names
 from cs336_systems.costs.memory import peak_memory
-from cs336_systems.costs.planner import GIB, candidate_policies, cheapest_policy
+from cs336_systems.costs.planner import (
+    GIB,
+    candidate_keeps,
+    candidate_policies,
+    cheapest_keep,
+    cheapest_policy,
+)
+from cs336_systems.costs.recomputed import recomputed
+from cs336_systems.costs.written_out import written_out_peak
+from cs336_systems.hardware import find_hardware
 
 CONFIG = MODEL_SIZES["xl"].at_context(1024)
 FP32 = PRECISIONS["fp32"]
@@ -70,3 +80,58 @@ def test_candidates_are_every_policy_once(n_layers):
     candidates = candidate_policies(n_layers)
     assert len(set(candidates)) == len(candidates)
     assert {"none", "full", "recursive", "keep-matmuls", "keep-attention"} <= set(candidates)
+
+
+# ---- what written-out blocks keep
+
+LLAMA = TrainingCase(
+    "cuda", "llama3-8b", batch_size=2, context_length=8192, dtype="bf16", attention="hopper", optimizer="fused"
+)
+
+
+def keep_costs(mode: str = "step") -> dict[str, tuple[float, int]]:
+    """(seconds, peak bytes) of every choice."""
+    hardware, costs = find_hardware("NVIDIA H200"), {}
+    for keep in candidate_keeps():
+        again = recomputed(*LLAMA.work, LLAMA.precision, kept_names(keep))
+        peak = written_out_peak(*LLAMA.work, LLAMA.precision, mode, keep=keep, chunk=2048, attention="hopper")
+        costs[keep] = LLAMA.config.n_layers * again.seconds(hardware, "bf16"), peak.n_bytes
+    return costs
+
+
+def test_candidates_are_every_choice_of_tensors_once():
+    names = [kept_names(keep) for keep in candidate_keeps()]
+    assert (
+        len(set(names)) == len(names) == 3 * 2**4
+    )  # the feed-forward keeps nothing, gate | up, or SwiGLU's output too
+    assert {"input", "attention", "products", "all", "products-residual", "all-norm"} <= set(candidate_keeps())
+
+
+def test_every_budget_gets_what_takes_least_time_and_fits():
+    every = keep_costs()
+    smallest, largest = min(peak for _, peak in every.values()), every["all"][1]
+    for part in range(6):
+        budget = smallest + (largest - smallest) * part // 5
+        choice = cheapest_keep(LLAMA, "step", budget, chunk=2048)
+        assert (choice.seconds, choice.peak_bytes) == every[choice.keep]
+        assert choice.peak_bytes <= budget
+        assert all(peak > budget for seconds, peak in every.values() if seconds < choice.seconds)
+    assert choice.keep == "all"
+    assert str(choice).endswith("; nothing is computed again")
+
+
+def test_norms_go_before_products_and_products_before_attention():
+    choices = [cheapest_keep(LLAMA, "step", gib * GIB, chunk=2048) for gib in (110, 95, 90)]
+    assert [choice.keep for choice in choices] == ["all-swiglu", "products", "products-residual"]
+    assert [choice.extra_flops for choice in choices] == [0, 0, 32 * 2 * 16_384 * 4096**2]
+    assert "first norm, output projection, second norm, SwiGLU run again: 2.0 % more FLOPs, " in str(choices[-1])
+
+
+def test_a_budget_that_nothing_fits_names_the_smallest_peak():
+    smallest = min(peak for _, peak in keep_costs().values())
+    with pytest.raises(
+        ValueError, match="nothing that blocks may keep fits 40 GiB for llama3-8b, batch 2, context 8192, bf16, step"
+    ) as error:
+        cheapest_keep(LLAMA, "step", 40 * GIB, chunk=2048)
+    assert f"the smallest predicted peak is {smallest / GIB:.4g} GiB (" in str(error.value)
+    assert cheapest_keep(LLAMA, "forward", 40 * GIB, chunk=2048).again == ()

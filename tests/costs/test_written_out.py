@@ -42,6 +42,7 @@ CONFIGS = {
     "tied": replace(PLAIN, tie_embeddings=True),
     "tied-words": replace(PLAIN, vocab_size=50_000, n_layers=2, tie_embeddings=True),
     "deep": replace(PLAIN, n_layers=9, d_model=256),
+    "broad": replace(PLAIN, d_ff=1024),
 }
 KEEPS = (
     *LEVELS,
@@ -58,7 +59,8 @@ WHERE = [
     ("tied-words", 300, "backward", "products", "loss"),
     ("tied-words", 4, "backward", "products", "embedding backward"),
     ("words", 4, "backward", "products", "embedding backward"),
-    ("tied", 300, "backward", "input", "block 2, feed-forward backward"),
+    ("broad", 300, "backward", "products", "block 2, feed-forward backward"),
+    ("tied", 300, "backward", "attention", "block 0, attention backward"),
     ("deep", 300, "backward", "products", "block 8, attention backward"),
     ("deep", 64, "backward", "products", "block 0, attention backward"),
 ]
