@@ -1,8 +1,8 @@
 """What a block whose backward is written out computes a second time, and what that costs.
 
-What ``costs/kept.py`` does not keep is had again from what it is made of, as far back as something was kept. Products
-cost floating-point operations, the rest passes over memory: at a device's peaks both are seconds, a lower bound that
-puts choices in an order.
+Backward needs all that ``costs/kept.py`` lists, so what is not kept runs again, once. Products cost floating-point
+operations, the rest passes over memory: at a device's peaks both are seconds, a lower bound that puts choices in an
+order.
 
     recomputed(config, 1, 8192, PRECISIONS["bf16"], kept_names("products")).seconds(hardware, "bf16")
 """
@@ -13,18 +13,6 @@ from dataclasses import dataclass
 from cs336_systems.config import ModelConfig, Precision
 from cs336_systems.hardware import Hardware
 
-SOURCES: dict[str, tuple[str, ...]] = {
-    "normed1": ("x",),
-    "qkv": ("normed1",),
-    "attended": ("qkv",),
-    "lse": ("qkv",),
-    "residual": ("x", "attended"),
-    "normed2": ("residual",),
-    "gate_up": ("normed2",),
-    "product": ("gate_up",),
-}
-"""What each of a block's activations is computed from, in the order of forward."""
-
 WORDS = {
     "normed1": "first norm",
     "qkv": "q, k, v",
@@ -34,20 +22,7 @@ WORDS = {
     "gate_up": "gate and up",
     "product": "SwiGLU",
 }
-"""What computing each again runs; attention brings ``lse``."""
-
-
-def computed_again(kept: Iterable[str]) -> tuple[str, ...]:
-    """The activations, of ``WORDS``, that a block's backward computes a second time if these are kept."""
-    kept = frozenset(kept) | {"x"}
-    again: set[str] = set()
-    wanted = set(WORDS)
-    while wanted:
-        name = wanted.pop()
-        if name not in kept and name not in again:
-            again.add(name)
-            wanted |= set(SOURCES[name])
-    return tuple(name for name in WORDS if name in again)
+"""What runs again where an activation is not kept, in the order of forward: backward needs them all."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +51,7 @@ def recomputed(
     config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, kept: Iterable[str]
 ) -> Recomputed:
     """What one block computes a second time if these are kept."""
-    names = computed_again(kept)
+    names = tuple(name for name in WORDS if name not in kept)
     tokens, d_model = batch_size * seq_len, config.d_model
     stream, inner = (tokens * width * precision.parameter_bytes for width in (d_model, config.d_ff))
     rotated = tokens * (d_model + config.d_kv) * precision.parameter_bytes
