@@ -183,7 +183,7 @@ def cheapest_keep(
             device_type=case.device,
             workspace_bytes=workspace_bytes,
         )
-        again = recomputed(*case.work, case.precision, kept_names(keep))
+        again = recomputed(*case.work, case.precision, keep)
         choices.append(
             KeepChoice(
                 keep,

@@ -4,13 +4,13 @@ Backward needs all that ``costs/kept.py`` lists, so what is not kept runs again,
 operations, the rest passes over memory: at a device's peaks both are seconds, a lower bound that puts choices in an
 order.
 
-    recomputed(config, 1, 8192, PRECISIONS["bf16"], kept_names("products")).seconds(hardware, "bf16")
+    recomputed(config, 1, 8192, PRECISIONS["bf16"], "products").seconds(hardware, "bf16")
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cs336_systems.config import ModelConfig, Precision
+from cs336_systems.costs.kept import flops_again, kept_names
 from cs336_systems.hardware import Hardware
 
 WORDS = {
@@ -47,25 +47,23 @@ class Recomputed:
         return self.flops / flops_per_s + self.traffic_bytes / bytes_per_s
 
 
-def recomputed(
-    config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, kept: Iterable[str]
-) -> Recomputed:
-    """What one block computes a second time if these are kept."""
+def recomputed(config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, keep: str) -> Recomputed:
+    """What one block computes a second time.
+
+    Raises:
+        ValueError: no such level or switch.
+    """
+    kept = kept_names(keep)
     names = tuple(name for name in WORDS if name not in kept)
-    tokens, d_model = batch_size * seq_len, config.d_model
-    stream, inner = (tokens * width * precision.parameter_bytes for width in (d_model, config.d_ff))
-    rotated = tokens * (d_model + config.d_kv) * precision.parameter_bytes
-    flops = {
-        "qkv": 2 * tokens * d_model * (d_model + 2 * config.d_kv),
-        "attended": 2 * tokens * seq_len * d_model,
-        "residual": 2 * tokens * d_model**2,
-        "gate_up": 4 * tokens * d_model * config.d_ff,
-    }
+    tokens, width = batch_size * seq_len, precision.parameter_bytes
+    stream = tokens * config.d_model * width
     traffic = {
         "normed1": 2 * stream,
-        "qkv": 2 * rotated,
+        "qkv": 2 * tokens * (config.d_model + config.d_kv) * width,  # rotated in place
         "residual": 4 * stream,  # and its norm
         "normed2": 0 if "residual" in names else 2 * stream,
-        "product": inner,  # written in the pass of SwiGLU's backward
+        "product": tokens * config.d_ff * width,  # written in the pass of SwiGLU's backward
     }
-    return Recomputed(names, sum(flops.get(name, 0) for name in names), sum(traffic.get(name, 0) for name in names))
+    attention = 2 * tokens * seq_len * config.d_model
+    flops = flops_again(config, batch_size, seq_len, keep, attention)
+    return Recomputed(names, flops, sum(traffic.get(name, 0) for name in names))

@@ -19,15 +19,12 @@ and its fp32 sums. Limits: eager execution, no gradients from an earlier micro-b
 Sizes are in bytes. T tokens, D d_model, P = (H + 2 K) E the width of q | k | v, F d_ff, V vocabulary.
 """
 
-from cs336_systems.config import MODES, OPTIMIZERS, ModelConfig, Precision
+from cs336_systems.config import MODES, OPTIMIZERS, WRITTEN_OUT_ATTENTIONS, ModelConfig, Precision
 from cs336_systems.costs.activations import WIDE
 from cs336_systems.costs.held_states import Sharded, Whole, block_pieces
 from cs336_systems.costs.kept import kept_names, kept_tensors
 from cs336_systems.costs.ledger import Ledger
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PeakMemory, cuda_block_bytes, rotary_bytes
-
-FUSED_ATTENTIONS = ("flash", "hopper")
-"""Those that a written-out block calls."""
 
 NORM_PROGRAMS = 264
 """Of the backward of a norm, each with a row of fp32 sums: two per multiprocessor of an H200."""
@@ -58,7 +55,7 @@ def written_out_peak(
     Args:
         keep: a level and switches of ``costs/kept.py``.
         chunk: tokens whose logits the head has at a time.
-        attention: of ``FUSED_ATTENTIONS``.
+        attention: flash or hopper.
         optimizer: ``reference`` holds one temporary as large as the largest parameter.
         n_shards: ranks of fully sharded data parallelism, blocks and head a unit each; 1 without. Its steps after the
             first are predicted, which know what comes next.
@@ -72,7 +69,7 @@ def written_out_peak(
     for name, value, known in (
         ("mode", mode, MODES),
         ("optimizer", optimizer, OPTIMIZERS),
-        ("attention of a written-out block", attention, FUSED_ATTENTIONS),
+        ("attention of fused kernels", attention, WRITTEN_OUT_ATTENTIONS[1:]),
         ("device type", device_type, ("cuda", "cpu")),
     ):
         if value not in known:

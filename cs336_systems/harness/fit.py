@@ -1,7 +1,8 @@
 """Does a training case fit the memory that is free? Asked once, before anything is built.
 
-The prediction is exact for eager reference blocks and attention with everything whole on every rank; for any other case
-the states alone are a lower bound: parameters, gradients and optimizer state, as they are sharded.
+The prediction is exact for eager reference blocks and attention, and for written-out blocks with fused kernels, with
+everything whole on every rank, or as our FSDP shards the latter; for any other case the states alone are a lower bound:
+parameters, gradients and optimizer state, as they are sharded.
 """
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from cs336_systems.case import TrainingCase
 from cs336_systems.costs.fsdp import model_units, state_bytes
 from cs336_systems.costs.memory import adamw_state_bytes, parameter_bytes, peak_memory
+from cs336_systems.costs.written_out import written_out_peak
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.harness.memory import cublas_workspace_bytes, free_bytes
 from cs336_systems.harness.process import PredictedOutOfMemory
@@ -18,15 +20,40 @@ GIB = 1024**3
 
 
 def is_predictable(case: TrainingCase) -> bool:
-    """Whether ``costs.memory.peak_memory`` is the prediction of this case, and not only a lower bound."""
+    """Whether ``costs`` predicts the peak of this case, and does not only bound it from below."""
     whole = case.parallel.wrapper not in ("fsdp", "fsdp2") and case.parallel.optimizer_state == "replicated"
-    return whole and not case.compiled and not case.written_out and case.attention == "reference"
+    if case.written_out:
+        sharded = case.parallel.wrapper == "fsdp" and case.parallel.compute_dtype == "same"
+        return case.kernels == "fused" and (whole or sharded)
+    return whole and not case.compiled and case.attention == "reference"
+
+
+def head_chunk(case: TrainingCase) -> int:
+    """Tokens whose logits the head of a case with fused kernels has at a time."""
+    from cs336_systems.kernels.linear_cross_entropy import default_chunk  # Triton, which not every machine has
+
+    config, batch_size, seq_len = case.work
+    return default_chunk(batch_size * seq_len, config.vocab_size, case.precision.parameter_bytes)
 
 
 def predicted_bytes(case: TrainingCase, mode: str = "step", *, world_size: int = 1) -> int:
     """Predicted peak of one rank in a mode of ``config.MODES``; a lower bound unless ``is_predictable``."""
+    device = torch.device(case.device)
+    if is_predictable(case) and case.written_out:
+        return written_out_peak(
+            *case.work,
+            case.precision,
+            mode,
+            keep=case.keep,
+            chunk=head_chunk(case),
+            attention=case.attention,
+            optimizer=case.optimizer,
+            n_shards=world_size if case.parallel.wrapper == "fsdp" else 1,
+            prefetch=case.parallel.prefetch,
+            device_type=device.type,
+            workspace_bytes=cublas_workspace_bytes(device),
+        ).n_bytes
     if is_predictable(case):
-        device = torch.device(case.device)
         return peak_memory(
             *case.work,
             case.precision,

@@ -5,10 +5,13 @@ import io
 import json
 import os
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
+from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES
+from cs336_systems.experiments.model import measure
 from cs336_systems.experiments.model.cells import ModelCell
 from cs336_systems.experiments.model.measure import fit_to_budget
 from cs336_systems.harness import sweep
@@ -329,6 +332,27 @@ def test_a_budget_is_said_to_be_for_eager_reference_attention_where_the_cell_is_
     assert {cell.checkpoint for cell in cells} == {"none"}
     assert len(notes) == len(cells) / 2, "repeats are not said twice"
     assert ["eager reference attention" in note for note in notes] == [False, True, True, True]
+
+
+def test_a_budget_picks_what_fused_blocks_keep(monkeypatch):
+    monkeypatch.setattr(measure, "cublas_workspace_bytes", lambda device: CUBLAS_WORKSPACE_BYTES)
+    (tiny,) = cells_of("model", "--size", "tiny", "--mode", "step", "--dtype", "bf16", "--optimizer", "torch-fused")
+    fused = {"device": "cuda", "kernels": "fused", "keep": "products", "attention": "hopper"}
+    llama = [replace(tiny, size="llama3-8b", context_length=8192, batch_size=size, **fused) for size in (1, 2)]
+    cells, notes = fit_to_budget(llama, 90)
+    assert [(cell.keep, cell.checkpoint) for cell in cells] == [("all", "none"), ("products-residual", "none")]
+    what = (
+        "llama3-8b batch 2 context 8192 bf16 step hopper torch-fused fused kernels within 90 GiB, least recomputation"
+    )
+    assert notes[1].startswith(f"{what}: keep products-residual: predicted peak 8")
+    assert notes[1].endswith(" ms at an H200's peaks")
+    with pytest.raises(ValueError, match="nothing that blocks may keep fits 30 GiB for llama3-8b"):
+        fit_to_budget(llama, 30)
+
+
+def test_a_budget_chooses_alone_what_is_kept(refused):
+    message = refused("--size", "tiny", "--keep", "products", "input", "--memory-budget-gib", 3)
+    assert "--memory-budget-gib chooses what to keep itself, got --keep products input" in message
 
 
 def test_a_file_to_compare_with_must_exist(refused, tmp_path):

@@ -93,7 +93,7 @@ def keep_costs(mode: str = "step") -> dict[str, tuple[float, int]]:
     """(seconds, peak bytes) of every choice."""
     hardware, costs = find_hardware("NVIDIA H200"), {}
     for keep in candidate_keeps():
-        again = recomputed(*LLAMA.work, LLAMA.precision, kept_names(keep))
+        again = recomputed(*LLAMA.work, LLAMA.precision, keep)
         peak = written_out_peak(*LLAMA.work, LLAMA.precision, mode, keep=keep, chunk=2048, attention="hopper")
         costs[keep] = LLAMA.config.n_layers * again.seconds(hardware, "bf16"), peak.n_bytes
     return costs

@@ -97,7 +97,7 @@ def linear_cross_entropy_op(x, weight, targets, denominator, grad_weight, accumu
 
 def hopper_backward(q, k, v, *rest) -> tuple[Tensor, Tensor, Tensor]:
     """What attention/hopper allocates, which runs on its own kind of GPU alone: statistics, and sums of dq in fp32."""
-    (batch, heads, n_queries, d_head), rows = q.shape, -(-q.shape[2] // 128) * 128
+    (batch, heads, _, d_head), rows = q.shape, -(-q.shape[2] // 128) * 128
     statistics = torch.empty(batch, heads, 2, rows), torch.empty(batch, heads, rows, 64 if d_head <= 64 else 128)
     gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     del statistics
@@ -209,7 +209,7 @@ def test_half_of_the_states_and_all_of_the_activations_on_each_of_two_ranks(keep
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"attention": "reference"}, "unknown attention of a written-out block 'reference': known are flash, hopper"),
+        ({"attention": "reference"}, "unknown attention of fused kernels 'reference': known are flash, hopper"),
         ({"keep": "product"}, "unknown level 'product'"),
         ({"device_type": "tpu"}, "unknown device type 'tpu': known are cuda, cpu"),
     ],

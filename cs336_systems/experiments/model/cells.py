@@ -21,7 +21,8 @@ class Options(TrainingOptions):
     mode: tuple[Mode, ...] = MODES
     """forward: without gradients; backward: forward and backward; step: forward, backward and optimizer."""
     memory_budget_gib: float | None = None
-    """Choose each cell's checkpointing: the least recomputation whose predicted peak fits."""
+    """Choose each cell's checkpointing, or with --kernels fused what blocks keep: the least recomputation whose
+    predicted peak fits."""
     compare: Path | None = None
     """CSV of an earlier run: print ratios to it, with a verdict."""
     force: bool = False
@@ -60,9 +61,8 @@ def make_cells(options: Options) -> list[ModelCell]:
         if options.checkpoint != ("none",):
             chosen = " ".join(options.checkpoint)
             raise ValueError(f"--memory-budget-gib chooses the policy itself, got --checkpoint {chosen}")
-        if options.keep is not None or set(options.kernels) != {"reference"}:
-            asked = "kernels fused" if options.keep is None else f"keep {' '.join(options.keep)}"
-            raise ValueError(f"--memory-budget-gib chooses checkpointing, which needs keep autograd, got {asked}")
+        if options.keep is not None:
+            raise ValueError(f"--memory-budget-gib chooses what to keep itself, got --keep {' '.join(options.keep)}")
         if not 0 < budget < math.inf:
             raise ValueError(f"--memory-budget-gib must be positive and finite, got {budget:g}")
     own = [{"mode": mode, "warmup": warmup} for mode in options.mode for warmup in options.warmup]

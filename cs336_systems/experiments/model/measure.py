@@ -11,12 +11,12 @@ import torch
 
 from cs336_systems.costs.checkpointing import KEEP_MATMULS
 from cs336_systems.costs.flops import hardware_flops
-from cs336_systems.costs.planner import cheapest_policy
+from cs336_systems.costs.planner import Choice, KeepChoice, cheapest_keep, cheapest_policy
 from cs336_systems.experiments.model.cells import CeilingCell, ModelCell
 from cs336_systems.experiments.model.rates import step_rates
 from cs336_systems.harness.ceilings import measure_ceilings
 from cs336_systems.harness.clock import time_phases
-from cs336_systems.harness.fit import check_fit, is_predictable, predicted_bytes
+from cs336_systems.harness.fit import check_fit, head_chunk, is_predictable, predicted_bytes
 from cs336_systems.harness.memory import PeakMeter, cublas_workspace_bytes, free_bytes
 from cs336_systems.harness.record import Metric
 from cs336_systems.training import assemble, random_batch
@@ -87,22 +87,28 @@ def expected_seconds(cell: ModelCell, *, ceilings: Ceilings) -> float:
 
 
 def fit_to_budget(cells: list[ModelCell], budget_gib: float) -> tuple[list[ModelCell], list[str]]:
-    """The cells with the policy that the planner picks for each, and a sentence for every distinct pick.
+    """The cells with the policy, or with what fused blocks keep, that the planner picks; a sentence for every pick.
 
     Raises:
-        ValueError: no policy fits a cell.
+        ValueError: nothing fits a cell.
     """
     fitted, notes = [], []
     for cell in cells:
-        choice = cheapest_policy(
-            cell,
-            cell.mode,
-            int(budget_gib * GIB),
-            selective=checkpointing_reason(KEEP_MATMULS, cell.attention) is None,
-            workspace_bytes=cublas_workspace_bytes(torch.device(cell.device)),
-        )
-        fitted.append(replace(cell, checkpoint=choice.policy))
+        budget, workspace = int(budget_gib * GIB), cublas_workspace_bytes(torch.device(cell.device))
+        what = str(cell)
+        choice: Choice | KeepChoice
+        what = str(cell)
+        choice: Choice | KeepChoice
+        if cell.written_out:
+            choice = cheapest_keep(cell, cell.mode, budget, chunk=head_chunk(cell), workspace_bytes=workspace)
+            what = what.removesuffix(f" keep {cell.keep}")
+            cell = replace(cell, keep=choice.keep)
+        else:
+            selective = checkpointing_reason(KEEP_MATMULS, cell.attention) is None
+            choice = cheapest_policy(cell, cell.mode, budget, selective=selective, workspace_bytes=workspace)
+            cell = replace(cell, checkpoint=choice.policy)
+        fitted.append(cell)
         limit = " (the peak is that of eager reference attention: this cell should need less)"
-        note = f"{cell} within {budget_gib:g} GiB, least recomputation: {choice}"
+        note = f"{what} within {budget_gib:g} GiB, least recomputation: {choice}"
         notes.append(note + ("" if is_predictable(cell) else limit))
     return fitted, list(dict.fromkeys(notes))
