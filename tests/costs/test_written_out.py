@@ -5,6 +5,7 @@ these allocate is alive as well, and only the launch itself is left out.
 """
 
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -21,7 +22,10 @@ from cs336_systems.config import MODES, PRECISIONS, ModelConfig, resolve_size
 from cs336_systems.costs.kept import LEVELS, SWITCHES
 from cs336_systems.costs.memory import PARTS, PeakMemory
 from cs336_systems.costs.written_out import NORM_PROGRAMS, written_out_peak
-from cs336_systems.model import TransformerLM
+from cs336_systems.harness.fit import predicted_bytes
+from cs336_systems.harness.memory import cublas_workspace_bytes
+from cs336_systems.model import REFERENCE_OPS, TransformerLM
+from cs336_systems.training import TrainingCase, assemble, random_batch
 from cs336_systems.training.precision import parameter_dtype
 
 from .test_memory import LiveBytes
@@ -127,16 +131,14 @@ def alive_at_peak(
 ) -> int:
     """Peak of live bytes of forward, or of forward and backward; token ids and targets left out."""
     with FakeTensorMode(), LiveBytes() as live:
-        model = TransformerLM(config, dtype=parameter_dtype(PRECISIONS[precision]))
+        loss_in_chunks = partial(linear_cross_entropy.linear_cross_entropy, chunk=CHUNK)
+        ops = replace(REFERENCE_OPS, rms_norm=rms_norm.rms_norm, linear_cross_entropy=loss_in_chunks)
+        model = TransformerLM(config, ops, dtype=parameter_dtype(PRECISIONS[precision]))
         write_out(model, unlaunched_ops(attention), keep)
         ids, targets = (torch.zeros(batch_size, seq_len, dtype=torch.int64) for _ in range(2))
-        model.lm_head.forward = lambda normed: linear_cross_entropy.linear_cross_entropy(
-            normed, model.lm_head.weight, targets, chunk=CHUNK
-        )
-        model.ln_final.ops = replace(model.ops, rms_norm=rms_norm.rms_norm)
         live.peak = live.now
         with torch.set_grad_enabled(mode != "forward"):
-            loss = model(ids)
+            loss = model(ids, targets)
         if mode != "forward":
             loss.backward()
         return live.peak - 2 * 8 * ids.numel()
@@ -217,3 +219,29 @@ def test_half_of_the_states_and_all_of_the_activations_on_each_of_two_ranks(keep
 def test_unknown_names_are_refused(option, message):
     with pytest.raises(ValueError, match=message):
         written_out_peak(PLAIN, 1, 8, PRECISIONS["bf16"], "step", **({"keep": "all", "chunk": 64} | option))
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("keep", [*LEVELS, "products-residual", "all-attention-ffn"])
+@pytest.mark.parametrize(
+    ("size", "n_layers", "context_length"), [("qwen2.5-0.5b", 12, 4096), ("llama3-8b", 4, 8192)], ids=["qwen", "llama"]
+)
+def test_peak_is_what_a_gpu_allocates(size, n_layers, context_length, keep):
+    """Within 3 %, of a step that finds its states in place."""
+    config = replace(resolve_size(size), n_layers=n_layers)
+    fused = {"kernels": "fused", "attention": "flash", "optimizer": "fused", "keep": keep}
+    case = TrainingCase("cuda", config, batch_size=2, context_length=context_length, dtype="bf16", **fused)
+    device = torch.device("cuda")
+    before = torch.cuda.memory_allocated() - cublas_workspace_bytes(device)  # what other tests have left
+    step, batch = assemble(case), random_batch(case)
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        step(*batch)
+    measured = torch.cuda.max_memory_allocated() - max(before, 0)
+    predicted = predicted_bytes(case)
+    print(f"predicted {predicted / 2**30:.3f} GiB, allocated {measured / 2**30:.3f} GiB")
+    assert predicted == pytest.approx(measured, rel=0.03)
