@@ -15,8 +15,8 @@ goes. What is alive, block by block:
     written_out_peak(config, 1, 8192, PRECISIONS["bf16"], "step", keep="products", chunk=4096)
 
 The operations are the fused kernels, whose buffers are counted: partial sums of norms' gains, attention's statistics
-and its fp32 sums. Limits: eager execution, no gradients from an earlier micro-batch, and those of ``costs/memory.py``.
-Sizes are in bytes. T tokens, D d_model, P = (H + 2 K) E the width of q | k | v, F d_ff, V vocabulary.
+and its fp32 sums. Limits: eager execution, no gradients from an earlier micro-batch, ranks that divide all rows evenly
+(FSDP copies otherwise), and those of ``costs/memory.py``. Sizes are in bytes. T tokens, D d_model, P = (H + 2 K) E the width of q | k | v, F d_ff, V vocabulary.
 """
 
 from cs336_systems.config import MODES, OPTIMIZERS, WRITTEN_OUT_ATTENTIONS, ModelConfig, Precision

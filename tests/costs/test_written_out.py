@@ -5,34 +5,21 @@ these allocate is alive as well, and only the launch itself is left out.
 """
 
 from dataclasses import replace
-from functools import partial
-from importlib import import_module
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cs336_systems.attention.flash import backward as flash_backward
-from cs336_systems.attention.flash import forward as flash_forward
-from cs336_systems.attention.flash import preprocess as flash_preprocess
-from cs336_systems.blocks import BlockOps, write_out
-from cs336_systems.blocks.attention import _through
 from cs336_systems.config import MODES, PRECISIONS, ModelConfig, resolve_size
 from cs336_systems.costs.kept import LEVELS, SWITCHES
 from cs336_systems.costs.memory import PARTS, PeakMemory
-from cs336_systems.costs.written_out import NORM_PROGRAMS, written_out_peak
+from cs336_systems.costs.written_out import written_out_peak
 from cs336_systems.harness.fit import predicted_bytes
 from cs336_systems.harness.memory import cublas_workspace_bytes
-from cs336_systems.model import REFERENCE_OPS, TransformerLM
 from cs336_systems.training import TrainingCase, assemble, random_batch
-from cs336_systems.training.precision import parameter_dtype
 
 from .test_memory import LiveBytes
-
-linear_cross_entropy, rms_norm, swiglu = (
-    import_module(f"cs336_systems.kernels.{name}") for name in ("linear_cross_entropy", "rms_norm", "swiglu")
-)  # the package has functions of these names
+from .unlaunched import CHUNK, leave_out_launches, unlaunched_model
 
 PLAIN = ModelConfig("plain", d_model=128, d_ff=352, n_layers=3, n_heads=2, vocab_size=500, context_length=300)
 CONFIGS = {
@@ -64,66 +51,13 @@ WHERE = [
     ("deep", 300, "backward", "products", "block 8, attention backward"),
     ("deep", 64, "backward", "products", "block 0, attention backward"),
 ]
-CHUNK = 256
 SCALARS = 32
 """Bytes of the loss and what goes with it."""
 
 
 @pytest.fixture
 def unlaunched(monkeypatch):
-    """Launchers that allocate and do not launch, on devices that Triton does not know."""
-    modules = (rms_norm, swiglu, linear_cross_entropy, flash_forward, flash_backward, flash_preprocess)
-    for module in modules:
-        monkeypatch.setattr(module, "launch", lambda *args, **kwargs: None)
-    for module in (rms_norm, swiglu, linear_cross_entropy):
-        monkeypatch.setattr(module, "check_runnable", lambda *args: None)
-    monkeypatch.setattr(rms_norm, "INTERPRETED_PROGRAMS", NORM_PROGRAMS)
-    monkeypatch.setattr(rms_norm, "rms_norm_forward", rms_norm_forward)
-    monkeypatch.setattr(rms_norm, "rms_norm_backward", rms_norm_backward)
-    monkeypatch.setattr(linear_cross_entropy, "linear_cross_entropy_op", linear_cross_entropy_op)
-
-
-def rms_norm_forward(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return rms_norm.launch_forward(x, None, gain, eps)[1:]
-
-
-def rms_norm_backward(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor, dresidual: Tensor | None = None):
-    return rms_norm.launch_backward(dy, x, gain, rstd, dresidual, None)
-
-
-def linear_cross_entropy_op(x, weight, targets, denominator, grad_weight, accumulate, wants_dx, *rest):
-    *_, chunk = rest
-    losses, dx, lse = linear_cross_entropy.in_chunks(
-        x, weight, targets, grad_weight, accumulate, wants_dx, chunk, lambda *args: None
-    )
-    return losses.sum(), dx, lse
-
-
-def hopper_backward(q, k, v, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    """What attention/hopper allocates, which runs on its own kind of GPU alone: statistics, and sums of dq in fp32."""
-    (batch, heads, _, d_head), rows = q.shape, -(-q.shape[2] // 128) * 128
-    statistics = torch.empty(batch, heads, 2, rows), torch.empty(batch, heads, rows, 64 if d_head <= 64 else 128)
-    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    del statistics
-    return gradients
-
-
-ATTENTIONS = {
-    "flash": _through(flash_forward.launch_forward, flash_backward.launch_backward),
-    "hopper": _through(flash_forward.launch_forward, hopper_backward),
-}
-
-
-def unlaunched_ops(attention: str) -> BlockOps:
-    return BlockOps(
-        rms_norm_forward=rms_norm_forward,
-        add_rms_norm_forward=rms_norm.launch_forward,
-        rms_norm_backward=rms_norm_backward,
-        swiglu_forward=swiglu._product_like,
-        swiglu_backward_=lambda *args, **kwargs: None,
-        rotate_=lambda *args, **kwargs: None,
-        **ATTENTIONS[attention],
-    )
+    leave_out_launches(monkeypatch)
 
 
 def alive_at_peak(
@@ -131,10 +65,7 @@ def alive_at_peak(
 ) -> int:
     """Peak of live bytes of forward, or of forward and backward; token ids and targets left out."""
     with FakeTensorMode(), LiveBytes() as live:
-        loss_in_chunks = partial(linear_cross_entropy.linear_cross_entropy, chunk=CHUNK)
-        ops = replace(REFERENCE_OPS, rms_norm=rms_norm.rms_norm, linear_cross_entropy=loss_in_chunks)
-        model = TransformerLM(config, ops, dtype=parameter_dtype(PRECISIONS[precision]))
-        write_out(model, unlaunched_ops(attention), keep)
+        model = unlaunched_model(config, precision, keep, attention)
         ids, targets = (torch.zeros(batch_size, seq_len, dtype=torch.int64) for _ in range(2))
         live.peak = live.now
         with torch.set_grad_enabled(mode != "forward"):

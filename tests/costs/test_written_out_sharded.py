@@ -1,0 +1,104 @@
+"""Predicted peaks of a rank of FSDP, against every storage that is alive in one whose collectives send nothing.
+
+Tensors are real here, as FSDP frees memory under tensors that live on; their values are whatever lay there.
+"""
+
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend
+
+from cs336_systems.config import PRECISIONS, ModelConfig
+from cs336_systems.costs.memory import PeakMemory
+from cs336_systems.costs.written_out import written_out_peak
+from cs336_systems.distributed import FSDP, fsdp_agreement, fsdp_parameters
+from cs336_systems.model import TransformerBlock
+
+from .test_memory import LiveBytes
+from .test_written_out import CONFIGS, SCALARS
+from .unlaunched import CHUNK, leave_out_launches, unlaunched_model
+
+
+class ResizedBytes(LiveBytes):
+    """Live bytes where storages are resized as well; ``resize_`` must be told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            weakref.finalize(storage, self._drop, key)
+        self.resize(storage)
+
+    def _drop(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+    def resize(self, storage: torch.UntypedStorage) -> None:
+        self.now += storage.nbytes() - self._sizes[storage._cdata]
+        self._sizes[storage._cdata] = storage.nbytes()
+        self.peak = max(self.peak, self.now)
+
+
+@pytest.fixture
+def one_of_two(monkeypatch) -> Iterator[ResizedBytes]:
+    """The first rank of two, alone."""
+    leave_out_launches(monkeypatch)
+    live, resize = ResizedBytes(), torch.UntypedStorage.resize_
+
+    def watched_resize(storage: torch.UntypedStorage, size: int) -> None:
+        resize(storage, size)
+        live.resize(storage)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", watched_resize)
+    monkeypatch.setattr(fsdp_agreement.Agreement, "check", lambda self, what: None)
+    # As on GPUs, where nothing is packed.
+    gather = lambda group, outputs, inputs: group.allgather_into_tensor_coalesced(outputs, inputs)  # noqa: E731
+    monkeypatch.setattr(fsdp_parameters, "_all_gather", gather)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    try:
+        yield live
+    finally:
+        dist.destroy_process_group()
+
+
+def compare(
+    live: ResizedBytes, config: ModelConfig, seq_len: int, keep: str, attention: str, prefetch: int
+) -> PeakMemory:
+    """The prediction, which is what is alive in the second step, but for a few scalars."""
+    how = {"keep": keep, "chunk": CHUNK, "attention": attention, "device_type": "cpu"}
+    bf16 = PRECISIONS["bf16"]
+    peak = written_out_peak(config, 2, seq_len, bf16, "backward", **how, n_shards=2, prefetch=prefetch)
+    with live:
+        model = unlaunched_model(config, "bf16", keep, attention)
+        fsdp = FSDP(model, units=lambda module: isinstance(module, TransformerBlock), prefetch=prefetch)
+        ids, targets = (torch.zeros(2, seq_len, dtype=torch.int64) for _ in range(2))
+        for _ in range(2):
+            fsdp.zero_grad(set_to_none=True)
+            live.peak = live.now
+            fsdp(ids, targets).backward()
+        alive = live.peak - 2 * 8 * ids.numel()
+    assert 0 <= alive - peak.n_bytes <= SCALARS, (peak, alive)
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("config", "seq_len", "keep", "attention", "prefetch", "moment"),
+    [
+        ("plain", 300, "products", "hopper", 1, "block 2, attention backward"),
+        ("grouped-biases", 300, "input", "flash", 1, "block 1, feed-forward backward"),
+        ("deep", 300, "products-residual", "flash", 2, "block 8, attention backward"),
+        ("deep", 16, "all", "hopper", 0, "block 0, attention backward"),
+        ("words", 300, "products", "hopper", 1, "loss"),
+        ("words", 16, "input", "hopper", 1, "loss backward"),
+        ("tied", 300, "attention", "hopper", 1, "block 1, attention backward"),
+        ("tied-words", 300, "products", "hopper", 1, "loss"),
+    ],
+)
+def test_peak_of_a_rank_is_what_is_alive_there(one_of_two, config, seq_len, keep, attention, prefetch, moment):
+    assert compare(one_of_two, CONFIGS[config], seq_len, keep, attention, prefetch).moment == moment

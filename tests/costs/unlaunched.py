@@ -1,0 +1,91 @@
+"""A model of fused kernels where Triton does not run: its launchers allocate what they do, and launch nothing."""
+
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.attention.flash import backward as flash_backward
+from cs336_systems.attention.flash import forward as flash_forward
+from cs336_systems.attention.flash import preprocess as flash_preprocess
+from cs336_systems.blocks import BlockOps, write_out
+from cs336_systems.blocks.attention import _through
+from cs336_systems.config import PRECISIONS, ModelConfig
+from cs336_systems.costs.written_out import NORM_PROGRAMS
+from cs336_systems.model import REFERENCE_OPS, TransformerLM
+from cs336_systems.training.precision import parameter_dtype
+
+linear_cross_entropy, rms_norm, swiglu = (
+    import_module(f"cs336_systems.kernels.{name}") for name in ("linear_cross_entropy", "rms_norm", "swiglu")
+)  # the package has functions of these names
+
+CHUNK = 256
+"""Tokens whose logits exist at a time."""
+
+
+def leave_out_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers that allocate and do not launch, on devices that Triton does not know."""
+    modules = (rms_norm, swiglu, linear_cross_entropy, flash_forward, flash_backward, flash_preprocess)
+    for module in modules:
+        monkeypatch.setattr(module, "launch", lambda *args, **kwargs: None)
+    for module in (rms_norm, swiglu, linear_cross_entropy):
+        monkeypatch.setattr(module, "check_runnable", lambda *args: None)
+    monkeypatch.setattr(rms_norm, "INTERPRETED_PROGRAMS", NORM_PROGRAMS)
+    monkeypatch.setattr(rms_norm, "rms_norm_forward", rms_norm_forward)
+    monkeypatch.setattr(rms_norm, "rms_norm_backward", rms_norm_backward)
+    monkeypatch.setattr(linear_cross_entropy, "linear_cross_entropy_op", linear_cross_entropy_op)
+
+
+def rms_norm_forward(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return rms_norm.launch_forward(x, None, gain, eps)[1:]
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor, dresidual: Tensor | None = None):
+    return rms_norm.launch_backward(dy, x, gain, rstd, dresidual, None)
+
+
+def linear_cross_entropy_op(x, weight, targets, denominator, grad_weight, accumulate, wants_dx, *rest):
+    *_, chunk = rest
+    losses, dx, lse = linear_cross_entropy.in_chunks(
+        x, weight, targets, grad_weight, accumulate, wants_dx, chunk, lambda *args: None
+    )
+    return losses.sum(), dx, lse
+
+
+def hopper_backward(q, k, v, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    """What attention/hopper allocates, which runs on its own kind of GPU alone: statistics, and sums of dq in fp32."""
+    (batch, heads, _, d_head), rows = q.shape, -(-q.shape[2] // 128) * 128
+    statistics = torch.empty(batch, heads, 2, rows), torch.empty(batch, heads, rows, 64 if d_head <= 64 else 128)
+    gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    del statistics
+    return gradients
+
+
+ATTENTIONS = {
+    "flash": _through(flash_forward.launch_forward, flash_backward.launch_backward),
+    "hopper": _through(flash_forward.launch_forward, hopper_backward),
+}
+
+
+def unlaunched_ops(attention: str) -> BlockOps:
+    return BlockOps(
+        rms_norm_forward=rms_norm_forward,
+        add_rms_norm_forward=rms_norm.launch_forward,
+        rms_norm_backward=rms_norm_backward,
+        swiglu_forward=swiglu._product_like,
+        swiglu_backward_=lambda *args, **kwargs: None,
+        rotate_=lambda *args, **kwargs: None,
+        **ATTENTIONS[attention],
+    )
+
+
+def unlaunched_model(config: ModelConfig, precision: str, keep: str, attention: str) -> TransformerLM:
+    """With blocks written out; called with targets, it computes its loss."""
+    loss_in_chunks = partial(linear_cross_entropy.linear_cross_entropy, chunk=CHUNK)
+    ops = replace(REFERENCE_OPS, rms_norm=rms_norm.rms_norm, linear_cross_entropy=loss_in_chunks)
+    model = TransformerLM(config, ops, dtype=parameter_dtype(PRECISIONS[precision]))
+    write_out(model, unlaunched_ops(attention), keep)
+    return model
