@@ -73,11 +73,13 @@ class Sharded(Whole):
     def __init__(self, config: ModelConfig, width: int, ledger: Ledger, n_shards: int, prefetch: int) -> None:
         super().__init__(config, width, ledger)
         self.n_shards, self.prefetch = n_shards, prefetch
-        embedding, *blocks, _, head = [*model_units(config), *([[]] if config.tie_embeddings else [])]
-        self.matrices = [[shape for shape in unit if is_sharded(shape)] for unit in (embedding, *blocks, head)]
+        units = model_units(config)
+        head = [] if config.tie_embeddings else units[-1]
+        self.matrices = [
+            [shape for shape in unit if is_sharded(shape)] for unit in (*units[: config.n_layers + 1], head)
+        ]
         self.gathered: set[int] = set()
         self.reducing: int | None = None
-        self.reduced = self.n_units
 
     def make(self, *, moments: bool) -> None:
         vectors = [{name: size for name, size in unit.items() if self._is_vector(name)} for unit in self.pieces]

@@ -16,7 +16,7 @@ goes. What is alive, block by block:
 
 The operations are the fused kernels, whose buffers are counted: partial sums of norms' gains, attention's statistics
 and its fp32 sums. Limits: eager execution, no gradients from an earlier micro-batch, ranks that divide all rows evenly
-(FSDP copies otherwise), and those of ``costs/memory.py``. Sizes are in bytes. T tokens, D d_model, P = (H + 2 K) E the width of q | k | v, F d_ff, V vocabulary.
+(FSDP copies otherwise), and those of ``costs/memory.py``. Sizes are in bytes.
 """
 
 from cs336_systems.config import MODES, OPTIMIZERS, WRITTEN_OUT_ATTENTIONS, ModelConfig, Precision

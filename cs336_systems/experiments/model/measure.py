@@ -97,8 +97,6 @@ def fit_to_budget(cells: list[ModelCell], budget_gib: float) -> tuple[list[Model
         budget, workspace = int(budget_gib * GIB), cublas_workspace_bytes(torch.device(cell.device))
         what = str(cell)
         choice: Choice | KeepChoice
-        what = str(cell)
-        choice: Choice | KeepChoice
         if cell.written_out:
             choice = cheapest_keep(cell, cell.mode, budget, chunk=head_chunk(cell), workspace_bytes=workspace)
             what = what.removesuffix(f" keep {cell.keep}")
