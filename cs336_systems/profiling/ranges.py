@@ -267,10 +267,10 @@ def ranged_block_ops(ops: BlockOps, block: str) -> BlockOps:
     """The same operations of a written-out block, each in a range of its name behind the block's."""
 
     def wrap(operation: str) -> Callable[..., Any]:
-        function, stage = getattr(ops, operation), re.sub("_(forward|backward)?$", "", operation)
+        function, stage = getattr(ops, operation), re.sub("(_forward|_backward)?_?$", "", operation)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            back = operation.endswith("_backward") or kwargs.get("inverse", False)
+            back = operation.endswith(("_backward", "_backward_")) or kwargs.get("inverse", False)
             with ranged(f"{block}.{stage}{BACKWARD if back else ''}"):
                 return function(*args, **kwargs)
 
