@@ -4,6 +4,7 @@ The step runs on fake tensors, which have sizes and lifetimes but no bytes, thro
 these allocate is alive as well, and only the launch itself is left out.
 """
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -169,6 +170,7 @@ def test_peak_is_what_a_gpu_allocates(size, n_layers, context_length, attention,
     fused = {"kernels": "fused", "attention": attention, "optimizer": "fused", "keep": keep}
     case = TrainingCase("cuda", config, batch_size=2, context_length=context_length, dtype="bf16", **fused)
     device = torch.device("cuda")
+    gc.collect()
     before = torch.cuda.memory_allocated() - cublas_workspace_bytes(device)  # what other tests have left
     try:
         step, batch = assemble(case), random_batch(case)
