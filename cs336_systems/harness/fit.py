@@ -1,7 +1,8 @@
 """Does a training case fit the memory that is free? Asked once, before anything is built.
 
-The prediction is exact for eager reference blocks and attention with everything whole on every rank; for any other case
-the states alone are a lower bound: parameters, gradients and optimizer state, as they are sharded.
+The prediction is exact for eager reference blocks and attention, one micro-batch, and everything whole on every rank;
+for any other case the states alone are a lower bound: parameters, gradients and optimizer state, as they are sharded.
+Capturing a step as a CUDA graph changes nothing: it allocates what the step does, in the same order.
 """
 
 import torch
@@ -20,7 +21,8 @@ GIB = 1024**3
 def is_predictable(case: TrainingCase) -> bool:
     """Whether ``costs.memory.peak_memory`` is the prediction of this case, and not only a lower bound."""
     whole = case.parallel.wrapper not in ("fsdp", "fsdp2") and case.parallel.optimizer_state == "replicated"
-    return whole and not case.compiled and not case.written_out and case.attention == "reference"
+    eager = not case.compiled and not case.written_out and case.attention == "reference"
+    return whole and eager and case.accumulate == 1
 
 
 def predicted_bytes(case: TrainingCase, mode: str = "step", *, world_size: int = 1) -> int:
