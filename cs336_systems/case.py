@@ -17,6 +17,9 @@ from cs336_systems.config import PRECISIONS, ModelConfig, Precision, resolve_siz
 COMPILED = {"on": "compiled", "whole-model": "whole model compiled"}
 """Ways to compile a step, each in words: every block by itself, or the model as one graph; the loss in both."""
 
+UNCAPTURED_STEPS = 3
+"""What a step that becomes a CUDA graph runs as it is before: kernels are compiled, states and workspaces allocated."""
+
 
 class Unsupported(ValueError):
     """The device, the build or the library cannot run what was asked for; the message says why."""
@@ -48,7 +51,7 @@ class TrainingCase:
     size: str | ModelConfig = "small"
     """A named size, or a shape of one's own."""
     batch_size: int = 4
-    """Sequences per step and rank."""
+    """Sequences per micro-batch and rank; a step has one micro-batch unless ``accumulate`` says otherwise."""
     context_length: int = 512
     """Tokens per sequence."""
     dtype: str = "fp32"
@@ -61,6 +64,10 @@ class TrainingCase:
     """Which activations are computed a second time, a policy of ``costs.checkpointing``."""
     optimizer: str = "reference"
     """One of ``config.OPTIMIZERS``."""
+    accumulate: int = 1
+    """Micro-batches per step, whose gradients add up to that of the mean over all of their tokens."""
+    cuda_graph: str = "off"
+    """on: the whole step is captured and replayed, so that the device does not wait for launches."""
     kernels: str = "reference"
     """One of ``config.KERNELS``: norms, rotations, SwiGLU, head and loss; fused needs a written-out backward."""
     keep: str = "autograd"
@@ -105,8 +112,13 @@ class TrainingCase:
 
     @property
     def work(self) -> tuple[ModelConfig, int, int]:
-        """Model, sequences and tokens per sequence, as the functions in ``costs`` take them."""
+        """Model, sequences and tokens per sequence of a micro-batch, as the functions in ``costs`` take them."""
         return self.config, self.batch_size, self.context_length
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of this rank, all micro-batches together."""
+        return self.accumulate * self.batch_size * self.context_length
 
     def __str__(self) -> str:
         """In a few words, for people: what differs from the plain case is named."""
@@ -125,6 +137,29 @@ class TrainingCase:
             *([COMPILED[self.compile]] if self.compiled else []),
             *([f"checkpoint {self.checkpoint}"] if self.checkpoint != "none" else []),
             *([self.optimizer] if self.optimizer != "reference" else []),
+            *([f"{self.accumulate} micro-batches"] if self.accumulate != 1 else []),
+            *(["CUDA graph"] if self.cuda_graph == "on" else []),
             *([f"{self.kernels} kernels"] if self.kernels != "reference" else []),
             *([f"keep {self.keep}"] if self.written_out else []),
         ]
+
+
+def cuda_graph_reason(case: TrainingCase) -> str | None:
+    """Why the case's step cannot be captured as a CUDA graph, in one sentence, or None if it may be, or need not.
+
+    Raises:
+        ValueError: ``cuda_graph`` is neither off nor on.
+    """
+    if case.cuda_graph not in ("off", "on"):
+        raise ValueError(f"cuda_graph must be off or on, got {case.cuda_graph!r}")
+    if case.cuda_graph == "off":
+        return None
+    if case.device != "cuda":
+        return f"a CUDA graph needs device cuda, got {case.device}"
+    if case.parallel.wrapper != "none" or case.parallel.optimizer_state != "replicated":
+        return "ranks agree through the host on what they send, which a CUDA graph cannot hold"
+    if case.precision.name == "autocast-fp16":
+        return "loss scaling of autocast-fp16 decides on the host whether a step counts, which a CUDA graph cannot hold"
+    if case.optimizer == "reference":
+        return "optimizer reference counts steps on the host, which a CUDA graph cannot hold: use torch-fused or fused"
+    return None

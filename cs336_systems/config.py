@@ -222,3 +222,8 @@ OPTIMIZERS = ("reference", "torch-fused", "fused")
 
 MODES = ("forward", "backward", "step")
 """forward: without gradients; backward: forward and backward; step: forward, backward and optimizer."""
+
+
+def phase_of(part: str) -> str:
+    """The phase to which a part of a step belongs: ``forward 2``, of the second micro-batch, is part of ``forward``."""
+    return part.partition(" ")[0]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
-from cs336_systems.case import TrainingCase
+from cs336_systems.case import UNCAPTURED_STEPS, TrainingCase, cuda_graph_reason
 from cs336_systems.config import ATTENTIONS, resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import unserved_reason
@@ -30,7 +30,7 @@ MAX_TIMEOUT_S = 1e6
 
 _POSITIVE = (
     *("context_length", "batch_size", "steps", "recorded_steps", "repeat", "bucket_size_mb", "calls", "rounds"),
-    *("length", "d_head", "samples", "rows", "width", "layers"),
+    *("accumulate", "length", "d_head", "samples", "rows", "width", "layers"),
 )
 _NOT_NEGATIVE = ("warmup", "prefetch")
 
@@ -72,7 +72,7 @@ class TrainingOptions(RunOptions):
     context_length: tuple[int, ...] = (512,)
     """Tokens per sequence."""
     batch_size: tuple[int, ...] = (4,)
-    """Sequences per step and rank."""
+    """Sequences per micro-batch and rank."""
     dtype: tuple[str, ...] = ("fp32",)
     """How numbers are stored and multiplied."""
     attention: tuple[str, ...] = ("reference",)
@@ -92,6 +92,11 @@ class TrainingOptions(RunOptions):
     """What blocks with a written-out backward keep for it: input; attention (and its output); products (and results of
     matrix products); all; less what switches drop, as in all-norm-swiglu (norm, qkv, attention, residual, ffn, swiglu).
     autograd: backward is autograd's. By default autograd for reference kernels, products for fused."""
+    accumulate: tuple[int, ...] = (1,)
+    """Micro-batches per optimizer step; their gradients add up in place."""
+    cuda_graph: tuple[Switch, ...] = ("off",)
+    """on: capture the whole step and replay it, for shapes that wait for launches; needs --device cuda, one rank,
+    --mode step, --optimizer torch-fused or fused, and 4 steps of --warmup."""
     warmup: int | tuple[int, ...] = 5
     """Steps before the recorded ones."""
     steps: int = 10
@@ -130,7 +135,10 @@ class RankedCase(TimedCase):
 Cell = TypeVar("Cell", bound=TimedCase)
 AnyCell = TypeVar("AnyCell")
 
-_SETS = ("size", "batch_size", "context_length", "dtype", "attention", "compile", "checkpoint", "optimizer")
+_SETS = (
+    *("size", "batch_size", "context_length", "dtype", "attention", "compile", "checkpoint", "optimizer"),
+    *("accumulate", "cuda_graph"),
+)
 _KEEP = {"reference": "autograd", "fused": "products"}
 """Unless it is said."""
 
@@ -171,6 +179,11 @@ def training_cells(
     for cell in grid:
         if reason := unserved_reason(cell):
             raise ValueError(reason)
+        if reason := cuda_graph_reason(cell):
+            raise ValueError(f"--cuda-graph on: {reason}")
+        if cell.cuda_graph == "on" and cell.warmup <= UNCAPTURED_STEPS:
+            least = UNCAPTURED_STEPS + 1
+            raise ValueError(f"--cuda-graph on captures step {least}, in --warmup {least} or more, got {cell.warmup}")
     turns = (grid, grid[::-1])
     return [replace(cell, repeat=repeat) for repeat in range(options.repeat) for cell in turns[repeat % 2]]
 

@@ -124,7 +124,7 @@ def time_metrics(times: PhaseTimes, cell: RankedCase) -> list[Metric]:
     metrics = [Metric(name, "ms", samples) for name, samples in times.samples_ms.items()]
     if times.warmup_ms:
         metrics.append(Metric("warmup_step", "ms", times.warmup_ms))
-    tokens = cell.world_size * cell.batch_size * cell.context_length
+    tokens = cell.world_size * cell.tokens_per_step
     rates = [tokens / ms * 1e3 for ms in times.samples_ms[WHOLE]]
     return [*metrics, Metric("tokens_per_s", "1/s, all ranks", rates, derived=True)]
 

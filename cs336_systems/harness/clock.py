@@ -20,6 +20,8 @@ from itertools import pairwise
 
 import torch
 
+from cs336_systems.config import phase_of
+
 WHOLE = "step"
 """Name under which ``time_phases`` reports the time from the first phase's start to the last one's end."""
 
@@ -71,12 +73,14 @@ def time_phases(
 ) -> PhaseTimes:
     """Run the phases in order, ``warmup`` times unrecorded and then ``steps`` times recorded.
 
+    Parts of one phase (``config.phase_of``) add up to its sample. A step that is one phase may be called ``WHOLE``.
+
     Raises:
         ValueError: ``warmup`` is negative or ``steps`` is not positive.
     """
     if warmup < 0 or steps < 1:
         raise ValueError(f"warmup must be at least 0 and steps at least 1, got {warmup} and {steps}")
-    times = PhaseTimes({name: [] for name in (*phases, WHOLE)})
+    times = PhaseTimes({name: [] for name in (*map(phase_of, phases), WHOLE)})
     for i in range(warmup + steps):
         synchronize(device)
         stopwatch = Stopwatch(device)
@@ -88,9 +92,12 @@ def time_phases(
         if i < warmup:
             times.warmup_ms.append(sum(laps))
             continue
+        spent = dict.fromkeys(times.samples_ms, 0.0)
         for name, lap in zip(phases, laps, strict=True):
-            times.samples_ms[name].append(lap)
-        times.samples_ms[WHOLE].append(sum(laps))
+            spent[phase_of(name)] += lap
+        spent[WHOLE] = sum(laps)
+        for name, ms in spent.items():
+            times.samples_ms[name].append(ms)
     return times
 
 

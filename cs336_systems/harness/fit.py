@@ -1,8 +1,9 @@
 """Does a training case fit the memory that is free? Asked once, before anything is built.
 
-The prediction is exact for eager reference blocks and attention, and for written-out blocks with fused kernels, with
-everything whole on every rank, or as our FSDP shards the latter; for any other case the states alone are a lower bound:
-parameters, gradients and optimizer state, as they are sharded.
+The prediction is exact for one micro-batch of eager reference blocks and attention, or of written-out blocks with fused
+kernels, with everything whole on every rank, or as our FSDP shards the latter; for any other case the states alone are
+a lower bound: parameters, gradients and optimizer state, as they are sharded. Capturing a step as a CUDA graph changes
+nothing: it allocates what the step does, in the same order.
 """
 
 import torch
@@ -22,6 +23,8 @@ GIB = 1024**3
 def is_predictable(case: TrainingCase) -> bool:
     """Whether ``costs`` predicts the peak of this case, and does not only bound it from below."""
     whole = case.parallel.wrapper not in ("fsdp", "fsdp2") and case.parallel.optimizer_state == "replicated"
+    if case.accumulate > 1:
+        return False
     if case.written_out:
         sharded = case.parallel.wrapper == "fsdp" and case.parallel.compute_dtype == "same"
         return case.kernels == "fused" and (whole or sharded)

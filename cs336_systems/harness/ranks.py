@@ -59,19 +59,18 @@ def time_phases_of_ranks(
     Raises:
         ValueError: the ranks disagree about phases, ``warmup`` or ``steps``, or as ``time_phases``.
     """
-    names = [*phases, WHOLE]
-    check_same_across_ranks([*names, warmup, steps], "phases and step counts")
+    check_same_across_ranks([*phases, WHOLE, warmup, steps], "phases and step counts")
     if warmup < 0 or steps < 1:
         raise ValueError(f"warmup must be at least 0 and steps at least 1, got {warmup} and {steps}")
     laps_ms: list[list[float]] = []
     for _ in range(warmup + steps):
         dist.barrier()
         step = time_phases(phases, device=rank.device, warmup=0, steps=1).samples_ms
-        laps_ms.append([step[name][0] for name in names])
+        laps_ms.append([samples[0] for samples in step.values()])
     slowest = torch.tensor(laps_ms, dtype=torch.float64, device=rank.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     columns = slowest.T.tolist()
-    samples = {name: column[warmup:] for name, column in zip(names, columns, strict=True)}
+    samples = {name: column[warmup:] for name, column in zip(step, columns, strict=True)}
     return PhaseTimes(samples, columns[-1][:warmup])
 
 

@@ -47,6 +47,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from cs336_systems.blocks import BlockOps, WrittenOutBlock
+from cs336_systems.config import phase_of
 from cs336_systems.model import ModelOps
 
 BACKWARD = " (backward)"
@@ -297,7 +298,7 @@ def ranged_phases(phases: Mapping[str, Callable[[], None]], *, warmup: int) -> d
             assert outer is not None, f"phase {name} ran before {names[0]}"
             with ExitStack() as leaving:
                 leaving.callback(outer.close)
-                with ranged(name):
+                with ranged(phase_of(name)):
                     phase()
                 if name != names[-1]:
                     leaving.pop_all()

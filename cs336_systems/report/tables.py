@@ -19,7 +19,7 @@ from rich.text import Text
 
 _UNSAID = ("", "none")
 """Values of a setting that a caption leaves out: it does not apply, or is not used."""
-_PLAIN = {"kernels": "reference", "keep": "autograd"}
+_PLAIN = {"kernels": "reference", "keep": "autograd", "accumulate": "1", "cuda_graph": "off"}
 """Likewise, of one setting each: most tables know no other."""
 
 LABELS = {"batch_size": "batch", "context_length": "context"}
@@ -143,7 +143,7 @@ def settings_split(
     caption = ", ".join(
         f"{labels.get(column, column)} {frame[column].iloc[0]}"
         for column in constant
-        if frame[column].iloc[0] not in (*_UNSAID, _PLAIN.get(column))
+        if (value := str(frame[column].iloc[0])) not in _UNSAID and value != _PLAIN.get(column)
     )
     return caption, varying
 

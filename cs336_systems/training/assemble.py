@@ -11,7 +11,7 @@ Optimisations are applied from outside, in one order:
    comparison); checkpointed segments run compiled blocks, but a selective policy is compiled with its block, because it
    must see the block's operators;
 4. the model is wrapped for its ranks (``parallel.py``), after compiling: nothing can be gathered in compiled code;
-5. the optimizer is made over the parameters as they now are.
+5. the optimizer is made over the parameters as they now are, and the step, which may replay itself as a CUDA graph.
 
     step = assemble(TrainingCase(size="small", dtype="bf16"))
     step = assemble(case, rank)                            # inside ``distributed.process_group.joined``
@@ -26,13 +26,14 @@ from torch import Tensor
 from cs336_systems.attention.dispatch import attention_op
 from cs336_systems.attention.dispatch import unsupported_reason as attention_reason
 from cs336_systems.blocks import block_ops, head_ops, write_out
-from cs336_systems.case import TrainingCase, Unsupported
+from cs336_systems.case import TrainingCase, Unsupported, cuda_graph_reason
 from cs336_systems.costs.checkpointing import SELECTIVE
 from cs336_systems.costs.kept import unserved_reason
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
 from cs336_systems.training.activation_checkpointing import checkpointed_stack
 from cs336_systems.training.activation_checkpointing import unsupported_reason as checkpointing_reason
+from cs336_systems.training.cuda_graph import CapturedStep
 from cs336_systems.training.loss import cross_entropy
 from cs336_systems.training.optimizer import unsupported_reason as optimizer_reason
 from cs336_systems.training.parallel import make_parallel_optimizer, wrap
@@ -80,7 +81,8 @@ def finish(model: TransformerLM, case: TrainingCase, rank: Rank | None = None) -
         loss_function = torch.compile(cross_entropy, fullgraph=True, dynamic=False)
     wrapped = wrap(model, case.parallel, rank)
     optimizer = make_parallel_optimizer(case.optimizer, wrapped, case.parallel)
-    return TrainStep(wrapped, optimizer, case.precision, loss_function)
+    kind = CapturedStep if case.cuda_graph == "on" else TrainStep
+    return kind(wrapped, optimizer, case.precision, loss_function, case.accumulate)
 
 
 def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:
@@ -94,16 +96,19 @@ def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:
 
 
 def random_batch(case: TrainingCase, rank: Rank | None = None) -> tuple[Tensor, Tensor]:
-    """Token ids and targets, (batch, context) each, int64 on the device; from the case's seed, each rank its own."""
+    """Token ids and targets of a step, int64 on the device; from the case's seed, each rank its own.
+
+    Each is (accumulate * batch, context).
+    """
     generator = torch.Generator().manual_seed(case.seed * 1009 + (rank.rank if rank else 0) + 1)
-    shape = (2, case.batch_size, case.context_length)
+    shape = (2, case.accumulate * case.batch_size, case.context_length)
     ids = torch.randint(case.config.vocab_size, shape, generator=generator)
     token_ids, targets = ids.to(rank.device if rank else case.device)
     return token_ids, targets
 
 
 def check_supported(case: TrainingCase, device: torch.device) -> None:
-    """Raise Unsupported, in one sentence, if the device, the attention or the checkpointing cannot serve the case.
+    """Raise Unsupported, in one sentence, if the device or one of the options cannot serve the case.
 
     The one place where that is asked; ValueError for a name that is unknown.
     """
@@ -111,7 +116,7 @@ def check_supported(case: TrainingCase, device: torch.device) -> None:
     dtype = torch.bfloat16 if gathered == "bf16" else matmul_dtype(case.precision)
     reason = unserved_reason(case) or precision_reason(case.precision, device)
     reason = reason or checkpointing_reason(case.checkpoint, case.attention)
-    reason = reason or _whole_model_reason(case) or optimizer_reason(case.optimizer, device)
+    reason = reason or _whole_model_reason(case) or optimizer_reason(case.optimizer, device) or cuda_graph_reason(case)
     if reason is None:
         q, k, v = (
             torch.empty(1, heads, case.context_length, config.d_head, device=device, dtype=dtype, requires_grad=True)

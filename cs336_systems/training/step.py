@@ -1,4 +1,4 @@
-"""One training step, as three phases that can be run, timed or profiled one by one.
+"""One training step, as three phases that can be run, timed or profiled one by one; of micro-batches, part by part.
 
 ``TrainStep`` is the one thing that benchmarks time. It owns the order of work (forward and loss under autocast,
 backward, synchronising gradients with other ranks, optimizer and clearing of gradients) and nothing of how it is
@@ -11,6 +11,7 @@ measured:
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from cs336_systems.config import MODES, Precision
 from cs336_systems.distributed.ddp import DDP
 from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.training.accumulation import local_gradients, micro_batches, part_name
 from cs336_systems.training.loss import cross_entropy
 from cs336_systems.training.precision import autocast, matmul_precision, needs_loss_scaling
 
@@ -32,7 +34,11 @@ class TrainStep:
             -> scalar.
         optimizer: over the model's parameters.
         precision: autocast, TF32 and loss scaling follow from it; the parameters already have its dtype.
-        loss_function: (logits, targets) -> scalar; None if the model computes its loss.
+        loss_function: (logits, targets) -> scalar, a mean over tokens; None if the model computes its loss.
+        accumulate: micro-batches per optimizer step, into which a batch is dealt out.
+
+    Raises:
+        ValueError: ``accumulate`` is not positive.
     """
 
     def __init__(
@@ -41,15 +47,19 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         precision: Precision,
         loss_function: Callable[[Tensor, Tensor], Tensor] | None = cross_entropy,
+        accumulate: int = 1,
     ) -> None:
+        if accumulate < 1:
+            raise ValueError(f"accumulate must be positive, got {accumulate}")
         self.model = model
         self.optimizer = optimizer
         self.precision = precision
         self.loss_function = loss_function
+        self.accumulate = accumulate
         self.device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=needs_loss_scaling(precision))
         self.loss: Tensor | None = None
-        """Loss of the last forward phase, detached, on the device."""
+        """Loss of the last batch, detached, on the device; of its micro-batches so far, what they add to it."""
 
     def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """One whole step on (batch, seq) ids; returns the loss before the update, a detached scalar on the device."""
@@ -70,25 +80,42 @@ class TrainStep:
 
         ``forward``: model and loss without gradients. ``backward``: forward with gradients, then backward, after which
         the gradients are dropped. ``step``: forward, backward, optimizer; clearing the gradients belongs to the last.
+        Forward and backward of further micro-batches follow the first ones: ``forward 2``, ``backward 2``, and so on.
 
         Raises:
-            ValueError: no such mode.
+            ValueError: no such mode, or the batch cannot be dealt out to micro-batches.
         """
         if mode not in MODES:
             raise ValueError(f"unknown mode {mode!r}: known are {', '.join(MODES)}")
+        phases: dict[str, Phase] = {}
+        for part, micro_batch in enumerate(micro_batches(self.accumulate, token_ids, targets), start=1):
+            phases |= self._passes(mode, part, *micro_batch)
+        if mode == "step":
+            phases["optimizer"] = self._update
+        return phases
+
+    def _passes(self, mode: str, part: int, token_ids: Tensor, targets: Tensor) -> dict[str, Phase]:
+        """Forward of the micro-batch with this number, from 1, and backward unless the mode does without."""
         graph_loss: list[Tensor] = []
+        last = part == self.accumulate
 
         def forward() -> None:
+            alone = nullcontext() if last else local_gradients(self.model, self.optimizer)
             grad = torch.set_grad_enabled(mode != "forward")
-            with grad, matmul_precision(self.precision), autocast(self.precision, self.device):
+            with grad, alone, matmul_precision(self.precision), autocast(self.precision, self.device):
                 loss = self.loss_of(token_ids, targets)
-            self.loss = loss.detach()
+            if self.accumulate > 1:
+                loss = loss / self.accumulate
+            self.loss = loss.detach() if part == 1 or self.loss is None else self.loss + loss.detach()
             if mode != "forward":
                 graph_loss.append(loss)
 
         def backward() -> None:
-            with matmul_precision(self.precision):
+            alone = nullcontext() if last else local_gradients(self.model, self.optimizer)
+            with alone, matmul_precision(self.precision):
                 self.scaler.scale(graph_loss.pop()).backward()
+            if not last:
+                return
             if isinstance(
                 self.model, (DDP, FSDP)
             ):  # others have averaged inside backward, or leave it to the optimizer
@@ -96,10 +123,12 @@ class TrainStep:
             if mode == "backward":
                 self.optimizer.zero_grad(set_to_none=True)
 
-        def optimizer() -> None:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.optimizer.zero_grad(set_to_none=True)
+        passes: dict[str, Phase] = {"forward": forward}
+        if mode != "forward":
+            passes["backward"] = backward
+        return {part_name(name, part): phase for name, phase in passes.items()}
 
-        phases: dict[str, Phase] = {"forward": forward, "backward": backward, "optimizer": optimizer}
-        return {name: phases[name] for name in list(phases)[: MODES.index(mode) + 1]}
+    def _update(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)

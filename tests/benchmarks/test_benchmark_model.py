@@ -211,6 +211,15 @@ def test_failed_ceilings_do_not_stop_the_cells(command, monkeypatch):
         (["--keep"], ["--keep needs at least one value"]),
         (["--kernels", "fused"], ["kernels fused need device cuda, got cpu"]),
         (
+            ["--memory-budget-gib", "9", "--accumulate", "1", "4"],
+            ["--memory-budget-gib plans for steps of one micro-batch, got --accumulate 1 4"],
+        ),
+        (
+            ["--cuda-graph", "on"],
+            ["--cuda-graph on captures whole steps, --mode step, got --mode forward backward step"],
+        ),
+        (["--cuda-graph", "off", "on", "--mode", "step"], ["--cuda-graph on: a CUDA graph needs device cuda, got cpu"]),
+        (
             ["--memory-budget-gib", "0.5", "--mode", "step"],
             ["fits 0.5 GiB for small", "smallest predicted peak is 1.9"],
         ),
@@ -296,6 +305,7 @@ def test_a_file_from_before_checkpointing_can_be_compared_with_but_not_continued
     file = RowFile(tmp_path / "benchmark_model.csv", columns)
     cell = {"device": "cpu", "size": "tiny", "batch_size": 1, "context_length": 128, "dtype": "fp32", "mode": "step"}
     cell |= {"attention": "reference", "compile": "off", "optimizer": "reference", "warmup": 1, "variant": "eager"}
+    cell |= {"accumulate": 1, "cuda_graph": "off"}
     cell |= {"kernels": "reference", "keep": "autograd"}
     file.append([cell | {"schema_version": 1, "status": "ok"} | Metric("step", "ms", [1.0, 2.0]).statistics()])
     message = refused("--size", "tiny", "--out", tmp_path)

@@ -11,6 +11,7 @@ from cs336_systems.experiments.options import (
     Compile,
     RankedCase,
     RankedOptions,
+    TimedCase,
     TrainingOptions,
     check_options,
     resolved_sizes,
@@ -33,6 +34,9 @@ class Options(RankedOptions):
     [
         ({"batch_size": ()}, "--batch-size needs at least one value, got none"),
         ({"batch_size": (1, -2)}, "--batch-size must be positive, got -2"),
+        ({"accumulate": (1, 0)}, "--accumulate must be positive, got 0"),
+        ({"accumulate": ()}, "--accumulate needs at least one value, got none"),
+        ({"cuda_graph": ()}, "--cuda-graph needs at least one value, got none"),
         ({"steps": 0}, "--steps must be positive, got 0"),
         ({"bucket_size_mb": (float("nan"),)}, "--bucket-size-mb must be positive, got nan"),
         ({"warmup": -1}, "--warmup must not be negative, got -1"),
@@ -59,6 +63,53 @@ def test_each_fault_is_named(fault, message):
 def test_each_unknown_name_is_told(fault, message):
     with pytest.raises(ValueError, match=message):
         training_cells(RankedCase, replace(Options(), world_size=(1,), **fault))
+
+
+@dataclass(frozen=True)
+class OneRank(TrainingOptions):
+    device: str = "cuda"
+    optimizer: tuple[str, ...] = ("fused",)
+    cuda_graph: tuple[str, ...] = ("off", "on")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"device": "cpu", "optimizer": ("torch-fused",)}, "a CUDA graph needs device cuda, got cpu"),
+        ({"optimizer": ("fused", "reference")}, "optimizer reference counts steps on the host, .*: use torch-fused or"),
+        ({"dtype": ("bf16", "autocast-fp16")}, "loss scaling of autocast-fp16 decides on the host"),
+        ({"warmup": 3}, "captures step 4, in --warmup 4 or more, got 3"),
+    ],
+)
+def test_what_a_cuda_graph_cannot_hold_is_told_before_anything_runs(fault, message):
+    cells = training_cells(TimedCase, OneRank())
+    assert [(cell.cuda_graph, cell.extras) for cell in cells] == [("off", ["fused"]), ("on", ["fused", "CUDA graph"])]
+    with pytest.raises(ValueError, match=f"^--cuda-graph on:? {message}"):
+        training_cells(TimedCase, replace(OneRank(), **fault))
+
+
+@pytest.mark.parametrize(("question", "own"), [("data_parallel", "ddp"), ("sharded_optimizer", "sharding")])
+def test_no_ranks_share_a_cuda_graph(question, own):
+    cells = importlib.import_module(f"cs336_systems.experiments.{question}.cells")
+    options = replace(cells.Options(), world_size=(2,), optimizer=("fused",), cuda_graph=("on",))
+    with pytest.raises(ValueError, match="--cuda-graph on: ranks agree through the host on what they send"):
+        cells.make_cells(replace(options, **{own: getattr(options, own)[-1:]}))
+
+
+def test_a_profile_is_that_of_one_micro_batch_uncaptured():
+    cells = importlib.import_module("cs336_systems.experiments.profile.cells")
+    with pytest.raises(ValueError, match="a profile is that of one micro-batch, got --accumulate 1 2"):
+        cells.make_cells(cells.Options(accumulate=(1, 2)))
+    with pytest.raises(ValueError, match="--cuda-graph on: a captured step has no phases or modules"):
+        cells.make_cells(cells.Options(optimizer=("fused",), cuda_graph=("on",)))
+
+
+def test_micro_batches_are_told_and_counted():
+    cells = training_cells(
+        TimedCase, replace(TrainingOptions(), size=("tiny",), context_length=(8,), accumulate=(1, 4))
+    )
+    assert [cell.tokens_per_step for cell in cells] == [4 * 8, 4 * 4 * 8]
+    assert [cell.extras for cell in cells] == [[], ["4 micro-batches"]]
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,22 @@ def test_sample_counts(warmup, steps):
     assert len(times.warmup_ms) == warmup
 
 
+def test_parts_of_a_phase_are_one_sample():
+    ran = []
+    names = ("forward", "backward", "forward 2", "backward 2", "optimizer")
+    phases = {name: lambda name=name: ran.append(name) for name in names}
+    times = time_phases(phases, device=CPU, warmup=1, steps=2)
+    assert ran == [*names] * 3
+    assert list(times.samples_ms) == ["forward", "backward", "optimizer", WHOLE]
+    for *parts, whole in zip(*times.samples_ms.values(), strict=True):
+        assert whole == pytest.approx(sum(parts), rel=1e-12)
+
+
+def test_a_step_of_one_phase_is_timed_once():
+    times = time_phases({WHOLE: nothing}, device=CPU, warmup=1, steps=3)
+    assert {name: len(samples) for name, samples in times.samples_ms.items()} == {WHOLE: 3}
+
+
 @pytest.mark.timing
 def test_parts_add_up_to_the_whole_step_by_step():
     samples = time_phases({"a": sleep_5_ms, "b": nothing, "c": sleep_5_ms}, device=CPU, warmup=0, steps=4).samples_ms

@@ -16,6 +16,8 @@ SETTINGS = {
     "kernels": "reference",
     "keep": "autograd",
     "optimizer": "reference",
+    "accumulate": 1,
+    "cuda_graph": "off",
     "mode": "step",
     "warmup": 1,
     "steps": 3,
@@ -61,4 +63,5 @@ def make_frame(*cells: list[Row]) -> pd.DataFrame:
 def ceiling() -> list[Row]:
     """Rows of the machine's ceilings."""
     blank = {"size": "", "batch_size": 0, "context_length": 0, "mode": "", "compile": "", "optimizer": ""}
+    blank |= {"accumulate": 0, "cuda_graph": ""}
     return make_cell(Metric("matmul_ceiling", "TFLOP/s", [777.0]), variant="ceiling", warmup=0, steps=0, **blank)

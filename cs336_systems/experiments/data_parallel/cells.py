@@ -59,8 +59,9 @@ class DataParallelCell(RankedCase):
         bucket = "" if self.bucket_size_mb is None else f"-{self.bucket_size_mb:g}mb"
         sent = "" if self.communication_dtype == "same" else f"-sent-{self.communication_dtype}"
         compiled = "-compiled" if self.compiled else f"-{self.kernels}-keep-{self.keep}" if self.written_out else ""
+        several = f"-{self.accumulate}x" if self.accumulate != 1 else ""
         turn = f"-{self.repeat}" if self.repeat else ""
-        return f"{self.size}-{self.dtype}{compiled}-{self.ddp}{bucket}{sent}-{self.world_size}ranks{turn}"
+        return f"{self.size}-{self.dtype}{compiled}{several}-{self.ddp}{bucket}{sent}-{self.world_size}ranks{turn}"
 
     def __str__(self) -> str:
         bucket = "" if self.bucket_size_mb is None else f" {self.bucket_size_mb:g} MiB"

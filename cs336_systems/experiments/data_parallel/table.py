@@ -26,8 +26,8 @@ def _scaling(line: Line) -> float | None:
 DATA_PARALLEL = ResultTable(
     settings=(
         *("gpu", "device", "size", "dtype", "attention", "compile", "checkpoint", "optimizer", "batch_size"),
-        *("kernels", "keep", "context_length", "warmup", "steps", "communication_dtype", "ddp", "bucket_size_mb"),
-        "world_size",
+        *("accumulate", "kernels", "keep", "context_length", "warmup", "steps", "communication_dtype", "ddp"),
+        *("bucket_size_mb", "world_size"),
     ),
     always=("size", "ddp", "bucket_size_mb", "world_size"),
     labels={

@@ -58,9 +58,10 @@ class FullyShardedCell(RankedCase):
     def name(self) -> str:
         """In file names."""
         compiled = "-compiled" if self.compiled else f"-{self.kernels}-keep-{self.keep}" if self.written_out else ""
+        several = f"-{self.accumulate}x" if self.accumulate != 1 else ""
         ahead = "" if self.prefetch is None else f"-ahead{self.prefetch}"
         return (
-            f"{self.size}-{self.dtype}-{self.checkpoint}{compiled}-{self.fsdp}{ahead}-{self.world_size}ranks"
+            f"{self.size}-{self.dtype}-{self.checkpoint}{compiled}{several}-{self.fsdp}{ahead}-{self.world_size}ranks"
             f"-{self.repeat}"
         )
 

@@ -35,11 +35,11 @@ class PreparedModel(PreparedStep):
 
     def states(self) -> dict[str, int]:
         """Bytes that this rank holds of parameters, gradients and optimizer state, taken in a step of its own."""
-        phases = self.phases()
-        phases["forward"]()
-        phases["backward"]()
+        *passes, optimizer = self.phases().values()
+        for phase in passes:
+            phase()
         gradients = _storage_bytes(p.grad for p in self.step.model.parameters() if p.grad is not None)
-        phases["optimizer"]()
+        optimizer()
         states = (value for state in self.step.optimizer.state.values() for value in state.values())
         return {
             "parameters": _storage_bytes(self.step.model.parameters()),
@@ -114,10 +114,11 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
     if peak is not None:
         unit = "GiB, the most of any rank, construction excluded"
         metrics.append(Metric("peak_memory", unit, [largest(peak / GIB, rank)]))
-    if cell.fsdp == OURS:
+    if cell.fsdp == OURS and cell.accumulate == 1:
         n_bytes = 2 if cell.dtype == BF16_COMPUTE else 4
         expected = step_traffic(model_units(cell.config), cell.world_size, compute_bytes=n_bytes).sent_per_rank
         metrics.append(Metric("predicted_sent", "MiB per step and rank, on a ring", [expected / MIB]))
+    if cell.fsdp == OURS:
         metrics += prepared.waits()
     if trace is not None:
         path = trace / f"{cell.name}.json.gz"

@@ -14,7 +14,7 @@ def _over_fsdp2(line: Line) -> Spread | None:
 FULLY_SHARDED = ResultTable(
     settings=(
         *("gpu", "device", "size", "dtype", "attention", "checkpoint", "compile", "optimizer", "batch_size"),
-        *("kernels", "keep", "context_length", "warmup", "steps", "world_size", "fsdp", "prefetch"),
+        *("accumulate", "kernels", "keep", "context_length", "warmup", "steps", "world_size", "fsdp", "prefetch"),
     ),
     always=("size", "world_size", "fsdp", "prefetch"),
     labels={"batch_size": "batch per rank", "world_size": "ranks", "fsdp": "implementation"},

@@ -65,6 +65,11 @@ def make_cells(options: Options) -> list[ModelCell]:
             raise ValueError(f"--memory-budget-gib chooses what to keep itself, got --keep {' '.join(options.keep)}")
         if not 0 < budget < math.inf:
             raise ValueError(f"--memory-budget-gib must be positive and finite, got {budget:g}")
+        if options.accumulate != (1,):
+            given = " ".join(map(str, options.accumulate))
+            raise ValueError(f"--memory-budget-gib plans for steps of one micro-batch, got --accumulate {given}")
+    if "on" in options.cuda_graph and options.mode != ("step",):
+        raise ValueError(f"--cuda-graph on captures whole steps, --mode step, got --mode {' '.join(options.mode)}")
     own = [{"mode": mode, "warmup": warmup} for mode in options.mode for warmup in options.warmup]
     return training_cells(ModelCell, options, inner=own)
 
@@ -72,6 +77,7 @@ def make_cells(options: Options) -> list[ModelCell]:
 def ceiling_cells(options: Options) -> list[CeilingCell]:
     """One for each dtype of the grid; what does not apply is empty in its row."""
     blank = {"batch_size": 0, "context_length": 0, "attention": "", "compile": "", "checkpoint": "", "optimizer": ""}
+    blank |= {"accumulate": 0, "cuda_graph": ""}
     blank |= {"kernels": "", "keep": ""}
     return [
         CeilingCell(device=options.device, size="", dtype=dtype, seed=options.seed, warmup=0, steps=0, mode="", **blank)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from cs336_systems.report.figures import OKABE_ITO, WITH_COMMAS, dress
 
 _MARKERS = "osD^vPX*"
 _DASHES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
-_FIXED = ("device", "attention", "batch_size", "checkpoint", "optimizer", "warmup")
+_FIXED = ("device", "attention", "batch_size", "accumulate", "checkpoint", "optimizer", "warmup")
 _SHARES = {
     "mfu": "MFU: % of the dtype's datasheet peak\n(model FLOPs, causal)",
     "matmul_ceiling_share": "% of the measured matmul ceiling\n(model FLOPs, causal)",
@@ -38,9 +38,10 @@ def step_figure(rows: pd.DataFrame) -> Figure | None:
     if rows.empty:
         return None
     compiled = rows["compile"].map({how: f", {words}" for how, words in COMPILED.items()}).fillna("")
+    captured = rows["cuda_graph"].map({"on": ", CUDA graph"}).fillna("")
     kernels = rows["kernels"].map({"reference": ""}).fillna(", " + rows["kernels"] + " kernels")
     keep = rows["keep"].map({"autograd": ""}).fillna(", keep " + rows["keep"])
-    rows = rows.assign(how=rows["dtype"] + compiled + kernels + keep)
+    rows = rows.assign(how=rows["dtype"] + compiled + kernels + keep + captured)
     x = "context_length" if rows["context_length"].nunique() > 1 else "size"
     share = next((metric for metric in _SHARES if (rows["metric"] == metric).any()), None)
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -62,7 +63,8 @@ def step_figure(rows: pd.DataFrame) -> Figure | None:
     context = "" if x == "context_length" else f", context {first['context_length']}"
     policy = "" if first["checkpoint"] == "none" else f", checkpoint {first['checkpoint']}"
     attention = "" if first["attention"] == "reference" else f", attention {first['attention']}"
-    settings = f"batch {first['batch_size']}{context}{attention}, AdamW {first['optimizer']}{policy}"
+    batch = f"{first['accumulate']} x {first['batch_size']}" if first["accumulate"] != 1 else first["batch_size"]
+    settings = f"batch {batch}{context}{attention}, AdamW {first['optimizer']}{policy}"
     figure.suptitle(f"{first['mode'].capitalize()} on {where}: {settings}", fontsize=11)
     return figure
 
@@ -77,7 +79,7 @@ def _one_setting(rows: pd.DataFrame) -> pd.DataFrame:
         chosen = "none" if (most == "none").any() else most.iloc[0]
         chosen = max(ran["mode"].unique(), key=MODES.index) if column == "mode" else chosen
         ran, rows = (side[side[column] == chosen] for side in (ran, rows))
-    found = newest(rows, ["size", "context_length", "dtype", "compile", "kernels", "keep"])
+    found = newest(rows, ["size", "context_length", "dtype", "compile", "kernels", "keep", "cuda_graph"])
     return found[found["status"] == "ok"]
 
 

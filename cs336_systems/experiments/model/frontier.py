@@ -116,9 +116,12 @@ def _title(group: pd.DataFrame) -> str:
     first = group.iloc[0]
     compiled = f", {COMPILED[first['compile']]}" if first["compile"] in COMPILED else ""
     attention = "" if first["attention"] == "reference" else f", attention {first['attention']}"
+    several = f" x {first['accumulate']}" if first["accumulate"] != 1 else ""
+    captured = ", CUDA graph" if first["cuda_graph"] == "on" else ""
     title = (
         f"{first['size']} {first['mode']} on {first['gpu'] or first['host']}\n"
-        f"batch {first['batch_size']}, context {first['context_length']}, {first['dtype']}{attention}{compiled}"
+        f"batch {first['batch_size']}{several}, context {first['context_length']}, {first['dtype']}"
+        f"{attention}{compiled}{captured}"
     )
     failed = group[group["status"] != "ok"]
     missing = [f"{row['checkpoint']}: {row['status']}" for _, row in failed.iterrows()]

@@ -60,7 +60,7 @@ def measure_model(cell: ModelCell, *, ceilings: Ceilings, force: bool) -> list[M
         metrics.append(Metric("peak_memory", "GiB", [peak / GIB]))
     if is_predictable(cell):
         metrics.append(Metric("predicted_peak_memory", "GiB", [predicted / GIB]))
-    executed = hardware_flops(
+    executed = cell.accumulate * hardware_flops(
         *cell.work,
         cell.mode,
         attention=cell.attention_kind,
@@ -79,7 +79,7 @@ def expected_seconds(cell: ModelCell, *, ceilings: Ceilings) -> float:
     measured = ceilings.get(cell.dtype, {})
     if predicted_bytes(cell, cell.mode) > measured.get("free_memory", math.inf) * GIB:
         return 0.5
-    flops = hardware_flops(*cell.work, cell.mode, checkpoint=cell.checkpoint, keep=cell.keep)
+    flops = cell.accumulate * hardware_flops(*cell.work, cell.mode, checkpoint=cell.checkpoint, keep=cell.keep)
     steps = (cell.warmup + cell.steps) * flops / (0.5e12 * measured.get("matmul_ceiling", 0.1))
     filling = cell.config.n_parameters / (2e10 if cell.device == "cuda" else 7e7)
     compiling = {"on": 10.0, "whole-model": 2.0 * cell.config.n_layers}.get(cell.compile, 0.0)

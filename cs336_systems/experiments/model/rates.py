@@ -28,9 +28,9 @@ def step_rates(
         ceilings: TFLOP/s and GB/s measured in the same run, empty if they were not.
     """
     whole = "forward" if cell.mode == "forward" else "step"
-    needed = {phase: model_flops(*cell.work, phase) for phase in ("forward", "backward")}
+    needed = {phase: cell.accumulate * model_flops(*cell.work, phase) for phase in ("forward", "backward")}
     needed[WHOLE] = needed["forward"] + (needed["backward"] if whole == "step" else 0)
-    palm = model_flops(*cell.work, whole, "palm")
+    palm = cell.accumulate * model_flops(*cell.work, whole, "palm")
     hardware = find_hardware(device_name)
     peak = hardware.peak(cell.precision.matmul_dtype) if hardware else None
 
@@ -38,7 +38,7 @@ def step_rates(
         return Metric(name, unit, [amount / (ms / 1e3) for ms in samples_ms[phase]], derived=True)
 
     metrics = [
-        rate("tokens_per_s", "1/s", cell.batch_size * cell.context_length),
+        rate("tokens_per_s", "1/s", cell.tokens_per_step),
         rate("model_tflops", "TFLOP/s", needed[WHOLE] / 1e12),
     ]
     for phase in ("forward", "backward"):

@@ -58,5 +58,10 @@ class ProfileCell(TimedCase):
 
 def make_cells(options: Options) -> list[ProfileCell]:
     """The grid; raises ValueError for a value that no cell can have."""
+    if options.accumulate != (1,):
+        given = " ".join(map(str, options.accumulate))
+        raise ValueError(f"a profile is that of one micro-batch, got --accumulate {given}")
+    if "on" in options.cuda_graph:
+        raise ValueError("--cuda-graph on: a captured step has no phases or modules that a profile could show")
     own = [{"profiler": options.profiler, "mode": mode} for mode in dict.fromkeys(options.mode)]
     return training_cells(ProfileCell, options, inner=own)

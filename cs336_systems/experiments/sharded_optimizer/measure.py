@@ -80,13 +80,15 @@ def _read_one_step(
     state = _state_tensors(optimizer)
     before = meter.allocated()
     meter.restart_peak()
-    phases["forward"]()
+    forward, *others, update = phases.values()
+    forward()
     meter.read("after_forward", parameters, state, activations=meter.allocated() - before)
-    phases["backward"]()
+    for phase in others:
+        phase()
     meter.read("before_step", parameters, state)
     meter.restart_peak()
     handle = optimizer.register_step_post_hook(lambda *_: meter.read("after_step", parameters, state))
-    phases["optimizer"]()
+    update()
     handle.remove()
 
 

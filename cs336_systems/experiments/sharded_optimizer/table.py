@@ -17,7 +17,7 @@ from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 
 _SETTINGS = (
     *("gpu", "device", "world_size", "size", "batch_size", "context_length", "dtype", "attention", "compile"),
-    *("checkpoint", "optimizer", "kernels", "keep", "bucket_size_mb", "warmup", "steps", "sharding"),
+    *("checkpoint", "optimizer", "accumulate", "kernels", "keep", "bucket_size_mb", "warmup", "steps", "sharding"),
 )
 _COLOURS = dict(zip(CATEGORIES, OKABE_ITO, strict=False))
 _MOST_PANEL_ROWS = 3

@@ -13,9 +13,15 @@ TIMES = {"forward": [1.0], "backward": [2.0], "optimizer": [1.0], WHOLE: [4.0]}
 CEILINGS = {"matmul_ceiling": 2.0, "copy_ceiling": 10.0}
 
 
-def rates(mode: str, device_name: str, ceilings: dict[str, float]) -> dict[str, float]:
-    samples = TIMES if mode == "step" else {"forward": [1.0], WHOLE: [1.0]}
-    cell = ModelCell(size="tiny", batch_size=2, context_length=128, mode=mode)
+def rates(
+    mode: str,
+    device_name: str,
+    ceilings: dict[str, float],
+    samples: dict[str, list[float]] | None = None,
+    **fields: int,
+) -> dict[str, float]:
+    samples = samples or (TIMES if mode == "step" else {"forward": [1.0], WHOLE: [1.0]})
+    cell = ModelCell(size="tiny", batch_size=2, context_length=128, mode=mode, **fields)
     executed = 7 * 10**9
     metrics = step_rates(cell, samples, executed, device_name, ceilings)
     assert all(metric.derived for metric in metrics)
@@ -40,3 +46,16 @@ def test_a_step_on_a_known_device():
 def test_shares_without_their_limit_and_phases_that_did_not_run_are_left_out():
     assert rates("forward", "cpu", {}).keys() == {"tokens_per_s", "model_tflops", "forward_model_tflops"}
     assert rates("step", "cpu", {}).keys().isdisjoint({"mfu", "mfu_palm", "hfu", "matmul_ceiling_share"})
+
+
+def test_all_micro_batches_count():
+    one, three = rates("step", "NVIDIA H200", CEILINGS), rates("step", "NVIDIA H200", CEILINGS, accumulate=3)
+    once = {"hfu", "optimizer_bandwidth", "optimizer_copy_share"}  # hfu: of the FLOPs that the caller counted
+    assert three == pytest.approx({name: rate * (1 if name in once else 3) for name, rate in one.items()})
+
+
+def test_a_captured_step_has_the_rates_of_the_whole():
+    found = rates("step", "NVIDIA H200", CEILINGS, {WHOLE: TIMES[WHOLE]})
+    whole = rates("step", "NVIDIA H200", CEILINGS)
+    of_phases = ("forward_model_tflops", "backward_model_tflops", "optimizer_bandwidth", "optimizer_copy_share")
+    assert found == {name: rate for name, rate in whole.items() if name not in of_phases}

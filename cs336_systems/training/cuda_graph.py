@@ -1,0 +1,180 @@
+"""A training step that is captured as CUDA graphs and replayed, for shapes whose device waits for launches.
+
+A small model at a small batch launches a thousand kernels of a few microseconds each, and the host takes about as long
+to launch one. A graph holds all launches of a step and takes one call.
+
+    step = assemble(TrainingCase("cuda", "small", batch_size=1, optimizer="fused", cuda_graph="on"))
+    loss = step(*batch)          # as TrainStep, to the bit; the fourth call captures
+
+The first steps (``case.UNCAPTURED_STEPS``) run uncaptured on a stream of their own: they compile kernels, and allocate
+optimizer states and workspaces. The next is captured, then replayed. Nothing is run for capturing alone: every call is
+one step of training on its batch, which is copied to where the graph reads it.
+
+Two graphs, because of the gradients. Forward and backward of all micro-batches are the first; in it the first backward
+makes the gradients, which stay where they are from then on, hidden from the parameters between steps. The optimizer is
+the second, captured after it has run once on these gradients: what it says about them on the device (where they lie,
+``kernels/tensor_table.py``) is there by then, and is not copied again.
+
+Hyperparameters are numbers in the captured launches. A step in which they, or the optimizer's state, are others than in
+the last one runs the optimizer uncaptured, so a schedule that changes the learning rate at each step is right, and
+launches the optimizer's kernels; once they stay the optimizer is captured again.
+
+Memory: capturing allocates what a step does, in the same order, from a pool of its own; what the uncaptured steps had
+cached for that is given back before.
+
+Limits: one rank; whole steps; batches of one shape; parameters must stay where they are. What asks the device, waits
+for it or copies from pageable memory cannot be captured.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs336_systems.case import UNCAPTURED_STEPS, Unsupported
+from cs336_systems.training.step import Phase, TrainStep
+
+
+class CapturedStep(TrainStep):
+    """A ``TrainStep`` on a CUDA device whose steps are replayed; arguments as there.
+
+    The optimizer must count its steps on the device. The model's loss must not be scaled.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stream = torch.cuda.Stream(self.device)
+        self._n_steps = 0
+        self._passes_graph: torch.cuda.CUDAGraph | None = None
+        self._update_graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: tuple[Tensor, ...] = ()
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+        self._settings: list[Any] = []
+        """What the optimizer was told in the last step."""
+
+    def phases(self, mode: str, token_ids: Tensor, targets: Tensor) -> dict[str, Phase]:
+        """The one phase ``step``.
+
+        Raises:
+            Unsupported: another mode; in the step, something cannot be captured.
+            ValueError: no such mode; in the step, the batch has another shape than the captured one.
+        """
+        phases = super().phases(mode, token_ids, targets)
+        if mode != "step":
+            raise Unsupported(f"a CUDA graph holds whole steps, mode step, got mode {mode}")
+
+        def step() -> None:
+            caller = torch.cuda.current_stream(self.device)
+            self._stream.wait_stream(caller)
+            with torch.cuda.stream(self._stream):
+                if self._n_steps < UNCAPTURED_STEPS:
+                    for phase in phases.values():
+                        phase()
+                    self._settings = _settings(self.optimizer)
+                else:
+                    self._replay(token_ids, targets)
+            caller.wait_stream(self._stream)
+            self._n_steps += 1
+
+        return {"step": step}
+
+    def _replay(self, *batch: Tensor) -> None:
+        if self._passes_graph is None:
+            self._passes_graph = self._capture_passes(batch)
+        for static, given in zip(self._inputs, batch, strict=True):
+            if given.shape != static.shape:
+                shapes = f"{tuple(static.shape)}, got {tuple(given.shape)}"
+                raise ValueError(f"the captured step takes token ids and targets of shape {shapes}")
+            static.copy_(given)
+        self._passes_graph.replay()
+        settings = _settings(self.optimizer)
+        if self._update_graph is None or not _same(settings, self._settings):
+            self._update_uncaptured(capture=_same(settings, self._settings))
+            self._settings = settings
+        else:
+            self._update_graph.replay()
+        self.loss = self._captured_loss.clone()
+
+    def _capture_passes(self, batch: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
+        """Forward and backward of all micro-batches; the loss and the gradients are where they will always be."""
+        self._inputs = tuple(tensor.clone() for tensor in batch)
+        passes = super().phases("step", *self._inputs)
+        del passes["optimizer"]
+        try:
+            graph = _captured(lambda: [phase() for phase in passes.values()], self._stream)
+            parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+            self._gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+        assert self.loss is not None
+        self._captured_loss = self.loss
+        return graph
+
+    def _update_uncaptured(self, *, capture: bool) -> None:
+        """The optimizer's step on the captured gradients, and its graph for the steps to come."""
+        if self._update_graph is not None:
+            self._stream.synchronize()  # its last replay may be under way
+            self._update_graph = None
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        try:
+            self.optimizer.step()
+            if capture:
+                with _capturable(self.optimizer):
+                    self._update_graph = _captured(self.optimizer.step, self._stream)
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The optimizer's state, and the hyperparameters of each of its groups."""
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return [optimizer.state, groups]
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether states are the same object, as loading one makes another, and hyperparameters equal."""
+    return one[0] is other[0] and one[1] == other[1]
+
+
+@contextmanager
+def _capturable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let torch's own optimizers be captured, which they want to be told, and warn about elsewhere."""
+    groups = [group for group in optimizer.param_groups if "capturable" in group]
+    before = [group["capturable"] for group in groups]
+    for group in groups:
+        group["capturable"] = True
+    try:
+        yield
+    finally:
+        for group, value in zip(groups, before, strict=True):
+            group["capturable"] = value
+
+
+def _captured(launch: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """The graph of what ``launch`` gives to the device, of which nothing runs.
+
+    Raises:
+        Unsupported: something cannot be captured; one sentence.
+        torch.OutOfMemoryError: there is no room for its memory.
+    """
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    cause: Exception | None = None
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            try:
+                launch()
+            except Exception as error:
+                cause = error  # ending the capture fails then, too, and says less
+                raise
+    except RuntimeError as error:
+        cause = cause or error
+        with suppress(RuntimeError):  # where ending has failed, the allocator still serves the capture
+            torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+            torch._C._cuda_releasePool(stream.device_index, pool)
+        if isinstance(cause, torch.OutOfMemoryError) or not isinstance(cause, RuntimeError):
+            raise cause from None
+        raise Unsupported(f"the step cannot be captured as a CUDA graph: {str(cause).splitlines()[0]}") from cause
+    return graph

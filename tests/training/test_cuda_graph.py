@@ -1,0 +1,253 @@
+"""Captured steps are the uncaptured ones to the bit; what cannot be captured is said in one sentence."""
+
+import gc
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.case import UNCAPTURED_STEPS, Unsupported
+from cs336_systems.config import MODEL_SIZES
+from cs336_systems.experiments.model.cells import ModelCell
+from cs336_systems.experiments.model.measure import measure_model
+from cs336_systems.harness.memory import cublas_workspace_bytes
+from cs336_systems.training import TrainingCase, TrainStep, assemble
+from cs336_systems.training.cuda_graph import CapturedStep
+from tests.training.emulated_graph import emulate
+
+CONFIG = replace(MODEL_SIZES["tiny"], name="tiniest", d_model=16, d_ff=32, n_layers=1, vocab_size=31, context_length=8)
+
+
+def batches(n: int, case: TrainingCase) -> list[tuple[Tensor, Tensor]]:
+    """As many batches, each its own."""
+    generator = torch.Generator().manual_seed(7)
+    shape = (n, 2, case.accumulate * case.batch_size, case.context_length)
+    ids = torch.randint(case.config.vocab_size, shape, generator=generator).to(case.device)
+    return [(batch[0], batch[1]) for batch in ids]
+
+
+def same_bits(one: TrainStep, other: TrainStep) -> bool:
+    pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def train_both(captured: TrainStep, plain: TrainStep, case: TrainingCase, n_steps: int = 10) -> None:
+    """Step by step: the same losses; in the end the same weights, no gradients, and states of as many steps."""
+    for i, batch in enumerate(batches(n_steps, case)):
+        losses = captured(*batch), plain(*batch)
+        assert torch.equal(*losses), f"step {i}: {losses}"
+    assert same_bits(captured, plain)
+    assert all(parameter.grad is None for parameter in captured.model.parameters())
+    steps = [{int(state["step"]) for state in step.optimizer.state.values()} for step in (captured, plain)]
+    assert steps[0] == steps[1] == {n_steps}
+
+
+def pair(monkeypatch: pytest.MonkeyPatch, **fields: object) -> tuple[CapturedStep, TrainStep, TrainingCase]:
+    """A step whose graphs are emulated, and a plain one."""
+    emulate(monkeypatch)
+    case = TrainingCase.of(CONFIG, batch_size=2, optimizer="torch-fused", **fields)
+    step, plain = assemble(case), assemble(case)
+    captured = CapturedStep(step.model, step.optimizer, step.precision, step.loss_function, step.accumulate)
+    return captured, plain, case
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("tied", [False, True])
+def test_replayed_steps_are_the_uncaptured_ones(monkeypatch, accumulate, tied):
+    captured, plain, case = pair(monkeypatch, accumulate=accumulate)
+    if tied:
+        case = replace(case, size=replace(CONFIG, tie_embeddings=True))
+        step, plain = assemble(case), assemble(case)
+        captured = CapturedStep(step.model, step.optimizer, step.precision, accumulate=accumulate)
+    train_both(captured, plain, case)
+    assert captured._passes_graph.n_replays == 10 - UNCAPTURED_STEPS
+    assert captured._update_graph.n_replays == 10 - UNCAPTURED_STEPS - 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_written_out_blocks_are_replayed(monkeypatch, accumulate):
+    train_both(*pair(monkeypatch, accumulate=accumulate, keep="products"))
+
+
+def test_one_phase_is_the_whole_step(monkeypatch):
+    captured, plain, case = pair(monkeypatch)
+    ((ids, targets),) = batches(1, case)
+    phases = captured.phases("step", ids, targets)
+    assert list(phases) == ["step"]
+    for _ in range(6):
+        phases["step"]()
+        plain(ids, targets)
+    assert torch.equal(captured.loss, plain.loss)
+    assert same_bits(captured, plain)
+
+
+def test_losses_of_earlier_steps_stay(monkeypatch):
+    captured, plain, case = pair(monkeypatch)
+    losses = [(captured(*batch), plain(*batch)) for batch in batches(8, case)]
+    assert all(torch.equal(*both) for both in losses)
+
+
+@pytest.mark.parametrize("changes", [{6: 0.1}, dict.fromkeys(range(10), 0.0), {3: 0.1}, {6: 0.1, 8: 1e-3}])
+def test_a_learning_rate_may_change(monkeypatch, changes):
+    captured, plain, case = pair(monkeypatch)
+    for i, batch in enumerate(batches(10, case)):
+        if i in changes:
+            for step in (captured, plain):
+                step.optimizer.param_groups[0]["lr"] = changes[i] or 1e-3 * (i + 1)
+        assert torch.equal(captured(*batch), plain(*batch))
+    assert same_bits(captured, plain)
+
+
+def test_a_state_that_is_loaded_is_taken_up(monkeypatch):
+    captured, plain, case = pair(monkeypatch)
+    for i, batch in enumerate(batches(10, case)):
+        if i == 6:
+            for step in (captured, plain):
+                step.optimizer.load_state_dict(step.optimizer.state_dict())
+        assert torch.equal(captured(*batch), plain(*batch))
+    assert same_bits(captured, plain)
+    assert captured._update_graph is not None
+
+
+def test_other_modes_and_shapes_are_refused(monkeypatch):
+    captured, _, case = pair(monkeypatch)
+    ((ids, targets),) = batches(1, case)
+    for mode in ("forward", "backward"):
+        with pytest.raises(Unsupported, match=f"a CUDA graph holds whole steps, mode step, got mode {mode}"):
+            captured.phases(mode, ids, targets)
+    with pytest.raises(ValueError, match="unknown mode 'train'"):
+        captured.phases("train", ids, targets)
+    for _ in range(UNCAPTURED_STEPS + 1):
+        captured(ids, targets)
+    with pytest.raises(ValueError, match=r"token ids and targets of shape \(2, 8\), got \(1, 8\)"):
+        captured(ids[:1], targets[:1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"device": "cpu"}, "a CUDA graph needs device cuda, got cpu"),
+        ({"device": "cpu", "cuda_graph": "yes"}, "cuda_graph must be off or on, got 'yes'"),
+    ],
+)
+def test_what_a_cpu_is_told(fields, message):
+    case = TrainingCase.of(CONFIG, **({"cuda_graph": "on", "optimizer": "torch-fused"} | fields))
+    with pytest.raises(ValueError, match=message):
+        assemble(case)
+
+
+def on_gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
+
+
+FUSED = {"dtype": "bf16", "optimizer": "fused"}
+CASES = {
+    "fp32, torch": {"dtype": "fp32", "optimizer": "torch-fused"},
+    "fp32, ours": {"dtype": "fp32", "optimizer": "fused"},
+    "bf16, torch": {"dtype": "bf16", "optimizer": "torch-fused"},
+    "bf16, ours": FUSED,
+    "bf16, ours, flash, four micro-batches": FUSED | {"attention": "flash", "accumulate": 4},
+    "autocast, torch, three micro-batches": {"dtype": "autocast-bf16", "optimizer": "torch-fused", "accumulate": 3},
+    "tf32, ours, checkpointed": {"dtype": "tf32", "optimizer": "fused", "checkpoint": "full"},
+    "bf16, fused kernels": FUSED | {"attention": "flash", "kernels": "fused", "keep": "products"},
+    "bf16, fused kernels, input kept, four micro-batches": FUSED
+    | {"attention": "flash", "kernels": "fused", "keep": "input", "accumulate": 4},
+    "fp32, written out": {"dtype": "fp32", "optimizer": "torch-fused", "attention": "flash", "keep": "all"},
+    "bf16, ours, compiled": FUSED | {"attention": "flash", "compile": "on", "accumulate": 2},
+}
+
+
+def gpu_pair(**fields: object) -> tuple[CapturedStep, TrainStep, TrainingCase]:
+    config = replace(MODEL_SIZES["tiny"], name="tinier", context_length=64, tie_embeddings=bool(fields.pop("tied", 0)))
+    case = TrainingCase.of(config, device="cuda", batch_size=2, **fields)
+    captured = assemble(replace(case, cuda_graph="on"))
+    assert isinstance(captured, CapturedStep)
+    return captured, assemble(case), case
+
+
+@on_gpu
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "compiled" in n else n for n in CASES])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_ten_captured_steps_are_uncaptured_ones_on_a_gpu(name, tied):
+    captured, plain, case = gpu_pair(tied=tied, **CASES[name])
+    train_both(captured, plain, case)
+    assert captured._passes_graph is not None and captured._update_graph is not None
+
+
+@on_gpu
+@pytest.mark.parametrize("optimizer", ["torch-fused", "fused"])
+@pytest.mark.parametrize("every_step", [False, True])
+def test_a_learning_rate_may_change_on_a_gpu(optimizer, every_step):
+    captured, plain, case = gpu_pair(dtype="bf16", optimizer=optimizer)
+    for i, batch in enumerate(batches(12, case)):
+        if i == 6 or every_step:
+            for step in (captured, plain):
+                step.optimizer.param_groups[0]["lr"] = 1e-3 * (i + 1)
+        assert torch.equal(captured(*batch), plain(*batch))
+    assert same_bits(captured, plain)
+    assert (captured._update_graph is None) == every_step
+
+
+@on_gpu
+def test_capturing_takes_the_memory_of_a_step():
+    """But for cuBLAS's workspaces, which each stream has its own of, and what the allocator rounds otherwise."""
+    config = replace(MODEL_SIZES["tiny"], d_model=256, d_ff=1024, vocab_size=8192, context_length=512)
+    case = TrainingCase.of(config, device="cuda", batch_size=8, **FUSED)
+    peaks = {}
+    for cuda_graph in ("on", "off"):
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step = assemble(replace(case, cuda_graph=cuda_graph))
+        for batch in batches(6, case):
+            step(*batch)
+        peaks[cuda_graph] = torch.cuda.max_memory_allocated() - before
+        del step
+    print(peaks)
+    slack = 2 * cublas_workspace_bytes(torch.device("cuda")) + 0.03 * peaks["off"]
+    assert abs(peaks["on"] - peaks["off"]) <= slack
+
+
+@on_gpu
+def test_a_captured_cell_has_the_metrics_of_a_whole_step():
+    cell = ModelCell(**vars(TrainingCase(device="cuda", size="tiny", context_length=128, cuda_graph="on", **FUSED)))
+    found = {metric.name: metric for metric in measure_model(cell, ceilings={}, force=False)}
+    assert len(found["step"].samples) == cell.steps and len(found["warmup_step"].samples) == cell.warmup
+    assert {"tokens_per_s", "model_tflops", "peak_memory"} <= found.keys()
+    assert found.keys().isdisjoint({"forward", "backward", "optimizer", "forward_model_tflops", "optimizer_bandwidth"})
+
+
+@on_gpu
+def test_what_cannot_be_captured_is_one_sentence_and_the_process_goes_on():
+    """In a process of its own, as a capture that fails may leave traces."""
+    result = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    said, went_on = result.stdout.splitlines()
+    assert said.startswith("the step cannot be captured as a CUDA graph: ")
+    assert went_on == "True True"
+
+
+WAITS = """
+import torch
+from cs336_systems.case import TrainingCase, Unsupported
+from cs336_systems.training import assemble, cross_entropy, random_batch
+
+case = TrainingCase("cuda", "tiny", batch_size=2, context_length=64, optimizer="fused", cuda_graph="on")
+step, batch = assemble(case), random_batch(case)
+step.loss_function = lambda logits, targets: cross_entropy(logits, targets) * float(logits.isfinite().all())
+for _ in range(3):
+    step(*batch)
+before = [parameter.detach().clone() for parameter in step.model.parameters()]
+try:
+    step(*batch)
+except Unsupported as error:
+    print(error)
+torch.cuda.empty_cache()
+unchanged = all(torch.equal(a, b) for a, b in zip(step.model.parameters(), before))
+with torch.no_grad():
+    print(unchanged, step.model(batch[0]).isfinite().all().item())
+"""
