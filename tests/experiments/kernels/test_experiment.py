@@ -178,7 +178,8 @@ def test_extra_memory_is_what_a_call_takes_beyond_what_it_leaves():
     def sum_of_a_temporary():
         return (x + 1).mul_(2).sum(), x.clone()
 
-    assert extra_bytes(sum_of_a_temporary, x.device) == 0  # the temporary is gone when the clone is made, in its place
+    # The temporary is gone when the clone is made, in its place; a sum takes scratch memory.
+    assert extra_bytes(sum_of_a_temporary, x.device) <= 4096
     assert extra_bytes(lambda: (x + 1).sum(), x.device) == pytest.approx(x.nbytes, rel=0.01)
 
 
@@ -209,7 +210,10 @@ def test_our_kernels_are_as_exact_as_the_formula(kernel, dtype):
         {metric.name: metric.samples[0] for metric in measure(KernelCell("cuda", kernel, dtype, 507, width, how, 5, 0))}
         for how in ("ours", "eager")
     )
-    for name in (name for name in eager if name.startswith("error")):
-        allowed = 2 * eager[name] + torch.finfo(torch.float32).eps
-        print(f"{kernel} {dtype} {name}: {ours[name]:.2e}, allowed {allowed:.2e}")
-        assert ours[name] <= allowed
+    for kind in ("error_out", "error_grad"):  # ours may return in one tensor what the formula returns in two
+        own, formula = (
+            max((found[name] for name in found if name.startswith(kind)), default=0.0) for found in (ours, eager)
+        )
+        allowed = 2 * formula + torch.finfo(torch.float32).eps
+        print(f"{kernel} {dtype} {kind}: {own:.2e}, allowed {allowed:.2e}")
+        assert own <= allowed
