@@ -100,7 +100,8 @@ def test_flops_are_those_of_the_blocks_alone():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("how", [*LEVELS, "all-norm", "products-residual"])
 def test_a_gpu_keeps_what_is_predicted(how):
-    cell = BlockCell("cuda", "small", 2, 512, "bf16", "flash", 2, how, 1, 2, 0, 0)
+    # Tensors so large that the allocator's blocks are hardly larger.
+    cell = BlockCell("cuda", "small", 16, 1024, "bf16", "flash", 2, how, 1, 2, 0, 0)
     found = {metric.name: metric.samples[0] for metric in measure(cell)}
-    assert found["kept"] == pytest.approx(found["kept_predicted"], rel=0.05)  # counted in the allocator's blocks
+    assert found["kept"] == pytest.approx(found["kept_predicted"], rel=0.01)
     assert found["error_out"] < 0.02 and found["error_dx"] < 0.02 and found["error_dweight"] < 0.04

@@ -194,7 +194,7 @@ def test_others_kernels_compute_the_same(kernel, peer):
         theirs, eager = (measure(KernelCell("cuda", kernel, "bf16", 512, 1024, how, 5, 0)) for how in (peer, "eager"))
     except Unsupported as missing:
         pytest.skip(str(missing))
-    allowed = {metric.name: 4 * metric.samples[0] + 2**-9 for metric in eager if metric.name.startswith("error")}
+    allowed = {metric.name: 8 * metric.samples[0] + 2**-9 for metric in eager if metric.name.startswith("error")}
     for metric in theirs:
         if metric.name.startswith("error"):
             assert metric.samples[0] <= allowed[metric.name], metric
