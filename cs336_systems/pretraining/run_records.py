@@ -18,7 +18,6 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -193,6 +192,9 @@ KINDS: dict[str, type[Record]] = {
     for record in (Options, Device, Model, Data, Memory, Light, Step, Evaluation, GpuState, Outlier, Message, End)
 }
 
+_FIELDS = {kind: {one.name: one.type in (float, float | None) for one in fields(kind)} for kind in KINDS.values()}
+"""By kind the names, ``at`` first, and whether each is a float."""
+
 HEAD = b'{"kind": "options", "schema": '
 """How every log begins."""
 
@@ -204,7 +206,7 @@ def to_line(record: Record) -> bytes:
         TypeError: it holds what JSON does not, such as a tensor.
     """
     head: dict[str, Any] = {"kind": record.kind} | ({"schema": SCHEMA} if isinstance(record, Options) else {})
-    named = {name: getattr(record, name) for name in _fields(type(record))}
+    named = {name: getattr(record, name) for name in _FIELDS[type(record)]}
     return json.dumps(_spelled(head | named), allow_nan=False, default=_as_json).encode() + b"\n"
 
 
@@ -223,18 +225,14 @@ def from_line(line: bytes) -> Record | None:
         raise ValueError(f"it is of schema {said.get('schema')}, and this version reads {SCHEMA}")
     if kind not in KINDS:
         return None
-    known = _fields(KINDS[kind])
+    known = _FIELDS[KINDS[kind]]
     try:
-        values = {name: _as_float(said[name]) if known[name] else said[name] for name in known.keys() & said.keys()}
+        values: dict[str, Any] = {
+            name: _as_float(said[name]) if known[name] else said[name] for name in known.keys() & said.keys()
+        }
         return KINDS[kind](**values)
     except (TypeError, ValueError):
         raise ValueError(f"it is no whole line of kind {kind!r}") from None
-
-
-@cache
-def _fields(kind: type[Record]) -> dict[str, bool]:
-    """Names, ``at`` first, and whether each is a float."""
-    return {one.name: one.type in (float, float | None) for one in fields(kind)}
 
 
 def _as_float(value: Any) -> float | None:

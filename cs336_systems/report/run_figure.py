@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.typing import HashableList
 
 from cs336_systems.hardware import GIB
 from cs336_systems.pretraining.run_reader import Run
@@ -25,7 +26,7 @@ XAxis = Literal["step", "tokens", "hours"]
 MOST_RUNS = len(OKABE_ITO)
 
 _X_LABELS: dict[XAxis, str] = {"step": "step", "tokens": "tokens seen, millions", "hours": "hours of training steps"}
-_LAYOUT = [
+_LAYOUT: list[HashableList[str]] = [
     ["loss", "loss", "norm"],
     ["loss", "loss", "learning_rate"],
     ["tokens_per_s", "speed_of_light", "memory_used_bytes"],
@@ -96,7 +97,9 @@ def run_figure(runs: Mapping[str, Run], x: XAxis = "step", smooth: int | None = 
         axes.set_ylabel(panel.label)
         dress(axes)
         if not any(drawn):
-            axes.text(0.5, 0.5, panel.missing, transform=axes.transAxes, ha="center", va="center", color=_GREY)
+            nothing_finite = panel.missing == _NO_STEPS and any(len(run.steps) for run in runs.values())
+            missing = "no finite value yet" if nothing_finite else panel.missing
+            axes.text(0.5, 0.5, missing, transform=axes.transAxes, ha="center", va="center", color=_GREY)
             axes.set(xticks=[], yticks=[])
             continue
         axes.set_xlabel(_X_LABELS[x])

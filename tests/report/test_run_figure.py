@@ -101,7 +101,7 @@ def test_what_is_not_finite_is_marked_and_bends_no_line(run):
     assert marks.get_xdata().tolist() == [i for i in range(200) if i % 4 in (1, 2)]
     assert "not finite" in legend(axes["loss"])
     nothing = run(*opening(2), *(replace(step, loss=math.nan, norm=math.nan) for step in steps[:2]), name="nothing")
-    assert said(panels(run_figure({"one": nothing}))["loss"]) == ["no steps yet"]
+    assert said(panels(run_figure({"one": nothing}))["loss"]) == ["no finite value yet"]
 
 
 @pytest.mark.parametrize(("x", "scale"), [("tokens", 0.524288), ("hours", 3600 / 3600)])
