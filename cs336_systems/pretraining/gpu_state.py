@@ -12,7 +12,7 @@ import torch
 
 from cs336_systems.harness.provenance import device_state, memory_used_bytes
 from cs336_systems.pretraining.run_log import RunLog
-from cs336_systems.pretraining.run_records import GpuState, Message
+from cs336_systems.pretraining.run_records import GpuState
 
 
 def read_gpu_state(step: int, device: torch.device) -> GpuState:
@@ -36,7 +36,8 @@ def read_gpu_state(step: int, device: torch.device) -> GpuState:
 class GpuSampler:
     """Writes a reading to the log every ``every`` steps; nothing on other devices than CUDA's.
 
-    A reading that is not done when the next is due lets that one pass. One that fails is said, and is the last.
+    A reading that is not done when the next is due lets that one pass. One that fails is said, and is the last. It is
+    closed before the log, as it may still be writing there.
 
     Raises:
         ValueError: ``every`` is not positive.
@@ -76,6 +77,6 @@ class GpuSampler:
         try:
             self._log.write(read_gpu_state(step, self._device))
         except pynvml.NVMLError as error:
-            self._log.write(Message(f"the GPU's state is not in this log: {error}", "warning"))
+            self._log.say(f"the GPU's state is not in this log: {error}", "warning")
             return False
         return True

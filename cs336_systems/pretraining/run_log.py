@@ -4,6 +4,11 @@
         log.write(Options(options, defaults, n_steps=1000))
         log.write(Step(0, seconds, tokens, loss, norm, learning_rate))
 
+A run that resumes at a step appends to its log, and hands over what led up to it:
+
+    earlier = [step for step in read_run(folder / LOG).all(Step) if step.step < first_step]
+    with RunLog(LogFile.open(folder / LOG, resume=True), RunConsole(), earlier=earlier) as log: ...
+
 The first rank alone has a log. Every line is written in one piece the moment it is said, so at every moment the file is
 whole lines and at most one that is torn, at its end: after a kill, or on a full disk. A resumed run cuts that off.
 
@@ -23,7 +28,7 @@ from typing import Protocol, Self
 
 from cs336_systems.pretraining.outliers import WINDOW, OutlierWatch
 from cs336_systems.pretraining.run_reader import read_run
-from cs336_systems.pretraining.run_records import Message, Options, Record, Step, to_line
+from cs336_systems.pretraining.run_records import Level, Message, Options, Record, Step, to_line
 
 LOG = "log.jsonl"
 """A run's log in its folder."""
@@ -83,10 +88,10 @@ class RunLog:
     """Hands each record to every sink, from any thread; adds what is out of line.
 
     Args:
-        earlier: the last steps of the run that is resumed, with which its next ones are compared.
+        earlier: steps before those of a run that is resumed, with which its next ones are compared.
     """
 
-    def __init__(self, *sinks: Sink, earlier: tuple[Step, ...] = ()) -> None:
+    def __init__(self, *sinks: Sink, earlier: Sequence[Step] = ()) -> None:
         self._sinks = sinks
         self._failing: list[Sink] = []
         self._watch = OutlierWatch()
@@ -101,9 +106,9 @@ class RunLog:
             for outlier in self._watch.see(record) if isinstance(record, Step) else ():
                 self.write(outlier)
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, level: Level = "info") -> None:
         """Write a message."""
-        self.write(Message(text))
+        self.write(Message(text, level))
 
     def close(self) -> None:
         for sink in self._sinks:

@@ -23,6 +23,8 @@ from typing import Any, ClassVar, Literal
 
 SCHEMA = 1
 
+Level = Literal["info", "warning", "error"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
@@ -173,7 +175,7 @@ class Message(Record):
 
     kind = "message"
     text: str
-    level: Literal["info", "warning", "error"] = "info"
+    level: Level = "info"
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ class WeightsAndBiases:
             import wandb
         except ImportError:
             raise ValueError("drawing with Weights & Biases needs its client: uv sync --extra wandb") from None
+        folder.mkdir(parents=True, exist_ok=True)
         known = folder / WANDB_ID
         run_id = known.read_text().strip() if resume and known.exists() else uuid.uuid4().hex
         try:
