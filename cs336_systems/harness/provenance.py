@@ -134,6 +134,13 @@ def device_state(device: torch.device) -> dict[str, Any]:
     }
 
 
+def memory_used_bytes(device: torch.device) -> int:
+    """Of a GPU, by all its processes and the driver: contexts and libraries count, which torch does not see."""
+    import pynvml
+
+    return int(pynvml.nvmlDeviceGetMemoryInfo(_nvml_handle(device.index or 0)).used)
+
+
 def timestamp() -> str:
     """Now, in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,84 @@
+"""Numbers of a step, read on the host when the next step is queued: the device never waits to be asked.
+
+    deferred = Deferred(device, ("loss", "norm"))
+    for step in range(first_step, n_steps):
+        done = deferred.push(*train(step))               # loss and norm, on the device
+        if done is not None:
+            log.write(Step(step - 1, done.seconds, tokens, **done.values, learning_rate=schedule(step - 1)))
+    done = deferred.flush()                              # of the last step
+
+``push`` starts a copy of the step's scalars to pinned memory, behind the step on its stream, and then waits for the
+copy of the step before. So the host is at most one step ahead of the device, and a loss is said one step late. On a CPU
+the values are there at once, and come as late all the same.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a step came to."""
+
+    values: dict[str, float]
+    seconds: float
+    """From the end of the step before it, or from ``restart``, to its own, by the device's clock."""
+
+
+class Deferred:
+    """Scalars and seconds of each step, one step late.
+
+    Args:
+        device: where steps are queued, on the current stream.
+        names: of the values that each step has.
+    """
+
+    def __init__(self, device: torch.device, names: tuple[str, ...]) -> None:
+        self._device, self._names = device, names
+        self._pending: tuple[Tensor, _Moment, _Moment] | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Let the next step's time begin here, as after an evaluation."""
+        self._begun = _Moment(self._device)
+
+    def push(self, *values: Tensor) -> Done | None:
+        """Take the values, tensors of one element, of the step that was just queued; returns the step before it."""
+        scalars = torch.stack([value.detach().float().reshape(()) for value in values])
+        if self._device.type == "cuda":
+            scalars = torch.empty(scalars.shape, pin_memory=True).copy_(scalars, non_blocking=True)
+        before, self._pending = self._pending, (scalars, self._begun, _Moment(self._device))
+        self._begun = self._pending[-1]
+        return self._read(before)
+
+    def flush(self) -> Done | None:
+        """Wait for the last step; None if no step is left to be read."""
+        before, self._pending = self._pending, None
+        return self._read(before)
+
+    def _read(self, pending: "tuple[Tensor, _Moment, _Moment] | None") -> Done | None:
+        if pending is None:
+            return None
+        scalars, begun, ended = pending
+        seconds = ended.seconds_since(begun)
+        return Done(dict(zip(self._names, scalars.tolist(), strict=True)), seconds)
+
+
+class _Moment:
+    """Now, on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(device))
+        self._host_s = time.perf_counter()
+
+    def seconds_since(self, earlier: "_Moment") -> float:
+        """Waits until the device is there."""
+        if self._event is None or earlier._event is None:
+            return self._host_s - earlier._host_s
+        self._event.synchronize()
+        return earlier._event.elapsed_time(self._event) / 1000

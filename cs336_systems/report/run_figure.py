@@ -1,0 +1,213 @@
+"""Training runs as one picture: loss, gradient norm, learning rate, tokens per second, share of the light, the GPU.
+
+A colour for each run. What each step says is pale, its running median lies on top, and evaluations are dots; a dotted
+line is where a run was resumed. What a log does not have, or not yet, is said where it would be drawn. Drawn without
+pyplot, so importing this touches no display.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.typing import HashableList
+
+from cs336_systems.hardware import GIB
+from cs336_systems.pretraining.run_reader import Run
+from cs336_systems.pretraining.run_records import Device, Model, Options
+from cs336_systems.report.figures import OKABE_ITO, WITH_COMMAS, dress
+
+XAxis = Literal["step", "tokens", "hours"]
+MOST_RUNS = len(OKABE_ITO)
+
+_X_LABELS: dict[XAxis, str] = {"step": "step", "tokens": "tokens seen, millions", "hours": "hours of training steps"}
+_LAYOUT: list[HashableList[str]] = [
+    ["loss", "loss", "norm"],
+    ["loss", "loss", "learning_rate"],
+    ["tokens_per_s", "speed_of_light", "memory_used_bytes"],
+    ["sm_mhz", "power_w", "temperature_c"],
+]
+_SMOOTHED_SHARE = 0.02
+"""Of the longest run's steps, over which the running median goes if nobody says."""
+_FEW = 40
+"""Points that are marked one by one, as a line through them may be too short to be seen."""
+_GREY = "#666666"
+_OUTLIER: dict[str, Any] = {"marker": "o", "markersize": 8, "markerfacecolor": "none", "linestyle": ""}
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """What is drawn of a column, and what is said where there is none."""
+
+    label: str
+    missing: str
+    unit: float = 1.0
+    smooth: bool = False
+    from_zero: bool = False
+    frame: Callable[[Run], pd.DataFrame] = lambda run: run.steps
+
+
+def _gpu(label: str, unit: float = 1.0, *, from_zero: bool = False) -> _Panel:
+    return _Panel(label, "no GPU state in the log", unit, from_zero=from_zero, frame=lambda run: run.gpu)
+
+
+_NO_STEPS = "no steps yet"
+_NO_LIGHT = "no steps on a device whose peak is known"
+_PANELS: dict[str, _Panel] = {
+    "loss": _Panel("loss, nats per token", _NO_STEPS, smooth=True),
+    "norm": _Panel("gradient norm", _NO_STEPS, smooth=True),
+    "learning_rate": _Panel("learning rate, 10⁻³", _NO_STEPS, 1000),
+    "tokens_per_s": _Panel("tokens/s", _NO_STEPS, smooth=True, from_zero=True),
+    "speed_of_light": _Panel("% of the speed of light", _NO_LIGHT, 100, smooth=True, from_zero=True),
+    "memory_used_bytes": _gpu("GPU memory in use, GiB", 1 / GIB, from_zero=True),
+    "sm_mhz": _gpu("GPU clock, MHz"),
+    "power_w": _gpu("GPU power, W"),
+    "temperature_c": _gpu("GPU temperature, °C"),
+}
+
+
+def run_figure(runs: Mapping[str, Run], x: XAxis = "step", smooth: int | None = None) -> Figure:
+    """One picture of runs by their names.
+
+    Args:
+        x: what runs are drawn over.
+        smooth: steps over which the running median goes; by default a fiftieth of the longest run.
+
+    Raises:
+        ValueError: no run, or more than there are colours, or a median over no step.
+    """
+    if not 0 < len(runs) <= MOST_RUNS:
+        raise ValueError(f"a picture has 1 to {MOST_RUNS} runs, got {len(runs)}")
+    if smooth is None:
+        smooth = max(1, round(_SMOOTHED_SHARE * max(len(run.steps) for run in runs.values())))
+    if smooth < 1:
+        raise ValueError(f"a median goes over at least one step, got {smooth}")
+    figure = Figure(figsize=(13, 11), layout="constrained")
+    panels = figure.subplot_mosaic(_LAYOUT)
+    coloured = [(run, colour) for run, colour in zip(runs.values(), OKABE_ITO, strict=False)]
+    end = max(_places(run, pd.Series([_steps_made(run)]), x)[0] for run in runs.values())
+    for column, panel in _PANELS.items():
+        axes = panels[column]
+        drawn = [_draw(axes, run, colour, column, panel, x, smooth) for run, colour in coloured]
+        axes.set_ylabel(panel.label)
+        dress(axes)
+        if not any(drawn):
+            nothing_finite = panel.missing == _NO_STEPS and any(len(run.steps) for run in runs.values())
+            missing = "no finite value yet" if nothing_finite else panel.missing
+            axes.text(0.5, 0.5, missing, transform=axes.transAxes, ha="center", va="center", color=_GREY)
+            axes.set(xticks=[], yticks=[])
+            continue
+        axes.set_xlabel(_X_LABELS[x])
+        axes.set_xlim(-0.02 * end, 1.02 * end)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=x == "step"))
+        axes.xaxis.set_major_formatter(WITH_COMMAS)
+        _scale(axes, column, panel)
+    for number, (run, colour) in enumerate(coloured):
+        _mark(panels["loss"], panels["norm"], run, colour, x)
+        _mark_throttling(panels["sm_mhz"], run, colour, x, floor=0.02 + 0.03 * number)
+    panels["loss"].legend(handles=list(_legend(runs.values(), smooth)), loc="upper right", frameon=False, fontsize=9)
+    figure.suptitle(_title(runs), fontsize=11)
+    if len(runs) > 1:
+        lines = [Line2D([], [], color=colour, label=name) for name, colour in zip(runs, OKABE_ITO, strict=False)]
+        figure.legend(handles=lines, loc="outside lower center", ncols=min(4, len(lines)), frameon=False, fontsize=9)
+    return figure
+
+
+def _places(run: Run, steps: "pd.Series[int]", x: XAxis) -> np.ndarray:
+    """Where on the x axis a model stands that has made so many steps."""
+    if x == "step" or run.steps.empty:
+        return steps.to_numpy(float)
+    spent = run.steps["tokens"] / 1e6 if x == "tokens" else run.steps["seconds"] / 3600
+    made = np.append(run.steps["step"], run.steps["step"].iloc[-1] + 1)
+    return np.interp(steps, made, np.append(0, spent.cumsum()))
+
+
+def _steps_made(run: Run) -> int:
+    return int(run.steps["step"].iloc[-1]) + 1 if len(run.steps) else 1
+
+
+def _scale(axes: Axes, column: str, panel: _Panel) -> None:
+    """Losses and norms by their ratios, as the first are far from the last; rates and shares from zero."""
+    if column in ("loss", "norm") and axes.get_ylim()[0] > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(MaxNLocator(10) if column == "loss" else LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(WITH_COMMAS)
+    if panel.from_zero:
+        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+
+
+def _draw(axes: Axes, run: Run, colour: str, column: str, panel: _Panel, x: XAxis, smooth: int) -> bool:
+    """Draw a column of a run; whether there was anything."""
+    frame = panel.frame(run)
+    values = (frame[column] * panel.unit).where(np.isfinite(frame[column]))
+    if values.isna().all():
+        return False
+    places = _places(run, frame["step"], x)
+    marker = "." if values.count() <= _FEW else ""
+    pale = panel.smooth and smooth > 1
+    axes.plot(places, values, color=colour, linewidth=0.8, marker=marker, alpha=0.25 if pale else 1)
+    if pale:
+        axes.plot(places, values.rolling(smooth, min_periods=1, center=True).median(), color=colour, linewidth=1.6)
+    return True
+
+
+def _mark(loss: Axes, norm: Axes, run: Run, colour: str, x: XAxis) -> None:
+    """Evaluations, outliers, what is not finite, and where the run was resumed."""
+    evaluated = _places(run, run.evaluations["step"], x)
+    loss.plot(evaluated, run.evaluations["loss"], color=colour, linewidth=0.8, linestyle="--", marker="o", markersize=5)
+    for axes, quantity in ((loss, "loss"), (norm, "norm")):
+        found = run.outliers[run.outliers["quantity"] == quantity]
+        found = found[np.isfinite(found["value"])]
+        axes.plot(_places(run, found["step"], x), found["value"], color=colour, **_OUTLIER)
+        broken = run.steps["step"][~np.isfinite(run.steps[quantity])]
+        over = axes.get_xaxis_transform()
+        axes.plot(_places(run, broken, x), [0.02] * len(broken), "x", color=colour, transform=over)
+    for options in run.all(Options):
+        if options.first_step:
+            place = _places(run, pd.Series([options.first_step]), x)[0]
+            loss.axvline(place, color=colour, linewidth=0.8, linestyle=":")
+
+
+def _mark_throttling(axes: Axes, run: Run, colour: str, x: XAxis, floor: float) -> None:
+    """Ticks at the foot where the clock was held down; the title says by what."""
+    held = run.gpu[run.gpu["throttle"] != ""]
+    if held.empty:
+        return
+    over = axes.get_xaxis_transform()
+    axes.plot(_places(run, held["step"], x), [floor] * len(held), "|", color=colour, transform=over)
+    reasons = sorted({reason for line in held["throttle"] for reason in line.split(", ")})
+    title = [axes.get_title(), f"ticks: held down by {', '.join(reasons)}"]
+    axes.set_title("\n".join(dict.fromkeys(filter(None, title))), fontsize=9)
+
+
+def _legend(runs: Collection[Run], smooth: int) -> Iterator[Line2D]:
+    """What the marks in the panel of the loss mean, of those that are there; and that evaluations are not."""
+    if any(len(run.steps) for run in runs):
+        yield Line2D([], [], color=_GREY, linewidth=0.8, alpha=0.5 if smooth > 1 else 1, label="each step")
+        if smooth > 1:
+            yield Line2D([], [], color=_GREY, linewidth=1.6, label=f"median over {smooth:,} steps")
+    if any(len(run.evaluations) for run in runs):
+        yield Line2D([], [], color=_GREY, linewidth=0.8, linestyle="--", marker="o", markersize=5, label="evaluation")
+    else:
+        yield Line2D([], [], linestyle="", label="no evaluation yet")
+    if any(len(run.outliers) for run in runs):
+        yield Line2D([], [], color=_GREY, label="outlier", **_OUTLIER)
+    if any(not np.isfinite(run.steps[["loss", "norm"]]).all(axis=None) for run in runs):
+        yield Line2D([], [], color=_GREY, marker="x", linestyle="", label="not finite")
+    if any(options.first_step for run in runs for options in run.all(Options)):
+        yield Line2D([], [], color=_GREY, linewidth=0.8, linestyle=":", label="resumed")
+
+
+def _title(runs: Mapping[str, Run]) -> str:
+    """Names, models and devices, each once."""
+    models = dict.fromkeys(model.name for run in runs.values() if (model := run.last(Model)))
+    devices = [device for run in runs.values() if (device := run.last(Device))]
+    where = dict.fromkeys(f"{device.count} x {device.name}" if device.count > 1 else device.name for device in devices)
+    what = next(iter(runs)) if len(runs) == 1 else f"{len(runs)} runs"
+    return ": ".join(filter(None, (what, " on ".join(filter(None, (", ".join(models), ", ".join(where)))))))

@@ -1,0 +1,58 @@
+"""Training runs as one picture, also while they run: loss, norm, rate, tokens/s, share of the speed of light, GPU.
+
+    uv run scripts/plot_run.py runs/first
+    uv run scripts/plot_run.py runs/first runs/second/log.jsonl --x tokens --out compared.png
+
+A run is its folder or its log. The last line on stdout is one JSON object with each run's newest figures.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from cs336_systems.report.command_line import complain, exit_with
+
+NAME = "plot_run"
+
+
+@dataclass(frozen=True)
+class PlotOptions:
+    """Logs into a picture."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders of runs, or their logs."""
+    out: Path | None = None
+    """PNG; by default beside the first log, with its name."""
+    x: Literal["step", "tokens", "hours"] = "step"
+    """What runs are drawn over; hours are those of training steps, pauses left out."""
+    smooth: int | None = None
+    """Steps over which the running median goes; by default a fiftieth of the longest run."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, read, draw; returns the exit code."""
+    options = tyro.cli(PlotOptions, args=arguments, description=__doc__)
+    from cs336_systems.report.figures import save  # matplotlib and pandas come with it
+    from cs336_systems.report.run_figure import run_figure
+    from cs336_systems.report.run_summary import read_runs, summary
+
+    try:
+        runs = read_runs(options.runs)
+        figure = run_figure(runs, options.x, options.smooth)
+        out = options.out or next(iter(runs.values())).path.with_suffix(".png")
+        save(figure, out)
+    except (ValueError, OSError) as error:
+        return complain(NAME, error)
+    for run in runs.values():
+        if run.torn:
+            print(f"{NAME}: {run.path}: left out its last line, which is not whole", file=sys.stderr)
+    print(json.dumps({"command": NAME, "out": str(out), "runs": {name: summary(run) for name, run in runs.items()}}))
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(NAME, main)

@@ -1,0 +1,123 @@
+"""Lines and tables of a run, piped and on a terminal."""
+
+import io
+import re
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from cs336_systems.config import MODEL_SIZES
+from cs336_systems.costs.speed_of_light import speed_of_light
+from cs336_systems.hardware import find_hardware
+from cs336_systems.pretraining.run_log import RunLog
+from cs336_systems.pretraining.run_records import (
+    End,
+    Evaluation,
+    GpuState,
+    Light,
+    Memory,
+    Message,
+    Options,
+    Outlier,
+    Step,
+)
+from cs336_systems.report.run_console import RunConsole
+from tests.pretraining.runs import opening, training
+
+STEP = Step(7, 1.869, 65_536, 3.2826, 4.3155, 3e-4)
+BEGIN = Options({"size": "tiny"}, {"size": "tiny"}, 1000)
+LIGHT = Light({}, 0.429 * 1.869 / 65_536)
+
+
+@pytest.fixture
+def shown():
+    """What the console writes of some records."""
+
+    def shown(*records, terminal=False, every=1):
+        out = io.StringIO()
+        with RunLog(RunConsole(every, Console(file=out, force_terminal=terminal, width=100))) as log:
+            for record in records:
+                log.write(record)
+        return out.getvalue()
+
+    return shown
+
+
+def test_a_line_for_each_step(shown):
+    lines = shown(BEGIN, LIGHT, STEP, Evaluation(8, 3.119, 100, 1.1034)).splitlines()
+    assert lines[-2:] == [
+        "[T] step    7 [  0.8%] | time  1869 ms | norm  4.3155 | loss  3.2826 | tps  35,065 | sol 42.9%",
+        "[V] step    8 [  0.8%] | time  1103 ms | loss  3.1190",
+    ]
+
+
+def test_without_a_known_peak_there_is_no_share_and_short_steps_have_tenths(shown):
+    line = shown(BEGIN, replace(STEP, seconds=0.0123)).splitlines()[-1]
+    assert line.endswith("| time  12.3 ms | norm  4.3155 | loss  3.2826 | tps 5,328,130")
+
+
+def test_what_else_is_said(shown):
+    lines = shown(
+        *(BEGIN, Outlier(7, "norm", 9.5, 7.25), Message("a [bold] word"), Message("the disk is full", "error")),
+        *(GpuState(7, 1980.0, None, None, None, "", None), End(500, "interrupted")),
+    ).splitlines()
+    assert lines[-4:] == [
+        "step 7: norm 9.5000 is an outlier, z 7.2",
+        "a [bold] word",
+        "error: the disk is full",
+        "interrupted, after 500 of 1,000 steps",
+    ]
+
+
+def test_every_so_many_steps_but_always_what_is_not_finite(shown):
+    steps = [replace(STEP, step=step, loss=float("nan") if step == 13 else 2.0) for step in range(30)]
+    said = re.findall(r"\[T\] step +(\d+)", shown(BEGIN, *steps, every=10))
+    assert said == ["0", "10", "13", "20"]
+    with pytest.raises(ValueError, match="got every 0"):
+        RunConsole(0)
+
+
+def test_tables_of_what_begins(shown):
+    light = speed_of_light(MODEL_SIZES["qwen2.5-0.5b"], 1024, find_hardware("NVIDIA H200"), block_dtype="fp8")
+    said = shown(*opening(100, light=light))
+    assert re.search(r"\| schedule +\| wsd +\| cosine +\|", said)
+    assert "betas" not in said
+    assert "Device: NVIDIA H200" in said
+    assert re.search(r"\| parameters +\| +494,032,768 \|", said)
+    assert re.search(r"\| tokens held out +\| +250,000 \|", said)
+    assert re.search(r"\| activations +\| +30.00 \|", said)
+    assert "Speed of light: 489,232 tokens/s" in said
+    assert re.search(r"\| blocks +\| fp8 +\| +2.15 \| +1,085 \| +53.1 \|", said)
+    said = shown(*opening(100, first_step=40))
+    assert "resumed after 40 of 100 steps" in said
+    assert "Speed of light: the device's peak is not known" in said
+    assert "All options are the defaults" in shown(BEGIN)
+
+
+def test_memory_as_it_is_stands_beside_what_was_predicted(shown):
+    memory = Memory({"weights": 2**30, "free": 2**31}, {"weights": 2**30 + 2**25, "reserved": 2**29}, "Take --batch 8.")
+    said = shown(BEGIN, memory)
+    assert "predicted and actual. Take --batch 8." in said
+    assert re.search(r"\| weights +\| +1.00 \| +1.03 \| +\+3.1 \|", said)
+    assert re.search(r"\| free +\| +2.00 \| +– \| +– \|", said)
+    assert re.search(r"\| reserved +\| +– \| +0.50 \| +– \|", said)
+
+
+def test_a_terminal_has_colours_a_bar_and_whole_lines(shown):
+    records = [
+        *opening(40),
+        *training(40, stop=30),
+        replace(STEP, step=30, loss=float("nan")),
+        Message("one [red] word"),
+    ]
+    said = shown(*records, terminal=True)
+    assert "\x1b[1;31m[T] step 30" in said
+    assert "31 of 40 steps" in said
+    assert "one [red] word" in said
+    assert "\x1b[?25h" in said, "the cursor is not back"
+    assert "|:--" not in said
+    piped = shown(*records)
+    assert "\x1b" not in piped
+    assert "━" not in piped
+    assert len(re.findall(r"^\[T\]", piped, re.MULTILINE)) == 31

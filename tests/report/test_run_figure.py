@@ -1,0 +1,140 @@
+"""What the picture of runs holds, and what it says where there is nothing."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cs336_systems.config import MODEL_SIZES
+from cs336_systems.costs.speed_of_light import speed_of_light
+from cs336_systems.hardware import find_hardware
+from cs336_systems.pretraining.run_reader import read_run
+from cs336_systems.pretraining.run_records import Step
+from cs336_systems.report.run_figure import MOST_RUNS, run_figure
+from tests.pretraining.runs import opening, training, write
+
+LIGHT = speed_of_light(MODEL_SIZES["qwen2.5-0.5b"], 1024, find_hardware("NVIDIA H200"))
+LABELS = {
+    "loss": "loss, nats per token",
+    "norm": "gradient norm",
+    "rate": "learning rate, 10⁻³",
+    "tokens/s": "tokens/s",
+    "light": "% of the speed of light",
+    "memory": "GPU memory in use, GiB",
+    "clock": "GPU clock, MHz",
+    "power": "GPU power, W",
+    "temperature": "GPU temperature, °C",
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Reads a log of these records."""
+
+    def run(*records, name="log"):
+        write(tmp_path / f"{name}.jsonl", *records)
+        return read_run(tmp_path / f"{name}.jsonl")
+
+    return run
+
+
+def panels(figure):
+    found = {axes.get_ylabel(): axes for axes in figure.axes}
+    assert sorted(found) == sorted(LABELS.values())
+    return {name: found[label] for name, label in LABELS.items()}
+
+
+def said(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+def legend(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_every_quantity_of_a_run_is_drawn(run):
+    one = run(*opening(200, light=LIGHT), *training(200))
+    axes = panels(run_figure({"one": one}))
+    assert [said(panel) for panel in axes.values()] == [[]] * 9
+    pale, smooth, evaluations, *_ = axes["loss"].lines
+    assert pale.get_xydata().tolist() == one.steps[["step", "loss"]].to_numpy().tolist()
+    window = one.steps["loss"].iloc[98:102]  # 4 of 200 steps, around step 100
+    assert smooth.get_ydata()[100] == pytest.approx(window.median())
+    assert evaluations.get_xydata().tolist() == one.evaluations[["step", "loss"]].to_numpy().tolist()
+    assert axes["rate"].lines[0].get_ydata().max() == pytest.approx(0.3)
+    share = one.steps["tokens_per_s"] / 1e6 * LIGHT.seconds_per_token * 1e8
+    assert axes["light"].lines[0].get_ydata() == pytest.approx(share)
+    assert axes["power"].lines[0].get_xydata().tolist() == one.gpu[["step", "power_w"]].to_numpy().tolist()
+    assert axes["memory"].lines[0].get_ydata() == pytest.approx([37.2] * 20)
+    assert axes["clock"].get_title() == "ticks: held down by power cap"
+    assert legend(axes["loss"]) == ["each step", "median over 4 steps", "evaluation", "outlier"]
+
+
+def test_a_run_that_has_not_begun_says_what_is_missing(run, tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    for one in (run(*opening(10)), read_run(tmp_path / "empty.jsonl")):
+        axes = panels(run_figure({"one": one}))
+        for name in ("loss", "norm", "rate", "tokens/s"):
+            assert said(axes[name]) == ["no steps yet"]
+        assert said(axes["light"]) == ["no steps on a device whose peak is known"]
+        for name in ("memory", "clock", "power", "temperature"):
+            assert said(axes[name]) == ["no GPU state in the log"]
+        assert legend(axes["loss"]) == ["no evaluation yet"]
+
+
+def test_a_single_step_is_a_point_and_the_rest_is_missing(run):
+    axes = panels(run_figure({"one": run(*opening(10), *training(10, stop=1, gpu_every=None, end=None))}))
+    assert axes["loss"].lines[0].get_marker() == "."
+    assert said(axes["loss"]) == said(axes["tokens/s"]) == []
+    assert said(axes["light"]) == ["no steps on a device whose peak is known"]
+    assert said(axes["power"]) == ["no GPU state in the log"]
+    assert legend(axes["loss"]) == ["each step", "no evaluation yet"]
+
+
+def test_what_is_not_finite_is_marked_and_bends_no_line(run):
+    steps = [Step(i, 0.1, 10, [2.0, math.nan, math.inf, 2.0][i % 4], 1.0, 1e-3) for i in range(200)]
+    axes = panels(run_figure({"one": run(*opening(200), *steps)}))
+    smooth, marks = axes["loss"].lines[1], axes["loss"].lines[-1]
+    assert set(smooth.get_ydata()) == {2.0}
+    assert marks.get_marker() == "x"
+    assert marks.get_xdata().tolist() == [i for i in range(200) if i % 4 in (1, 2)]
+    assert "not finite" in legend(axes["loss"])
+    nothing = run(*opening(2), *(replace(step, loss=math.nan, norm=math.nan) for step in steps[:2]), name="nothing")
+    assert said(panels(run_figure({"one": nothing}))["loss"]) == ["no finite value yet"]
+
+
+@pytest.mark.parametrize(("x", "scale"), [("tokens", 0.524288), ("hours", 3600 / 3600)])
+def test_runs_stand_over_what_they_have_spent(run, x, scale):
+    records = [replace(one, seconds=3600.0) if isinstance(one, Step) else one for one in training(100, gpu_every=25)]
+    axes = panels(run_figure({"one": run(*opening(100), *records)}, x=x))
+    assert axes["loss"].lines[0].get_xdata() == pytest.approx(np.arange(100) * scale)
+    assert axes["loss"].lines[2].get_xdata() == pytest.approx(np.array([50, 100]) * scale)
+    assert axes["power"].lines[0].get_xdata() == pytest.approx(np.array([0, 25, 50, 75]) * scale)
+
+
+def test_several_runs_have_a_colour_each_and_a_legend(run):
+    runs = {name: run(*opening(60), *training(60, seed=seed), name=name) for seed, name in enumerate(("a", "b", "c"))}
+    figure = run_figure(runs)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b", "c"]
+    assert len({line.get_color() for line in panels(figure)["rate"].lines}) == 3
+    assert figure.get_suptitle() == "3 runs: qwen2.5-0.5b on NVIDIA H200"
+    assert not run_figure({"a": runs["a"]}).legends
+
+
+def test_where_a_run_was_resumed_is_a_line(run, tmp_path):
+    run(*opening(60), *training(60, stop=40, end=None))
+    write(tmp_path / "log.jsonl", *opening(60, first_step=30), *training(60, first=30), resume=True)
+    axes = panels(run_figure({"one": read_run(tmp_path / "log.jsonl")}))
+    assert axes["loss"].lines[-1].get_xdata() == [30, 30]
+    assert "resumed" in legend(axes["loss"])
+
+
+def test_what_cannot_be_drawn_is_refused(run):
+    one = run(*opening(3))
+    with pytest.raises(ValueError, match=f"a picture has 1 to {MOST_RUNS} runs, got 8"):
+        run_figure({str(number): one for number in range(8)})
+    with pytest.raises(ValueError, match="a picture has 1 to 7 runs, got 0"):
+        run_figure({})
+    with pytest.raises(ValueError, match="a median goes over at least one step, got 0"):
+        run_figure({"one": one}, smooth=0)
