@@ -202,7 +202,8 @@ def segments_table(rows: pd.DataFrame, dtype: str, context: int = 2048) -> Table
             values = found[found["metric"] == metric]["median"]
             ended = PENDING if found.empty else found["status"].iloc[-1]
             line[label] = digits(values.iloc[-1]) if len(values) else ended
-        parts = {f"{part} GiB": f"{peak.parts.get(part, 0) / GIB:.2f}" for part in PARTS if part != "loss"}
+        possible = (part for part in PARTS if part not in ("loss", "gathered parameters"))
+        parts = {f"{part} GiB": f"{peak.parts.get(part, 0) / GIB:.2f}" for part in possible}
         lines.append(line | {"at": peak.moment} | parts)
     caption = (
         f"{LARGE}, batch 4, context {context}, {dtype}: a checkpoint for every k blocks. The parts are those of the "
