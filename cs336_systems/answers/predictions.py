@@ -230,7 +230,7 @@ def fsdp_predictions(rows: pd.DataFrame, collectives: pd.DataFrame) -> Table:
         medians = cell.groupby("metric")["median"].median()
         config, world_size = resolve_size(values["size"]), int(values["world_size"])
         link = fitted_link(collectives, world_size) or DATASHEET
-        n_bytes = (2 if values["dtype"] == "bf16-compute" else 4) * config.n_block_parameters
+        n_bytes = (4 if values["dtype"] == "fp32" else 2) * config.n_block_parameters
         gather_ms = 1e3 * link.seconds(cost("all_gather", world_size, n_bytes))
         line = {name: str(values[name]) for name in _FSDP_SETTINGS}
         line |= {

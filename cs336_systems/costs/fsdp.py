@@ -62,9 +62,9 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def state_bytes(units: Sequence[Sequence[Shape]], world_size: int) -> StateBytes:
-    """States of the fullest rank: fp32 shards, gradients as large, and AdamW's two moments."""
-    held = 4 * sum(shard_elements(shape, world_size) for unit in units for shape in unit)
+def state_bytes(units: Sequence[Sequence[Shape]], world_size: int, element_bytes: int = 4) -> StateBytes:
+    """States of the fullest rank: shards, in fp32 unless it is said, gradients as large, and AdamW's two moments."""
+    held = element_bytes * sum(shard_elements(shape, world_size) for unit in units for shape in unit)
     return StateBytes(held, held, 2 * held)
 
 

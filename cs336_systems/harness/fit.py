@@ -76,7 +76,7 @@ def predicted_bytes(case: TrainingCase, mode: str = "step", *, world_size: int =
 
 def predicted_states(case: TrainingCase, world_size: int) -> int:
     """Bytes of parameters, gradients and optimizer state on the fullest rank of our FSDP; of DDP in a world of one."""
-    return state_bytes(model_units(case.config), world_size).total
+    return state_bytes(model_units(case.config), world_size, case.precision.parameter_bytes).total
 
 
 def check_fit(case: TrainingCase, mode: str = "step", rank: Rank | None = None, *, force: bool = False) -> int:

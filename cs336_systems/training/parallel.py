@@ -64,7 +64,9 @@ def _fsdp2(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
 
     mesh = init_device_mesh(rank.device.type, (rank.world_size,))
     # Block inputs are in the compute dtype already, but for the tables of angles, which ours leaves in fp32 too.
-    policy = MixedPrecisionPolicy(_DTYPES[parallel.compute_dtype], torch.float32, cast_forward_inputs=False)
+    compute_dtype = _DTYPES[parallel.compute_dtype]
+    reduce_dtype = None if compute_dtype is None else torch.float32
+    policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
     if not model.config.tie_embeddings:
         fully_shard(model.token_embeddings, mesh=mesh, mp_policy=policy)
         fully_shard([model.ln_final, model.lm_head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)

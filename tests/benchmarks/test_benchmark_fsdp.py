@@ -42,6 +42,27 @@ def rows(recordings):
     )
 
 
+def measure_one(rank: Rank, cell):
+    return measure_fully_sharded(cell, rank)
+
+
+@pytest.mark.slow
+def test_everything_in_bf16_holds_and_sends_half():
+    """Written-out blocks of ours beside FSDP2: both hold 8 bytes per parameter over two ranks, as predicted."""
+    cells = cells_of("fully_sharded", *TINY, "--dtype", "fp32", "bf16", "--keep", "products", "--fsdp", "ours", "torch")
+    found = {}
+    for cell in cells:
+        metrics = spawn(measure_one, 2, cell, timeout_s=90)[0]
+        found[cell.dtype, cell.fsdp] = {metric.name: metric.statistics()["median"] for metric in metrics}
+    for fsdp in ("ours", "torch"):
+        wide, narrow = found["fp32", fsdp], found["bf16", fsdp]
+        for name in ("parameters", "gradients", "predicted_state"):
+            assert narrow[name] == pytest.approx(wide[name] / 2, rel=0.01), (fsdp, name)
+        assert narrow["state_error"] == pytest.approx(0, abs=1)
+    for name in ("sent_per_rank", "predicted_sent"):
+        assert found["bf16", "ours"][name] == pytest.approx(found["fp32", "ours"][name] / 2, rel=0.02), name
+
+
 def test_recordings_show_the_collectives_of_two_blocks(rows, recordings):
     traces = [kineto.read(path) for path in recordings.glob("*.json.gz")]
     assert len(traces) == 2

@@ -21,8 +21,9 @@ class Options(RankedOptions):
 
     CPU_DEFAULTS = RankedOptions.CPU_DEFAULTS | {"warmup": 2, "steps": 5}
     size: tuple[str, ...] = ("xl",)
-    dtype: tuple[Literal["fp32", "bf16-compute"], ...] = ("fp32",)
-    """fp32; or bf16-compute: fp32 masters, bf16 weights gathered and computed with, fp32 reductions (ddp: autocast)."""
+    dtype: tuple[Literal["fp32", "bf16-compute", "bf16"], ...] = ("fp32",)
+    """fp32; bf16-compute: fp32 masters, bf16 weights gathered and computed with, fp32 reductions (ddp: autocast); or
+    bf16: weights, gradients, their reductions and moments."""
     fsdp: tuple[Implementation, ...] = get_args(Implementation)
     """ours; torch: fully_shard of every block; ddp: our bucketed data parallelism, where it fits."""
     prefetch: tuple[int, ...] = (1,)
@@ -46,7 +47,14 @@ class FullyShardedCell(RankedCase):
     @property
     def precision(self) -> Precision:
         """Of the step itself: FSDP casts weights on its own, DDP leaves that to autocast."""
-        return PRECISIONS["autocast-bf16" if self.fsdp == DDP and self.dtype == BF16_COMPUTE else "fp32"]
+        if self.dtype == BF16_COMPUTE:
+            return PRECISIONS["autocast-bf16" if self.fsdp == DDP else "fp32"]
+        return PRECISIONS[self.dtype]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Per element of a gathered weight."""
+        return 2 if self.dtype == BF16_COMPUTE else self.precision.parameter_bytes
 
     @property
     def parallel(self) -> Parallel:

@@ -3,7 +3,7 @@
 A cell is one implementation: ours, torch's FSDP2 (``fully_shard`` of the embedding, of every block, and of norm and
 head, as torchtitan applies it), or our bucketed DDP, which holds everything whole. All run the same model from the
 same seed on the same data, with fp32 masters and, under ``bf16-compute``, bf16 weights and fp32 reductions (DDP then
-computes under bf16 autocast). Repeats of the grid measure them in turns.
+computes under bf16 autocast), or with everything in bf16. Repeats of the grid measure them in turns.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from cs336_systems.costs.fsdp import model_units, step_traffic
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.experiments.fully_sharded.cells import BF16_COMPUTE, DDP, OURS, FullyShardedCell
+from cs336_systems.experiments.fully_sharded.cells import DDP, OURS, FullyShardedCell
 from cs336_systems.experiments.ranked import MIB, PreparedStep, check_losses, largest, sent_metric, time_metrics
 from cs336_systems.harness.clock import synchronize
 from cs336_systems.harness.fit import check_fit, predicted_states
@@ -115,9 +115,13 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
         unit = "GiB, the most of any rank, construction excluded"
         metrics.append(Metric("peak_memory", unit, [largest(peak / GIB, rank)]))
     if cell.fsdp == OURS and cell.accumulate == 1:
-        n_bytes = 2 if cell.dtype == BF16_COMPUTE else 4
-        expected = step_traffic(model_units(cell.config), cell.world_size, compute_bytes=n_bytes).sent_per_rank
-        metrics.append(Metric("predicted_sent", "MiB per step and rank, on a ring", [expected / MIB]))
+        expected = step_traffic(
+            model_units(cell.config),
+            cell.world_size,
+            compute_bytes=cell.weight_bytes,
+            gradient_bytes=cell.precision.parameter_bytes,
+        )
+        metrics.append(Metric("predicted_sent", "MiB per step and rank, on a ring", [expected.sent_per_rank / MIB]))
     if cell.fsdp == OURS:
         metrics += prepared.waits()
     if trace is not None:
