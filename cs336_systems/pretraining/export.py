@@ -5,6 +5,7 @@
     config.json                 LlamaForCausalLM, or Qwen2ForCausalLM where query, key and value have biases
     model.safetensors           or shards and model.safetensors.index.json, above a size
     tokenizer.json, tokenizer_config.json, chat_template.jinja (if there is one)
+    tokenizer/                  the tokenizer alone, where transformers would put another in its place
     generation_config.json      text begins after an end of text, and ends with one
     export.json                 where this came from, and the names of these files
 
@@ -32,6 +33,8 @@ from cs336_systems.pretraining.tokenizer import JsonTokenizer, load_tokenizer
 MANIFEST = "export.json"
 LAYOUT = 1
 """Of the manifest."""
+ALONE = "tokenizer"
+"""Folder of a tokenizer without a model's config beside it."""
 SHARD_BYTES = 5 * 2**30
 """Of weights, at most, in a file."""
 
@@ -98,11 +101,14 @@ def export(
     with published(folder) as hidden:
         save_hf_weights(parameters, hidden, shard_bytes=shard_bytes)
         _copy_tokenizer(hidden, tokenizer, loaded)
+        if _is_replaced(config, loaded):
+            (hidden / ALONE).mkdir()
+            _copy_tokenizer(hidden / ALONE, tokenizer, loaded)
         bos_id = _bos_id(hidden, loaded)
         special = {"bos_token_id": bos_id, "eos_token_id": eos_id}
         _write_json(hidden / "config.json", config_to_hf(config) | special | {"torch_dtype": _DTYPES[written]})
         _write_json(hidden / "generation_config.json", special | {"pad_token_id": eos_id})
-        files = sorted(path.name for path in hidden.iterdir())
+        files = sorted(_files(hidden))
         _write_json(hidden / MANIFEST, {"layout": LAYOUT, "origin": dict(origin or {}), "files": files})
     return Exported(
         folder,
@@ -125,7 +131,7 @@ def check_target(folder: Path, replace: bool) -> None:
     if not (folder / MANIFEST).exists():
         raise ValueError(f"{folder} is there and was not written by this command; --replace replaces it")
     ours = {MANIFEST, *_read_json(folder / MANIFEST).get("files", [])}
-    if foreign := sorted({path.name for path in folder.iterdir()} - ours):
+    if foreign := sorted(_files(folder) - ours):
         raise ValueError(f"{folder} has files that this command did not write, as {foreign[0]}; --replace removes them")
 
 
@@ -169,11 +175,21 @@ def _notes(config: ModelConfig, loaded: JsonTokenizer) -> Iterator[str]:
     if unused := config.vocab_size - loaded.vocab_size:
         sizes = f"the tokenizer has {loaded.vocab_size:,} ids, the model {config.vocab_size:,}"
         yield f"{sizes}: the last {unused:,} are padding"
-    if config.qkv_bias and _QWEN_SPLIT not in loaded.json():
+    if _is_replaced(config, loaded):
         yield (
-            "for any model of this type AutoTokenizer of transformers 5 splits text as Qwen's tokenizer does, which "
-            "this one does not: load it by PreTrainedTokenizerFast.from_pretrained"
+            "for any model of this type AutoTokenizer of transformers 5 splits text as Qwen's tokenizer does, which this "
+            f"one does not: load it from the folder {ALONE} inside"
         )
+
+
+def _is_replaced(config: ModelConfig, loaded: JsonTokenizer) -> bool:
+    """Whether transformers' ``AutoTokenizer`` takes the vocabulary alone, as it does beside a config of type qwen2."""
+    return config.qkv_bias and _QWEN_SPLIT not in loaded.json()
+
+
+def _files(folder: Path) -> set[str]:
+    """The names of all files below."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
 
 
 def _bos_id(folder: Path, loaded: JsonTokenizer) -> int | None:

@@ -18,14 +18,14 @@ from pathlib import Path
 def published(out: Path) -> Iterator[Path]:
     """A hidden folder, which gets the name, and an earlier folder's place, if the block ends well; else it goes.
 
-    Its files are on the disk before it has the name. They lie in it directly.
+    Its files are on the disk before it has the name.
     """
     hidden = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     earlier = hidden.with_suffix(".old")
     hidden.mkdir(parents=True)
     try:
         yield hidden
-        for path in (*hidden.iterdir(), hidden):
+        for path in (*hidden.rglob("*"), hidden):
             _flush(path)
         if out.exists():
             out.rename(earlier)

@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, modeling_rope_utils
+from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_rope_utils
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
@@ -133,10 +133,9 @@ def test_the_tokenizer_is_the_runs(family, kind, tmp_path):
         f"the tokenizer has {ours.vocab_size} ids, the model 300: the last {n_padded} are padding"
     )
     # transformers 5 leaves no other way for models of Qwen's type
-    said = "load it by PreTrainedTokenizerFast" in " ".join(exported.notes)
-    assert said == (family == "qwen")
-    load = (PreTrainedTokenizerFast if said else AutoTokenizer).from_pretrained
-    theirs = load(tmp_path / "out")
+    said = "load it from the folder tokenizer inside" in " ".join(exported.notes)
+    assert said == (family == "qwen") == ("tokenizer/tokenizer.json" in exported.files)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out" / ("tokenizer" if said else ""))
     assert [*theirs(TEXT)["input_ids"], theirs.eos_token_id] == ours.encode([TEXT])[0].tolist()
     assert theirs.decode(theirs(TEXT)["input_ids"]) == TEXT
     automatic = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -167,7 +166,7 @@ def test_a_tokenizer_of_qwen_comes_through_auto_tokenizer(tmp_path):
 
 
 def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_what_may_be_replaced(write, tmp_path):
@@ -176,13 +175,14 @@ def test_what_may_be_replaced(write, tmp_path):
     write(first)
     write(second)  # an earlier export, untouched
     assert config_from_hf(out).qkv_bias
-    (out / "README.md").write_text("precious")
-    before = content(out)
-    with pytest.raises(ValueError, match="out has files that this command did not write, as README.md; --replace"):
-        write(first)
-    assert content(out) == before
-    write(first, replace=True)
-    assert not (out / "README.md").exists()
+    for name in ("README.md", "tokenizer/added.json"):
+        (out / name).write_text("precious")
+        before = content(out)
+        with pytest.raises(ValueError, match=f"out has files that this command did not write, as {name}; --replace"):
+            write(first)
+        assert content(out) == before
+        write(second, replace=True)
+        assert not (out / name).exists()
 
     (out / "export.json").unlink()
     with pytest.raises(ValueError, match="out is there and was not written by this command; --replace replaces it"):
