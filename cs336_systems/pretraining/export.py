@@ -177,8 +177,8 @@ def _notes(config: ModelConfig, loaded: JsonTokenizer) -> Iterator[str]:
         yield f"{sizes}: the last {unused:,} are padding"
     if _is_replaced(config, loaded):
         yield (
-            "AutoTokenizer of transformers 5 splits text as Qwen's tokenizer does for any model of this type, unlike this "
-            f"tokenizer: load it from the folder {ALONE} inside"
+            "AutoTokenizer of transformers 5 splits text as Qwen's tokenizer does for any model of this type, not as "
+            f"this one: load it from the folder {ALONE} inside"
         )
 
 
