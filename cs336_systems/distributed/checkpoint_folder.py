@@ -26,6 +26,7 @@ import shutil
 import time
 import warnings
 import zlib
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,59 @@ def survey(folder: Path) -> tuple[list[StoredCheckpoint], dict[Path, str]]:
         except (OSError, ValueError) as error:
             unreadable[path] = str(error)
     return sorted(complete, key=lambda stored: stored.saved_at), unreadable
+
+
+def read(path: Path) -> StoredCheckpoint:
+    """One checkpoint, whatever its name is now; digests unchecked.
+
+    Raises:
+        ValueError: it is not complete.
+        OSError: it cannot be read.
+    """
+    return StoredCheckpoint(path, _read_marker(path, None))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether this is one checkpoint, complete or not, rather than a folder of them."""
+    return _CHECKPOINT.fullmatch(path.resolve().name) is not None or (path / MARKER).exists()
+
+
+def newest_sound(
+    folder: Path,
+    complete: list[StoredCheckpoint],
+    unreadable: dict[Path, str],
+    damage_of: Callable[[StoredCheckpoint], str | None],
+) -> StoredCheckpoint | None:
+    """Of what ``survey`` has found, the checkpoint to load, or None if there is none at all; may change its arguments.
+
+    Args:
+        damage_of: what is wrong with the contents of a checkpoint's files.
+
+    Raises:
+        RuntimeError: there are checkpoints, and none is whole.
+    """
+    while complete:
+        newest = complete.pop()
+        damage = damage_of(newest)
+        if damage is None:
+            return newest
+        unreadable[newest.path] = damage
+    if unreadable:
+        raise RuntimeError(
+            f"{folder} holds no checkpoint that is whole; move these away to begin anew: {describe(unreadable)}"
+        )
+    return None
+
+
+def find_damage(stored: StoredCheckpoint, names: Iterable[str]) -> str | None:
+    """What is wrong with the contents of these of a checkpoint's files, by their digests."""
+    for name in names:
+        try:
+            if crc32(stored.path / name) != stored.files[name]["crc32"]:
+                return f"the contents of {name} have changed since they were written"
+        except OSError as error:
+            return str(error)
+    return None
 
 
 def describe(unreadable: dict[Path, str]) -> str:
@@ -175,7 +229,7 @@ def crc32(path: Path) -> int:
     return checksum
 
 
-def _read_marker(path: Path, step: int) -> dict[str, Any]:
+def _read_marker(path: Path, step: int | None) -> dict[str, Any]:
     try:
         marker = json.loads((path / MARKER).read_text())
     except FileNotFoundError:
@@ -189,7 +243,7 @@ def _read_marker(path: Path, step: int) -> dict[str, Any]:
     if marker.pop("crc32", None) != _digest(marker):
         raise ValueError(f"its {MARKER} is damaged")
     check_sizes(path, marker["files"])
-    if marker["step"] != step:
+    if step is not None and marker["step"] != step:
         raise ValueError(f"it has been renamed, it is of step {marker['step']}")
     if (path / DAMAGED).exists():
         raise ValueError((path / DAMAGED).read_text())

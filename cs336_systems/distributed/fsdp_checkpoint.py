@@ -15,7 +15,7 @@ digests before a checkpoint is loaded: every rank reads its part of the files on
 
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,8 +33,18 @@ from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.fsdp_parameters import ShardedParameter
 from cs336_systems.distributed.fsdp_state_dict import WholeTensors
 
-__all__ = ["MARKER", "complete_checkpoints", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "MARKER",
+    "MODEL",
+    "check_tensors",
+    "complete_checkpoints",
+    "load_checkpoint",
+    "save_checkpoint",
+    "stored_tensors",
+]
 
+MODEL = "model/"
+"""Before the names of parameters in a checkpoint."""
 _OPTIMIZER = "optimizer/"
 
 T = TypeVar("T")
@@ -113,14 +123,11 @@ def load_checkpoint(folder: str | os.PathLike[str], fsdp: FSDP, optimizer: torch
     path, marker = found.path, found.marker
     view = _View(fsdp)
     reader = dcp.FileSystemReader(path)
-    stored = {
-        name: entry
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    stored = stored_tensors(reader)
     tensors, modules = view.model(), view.with_extra_state()
     extra = {name: torch.empty(stored[name].size if name in stored else 0, dtype=torch.uint8) for name in modules}
-    _check(path, tensors | extra, {name: entry for name, entry in stored.items() if not name.startswith(_OPTIMIZER)})
+    of_model = {name: entry for name, entry in stored.items() if not name.startswith(_OPTIMIZER)}
+    check_tensors(path, tensors | extra, of_model)
     state = view.empty_optimizer_state(path, optimizer, marker, stored) if optimizer is not None else {}
     with torch.no_grad():
         dcp.load(tensors | state | extra, storage_reader=reader, process_group=fsdp.process_group)
@@ -139,18 +146,7 @@ def complete_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
 def _newest_sound(fsdp: FSDP, folder: Path) -> StoredCheckpoint | None:
     """The checkpoint to load, its digests checked by all ranks together; or None if there are none at all."""
     complete, unreadable = _on_rank_0(fsdp, lambda: checkpoint_folder.survey(folder))
-    found = None
-    while complete and found is None:
-        newest = complete.pop()
-        if damage := _damage(fsdp, newest):
-            unreadable[newest.path] = damage
-        else:
-            found = newest
-    if found is None and unreadable:
-        raise RuntimeError(
-            f"{folder} holds no checkpoint that is whole; move these away to begin anew: "
-            f"{checkpoint_folder.describe(unreadable)}"
-        )
+    found = checkpoint_folder.newest_sound(folder, complete, unreadable, lambda stored: _damage(fsdp, stored))
     if fsdp.process_group.rank() == 0:
         checkpoint_folder.warn_of(unreadable)
     return found
@@ -159,16 +155,9 @@ def _newest_sound(fsdp: FSDP, folder: Path) -> StoredCheckpoint | None:
 def _damage(fsdp: FSDP, stored: StoredCheckpoint) -> str | None:
     """What is wrong with the contents of a checkpoint's files; it is noted beside them."""
 
-    def find() -> str | None:
-        for name in filter(lambda name: _reads(fsdp, name), stored.files):
-            try:
-                if checkpoint_folder.crc32(stored.path / name) != stored.files[name]["crc32"]:
-                    return f"the contents of {name} have changed since they were written"
-            except OSError as error:
-                return str(error)
-        return None
-
-    damage = next(filter(None, _on_every_rank(fsdp, find)), None)
+    own = [name for name in stored.files if _reads(fsdp, name)]
+    of_ranks = _on_every_rank(fsdp, lambda: checkpoint_folder.find_damage(stored, own))
+    damage = next(filter(None, of_ranks), None)
     if damage and fsdp.process_group.rank() == 0:
         checkpoint_folder.note_damage(stored.path, damage)
     return damage
@@ -201,7 +190,13 @@ def _on_rank_0(fsdp: FSDP, action: Callable[[], T]) -> T:
     return results[0]
 
 
-def _check(path: Path, expected: dict[str, Tensor], stored: dict[str, TensorStorageMetadata]) -> None:
+def stored_tensors(reader: dcp.FileSystemReader) -> dict[str, TensorStorageMetadata]:
+    """Sizes and dtypes of the tensors of a checkpoint, by ``model/NAME``, ``buffer/NAME``, ``optimizer/NAME/KEY``."""
+    metadata = reader.read_metadata().state_dict_metadata
+    return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def check_tensors(path: Path, expected: Mapping[str, Tensor], stored: Mapping[str, TensorStorageMetadata]) -> None:
     """Raise ValueError unless the checkpoint holds exactly these tensors, in these shapes and dtypes."""
 
     def shorten(names: list[str]) -> str:
@@ -234,7 +229,7 @@ class _View:
     def model(self) -> dict[str, Tensor]:
         """Parameters, and the buffers that the module's own state dict would hold, by kind and name."""
         tensors = {
-            f"model/{name}": self._whole(parameter, parameter.sharded_param.detach())
+            f"{MODEL}{name}": self._whole(parameter, parameter.sharded_param.detach())
             for name, parameter in self._parameters.items()
         }
         buffers = {

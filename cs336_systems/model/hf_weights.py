@@ -168,25 +168,103 @@ def load_hf_weights(model: TransformerLM, path: str | os.PathLike[str]) -> None:
     model.rotary.reset_parameters()
 
 
-def save_hf_weights(model: TransformerLM, path: str | os.PathLike[str]) -> None:
-    """Write ``model.safetensors`` under Hugging Face's names into the folder ``path``, a tied head once.
+def save_hf_weights(
+    weights: TransformerLM | Mapping[str, Tensor], path: str | os.PathLike[str], *, shard_bytes: int | None = None
+) -> None:
+    """Write weights under Hugging Face's names into the folder ``path``: ``model.safetensors``, or shards and an index.
 
-    The file appears whole or not at all: it is written beside its place and renamed. ``config.json`` is not written.
+    The one file appears whole or not at all: it is written beside its place and renamed. Of shards the index is
+    written last. ``config.json`` is not written.
+
+    Args:
+        weights: a model, of which a tied head is written once, or whole tensors by our names.
+        shard_bytes: of which a file may not hold more, unless one tensor does; None is one file.
 
     Raises:
         FileNotFoundError: the folder is not there.
-        ValueError: the model is on the meta device.
+        OSError: they cannot be written, as on a full disk.
+        ValueError: a tensor is on the meta device or no parameter of a ``TransformerLM``, or shards are to go into a
+            folder that has weights already.
     """
-    file = _folder(path) / _WEIGHTS
-    tensors = {to_hf_name(name): parameter.detach() for name, parameter in model.named_parameters()}
+    folder = _folder(path)
+    named = weights.named_parameters() if isinstance(weights, TransformerLM) else weights.items()
+    tensors = {to_hf_name(name): tensor.detach().contiguous() for name, tensor in named}
     if any(tensor.is_meta for tensor in tensors.values()):
         raise ValueError("the model is on the meta device and has no weights to save")
+    shards = _divide(tensors, shard_bytes)
+    if len(shards) == 1:
+        _save(tensors, folder / _WEIGHTS)
+        return
+    if earlier := sorted(folder.glob("*.safetensors*")):
+        raise ValueError(f"{folder} has weights already, as {earlier[0].name}: shards need a folder without")
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _save(shard, folder / name)
+        weight_map |= dict.fromkeys(shard, name)
+    n_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
+    (folder / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
+
+
+def _divide(tensors: dict[str, Tensor], shard_bytes: int | None) -> list[dict[str, Tensor]]:
+    """Tensors in their order, a new part whenever one would not fit into the last."""
+    shards: list[dict[str, Tensor]] = [{}]
+    room = shard_bytes
+    for name, tensor in tensors.items():
+        if room is not None and shard_bytes is not None:
+            if shards[-1] and tensor.nbytes > room:
+                shards.append({})
+                room = shard_bytes
+            room -= tensor.nbytes
+        shards[-1][name] = tensor
+    return shards
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
     unfinished = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         save_file(tensors, unfinished, metadata={"format": "pt"})
         unfinished.replace(file)
+    except SafetensorError as error:
+        raise OSError(f"{file} cannot be written: {error}") from None
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The content of a ``config.json`` that describes the architecture: a Llama, or with QKV biases a Qwen2.
+
+    What is no part of the architecture (dtype, ids of special tokens) is left to be added. ``config_from_hf`` reads
+    the same model back, at the context of published weights where there is one.
+    """
+    kind = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False}
+    if not config.qkv_bias:
+        kind = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": False}
+        kind |= {"mlp_bias": False, "head_dim": config.d_head}
+    scaling = config.rope_scaling
+    rope_scaling = scaling and {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_context_length,
+    }
+    return kind | {
+        "hidden_size": config.d_model,
+        "intermediate_size": config.d_ff,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.kv_heads,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_context_length or config.context_length,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope_scaling,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_dropout": 0.0,
+    }
 
 
 def config_from_hf(path: str | os.PathLike[str]) -> ModelConfig:

@@ -73,11 +73,14 @@ def _byte_signs() -> list[str]:
 class JsonTokenizer:
     """What a ``tokenizer.json`` defines, by the tokenizers library.
 
+    Args:
+        eos: the token that ends documents, or its id.
+
     Raises:
-        ValueError: that is no definition of a tokenizer, or it has no token ``eos_token``.
+        ValueError: that is no definition of a tokenizer, or it has no token ``eos``.
     """
 
-    def __init__(self, definition: str, eos_token: str) -> None:
+    def __init__(self, definition: str, eos: str | int) -> None:
         try:
             self._definition = Definition.from_str(definition)
         except Exception as error:  # the library raises nothing more specific
@@ -85,22 +88,51 @@ class JsonTokenizer:
         self._definition.encode_special_tokens = True
         self._definition.no_truncation()
         self._definition.no_padding()
-        eos_id = self._definition.token_to_id(eos_token)
-        if eos_id is None:
-            raise ValueError(f"it has no token {eos_token!r} to end documents with")
-        self._eos_token = eos_token
-        self.eos_id = eos_id
+        eos_id = self._definition.token_to_id(eos) if isinstance(eos, str) else eos
+        eos_token = None if eos_id is None else self._definition.id_to_token(eos_id)
+        if eos_id is None or eos_token is None:
+            raise ValueError(f"it has no token {eos!r} to end documents with")
+        self.eos_id, self.eos_token = eos_id, eos_token
         self.vocab_size = max(self._definition.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         encoded = self._definition.encode_batch_fast(list(texts), add_special_tokens=False)  # twice as fast: no offsets
         return [np.array([*one.ids, self.eos_id], np.uint32) for one in encoded]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; bytes that are not UTF-8 become U+FFFD."""
+        return self._definition.decode(list(ids), skip_special_tokens=False)
+
     def json(self) -> str:
         return self._definition.to_str()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return JsonTokenizer, (self.json(), self._eos_token)
+        return JsonTokenizer, (self.json(), self.eos_token)
+
+
+class TextStream:
+    """Text from ids that come one by one: ``push`` returns what is certain by now, ``rest`` what is left at the end.
+
+    Characters of which bytes are still to come are held back; all parts together are what ``decode`` returns.
+    """
+
+    def __init__(self, tokenizer: JsonTokenizer) -> None:
+        self._decode = tokenizer.decode
+        self._ids: list[int] = []
+        self._shown = 0
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        if text.endswith("\ufffd"):
+            return ""
+        part = text[self._shown :]
+        self._ids = [token_id]  # some decoders look at the token before
+        self._shown = len(self._decode(self._ids))
+        return part
+
+    def rest(self) -> str:
+        return self._decode(self._ids)[self._shown :]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
@@ -124,12 +156,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
     return JsonTokenizer(definition.to_str(), END_OF_TEXT)
 
 
-def load_tokenizer(path: Path, eos_token: str | None = None) -> JsonTokenizer:
+def load_tokenizer(path: Path, eos: str | int | None = None) -> JsonTokenizer:
     """The tokenizer of a ``tokenizer.json``, or of a folder that has one.
 
     Args:
-        eos_token: ends documents; by default the one that ``tokenizer_config.json`` beside it names, else
-            ``<|endoftext|>``.
+        eos: the token that ends documents, or its id; by default the one that ``tokenizer_config.json`` beside it
+            names, else ``<|endoftext|>``.
 
     Raises:
         ValueError: there is none, it is damaged, or it has no such token.
@@ -139,7 +171,8 @@ def load_tokenizer(path: Path, eos_token: str | None = None) -> JsonTokenizer:
     if not file.exists():
         raise ValueError(f"tokenizer {path}: there is no {file}")
     try:
-        return JsonTokenizer(file.read_text(encoding="utf-8"), eos_token or _configured_eos(file) or END_OF_TEXT)
+        default = _configured_eos(file) or END_OF_TEXT if eos is None else eos
+        return JsonTokenizer(file.read_text(encoding="utf-8"), default)
     except ValueError as error:
         raise ValueError(f"tokenizer {file}: {error}") from None
 

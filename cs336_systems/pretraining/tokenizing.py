@@ -14,7 +14,6 @@ dataset; after a kill the hidden folder (``.NAME.PID.tmp``) remains and can be r
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from cs336_systems.pretraining.corpus import Corpus
 from cs336_systems.pretraining.encoding import Encoded, encode, is_held_out
+from cs336_systems.pretraining.publishing import published
 from cs336_systems.pretraining.token_file import TokenFileWriter, check_width
 from cs336_systems.pretraining.token_stream import LAYOUT, MANIFEST, TOKENIZER, Dataset
 from cs336_systems.pretraining.tokenize_options import TokenizeOptions
@@ -46,7 +46,7 @@ def tokenize(options: TokenizeOptions) -> Dataset:
     with _progress(corpus.n_bytes) as progress:
         tokenizer = _make_tokenizer(options, corpus, progress)
         check_width(tokenizer.vocab_size, options.bytes_per_token)
-        with _published(out) as folder:
+        with published(out) as folder:
             splits = _write(folder, options, corpus, tokenizer, progress)
             named = {"name": options.tokenizer, "vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
             described = {"layout": LAYOUT, "corpus": corpus.description, "files": len(corpus.files)}
@@ -162,24 +162,6 @@ class _Shards:
             eos_id=self._tokenizer.eos_id,
         )
         return self._unfinished.enter_context(writer)
-
-
-@contextmanager
-def _published(out: Path) -> Iterator[Path]:
-    """A hidden folder, which gets the name, and an earlier dataset's place, if the block ends well; else it goes."""
-    hidden = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    earlier = hidden.with_suffix(".old")
-    hidden.mkdir(parents=True)
-    try:
-        yield hidden
-        if out.exists():
-            out.rename(earlier)
-        hidden.rename(out)
-    finally:
-        if earlier.exists() and not out.exists():
-            earlier.rename(out)
-        for left in (hidden, earlier):
-            shutil.rmtree(left, ignore_errors=True)
 
 
 class _Bar:

@@ -27,7 +27,13 @@ from transformers.models.qwen2 import modeling_qwen2
 
 from cs336_systems.config import MODEL_SIZES, ModelConfig, RopeScaling
 from cs336_systems.model import TransformerLM
-from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights, save_hf_weights, to_hf_name
+from cs336_systems.model.hf_weights import (
+    config_from_hf,
+    config_to_hf,
+    load_hf_weights,
+    save_hf_weights,
+    to_hf_name,
+)
 
 SHAPE = {
     "vocab_size": 61,
@@ -184,6 +190,27 @@ def test_shards_hold_the_same_model_as_one_file(family, tmp_path):
     one, many = (load_ours(tmp_path / name, torch.float32) for name in ("one", "many"))
     for (name, expected), actual in zip(one.named_parameters(), many.parameters(), strict=True):
         assert torch.equal(actual, expected), name
+
+
+@pytest.mark.parametrize("config", MODEL_SIZES.values(), ids=lambda config: config.name)
+def test_a_config_comes_back(config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config)))
+    published = {"context_length": config.max_context_length or config.context_length}
+    published["max_context_length"] = published["context_length"]
+    named = {"name": tmp_path.name, "n_kv_heads": config.kv_heads}
+    assert config_from_hf(tmp_path) == replace(config, **named, **published)
+
+
+def test_shards_of_our_own(tmp_path):
+    model = TransformerLM(TINY)
+    save_hf_weights(dict(model.named_parameters()), tmp_path, shard_bytes=2000)
+    assert len(list(tmp_path.glob("model-0000?-of-*.safetensors"))) > 3
+    again = load_into_new_model(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    with pytest.raises(ValueError, match="has weights already, as model-00001-of-.*: shards need a folder without"):
+        save_hf_weights(model, tmp_path, shard_bytes=2000)
+    with pytest.raises(ValueError, match="'head.weight' is not the name of a TransformerLM parameter"):
+        save_hf_weights({"head.weight": torch.zeros(1)}, tmp_path)
 
 
 def stored_weights(config: ModelConfig) -> dict[str, Tensor]:

@@ -8,7 +8,14 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 
-from cs336_systems.pretraining.tokenizer import END_OF_TEXT, ByteTokenizer, load_tokenizer, train_bpe
+from cs336_systems.pretraining.tokenizer import (
+    END_OF_TEXT,
+    ByteTokenizer,
+    JsonTokenizer,
+    TextStream,
+    load_tokenizer,
+    train_bpe,
+)
 
 TEXTS = [
     "def f(x):\n    return x + 1\n" * 5,
@@ -33,6 +40,28 @@ def test_any_text_comes_back_and_ends_once(tokenizer, texts):
         assert tokenizer.eos_id not in ids[:-1]
         assert ids.max() < tokenizer.vocab_size
     assert saved.decode([tokenizer.eos_id], skip_special_tokens=False) == END_OF_TEXT
+
+
+@pytest.mark.parametrize("tokenizer", [JsonTokenizer(ByteTokenizer().json(), 256), BPE], ids=["bytes", "bpe"])
+@given(ids=st.lists(st.integers(0, 256)) | st.sampled_from(TEXTS).map(lambda text: list(text.encode())))
+@settings(deadline=None)
+def test_text_from_ids_one_by_one_is_the_text_of_all(tokenizer, ids):
+    stream = TextStream(tokenizer)
+    parts = [stream.push(token_id) for token_id in ids]
+    assert "".join(parts) + stream.rest() == tokenizer.decode(ids)
+
+
+def test_characters_are_not_shown_by_halves():
+    stream = TextStream(JsonTokenizer(ByteTokenizer().json(), 256))
+    parts = [stream.push(byte) for byte in "a🙂é".encode()]
+    assert parts == ["a", "", "", "", "🙂", "", "é"]
+
+
+def test_the_end_of_text_by_its_id(folder):
+    assert load_tokenizer(folder, BPE.vocab_size).eos_token == "<|im_end|>"
+    assert load_tokenizer(folder, 0).eos_token == END_OF_TEXT
+    with pytest.raises(ValueError, match="it has no token 4000 to end documents with"):
+        load_tokenizer(folder, 4000)
 
 
 def test_bytes_are_bytes_in_the_tokenizer_json_too():

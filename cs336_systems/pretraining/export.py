@@ -1,0 +1,213 @@
+"""A trained model as a Hugging Face folder: ``AutoModelForCausalLM`` and ``AutoTokenizer`` load it, and so do we.
+
+    exported = export(folder, weights, config, tokenizer, eos_id)
+
+    config.json                 LlamaForCausalLM, or Qwen2ForCausalLM where query, key and value have biases
+    model.safetensors           or shards and model.safetensors.index.json, above a size
+    tokenizer.json, tokenizer_config.json, chat_template.jinja (if there is one)
+    tokenizer/                  the tokenizer alone, where transformers would put another in its place
+    generation_config.json      text begins after an end of text, and ends with one
+    export.json                 where this came from, and the names of these files
+
+The folder appears when it is complete. An earlier export in its place is replaced, as long as nobody has put anything
+beside its files; any other folder of a model only if asked, and what is no model's folder never.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs336_systems.config import ModelConfig
+from cs336_systems.model import TransformerLM
+from cs336_systems.model.hf_weights import config_to_hf, save_hf_weights
+from cs336_systems.pretraining.checkpoint import BESIDE_TOKENIZER, TOKENIZER
+from cs336_systems.pretraining.publishing import published
+from cs336_systems.pretraining.tokenizer import JsonTokenizer, load_tokenizer
+
+MANIFEST = "export.json"
+LAYOUT = 1
+"""Of the manifest."""
+ALONE = "tokenizer"
+"""Folder of a tokenizer without a model's config beside it."""
+SHARD_BYTES = 5 * 2**30
+"""Of weights, at most, in a file."""
+
+_QWEN_SPLIT = json.dumps(r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+")[1:-1]
+"""Of the pattern by which Qwen's tokenizers split text, as it stands in a ``tokenizer.json``."""
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        n_bytes: of the weights.
+        notes: what whoever loads it should know, a sentence each.
+    """
+
+    folder: Path
+    files: tuple[str, ...]
+    dtype: torch.dtype
+    n_parameters: int
+    n_bytes: int
+    notes: tuple[str, ...]
+
+
+def export(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    config: ModelConfig,
+    tokenizer: Path,
+    eos_id: int,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    replace: bool = False,
+    origin: Mapping[str, Any] | None = None,
+) -> Exported:
+    """Write the folder.
+
+    Args:
+        weights: whole tensors by the names of a ``TransformerLM``, such as its state dict; a tied head may be there.
+        tokenizer: a ``tokenizer.json``, or a folder that has one; files of transformers beside it come along.
+        eos_id: of the token that ends documents.
+        dtype: of what is written; by default the weights'.
+        replace: another model's folder, too.
+        origin: noted in ``export.json``.
+
+    Raises:
+        ValueError: the weights are not the model's, or of several dtypes; the tokenizer is missing, damaged or larger
+            than the model's vocabulary; or the folder is one that must not be replaced.
+        OSError: something cannot be read or written.
+    """
+    check_target(folder, replace)
+    loaded = load_tokenizer(tokenizer, eos_id)
+    if loaded.vocab_size > config.vocab_size:
+        raise ValueError(f"tokenizer {tokenizer} has {loaded.vocab_size:,} ids, the model {config.vocab_size:,}")
+    parameters = {name: tensor.to(dtype or tensor.dtype) for name, tensor in _parameters(weights, config).items()}
+    found = {tensor.dtype for tensor in parameters.values()}
+    if len(found) > 1:
+        raise ValueError(f"the weights are of several dtypes, {', '.join(sorted(map(str, found)))}: choose one")
+    (written,) = found
+    if written not in _DTYPES:
+        raise ValueError(f"weights of {written} cannot be exported, only {', '.join(map(str, _DTYPES))}")
+    with published(folder) as hidden:
+        save_hf_weights(parameters, hidden, shard_bytes=shard_bytes)
+        _copy_tokenizer(hidden, tokenizer, loaded)
+        if _is_replaced(config, loaded):
+            (hidden / ALONE).mkdir()
+            _copy_tokenizer(hidden / ALONE, tokenizer, loaded)
+        bos_id = _bos_id(hidden, loaded)
+        special = {"bos_token_id": bos_id, "eos_token_id": eos_id}
+        _write_json(hidden / "config.json", config_to_hf(config) | special | {"torch_dtype": _DTYPES[written]})
+        _write_json(hidden / "generation_config.json", special | {"pad_token_id": eos_id})
+        files = sorted(_files(hidden))
+        _write_json(hidden / MANIFEST, {"layout": LAYOUT, "origin": dict(origin or {}), "files": files})
+    return Exported(
+        folder,
+        tuple(files),
+        written,
+        sum(tensor.numel() for tensor in parameters.values()),
+        sum(tensor.nbytes for tensor in parameters.values()),
+        tuple(_notes(config, loaded)),
+    )
+
+
+def check_target(folder: Path, replace: bool) -> None:
+    """Raise ValueError unless the folder can be written: nothing is there, or what may be replaced."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{folder} is there and no model's folder; name another")
+    if replace:
+        return
+    if not (folder / MANIFEST).exists():
+        raise ValueError(f"{folder} is there and was not written by this command; --replace replaces it")
+    ours = {MANIFEST, *_read_json(folder / MANIFEST).get("files", [])}
+    if foreign := sorted(_files(folder) - ours):
+        raise ValueError(f"{folder} has files that this command did not write, as {foreign[0]}; --replace removes them")
+
+
+def _parameters(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The weights that a checkpoint of the model has, without a tied head.
+
+    Raises:
+        ValueError: names or shapes are not the model's, or a head that should be tied is not.
+    """
+    shapes = {name: p.shape for name, p in TransformerLM(config, device="meta").named_parameters()}
+    head, embedding = "lm_head.weight", "token_embeddings.weight"
+    tied = {head} if config.tie_embeddings and head in weights else set()
+    for what, names in (("lack", shapes.keys() - weights.keys()), ("also have", weights.keys() - shapes.keys() - tied)):
+        if names:
+            some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise ValueError(f"the weights are not those of {config.name}: they {what} {some}")
+    for name, shape in shapes.items():
+        if weights[name].shape != shape:
+            raise ValueError(f"{name} has shape {tuple(weights[name].shape)}, that of {config.name} {tuple(shape)}")
+    if tied and not torch.equal(weights[head], weights[embedding]):
+        raise ValueError(f"{config.name} ties its embeddings, but {head} differs from {embedding}")
+    return {name: weights[name] for name in shapes}
+
+
+def _copy_tokenizer(folder: Path, tokenizer: Path, loaded: JsonTokenizer) -> None:
+    """The definition as it is, with its own config or one that any version of transformers understands."""
+    source = tokenizer / TOKENIZER if tokenizer.is_dir() else tokenizer
+    shutil.copyfile(source, folder / TOKENIZER)
+    for name in BESIDE_TOKENIZER:
+        if source.with_name(name).exists():
+            shutil.copyfile(source.with_name(name), folder / name)
+    config, eos = folder / "tokenizer_config.json", loaded.eos_token
+    settings: dict[str, Any] = {"bos_token": eos, "pad_token": eos, "unk_token": None}
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    if config.exists():
+        settings = _read_json(config)
+    _write_json(config, settings | {"eos_token": eos})
+
+
+def _notes(config: ModelConfig, loaded: JsonTokenizer) -> Iterator[str]:
+    if unused := config.vocab_size - loaded.vocab_size:
+        sizes = f"the tokenizer has {loaded.vocab_size:,} ids, the model {config.vocab_size:,}"
+        yield f"{sizes}: the last {unused:,} are padding"
+    if _is_replaced(config, loaded):
+        yield (
+            "AutoTokenizer of transformers 5 splits text as Qwen's tokenizer does for any model of this type, not as "
+            f"this one: load it from the folder {ALONE} inside"
+        )
+
+
+def _is_replaced(config: ModelConfig, loaded: JsonTokenizer) -> bool:
+    """Whether transformers' ``AutoTokenizer`` takes the vocabulary alone, as it does beside a config of type qwen2."""
+    return config.qkv_bias and _QWEN_SPLIT not in loaded.json()
+
+
+def _files(folder: Path) -> set[str]:
+    """The names of all files below."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+
+
+def _bos_id(folder: Path, loaded: JsonTokenizer) -> int | None:
+    """Of the token that texts begin with, by the tokenizer's config; None if it says that there is none."""
+    bos = _read_json(folder / "tokenizer_config.json").get("bos_token")
+    token = bos["content"] if isinstance(bos, dict) else bos
+    return None if token is None else JsonTokenizer(loaded.json(), token).eos_id
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not a JSON file: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} does not hold a JSON object")
+    return content
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,28 @@
+"""What ``export.py`` is asked. Imports no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """A checkpoint to a Hugging Face folder."""
+
+    checkpoint: Annotated[Path, tyro.conf.Positional]
+    """Folder of a run, of which the newest whole checkpoint is taken, or one of its checkpoints."""
+    out: Path | None = None
+    """Folder to be made; by default RUN/hf-STEP."""
+    dtype: Literal["stored", "fp32", "bf16"] = "stored"
+    """Of the weights in the folder."""
+    shard_gib: float = 5.0
+    """GiB of weights per file, at most."""
+    replace: bool = False
+    """Replace another model's folder, too; an earlier export is replaced in any case, if nothing was put beside it."""
+
+    def check(self) -> None:
+        """Raise ValueError for a number out of range."""
+        if not self.shard_gib > 0:
+            raise ValueError(f"--shard-gib must be positive, got {self.shard_gib:g}")

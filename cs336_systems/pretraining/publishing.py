@@ -1,0 +1,46 @@
+"""Folders that appear complete or not at all.
+
+    with published(Path("data/stdlib")) as folder:
+        (folder / "train.bin").write_bytes(...)
+
+A kill leaves ``.NAME.PID.tmp``, which can be removed, and beside it ``.NAME.PID.old`` if it came between two renames:
+what was there before, to be given its name again.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def published(out: Path) -> Iterator[Path]:
+    """A hidden folder, which gets the name, and an earlier folder's place, if the block ends well; else it goes.
+
+    Its files are on the disk before it has the name.
+    """
+    hidden = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    earlier = hidden.with_suffix(".old")
+    hidden.mkdir(parents=True)
+    try:
+        yield hidden
+        for path in (*hidden.rglob("*"), hidden):
+            _flush(path)
+        if out.exists():
+            out.rename(earlier)
+        hidden.rename(out)
+        _flush(out.parent)
+    finally:
+        if earlier.exists() and not out.exists():
+            earlier.rename(out)
+        for left in (hidden, earlier):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,199 @@
+"""Text from a model, a token at a time: the reference model's operations with a key/value cache.
+
+    for ids in generate(model, prompt_ids, Choice(temperature=0.8, top_p=0.95), max_tokens=200, n_samples=4, seed=0):
+        ids                           # of each sample its next id, or None once it has ended
+
+Keys (after their rotation) and values of every position are kept in two tensors that are allocated once, with the heads
+that the model has for them, so a token costs one pass over the weights and over the cache. Queries that share a
+key/value head are rows of one matrix product: no head is repeated. The prompt is read once for all samples, in parts,
+so its scores never grow with the square of its length.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from cs336_systems.model import TransformerBlock, TransformerLM
+
+_PROMPT_PART = 512
+"""Tokens of the prompt that are read at once."""
+
+
+class CachedModel:
+    """A model that remembers the positions it has seen.
+
+    Args:
+        n_samples: sequences that can be continued side by side.
+        capacity: positions that can be kept.
+
+    Raises:
+        ValueError: the capacity is beyond the model's context length.
+    """
+
+    def __init__(self, model: TransformerLM, n_samples: int, capacity: int) -> None:
+        config, weight = model.config, model.token_embeddings.weight
+        if capacity > config.context_length:
+            raise ValueError(f"a cache of {capacity} positions is beyond the context length {config.context_length}")
+        shape = (config.n_layers, n_samples, config.kv_heads, capacity, config.d_head)
+        self.model = model
+        self.length = 0
+        self._keys, self._values = (torch.empty(shape, device=weight.device, dtype=weight.dtype) for _ in range(2))
+
+    @torch.no_grad()
+    def hidden(self, token_ids: Tensor) -> Tensor:
+        """Read (B, S) int64 ids that follow what was seen: (B, S, d_model), before the last norm.
+
+        B is 1 for what all samples share, as long as they have all been the same, else the number of samples.
+        """
+        model, n_rows = self.model, token_ids.shape[0]
+        start, end = self.length, self.length + token_ids.shape[1]
+        assert end <= self._keys.shape[3], (end, self._keys.shape)
+        cos, sin = (table[start:] for table in model.rotary(end))
+        x = model.token_embeddings(token_ids)
+        blocks = cast(list[TransformerBlock], list(model.layers))
+        for block, keys, values in zip(blocks, self._keys, self._values, strict=True):
+            attention, ops, normed = block.attn, block.attn.ops, block.ln1(x)
+            q, k, v = (
+                rearrange(projection(normed), "b s (h e) -> b h s e", e=attention.d_head)
+                for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            keys[:, :, start:end] = ops.rotary(k, cos, sin)  # one row is written to all samples
+            values[:, :, start:end] = v
+            attended = _attend(ops.rotary(q, cos, sin), keys[:n_rows, :, :end], values[:n_rows, :, :end])
+            x = x + attention.output_proj(rearrange(attended, "b h s e -> b s (h e)"))
+            x = x + block.ffn(block.ln2(x))
+        self.length = end
+        return x
+
+    @torch.no_grad()
+    def logits(self, token_ids: Tensor) -> Tensor:
+        """Read (B, S) int64 ids that follow what was seen: the logits at each of them, (B, S, vocab_size)."""
+        return self.model.lm_head(self.model.ln_final(self.hidden(token_ids)))
+
+
+def _attend(q_BHSE: Tensor, k_BKNE: Tensor, v_BKNE: Tensor) -> Tensor:
+    """Causal softmax(q k^T / sqrt(E)) v for the last S of N positions; H / K queries share a key, unrepeated."""
+    n_queries, n_keys = q_BHSE.shape[2], k_BKNE.shape[2]
+    q = rearrange(q_BHSE * q_BHSE.shape[-1] ** -0.5, "b (k g) s e -> b k (g s) e", k=k_BKNE.shape[1])
+    scores = rearrange(q @ k_BKNE.mT, "b k (g s) n -> b k g s n", s=n_queries)
+    future = torch.ones(n_queries, n_keys, dtype=torch.bool, device=scores.device).triu(n_keys - n_queries + 1)
+    p = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
+    o = rearrange(p, "b k g s n -> b k (g s) n") @ v_BKNE
+    return rearrange(o, "b k (g s) e -> b (k g) s e", s=n_queries)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the next token is drawn: among the top k, of these the top p, as likely as at a temperature.
+
+    Attributes:
+        temperature: of the softmax; 0 takes the likeliest token.
+        top_k: so many of the likeliest tokens.
+        top_p: the fewest likeliest tokens that have this probability together (Holtzman et al. 2020).
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must not be negative, got {self.temperature:g}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top k must be positive, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top p must lie in (0, 1], got {self.top_p:g}")
+
+    def draw(self, logits: Tensor, generator: torch.Generator) -> Tensor:
+        """Ids (B,) for logits (B, V)."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        return torch.multinomial(self.probabilities(logits), 1, generator=generator)[:, 0]
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Of each token to be drawn, (B, V), at least fp32; at a temperature above 0."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        p = torch.softmax((wide - wide.amax(-1, keepdim=True)) / self.temperature, dim=-1)
+        if self.top_k is None and self.top_p is None:
+            return p
+        ordered, order = p.sort(dim=-1, descending=True, stable=True)
+        if self.top_k is not None:
+            ordered[:, self.top_k :] = 0
+            ordered /= ordered.sum(-1, keepdim=True)
+        if self.top_p is not None:
+            ordered[ordered.cumsum(-1) - ordered >= self.top_p] = 0
+            ordered /= ordered.sum(-1, keepdim=True)
+        return torch.zeros_like(p).scatter_(-1, order, ordered)
+
+
+def generate(
+    model: TransformerLM,
+    prompt: Sequence[int],
+    choice: Choice,
+    *,
+    max_tokens: int,
+    n_samples: int = 1,
+    seed: int = 0,
+    eos_id: int | None = None,
+    n_ids: int | None = None,
+) -> Iterator[list[int | None]]:
+    """Continue a prompt: of each sample its next id, or None once ``eos_id`` came.
+
+    Ends when all samples have, after ``max_tokens``, or when the context is full: a model of context C continues P
+    tokens by at most C - P + 1. The same seed gives the same samples on the same device and number of samples.
+
+    Args:
+        n_ids: of the tokenizer; ids from there on are never drawn.
+
+    Raises:
+        ValueError: the prompt is empty, longer than the context or beyond the vocabulary, a number is not positive, or
+            the model's logits are not finite.
+    """
+    context, vocab_size = model.config.context_length, model.config.vocab_size
+    if not prompt or min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise ValueError(f"a prompt has one token or more, all of a vocabulary of {vocab_size}")
+    if len(prompt) > context:
+        raise ValueError(f"the prompt has {len(prompt):,} tokens, the model's context {context:,}")
+    if max_tokens < 1 or n_samples < 1:
+        raise ValueError(f"tokens and samples must be positive, got {max_tokens} and {n_samples}")
+    return _generate(model, prompt, choice, max_tokens, n_samples, seed, eos_id, n_ids)
+
+
+def _generate(
+    model: TransformerLM,
+    prompt: Sequence[int],
+    choice: Choice,
+    max_tokens: int,
+    n_samples: int,
+    seed: int,
+    eos_id: int | None,
+    n_ids: int | None,
+) -> Iterator[list[int | None]]:
+    device = model.token_embeddings.weight.device
+    capacity = min(model.config.context_length, len(prompt) + max_tokens - 1)
+    cached = CachedModel(model, n_samples, capacity)
+    generator = torch.Generator(device).manual_seed(seed)
+    *earlier, token_ids = torch.tensor([prompt], device=device).split(_PROMPT_PART, dim=1)
+    for part in earlier:
+        cached.hidden(part)
+    ended = [False] * n_samples
+    while True:
+        last = cached.hidden(token_ids)[:, -1:]
+        with torch.no_grad():
+            logits = model.lm_head(model.ln_final(last))[:, 0, :n_ids]
+        if not logits.isfinite().all():
+            raise ValueError(f"the model's logits after {cached.length} tokens are not finite")
+        chosen = choice.draw(logits.expand(n_samples, -1), generator)
+        ids = [None if over else token_id for over, token_id in zip(ended, chosen.tolist(), strict=True)]
+        yield ids
+        ended = [over or token_id == eos_id for over, token_id in zip(ended, ids, strict=True)]
+        if all(ended) or cached.length == capacity:
+            return
+        token_ids = chosen[:, None]

@@ -1,0 +1,106 @@
+"""Text from a trained model, so that a person can look at what was learned.
+
+    uv run scripts/sample.py runs/stdlib --prompt "def main("            # the newest checkpoint
+    uv run scripts/sample.py runs/stdlib/step-00000200 --temperature 0
+    uv run scripts/sample.py Qwen2.5-0.5B/ --prompt-file question.txt --samples 4 --top-p 0.95 --seed 1
+
+The first sample appears as it is made. With a key/value cache, on a CPU or a GPU. The last line is one JSON object.
+"""
+
+import json
+import sys
+import time
+
+from cs336_systems.pretraining.sample_options import SampleOptions
+from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with, n_gpus, parse
+
+NAME = "sample"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, sample, print; returns the exit code."""
+    options = parse(SampleOptions, arguments, __doc__)
+    try:
+        return _sample(options)
+    except (ValueError, OSError) as error:
+        return complain(NAME, error)
+    except RuntimeError as error:
+        import torch
+
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
+        return complain(NAME, f"the model and its cache do not fit into the GPU's memory: {str(error).splitlines()[0]}")
+    except KeyboardInterrupt:
+        print(f"\n{NAME}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _sample(options: SampleOptions) -> int:
+    options.check()
+    text = options.prompt
+    if options.prompt_file is not None:
+        text = options.prompt_file.read_text(encoding="utf-8", errors="replace")
+    if options.device == "cuda" and not n_gpus():
+        raise ValueError("--device cuda needs a GPU, and there is none")
+
+    import torch
+
+    from cs336_systems.pretraining.checkpoint import load_trained
+    from cs336_systems.pretraining.sampling import Choice, generate
+    from cs336_systems.pretraining.tokenizer import TextStream
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
+    choice = Choice(options.temperature, options.top_k, options.top_p)
+    trained = load_trained(options.model, device=options.device, dtype=dtype)
+    for path, reason in trained.skipped.items():
+        print(f"{NAME}: {path} is passed over: {reason}", file=sys.stderr)
+    tokenizer = trained.tokenizer
+    text = text.encode(errors="replace").decode()  # a shell can pass what is no text
+    prompt = tokenizer.encode([text])[0][:-1].tolist() or [tokenizer.eos_id]
+    steps = generate(
+        trained.model,
+        prompt,
+        choice,
+        max_tokens=options.max_tokens,
+        n_samples=options.samples,
+        seed=options.seed,
+        eos_id=tokenizer.eos_id,
+        n_ids=tokenizer.vocab_size,
+    )
+    started = time.perf_counter()
+    samples: list[list[int]] = [[] for _ in range(options.samples)]
+    stream = TextStream(tokenizer)
+    print(text, end="", flush=True)
+    for ids in steps:
+        for sample, token_id in zip(samples, ids, strict=True):
+            if token_id is not None:
+                sample.append(token_id)
+        if ids[0] is not None and ids[0] != tokenizer.eos_id:
+            print(stream.push(ids[0]), end="", flush=True)
+    print(stream.rest())
+    seconds = time.perf_counter() - started
+
+    stopped = [_reason(sample, tokenizer.eos_id, options.max_tokens) for sample in samples]
+    texts = [tokenizer.decode([i for i in sample if i != tokenizer.eos_id]) for sample in samples]
+    for number, continuation in enumerate(texts[1:], 2):
+        print(f"\n--- sample {number} of {options.samples}\n{text}{continuation}")
+    if "context full" in stopped:
+        context = trained.model.config.context_length
+        note = f"the context of {context:,} tokens is full after {len(prompt):,} of the prompt"
+        print(f"{NAME}: {note} and {max(map(len, samples)):,} new ones", file=sys.stderr)
+    n_tokens = sum(map(len, samples))
+    line = {"command": NAME, "model": str(options.model), "step": trained.step}
+    counts = {"prompt_tokens": len(prompt), "new_tokens": n_tokens, "tokens_per_s": round(n_tokens / seconds, 1)}
+    print(json.dumps(line | counts | {"stopped": stopped, "texts": texts}))
+    return 0
+
+
+def _reason(ids: list[int], eos_id: int, max_tokens: int) -> str:
+    """Why a sample ended."""
+    if ids[-1] == eos_id:
+        return "end of text"
+    return "max tokens" if len(ids) == max_tokens else "context full"
+
+
+if __name__ == "__main__":
+    exit_with(NAME, main)

@@ -1,0 +1,301 @@
+"""Exported folders: transformers loads them and computes the same, we read the same bits back, nothing else is lost.
+
+Logits are judged in two steps, as those of loaded weights are: in fp64 both give the same but for fp64 rounding, and in
+fp32 we are no further from that than a small multiple of transformers' own distance.
+"""
+
+import itertools
+import json
+import os
+import resource
+import shutil
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_rope_utils
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen2 import modeling_qwen2
+
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.spawn import spawn
+from cs336_systems.model import TransformerLM
+from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
+from cs336_systems.pretraining import export as export_module
+from cs336_systems.pretraining.export import export
+from cs336_systems.pretraining.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
+from tests.model.test_hf_weights import Fp64Torch
+from tests.pretraining.checkpointed import FAMILIES, LLAMA, model_of, write_tokenizer
+
+TEXT = "def f(x_1):\n\treturn ünïcödé + 12345  # 🙂\n"
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return write_tokenizer(tmp_path / "tokenizer")
+
+
+@pytest.fixture
+def write(tmp_path, tokenizer):
+    """Export a model as ``out``."""
+
+    def write(model, **options):
+        return export(tmp_path / "out", model.state_dict(), model.config, tokenizer, ByteTokenizer.eos_id, **options)
+
+    return write
+
+
+def load_theirs(folder, **options):
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(report.values()), report
+    return model
+
+
+def load_ours(folder, dtype=torch.float32):
+    model = TransformerLM(config_from_hf(folder), dtype=dtype)
+    load_hf_weights(model, folder)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_transformers_computes_the_same_logits(family, write, tmp_path, monkeypatch):
+    ours = model_of(FAMILIES[family])
+    write(ours)
+    ids = torch.randint(257, (2, 48), generator=torch.Generator().manual_seed(1))
+    with monkeypatch.context() as patch:  # norms, softmax and angles in fp64 too
+        for module in (modeling_llama, modeling_qwen2, modeling_rope_utils):
+            patch.setattr(module, "torch", Fp64Torch())
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        oracle = load_theirs(tmp_path / "out", dtype=torch.float64, attn_implementation="eager")(ids).logits
+    exact = TransformerLM(ours.config, dtype=torch.float64)
+    exact.load_state_dict(ours.state_dict())
+    norm = torch.linalg.vector_norm
+    assert norm(exact(ids) - oracle) < 1e-12 * norm(oracle)
+    theirs = load_theirs(tmp_path / "out")
+    assert theirs.dtype == torch.float32
+    errors = [(norm(logits.double() - oracle) / norm(oracle)).item() for logits in (ours(ids), theirs(ids).logits)]
+    print(f"ours {errors[0]:.2e}, transformers {errors[1]:.2e}")
+    assert errors[0] <= 2 * errors[1] + torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reading_back_gives_the_same_bits_and_config(family, dtype, write, tmp_path):
+    model = model_of(FAMILIES[family], dtype)
+    exported = write(model, shard_bytes=9000)
+    again = load_ours(tmp_path / "out", dtype)
+    for (name, before), after in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(before, after), name
+    named = {"name": "out", "max_context_length": 48, "n_kv_heads": model.config.kv_heads}
+    assert again.config == replace(model.config, **named)
+    theirs = load_theirs(tmp_path / "out", dtype="auto")
+    assert theirs.dtype == dtype == exported.dtype
+    assert type(theirs).__name__ == ("Qwen2ForCausalLM" if model.config.qkv_bias else "LlamaForCausalLM")
+    assert exported.n_parameters == model.config.n_parameters
+    shards = [name for name in exported.files if name.startswith("model-0")]
+    assert len(shards) > 3
+    assert exported.n_bytes == exported.n_parameters * dtype.itemsize
+    largest = max(tensor.nbytes for tensor in model.state_dict().values())
+    for name in shards:
+        with safe_open(tmp_path / "out" / name, framework="pt") as file:
+            sizes = [file.get_tensor(key).nbytes for key in file.keys()]  # noqa: SIM118
+        assert sum(sizes) <= 9000 or sizes == [largest]
+
+
+def test_another_dtype(write, tmp_path):
+    model = model_of(LLAMA)
+    assert write(model, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    for before, after in zip(model.parameters(), load_ours(tmp_path / "out", torch.bfloat16).parameters(), strict=True):
+        assert torch.equal(before.bfloat16(), after)
+
+
+def test_published_weights_keep_their_context(write, tmp_path):
+    write(model_of(replace(LLAMA, max_context_length=4096)))
+    assert config_from_hf(tmp_path / "out").context_length == 4096
+
+
+BPE = train_bpe([TEXT, "the theory of the thing\n" * 9, "x = x_1 + 1\n" * 9], 290)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+@pytest.mark.parametrize("family", ["llama", "qwen"])
+def test_the_tokenizer_is_the_runs(family, kind, tmp_path):
+    ours = {"bytes": ByteTokenizer(), "bpe": BPE}[kind]
+    (tmp_path / "tokenizer.json").write_text(ours.json())
+    config = replace(FAMILIES[family], vocab_size=300)
+    exported = export(tmp_path / "out", model_of(config).state_dict(), config, tmp_path, ours.eos_id)
+    n_padded = 300 - ours.vocab_size
+    assert exported.notes[0] == (
+        f"the tokenizer has {ours.vocab_size} ids, the model 300: the last {n_padded} are padding"
+    )
+    # transformers 5 leaves no other way for models of Qwen's type
+    said = "load it from the folder tokenizer inside" in " ".join(exported.notes)
+    assert said == (family == "qwen") == ("tokenizer/tokenizer.json" in exported.files)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out" / ("tokenizer" if said else ""))
+    assert [*theirs(TEXT)["input_ids"], theirs.eos_token_id] == ours.encode([TEXT])[0].tolist()
+    assert theirs.decode(theirs(TEXT)["input_ids"]) == TEXT
+    automatic = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for loaded in (theirs, automatic):
+        assert loaded.eos_token_id == loaded.bos_token_id == loaded.pad_token_id == ours.eos_id
+    assert max(automatic.get_vocab().values()) < ours.vocab_size
+    model = load_theirs(tmp_path / "out")
+    for settings in (model.config, model.generation_config):
+        assert (settings.eos_token_id, settings.bos_token_id) == (ours.eos_id, ours.eos_id)
+    assert load_tokenizer(tmp_path / "out").eos_id == ours.eos_id
+
+
+def test_a_tokenizer_of_qwen_comes_through_auto_tokenizer(tmp_path):
+    from transformers import Qwen2Tokenizer
+
+    vocab = json.loads(BPE.json())["model"]["vocab"]
+    merges = [tuple(pair) for pair in json.loads(BPE.json())["model"]["merges"]]
+    original = Qwen2Tokenizer(vocab=vocab, merges=merges, chat_template="{{ messages[0].content }}")
+    original.save_pretrained(tmp_path / "qwen")
+    config = replace(FAMILIES["qwen"], vocab_size=BPE.vocab_size)
+    exported = export(tmp_path / "out", model_of(config).state_dict(), config, tmp_path / "qwen", BPE.eos_id)
+    assert exported.notes == ()
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs(TEXT)["input_ids"] == original(TEXT)["input_ids"]
+    assert theirs.chat_template == original.chat_template
+    assert theirs.bos_token is None
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["bos_token_id"] is None
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_may_be_replaced(write, tmp_path):
+    out, first, second = tmp_path / "out", model_of(LLAMA), model_of(FAMILIES["qwen"])
+    out.mkdir()
+    write(first)
+    write(second)  # an earlier export, untouched
+    assert config_from_hf(out).qkv_bias
+    for name in ("README.md", "tokenizer/added.json"):
+        (out / name).write_text("precious")
+        before = content(out)
+        with pytest.raises(ValueError, match=f"out has files that this command did not write, as {name}; --replace"):
+            write(first)
+        assert content(out) == before
+        write(second, replace=True)
+        assert not (out / name).exists()
+
+    (out / "export.json").unlink()
+    with pytest.raises(ValueError, match="out is there and was not written by this command; --replace replaces it"):
+        write(second)
+    write(second, replace=True)
+    shutil.rmtree(out)
+    for precious in (out / "thesis.tex", out):
+        precious.parent.mkdir(exist_ok=True)
+        precious.write_text("precious")
+        for options in ({}, {"replace": True}):
+            with pytest.raises(ValueError, match="out is there and no model's folder; name another"):
+                write(first, **options)
+        assert precious.read_text() == "precious"
+        shutil.rmtree(out, ignore_errors=True)
+
+
+@pytest.mark.parametrize("stop", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "ctrl-c"])
+def test_an_export_that_fails_leaves_the_earlier_one(stop, write, tmp_path, monkeypatch):
+    write(model_of(LLAMA))
+    before = content(tmp_path / "out")
+
+    def fail(*arguments, **options):
+        raise stop
+
+    monkeypatch.setattr(export_module, "_copy_tokenizer", fail)
+    with pytest.raises(type(stop)):
+        write(model_of(LLAMA, seed=1))
+    assert content(tmp_path / "out") == before
+    assert sorted(os.listdir(tmp_path)) == ["out", "tokenizer"]
+
+
+def test_a_full_disk_is_an_error_of_the_disk(write, tmp_path):
+    write(model_of(LLAMA))
+    before = content(tmp_path / "out")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="model.safetensors cannot be written: .*File too large"):
+            write(model_of(LLAMA, seed=1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert content(tmp_path / "out") == before
+    assert sorted(os.listdir(tmp_path)) == ["out", "tokenizer"]
+
+
+class Killed(BaseException):
+    pass
+
+
+def die_at_every_operation(rank: Rank, folder):
+    """Exports over an earlier one that end before their first, second, ... change to the disk; how many did."""
+    n_left = float("inf")
+
+    def kill(event, args):
+        nonlocal n_left
+        if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"):
+            n_left -= 1
+            if n_left < 0:  # and whatever the dead one would still do
+                raise Killed
+
+    sys.addaudithook(kill)
+    os.fsync = lambda descriptor: None
+    tokenizer = write_tokenizer(folder / "tokenizer")
+    models = [model_of(LLAMA, seed=seed) for seed in (0, 1)]
+    for n_operations in itertools.count():
+        out = folder / f"{n_operations}" / "out"
+        for number, model in enumerate(models):
+            n_left = n_operations if number else float("inf")
+            try:
+                export(out, model.state_dict(), LLAMA, tokenizer, ByteTokenizer.eos_id)
+            except Killed:
+                break
+            finally:
+                n_left = float("inf")
+        else:
+            return n_operations
+        moved = list(out.parent.glob(".out.*.old"))
+        found = load_ours(out if out.exists() else moved[0])
+        assert any(torch.equal(found.lm_head.weight, model.lm_head.weight) for model in models)
+        assert out.exists() or len(moved) == 1
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_moment_loses_nothing(tmp_path):
+    (n_deaths,) = spawn(die_at_every_operation, 1, tmp_path, timeout_s=60)
+    assert n_deaths > 15
+
+
+def test_weights_that_are_not_the_models(tmp_path, tokenizer):
+    config = replace(LLAMA, tie_embeddings=True)
+    weights = model_of(config).state_dict()
+
+    def refuse(message, changed, dropped=()):
+        altered = {name: tensor for name, tensor in (weights | changed).items() if name not in dropped}
+        with pytest.raises(ValueError, match=message):
+            export(tmp_path / "out", altered, config, tokenizer, 256)
+        assert os.listdir(tmp_path) == ["tokenizer"]
+
+    refuse(r"not those of a-llama: they lack ln_final.weight$", {}, ["ln_final.weight"])
+    refuse(r"they also have layers.0.attn.q_proj.bias$", {"layers.0.attn.q_proj.bias": torch.zeros(32)})
+    refuse(r"ln_final.weight has shape \(31,\), that of a-llama \(32,\)", {"ln_final.weight": torch.zeros(31)})
+    refuse("ties its embeddings, but lm_head.weight differs", {"lm_head.weight": torch.zeros(264, 32)})
+    refuse("of several dtypes, torch.bfloat16, torch.float32", {"ln_final.weight": torch.zeros(32).bfloat16()})
+    export(tmp_path / "out", {n: w for n, w in weights.items() if n != "lm_head.weight"}, config, tokenizer, 256)
+
+
+def test_tokenizers_that_do_not_fit(tmp_path, tokenizer):
+    small = replace(LLAMA, vocab_size=256)
+    with pytest.raises(ValueError, match="tokenizer.json has 257 ids, the model 256"):
+        export(tmp_path / "out", model_of(small).state_dict(), small, tokenizer, 256)
+    weights = model_of(LLAMA).state_dict()
+    with pytest.raises(ValueError, match="nowhere: there is no"):
+        export(tmp_path / "out", weights, LLAMA, tmp_path / "nowhere", 256)
+    with pytest.raises(ValueError, match="it has no token 263 to end documents with"):
+        export(tmp_path / "out", weights, LLAMA, tokenizer, 263)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,175 @@
+"""The commands that look at a run: what they print, where it stops, and their refusals."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336_systems.distributed.process_group import joined
+from cs336_systems.model import TransformerLM
+from cs336_systems.pretraining.checkpoint import load_trained
+from cs336_systems.pretraining.sampling import Choice, generate
+from tests.pretraining.checkpointed import LLAMA, model_of, save_model, write_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a run of two checkpoints."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_run(folder / "run")
+    with joined("cpu"):
+        for step in (1, 2):
+            save_model(folder / "run", model_of(LLAMA, seed=step), step, optimizer=False)
+    return folder
+
+
+@pytest.fixture
+def command(load_script, trained, monkeypatch, capsys):
+    """(exit code, stdout, stderr) of a script, in the folder of ``trained``, without a GPU."""
+    monkeypatch.chdir(trained)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def command(name, *arguments):
+        try:
+            code = load_script(f"scripts/{name}.py").main(list(map(str, arguments)))
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return command
+
+
+def test_export_says_what_it_made_and_where(command, trained):
+    code, out, err = command("export", "run")
+    assert (code, err) == (0, "")
+    first, note, last = out.splitlines()
+    assert first.startswith(f"run/hf-2: a-llama at step 2, {LLAMA.n_parameters:,} parameters in float32, ")
+    assert note == "note: the tokenizer has 257 ids, the model 264: the last 7 are padding"
+    said = json.loads(last)
+    assert (said["out"], said["step"], said["bytes"]) == ("run/hf-2", 2, 4 * LLAMA.n_parameters)
+    assert sorted([*said["files"], "export.json"]) == sorted(path.name for path in (trained / "run/hf-2").iterdir())
+    origin = json.loads((trained / "run/hf-2/export.json").read_text())["origin"]
+    assert origin == {"checkpoint": "run/step-00000002", "step": 2, "model": "a-llama"}
+    code, out, _ = command("export", "run/step-00000001", "--out", "small", "--dtype", "bf16", "--shard-gib", "1e-5")
+    assert (code, json.loads(out.splitlines()[-1])["dtype"]) == (0, "bfloat16")
+    assert (trained / "small/model.safetensors.index.json").exists()
+
+
+def test_export_refuses_in_one_sentence(command, trained):
+    (trained / "mine").mkdir()
+    (trained / "mine/config.json").write_text("{}")
+    for arguments, message in (
+        (["nowhere"], "nowhere does not exist"),
+        (["."], ". is no folder of a run: it has no run.json"),
+        (["run/step-00000009"], "run/step-00000009 is no complete checkpoint: it has no complete.json"),
+        (["run", "--shard-gib", "0"], "--shard-gib must be positive, got 0"),
+        (["run", "--out", "run"], "run is there and no model's folder; name another"),
+        (["run", "--out", "mine"], "mine is there and was not written by this command; --replace replaces it"),
+        (["run", "--out", "run/run.json/x"], "run/run.json/.x.*.tmp: Not a directory"),
+    ):
+        code, out, err = command("export", *arguments)
+        assert (code, out) == (2, "")
+        start, _, end = f"export: {message}\n".partition("*")
+        assert err.startswith(start)
+        assert err.endswith(end)
+    assert command("export")[0] == 2
+    assert command("export", "run", "--out", "mine", "--replace")[0] == 0
+
+
+def test_sample_prints_what_the_model_says(command, trained):
+    options = ["--prompt", "ab", "--max-tokens", "12", "--samples", "3", "--seed", "5", "--top-p", "0.9"]
+    code, out, err = command("sample", "run", *options)
+    assert (code, err) == (0, "")
+    said = json.loads(out.splitlines()[-1])
+    assert (said["step"], said["prompt_tokens"], len(said["texts"])) == (2, 2, 3)
+    ours = load_trained(trained / "run", device="cpu", dtype=torch.float32)
+    choice = Choice(0.8, top_p=0.9)
+    steps = generate(ours.model, [97, 98], choice, max_tokens=12, n_samples=3, seed=5, eos_id=256, n_ids=257)
+    ids = [[i for i in sample if i not in (None, 256)] for sample in zip(*steps, strict=True)]
+    assert said["texts"] == [ours.tokenizer.decode(sample) for sample in ids]
+    assert "".join(f"ab{text}" for text in said["texts"]) in out.replace("\n\n--- sample 2 of 3\n", "").replace(
+        "\n\n--- sample 3 of 3\n", ""
+    )
+    assert command("export", "run", "--out", "hf")[0] == 0
+    again = json.loads(command("sample", "hf", *options)[1].splitlines()[-1])
+    assert (again["texts"], again["step"]) == (said["texts"], None)
+
+
+def test_sample_stops_with_a_note_where_the_context_is_full(command):
+    code, out, err = command("sample", "run", "--max-tokens", "5000", "--temperature", "0")
+    assert code == 0
+    said = json.loads(out.splitlines()[-1])
+    assert (said["prompt_tokens"], said["new_tokens"], said["stopped"]) == (1, 48, ["context full"])
+    assert err == "sample: the context of 48 tokens is full after 1 of the prompt and 48 new ones\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere does not exist"),
+        (["run", "--prompt", "x" * 49], "the prompt has 49 tokens, the model's context 48"),
+        (["run", "--prompt", "x", "--prompt-file", "y"], "--prompt and --prompt-file exclude each other"),
+        (["run", "--prompt-file", "absent"], "absent: No such file or directory"),
+        (["run", "--samples", "0"], "--samples and --max-tokens must be positive, got 0 and 200"),
+        (["run", "--temperature", "-1"], "temperature must not be negative, got -1"),
+        (["run", "--top-k", "0"], "top k must be positive, got 0"),
+        (["run", "--top-p", "1.1"], "top p must lie in (0, 1], got 1.1"),
+        (["run", "--seed", "-1"], "--seed must lie in 0..2^63 - 1, got -1"),
+        (["run", "--device", "cuda"], "--device cuda needs a GPU, and there is none"),
+    ],
+)
+def test_sample_refuses_in_one_sentence(command, arguments, message):
+    code, out, err = command("sample", *arguments)
+    assert (code, out, err) == (2, "", f"sample: {message}\n")
+
+
+def test_sample_takes_any_argument_and_says_when_memory_is_short(command, monkeypatch):
+    code, out, _ = command("sample", "run", "--prompt", "a\udcff", "--max-tokens", "2")
+    assert (code, json.loads(out.splitlines()[-1])["prompt_tokens"]) == (0, 2)
+
+    def fail(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 90 GiB.\nSee the documentation")
+
+    monkeypatch.setattr(TransformerLM, "to_empty", fail)
+    code, out, err = command("sample", "run")
+    said = "the model and its cache do not fit into the GPU's memory: CUDA out of memory. Tried to allocate 90 GiB."
+    assert (code, out, err) == (2, "", f"sample: {said}\n")
+
+
+def test_damage_is_said(command, trained, tmp_path):
+    write_run(tmp_path / "run", replace(LLAMA, name="torn"))
+    with joined("cpu"):
+        for step in (1, 2):
+            model = model_of(LLAMA)
+            with torch.no_grad():
+                model.ln_final.weight[0] = math.nan if step == 1 else 1.0
+            save_model(tmp_path / "run", model, step, optimizer=False)
+    (tmp_path / "run/step-00000002/__0_0.distcp").unlink()
+    code, _, err = command("export", tmp_path / "run")
+    assert code == 0
+    assert err == f"export: {tmp_path}/run/step-00000002 is passed over: __0_0.distcp is missing\n"
+    code, _, err = command("sample", tmp_path / "run")
+    assert code == 2
+    assert err.endswith("sample: the model's logits after 1 tokens are not finite\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["export", "sample"])
+def test_help_needs_no_torch(script):
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = ['{script}', '--help']\n"
+        f"try: runpy.run_path('{ROOT}/scripts/{script}.py', run_name='__main__')\n"
+        "except SystemExit as stop: assert stop.code == 0\n"
+        "assert not {'torch', 'tokenizers', 'pandas'} & set(sys.modules)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "--help" in result.stdout
