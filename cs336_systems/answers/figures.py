@@ -87,7 +87,7 @@ def figures(committed: Committed) -> dict[str, Drawing]:
 
     return {
         "h200_grid.png": of_rows(step_figure, "grid"),
-        "h200_context_512.png": of_rows(step_figure, "context-512", "compiled"),
+        "h200_context_512.png": of_rows(step_figure, "context-512"),
         "h200_mixed_precision.png": of_rows(speedups_figure, "context-512"),
         "h200_checkpointing.png": of_rows(frontier_figure, "checkpointing"),
         "h200_collectives.png": of_rows(

@@ -8,9 +8,10 @@ import torch
 from cs336_systems.pretraining.deferred import Deferred
 
 CPU = torch.device("cpu")
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 
 
-@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=ON_GPU)])
 def test_each_step_comes_when_the_next_is_queued_and_the_last_when_asked_for(device):
     deferred = Deferred(device, ("loss", "norm"))
     pushed = [deferred.push(torch.tensor(i, device=device), torch.full((1,), i / 2, device=device)) for i in range(4)]
@@ -28,6 +29,7 @@ def test_what_is_overwritten_by_the_next_step_was_copied():
     assert deferred.flush().values == {"loss": 0.0}
 
 
+@pytest.mark.timing
 def test_seconds_run_from_end_to_end_and_from_a_restart():
     deferred = Deferred(CPU, ("loss",))
     time.sleep(0.02)
@@ -44,6 +46,7 @@ def test_seconds_run_from_end_to_end_and_from_a_restart():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_host_runs_ahead_of_the_device_and_seconds_are_the_devices():
     device = torch.device("cuda")
     x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)

@@ -73,6 +73,7 @@ def test_an_interval_is_positive():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_says_all_of_it():
     kept = Kept()
     with GpuSampler(RunLog(kept), CUDA, every=1) as sampler:
