@@ -115,8 +115,8 @@ def test_readme_tree_matches_the_files() -> None:
     assert drawn == present
 
 
-NEED_A_GPU_MACHINE = ("training", "variants", "nsys")
-"""Values of options that ask for what machines without a GPU lack: long shapes, nsys."""
+NEED_A_GPU_MACHINE = ("training", "variants", "nsys", "fused")
+"""Values of options that ask for what machines without a GPU lack: long shapes, nsys, Triton."""
 
 
 def readme_commands() -> list[list[str]]:
