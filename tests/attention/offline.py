@@ -73,14 +73,14 @@ def without_interpreter() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
 
-def report(script: str, kernel: str, d_head: int) -> dict[str, Any]:
-    """Run a script that prints ``{"ptx": ..., "metadata": {...}}`` for a kernel's name and a head dim, and assemble it.
+def report(script: str, *arguments: object) -> dict[str, Any]:
+    """Run a script that prints ``{"ptx": ..., "metadata": {...}}`` of a kernel, by its arguments, and assemble it.
 
     In a process of its own (``without_interpreter``). Returns the metadata and ``spill_stores``, ``stack_frame``
     (bytes), ``registers`` (per thread), ``serialised`` and ``wgmma`` (how many).
     """
     result = subprocess.run(
-        [sys.executable, "-c", script, kernel, str(d_head)],
+        [sys.executable, "-c", script, *map(str, arguments)],
         capture_output=True,
         text=True,
         cwd=ROOT,
