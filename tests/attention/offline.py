@@ -107,5 +107,5 @@ def report(script: str, *arguments: object) -> dict[str, Any]:
         "serialised": "serialized" in log,
         "wgmma": compiled["ptx"].count("wgmma.mma_async"),
     }
-    print(kernel, d_head, found)
+    print(*arguments, found)
     return found
