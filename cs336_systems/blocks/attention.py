@@ -26,7 +26,7 @@ class AttentionOps(TypedDict):
 def _through(
     forward_op: Callable[..., Any], backward_op: Callable[..., Any], *options: Callable[[], bool]
 ) -> AttentionOps:
-    """Of a pair of operators; ``options`` are those of its backward, asked for at each call."""
+    """Of two operators, the second writing into what it is given; ``options`` are its own, asked for at each call."""
 
     def forward(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
         o, lse = forward_op(q_BHSE, k_BKSE, v_BKSE, True, q_BHSE.shape[-1] ** -0.5)
@@ -35,12 +35,10 @@ def _through(
     def backward(
         do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, into: tuple[Tensor, Tensor, Tensor]
     ) -> None:
-        gradients = backward_op(q, k, v, o, lse, do, True, q.shape[-1] ** -0.5, *(option() for option in options))
-        for target, gradient in zip(into, gradients, strict=True):
-            target.copy_(gradient)
+        backward_op(q, k, v, o, lse, do, *into, True, q.shape[-1] ** -0.5, *(option() for option in options))
 
     return {"attention_forward": forward, "attention_backward": backward}
 
 
-FLASH_ATTENTION = _through(flash.forward_op, flash.backward_op, lambda: True, lambda: True)
-HOPPER_ATTENTION = _through(hopper.forward_op, hopper.backward_op, torch.are_deterministic_algorithms_enabled)
+FLASH_ATTENTION = _through(flash.forward_op, flash.backward_into_op)
+HOPPER_ATTENTION = _through(hopper.forward_op, hopper.backward_into_op, torch.are_deterministic_algorithms_enabled)

@@ -123,18 +123,12 @@ class _Sizes:
         )
 
     def _attention_buffers(self, attention: str, batch_size: int, seq_len: int) -> dict[str, int]:
-        """Of its backward: gradients before they are copied into that of q | k | v, statistics, fp32 sums for dq."""
-        config = self.config
-        tokens, heads = batch_size * seq_len, batch_size * config.n_heads
-        gradients = {
-            "dq": tokens * config.d_model * self.width,
-            "dk": tokens * config.d_kv * self.width,
-            "dv": tokens * config.d_kv * self.width,
-        }
+        """Of its backward, which writes into the gradient of q | k | v: statistics, and fp32 sums for dq."""
+        config, heads = self.config, batch_size * self.config.n_heads
         if attention == "flash":
-            return gradients | {"lse in base 2": heads * seq_len * WIDE, "delta": heads * seq_len * WIDE}
+            return {"lse in base 2": heads * seq_len * WIDE, "delta": heads * seq_len * WIDE}
         padded, columns = -(-seq_len // 128) * 128, 64 if config.d_head <= 64 else 128
-        return gradients | {"statistics": heads * 2 * padded * WIDE, "sums of dq": heads * padded * columns * WIDE}
+        return {"statistics": heads * 2 * padded * WIDE, "sums of dq": heads * padded * columns * WIDE}
 
 
 class _Step:

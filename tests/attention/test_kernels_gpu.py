@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from cs336_systems.attention.flash import FlashAttention
+from cs336_systems.attention.flash import function as flash
 from cs336_systems.attention.hopper import HopperFlashAttention
+from cs336_systems.attention.hopper import function as hopper
 from tests.attention.error_budget import check, make, results_of
+from tests.attention.slices import check_slices
 
 ON_CUDA = torch.cuda.is_available()
 pytestmark = [
@@ -19,6 +22,14 @@ DTYPES = {
     HopperFlashAttention: [torch.bfloat16, torch.float16],
 }
 HEAD_DIMS = {FlashAttention: [16, 32, 64, 80, 96, 128, 256], HopperFlashAttention: [16, 32, 64, 80, 96, 120, 128]}
+SLICED = {
+    FlashAttention: (flash.forward_op, lambda *of: flash.backward_op(*of, True, True), flash.backward_into_op),
+    HopperFlashAttention: (
+        hopper.forward_op,
+        lambda *of: hopper.backward_op(*of, True),
+        lambda *of: hopper.backward_into_op(*of, True),
+    ),
+}
 LENGTHS = [(1, 1), (17, 17), (127, 127), (128, 128), (129, 129), (300, 300), (129, 300), (300, 129), (1, 300)]
 
 
@@ -94,6 +105,16 @@ def test_the_same_bits_every_run(attend: type, options: tuple[bool, ...], d_head
     for _ in range(3):
         for a, b in zip(first, results_of(attend, *tensors, True, None, *options), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("attend", "d_head"), [case(attend, d_head) for attend in DTYPES for d_head in HEAD_DIMS[attend]]
+)
+def test_gradients_are_written_into_slices(attend: type, d_head: int, kv_heads: int) -> None:
+    """Of a length that no tile divides, at head dims that fill a tile and that do not."""
+    for dtype in DTYPES[attend]:
+        check_slices(*SLICED[attend], "cuda", dtype, kv_heads=kv_heads, seq_len=333, d_head=d_head)
 
 
 @each_kernel

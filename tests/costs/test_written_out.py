@@ -28,9 +28,9 @@ CONFIGS = {
     "plain": PLAIN,
     "grouped-biases": replace(PLAIN, n_heads=4, n_kv_heads=2, qkv_bias=True),
     "words": replace(PLAIN, vocab_size=50_000, n_layers=2),
-    "tied": replace(PLAIN, tie_embeddings=True),
+    "tied": replace(PLAIN, d_ff=256, tie_embeddings=True),
     "tied-words": replace(PLAIN, vocab_size=50_000, n_layers=2, tie_embeddings=True),
-    "deep": replace(PLAIN, n_layers=9, d_model=256),
+    "deep": replace(PLAIN, n_layers=9, d_model=256, d_ff=192),
     "broad": replace(PLAIN, d_ff=1024),
 }
 KEEPS = (

@@ -90,7 +90,7 @@ def compare(
 @pytest.mark.parametrize(
     ("config", "seq_len", "keep", "attention", "prefetch", "moment"),
     [
-        ("plain", 300, "products", "hopper", 1, "block 2, attention backward"),
+        ("plain", 300, "products", "hopper", 1, "block 2, feed-forward backward"),
         ("grouped-biases", 300, "input", "flash", 1, "block 1, feed-forward backward"),
         ("deep", 300, "products-residual", "flash", 2, "block 8, attention backward"),
         ("deep", 16, "all", "hopper", 0, "block 0, attention backward"),

@@ -40,7 +40,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.attention.flash.host import input_precision, with_short_rows
+from cs336_systems.attention.flash.host import input_precision, with_short_rows, writable
 from cs336_systems.attention.flash.preprocess import launch_preprocess
 from cs336_systems.attention.flash.primitives import (
     LOG2_E,
@@ -305,25 +305,25 @@ def launch_backward(
     o_BHQD: Tensor,
     lse_BHQ: Tensor,
     do_BHQD: Tensor,
+    dq_BHQD: Tensor | None,
+    dk_BKND: Tensor | None,
+    dv_BKND: Tensor | None,
     causal: bool,
     scale: float,
-    wants_dq: bool = True,
-    wants_dkdv: bool = True,
     dq_tile: Tile | None = None,
     dkdv_tile: Tile | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dq, dk, dv), each laid out like its tensor, or None where it is not wanted (dk and dv come together).
+) -> None:
+    """Write dq, dk and dv, but for those that are None (dk and dv come together).
 
-    The tiles override the table's.
+    What ``with_short_rows`` would copy of them is written elsewhere and copied. The tiles override the table's.
     """
     q, k, v, o, do = (with_short_rows(x) for x in (q_BHQD, k_BKND, v_BKND, o_BHQD, do_BHQD))
+    gradients = dq_BHQD, dk_BKND, dv_BKND
+    dq, dk, dv = (None if x is None else writable(x) for x in gradients)
     batch, n_heads, n_queries, d_head = q.shape
     n_kv_heads, n_keys = k.shape[1:3]
-    dq = torch.empty_like(q) if wants_dq else None
-    dk = torch.empty_like(k) if wants_dkdv else None
-    dv = torch.empty_like(v) if wants_dkdv else None
     if batch == 0:
-        return dq, dk, dv
+        return
 
     lse_log2, delta = launch_preprocess(o, do, lse_BHQ.contiguous())
     common = {"D": d_head, "BLOCK_D": next_power_of_2(d_head), "CAUSAL": causal, "PRECISION": input_precision()}
@@ -361,4 +361,6 @@ def launch_backward(
                 **tile.launch_options(),
                 **common,
             )
-    return dq, dk, dv
+    for gradient, written in zip(gradients, (dq, dk, dv), strict=True):
+        if gradient is not None and written is not None and written is not gradient:
+            gradient.copy_(written)

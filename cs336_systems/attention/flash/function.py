@@ -46,9 +46,28 @@ def backward_op(
     wants_dkdv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); empty tensors stand for those not wanted, since an operator cannot return None."""
-    gradients = launch_backward(q, k, v, o, lse, do, causal, scale, wants_dq, wants_dkdv)
-    dq, dk, dv = (q.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    dq, dk, dv = _backward_results(q, k, v, wants_dq, wants_dkdv)
+    into_q, into_k, into_v = dq if wants_dq else None, dk if wants_dkdv else None, dv if wants_dkdv else None
+    launch_backward(q, k, v, o, lse, do, into_q, into_k, into_v, causal, scale)
     return dq, dk, dv
+
+
+@operator("flash_attention_backward_into", lambda *_: None, mutates=("dq", "dk", "dv"))
+def backward_into_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    causal: bool,
+    scale: float,
+) -> None:
+    """``backward_op``, written into dq, dk and dv of any strides; a last stride other than 1 costs a copy."""
+    launch_backward(q, k, v, o, lse, do, dq, dk, dv, causal, scale)
 
 
 class FlashKernels(torch.autograd.Function):

@@ -12,8 +12,16 @@ def with_short_rows(x_BHSD: Tensor) -> Tensor:
 
     They take any strides of batch, head and sequence, zero and overlapping ones too; columns must be neighbours.
     """
-    readable = x_BHSD.stride(-1) == 1 and x_BHSD.stride(-2) < MAX_ROW_STRIDE
-    return x_BHSD if readable else x_BHSD.contiguous()
+    return x_BHSD if _has_short_rows(x_BHSD) else x_BHSD.contiguous()
+
+
+def writable(x_BHSD: Tensor) -> Tensor:
+    """``x`` if the kernels can write its strides, else contiguous memory for its values."""
+    return x_BHSD if _has_short_rows(x_BHSD) else torch.empty_like(x_BHSD, memory_format=torch.contiguous_format)
+
+
+def _has_short_rows(x_BHSD: Tensor) -> bool:
+    return x_BHSD.stride(-1) == 1 and x_BHSD.stride(-2) < MAX_ROW_STRIDE
 
 
 def input_precision() -> str:

@@ -321,16 +321,17 @@ def _prepared(
     ordered: bool,
     schedule: BackwardSchedule | None,
 ) -> Launches | None:
-    """None if the copy engine cannot read one of the tensors so laid out.
+    """None if the copy engine cannot read or write one of the tensors so laid out.
 
-    All that the launches depend on but for addresses, tensors being aligned; ``strides`` are of q, k, v, o and do.
+    All that the launches depend on but for addresses, tensors being aligned; ``strides`` are of q, k, v, o, do, and of
+    dq, dk and dv.
     """
-    shapes = shape_BHQD, shape_BKND, shape_BKND, shape_BHQD, shape_BHQD
-    operands = [(shape, of, dtype) for shape, of in zip(shapes, strides, strict=True)]
-    if not all(host.can_be_copied(*operand) for operand in operands):
+    like_q, like_k = shape_BHQD, shape_BKND
+    shapes = like_q, like_k, like_k, like_q, like_q, like_q, like_k, like_k
+    tensors = [(shape, of, dtype) for shape, of in zip(shapes, strides, strict=True)]
+    if not all(host.can_be_copied(*tensor) for tensor in tensors):
         return None
-    q, k, v, _, do = operands
-    dq, dk, dv = ((shape, host.result_strides(shape, of, dtype), dtype) for shape, of, dtype in (q, k, v))
+    q, k, v, _, do, dq, dk, dv = tensors
     batch, n_heads, n_queries, d_head = shape_BHQD
     n_kv_heads, n_keys = shape_BKND[1:3]
     block_d = padded_head_dim(d_head)
@@ -388,28 +389,43 @@ def launch_backward(
     o_BHQD: Tensor,
     lse_BHQ: Tensor,
     do_BHQD: Tensor,
+    dq_BHQD: Tensor,
+    dk_BKND: Tensor,
+    dv_BKND: Tensor,
     causal: bool,
     scale: float,
     ordered: bool = False,
     schedule: BackwardSchedule | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) as ``empty_result`` lays them out; ``ordered`` sums dq from the first key tile to the last.
+) -> None:
+    """Write dq, dk and dv; ``ordered`` sums dq from the first key tile to the last.
+
+    What the copy engine cannot read where it lies is copied first. What it cannot write where it lies (strides of
+    batch, head and sequence that are no positive multiples of 16 bytes, a last stride other than 1, a first element off
+    a 16-byte boundary) is written elsewhere and copied.
 
     ``schedule`` overrides the table's. Launched on the current device, which must be the tensors'.
     """
     shape, device = q_BHQD.shape, q_BHQD.device
     if shape[0] == 0:
-        return host.empty_result(q_BHQD), host.empty_result(k_BKND), host.empty_result(v_BKND)
-    strides = q_BHQD.stride(), k_BKND.stride(), v_BKND.stride(), o_BHQD.stride(), do_BHQD.stride()
+        return
+    inputs, gradients = (q_BHQD, k_BKND, v_BKND, o_BHQD, do_BHQD), (dq_BHQD, dk_BKND, dv_BKND)
+    strides = tuple([x.stride() for x in (*inputs, *gradients)])
     launches = _prepared(shape, k_BKND.shape, strides, q_BHQD.dtype, device, causal, scale, ordered, schedule)
-    q, k, v = q_BHQD.data_ptr(), k_BKND.data_ptr(), v_BKND.data_ptr()
-    o, do = o_BHQD.data_ptr(), do_BHQD.data_ptr()
-    if launches is None or (q | k | v | o | do) % host.ALIGNMENT_BYTES:
-        q_BHQD, k_BKND, v_BKND, o_BHQD, do_BHQD = map(host.copyable, (q_BHQD, k_BKND, v_BKND, o_BHQD, do_BHQD))
-        return launch_backward(q_BHQD, k_BKND, v_BKND, o_BHQD, lse_BHQ, do_BHQD, causal, scale, ordered, schedule)
+    q, k, v, o, do = [x.data_ptr() for x in inputs]
+    dq, dk, dv = [x.data_ptr() for x in gradients]
+    if launches is None or (q | k | v | o | do | dq | dk | dv) % host.ALIGNMENT_BYTES:
+        q_BHQD, k_BKND, v_BKND, o_BHQD, do_BHQD = map(host.copyable, inputs)
+        written = dq_BHQD, dk_BKND, dv_BKND = [host.writable(x) for x in gradients]
+        launch_backward(
+            q_BHQD, k_BKND, v_BKND, o_BHQD, lse_BHQ, do_BHQD, dq_BHQD, dk_BKND, dv_BKND,
+            causal, scale, ordered, schedule,
+        )  # fmt: skip
+        for gradient, elsewhere in zip(gradients, written, strict=True):
+            if elsewhere is not gradient:
+                gradient.copy_(elsewhere)
+        return
     if lse_BHQ.data_ptr() % host.ALIGNMENT_BYTES or not lse_BHQ.is_contiguous():
         lse_BHQ = lse_BHQ.clone(memory_format=torch.contiguous_format)
-    dq_BHQD, dk_BKND, dv_BKND = torch.empty_like(q_BHQD), torch.empty_like(k_BKND), torch.empty_like(v_BKND)
     between = torch.empty(launches.n_stats + launches.n_sums, dtype=torch.float32, device=device)
     stats = between.data_ptr()
     sums = stats + launches.n_stats * between.element_size()
@@ -417,8 +433,6 @@ def launch_backward(
     counter = turns = host.counter(device, stream)
     if ordered:
         turns = torch.zeros(launches.n_turns, dtype=torch.int32, device=device)
-    dk, dv = dk_BKND.data_ptr(), dv_BKND.data_ptr()
     launches.preprocess(stream, o, do, lse_BHQ.data_ptr(), stats, sums)
     launches.main(stream, q, k, v, do, stats, sums, dk, dv, turns.data_ptr(), counter.data_ptr())
-    launches.postprocess(stream, sums, dq_BHQD.data_ptr())
-    return dq_BHQD, dk_BKND, dv_BKND
+    launches.postprocess(stream, sums, dq)

@@ -35,8 +35,30 @@ def backward_op(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, causal: bool, scale: float, ordered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of (batch, heads, seq, d) inputs; ``ordered`` fixes the order in which dq is summed."""
+    dq, dk, dv = _backward_results(q, k, v)
     with host.on_device_of(q):
-        return launch_backward(q, k, v, o, lse, do, causal, scale, ordered)
+        launch_backward(q, k, v, o, lse, do, dq, dk, dv, causal, scale, ordered)
+    return dq, dk, dv
+
+
+@operator("hopper_attention_backward_into", lambda *_: None, mutates=("dq", "dk", "dv"))
+def backward_into_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    causal: bool,
+    scale: float,
+    ordered: bool,
+) -> None:
+    """``backward_op``, written into dq, dk and dv, whose strides are free as those of inputs are."""
+    with host.on_device_of(q):
+        launch_backward(q, k, v, o, lse, do, dq, dk, dv, causal, scale, ordered)
 
 
 class HopperKernels(torch.autograd.Function):

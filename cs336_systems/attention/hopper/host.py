@@ -47,6 +47,13 @@ def copyable(x: Tensor) -> Tensor:
     return x if x.data_ptr() % ALIGNMENT_BYTES == 0 else x.clone()
 
 
+def writable(x: Tensor) -> Tensor:
+    """``x``, or contiguous memory for its values if the copy engine cannot write them where they lie."""
+    if has_copyable_strides(x) and x.data_ptr() % ALIGNMENT_BYTES == 0:
+        return x
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def empty_result(x: Tensor) -> Tensor:
     """Memory for a result of the shape of ``x``, laid out like it if the copy engine can write that."""
     return (

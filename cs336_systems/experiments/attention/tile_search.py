@@ -70,9 +70,13 @@ def search_tiles(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool) -
     scale = q.shape[-1] ** -0.5
     o, lse = launch_forward(q, k, v, causal, scale)
 
-    def backward(wants_dq: bool, tile: Tile) -> object:
-        tiles = {"dq_tile" if wants_dq else "dkdv_tile": tile}
-        return launch_backward(q, k, v, o, lse, do, causal, scale, wants_dq, not wants_dq, **tiles)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    def backward(wants_dq: bool, tile: Tile) -> None:
+        if wants_dq:
+            launch_backward(q, k, v, o, lse, do, dq, None, None, causal, scale, dq_tile=tile)
+        else:
+            launch_backward(q, k, v, o, lse, do, None, dk, dv, causal, scale, dkdv_tile=tile)
 
     launch: dict[str, Callable[[Tile], object]] = {
         "forward": lambda tile: launch_forward(q, k, v, causal, scale, tile),

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from cs336_systems.attention.flash import FlashAttention
 from cs336_systems.attention.flash import forward as forward_module
-from cs336_systems.attention.flash.function import backward_op, forward_op
+from cs336_systems.attention.flash.function import backward_into_op, backward_op, forward_op
 from cs336_systems.attention.flash.tiles import Tile, tile_for
 from tests.attention.error_budget import check, make, results_of
+from tests.attention.slices import check_slices
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here: see test_flash_gpu.py")
 
@@ -83,6 +84,23 @@ def test_strides() -> None:
             assert torch.equal(a, b)
 
 
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("kv_heads", "d_head"), [(4, 16), (2, 16), (2, 20)])
+def test_gradients_are_written_into_slices(kv_heads: int, d_head: int) -> None:
+    how = {"kv_heads": kv_heads, "seq_len": 21, "d_head": d_head}
+    allocating = lambda *arguments: backward_op(*arguments, True, True)  # noqa: E731
+    check_slices(forward_op, allocating, backward_into_op, "cpu", torch.float32, **how)
+
+
+def test_gradients_whose_columns_lie_apart_are_copied() -> None:
+    q, k, v, do = make("cpu", batch=2, heads=2, n_queries=20)
+    o, lse = forward_op(q, k, v, True, 0.25)
+    into = [torch.zeros_like(x.mT.contiguous().mT) for x in (q, k, v)]
+    backward_into_op(q, k, v, o, lse, do, *into, True, 0.25)
+    for written, wanted in zip(into, backward_op(q, k, v, o, lse, do, True, 0.25, True, True), strict=True):
+        assert torch.equal(written, wanted)
+
+
 def test_output_keeps_the_layout_of_q() -> None:
     q, k, v, _ = (strided(x)[0] for x in make("cpu", heads=2))
     assert FlashAttention.apply(q, k, v, True).stride() == q.stride()
@@ -150,6 +168,8 @@ def test_operators_pass_opcheck() -> None:
     torch.library.opcheck(forward_op, (q, k, v, True, 0.25))
     o, lse = forward_op(q, k, v, True, 0.25)
     torch.library.opcheck(backward_op, (q, k, v, o, lse, do, True, 0.25, True, False))
+    into = [torch.empty_like(x) for x in (q, k, v)]
+    torch.library.opcheck(backward_into_op, (q, k, v, o, lse, do, *into, True, 0.25))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.attention.flash import FlashAttention
-from cs336_systems.attention.flash.function import backward_op, forward_op
+from cs336_systems.attention.flash.function import backward_into_op, backward_op, forward_op
 from cs336_systems.attention.flash.host import MAX_ROW_STRIDE
 from tests.attention.error_budget import check, error, make, results_of
 
@@ -50,6 +50,8 @@ def test_operators_pass_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.library.opcheck(forward_op, (q, k, v, True, 0.25))
     o, lse = forward_op(q, k, v, True, 0.25)
     torch.library.opcheck(backward_op, (q, k, v, o, lse, do, True, 0.25, True, False))
+    into = [torch.empty_like(x) for x in (q, k, v)]
+    torch.library.opcheck(backward_into_op, (q, k, v, o, lse, do, *into, True, 0.25))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

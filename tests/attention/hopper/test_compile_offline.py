@@ -21,7 +21,7 @@ q = torch.zeros(1, 2, 200, d_head, dtype=torch.bfloat16)
 if name == "forward":
     forward.launch_forward(q, q, q, True, 0.1)
 else:
-    backward.launch_backward(q, q, q, q, torch.zeros(1, 2, 200), q, True, 0.1)
+    backward.launch_backward(q, q, q, q, torch.zeros(1, 2, 200), q, q, q, q, True, 0.1)
 kernel = compiled[f"hopper_{name}_kernel"]
 metadata = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
 print(json.dumps({"ptx": kernel.asm["ptx"], "metadata": metadata}))

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from cs336_systems.attention.hopper import HopperFlashAttention, plans
-from cs336_systems.attention.hopper.function import backward_op, forward_op
+from cs336_systems.attention.hopper.function import backward_into_op, backward_op, forward_op
 from cs336_systems.attention.hopper.host import (
     L2_BUDGET_BYTES,
     copyable,
@@ -112,6 +112,7 @@ def test_an_empty_batch_launches_nothing() -> None:
     o, lse = forward_op(q, k, v, True, 1.0)
     assert (o.shape, lse.shape) == (q.shape, q.shape[:3])
     assert [x.shape for x in backward_op(q, k, v, o, lse, do, True, 1.0, False)] == [q.shape] * 3
+    assert backward_into_op(q, k, v, o, lse, do, q, k, v, True, 1.0, False) is None
 
 
 def test_a_section_is_at_least_one_head_and_at_most_all() -> None:

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from cs336_systems.attention.hopper.backward import launch_backward
 from cs336_systems.attention.hopper.forward import launch_forward
-from cs336_systems.attention.hopper.function import HopperFlashAttention, backward_op, forward_op
+from cs336_systems.attention.hopper.function import (
+    HopperFlashAttention,
+    backward_into_op,
+    backward_op,
+    forward_op,
+)
 from cs336_systems.attention.hopper.schedules import BackwardSchedule, ForwardSchedule
 from tests.attention import error_budget
 from tests.attention.error_budget import Results, compare, make, results_of
@@ -61,7 +66,8 @@ def test_random_shapes(part: int) -> None:
 def test_forward_schedules(schedule: ForwardSchedule, causal: bool) -> None:
     q, k, v, do = make("cuda", torch.bfloat16, batch=3, heads=48, kv_heads=24, n_queries=500, n_keys=650, d_head=64)
     o, lse = launch_forward(q, k, v, causal, 0.125, schedule)
-    compare(Results(o, lse, *launch_backward(q, k, v, o, lse, do, causal, 0.125)), q, k, v, do, causal, 0.125)
+    gradients = backward_op(q, k, v, o, lse, do, causal, 0.125, False)
+    compare(Results(o, lse, *gradients), q, k, v, do, causal, 0.125)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -69,7 +75,8 @@ def test_forward_schedules(schedule: ForwardSchedule, causal: bool) -> None:
 def test_backward_schedules(schedule: BackwardSchedule, causal: bool) -> None:
     q, k, v, do = make("cuda", torch.bfloat16, batch=3, heads=48, kv_heads=24, n_queries=500, n_keys=650, d_head=64)
     o, lse = launch_forward(q, k, v, causal, 0.125)
-    gradients = launch_backward(q, k, v, o, lse, do, causal, 0.125, schedule=schedule)
+    gradients = [torch.empty_like(x) for x in (q, k, v)]
+    launch_backward(q, k, v, o, lse, do, *gradients, causal, 0.125, schedule=schedule)
     compare(Results(o, lse, *gradients), q, k, v, do, causal, 0.125)
 
 
@@ -178,6 +185,8 @@ def test_operators_pass_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.library.opcheck(forward_op, (q, k, v, True, 0.25))
     o, lse = forward_op(q, k, v, True, 0.25)
     torch.library.opcheck(backward_op, (q, k, v, o, lse, do, True, 0.25, True))
+    into = [torch.empty_like(x) for x in (q, k, v)]
+    torch.library.opcheck(backward_into_op, (q, k, v, o, lse, do, *into, True, 0.25, True))
 
 
 def test_a_captured_graph_beside_other_launches() -> None:

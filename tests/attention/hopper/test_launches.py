@@ -1,59 +1,25 @@
 """What the launchers hand to the kernels, without one: where each tensor lies and how, and what is made only once."""
 
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from cs336_systems.attention.hopper import backward, forward, host
-from cs336_systems.operators import prepared
+from cs336_systems.attention.hopper.function import backward_op
 from tests.attention.error_budget import make
+from tests.attention.hopper.unlaunched import Kernel, hopper_unlaunched
+from tests.attention.slices import heads_of
 
-STREAM = 5
 STATS_BYTES = 2 * 6 * 2 * 256 * 4
 """Two heads of six in two batches, padded to 256 queries, fp32."""
 
 
-class Kernel:
-    """Takes the place of ``launching.Form``: keeps what it would launch."""
-
-    made = 0
-    launched: dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
-
-    def __init__(self, kernel: Any, *arguments: Any, **constants_and_options: Any) -> None:
-        Kernel.made += 1
-        n_described = sum(hasattr(argument, "block_shape") for argument in arguments)
-        self.compiled = SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=[None] * n_described))
-        self.name, self.constants = kernel.fn.__name__, constants_and_options
-
-    def __call__(self, grid: tuple[int, int, int], stream: int, *arguments: Any) -> None:
-        assert stream == STREAM
-        Kernel.launched[self.name] = arguments, self.constants
-
-
 @pytest.fixture(autouse=True)
-def nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> Any:
-    caches = forward._prepared, backward._prepared
-    counter = torch.zeros(1, dtype=torch.int32)
-    monkeypatch.setattr(prepared, "Form", Kernel)
-    monkeypatch.setattr(prepared, "make_tensordesc_arg", encode)
-    monkeypatch.setattr(host, "current_stream", lambda device: STREAM)
-    monkeypatch.setattr(host, "counter", lambda device, stream: counter)
-    for module in (forward, backward):
-        monkeypatch.setattr(module, "n_multiprocessors", lambda device: 132)
-    Kernel.made, Kernel.launched = 0, {}
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
-
-
-def encode(descriptor: Any, metadata: Any) -> list[Any]:
-    return [(descriptor.base.data_ptr(), tuple(descriptor.shape), tuple(descriptor.strides))]
+def nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with hopper_unlaunched(monkeypatch):
+        yield
 
 
 def where(x: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -96,7 +62,7 @@ def test_backward_reads_and_writes_where_tensors_lie(
     o, lse = torch.empty_like(q), torch.zeros(q.shape[:3])
     zeros: list[Tensor] = []
     monkeypatch.setattr(torch, "zeros", lambda *a, zeros_=torch.zeros, **k: zeros.append(zeros_(*a, **k)) or zeros[-1])
-    gradients = backward.launch_backward(q, k, v, o, lse, do, True, 0.125, ordered)
+    gradients = backward_op(q, k, v, o, lse, do, True, 0.125, ordered)
     before, _ = Kernel.launched["hopper_preprocess_kernel"]
     arguments, constants = Kernel.launched["hopper_backward_kernel"]
     after, _ = Kernel.launched["hopper_postprocess_kernel"]
@@ -136,7 +102,7 @@ def test_what_cannot_be_read_where_it_lies_is_copied(layout: Callable[[Tensor], 
     tensors = [q, k, v, torch.zeros_like(q), torch.zeros(q.shape[:3]), do]
     moved = tensors[place] = layout(tensors[place])
     expected = tensors[place].stride() if layout is misaligned else host.copyable(moved).stride()
-    gradients = backward.launch_backward(*tensors, True, 0.125)
+    gradients = backward_op(*tensors, True, 0.125, False)
     before, _ = Kernel.launched["hopper_preprocess_kernel"]
     arguments, _ = Kernel.launched["hopper_backward_kernel"]
     at = [*(address for address, *_ in arguments[:3]), *before[:1], before[2], before[1]]
@@ -151,10 +117,42 @@ def test_what_cannot_be_read_where_it_lies_is_copied(layout: Callable[[Tensor], 
         assert o.stride() == gradients[0].stride()
 
 
+def test_gradients_are_written_into_slices_where_they_lie() -> None:
+    q, k, v = heads_of(torch.zeros(2, 200, 12 * 64, dtype=torch.bfloat16), 6, 3)
+    slices = heads_of(torch.zeros(2, 200, 12 * 64, dtype=torch.bfloat16), 6, 3)
+    o, lse = forward.launch_forward(q, k, v, True, 0.125)
+    assert o.transpose(1, 2).is_contiguous()
+    backward.launch_backward(q, k, v, o, lse, o, *slices, True, 0.125)
+    arguments, _ = Kernel.launched["hopper_backward_kernel"]
+    after, _ = Kernel.launched["hopper_postprocess_kernel"]
+    dq, dk, dv = slices
+    assert arguments[6:8] == (where(dk), where(dv))
+    assert after[1:5] == (dq.data_ptr(), 200 * 768, 64, 768)
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("layout", [misaligned, columns_apart, rows_of_odd_length])
+@pytest.mark.usefixtures("poisoned")
+def test_what_cannot_be_written_where_it_lies_is_copied(layout: Callable[[Tensor], Tensor], place: int) -> None:
+    """Into memory of its own, which nobody writes here: it stays NaN."""
+    q, k, v, do = inputs()
+    o, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
+    into = [torch.zeros_like(x) for x in (q, k, v)]
+    into[place] = layout(into[place])
+    backward.launch_backward(q, k, v, o, lse, do, *into, True, 0.125)
+    arguments, _ = Kernel.launched["hopper_backward_kernel"]
+    after, _ = Kernel.launched["hopper_postprocess_kernel"]
+    at = [after[1], *(address for address, *_ in arguments[6:8])]
+    assert [x.data_ptr() == address for x, address in zip(into, at, strict=True)] == [i != place for i in range(3)]
+    assert all(address % 16 == 0 for address in at)
+    assert [x.isnan().all().item() for x in into] == [i == place for i in range(3)]
+    assert [x.isnan().any().item() for x in into] == [i == place for i in range(3)]
+
+
 def test_a_gradient_that_is_one_number_is_copied() -> None:
     q, k, v, do = inputs()
     o, lse = forward.launch_forward(q, k, v, True, 0.125)
-    backward.launch_backward(q, k, v, o, lse, do[:1, :1, :1, :1].expand_as(do), True, 0.125)
+    backward_op(q, k, v, o, lse, do[:1, :1, :1, :1].expand_as(do), True, 0.125, False)
     arguments, _ = Kernel.launched["hopper_backward_kernel"]
     assert arguments[3][1:] == (do.shape, do.stride())
 
@@ -166,7 +164,7 @@ def test_a_second_call_prepares_nothing_and_another_form_does() -> None:
         before = Kernel.made
         q, k, v, do = tensors
         o, lse = forward.launch_forward(q, k, v, causal, scale)
-        backward.launch_backward(q, k, v, o, lse, do, causal, scale)
+        backward_op(q, k, v, o, lse, do, causal, scale, False)
         return Kernel.made - before
 
     assert call(q, k, v, do) == 4
