@@ -52,23 +52,25 @@ class _Stages:
         return qkv
 
     def rotate_(self, qkv_RP: Tensor, *, inverse: bool) -> None:
-        qkv_BSP = qkv_RP.view(-1, len(self.cos), qkv_RP.shape[-1])
+        qkv_BSP = qkv_RP.view(-1, self.cos.shape[0], qkv_RP.shape[-1])
         self.ops.rotate_(qkv_BSP, self.cos, self.sin, self.config.n_heads, self.config.kv_heads, inverse=inverse)
 
     def heads(self, rows: Tensor) -> Tensor:
         """Rows of heads (R, n E) as attention takes them: a view (B, n, S, E)."""
-        return rows.view(-1, len(self.cos), rows.shape[-1] // self.config.d_head, self.config.d_head).transpose(1, 2)
+        d_head = self.config.d_head
+        return rows.view(-1, self.cos.shape[0], rows.shape[-1] // d_head, d_head).transpose(1, 2)
 
     def qkv_heads(self, qkv_RP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of q | k | v: views (B, H, S, E) and (B, K, S, E)."""
         config = self.config
-        q, k, v = self.heads(qkv_RP).split((config.n_heads, config.kv_heads, config.kv_heads), dim=1)
+        sizes = config.n_heads, config.kv_heads, config.kv_heads
+        q, k, v = self.heads(qkv_RP).split_with_sizes(sizes, dim=1)
         return q, k, v
 
     def attend(self, qkv_RP: Tensor) -> tuple[Tensor, Tensor]:
         """Attention's output (R, D) and lse (B, H, S)."""
         o_BHSE, lse = self.ops.attention_forward(*self.qkv_heads(qkv_RP))
-        return o_BHSE.transpose(1, 2).reshape(len(qkv_RP), -1), lse
+        return o_BHSE.transpose(1, 2).reshape(qkv_RP.shape[0], -1), lse
 
     def add(self, x_RD: Tensor, attended_RD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The residual stream after attention, its norm and the norm's statistic."""

@@ -8,7 +8,7 @@ correct, at the price of reading and writing them once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -68,21 +68,18 @@ class BlockGradients:
         wanted = frozenset(wanted)
         return cls(
             **{
-                name: parameters[parts[0]].new_empty(
-                    sum(len(parameters[part]) for part in parts), *parameters[parts[0]].shape[1:]
-                )
+                name: parameters[parts[0]].new_empty(sum(_rows(parameters, parts)), *parameters[parts[0]].shape[1:])
                 for name, parts in _held(parameters)
-                if wanted & set(parts)
+                if not wanted.isdisjoint(parts)
             }
         )
 
     def by_parameter(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Views of the gradients, by the names of the reference block's parameters, whose shapes ``parameters`` has."""
         views: dict[str, Tensor] = {}
-        for field in fields(self):
-            if (gradient := getattr(self, field.name)) is not None:
-                parts = PARTS[field.name]
-                views |= dict(zip(parts, gradient.split([len(parameters[part]) for part in parts]), strict=True))
+        for name, parts in PARTS.items():
+            if (gradient := getattr(self, name)) is not None:
+                views |= zip(parts, gradient.split_with_sizes(_rows(parameters, parts)), strict=True)
         return views
 
 
@@ -90,15 +87,23 @@ def _held(parameters: Mapping[str, Tensor]) -> list[tuple[str, tuple[str, ...]]]
     return [(name, parts) for name, parts in PARTS.items() if parts[0] in parameters]
 
 
+def _rows(parameters: Mapping[str, Tensor], parts: Iterable[str]) -> list[int]:
+    return [parameters[part].shape[0] for part in parts]  # len() of a tensor runs Python
+
+
 def merged(parts: Sequence[Tensor]) -> Tensor:
     """The rows of all parts: one tensor that views them if they lie one after the other in one memory, else a copy."""
-    first, storage = parts[0], parts[0].untyped_storage()._cdata
-    end = first.storage_offset()
+    first = parts[0]
+    if len(parts) == 1 and first.is_contiguous():
+        return first
+    storage, end = first.untyped_storage()._cdata, first.storage_offset()
     for part in parts:
         if not (part.is_contiguous() and part.untyped_storage()._cdata == storage and part.storage_offset() == end):
             return torch.cat(list(parts))
         end += part.numel()
-    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride(), first.storage_offset())
+    return first.as_strided(
+        (sum(part.shape[0] for part in parts), *first.shape[1:]), first.stride(), first.storage_offset()
+    )
 
 
 @torch.no_grad()
@@ -110,5 +115,5 @@ def merge_(block: nn.Module) -> None:
     parameters = dict(block.named_parameters())
     for _, parts in _held(parameters):
         whole = merged([parameters[part].detach() for part in parts])
-        for part, rows in zip(parts, whole.split([len(parameters[part]) for part in parts]), strict=True):
+        for part, rows in zip(parts, whole.split(_rows(parameters, parts)), strict=True):
             parameters[part].data = rows

@@ -408,13 +408,17 @@ def launch_backward(
     shape, device = q_BHQD.shape, q_BHQD.device
     if shape[0] == 0:
         return
-    inputs, gradients = (q_BHQD, k_BKND, v_BKND, o_BHQD, do_BHQD), (dq_BHQD, dk_BKND, dv_BKND)
-    strides = tuple([x.stride() for x in (*inputs, *gradients)])
+    strides = (
+        q_BHQD.stride(), k_BKND.stride(), v_BKND.stride(), o_BHQD.stride(), do_BHQD.stride(),
+        dq_BHQD.stride(), dk_BKND.stride(), dv_BKND.stride(),
+    )  # fmt: skip
     launches = _prepared(shape, k_BKND.shape, strides, q_BHQD.dtype, device, causal, scale, ordered, schedule)
-    q, k, v, o, do = [x.data_ptr() for x in inputs]
-    dq, dk, dv = [x.data_ptr() for x in gradients]
+    q, k, v = q_BHQD.data_ptr(), k_BKND.data_ptr(), v_BKND.data_ptr()
+    o, do = o_BHQD.data_ptr(), do_BHQD.data_ptr()
+    dq, dk, dv = dq_BHQD.data_ptr(), dk_BKND.data_ptr(), dv_BKND.data_ptr()
     if launches is None or (q | k | v | o | do | dq | dk | dv) % host.ALIGNMENT_BYTES:
-        q_BHQD, k_BKND, v_BKND, o_BHQD, do_BHQD = map(host.copyable, inputs)
+        gradients = dq_BHQD, dk_BKND, dv_BKND
+        q_BHQD, k_BKND, v_BKND, o_BHQD, do_BHQD = map(host.copyable, (q_BHQD, k_BKND, v_BKND, o_BHQD, do_BHQD))
         written = dq_BHQD, dk_BKND, dv_BKND = [host.writable(x) for x in gradients]
         launch_backward(
             q_BHQD, k_BKND, v_BKND, o_BHQD, lse_BHQ, do_BHQD, dq_BHQD, dk_BKND, dv_BKND,

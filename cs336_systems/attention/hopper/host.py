@@ -56,9 +56,9 @@ def writable(x: Tensor) -> Tensor:
 
 def empty_result(x: Tensor) -> Tensor:
     """Memory for a result of the shape of ``x``, laid out like it if the copy engine can write that."""
-    return (
-        torch.empty_like(x) if has_copyable_strides(x) else torch.empty_like(x, memory_format=torch.contiguous_format)
-    )
+    if x.is_contiguous() or has_copyable_strides(x):
+        return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def result_strides(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
