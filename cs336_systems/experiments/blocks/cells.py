@@ -4,15 +4,12 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from cs336_systems.config import ATTENTIONS, ModelConfig, resolve_size
+from cs336_systems.config import ATTENTIONS, WRITTEN_OUT_ATTENTIONS, ModelConfig, resolve_size
 from cs336_systems.costs.kept import LEVELS, kept_names
 from cs336_systems.experiments.options import RunOptions, cell_of, resolved_sizes
 
 REFERENCE_BLOCKS = ("eager", "compiled")
 """Ways that run the reference block, whose backward is autograd's."""
-
-WRITTEN_OUT_ATTENTIONS = ("reference", "flash", "hopper")
-"""Attentions that a written-out block can call: it needs their backward as a function."""
 
 
 @dataclass(frozen=True)

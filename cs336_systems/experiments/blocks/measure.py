@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.attention.dispatch import attention_op, unsupported_reason
-from cs336_systems.blocks import REFERENCE, BlockOps, write_out
+from cs336_systems.blocks import block_ops, write_out
 from cs336_systems.case import Unsupported
 from cs336_systems.config import PRECISIONS
 from cs336_systems.costs.flops import forward_flops
@@ -48,19 +48,10 @@ class Bench:
         """The way's blocks, all with the same weights."""
         if cell.how in REFERENCE_BLOCKS:
             return self.compiled if cell.how == "compiled" else self.reference
-        write_out(self.model, block_ops(cell), cell.how)
+        # Plain PyTorch's operations beside reference attention, else the fused kernels.
+        kernels = "reference" if cell.attention == "reference" else "fused"
+        write_out(self.model, block_ops(kernels, cell.attention), cell.how)
         return list(self.model.layers)
-
-
-def block_ops(cell: BlockCell) -> BlockOps:
-    """Plain PyTorch's operations beside reference attention, else the fused kernels."""
-    if cell.attention == "reference":
-        return REFERENCE
-    # Of Triton, which not all machines have.
-    from cs336_systems.blocks.attention import FLASH_ATTENTION, HOPPER_ATTENTION
-    from cs336_systems.blocks.fused import fused
-
-    return fused(FLASH_ATTENTION if cell.attention == "flash" else HOPPER_ATTENTION)
 
 
 @functools.lru_cache(maxsize=1)
