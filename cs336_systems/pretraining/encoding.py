@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -105,14 +105,11 @@ def _receive(process: FreshProcess) -> EncodedBatch:
 
 
 def _serve(connection: Connection, tokenizer: Tokenizer, fraction: float) -> None:
-    """A process's work: texts come, tokens go."""
+    """A process's work, until the other side hangs up: texts come, tokens go."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores have processes of their own
-    while True:
-        try:
-            texts = connection.recv()
-        except EOFError:
-            return
-        connection.send(_encode(texts, tokenizer, fraction))
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            connection.send(_encode(connection.recv(), tokenizer, fraction))
 
 
 def _encode(texts: Sequence[str], tokenizer: Tokenizer, fraction: float) -> EncodedBatch:

@@ -4,6 +4,7 @@ import filecmp
 import json
 import os
 import signal
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from cs336_systems.pretraining import encoding, tokenizing
 from cs336_systems.pretraining.corpus import Corpus
 from cs336_systems.pretraining.encoding import is_held_out
 from cs336_systems.pretraining.tokenize_options import TokenizeOptions
+from cs336_systems.pretraining.tokenizer import ByteTokenizer
 from cs336_systems.pretraining.tokenizing import default_folder, tokenize
 
 
@@ -178,3 +180,12 @@ def test_folders_are_named_by_corpus_and_tokenizer(tmp_path, monkeypatch):
     assert os.fspath(default_folder(TokenizeOptions(tokenizer="bytes"), web)) == "data/web-bytes"
     for name in ("Qwen2.5-0.5B", "Qwen2.5-0.5B/", "Qwen2.5-0.5B/tokenizer.json"):
         assert os.fspath(default_folder(TokenizeOptions(tokenizer=name), web)) == "data/web-Qwen2.5-0.5B"
+
+
+@pytest.mark.parametrize("asked", [[], ["a", "b"]])
+def test_a_process_ends_quietly_when_nobody_listens(asked):
+    ours, theirs = Pipe()
+    if asked:
+        ours.send(asked)
+    ours.close()
+    encoding._serve(theirs, ByteTokenizer(), 0.5)
