@@ -151,7 +151,7 @@ def refuse_or_fall_back(rank: Rank, folder):
     adam.state[fsdp.module.weight] = {"a/b": 1}
     with pytest.raises(ValueError, match="state a/b of weight has a slash in its name"):
         save_checkpoint(folder, fsdp, adam, 1)
-    with pytest.raises(ValueError, match="the optimizer has a parameter of shape .3,. that the FSDP model lacks"):
+    with pytest.raises(ValueError, match="the optimizer has a parameter of shape .3,. that the model lacks"):
         save_checkpoint(folder, fsdp, torch.optim.SGD([torch.ones(3)]), 1)
     assert not folder.exists()
     for step in (1, 2):
