@@ -124,6 +124,8 @@ def load_what_does_not_fit(rank: Rank, folder):
             load_checkpoint(folder / name, fsdp, optimizer)
         messages.append(str(caught.value))
         assert all(torch.equal(value, before[key]) for key, value in fsdp.gather_full_params().items())
+    with pytest.raises(ValueError, match="keep_every must be positive, got 0"):
+        save_checkpoint(folder / "wide", wider, None, 1, keep_every=0)
     with pytest.raises(ValueError, match="step must not be negative and keep_last be positive, got -1 and 2"):
         save_checkpoint(folder / "wide", wider, None, -1)
     with pytest.raises(OSError):
