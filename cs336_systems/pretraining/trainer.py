@@ -19,6 +19,7 @@ A run stops at the first step whose loss or gradient is not finite; no such step
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.distributed.fsdp_checkpoint import resume_checkpoint, save_checkpoint
-from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.process_group import Rank, on_rank_0
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.provenance import host_name, versions
 from cs336_systems.pretraining.deferred import Deferred, Done
@@ -85,13 +86,7 @@ def train(options: TrainOptions, rank: Rank, *sinks: Sink) -> Outcome:
     with ExitStack() as stack:
         stack.enter_context(prepared.loader)
         first_step = _resume(prepared)
-        log = RunLog()
-        if rank.rank == 0:
-            path = options.out / LOG
-            made = read_run(path).all(Step) if path.exists() else ()
-            earlier = [step for step in made if step.step < first_step]
-            log = RunLog(LogFile.open(path, resume=True), *sinks, earlier=earlier)
-        stack.enter_context(log)
+        log = stack.enter_context(_open_log(options.out / LOG, first_step, sinks))
         _introduce(prepared, rank, log, first_step)
         stop = stack.enter_context(StopRequests(ends_at))
         gpu = stack.enter_context(GpuSampler(log, rank.device))
@@ -112,6 +107,19 @@ def _resume(prepared: Prepared) -> int:
         group.update(hyperparameters)  # as this command has them, not the one that saved
     prepared.loader.load_state_dict(found.extra["loader"])
     return found.step
+
+
+def _open_log(path: Path, first_step: int, sinks: Sequence[Sink]) -> RunLog:
+    """The first rank's log, to which the others have nothing to say; a collective, as it may fail there."""
+    logs = [RunLog()]
+
+    def open_it() -> None:
+        made = read_run(path).all(Step) if path.exists() else ()
+        earlier = [step for step in made if step.step < first_step]
+        logs[0] = RunLog(LogFile.open(path, resume=True), *sinks, earlier=earlier)
+
+    on_rank_0(open_it)
+    return logs[0]
 
 
 def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> None:

@@ -210,6 +210,14 @@ def test_what_cannot_go_on_is_said_and_nothing_lost(whole, alone, changes, messa
     assert {path: path.stat().st_mtime_ns for path in (whole / "run").rglob("*")} == before
 
 
+def test_a_file_that_is_no_log_is_left(whole, alone, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOG).write_text("Once upon a time.")
+    with pytest.raises(ValueError, match=r"log.jsonl is no log of a training run"):
+        train(options(tmp_path, data=whole / "data"), alone)
+    assert (tmp_path / "run" / LOG).read_text() == "Once upon a time."
+
+
 def test_nothing_is_held_out(alone, tmp_path):
     write_dataset(tmp_path / "data", n_evaluation=None)
     with pytest.raises(ValueError, match="data holds out nothing to evaluate on: --evaluate-every None does without"):
