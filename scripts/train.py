@@ -79,6 +79,8 @@ def _train(options: TrainOptions) -> int:
         return code
     line: dict[str, Any] = {"command": NAME, "out": str(options.out), "picture": str(_draw(options.out))}
     print(f"{line['picture']}: loss, norm, learning rate and throughput of {outcome.steps:,} steps")
+    if outcome.reason != "done":
+        print(f"{options.out}: the same command goes on from step {outcome.steps:,}")
     if options.export and outcome.reason in ("done", "walltime") and not outcome.complaint:
         line["exported"] = str(_export(options.out))
         print(f"{line['exported']}: the model for Hugging Face")

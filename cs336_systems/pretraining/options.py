@@ -119,7 +119,7 @@ class TrainOptions:
     export: bool = True
     """At the end, to a Hugging Face folder in --out."""
     walltime: float | None = None
-    """Seconds from the command's start, after which the run saves and ends, to be taken up again."""
+    """Seconds from the command's start, after which the run saves and ends, to be taken up again; None for no end."""
     seed: int = 0
     """Of parameters, of the order of the data, of stochastic rounding."""
 

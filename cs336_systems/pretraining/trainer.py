@@ -89,7 +89,8 @@ def train(options: TrainOptions, rank: Rank, *sinks: Sink) -> Outcome:
         log = stack.enter_context(_open_log(options.out / LOG, first_step, sinks))
         _introduce(prepared, rank, log, first_step)
         stop = stack.enter_context(StopRequests(ends_at))
-        gpu = stack.enter_context(GpuSampler(log, rank.device))
+        told = rank.device if rank.rank == 0 else torch.device("cpu")  # of which there is nothing to tell
+        gpu = stack.enter_context(GpuSampler(log, told))
         return _Run(prepared, rank, log, first_step).to_the_end(stop, gpu)
 
 

@@ -56,6 +56,7 @@ def test_a_run_from_beginning_to_end_with_interruptions(tmp_path):
         assert (line["reason"], line["resumed_at"]) == (reason, made)
         assert line["steps"] >= made + 5
         assert "exported" not in line
+        assert out.splitlines()[-2] == f"run: the same command goes on from step {line['steps']:,}"
         made = line["steps"]
         assert complete_checkpoints(tmp_path / "run")[-1].name == f"step-{made:08d}"
         assert read_run(tmp_path / "run" / LOG).last(End).step == made
