@@ -106,6 +106,11 @@ class TrainingCase:
         return Parallel()
 
     @property
+    def z_loss(self) -> float:
+        """How much of the squared log-sum-exp a written-out model's loss has besides; a trainer says so."""
+        return 0.0
+
+    @property
     def attention_kind(self) -> Literal["materialised", "flash"]:
         """How its attention's work is counted."""
         return "materialised" if self.attention.startswith("reference") else "flash"

@@ -13,6 +13,7 @@ Kept between forward and backward: the input of the norm and its statistic, and 
 weight. A tied embedding has its two gradients added up by autograd, as anywhere.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -26,13 +27,24 @@ CHUNK = 1024
 """Tokens whose logits exist at a time, unless it is said."""
 
 
-def head_ops(kernels: str, ops: ModelOps) -> ModelOps:
-    """``ops`` with the loss in chunks, by a name of ``config.KERNELS``; ``fused`` brings its norm, too."""
+def head_ops(kernels: str, ops: ModelOps, z_loss: float = 0.0) -> ModelOps:
+    """``ops`` with the loss in chunks, by a name of ``config.KERNELS``; ``fused`` brings its norm, too.
+
+    Args:
+        z_loss: as of ``linear_cross_entropy``, where gradients are taken; a loss that is only looked at is without it.
+    """
     if kernels == "reference":
-        return replace(ops, linear_cross_entropy=linear_cross_entropy)
+        return replace(ops, linear_cross_entropy=_regularised(linear_cross_entropy, z_loss))
     from cs336_systems import kernels as fused  # Triton comes with them, which not every machine has
 
-    return replace(ops, rms_norm=fused.rms_norm, linear_cross_entropy=fused.linear_cross_entropy)
+    loss = _regularised(fused.linear_cross_entropy, z_loss)
+    return replace(ops, rms_norm=fused.rms_norm, linear_cross_entropy=loss)
+
+
+def _regularised(loss: Callable[..., Tensor], z_loss: float) -> Callable[..., Tensor]:
+    if not z_loss:
+        return loss
+    return lambda *arguments: loss(*arguments, z_loss=z_loss if torch.is_grad_enabled() else 0.0)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -43,6 +43,10 @@ _TEMPORARY = re.compile(r"\.step-\d{8,}(\.old(-\d+)?)?\.tmp")
 _CHUNK_BYTES = 1 << 20
 
 
+class NoneWhole(RuntimeError):
+    """A folder has checkpoints, all of them damaged."""
+
+
 @dataclass(frozen=True)
 class StoredCheckpoint:
     """A checkpoint whose marker is sound and whose files have the sizes that it lists."""
@@ -53,6 +57,11 @@ class StoredCheckpoint:
     @property
     def step(self) -> int:
         return self.marker["step"]
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What whoever saved it has added."""
+        return self.marker.get("extra", {})
 
     @property
     def saved_at(self) -> int:
@@ -108,7 +117,7 @@ def newest_sound(
         damage_of: what is wrong with the contents of a checkpoint's files.
 
     Raises:
-        RuntimeError: there are checkpoints, and none is whole.
+        NoneWhole: there are checkpoints, and none is whole.
     """
     while complete:
         newest = complete.pop()
@@ -117,7 +126,7 @@ def newest_sound(
             return newest
         unreadable[newest.path] = damage
     if unreadable:
-        raise RuntimeError(
+        raise NoneWhole(
             f"{folder} holds no checkpoint that is whole; move these away to begin anew: {describe(unreadable)}"
         )
     return None
@@ -189,18 +198,24 @@ def publish(temporary: Path, marker: dict[str, Any]) -> Path:
     return final
 
 
-def retire(folder: Path, newest: Path, keep_last: int) -> None:
-    """Remove all complete checkpoints but the last ``keep_last`` steps, if ``newest`` is read back as the newest."""
+def retire(folder: Path, newest: Path, keep_last: int, keep_every: int | None = None) -> None:
+    """Remove all complete checkpoints but the last ``keep_last`` steps, if ``newest`` is read back as the newest.
+
+    Multiples of ``keep_every`` stay, and do not count.
+    """
     complete, unreadable = survey(folder)
     if not complete or complete[-1].path != newest:
         warn_of(unreadable)
         return
     kept: set[int] = set()
+    n_last = 0
     for stored in reversed(complete):
-        if stored.step in kept or len(kept) == keep_last:
+        stays = keep_every is not None and stored.step % keep_every == 0
+        if stored.step in kept or (n_last == keep_last and not stays):
             _discard(stored.path)
         else:
             kept.add(stored.step)
+            n_last += not stays
 
 
 def note_damage(path: Path, reason: str) -> None:

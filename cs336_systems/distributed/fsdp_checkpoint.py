@@ -1,10 +1,12 @@
-"""Sharded checkpoints of an FSDP model and its optimizer: every rank writes its shards, any number of ranks reads them.
+"""Checkpoints of a model and its optimizer: every rank writes its shards, any number of ranks reads them.
 
-    save_checkpoint(folder, fsdp, optimizer, step, keep_last=2)
-    step = load_checkpoint(folder, fsdp, optimizer)          # None if there is none to resume from
+    save_checkpoint(folder, model, optimizer, step, keep_last=2)
+    step = load_checkpoint(folder, model, optimizer)          # None if there is none to resume from
 
 ``torch.distributed.checkpoint`` stores tensors by name with the rows that each file holds, so that ranks of another
-number find theirs; shards are shown to it as ``DTensor``s without copying. On the disk:
+number find theirs; FSDP's shards are shown to it as ``DTensor``s without copying. What is replicated, as without FSDP,
+is written once. A ``ShardedOptimizer``'s state is gathered in the first rank's host memory, which alone writes it, and
+read whole by every rank. The names are the same in each case, so a run may go on under another wrapper. On the disk:
 
     step-00000200/  .metadata, __0_0.distcp, __1_0.distcp   what torch writes
                     complete.json                           step, optimizer settings, size and CRC-32 of every file
@@ -15,9 +17,9 @@ digests before a checkpoint is loaded: every rank reads its part of the files on
 
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,9 +31,12 @@ from torch.distributed.tensor import DTensor
 
 from cs336_systems.distributed import checkpoint_folder
 from cs336_systems.distributed.checkpoint_folder import MARKER, StoredCheckpoint
+from cs336_systems.distributed.ddp import DDP
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.fsdp_parameters import ShardedParameter
+from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedParameter
 from cs336_systems.distributed.fsdp_state_dict import WholeTensors
+from cs336_systems.distributed.process_group import on_every_rank, on_rank_0
+from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 
 __all__ = [
     "MARKER",
@@ -39,6 +44,7 @@ __all__ = [
     "check_tensors",
     "complete_checkpoints",
     "load_checkpoint",
+    "resume_checkpoint",
     "save_checkpoint",
     "stored_tensors",
 ]
@@ -47,46 +53,53 @@ MODEL = "model/"
 """Before the names of parameters in a checkpoint."""
 _OPTIMIZER = "optimizer/"
 
-T = TypeVar("T")
-
 
 def save_checkpoint(
     folder: str | os.PathLike[str],
-    fsdp: FSDP,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     step: int,
     *,
     keep_last: int = 2,
+    keep_every: int | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write ``folder/step-<step>``, then remove all but the ``keep_last`` that were written last; a collective.
 
     A complete checkpoint of the same step is replaced. What is damaged or of another program is neither removed nor
     counted, and warned of.
 
+    Args:
+        model: under FSDP, under this suite's DDP, or whole and equal on every rank of the default group.
+        keep_every: steps that are multiples of it are neither removed nor counted.
+        extra: what else is to be read back, as JSON can hold it; the first rank's counts.
+
     Raises:
-        ValueError: ``step`` is negative, ``keep_last`` is not positive, or the optimizer holds other parameters, or a
-            state of a sharded parameter that is neither shaped like its shard nor a single number.
+        ValueError: ``step`` is negative, ``keep_last`` or ``keep_every`` is not positive, or the optimizer holds other
+            parameters, or a state of a sharded parameter that is neither shaped like its shard nor a single number.
         OSError: a rank cannot write; the checkpoints that were there are untouched.
     """
     if step < 0 or keep_last < 1:
         raise ValueError(f"step must not be negative and keep_last be positive, got {step} and {keep_last}")
+    if keep_every is not None and keep_every < 1:
+        raise ValueError(f"keep_every must be positive, got {keep_every}")
     root = Path(folder)
-    view = _View(fsdp)
+    view, group = _View(model), _group(model)
     tensors: dict[str, Tensor] = {}
-    marker: dict[str, Any] = {"step": step, "saved_at": 0, "optimizer": None, "scalars": {}}
+    marker: dict[str, Any] = {"step": step, "saved_at": 0, "optimizer": None, "scalars": {}, "extra": dict(extra or {})}
 
     def collect() -> None:
         tensors.update(view.model())
         if optimizer is not None:
             tensors.update(view.optimizer(optimizer, marker))
         extra = {name: _packed(module.get_extra_state()) for name, module in view.with_extra_state().items()}
-        if fsdp.process_group.rank() == 0:  # its value counts, as a buffer's does
+        if group.rank() == 0:  # its value counts, as a buffer's does
             tensors.update(extra)
 
-    _on_every_rank(fsdp, collect)
-    temporary, marker["saved_at"] = _on_rank_0(fsdp, lambda: checkpoint_folder.begin(root, step))
+    on_every_rank(collect, group)
+    temporary, marker["saved_at"] = on_rank_0(lambda: checkpoint_folder.begin(root, step), group)
     try:
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary), process_group=fsdp.process_group)
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary), process_group=group)
     except CheckpointException as error:  # which ``except Exception`` would not catch
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in error.failures.items())
         raise OSError(f"{temporary} could not be written: {reasons}") from error
@@ -95,33 +108,44 @@ def save_checkpoint(
         return {
             path.name: {"bytes": path.stat().st_size, "crc32": checkpoint_folder.crc32(path)}
             for path in sorted(temporary.iterdir())
-            if _reads(fsdp, path.name)
+            if _reads(group, path.name)
         }
 
-    of_ranks = _on_every_rank(fsdp, describe_files)
+    of_ranks = on_every_rank(describe_files, group)
     marker["files"] = {name: described for files in of_ranks for name, described in files.items()}
-    final = _on_rank_0(fsdp, lambda: checkpoint_folder.publish(temporary, marker))
-    _on_rank_0(fsdp, lambda: checkpoint_folder.retire(root, final, keep_last))
+    final = on_rank_0(lambda: checkpoint_folder.publish(temporary, marker), group)
+    on_rank_0(lambda: checkpoint_folder.retire(root, final, keep_last, keep_every), group)
     return final
 
 
-def load_checkpoint(folder: str | os.PathLike[str], fsdp: FSDP, optimizer: torch.optim.Optimizer | None) -> int | None:
+def load_checkpoint(
+    folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> int | None:
+    """The step of ``resume_checkpoint``, which see; None if there is no checkpoint."""
+    found = resume_checkpoint(folder, model, optimizer)
+    return None if found is None else found.step
+
+
+def resume_checkpoint(
+    folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> StoredCheckpoint | None:
     """Read the checkpoint of ``folder`` that was written last into the model and the optimizer; a collective.
 
     One that is damaged is warned of, and the one before it read in its place.
 
     Returns:
-        The step at which it was saved, or None if the folder holds no checkpoint, and nothing was changed.
+        The one that was read, or None if the folder holds no checkpoint, and nothing was changed.
 
     Raises:
         ValueError: it is of another model or optimizer; nothing was changed.
-        RuntimeError: the folder holds checkpoints of which none is whole; nothing was changed.
+        NoneWhole: the folder holds checkpoints of which none is whole; nothing was changed.
     """
-    found = _newest_sound(fsdp, Path(folder))
+    group = _group(model)
+    found = _newest_sound(group, Path(folder))
     if found is None:
         return None
     path, marker = found.path, found.marker
-    view = _View(fsdp)
+    view = _View(model)
     reader = dcp.FileSystemReader(path)
     stored = stored_tensors(reader)
     tensors, modules = view.model(), view.with_extra_state()
@@ -130,12 +154,12 @@ def load_checkpoint(folder: str | os.PathLike[str], fsdp: FSDP, optimizer: torch
     check_tensors(path, tensors | extra, of_model)
     state = view.empty_optimizer_state(path, optimizer, marker, stored) if optimizer is not None else {}
     with torch.no_grad():
-        dcp.load(tensors | state | extra, storage_reader=reader, process_group=fsdp.process_group)
+        dcp.load(tensors | state | extra, storage_reader=reader, process_group=group)
     for name, module in modules.items():
-        module.set_extra_state(_unpacked(extra[name], fsdp.device))
+        module.set_extra_state(_unpacked(extra[name], view.device))
     if optimizer is not None:
         view.restore_optimizer(optimizer, marker, state)
-    return found.step
+    return found
 
 
 def complete_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
@@ -143,51 +167,34 @@ def complete_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     return [stored.path for stored in checkpoint_folder.survey(Path(folder))[0]]
 
 
-def _newest_sound(fsdp: FSDP, folder: Path) -> StoredCheckpoint | None:
+def _group(model: nn.Module) -> dist.ProcessGroup:
+    return model.process_group if isinstance(model, FSDP) else dist.distributed_c10d._get_default_group()
+
+
+def _newest_sound(group: dist.ProcessGroup, folder: Path) -> StoredCheckpoint | None:
     """The checkpoint to load, its digests checked by all ranks together; or None if there are none at all."""
-    complete, unreadable = _on_rank_0(fsdp, lambda: checkpoint_folder.survey(folder))
-    found = checkpoint_folder.newest_sound(folder, complete, unreadable, lambda stored: _damage(fsdp, stored))
-    if fsdp.process_group.rank() == 0:
+    complete, unreadable = on_rank_0(lambda: checkpoint_folder.survey(folder), group)
+    found = checkpoint_folder.newest_sound(folder, complete, unreadable, lambda stored: _damage(group, stored))
+    if group.rank() == 0:
         checkpoint_folder.warn_of(unreadable)
     return found
 
 
-def _damage(fsdp: FSDP, stored: StoredCheckpoint) -> str | None:
+def _damage(group: dist.ProcessGroup, stored: StoredCheckpoint) -> str | None:
     """What is wrong with the contents of a checkpoint's files; it is noted beside them."""
 
-    own = [name for name in stored.files if _reads(fsdp, name)]
-    of_ranks = _on_every_rank(fsdp, lambda: checkpoint_folder.find_damage(stored, own))
+    own = [name for name in stored.files if _reads(group, name)]
+    of_ranks = on_every_rank(lambda: checkpoint_folder.find_damage(stored, own), group)
     damage = next(filter(None, of_ranks), None)
-    if damage and fsdp.process_group.rank() == 0:
+    if damage and group.rank() == 0:
         checkpoint_folder.note_damage(stored.path, damage)
     return damage
 
 
-def _reads(fsdp: FSDP, name: str) -> bool:
+def _reads(group: dist.ProcessGroup, name: str) -> bool:
     """Whether this rank reads a file for its digest: ``__<rank>_<number>.distcp`` is that rank's, others rank 0's."""
     owner = int(name.split("_")[2]) if name.startswith("__") else 0
-    return owner % fsdp.process_group.size() == fsdp.process_group.rank()
-
-
-def _on_every_rank(fsdp: FSDP, action: Callable[[], T]) -> list[T]:
-    """What ``action`` returns on each rank; if it raises on one, this raises on all."""
-    result, raised = None, None
-    try:
-        result = action()
-    except Exception as error:  # the others wait for this rank's word
-        raised = error
-    outcomes: list[Any] = [None] * fsdp.process_group.size()
-    dist.all_gather_object(outcomes, (result, raised), group=fsdp.process_group)
-    for _, raised in outcomes:
-        if raised is not None:
-            raise raised
-    return [result for result, _ in outcomes]
-
-
-def _on_rank_0(fsdp: FSDP, action: Callable[[], T]) -> T:
-    """What ``action`` returns on the group's first rank, on every rank; or what it raises there."""
-    results: list[Any] = _on_every_rank(fsdp, lambda: action() if fsdp.process_group.rank() == 0 else None)
-    return results[0]
+    return owner % group.size() == group.rank()
 
 
 def stored_tensors(reader: dcp.FileSystemReader) -> dict[str, TensorStorageMetadata]:
@@ -220,10 +227,16 @@ def check_tensors(path: Path, expected: Mapping[str, Tensor], stored: Mapping[st
 class _View:
     """The model and its optimizer as named tensors for ``torch.distributed.checkpoint``, sharing their memory."""
 
-    def __init__(self, fsdp: FSDP) -> None:
-        self._module = fsdp.module
-        self._whole = WholeTensors(fsdp.process_group, fsdp.device).of
-        self._parameters = {parameter.names[0]: parameter for parameter in fsdp.managed_parameters()}
+    def __init__(self, model: nn.Module) -> None:
+        self._module = model.module if isinstance(model, (FSDP, DDP)) else model
+        self._whole: Callable[[ManagedParameter, Tensor], Tensor] = lambda _, value: value
+        if isinstance(model, FSDP):
+            self._whole = WholeTensors(model.process_group, model.device).of
+            managed = model.managed_parameters()
+        else:
+            managed = [ManagedParameter((name,), p, p, p.shape) for name, p in self._module.named_parameters()]
+        self._parameters = {parameter.names[0]: parameter for parameter in managed}
+        self.device = managed[0].sharded_param.device
         self._name_of: dict[Tensor, str] = {p.sharded_param: name for name, p in self._parameters.items()}
 
     def model(self) -> dict[str, Tensor]:
@@ -254,7 +267,7 @@ class _View:
             for parameter in group["params"]:
                 if parameter not in self._name_of:
                     raise ValueError(
-                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the FSDP model lacks: "
+                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model lacks: "
                         "make it from the model's parameters() after wrapping"
                     )
         return [[self._name_of[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -270,7 +283,7 @@ class _View:
             {key: _plain(value) for key, value in group.items() if key != "params"} | {"params": names}
             for group, names in zip(optimizer.param_groups, self._groups(optimizer), strict=True)
         ]
-        for sharded_param, state in optimizer.state.items():
+        for sharded_param, state in _states(optimizer):
             name = self._name_of[sharded_param]
             parameter = self._parameters[name]
             for key, value in state.items():
@@ -317,7 +330,10 @@ class _View:
                 continue
             parameter, dtype = self._parameters[_split(entry)[0]], metadata.properties.dtype
             if metadata.size == parameter.shape:
-                shard = torch.zeros_like(parameter.sharded_param, dtype=dtype).detach()
+                place = (
+                    "cpu" if isinstance(optimizer, ShardedOptimizer) else self.device
+                )  # it takes a share of the whole
+                shard = torch.zeros_like(parameter.sharded_param, dtype=dtype, device=place).detach()
                 tensors[entry] = self._whole(parameter, shard)
             else:
                 tensors[entry] = torch.zeros(metadata.size, dtype=dtype)
@@ -340,6 +356,15 @@ class _View:
             for group in settings["optimizer"]
         ]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterable[tuple[Tensor, dict[str, Any]]]:
+    """What an optimizer holds of each parameter; a collective if its state is divided, and then the first rank's."""
+    if not isinstance(optimizer, ShardedOptimizer):
+        return optimizer.state.items()
+    whole = optimizer.state_dict(to=0).get("state", {})
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(parameters[number], state) for number, state in whole.items()]
 
 
 def _split(entry: str) -> tuple[str, str]:

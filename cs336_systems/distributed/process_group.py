@@ -15,14 +15,16 @@ its group on the way out and never waits for peers.
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 PEER_LOST_HOLD_S = 2.0
 """How long a rank keeps quiet about a lost peer: above the one second to which torchrun's error records resolve."""
@@ -95,6 +97,27 @@ def check_same_across_ranks(value: Any, what: str, group: dist.ProcessGroup | No
             i = next(i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
             first, second, place = first[i], second[i], f" at index {i}"
     raise ValueError(f"{what} differ across ranks{place}: rank 0 has {first}, rank {other} has {second}")
+
+
+def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """What ``action`` returns on each rank of the group, by pickle; raises on all if one does; a collective."""
+    result, raised = None, None
+    try:
+        result = action()
+    except Exception as error:  # the others wait for this rank's word
+        raised = error
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, (result, raised), group=group)
+    for _, raised in outcomes:
+        if raised is not None:
+            raise raised
+    return [result for result, _ in outcomes]
+
+
+def on_rank_0(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """What ``action`` returns on the group's first rank, on every rank; or what it raises there; a collective."""
+    results: list[Any] = on_every_rank(lambda: action() if dist.get_rank(group) == 0 else None, group)
+    return results[0]
 
 
 def check_device(device: str, ranks_here: int) -> None:

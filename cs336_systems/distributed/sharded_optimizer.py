@@ -22,8 +22,9 @@ What the optimizer class must be like: it updates each parameter by itself (no L
 method ``locate(tensor, number, offset)`` and is told of which parameter, and from which element on. ``step`` runs it
 once per bucket, so that sending one overlaps with updating the next. With ``"reduce-scatter"``, ``.grad`` is scratch
 memory between backward and ``zero_grad``, and several backwards of a step go under ``no_sync()``, but for the last.
-Limits: ``torch.amp.GradScaler`` and gradient clipping need whole gradients, thus the default form; parameters must be
-dense, be on their device before, and begin equal on all ranks (DDP sees to that; without it, seed alike or broadcast).
+Limits: ``torch.amp.GradScaler`` needs whole gradients, thus the default form; parameters must be dense, be on their
+device before, and begin equal on all ranks (DDP sees to that; without it, seed alike or broadcast). For clipping there
+is ``reduced_gradients``.
 """
 
 import math
@@ -249,6 +250,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, local_group in zip(self.param_groups, self.local.param_groups, strict=True):
             group.update(_options(local_group))
         return loss
+
+    def reduced_gradients(self) -> list[Tensor]:
+        """The gradients of this rank's share, averaged over the ranks, as ``step`` will take them; a collective.
+
+        After backward, in the form ``"reduce-scatter"``: shares do not overlap, and together are the whole gradient.
+
+        Raises:
+            ValueError: this is the other form, in which every rank has whole gradients.
+        """
+        if self._scatter is None:
+            raise ValueError("this optimizer leaves gradients whole on every rank: take them from the parameters")
+        for parameter, name in self._names.items():
+            check_dense(parameter, name)
+        for work in self._scatter.reduce_the_rest():
+            work.wait()
+        tensors = [tensor for bucket in self._buckets for tensor in bucket.prepare()]
+        return [tensor.grad for tensor in tensors if tensor.grad is not None]
 
     def _update(self, tensors: list[Tensor], options: list[dict[str, Any]], kwargs: dict[str, Any]) -> None:
         """Step this rank's optimizer over some of its tensors only, its groups with these options."""

@@ -1,1 +1,1 @@
-"""From text to a trained model: corpora, tokenizers, token files, and the loader that deals them out."""
+"""From text to a trained model: corpora, tokenizers, token files, loader; the trainer, its log, checkpoints, export."""

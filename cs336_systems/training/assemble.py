@@ -19,6 +19,7 @@ Optimisations are applied from outside, in one order:
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
 from cs336_systems.training.activation_checkpointing import checkpointed_stack
 from cs336_systems.training.activation_checkpointing import unsupported_reason as checkpointing_reason
+from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.cuda_graph import CapturedStep
 from cs336_systems.training.loss import cross_entropy
 from cs336_systems.training.optimizer import unsupported_reason as optimizer_reason
@@ -74,15 +76,27 @@ def build_model(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps =
     return model
 
 
-def finish(model: TransformerLM, case: TrainingCase, rank: Rank | None = None) -> TrainStep:
-    """Steps 4 and 5: wrap the model, make its optimizer and its step; raises as ``assemble``."""
+def finish(
+    model: TransformerLM,
+    case: TrainingCase,
+    rank: Rank | None = None,
+    *,
+    guard: GradientGuard | None = None,
+    **hyperparameters: Any,
+) -> TrainStep:
+    """Steps 4 and 5: wrap the model, make its optimizer and its step; raises as ``assemble``.
+
+    Args:
+        guard: clips, and passes over gradients that are not finite.
+        hyperparameters: for ``make_parallel_optimizer``.
+    """
     loss_function = None if case.written_out else cross_entropy
     if case.compiled:
         loss_function = torch.compile(cross_entropy, fullgraph=True, dynamic=False)
     wrapped = wrap(model, case.parallel, rank)
-    optimizer = make_parallel_optimizer(case.optimizer, wrapped, case.parallel)
+    optimizer = make_parallel_optimizer(case.optimizer, wrapped, case.parallel, **hyperparameters)
     kind = CapturedStep if case.cuda_graph == "on" else TrainStep
-    return kind(wrapped, optimizer, case.precision, loss_function, case.accumulate)
+    return kind(wrapped, optimizer, case.precision, loss_function, case.accumulate, guard)
 
 
 def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:
@@ -90,7 +104,7 @@ def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:
     if case.attention != "reference":
         ops = replace(ops, attention=attention_op(case.attention))
     if case.written_out:
-        ops = head_ops(case.kernels, ops)
+        ops = head_ops(case.kernels, ops, case.z_loss)
     compiled = case.compiled and case.checkpoint in SELECTIVE
     return replace(ops, stack=checkpointed_stack(case.checkpoint, ops.stack, compiled=compiled))
 

@@ -120,10 +120,10 @@ class CapturedStep(TrainStep):
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         try:
-            self.optimizer.step()
+            self._optimize()
             if capture:
                 with _capturable(self.optimizer):
-                    self._update_graph = _captured(self.optimizer.step, self._stream)
+                    self._update_graph = _captured(self._optimize, self._stream)
         finally:
             self.optimizer.zero_grad(set_to_none=True)
 
@@ -163,7 +163,8 @@ def _captured(launch: Callable[[], object], stream: torch.cuda.Stream) -> torch.
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     cause: Exception | None = None
     try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        # A loader's thread may pin memory meanwhile, which is no part of the step.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             try:
                 launch()
             except Exception as error:

@@ -99,23 +99,34 @@ def wrap(model: TransformerLM, parallel: Parallel, rank: Rank | None) -> nn.Modu
     return WRAPPERS[parallel.wrapper](model, parallel, rank)
 
 
-def make_parallel_optimizer(name: str, model: nn.Module, parallel: Parallel) -> torch.optim.Optimizer:
+def make_parallel_optimizer(
+    name: str, model: nn.Module, parallel: Parallel, *, decay: str = "all", **hyperparameters: Any
+) -> torch.optim.Optimizer:
     """The optimizer of ``make_optimizer``, with its state where ``parallel`` says.
 
     ``replicated``: on every rank. ``owned``: each tensor's on one rank, for gradients that a wrapper averages.
     ``scattered``: ZeRO stage 1, which reduces the gradients itself. ``torch-zero``: torch's ZeroRedundancyOptimizer.
 
+    Args:
+        decay: what ``weight_decay`` is for: all parameters, or ``matrices``, which leaves out norms and biases.
+        hyperparameters: of the optimizer.
+
     Raises:
         ValueError: there is no such optimizer, or no such place for its state.
     """
+    params: list[Any] = list(model.parameters())
+    if decay == "matrices":
+        matrices, others = ([p for p in params if (p.dim() > 1) == wanted] for wanted in (True, False))
+        params = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     if parallel.optimizer_state == "replicated":
-        return make_optimizer(name, model.parameters())
+        return make_optimizer(name, params, **hyperparameters)
     cls, options = optimizer_class(name)
+    options |= hyperparameters
     if parallel.optimizer_state == "torch-zero":
         from torch.distributed.optim import ZeroRedundancyOptimizer  # brings TorchScript along, and its warnings
 
-        return ZeroRedundancyOptimizer(model.parameters(), cls, parameters_as_bucket_view=True, **options)
+        return ZeroRedundancyOptimizer(params, cls, parameters_as_bucket_view=True, **options)
     reduction: dict[str, Any] = {"reduce_gradients": REDUCE_SCATTER} if parallel.optimizer_state == "scattered" else {}
     if parallel.optimizer_state not in ("owned", "scattered"):
         raise ValueError(f"unknown place of optimizer state {parallel.optimizer_state!r}")
-    return ShardedOptimizer(model.parameters(), cls, bucket_size_mb=parallel.bucket_size_mb, **reduction, **options)
+    return ShardedOptimizer(params, cls, bucket_size_mb=parallel.bucket_size_mb, **reduction, **options)

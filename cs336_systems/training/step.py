@@ -20,6 +20,7 @@ from cs336_systems.config import MODES, Precision
 from cs336_systems.distributed.ddp import DDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.training.accumulation import local_gradients, micro_batches, part_name
+from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.loss import cross_entropy
 from cs336_systems.training.precision import autocast, matmul_precision, needs_loss_scaling
 
@@ -36,9 +37,10 @@ class TrainStep:
         precision: autocast, TF32 and loss scaling follow from it; the parameters already have its dtype.
         loss_function: (logits, targets) -> scalar, a mean over tokens; None if the model computes its loss.
         accumulate: micro-batches per optimizer step, into which a batch is dealt out.
+        guard: steps the optimizer, if that is to clip, or to pass over gradients that are not finite.
 
     Raises:
-        ValueError: ``accumulate`` is not positive.
+        ValueError: ``accumulate`` is not positive, or there is a guard where the loss is scaled.
     """
 
     def __init__(
@@ -48,14 +50,18 @@ class TrainStep:
         precision: Precision,
         loss_function: Callable[[Tensor, Tensor], Tensor] | None = cross_entropy,
         accumulate: int = 1,
+        guard: GradientGuard | None = None,
     ) -> None:
         if accumulate < 1:
             raise ValueError(f"accumulate must be positive, got {accumulate}")
+        if guard is not None and needs_loss_scaling(precision):
+            raise ValueError(f"gradients of a scaled loss, as in {precision.name}, cannot be clipped")
         self.model = model
         self.optimizer = optimizer
         self.precision = precision
         self.loss_function = loss_function
         self.accumulate = accumulate
+        self.guard = guard
         self.device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=needs_loss_scaling(precision))
         self.loss: Tensor | None = None
@@ -129,6 +135,12 @@ class TrainStep:
         return {part_name(name, part): phase for name, phase in passes.items()}
 
     def _update(self) -> None:
+        self._optimize()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _optimize(self) -> None:
+        if self.guard is not None:
+            self.guard(self.model, self.optimizer)
+            return
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)

@@ -124,6 +124,8 @@ def load_what_does_not_fit(rank: Rank, folder):
             load_checkpoint(folder / name, fsdp, optimizer)
         messages.append(str(caught.value))
         assert all(torch.equal(value, before[key]) for key, value in fsdp.gather_full_params().items())
+    with pytest.raises(ValueError, match="keep_every must be positive, got 0"):
+        save_checkpoint(folder / "wide", wider, None, 1, keep_every=0)
     with pytest.raises(ValueError, match="step must not be negative and keep_last be positive, got -1 and 2"):
         save_checkpoint(folder / "wide", wider, None, -1)
     with pytest.raises(OSError):
@@ -151,7 +153,7 @@ def refuse_or_fall_back(rank: Rank, folder):
     adam.state[fsdp.module.weight] = {"a/b": 1}
     with pytest.raises(ValueError, match="state a/b of weight has a slash in its name"):
         save_checkpoint(folder, fsdp, adam, 1)
-    with pytest.raises(ValueError, match="the optimizer has a parameter of shape .3,. that the FSDP model lacks"):
+    with pytest.raises(ValueError, match="the optimizer has a parameter of shape .3,. that the model lacks"):
         save_checkpoint(folder, fsdp, torch.optim.SGD([torch.ones(3)]), 1)
     assert not folder.exists()
     for step in (1, 2):

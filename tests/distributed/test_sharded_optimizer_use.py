@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from cs336_systems.distributed.fsdp import FSDP
@@ -267,6 +268,27 @@ def copies_after_freezing(rank: Rank) -> None:
             assert torch.equal(flat(some_model), flat(model))
 
 
+def gradients_to_be_looked_at(rank: Rank) -> None:
+    """Before a step: the shares of all ranks are the whole mean gradient, and looking changes nothing."""
+    looked_at, other, whole = Toy(), Toy(), Toy()
+    optimizers = [sharded(model, "reduce-scatter") for model in (looked_at, other)]
+    for step in range(3):
+        loss_of(looked_at, step, rank.rank).backward()
+        shares = optimizers[0].reduced_gradients()
+        squares = torch.stack([share.double().square().sum() for share in shares]).sum()
+        dist.all_reduce(squares)
+        backward_on_all(whole, step, rank.world_size)
+        expected = sum(p.grad.double().square().sum() for p in whole.parameters() if p.grad is not None)
+        torch.testing.assert_close(squares, expected, rtol=2**-8, atol=0)  # one of them is bf16
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        train(other, optimizers[1], range(step, step + 1), rank.world_size, rank.rank)
+        assert torch.equal(flat(looked_at), flat(other))
+        whole.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="this optimizer leaves gradients whole on every rank"):
+        sharded(Toy()).reduced_gradients()
+
+
 CHECKS = (
     closures_keywords_and_new_keys,
     counters_in_groups_count_steps,
@@ -279,6 +301,7 @@ CHECKS = (
     a_replaced_optimizer_stays_silent,
     copies_and_pickles,
     copies_after_freezing,
+    gradients_to_be_looked_at,
 )
 
 

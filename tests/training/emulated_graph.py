@@ -61,7 +61,9 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 @contextmanager
-def capture(graph: EmulatedGraph, pool: Any = None, stream: Any = None) -> Iterator[None]:
+def capture(
+    graph: EmulatedGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"
+) -> Iterator[None]:
     """In the place of ``torch.cuda.graph``."""
     recorder = Recorder(graph)
     with recorder:

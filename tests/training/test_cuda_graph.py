@@ -15,6 +15,8 @@ from cs336_systems.experiments.model.cells import ModelCell
 from cs336_systems.experiments.model.measure import measure_model
 from cs336_systems.harness.memory import cublas_workspace_bytes
 from cs336_systems.training import TrainingCase, TrainStep, assemble
+from cs336_systems.training.assemble import build_model, finish
+from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.cuda_graph import CapturedStep
 from tests.training.emulated_graph import emulate
 
@@ -251,3 +253,22 @@ unchanged = all(torch.equal(a, b) for a, b in zip(step.model.parameters(), befor
 with torch.no_grad():
     print(unchanged, step.model(batch[0]).isfinite().all().item())
 """
+
+
+def test_clipping_is_replayed_and_steps_that_are_not_finite_are_passed_over(monkeypatch):
+    emulate(monkeypatch)
+    case = TrainingCase.of(CONFIG, batch_size=2, optimizer="torch-fused")
+    step, plain = (finish(build_model(case), case, guard=GradientGuard(0.1, halts=False)) for _ in range(2))
+    captured = CapturedStep(step.model, step.optimizer, step.precision, step.loss_function, guard=step.guard)
+    for i, batch in enumerate(batches(10, case)):
+        losses = []
+        for one in (captured, plain):
+            weight = one.model.layers[0].ffn.w1.weight.data
+            weight[0, 0] = torch.nan if i == 7 else 0.01 * i
+            losses.append(one(*batch))
+        assert torch.equal(*losses) == (i != 7)
+        assert captured.guard.norm.equal(plain.guard.norm) == (i != 7)
+    assert captured._update_graph.n_replays > 0
+    step.model.layers[0].ffn.w1.weight.data[0, 0] = plain.model.layers[0].ffn.w1.weight.data[0, 0] = 0
+    assert same_bits(captured, plain)
+    assert {int(state["step"]) for state in captured.optimizer.state.values()} == {9}

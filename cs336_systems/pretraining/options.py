@@ -1,0 +1,230 @@
+"""What ``train.py`` is asked, and what is checked before anything runs: every fault is one sentence. Imports no torch.
+
+``training_case`` is the step that the options describe, ``Schedule`` its learning rate by step; how many steps and
+micro-batches there are follows from the options and the number of ranks.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from cs336_systems.case import Parallel, TrainingCase
+from cs336_systems.config import ModelConfig, resolve_size
+from cs336_systems.costs.checkpointing import canonical_policy
+from cs336_systems.costs.kept import unserved_reason
+from cs336_systems.pretraining.schedules import Schedule, ScheduleKind
+
+_POSITIVE = (
+    *("context_length", "batch_size", "accumulate", "total_batch_tokens", "steps", "epochs", "clip", "walltime"),
+    *("evaluate_every", "evaluation_sequences", "save_every", "keep_last", "keep_every", "log_every"),
+)
+_NOT_NEGATIVE = ("learning_rate", "z_loss", "weight_decay", "eps", "seed", "warmup_steps")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """A training run."""
+
+    CPU_DEFAULTS: ClassVar[dict[str, Any]] = {
+        **{"size": "tiny", "context_length": 128, "batch_size": 8, "steps": 800, "warmup_steps": 80},
+        **{"learning_rate": 3e-3, "dtype": "fp32", "optimizer": "torch-fused"},
+        **{"attention": "reference", "kernels": "reference", "keep": "autograd"},
+        **{"evaluate_every": 200, "evaluation_sequences": 512, "save_every": 200, "log_every": 50, "walltime": 70.0},
+    }
+    """Where there is no GPU defaults shrink, so that a bare command ends in a minute and a half."""
+
+    size: str = "qwen2.5-0.5b"
+    """Named model size, from scratch: tiny, small, medium, ..., llama3-1b, qwen2.5-0.5b, ...; with the vocabulary of
+    the data."""
+    init: Path | None = None
+    """Hugging Face folder whose weights are trained further, in place of --size."""
+    data: Path | None = None
+    """Folder of tokenize_data.py; by default that of Python's standard library, made if it is not there."""
+    out: Path = Path("runs/first")
+    """Folder of the run: log, checkpoints, export; if there are checkpoints, the run goes on from the newest."""
+    device: Literal["cpu", "cuda"] = "cuda"
+    """Where to run; under torchrun every rank has one."""
+
+    context_length: int = 1024
+    """Tokens per sequence."""
+    batch_size: int = 16
+    """Sequences per micro-batch and rank."""
+    accumulate: int = 1
+    """Micro-batches per step."""
+    total_batch_tokens: int | None = None
+    """Tokens per step of all ranks, from which --accumulate follows."""
+    steps: int | None = None
+    """Of the whole run, what an earlier command has made included; by default one epoch."""
+    epochs: float | None = None
+    """In place of --steps."""
+
+    learning_rate: float = 6e-4
+    """The highest."""
+    schedule: ScheduleKind = "cosine"
+    """What comes after the warm-up."""
+    warmup_steps: int = 100
+    """Over which the learning rate rises."""
+    final_fraction: float = 0.1
+    """Of the highest learning rate, at the end."""
+    cooldown_steps: int | None = None
+    """Of wsd; by default the last fifth."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
+    eps: float = 1e-8
+    """Of AdamW."""
+    weight_decay: float = 0.1
+    """Of matrices; norms and biases have none."""
+    clip: float | None = 1.0
+    """Largest norm of the whole gradient; None for no clipping."""
+    z_loss: float = 0.0
+    """How much of the squared log-sum-exp of the logits training's loss has besides; not with --keep autograd."""
+    skip_nonfinite: bool = False
+    """Pass over steps whose gradient is not finite, instead of stopping at the first."""
+
+    dtype: Literal["fp32", "tf32", "bf16", "autocast-bf16"] = "bf16"
+    """Of parameters, gradients and products; autocast-bf16: fp32 parameters, products in bf16."""
+    moments: Literal["same", "fp32", "bf16"] = "same"
+    """Dtype of AdamW's moments; other than the parameters' with --optimizer fused."""
+    optimizer: Literal["torch-fused", "fused"] = "fused"
+    """torch's fused AdamW; or ours, with stochastic rounding of bf16, on CUDA devices."""
+    kernels: Literal["reference", "fused"] = "fused"
+    """Between matrix products: plain PyTorch; or a Triton kernel each, on CUDA devices."""
+    attention: str = "flash"
+    """reference, flash, hopper, sdpa-flash, ..."""
+    keep: str = "products"
+    """What blocks with a written-out backward keep: input, attention, products, all, less switches as in all-norm;
+    autograd: backward is autograd's."""
+    recompute: str = "none"
+    """With --keep autograd, which activations are computed a second time: none, full, every-K, ..."""
+    compile: Literal["off", "on"] = "off"
+    """With --keep autograd, torch.compile of each block."""
+    cuda_graph: Literal["off", "on"] = "off"
+    """Replay forward and backward as a CUDA graph; one rank."""
+    zero: Literal[0, 1, 3] = 0
+    """What ranks divide: 0 nothing (DDP), 1 the optimizer's state, 3 parameters and gradients too (FSDP)."""
+
+    evaluate_every: int | None = 250
+    """Steps between evaluations on held-out tokens, and one at the end; None for no evaluation."""
+    evaluation_sequences: int | None = 512
+    """Held-out sequences, the first so many; None for all."""
+    save_every: int = 1000
+    """Steps between checkpoints; there is one at the end in any case."""
+    keep_last: int = 2
+    """Checkpoints that stay."""
+    keep_every: int | None = None
+    """Checkpoints of steps that are multiples of it stay for ever."""
+    log_every: int = 1
+    """Of so many steps the console shows one; the log has all."""
+    export: bool = True
+    """At the end, to a Hugging Face folder in --out."""
+    walltime: float | None = None
+    """Seconds from the command's start, after which the run saves and ends, to be taken up again; None for no end."""
+    seed: int = 0
+    """Of parameters, of the order of the data, of stochastic rounding."""
+
+    @classmethod
+    def default(cls, device: str) -> Self:
+        """The defaults on a device."""
+        return cls() if device == "cuda" else cls(device="cpu", **cls.CPU_DEFAULTS)
+
+    def check(self) -> None:
+        """Raise ValueError for what can be said without looking at data, device or ranks."""
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{_flag(name)} must be positive, got {value}")
+        for name in _NOT_NEGATIVE:
+            if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
+                raise ValueError(f"{_flag(name)} must not be negative, got {getattr(self, name)}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"--betas must lie in [0, 1), got {self.betas[0]} {self.betas[1]}")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"--steps {self.steps} and --epochs {self.epochs:g}: give one of them")
+        if self.total_batch_tokens is not None and self.accumulate != 1:
+            raise ValueError("--total-batch-tokens and --accumulate: give one of them")
+        if self.moments != "same" and self.optimizer != "fused":
+            raise ValueError(f"--moments {self.moments} needs --optimizer fused, got {self.optimizer}")
+        if self.z_loss and self.keep == "autograd":
+            raise ValueError(f"--z-loss {self.z_loss:g} needs a head that is written out, not --keep autograd")
+        if self.init is None:
+            resolve_size(self.size)
+        canonical_policy(self.recompute)
+        if reason := unserved_reason(self.training_case(ModelConfig("any", 64, 192, 2, 4), 1)):
+            raise ValueError(reason)
+
+    def micro_batches(self, world_size: int) -> int:
+        """Per step.
+
+        Raises:
+            ValueError: the tokens of a step are no whole number of micro-batches of all ranks.
+        """
+        if self.total_batch_tokens is None:
+            return self.accumulate
+        tokens = self.batch_size * self.context_length * world_size
+        if self.total_batch_tokens % tokens:
+            raise ValueError(
+                f"--total-batch-tokens {self.total_batch_tokens:,} is no multiple of {tokens:,}, the tokens of a "
+                f"micro-batch: --batch-size {self.batch_size} of {self.context_length} tokens on {world_size} ranks"
+            )
+        return self.total_batch_tokens // tokens
+
+    def tokens_per_step(self, world_size: int) -> int:
+        """Of all ranks."""
+        return self.micro_batches(world_size) * self.batch_size * self.context_length * world_size
+
+    def n_steps(self, n_sequences: int, world_size: int) -> int:
+        """Of the whole run, on data of so many sequences."""
+        if self.steps is not None:
+            return self.steps
+        per_step = self.tokens_per_step(world_size) // self.context_length
+        return max(1, math.ceil((self.epochs or 1.0) * n_sequences / per_step))
+
+    def schedule_of(self, n_steps: int) -> Schedule:
+        """The learning rate by step; raises ValueError as ``Schedule`` does."""
+        return Schedule(
+            self.learning_rate, n_steps, self.schedule, self.warmup_steps, self.final_fraction, self.cooldown_steps
+        )
+
+    def training_case(self, config: ModelConfig, world_size: int) -> "TrainerCase":
+        """The step on each of so many ranks."""
+        return TrainerCase(
+            device=self.device,
+            size=replace(config, context_length=self.context_length),
+            batch_size=self.batch_size,
+            context_length=self.context_length,
+            dtype=self.dtype,
+            attention=self.attention,
+            compile=self.compile,
+            checkpoint=canonical_policy(self.recompute),
+            optimizer=self.optimizer,
+            accumulate=self.micro_batches(world_size),
+            cuda_graph=self.cuda_graph,
+            kernels=self.kernels,
+            keep=self.keep,
+            seed=self.seed,
+            z_loss=self.z_loss,
+            zero=self.zero,
+            world_size=world_size,
+        )
+
+
+@dataclass(frozen=True)
+class TrainerCase(TrainingCase):
+    """A training step as a run divides it over ranks."""
+
+    z_loss: float = 0.0
+    zero: int = 0
+    world_size: int = 1
+
+    @property
+    def parallel(self) -> Parallel:
+        if self.zero == 3:
+            return Parallel("fsdp")
+        if self.world_size == 1:
+            return Parallel()
+        return Parallel("bucketed") if self.zero == 0 else Parallel(optimizer_state="scattered")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,116 @@
+"""From options to what a run needs: data, the model and its step, the schedule. The same on every rank."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cs336_systems.config import ModelConfig, resolve_size
+from cs336_systems.distributed.process_group import Rank, on_rank_0
+from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
+from cs336_systems.pretraining.checkpoint import write_run_json
+from cs336_systems.pretraining.loader import Loader, count_sequences
+from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.schedules import Schedule
+from cs336_systems.pretraining.token_stream import Dataset, TokenStream
+from cs336_systems.pretraining.tokenize_options import TokenizeOptions
+from cs336_systems.training.assemble import build_model, finish
+from cs336_systems.training.clipping import GradientGuard
+from cs336_systems.training.step import TrainStep
+
+_VOCABULARY_MULTIPLE = 64
+"""To which a model's vocabulary is rounded up: rows of the head that tensor cores and ranks divide."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that can begin.
+
+    Attributes:
+        evaluation: None if there is none to be made.
+        tokens_per_step: of all ranks.
+    """
+
+    options: TrainOptions
+    dataset: Dataset
+    evaluation: TokenStream | None
+    config: ModelConfig
+    loader: Loader
+    n_steps: int
+    schedule: Schedule
+    step: TrainStep
+    tokens_per_step: int
+
+
+def prepare(options: TrainOptions, rank: Rank) -> Prepared:
+    """Open the data, describe the run in its folder, build the model and its step; a collective.
+
+    Raises:
+        ValueError: options, data, folder, weights or device do not serve; one sentence, and nothing is lost.
+        OSError: something cannot be read or written.
+    """
+    options.check()
+    dataset = Dataset.open(options.data or on_rank_0(default_data))
+    if dataset.train is None:
+        raise ValueError(f"{dataset.folder} has nothing to train on, all of it is held out")
+    evaluation = None if options.evaluate_every is None else dataset.evaluation
+    if options.evaluate_every is not None:
+        if evaluation is None:
+            raise ValueError(f"{dataset.folder} holds out nothing to evaluate on: --evaluate-every None does without")
+        count_sequences(evaluation, options.context_length)
+    config = _config(options, dataset)
+    n_steps = options.n_steps(count_sequences(dataset.train, options.context_length), rank.world_size)
+    schedule = options.schedule_of(n_steps)
+    tokens_per_step = options.tokens_per_step(rank.world_size)
+    loader = Loader(
+        dataset.train,
+        context_length=options.context_length,
+        batch_size=tokens_per_step // options.context_length,
+        rank=rank.rank,
+        world_size=rank.world_size,
+        seed=options.seed,
+        vocab_size=config.vocab_size,
+        device=rank.device,
+    )
+    step = _step(options, config, rank)
+    on_rank_0(lambda: write_run_json(options.out, config, dataset.tokenizer, dataset.eos_id))
+    return Prepared(options, dataset, evaluation, config, loader, n_steps, schedule, step, tokens_per_step)
+
+
+def default_data() -> Path:
+    """The folder with Python's standard library as tokens, made if it is not there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from cs336_systems.pretraining.corpus import Corpus  # the tokenizers library comes with these
+    from cs336_systems.pretraining.tokenizing import default_folder, tokenize
+
+    options = TokenizeOptions()
+    folder = default_folder(options, Corpus.find(options.input))
+    return folder if folder.exists() else tokenize(options).folder
+
+
+def _config(options: TrainOptions, dataset: Dataset) -> ModelConfig:
+    """The model's shape: that of the weights, or a named size with the data's vocabulary."""
+    if options.init is not None:
+        return config_from_hf(options.init).at_context(options.context_length)
+    rounded = -(-dataset.vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    return replace(resolve_size(options.size).at_context(options.context_length), vocab_size=rounded)
+
+
+def _step(options: TrainOptions, config: ModelConfig, rank: Rank) -> TrainStep:
+    case = options.training_case(config, rank.world_size)
+    if options.init is None:
+        model = build_model(case, rank)
+    else:
+        model = build_model(replace(case, zero=0), rank)  # whole, as FSDP takes it, too
+        load_hf_weights(model, options.init)
+    hyperparameters: dict[str, Any] = {"lr": options.learning_rate, "betas": options.betas, "eps": options.eps}
+    if options.optimizer == "fused":
+        moments = {"same": None, "fp32": torch.float32, "bf16": torch.bfloat16}[options.moments]
+        hyperparameters |= {"state_dtype": moments, "seed": options.seed}
+    guard = GradientGuard(options.clip or float("inf"), halts=not options.skip_nonfinite)
+    weight_decay = options.weight_decay
+    return finish(model, case, rank, guard=guard, decay="matrices", weight_decay=weight_decay, **hyperparameters)

@@ -1,0 +1,54 @@
+"""When a run is to end early: Ctrl-C, SIGTERM, or the time that it was given.
+
+    with StopRequests(ends_at=time.monotonic() + 3600.0) as stop:
+        while stop.asked is None: ...
+
+A signal only leaves a word: the step that runs is finished, and whoever looks saves and ends. A second one of the same
+kind does what it always did.
+"""
+
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any, Literal, Self, get_args
+
+Reason = Literal["walltime", "terminated", "interrupted"]
+REASONS: tuple[Reason, ...] = get_args(Reason)
+
+_SIGNALS: dict[int, Reason] = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
+
+
+class StopRequests:
+    """Listens while it is entered, in the main thread; elsewhere no signal arrives, and only time counts.
+
+    Args:
+        ends_at: a value of ``time.monotonic``; None for no end.
+    """
+
+    def __init__(self, ends_at: float | None = None) -> None:
+        self._ends_at = ends_at
+        self._signalled: Reason | None = None
+        self._earlier: dict[int, Any] = {}
+
+    @property
+    def asked(self) -> Reason | None:
+        """Why the run should end, if it should."""
+        if self._signalled is None and self._ends_at is not None and time.monotonic() >= self._ends_at:
+            return "walltime"
+        return self._signalled
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._earlier = {number: signal.signal(number, self._hear) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = _SIGNALS[number]
+        signal.signal(number, self._earlier.pop(number))

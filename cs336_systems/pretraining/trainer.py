@@ -1,0 +1,271 @@
+"""The training run: steps, evaluations and checkpoints, from where the folder's newest checkpoint stands to the end.
+
+    with joined("cuda") as rank:
+        outcome = train(options, rank, RunConsole())
+
+Every rank runs the same; the first keeps the log. Nothing in a step waits for the device: loss and norm are read when
+the next step is queued (``deferred.py``), and what one rank alone knows, as that it was sent a signal, travels with the
+loss and reaches all at the same step. So a run that resumes is the run that was not interrupted: model, moments and the
+place in the data are in the checkpoint, and the learning rate is a function of the step.
+
+    runs/first/
+      log.jsonl                 what was said (``run_records.py``)
+      run.json, tokenizer.json  what is trained (``checkpoint.py``)
+      step-00000200/            checkpoints (``distributed/fsdp_checkpoint.py``)
+
+A run stops at the first step whose loss or gradient is not finite; no such step changes the model.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cs336_systems.costs.speed_of_light import speed_of_light
+from cs336_systems.distributed.fsdp_checkpoint import resume_checkpoint, save_checkpoint
+from cs336_systems.distributed.process_group import Rank, on_rank_0
+from cs336_systems.hardware import find_hardware
+from cs336_systems.harness.provenance import host_name, versions
+from cs336_systems.pretraining.deferred import Deferred, Done
+from cs336_systems.pretraining.evaluation import evaluate
+from cs336_systems.pretraining.gpu_state import GpuSampler
+from cs336_systems.pretraining.nonfinite import NonFiniteStep, find_nonfinite
+from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.preparation import Prepared, prepare
+from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog, Sink
+from cs336_systems.pretraining.run_reader import read_run
+from cs336_systems.pretraining.run_records import Data, Device, End, Evaluation, Light, Model, Options, Step
+from cs336_systems.pretraining.signals import REASONS, StopRequests
+
+_VALUES = ("loss", "norm", *REASONS)
+"""Of each step, read a step late; a reason to stop is the number of ranks that have it."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run, or of the part of it that this process has made.
+
+    Attributes:
+        steps: made in all.
+        reason: done, walltime, terminated or interrupted.
+        saved: the newest checkpoint of this process; None if it made none.
+        complaint: why the last checkpoint could not be written.
+    """
+
+    folder: Path
+    first_step: int
+    steps: int
+    reason: str
+    saved: Path | None
+    complaint: str | None
+
+
+def train(options: TrainOptions, rank: Rank, *sinks: Sink) -> Outcome:
+    """Make the steps that are still to be made; a collective.
+
+    Args:
+        sinks: to which the first rank tells what it also writes to the log.
+
+    Raises:
+        ValueError: options, data, folder, weights or device do not serve, or the run has made more steps already; one
+            sentence, before anything is changed.
+        OSError: something cannot be read, or the log not be written.
+        NoneWhole: the folder has checkpoints, all of them damaged.
+        NonFiniteStep: a loss or a gradient is not finite; checkpoints are as they were.
+    """
+    ends_at = None if options.walltime is None else time.monotonic() + options.walltime
+    prepared = prepare(options, rank)
+    with ExitStack() as stack:
+        stack.enter_context(prepared.loader)
+        first_step = _resume(prepared)
+        log = stack.enter_context(_open_log(options.out / LOG, first_step, sinks))
+        _introduce(prepared, rank, log, first_step)
+        stop = stack.enter_context(StopRequests(ends_at))
+        told = rank.device if rank.rank == 0 else torch.device("cpu")  # of which there is nothing to tell
+        gpu = stack.enter_context(GpuSampler(log, told))
+        return _Run(prepared, rank, log, first_step).to_the_end(stop, gpu)
+
+
+def _resume(prepared: Prepared) -> int:
+    """Take up the newest checkpoint; returns the steps that it has made, 0 if there is none."""
+    step, options = prepared.step, prepared.options
+    groups: list[dict[str, Any]] = step.optimizer.param_groups
+    asked = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    found = resume_checkpoint(options.out, step.model, step.optimizer)
+    if found is None:
+        return 0
+    if found.step > prepared.n_steps:
+        raise ValueError(f"{found.path} has made more than the {prepared.n_steps:,} steps that the run is to have")
+    for group, hyperparameters in zip(step.optimizer.param_groups, asked, strict=True):
+        group.update(hyperparameters)  # as this command has them, not the one that saved
+    prepared.loader.load_state_dict(found.extra["loader"])
+    return found.step
+
+
+def _open_log(path: Path, first_step: int, sinks: Sequence[Sink]) -> RunLog:
+    """The first rank's log, to which the others have nothing to say; a collective, as it may fail there."""
+    logs = [RunLog()]
+
+    def open_it() -> None:
+        made = read_run(path).all(Step) if path.exists() else ()
+        earlier = [step for step in made if step.step < first_step]
+        logs[0] = RunLog(LogFile.open(path, resume=True), *sinks, earlier=earlier)
+
+    on_rank_0(open_it)
+    return logs[0]
+
+
+def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> None:
+    """Say what the run is."""
+    options, config, dataset = prepared.options, prepared.config, prepared.dataset
+    log.write(Options(asdict(options), asdict(TrainOptions.default(options.device)), prepared.n_steps, first_step))
+    cuda = rank.device.type == "cuda"
+    name = torch.cuda.get_device_name(rank.device) if cuda else host_name()
+    memory = torch.cuda.get_device_properties(rank.device).total_memory if cuda else None
+    log.write(Device(name, rank.world_size, memory, versions(rank.device)))
+    log.write(Model(config.name, config.n_parameters, config.context_length))
+    split, tokenizer = dataset.manifest["splits"], dataset.manifest["tokenizer"]
+    held_out = split["evaluation"]["tokens"] if "evaluation" in split else 0
+    described = (str(dataset.folder), dataset.manifest["corpus"], tokenizer["name"], dataset.vocab_size)
+    log.write(Data(*described, split["train"]["tokens"], held_out, prepared.tokens_per_step))
+    products = prepared.step.precision.matmul_dtype
+    light = speed_of_light(
+        config,
+        options.context_length,
+        find_hardware(name),
+        block_dtype=products,
+        dtype=products,
+        n_devices=rank.world_size,
+    )
+    parts = {name: asdict(part) for name, part in light.parts.items()}
+    log.write(Light(parts, light.seconds_per_token))
+
+
+class _Run:
+    """A run under way."""
+
+    def __init__(self, prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> None:
+        self._prepared, self._rank, self._log = prepared, rank, log
+        self._options, self._step = prepared.options, prepared.step
+        self._first_step = self._made = first_step
+        self._saved: Path | None = None
+        self._complaint: str | None = None
+        self._recent: deque[tuple[int, tuple[Tensor, Tensor]]] = deque(maxlen=2)
+        self._no_reason = torch.zeros(len(REASONS), device=rank.device)
+        self._reason: str | None = None
+        """Why to end, as all ranks know it."""
+
+    def to_the_end(self, stop: StopRequests, gpu: GpuSampler) -> Outcome:
+        """Make the steps that are left, unless there is a reason to stop; raises NonFiniteStep."""
+        deferred = Deferred(self._rank.device, _VALUES)
+        try:
+            while self._made < self._prepared.n_steps and self._reason is None:
+                self._tell(deferred.push(*self._queue_step(stop)), self._made - 1)
+                gpu.step(self._made)
+                self._made += 1
+                if self._pauses():
+                    self._tell(deferred.flush(), self._made - 1)
+                    self._evaluate_or_save()
+                    deferred.restart()
+        except NonFiniteStep as error:
+            self._log.say(str(error), "error")
+            self._log.write(End(self._made, "failed"))
+            raise
+        reason = self._reason if self._made < self._prepared.n_steps and self._reason else "done"
+        self._log.write(End(self._made, reason))
+        return Outcome(self._options.out, self._first_step, self._made, reason, self._saved, self._complaint)
+
+    def _queue_step(self, stop: StopRequests) -> list[Tensor]:
+        """Give the device one step; what it comes to, in the order of ``_VALUES``."""
+        rate = self._prepared.schedule(self._made)
+        for group in self._step.optimizer.param_groups:
+            group["lr"] = rate
+        batch = next(self._prepared.loader)
+        self._recent.append((self._made, batch))
+        loss = self._step(*batch)
+        reasons, asked = self._no_reason, stop.asked
+        if asked is not None:
+            reasons = torch.tensor([float(reason == asked) for reason in REASONS], device=self._rank.device)
+        shared = torch.cat([loss.float().reshape(1) / self._rank.world_size, reasons])
+        if self._rank.world_size > 1:
+            dist.all_reduce(shared)
+        assert self._step.guard is not None and self._step.guard.norm is not None
+        return [shared[0], self._step.guard.norm, *shared[1:]]
+
+    def _tell(self, done: Done | None, step: int) -> None:
+        """Log a step that is done, and draw the conclusions; raises NonFiniteStep."""
+        if done is None:
+            return
+        loss, norm = done.values["loss"], done.values["norm"]
+        rate, tokens = self._prepared.schedule(step), self._prepared.tokens_per_step
+        self._log.write(Step(step, done.seconds, tokens, loss, norm, rate))
+        self._reason = next((reason for reason in reversed(REASONS) if done.values[reason]), self._reason)
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        what = f"step {step}: loss {loss:g}, norm {norm:g}"
+        if self._options.skip_nonfinite:
+            self._log.say(what if math.isfinite(norm) else f"{what}: it changed nothing", "warning")
+            return
+        where = find_nonfinite(self._step, *dict(self._recent)[step])
+        self._made = step
+        raise NonFiniteStep(f"{what}; the first tensor that is not finite is {where}; --skip-nonfinite passes over it")
+
+    def _pauses(self) -> bool:
+        """Whether the run evaluates or saves now: the host may wait for the device then."""
+        ends = self._made == self._prepared.n_steps or self._reason is not None
+        return ends or self._is_due(self._options.evaluate_every) or self._is_due(self._options.save_every)
+
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and self._made % every == 0
+
+    def _evaluate_or_save(self) -> None:
+        done = self._made == self._prepared.n_steps
+        if self._prepared.evaluation is not None and (done or self._is_due(self._options.evaluate_every)):
+            self._evaluate()
+        if done or self._reason is not None or self._is_due(self._options.save_every):
+            self._save()
+
+    def _evaluate(self) -> None:
+        options, stream = self._options, self._prepared.evaluation
+        assert stream is not None
+        clock = Deferred(self._rank.device, ("loss",))
+        loss, tokens = evaluate(
+            self._step,
+            stream,
+            self._rank,
+            context_length=options.context_length,
+            batch_size=options.batch_size,
+            vocab_size=self._prepared.config.vocab_size,
+            limit=options.evaluation_sequences,
+        )
+        clock.push(torch.tensor(loss))
+        done = clock.flush()
+        assert done is not None
+        self._log.write(Evaluation(self._made, loss, tokens, done.seconds))
+
+    def _save(self) -> None:
+        """Write a checkpoint; if that fails, training goes on with the older ones."""
+        options = self._options
+        try:
+            self._saved = save_checkpoint(
+                options.out,
+                self._step.model,
+                self._step.optimizer,
+                self._made,
+                keep_last=options.keep_last,
+                keep_every=options.keep_every,
+                extra={"loader": self._prepared.loader.state_dict()},
+            )
+        except OSError as error:
+            self._complaint = f"no checkpoint of step {self._made}: {error}"
+            self._log.say(self._complaint, "error")
+        else:
+            self._complaint = None

@@ -1,0 +1,100 @@
+"""The norm of a step's whole gradient, clipping by it, and steps that are not finite: on the device, nobody waits.
+
+    guard = GradientGuard(1.0)
+    guard(model, optimizer)              # in place of optimizer.step()
+    guard.norm                           # before clipping; fp32, shape (), the same on every rank
+
+Gradients may be whole on every rank, or shards of FSDP or of a ``ShardedOptimizer``, whose squares are then added up
+over the ranks: one number. They are scaled by min(1, max_norm / (norm + 1e-6)), as ``torch.nn.utils.clip_grad_norm_``
+does (Pascanu et al. 2013), where the optimizer reads them.
+
+A step whose norm is NaN or inf changes neither parameters nor moments, and is not counted. The host, which reads the
+norm a step late, may by then have queued the next one. So a guard that halts lets no later step change anything either:
+whoever stops finds the model as it was before the step that went wrong, and can run that again to see where.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER, ShardedOptimizer
+
+
+class GradientGuard:
+    """Steps an optimizer: ``FusedAdamW``, torch's fused AdamW, or a ``ShardedOptimizer`` of one of these.
+
+    Args:
+        max_norm: of the clipped gradient; infinite for no clipping.
+        halts: whether after a norm that is not finite all later steps are passed over, too.
+
+    Raises:
+        ValueError: ``max_norm`` is not positive.
+    """
+
+    def __init__(self, max_norm: float = math.inf, *, halts: bool = True) -> None:
+        if not max_norm > 0:
+            raise ValueError(f"max_norm must be positive, got {max_norm}")
+        self.max_norm, self.halts = max_norm, halts
+        self.norm: Tensor | None = None
+        """Of the last step, at one place of memory, so that a CUDA graph can write it."""
+        self._halted: Tensor | None = None
+        self._tables: dict[str, object] = {}
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Step on the gradients that are there; a collective where they are sharded."""
+        norm = self._total_norm(model, optimizer)
+        if self.norm is None or self._halted is None:
+            self.norm, self._halted = torch.empty_like(norm), torch.zeros_like(norm)
+        self.norm.copy_(norm)
+        skipped = norm.isfinite().logical_not().float()
+        if self.halts:
+            skipped = self._halted.copy_(torch.maximum(self._halted, skipped))
+        scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        _scaled_step(optimizer, torch.where(skipped > 0, math.nan, scale), skipped)
+
+    def _total_norm(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+        shares, whole = _gradients(model, optimizer)
+        device = next(model.parameters()).device
+        norm = self._norm("whole", whole, device)
+        if shares is None:
+            return norm
+        squares = self._norm("shares", shares, device).square()
+        dist.all_reduce(squares, group=model.process_group if isinstance(model, FSDP) else None)
+        return (squares + norm.square()).sqrt()
+
+    def _norm(self, name: str, gradients: list[Tensor], device: torch.device) -> Tensor:
+        """Of all gradients together, fp32, shape ()."""
+        if not gradients:
+            return torch.zeros((), device=device)
+        if device.type != "cuda":
+            return torch.stack([torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients]).norm()
+        from cs336_systems.kernels.grad_norm import grad_norm, norm_table  # brings Triton along
+
+        return grad_norm(gradients, self._tables.setdefault(name, norm_table()))  # type: ignore[arg-type]
+
+
+def _gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor] | None, list[Tensor]]:
+    """Of which this rank has a share, None if there are none such; and those that every rank has whole."""
+    if isinstance(model, FSDP):
+        shards = [p.sharded_param.grad for group in model.groups for p in group.parameters]
+        replicated = [p.sharded_param.grad for p in model.replicated]
+        shares, whole = ([one.detach() for one in each if one is not None] for each in (shards, replicated))
+        return [one for one in shares if one.numel()], whole
+    whole = [p.grad for p in model.parameters() if p.grad is not None]
+    if not isinstance(optimizer, ShardedOptimizer) or optimizer.world_size == 1:
+        return None, whole
+    return (optimizer.reduced_gradients(), []) if optimizer.reduce_gradients == REDUCE_SCATTER else (None, whole)
+
+
+def _scaled_step(optimizer: torch.optim.Optimizer, scale: Tensor, skipped: Tensor) -> None:
+    """Step with gradients times ``scale``, or not at all where ``skipped`` is 1."""
+    inner = optimizer.local if isinstance(optimizer, ShardedOptimizer) else optimizer
+    if isinstance(inner, torch.optim.AdamW):  # which torch's own GradScaler tells so
+        inner.grad_scale, inner.found_inf = scale.reciprocal(), skipped  # type: ignore[attr-defined]
+        optimizer.step()
+    else:
+        optimizer.step(grad_scale=scale)  # type: ignore[call-overload]

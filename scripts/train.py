@@ -1,0 +1,122 @@
+"""Train a language model: data, steps, evaluations, checkpoints, a log, a picture, and weights that Hugging Face loads.
+
+    uv run scripts/train.py                              # a small model of Python's own source, by the device
+    uv run scripts/train.py --size qwen2.5-0.5b --data data/web --out runs/web --total-batch-tokens 524288
+    uv run scripts/train.py --init Qwen2.5-0.5B/ --data data/notes-Qwen2.5-0.5B --out runs/notes --learning-rate 1e-5
+    uv run scripts/train.py --config runs/web.toml --steps 2000
+    uv run scripts/train.py --print-config > run.toml
+    torchrun --nproc-per-node 8 scripts/train.py --zero 1 --out runs/eight
+
+The same command again goes on from the newest checkpoint of --out. Ctrl-C and SIGTERM finish the step, save and exit,
+with 130 and 0; a second Ctrl-C ends at once. --config FILE.toml has options by their names, and what is typed counts
+more; --print-config prints such a file and does nothing else.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from cs336_systems.pretraining.config_file import from_file, to_toml
+from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with, n_gpus
+
+NAME = "train"
+_PRINT = "--print-config"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, train, draw, export, say what came of it; returns the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        options = parse([one for one in given if one != _PRINT])
+        options.check()
+        if _PRINT in given:
+            print(to_toml(options))
+            return 0
+        return _train(options)
+    except (ValueError, OSError) as error:
+        return complain(NAME, error) if first else 2
+    except KeyboardInterrupt:
+        if first:
+            print(f"{NAME}: interrupted; earlier checkpoints are kept", file=sys.stderr)
+        return INTERRUPTED
+
+
+def parse(arguments: list[str]) -> TrainOptions:
+    """Defaults of the device that is named, else found; over them the file's options; over these the command line's."""
+    found = "cuda" if n_gpus() else "cpu"
+    for device in (found, "cpu" if found == "cuda" else "cuda"):
+        defaults, rest = from_file(TrainOptions.default(device), arguments)
+        options = tyro.cli(TrainOptions, args=rest, default=defaults, description=__doc__)
+        if options.device == device:
+            break
+    return options
+
+
+def _train(options: TrainOptions) -> int:
+    from cs336_systems.distributed.checkpoint_folder import NoneWhole
+    from cs336_systems.distributed.process_group import joined
+    from cs336_systems.pretraining.nonfinite import NonFiniteStep
+    from cs336_systems.pretraining.trainer import train
+    from cs336_systems.report.run_console import RunConsole
+
+    started = time.perf_counter()
+    with joined(options.device) as rank:
+        try:
+            outcome = train(options, rank, RunConsole(options.log_every))
+        except NoneWhole as error:
+            raise ValueError(str(error)) from None
+        except NonFiniteStep:  # which the console has said
+            return 1
+    code = {"interrupted": INTERRUPTED}.get(outcome.reason, 1 if outcome.complaint else 0)
+    if rank.rank:
+        return code
+    line: dict[str, Any] = {"command": NAME, "out": str(options.out), "picture": str(_draw(options.out))}
+    print(f"{line['picture']}: loss, norm, learning rate and throughput of {outcome.steps:,} steps")
+    if outcome.reason != "done":
+        print(f"{options.out}: the same command goes on from step {outcome.steps:,}")
+    if options.export and outcome.reason in ("done", "walltime") and not outcome.complaint:
+        line["exported"] = str(_export(options.out))
+        print(f"{line['exported']}: the model for Hugging Face")
+    line |= _figures(options.out) | {"reason": outcome.reason, "resumed_at": outcome.first_step}
+    print(json.dumps(line | {"s": round(time.perf_counter() - started, 2)}))
+    return code
+
+
+def _draw(folder: Path) -> Path:
+    from cs336_systems.pretraining.run_log import LOG
+    from cs336_systems.report.figures import save
+    from cs336_systems.report.run_figure import run_figure
+    from cs336_systems.report.run_summary import read_runs
+
+    picture = (folder / LOG).with_suffix(".png")
+    save(run_figure(read_runs([folder])), picture)
+    return picture
+
+
+def _figures(folder: Path) -> dict[str, Any]:
+    from cs336_systems.report.run_summary import read_runs, summary
+
+    (run,) = read_runs([folder]).values()
+    return summary(run)
+
+
+def _export(folder: Path) -> Path:
+    from cs336_systems.pretraining.checkpoint import load_weights
+    from cs336_systems.pretraining.export import export
+
+    checkpoint = load_weights(folder)
+    run, out = checkpoint.run, folder / f"hf-{checkpoint.step}"
+    origin = {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "model": run.config.name}
+    export(out, checkpoint.weights, run.config, run.tokenizer, run.eos_id, origin=origin)
+    return out
+
+
+if __name__ == "__main__":
+    exit_with(NAME, main)

@@ -1,0 +1,136 @@
+"""Options from file and command line, and what follows from them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.case import Parallel
+from cs336_systems.config import resolve_size
+from cs336_systems.pretraining.config_file import from_file, to_toml
+from cs336_systems.pretraining.options import TrainOptions
+
+PLAIN = TrainOptions.default("cpu")
+
+
+@pytest.fixture
+def parse(load_script, monkeypatch):
+    script = load_script("scripts/train.py")
+    monkeypatch.setattr(script, "n_gpus", lambda: 0)
+    return script.parse
+
+
+def test_the_command_line_is_over_the_file_and_the_file_over_the_defaults(parse, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'learning-rate = 1\nbetas = [0.8, 0.9]\nzero = 1\ninit = "Qwen"\nclip = "none"\nskip_nonfinite = true'
+    )
+    for arguments in (["--config", str(file), "--zero", "3"], ["--zero", "3", f"--config={file}"]):
+        options = parse(arguments)
+        assert (options.zero, options.betas, options.learning_rate) == (3, (0.8, 0.9), 1.0)
+        assert (options.init, options.clip, options.skip_nonfinite) == (Path("Qwen"), None, True)
+        assert options.size == "tiny"
+    assert parse(["--config", str(file), "--no-skip-nonfinite"]).skip_nonfinite is False
+    assert parse(["--evaluate-every", "None"]).evaluate_every is None
+    assert parse(["--device", "cuda"]) == TrainOptions.default("cuda")
+    file.write_text('device = "cuda"')
+    assert parse(["--config", str(file)]) == TrainOptions.default("cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_printed_config_says_the_same(device, tmp_path):
+    asked = replace(TrainOptions.default(device), data=Path('a "folder"\\'), eps=1e-9, clip=None, seed=7)
+    (tmp_path / "run.toml").write_text(to_toml(asked))
+    assert from_file(PLAIN, ["--config", str(tmp_path / "run.toml"), "--x"]) == (asked, ["--x"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("learning-rat = 1", "run.toml: unknown option 'learning-rat', did you mean learning-rate?"),
+        ("qqq = 1", "run.toml: unknown option 'qqq'"),
+        ("steps = 1.5", "run.toml: steps must be a whole number, got 1.5"),
+        ("steps = true", "run.toml: steps must be a whole number, got True"),
+        ('learning-rate = "big"', "run.toml: learning-rate must be a number, got 'big'"),
+        ("betas = [0.9]", "run.toml: betas must be a list of 2 numbers, got [0.9]"),
+        ("zero = 2", "run.toml: zero must be one of 0, 1, 3, got 2"),
+        ("out = 3", "run.toml: out must be a path in quotes, got 3"),
+        ("skip-nonfinite = 1", "run.toml: skip-nonfinite must be true or false, got 1"),
+        ("size = tiny", "run.toml is not TOML: "),
+        ("[model]\nsize = 3", "run.toml: unknown option 'model'"),
+    ],
+)
+def test_what_a_file_cannot_say(content, message, tmp_path):
+    (tmp_path / "run.toml").write_text(content)
+    with pytest.raises(ValueError) as refusal:
+        from_file(PLAIN, ["--config", str(tmp_path / "run.toml")])
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_file_must_be_named_and_there(tmp_path):
+    with pytest.raises(ValueError, match="--config needs a file"):
+        from_file(PLAIN, ["--config"])
+    with pytest.raises(FileNotFoundError):
+        from_file(PLAIN, ["--config", str(tmp_path / "nowhere.toml")])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"size": "tinny"}, "unknown model size 'tinny': did you mean tiny"),
+        ({"batch_size": 0}, "--batch-size must be positive, got 0"),
+        ({"clip": 0.0}, "--clip must be positive, got 0.0"),
+        ({"learning_rate": float("nan")}, "--learning-rate must not be negative, got nan"),
+        ({"weight_decay": -1.0}, "--weight-decay must not be negative, got -1.0"),
+        ({"betas": (0.9, 1.0)}, "--betas must lie in [0, 1), got 0.9 1.0"),
+        ({"epochs": 2.0}, "--steps 800 and --epochs 2: give one of them"),
+        ({"total_batch_tokens": 1024, "accumulate": 2}, "--total-batch-tokens and --accumulate: give one of them"),
+        (
+            {"total_batch_tokens": 1000},
+            "--total-batch-tokens 1,000 is no multiple of 1,024, the tokens of a",
+        ),
+        ({"moments": "bf16"}, "--moments bf16 needs --optimizer fused, got torch-fused"),
+        ({"z_loss": 1e-4}, "--z-loss 0.0001 needs a head that is written out, not --keep autograd"),
+        ({"recompute": "some"}, "unknown checkpoint policy 'some'"),
+        ({"keep": "everything"}, "unknown level"),
+        ({"kernels": "fused"}, "kernels fused with keep autograd"),
+    ],
+)
+def test_what_does_not_go_is_said(changes, message):
+    with pytest.raises(ValueError) as refusal:
+        replace(PLAIN, **changes).check()
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_defaults_are_sound(device):
+    options = TrainOptions.default(device)
+    options.check()
+    options.schedule_of(options.n_steps(1_000_000, 1))
+
+
+def test_steps_and_micro_batches_follow_from_tokens():
+    options = replace(PLAIN, steps=None, total_batch_tokens=8192)
+    assert [options.micro_batches(ranks) for ranks in (1, 2, 8)] == [8, 4, 1]
+    assert options.tokens_per_step(2) == 8192
+    assert [replace(options, epochs=epochs).n_steps(640, 2) for epochs in (None, 0.5, 2.0)] == [10, 5, 20]
+    assert replace(PLAIN, steps=7).n_steps(640, 2) == 7
+
+
+@pytest.mark.parametrize(
+    ("zero", "world_size", "parallel"),
+    [
+        (0, 1, Parallel()),
+        (1, 1, Parallel()),
+        (3, 1, Parallel("fsdp")),
+        (0, 2, Parallel("bucketed")),
+        (1, 2, Parallel(optimizer_state="scattered")),
+        (3, 2, Parallel("fsdp")),
+    ],
+)
+def test_how_ranks_divide_a_step(zero, world_size, parallel):
+    case = replace(PLAIN, zero=zero).training_case(resolve_size("tiny"), world_size)
+    assert case.parallel == parallel
+    assert case.config.context_length == 128

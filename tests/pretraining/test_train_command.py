@@ -1,0 +1,198 @@
+"""The command: what it leaves and says, signals, kills at any moment, and exit codes."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336_systems.distributed.fsdp_checkpoint import complete_checkpoints
+from cs336_systems.distributed.process_group import joined
+from cs336_systems.pretraining.checkpoint import load_trained, load_weights
+from cs336_systems.pretraining.run_log import LOG
+from cs336_systems.pretraining.run_reader import read_run
+from cs336_systems.pretraining.run_records import End
+from cs336_systems.pretraining.trainer import train
+from cs336_systems.processes import FreshProcess
+from tests.pretraining.trained import losses_and_norms, options, write_dataset
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ("--device", "cpu", "--data", "data", "--context-length", "16", "--warmup-steps", "3", "--log-every", "1")
+
+
+def start(folder, *arguments):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "scripts/train.py"), *SMALL, *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def wait_for_steps(process, log, n):
+    deadline = time.monotonic() + 120
+    while not log.exists() or log.read_bytes().count(b'"kind": "step"') < n:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_run_from_beginning_to_end_with_interruptions(tmp_path):
+    write_dataset(tmp_path / "data")
+    endless = ("--out", "run", "--steps", "100000", "--save-every", "100000", "--evaluate-every", "100000")
+    made = 0
+    for number, code, reason in ((signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 0, "terminated")):
+        process = start(tmp_path, *endless)
+        wait_for_steps(process, tmp_path / "run" / LOG, made + 5)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=120)
+        assert (process.returncode, err) == (code, "")
+        line = json.loads(out.splitlines()[-1])
+        assert (line["reason"], line["resumed_at"]) == (reason, made)
+        assert line["steps"] >= made + 5
+        assert "exported" not in line
+        assert out.splitlines()[-2] == f"run: the same command goes on from step {line['steps']:,}"
+        made = line["steps"]
+        assert complete_checkpoints(tmp_path / "run")[-1].name == f"step-{made:08d}"
+        assert read_run(tmp_path / "run" / LOG).last(End).step == made
+    process = start(tmp_path, "--out", "run", "--steps", str(made + 3))
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    line = json.loads(out.splitlines()[-1])
+    assert (line["reason"], line["steps"], line["resumed_at"]) == ("done", made + 3, made)
+    assert line["evaluation_loss"] < 6
+    assert (tmp_path / line["picture"]).stat().st_size > 10_000
+    exported = load_trained(tmp_path / line["exported"], device="cpu", dtype=torch.float32)
+    saved = load_weights(tmp_path / "run").weights
+    for name, parameter in exported.model.named_parameters():
+        assert torch.equal(parameter, saved[name]), name
+    assert len(losses_and_norms(tmp_path / "run")) == made + 3
+
+
+def train_until_killed(connection, asked):
+    torch.set_num_threads(1)
+    with joined("cpu") as rank:
+        train(asked, rank)
+    connection.send("done")
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_a_run_goes_on_as_if_it_had_not_been(tmp_path):
+    """Nearly all of its time goes into saving."""
+    write_dataset(tmp_path / "data")
+    n_steps = 400
+    asked = options(tmp_path, steps=n_steps, save_every=1, evaluate_every=None)
+    moments = random.Random(0)
+    made = torn = 0
+    for _ in range(8):
+        process = FreshProcess(train_until_killed, asked)
+        while len(complete_checkpoints(tmp_path / "run")) == 0 or made == _newest(tmp_path / "run"):
+            assert process.is_alive()
+            time.sleep(0.005)
+        time.sleep(moments.uniform(0, 0.1))
+        process.end()
+        torn += any((tmp_path / "run").glob(".step-*.tmp"))
+        made = _newest(tmp_path / "run")
+    assert 8 <= made < n_steps
+    assert torn, "no kill came during a save"
+    last = options(tmp_path, steps=n_steps, save_every=1000, evaluate_every=None, walltime=1e-9)
+    with joined("cpu") as rank:
+        outcome = train(last, rank)
+        assert outcome.first_step == made
+        whole = options(tmp_path, steps=n_steps, save_every=1000, evaluate_every=None, out=tmp_path / "whole")
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            train(whole, rank)
+        finally:
+            torch.set_num_threads(threads)
+    assert losses_and_norms(tmp_path / "run")[:made] == losses_and_norms(tmp_path / "whole")[:made]
+
+
+def _newest(folder):
+    found = complete_checkpoints(folder)
+    return int(found[-1].name.removeprefix("step-")) if found else 0
+
+
+@pytest.fixture
+def main(load_script, monkeypatch, tmp_path, capfd):
+    """Runs the command in this process; returns code, stdout and stderr."""
+    script = load_script("scripts/train.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(script, "n_gpus", lambda: 0)
+
+    def run(*arguments):
+        try:
+            code = script.main(list(arguments))
+        except SystemExit as error:
+            code = error.code
+        return code, *capfd.readouterr()
+
+    return run
+
+
+def test_a_printed_config_is_a_config(main, tmp_path):
+    code, out, err = main("--seed", "3", "--print-config")
+    assert (code, err) == (0, "")
+    (tmp_path / "run.toml").write_text(out)
+    assert main("--config", "run.toml", "--print-config") == (0, out, "")
+    assert "seed = 3\n" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--size", "tinny"], "train: unknown model size 'tinny': did you mean tiny"),
+        (["--config", "nowhere.toml"], "train: nowhere.toml: No such file or directory"),
+        (["--config", "run.toml"], "train: run.toml: unknown option 'sizes', did you mean size?"),
+        (["--data", "nowhere"], "train: nowhere is no folder of scripts/tokenize_data.py: it has no dataset.json"),
+        (["--data", "data", "--context-length", "5000"], "needs 5,001"),
+        (["--data", "torn"], "train: torn/train-00000.bin"),
+        (["--data", "data", "--zero", "1", "--cuda-graph", "on"], "train: a CUDA graph needs device cuda, got cpu"),
+        (["--data", "data", "--init", "."], "config.json"),
+        (["--data", "data", "--out", "run.toml"], "train: run.toml"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_code_2(main, tmp_path, arguments, message):
+    write_dataset(tmp_path / "data")
+    write_dataset(tmp_path / "torn")
+    with (tmp_path / "torn" / "train-00000.bin").open("r+b") as file:
+        file.truncate(1200)
+    (tmp_path / "run.toml").write_text('sizes = "tiny"')
+    code, out, err = main(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("train: ")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_damaged_checkpoints_are_said_and_left(main, tmp_path):
+    write_dataset(tmp_path / "data")
+    quick = ("--data", "data", "--out", "run", "--context-length", "16", "--warmup-steps", "0", "--no-export")
+    assert main(*quick, "--steps", "1")[0] == 0
+    marker = tmp_path / "run" / "step-00000001" / "complete.json"
+    marker.write_text("{")
+    code, out, err = main(*quick, "--steps", "2")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "run holds no checkpoint that is whole; move these away to begin anew" in err
+    assert marker.read_text() == "{"
+
+
+def test_a_run_that_fails_is_code_1(main, tmp_path):
+    write_dataset(tmp_path / "data")
+    wild = ("--learning-rate", "1e36", "--weight-decay", "0", "--warmup-steps", "0", "--context-length", "16")
+    code, out, err = main("--data", "data", *wild, "--steps", "5")
+    assert (code, err) == (1, "")
+    assert "error: step 1: loss" in out
+
+
+def test_an_option_that_is_none_is_refused(main):
+    code, _, err = main("--learning-rat", "1")
+    assert code == 2
+    assert "learning-rat" in err

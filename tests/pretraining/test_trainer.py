@@ -1,0 +1,228 @@
+"""A run of one process: it learns, is told as it was, resumes to the bit, and ends in a sentence where it must."""
+
+import math
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336_systems.distributed.fsdp_checkpoint import complete_checkpoints
+from cs336_systems.distributed.process_group import joined
+from cs336_systems.pretraining import trainer
+from cs336_systems.pretraining.checkpoint import load_weights
+from cs336_systems.pretraining.export import export
+from cs336_systems.pretraining.nonfinite import NonFiniteStep
+from cs336_systems.pretraining.preparation import prepare
+from cs336_systems.pretraining.run_log import LOG
+from cs336_systems.pretraining.run_reader import read_run
+from cs336_systems.pretraining.run_records import Data, End, Evaluation, Message, Options, Step
+from cs336_systems.pretraining.trainer import train
+from tests.pretraining.trained import EXPLODING, losses_and_norms, options, write_dataset
+
+
+@pytest.fixture(scope="module")
+def alone():
+    with joined("cpu") as rank:
+        yield rank
+
+
+@pytest.fixture(scope="module")
+def whole(alone, tmp_path_factory):
+    """A folder with data, and a run of ten steps with a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_dataset(folder / "data")
+    train(options(folder, save_every=1, keep_last=20), alone)
+    return folder
+
+
+def weights(folder):
+    return load_weights(folder).weights
+
+
+def assert_equal_weights(one, other):
+    one, other = weights(one), weights(other)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def test_a_run_learns_and_says_so(whole):
+    run = read_run(whole / "run" / LOG)
+    losses = [loss for loss, _ in losses_and_norms(whole / "run")]
+    assert losses[-1] < losses[0] - 0.3
+    assert run.last(Options).options["context_length"] == 16
+    assert run.last(Data).tokens_per_step == 128
+    assert run.last(End) == End(10, "done", at=run.last(End).at)
+    evaluations = run.all(Evaluation)
+    assert [(one.step, one.tokens) for one in evaluations] == [(5, 192), (10, 192)]
+    assert evaluations[1].loss < evaluations[0].loss
+    expected = options(whole).schedule_of(10)
+    assert [step.learning_rate for step in run.all(Step)] == [expected(step) for step in range(10)]
+    assert all(step.seconds > 0 for step in run.all(Step))
+    assert (whole / "run" / "run.json").exists()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_run_that_resumes_is_the_run_that_was_not_interrupted(whole, alone, seed, tmp_path):
+    step = random.Random(seed).randrange(1, 10)
+    shutil.copytree(whole / "run", tmp_path / "run")
+    for later in range(step + 1, 11):
+        shutil.rmtree(tmp_path / "run" / f"step-{later:08d}")
+    outcome = train(options(tmp_path, data=whole / "data"), alone)
+    assert (outcome.first_step, outcome.steps, outcome.reason) == (step, 10, "done")
+    assert losses_and_norms(tmp_path / "run") == losses_and_norms(whole / "run")
+    assert_equal_weights(tmp_path / "run", whole / "run")
+    assert not list((tmp_path / "run").glob(".*"))
+
+
+def test_a_run_that_is_done_is_left_as_it_is(whole, alone):
+    before = losses_and_norms(whole / "run")
+    outcome = train(options(whole), alone)
+    assert (outcome.first_step, outcome.steps, outcome.reason, outcome.saved) == (10, 10, "done", None)
+    assert losses_and_norms(whole / "run") == before
+
+
+def test_hyperparameters_are_those_of_the_command_that_resumes(whole, alone):
+    prepared = prepare(options(whole, steps=12, weight_decay=0.3, betas=(0.5, 0.6), eps=1e-3), alone)
+    with prepared.loader:
+        assert trainer._resume(prepared) == 10
+    matrices, others = prepared.step.optimizer.param_groups
+    assert (matrices["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
+    assert all((group["betas"], group["eps"]) == ((0.5, 0.6), 1e-3) for group in (matrices, others))
+
+
+def test_checkpoints_that_stay(whole, alone, tmp_path):
+    train(options(tmp_path, data=whole / "data", save_every=1, keep_last=2, keep_every=4), alone)
+    stay = [path.name for path in complete_checkpoints(tmp_path / "run")]
+    assert stay == [f"step-{step:08d}" for step in (4, 8, 9, 10)]
+
+
+def test_what_a_block_keeps_and_computes_again_changes_no_bit(whole, alone, tmp_path):
+    found = {}
+    for keep in ("input", "attention", "products", "all-norm-swiglu", "all"):
+        train(options(tmp_path, data=whole / "data", out=tmp_path / keep, keep=keep), alone)
+        found[keep] = losses_and_norms(tmp_path / keep)
+        assert_equal_weights(tmp_path / keep, tmp_path / "input")
+    assert all(one == found["input"] for one in found.values())
+    train(options(tmp_path, data=whole / "data", out=tmp_path / "full", recompute="full"), alone)
+    assert losses_and_norms(tmp_path / "full") == losses_and_norms(whole / "run")
+
+
+def test_how_a_batch_is_divided_changes_no_more_than_another_order_of_addition(whole, alone, tmp_path):
+    """A loss is a mean over 128 tokens of sums over 64 and more products, in fp32."""
+    for accumulate in (2, 8):
+        split = {"batch_size": 8 // accumulate, "total_batch_tokens": 128, "out": tmp_path / str(accumulate)}
+        train(options(tmp_path, data=whole / "data", **split), alone)
+        got = torch.tensor(losses_and_norms(tmp_path / str(accumulate)), dtype=torch.float64)
+        expected = torch.tensor(losses_and_norms(whole / "run"), dtype=torch.float64)
+        # Each rounding is at most 2^-24; adding n numbers in another order errs by some sqrt(n) of them.
+        assert ((got - expected).abs() / expected).max() < 2**-24 * math.sqrt(128 * 64)
+
+
+def test_a_step_that_is_not_finite_ends_the_run_and_names_the_tensor(whole, alone, tmp_path):
+    asked = options(tmp_path, data=whole / "data", **EXPLODING)
+    with pytest.raises(NonFiniteStep, match=r"step 1: .*, norm (nan|inf); the first tensor that is not finite is the "):
+        train(asked, alone)
+    run = read_run(tmp_path / "run" / LOG)
+    assert run.last(End).reason == "failed"
+    assert run.last(End).step == 1
+    assert [message.level for message in run.all(Message)] == ["error"]
+    assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step-00000001"]
+
+
+def test_no_step_that_is_not_finite_changes_anything(whole, alone, tmp_path):
+    asked = options(tmp_path, data=whole / "data", keep_last=20, **EXPLODING)
+    outcome = train(replace(asked, skip_nonfinite=True), alone)
+    assert (outcome.reason, outcome.steps) == ("done", 10)
+    assert_equal_weights(tmp_path / "run" / "step-00000001", tmp_path / "run" / "step-00000010")
+    said = [message.text for message in read_run(tmp_path / "run" / LOG).all(Message)]
+    assert all(text.startswith("step ") and text.endswith("it changed nothing") for text in said)
+    assert len(said) == 9
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_weights_of_hugging_face_are_trained_further(whole, alone, zero, tmp_path):
+    source = load_weights(whole / "run")
+    export(tmp_path / "hf", source.weights, source.run.config, source.run.tokenizer, source.run.eos_id)
+    asked = options(tmp_path, data=whole / "data", init=tmp_path / "hf", steps=3, warmup_steps=0, zero=zero)
+    train(replace(asked, learning_rate=0.0), alone)
+    assert_equal_weights(tmp_path / "run", whole / "run")
+    (evaluation,) = read_run(tmp_path / "run" / LOG).all(Evaluation)
+    assert evaluation.loss == pytest.approx(read_run(whole / "run" / LOG).last(Evaluation).loss, rel=2**-20)
+
+
+def test_a_z_loss_is_part_of_what_is_learned_and_not_of_what_is_evaluated(whole, alone, tmp_path):
+    asked = options(tmp_path, data=whole / "data", keep="all", steps=1, warmup_steps=0, learning_rate=0.0)
+    for z_loss in (0.0, 0.5):
+        train(replace(asked, out=tmp_path / str(z_loss), z_loss=z_loss), alone)
+    without, with_it = (read_run(tmp_path / name / LOG) for name in ("0.0", "0.5"))
+    lse = math.log(320)  # of nearly equal logits
+    more = with_it.last(Step).loss - without.last(Step).loss
+    assert more == pytest.approx(0.5 * lse**2, rel=0.1)
+    assert with_it.last(Evaluation).loss == without.last(Evaluation).loss
+
+
+def test_a_full_disk_costs_a_checkpoint_and_no_step(whole, alone, tmp_path, monkeypatch):
+    save = trainer.save_checkpoint
+
+    def save_or_fail(folder, model, optimizer, step, **arguments):
+        if step == 5:
+            raise OSError(28, "No space left on device")
+        return save(folder, model, optimizer, step, **arguments)
+
+    monkeypatch.setattr(trainer, "save_checkpoint", save_or_fail)
+    asked = options(tmp_path, data=whole / "data")
+    outcome = train(asked, alone)
+    assert (outcome.steps, outcome.complaint) == (10, None)
+    (said,) = read_run(tmp_path / "run" / LOG).all(Message)
+    assert (said.level, said.text) == ("error", "no checkpoint of step 5: [Errno 28] No space left on device")
+    assert losses_and_norms(tmp_path / "run") == losses_and_norms(whole / "run")
+    monkeypatch.setattr(trainer, "save_checkpoint", lambda *_, **__: save_or_fail(*_[:3], 5))
+    outcome = train(replace(asked, out=tmp_path / "other"), alone)
+    assert outcome.saved is None
+    assert outcome.complaint.startswith("no checkpoint of step 10")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"size": "small"}, "run is the folder of another run, of model tiny; name another"),
+        ({"steps": 9}, "step-00000010 has made more than the 9 steps that the run is to have"),
+        ({"seed": 1}, "the data were at a position for seed 0, and this run has 1"),
+        ({"data": "nowhere"}, "nowhere is no folder of scripts/tokenize_data.py"),
+        ({"context_length": 501}, "evaluation-00000.bin has 500 tokens, and one sequence of 501 needs 502"),
+        ({"init": "nowhere"}, "no checkpoint folder at nowhere"),
+        ({"cuda_graph": "on"}, "a CUDA graph needs device cuda, got cpu"),
+        ({"kernels": "fused", "keep": "all"}, "kernels fused need device cuda, got cpu: Triton kernels run on GPUs"),
+        ({"warmup_steps": 11}, "warm-up must take 0 to 10 steps, all there are; got 11"),
+    ],
+)
+def test_what_cannot_go_on_is_said_and_nothing_lost(whole, alone, changes, message):
+    changes = {name: Path(value) if name in ("data", "init") else value for name, value in changes.items()}
+    before = {path: path.stat().st_mtime_ns for path in (whole / "run").rglob("*")}
+    with pytest.raises((ValueError, OSError)) as refusal:
+        train(options(whole, **changes), alone)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert {path: path.stat().st_mtime_ns for path in (whole / "run").rglob("*")} == before
+
+
+def test_a_file_that_is_no_log_is_left(whole, alone, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOG).write_text("Once upon a time.")
+    with pytest.raises(ValueError, match=r"log.jsonl is no log of a training run"):
+        train(options(tmp_path, data=whole / "data"), alone)
+    assert (tmp_path / "run" / LOG).read_text() == "Once upon a time."
+
+
+def test_nothing_is_held_out(alone, tmp_path):
+    write_dataset(tmp_path / "data", n_evaluation=None)
+    with pytest.raises(ValueError, match="data holds out nothing to evaluate on: --evaluate-every None does without"):
+        train(options(tmp_path), alone)
+    assert not (tmp_path / "run").exists()
+    outcome = train(options(tmp_path, evaluate_every=None, steps=2, warmup_steps=0), alone)
+    assert outcome.steps == 2
+    assert not read_run(tmp_path / "run" / LOG).all(Evaluation)

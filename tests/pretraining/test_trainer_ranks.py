@@ -1,0 +1,99 @@
+"""Two ranks train what one does, however they divide the step, and take up each other's checkpoints."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from cs336_systems.distributed.fsdp_checkpoint import complete_checkpoints
+from cs336_systems.distributed.process_group import joined
+from cs336_systems.distributed.spawn import spawn
+from cs336_systems.pretraining.checkpoint import load_weights
+from cs336_systems.pretraining.trainer import train
+from tests.pretraining.trained import EXPLODING, losses_and_norms, options, train_each, write_dataset
+
+ZEROS = (0, 1, 3)
+SPLITS = {"alone": 8, "halves": 4, "quarters": 2, "eighths": 1}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Runs by their folders' names: of one process, with batches dealt out in several ways; of two ranks; of both."""
+    folder = tmp_path_factory.mktemp("ranks")
+    write_dataset(folder / "data")
+
+    def of(name, **changes):
+        rows = {"batch_size": 4, "total_batch_tokens": 128}
+        return options(folder, out=folder / name, keep_last=9, **rows | changes)
+
+    def first_half(name, **changes):
+        return of(name, **changes, walltime=1e-9, save_every=1)
+
+    with joined("cpu") as rank:
+        for name, rows in SPLITS.items():
+            train(of(name, batch_size=rows), rank)
+        for zero in ZEROS:
+            train(first_half(f"one-to-two-{zero}"), rank)
+    two = [of(f"two-{zero}", zero=zero) for zero in ZEROS]
+    two += [of(f"one-to-two-{zero}", zero=zero) for zero in ZEROS]
+    two += [first_half(f"two-to-one-{zero}", zero=zero) for zero in ZEROS]
+    two += [first_half(f"around-{zero}", zero=zero) for zero in ZEROS]
+    two += [of(f"around-{zero}", zero=after) for zero, after in zip(ZEROS, (1, 3, 0), strict=True)]
+    two += [first_half(f"again-{zero}", zero=zero) for zero in ZEROS]
+    two += [of(f"again-{zero}", zero=zero) for zero in ZEROS]
+    two += [of(f"stopped-{zero}", zero=zero, **EXPLODING) for zero in ZEROS]
+    two += [of(f"skipping-{zero}", zero=zero, **EXPLODING, skip_nonfinite=True) for zero in ZEROS]
+    outcomes = spawn(train_each, 2, two, timeout_s=120)
+    assert outcomes[0] == outcomes[1]
+    for asked, outcome in zip(two, outcomes[0], strict=True):
+        if asked.out.name.startswith("stopped"):
+            assert outcome.startswith("step 1: ")
+            continue
+        assert (outcome.reason, outcome.steps < 10) == (("walltime", True) if asked.walltime else ("done", False))
+    with joined("cpu") as rank:
+        for zero in ZEROS:
+            train(of(f"two-to-one-{zero}"), rank)
+    return folder
+
+
+def values(folder):
+    found = torch.tensor(losses_and_norms(folder), dtype=torch.float64)
+    assert found.shape == (10, 2)
+    return found
+
+
+@pytest.fixture(scope="module")
+def budget(trained):
+    """What another order of addition does to losses and norms of the same steps, (10, 2): the most of three, and such
+    a step's growth, as runs drift apart."""
+    runs = [values(trained / name) for name in SPLITS]
+    apart = torch.stack([(one - other).abs() for one, other in pairwise([*runs, runs[0]])]).amax(0)
+    return 4 * apart.cummax(0).values + 2**-22 * runs[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["two", "one-to-two", "two-to-one", "around"])
+@pytest.mark.parametrize("zero", ZEROS)
+def test_ranks_and_resharding_change_no_more_than_another_order_of_addition(trained, budget, kind, zero):
+    apart = (values(trained / f"{kind}-{zero}") - values(trained / "alone")).abs()
+    assert (apart <= budget).all(), (apart, budget)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", ZEROS)
+def test_no_step_that_is_not_finite_changes_anything_on_any_rank(trained, zero):
+    assert [path.name for path in complete_checkpoints(trained / f"stopped-{zero}")] == ["step-00000001"]
+    before = load_weights(trained / f"stopped-{zero}").weights
+    after = load_weights(trained / f"skipping-{zero}")
+    assert after.step == 10
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.weights.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", ZEROS)
+def test_ranks_that_resume_are_those_that_were_not_interrupted(trained, zero):
+    assert losses_and_norms(trained / f"again-{zero}") == losses_and_norms(trained / f"two-{zero}")
+    whole, again = load_weights(trained / f"two-{zero}"), load_weights(trained / f"again-{zero}")
+    assert whole.step == again.step == 10
+    for name, tensor in whole.weights.items():
+        assert torch.equal(tensor, again.weights[name]), name
