@@ -20,6 +20,8 @@ _POSITIVE = (
     *("evaluate_every", "evaluation_sequences", "save_every", "keep_last", "keep_every", "log_every"),
 )
 _NOT_NEGATIVE = ("learning_rate", "z_loss", "weight_decay", "eps", "seed", "warmup_steps")
+_MOST_WARMUP = 100
+"""Steps, unless it is said."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class TrainOptions:
     """A training run."""
 
     CPU_DEFAULTS: ClassVar[dict[str, Any]] = {
-        **{"size": "tiny", "context_length": 128, "batch_size": 8, "steps": 800, "warmup_steps": 80},
+        **{"size": "tiny", "context_length": 128, "batch_size": 8, "steps": 800},
         **{"learning_rate": 3e-3, "dtype": "fp32", "optimizer": "torch-fused"},
         **{"attention": "reference", "kernels": "reference", "keep": "autograd"},
         **{"evaluate_every": 200, "evaluation_sequences": 512, "save_every": 200, "log_every": 50, "walltime": 70.0},
@@ -63,8 +65,8 @@ class TrainOptions:
     """The highest."""
     schedule: ScheduleKind = "cosine"
     """What comes after the warm-up."""
-    warmup_steps: int = 100
-    """Over which the learning rate rises."""
+    warmup_steps: int | None = None
+    """Over which the learning rate rises; by default a tenth of all steps, at most 100."""
     final_fraction: float = 0.1
     """Of the highest learning rate, at the end."""
     cooldown_steps: int | None = None
@@ -135,8 +137,9 @@ class TrainOptions:
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{_flag(name)} must be positive, got {value}")
         for name in _NOT_NEGATIVE:
-            if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
-                raise ValueError(f"{_flag(name)} must not be negative, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{_flag(name)} must not be negative, got {value}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"--betas must lie in [0, 1), got {self.betas[0]} {self.betas[1]}")
         if self.steps is not None and self.epochs is not None:
@@ -182,8 +185,9 @@ class TrainOptions:
 
     def schedule_of(self, n_steps: int) -> Schedule:
         """The learning rate by step; raises ValueError as ``Schedule`` does."""
+        warmup_steps = min(_MOST_WARMUP, n_steps // 10) if self.warmup_steps is None else self.warmup_steps
         return Schedule(
-            self.learning_rate, n_steps, self.schedule, self.warmup_steps, self.final_fraction, self.cooldown_steps
+            self.learning_rate, n_steps, self.schedule, warmup_steps, self.final_fraction, self.cooldown_steps
         )
 
     def training_case(self, config: ModelConfig, world_size: int) -> "TrainerCase":

@@ -134,3 +134,9 @@ def test_how_ranks_divide_a_step(zero, world_size, parallel):
     case = replace(PLAIN, zero=zero).training_case(resolve_size("tiny"), world_size)
     assert case.parallel == parallel
     assert case.config.context_length == 128
+
+
+@pytest.mark.parametrize(("n_steps", "warmup_steps"), [(5, 0), (20, 2), (800, 80), (5000, 100)])
+def test_a_tenth_of_the_steps_warms_up_unless_it_is_said(n_steps, warmup_steps):
+    assert TrainOptions.default("cpu").schedule_of(n_steps).warmup_steps == warmup_steps
+    assert replace(TrainOptions(), warmup_steps=3).schedule_of(n_steps).warmup_steps == 3
