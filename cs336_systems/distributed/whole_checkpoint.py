@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from cs336_systems.distributed import checkpoint_folder
+from cs336_systems.distributed.checkpoint import MODEL, check_tensors, stored_tensors
 from cs336_systems.distributed.checkpoint_folder import StoredCheckpoint, find_damage
-from cs336_systems.distributed.fsdp_checkpoint import MODEL, check_tensors, stored_tensors
 
 
 def find_checkpoint(path: Path) -> tuple[StoredCheckpoint, dict[Path, str]]:

@@ -7,7 +7,7 @@
     runs/stdlib/
       run.json                  layout, the fields of ModelConfig, the id of the token that ends documents
       tokenizer.json            a copy; tokenizer_config.json and chat_template.jinja too where the original has them
-      step-00000200/            what distributed/fsdp_checkpoint.py writes; the step is said there
+      step-00000200/            what distributed/checkpoint.py writes; the step is said there
 
 Reading takes one process and no GPU, whatever the number of ranks that wrote, and leaves optimizer states on the disk.
 """

@@ -11,7 +11,7 @@ place in the data are in the checkpoint, and the learning rate is a function of 
     runs/first/
       log.jsonl                 what was said (``run_records.py``)
       run.json, tokenizer.json  what is trained (``checkpoint.py``)
-      step-00000200/            checkpoints (``distributed/fsdp_checkpoint.py``)
+      step-00000200/            checkpoints (``distributed/checkpoint.py``)
 
 A run stops at the first step whose loss or gradient is not finite; no such step changes the model.
 """
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.costs.speed_of_light import speed_of_light
-from cs336_systems.distributed.fsdp_checkpoint import resume_checkpoint, save_checkpoint
+from cs336_systems.distributed.checkpoint import resume_checkpoint, save_checkpoint
 from cs336_systems.distributed.process_group import Rank, on_rank_0
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.provenance import host_name, versions

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cs336_systems.blocks import REFERENCE, write_out
 from cs336_systems.blocks import weights as block_weights
 from cs336_systems.distributed import FSDP, BucketedDDP, FlatDDP, ShardedOptimizer, fsdp_parameters
-from cs336_systems.distributed.fsdp_checkpoint import load_checkpoint, save_checkpoint
+from cs336_systems.distributed.checkpoint import load_checkpoint, save_checkpoint
 from cs336_systems.distributed.fsdp_parameters import Reduction
 from cs336_systems.distributed.neighbours import neighbours
 from cs336_systems.model import TransformerBlock, TransformerLM

@@ -14,8 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from cs336_systems.distributed.checkpoint import MARKER, complete_checkpoints, load_checkpoint, save_checkpoint
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.fsdp_checkpoint import MARKER, complete_checkpoints, load_checkpoint, save_checkpoint
 from cs336_systems.distributed.process_group import Rank, joined
 from cs336_systems.distributed.spawn import spawn
 

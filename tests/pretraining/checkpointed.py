@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from cs336_systems.config import ModelConfig, RopeScaling
+from cs336_systems.distributed.checkpoint import save_checkpoint
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.fsdp_checkpoint import save_checkpoint
 from cs336_systems.model import TransformerBlock, TransformerLM
 from cs336_systems.pretraining.checkpoint import write_run_json
 from cs336_systems.pretraining.tokenizer import ByteTokenizer

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.distributed.fsdp_checkpoint import complete_checkpoints
+from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.pretraining.checkpoint import load_trained, load_weights
 from cs336_systems.pretraining.run_log import LOG

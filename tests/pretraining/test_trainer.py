@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.distributed.fsdp_checkpoint import complete_checkpoints
+from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.pretraining import trainer
 from cs336_systems.pretraining.checkpoint import load_weights

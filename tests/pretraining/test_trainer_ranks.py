@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from cs336_systems.distributed.fsdp_checkpoint import complete_checkpoints
+from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.pretraining.checkpoint import load_weights

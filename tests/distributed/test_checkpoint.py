@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from cs336_systems.distributed.checkpoint import MARKER, complete_checkpoints, load_checkpoint, save_checkpoint
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.fsdp_checkpoint import MARKER, complete_checkpoints, load_checkpoint, save_checkpoint
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.spawn import RankFailed, spawn
 from cs336_systems.training import AdamW
