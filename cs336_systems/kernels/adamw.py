@@ -56,7 +56,7 @@ CHUNK = 4096
 """Elements per program: 64 KiB of traffic, against a microsecond or two to find them."""
 BLOCK, WARPS = 512, 2
 """8 elements for each of 64 threads: 16 bytes of bf16. For 2^28 elements an H200 reaches 95 % of the copy ceiling, with
-blocks of 1,024 by 4 warps in chunks of 8,192 it reaches 92, with 2,048 by 8 warps 83."""
+blocks of 1,024 by 4 warps in chunks of 8,192 it reaches 92, with 2,048 by 8 warps 83 (LOG.md)."""
 ADVANCE_BLOCK = 128
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}

@@ -73,7 +73,13 @@ def _folder(path: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object that a file holds.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON, or no object.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -89,7 +95,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / _WEIGHTS]
     if not (folder / _INDEX).is_file():
         raise FileNotFoundError(f"neither {_WEIGHTS} nor {_INDEX} is in {folder}")
-    weight_map = _read_json(folder / _INDEX).get("weight_map")
+    weight_map = read_json(folder / _INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise ValueError(f"{folder / _INDEX} has no weight_map from weight names to file names")
     shards = sorted(set(weight_map.values()))
@@ -279,7 +285,7 @@ def config_from_hf(path: str | os.PathLike[str]) -> ModelConfig:
     file = _folder(path) / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"no config.json in {file.parent}")
-    hf = _read_json(file)
+    hf = read_json(file)
 
     def required(source: dict[str, Any], key: str) -> Any:
         if source.get(key) is None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cs336_systems.config import ModelConfig
 from cs336_systems.model import TransformerLM
-from cs336_systems.model.hf_weights import config_to_hf, save_hf_weights
+from cs336_systems.model.hf_weights import config_to_hf, read_json, save_hf_weights
 from cs336_systems.pretraining.checkpoint import BESIDE_TOKENIZER, TOKENIZER
 from cs336_systems.pretraining.publishing import published
 from cs336_systems.pretraining.tokenizer import JsonTokenizer, load_tokenizer
@@ -130,7 +130,7 @@ def check_target(folder: Path, replace: bool) -> None:
         return
     if not (folder / MANIFEST).exists():
         raise ValueError(f"{folder} is there and was not written by this command; --replace replaces it")
-    ours = {MANIFEST, *_read_json(folder / MANIFEST).get("files", [])}
+    ours = {MANIFEST, *read_json(folder / MANIFEST).get("files", [])}
     if foreign := sorted(_files(folder) - ours):
         raise ValueError(f"{folder} has files that this command did not write, as {foreign[0]}; --replace removes them")
 
@@ -167,7 +167,7 @@ def _copy_tokenizer(folder: Path, tokenizer: Path, loaded: JsonTokenizer) -> Non
     settings: dict[str, Any] = {"bos_token": eos, "pad_token": eos, "unk_token": None}
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if config.exists():
-        settings = _read_json(config)
+        settings = read_json(config)
     _write_json(config, settings | {"eos_token": eos})
 
 
@@ -194,19 +194,9 @@ def _files(folder: Path) -> set[str]:
 
 def _bos_id(folder: Path, loaded: JsonTokenizer) -> int | None:
     """Of the token that texts begin with, by the tokenizer's config; None if it says that there is none."""
-    bos = _read_json(folder / "tokenizer_config.json").get("bos_token")
+    bos = read_json(folder / "tokenizer_config.json").get("bos_token")
     token = bos["content"] if isinstance(bos, dict) else bos
     return None if token is None else JsonTokenizer(loaded.json(), token).eos_id
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not a JSON file: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} does not hold a JSON object")
-    return content
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
