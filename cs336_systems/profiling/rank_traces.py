@@ -13,6 +13,7 @@ from cs336_systems.harness.record import Metric
 from cs336_systems.model import TransformerBlock
 from cs336_systems.profiling.ranges import STEP, annotate, ranged_phases
 from cs336_systems.profiling.traces import kineto
+from cs336_systems.profiling.traces.breakdown import breakdown
 from cs336_systems.profiling.traces.queries import overlap, slowdown
 from cs336_systems.profiling.traces.tables import Trace
 
@@ -61,6 +62,12 @@ def communication_metrics(trace: Trace, alone: Trace | None = None) -> list[Metr
         Metric("slowed", "ms of other kernels per step", slowed),
         Metric("added_kernels", "ms of other kernels per step", added),
     ]
+
+
+def breakdown_metrics(trace: Trace) -> list[Metric]:
+    """The recorded steps by phase and kind of work (``traces/breakdown.py``); of a CPU's trace, nothing."""
+    parts = breakdown(trace) if trace.has_gpu else []
+    return [Metric(f"{part.phase}_{part.kind}", "ms of a recorded step", part.samples_ms) for part in parts]
 
 
 def single_steps(trace: Trace) -> list[Trace]:
