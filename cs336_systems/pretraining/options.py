@@ -82,7 +82,7 @@ class TrainOptions:
     z_loss: float = 0.0
     """How much of the squared log-sum-exp of the logits training's loss has besides; not with --keep autograd."""
     skip_nonfinite: bool = False
-    """Pass over steps whose gradient is not finite, instead of stopping at the first."""
+    """Pass over steps whose loss or gradient is not finite, instead of stopping at the first."""
 
     dtype: Literal["fp32", "tf32", "bf16", "autocast-bf16"] = "bf16"
     """Of parameters, gradients and products; autocast-bf16: fp32 parameters, products in bf16."""
@@ -102,7 +102,7 @@ class TrainOptions:
     compile: Literal["off", "on"] = "off"
     """With --keep autograd, torch.compile of each block."""
     cuda_graph: Literal["off", "on"] = "off"
-    """Replay forward and backward as a CUDA graph; one rank."""
+    """Replay the step as a CUDA graph, with --optimizer torch-fused without the optimizer; one rank."""
     zero: Literal[0, 1, 3] = 0
     """What ranks divide: 0 nothing (DDP), 1 the optimizer's state, 3 parameters and gradients too (FSDP)."""
 

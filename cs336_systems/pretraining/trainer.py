@@ -4,8 +4,8 @@
         outcome = train(options, rank, RunConsole())
 
 Every rank runs the same; the first keeps the log. Nothing in a step waits for the device: loss and norm are read when
-the next step is queued (``deferred.py``), and what one rank alone knows, as that it was sent a signal, travels with the
-loss and reaches all at the same step. So a run that resumes is the run that was not interrupted: model, moments and the
+the next step is queued (``deferred.py``), and what one rank alone knows, as that it was sent a signal, is added up
+over the ranks in each step and reaches all at the same one. So a run that resumes is the run that was not interrupted: model, moments and the
 place in the data are in the checkpoint, and the learning rate is a function of the step.
 
     runs/first/
@@ -190,15 +190,15 @@ class _Run:
             group["lr"] = rate
         batch = next(self._prepared.loader)
         self._recent.append((self._made, batch))
-        loss = self._step(*batch)
+        self._step(*batch)
         reasons, asked = self._no_reason, stop.asked
         if asked is not None:
             reasons = torch.tensor([float(reason == asked) for reason in REASONS], device=self._rank.device)
-        shared = torch.cat([loss.float().reshape(1) / self._rank.world_size, reasons])
         if self._rank.world_size > 1:
-            dist.all_reduce(shared)
-        assert self._step.guard is not None and self._step.guard.norm is not None
-        return [shared[0], self._step.guard.norm, *shared[1:]]
+            dist.all_reduce(reasons := reasons.clone())
+        guard = self._step.guard
+        assert guard is not None and guard.loss is not None and guard.norm is not None
+        return [guard.loss, guard.norm, *reasons]
 
     def _tell(self, done: Done | None, step: int) -> None:
         """Log a step that is done, and draw the conclusions; raises NonFiniteStep."""
@@ -212,7 +212,7 @@ class _Run:
             return
         what = f"step {step}: loss {loss:g}, norm {norm:g}"
         if self._options.skip_nonfinite:
-            self._log.say(what if math.isfinite(norm) else f"{what}: it changed nothing", "warning")
+            self._log.say(f"{what}: it changed nothing", "warning")
             return
         where = find_nonfinite(self._step, *dict(self._recent)[step])
         self._made = step

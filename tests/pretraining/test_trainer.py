@@ -4,6 +4,7 @@ import math
 import random
 import shutil
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from cs336_systems.pretraining.run_log import LOG
 from cs336_systems.pretraining.run_reader import read_run
 from cs336_systems.pretraining.run_records import Data, End, Evaluation, Message, Options, Step
 from cs336_systems.pretraining.trainer import train
+from cs336_systems.training import TrainStep
 from tests.pretraining.trained import EXPLODING, losses_and_norms, options, write_dataset
 
 
@@ -131,6 +133,23 @@ def test_a_step_that_is_not_finite_ends_the_run_and_names_the_tensor(whole, alon
     assert run.last(End).step == 1
     assert [message.level for message in run.all(Message)] == ["error"]
     assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step-00000001"]
+
+
+def test_a_loss_alone_that_is_not_finite_is_noticed_before_the_model_changes(whole, alone, tmp_path, monkeypatch):
+    loss_of, n_calls = TrainStep.loss_of, count()
+
+    def infinite_once(self, *batch):
+        return loss_of(self, *batch) + (math.inf if torch.is_grad_enabled() and next(n_calls) == 3 else 0.0)
+
+    monkeypatch.setattr(TrainStep, "loss_of", infinite_once)
+    asked = options(tmp_path, data=whole / "data", save_every=1, keep_last=20, skip_nonfinite=True)
+    train(asked, alone)
+    (said,) = read_run(tmp_path / "run" / LOG).all(Message)
+    assert said.text.startswith("step 3: loss inf, norm ") and said.text.endswith(": it changed nothing")
+    assert_equal_weights(tmp_path / "run" / "step-00000003", tmp_path / "run" / "step-00000004")
+    n_calls = count()
+    with pytest.raises(NonFiniteStep, match=r"step 3: loss inf, norm \d.*is nothing, when it ran again"):
+        train(replace(asked, out=tmp_path / "stops", skip_nonfinite=False), alone)
 
 
 def test_no_step_that_is_not_finite_changes_anything(whole, alone, tmp_path):
