@@ -24,9 +24,9 @@ shards, alignment, chunks nor the order of programs change a bit.
 
 How. Two launches, for any number of tensors of one combination of dtypes (``tensor_table.py``). The first, one lane
 per tensor, counts the step and computes its coefficients in fp64: steps are counted on the device, as only there it is
-known whether one is skipped. Hyperparameters lie on the device too, where later ones are copied to the same place. So a
-CUDA graph may hold both launches, and a schedule change the learning rate. In the second each program updates a chunk of
-one tensor. Whole blocks of aligned tensors go by 16 bytes per thread; ends and others (a shard at an odd place) go
+known whether one is skipped. Hyperparameters lie on the device too, and later ones are copied to the same place. So a
+CUDA graph may hold both launches, and a schedule change the learning rate. In the second each program updates a chunk
+of one tensor. Whole blocks of aligned tensors go by 16 bytes per thread; ends and others (a shard at an odd place) go
 element by element, with as many bits of Philox for one element as for two otherwise.
 
 A scale that is not finite skips the step: p, m, v and t stay, gradients are cleared if they are to be. Nobody waits.

@@ -8,9 +8,10 @@ Gradients may be whole on every rank, or shards of FSDP or of a ``ShardedOptimiz
 over the ranks: one number. They are scaled by min(1, max_norm / (norm + 1e-6)), as ``torch.nn.utils.clip_grad_norm_``
 does (Pascanu et al. 2013), where the optimizer reads them.
 
-A step whose norm or loss, the mean over the ranks, is NaN or inf changes neither parameters nor moments, and is not counted. The host, which reads the
-norm a step late, may by then have queued the next one. So a guard that halts lets no later step change anything either:
-whoever stops finds the model as it was before the step that went wrong, and can run that again to see where.
+A step whose norm or loss, the mean over the ranks, is NaN or inf changes neither parameters nor moments, and is not
+counted. The host, which reads the norm a step late, may by then have queued the next one. So a guard that halts lets no
+later step change anything either: whoever stops finds the model as it was before the step that went wrong, and can run
+that again to see where.
 """
 
 import math

@@ -15,8 +15,8 @@ makes the gradients, which stay where they are from then on, hidden from the par
 the second, captured after it has run once on these gradients: what it says about them on the device (where they lie,
 ``kernels/tensor_table.py``) is there by then, and is not copied again.
 
-Hyperparameters: ``FusedAdamW`` reads those that a schedule changes from device memory, to which they are copied before a
-replay. Of torch's optimizers they are numbers in the captured launches. A step in which such a number, or the
+Hyperparameters: ``FusedAdamW`` reads those that a schedule changes from device memory, to which they are copied before
+a replay. Of torch's optimizers they are numbers in the captured launches. A step in which such a number, or the
 optimizer's state, is another than in the last one runs the optimizer uncaptured, so a schedule is right, and launches
 the optimizer's kernels; once they stay the optimizer is captured again.
 

@@ -1,8 +1,8 @@
 """CUDA graphs emulated on a CPU: what is captured is recorded operator by operator, undone, and run again at replay.
 
 As on a device, capturing changes nothing that was there before, and what it makes holds no values (NaN here) until the
-first replay, which writes them to the same tensors. Launches of the fused AdamW are recorded, too. Memory is never used twice, and nothing is forbidden: only a device
-shows what cannot be captured.
+first replay, which writes them to the same tensors. Launches of the fused AdamW are recorded, too. Memory is never used
+twice, and nothing is forbidden: only a device shows what cannot be captured.
 """
 
 from collections.abc import Iterator

@@ -12,6 +12,7 @@ from cs336_systems.config import MODEL_SIZES
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.training.assemble import build_model, finish, random_batch
 from cs336_systems.training.clipping import GradientGuard
+from cs336_systems.training.loss import cross_entropy
 from cs336_systems.training.optimizer import make_optimizer
 from cs336_systems.training.parallel import make_parallel_optimizer, wrap
 from cs336_systems.training.step import TrainStep
@@ -112,9 +113,9 @@ def one_bad_loss(rank, placements):
         model = wrap(build_model(case), parallel, rank)
         optimizer = make_parallel_optimizer(case.optimizer, model, parallel, lr=0.1)
         step = TrainStep(model, optimizer, case.precision, guard=GradientGuard(halts=False))
-        loss_of = step.loss_of
         for bad in (0.0, math.inf, 0.0):
-            step.loss_of = lambda *batch, bad=bad: loss_of(*batch) + (bad if rank.rank == 0 else 0.0)
+            more = bad if rank.rank == 0 else 0.0
+            step.loss_function = lambda *batch, more=more: cross_entropy(*batch) + more
             before = copies(step.model)
             step(*random_batch(case))
             moved = not all(map(torch.equal, before, copies(step.model)))
