@@ -111,6 +111,11 @@ class TrainingCase:
         return 0.0
 
     @property
+    def head_chunk(self) -> int | None:
+        """Tokens whose logits a written-out model has at a time; None where its operation chooses."""
+        return None
+
+    @property
     def attention_kind(self) -> Literal["materialised", "flash"]:
         """How its attention's work is counted."""
         return "materialised" if self.attention.startswith("reference") else "flash"

@@ -67,6 +67,24 @@ class Whole:
         """Backward has come through all units."""
 
 
+class Accumulated(Whole):
+    """Those of a rank that has gradients of an earlier micro-batch, to which autograd adds what backward makes."""
+
+    def make(self, *, moments: bool) -> None:
+        super().make(moments=moments)
+        self._make("gradients", "earlier gradient of", self.pieces)
+
+    def come_to(self, unit: int) -> None:
+        self._add(unit + 1)
+
+    def finish(self) -> None:
+        self._add(0)
+
+    def _add(self, unit: int) -> None:
+        if unit < self.n_units:  # a tied head's gradient has become a part of the embedding's
+            self.ledger.free(*(f"{unit} gradient of {name}" for name in self.pieces[unit]))
+
+
 class Sharded(Whole):
     """Those of one of several ranks that hold shards: ``distributed/fsdp_schedule.py`` by its effects on memory."""
 

@@ -9,19 +9,20 @@ goes. What is alive, block by block:
     gradients     of a whole block from the beginning of its backward on; q, k, v in one piece, gate and up in another
     head          the gradients of its input and its weight are made in forward beside one chunk of logits; backward
                   multiplies them, and so has them twice for a moment
+    accumulation  gradients of earlier micro-batches are there all the time, and a unit's new ones until they are added
     fully sharded whole weights of the block that runs and of the next ones, whole gradients of the block that runs and
                   of the one that is being reduced, and this rank's shards of all else
 
     written_out_peak(config, 1, 8192, PRECISIONS["bf16"], "step", keep="products", chunk=4096)
 
 The operations are the fused kernels, whose buffers are counted: partial sums of norms' gains, attention's statistics
-and its fp32 sums. Limits: eager execution, no gradients from an earlier micro-batch, ranks that divide all rows evenly
+and its fp32 sums. Limits: eager execution, no accumulation where states are sharded, ranks that divide all rows evenly
 (FSDP copies otherwise), and those of ``costs/memory.py``. Sizes are in bytes.
 """
 
 from cs336_systems.config import MODES, OPTIMIZERS, WRITTEN_OUT_ATTENTIONS, ModelConfig, Precision
 from cs336_systems.costs.activations import WIDE
-from cs336_systems.costs.held_states import Sharded, Whole, block_pieces
+from cs336_systems.costs.held_states import Accumulated, Sharded, Whole, block_pieces
 from cs336_systems.costs.kept import kept_names, kept_tensors
 from cs336_systems.costs.ledger import Ledger
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PeakMemory, cuda_block_bytes, rotary_bytes
@@ -47,6 +48,7 @@ def written_out_peak(
     optimizer: str = "fused",
     n_shards: int = 1,
     prefetch: int = 1,
+    accumulates: bool = False,
     device_type: str = "cuda",
     workspace_bytes: int = CUBLAS_WORKSPACE_BYTES,
 ) -> PeakMemory:
@@ -60,12 +62,16 @@ def written_out_peak(
         n_shards: ranks of fully sharded data parallelism, blocks and head a unit each; 1 without. Its steps after the
             first are predicted, which know what comes next.
         prefetch: units whose weights are gathered ahead.
+        accumulates: whether gradients of an earlier micro-batch are there.
         device_type: ``cuda`` counts the allocator's blocks and workspaces; ``cpu`` counts tensors.
         workspace_bytes: cuBLAS's, per thread that multiplies; ignored on the CPU.
 
     Raises:
-        ValueError: no such mode, optimizer, attention, device type, level or switch, or a precision with autocast.
+        ValueError: no such mode, optimizer, attention, device type, level or switch, a precision with autocast, or
+            accumulation of sharded gradients.
     """
+    if accumulates and n_shards > 1:
+        raise ValueError(f"gradients that accumulate over {n_shards} shards are not predicted")
     for name, value, known in (
         ("mode", mode, MODES),
         ("optimizer", optimizer, OPTIMIZERS),
@@ -84,7 +90,7 @@ def written_out_peak(
         )
     kept = kept_names(keep) if mode != "forward" else ()
     of = config, sizes.width, ledger
-    states = Sharded(*of, n_shards, prefetch) if n_shards > 1 else Whole(*of)
+    states = Sharded(*of, n_shards, prefetch) if n_shards > 1 else Accumulated(*of) if accumulates else Whole(*of)
     states.make(moments=mode == "step")
     _Step(sizes, ledger, states, kept).run(mode, largest_temporary=optimizer == "reference")
     return ledger.peak()

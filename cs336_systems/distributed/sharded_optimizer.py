@@ -28,7 +28,7 @@ is ``reduced_gradients``.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, NamedTuple, overload
@@ -336,18 +336,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
         for parameter, state in by_parameter.items():
             check_state_fits(state, parameter)
-        super().load_state_dict({**state_dict, "state": {}})
-        assert self.local is not None
-        packed = self.local.state_dict()
-        tensors = self._local_tensors()
-        ids = [number for group in packed["param_groups"] for number in group["params"]]
-        id_of = dict(zip(tensors, ids, strict=True))
-        packed["state"] = {
-            id_of[piece.tensor]: state_of_piece(state, parameter, piece)
+        shares = {
+            piece.tensor: state_of_piece(state, parameter, piece)
             for parameter, state in by_parameter.items()
             for piece in self._pieces[parameter]
             if piece.tensor is not None
         }
+        self.load_shares(shares, state_dict["param_groups"])
+
+    def shares(self) -> list[tuple[Tensor, Piece, dict[str, Any]]]:
+        """Of each parameter that this rank updates a piece of, the piece and its state, empty before the first step."""
+        return [
+            (parameter, piece, self.state.get(piece.tensor, {}))
+            for parameter, pieces in self._pieces.items()
+            for piece in pieces
+            if piece.tensor is not None
+        ]
+
+    def load_shares(self, states: Mapping[Tensor, dict[str, Any]], param_groups: list[dict[str, Any]]) -> None:
+        """Take options as of ``state_dict``, and this rank's states by ``Piece.tensor``; of the others it has none.
+
+        Raises:
+            ValueError: the groups belong to other parameters; nothing has changed then.
+        """
+        super().load_state_dict({"param_groups": param_groups, "state": {}})
+        assert self.local is not None
+        packed = self.local.state_dict()
+        ids = [number for group in packed["param_groups"] for number in group["params"]]
+        id_of = dict(zip(self._local_tensors(), ids, strict=True))
+        packed["state"] = {id_of[tensor]: state for tensor, state in states.items()}
         for group, local_group in zip(self.param_groups, packed["param_groups"], strict=True):
             local_group.update(_options(group))
         self.local.load_state_dict(packed)

@@ -24,8 +24,9 @@ shards, alignment, chunks nor the order of programs change a bit.
 
 How. Two launches, for any number of tensors of one combination of dtypes (``tensor_table.py``). The first, one lane
 per tensor, counts the step and computes its coefficients in fp64: steps are counted on the device, as only there it is
-known whether one is skipped, and so a CUDA graph may hold both launches. In the second each program updates a chunk of
-one tensor. Whole blocks of aligned tensors go by 16 bytes per thread; ends and others (a shard at an odd place) go
+known whether one is skipped. Hyperparameters lie on the device too, and later ones are copied to the same place. So a
+CUDA graph may hold both launches, and a schedule change the learning rate. In the second each program updates a chunk
+of one tensor. Whole blocks of aligned tensors go by 16 bytes per thread; ends and others (a shard at an odd place) go
 element by element, with as many bits of Philox for one element as for two otherwise.
 
 A scale that is not finite skips the step: p, m, v and t stay, gradients are cleared if they are to be. Nobody waits.
@@ -276,12 +277,23 @@ class UpdateTable:
     def describe(self, updates: Sequence[Update], device: torch.device) -> None:
         """Copy to the device what changed; raises RuntimeError while a CUDA graph is captured."""
         self.tensors.describe([_row(update) for update in updates], device)
-        described: list[tuple[float, ...]] = [(u.lr, *u.betas, u.eps, u.weight_decay) for u in updates]
-        if described != self._described or device != self._device:
-            self.hyperparameters = to_device(torch.tensor(described, dtype=torch.float64), device)
+        if len(updates) != len(self._described) or device != self._device:
+            self.hyperparameters = torch.empty(len(updates), HYPERPARAMETERS.value, dtype=torch.float64, device=device)
             self.unit = torch.ones((), device=device)
             self.coefficients = torch.empty(len(updates), COEFFICIENTS.value, dtype=torch.float32, device=device)
-            self._described, self._device = described, device
+            self._described, self._device = [], device
+        self.set_hyperparameters([(u.lr, *u.betas, u.eps, u.weight_decay) for u in updates])
+
+    def set_hyperparameters(self, rows: Sequence[tuple[float, ...]]) -> None:
+        """Copy those of each tensor (lr, both betas, eps, weight_decay), if any changed, to where kernels read them.
+
+        Raises:
+            RuntimeError: they changed while a CUDA graph is captured.
+        """
+        if rows != self._described:
+            assert self._device is not None
+            self.hyperparameters.copy_(to_device(torch.tensor(rows, dtype=torch.float64), self._device))
+            self._described = list(rows)
 
 
 def adamw_(

@@ -90,11 +90,11 @@ class Data(Record):
 
 @dataclass(frozen=True)
 class Memory(Record):
-    """One device's memory by segment; said once predicted, and again when the first steps have shown what is so."""
+    """One device's memory by segment; said once predicted, and again when two steps have shown what is so."""
 
     kind = "memory"
     predicted_bytes: Mapping[str, int]
-    """Segments such as weights, master, gradients, m, v, activations, free."""
+    """Segments at a step's peak, such as weights, gradients, m, v, activations, head and loss, in all, free."""
     actual_bytes: Mapping[str, int] = field(default_factory=dict)
     hint: str = ""
     """What to change, where much is free."""

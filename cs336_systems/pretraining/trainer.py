@@ -4,9 +4,9 @@
         outcome = train(options, rank, RunConsole())
 
 Every rank runs the same; the first keeps the log. Nothing in a step waits for the device: loss and norm are read when
-the next step is queued (``deferred.py``), and what one rank alone knows, as that it was sent a signal, travels with the
-loss and reaches all at the same step. So a run that resumes is the run that was not interrupted: model, moments and the
-place in the data are in the checkpoint, and the learning rate is a function of the step.
+the next step is queued (``deferred.py``), and what one rank alone knows, as that it was sent a signal, is added up over
+the ranks in each step and reaches all at the same one. So a run that resumes is the run that was not interrupted:
+model, moments and the place in the data are in the checkpoint, and the learning rate is a function of the step.
 
     runs/first/
       log.jsonl                 what was said (``run_records.py``)
@@ -37,12 +37,23 @@ from cs336_systems.harness.provenance import host_name, versions
 from cs336_systems.pretraining.deferred import Deferred, Done
 from cs336_systems.pretraining.evaluation import evaluate
 from cs336_systems.pretraining.gpu_state import GpuSampler
+from cs336_systems.pretraining.memory import actual_segments, hint, predicted_segments
 from cs336_systems.pretraining.nonfinite import NonFiniteStep, find_nonfinite
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.preparation import Prepared, prepare
 from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog, Sink
 from cs336_systems.pretraining.run_reader import read_run
-from cs336_systems.pretraining.run_records import Data, Device, End, Evaluation, Light, Model, Options, Step
+from cs336_systems.pretraining.run_records import (
+    Data,
+    Device,
+    End,
+    Evaluation,
+    Light,
+    Memory,
+    Model,
+    Options,
+    Step,
+)
 from cs336_systems.pretraining.signals import REASONS, StopRequests
 
 _VALUES = ("loss", "norm", *REASONS)
@@ -145,6 +156,7 @@ def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> 
         dtype=products,
         n_devices=rank.world_size,
     )
+    log.write(Memory(predicted_segments(prepared.case, memory), hint=hint(prepared.case, memory)))
     parts = {name: asdict(part) for name, part in light.parts.items()}
     log.write(Light(parts, light.seconds_per_token))
 
@@ -169,6 +181,7 @@ class _Run:
         try:
             while self._made < self._prepared.n_steps and self._reason is None:
                 self._tell(deferred.push(*self._queue_step(stop)), self._made - 1)
+                self._look_at_memory()
                 gpu.step(self._made)
                 self._made += 1
                 if self._pauses():
@@ -190,15 +203,26 @@ class _Run:
             group["lr"] = rate
         batch = next(self._prepared.loader)
         self._recent.append((self._made, batch))
-        loss = self._step(*batch)
+        self._step(*batch)
         reasons, asked = self._no_reason, stop.asked
         if asked is not None:
             reasons = torch.tensor([float(reason == asked) for reason in REASONS], device=self._rank.device)
-        shared = torch.cat([loss.float().reshape(1) / self._rank.world_size, reasons])
         if self._rank.world_size > 1:
-            dist.all_reduce(shared)
-        assert self._step.guard is not None and self._step.guard.norm is not None
-        return [shared[0], self._step.guard.norm, *shared[1:]]
+            dist.all_reduce(reasons := reasons.clone())
+        guard = self._step.guard
+        assert guard is not None and guard.loss is not None and guard.norm is not None
+        return [guard.loss, guard.norm, *reasons]
+
+    def _look_at_memory(self) -> None:
+        """What the second step takes, which finds all states in place, as the host knows it once the step is queued."""
+        if self._rank.device.type != "cuda":
+            return
+        if self._made == self._first_step:
+            torch.cuda.reset_peak_memory_stats(self._rank.device)
+        elif self._made == self._first_step + 1:
+            total = torch.cuda.get_device_properties(self._rank.device).total_memory
+            predicted = predicted_segments(self._prepared.case, total)
+            self._log.write(Memory(predicted, actual_segments(self._step, predicted, total)))
 
     def _tell(self, done: Done | None, step: int) -> None:
         """Log a step that is done, and draw the conclusions; raises NonFiniteStep."""
@@ -212,7 +236,7 @@ class _Run:
             return
         what = f"step {step}: loss {loss:g}, norm {norm:g}"
         if self._options.skip_nonfinite:
-            self._log.say(what if math.isfinite(norm) else f"{what}: it changed nothing", "warning")
+            self._log.say(f"{what}: it changed nothing", "warning")
             return
         where = find_nonfinite(self._step, *dict(self._recent)[step])
         self._made = step

@@ -104,7 +104,7 @@ def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:
     if case.attention != "reference":
         ops = replace(ops, attention=attention_op(case.attention))
     if case.written_out:
-        ops = head_ops(case.kernels, ops, case.z_loss)
+        ops = head_ops(case.kernels, ops, case.z_loss, case.head_chunk)
     compiled = case.compiled and case.checkpoint in SELECTIVE
     return replace(ops, stack=checkpointed_stack(case.checkpoint, ops.stack, compiled=compiled))
 

@@ -12,6 +12,9 @@ The formula is that of ``optimizer.AdamW``; with fp32 states the two agree withi
     norm = grad_norm([p.grad for p in model.parameters()], table)
     optimizer.step(grad_scale=clip_scale(norm, 1.0))
 
+The learning rate and whatever else changes by step is read from device memory: a CUDA graph that holds a step is right
+for the next one after ``upload_hyperparameters``, which waits for nothing.
+
 Two launches per combination of dtypes and step. Groups may differ in every hyperparameter and still share them.
 
 Random bits depend on the seed, the step, the parameter's number (its place among all parameters of the optimizer) and
@@ -37,6 +40,11 @@ MAX_TABLES = 64
 """Sets of tensors that were stepped together: buckets, if there are any. Who has more of them copies more often."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
+
+
+def _hyperparameters(group: dict[str, Any]) -> tuple[float, ...]:
+    """A row of ``UpdateTable.set_hyperparameters``."""
+    return (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
 
 
 def device_reason(device: torch.device) -> str | None:
@@ -87,6 +95,15 @@ class FusedAdamW(torch.optim.Optimizer):
         hyperparameters = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         options = {"stochastic_rounding": stochastic_rounding, "seed": seed, "clear_gradients": clear_gradients}
         super().__init__(params, hyperparameters | options)
+
+    UPLOADED = ("lr", "betas", "eps", "weight_decay")
+    """Options of a group that ``upload_hyperparameters`` brings to launches that are captured."""
+
+    def upload_hyperparameters(self) -> None:
+        """Have the launches of the last step, where they are replayed, use the groups' options as they are now."""
+        of = {id(parameter): _hyperparameters(group) for group in self.param_groups for parameter in group["params"]}
+        for parameters, table in self._tables.items():
+            table.set_hyperparameters([of[parameter] for parameter in parameters])
 
     # torch's own imports torch._dynamo, three seconds, to tell torch.compile that it must not look into it
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)

@@ -140,7 +140,7 @@ class TrainStep:
 
     def _optimize(self) -> None:
         if self.guard is not None:
-            self.guard(self.model, self.optimizer)
+            self.guard(self.model, self.optimizer, self.loss)
             return
         self.scaler.step(self.optimizer)
         self.scaler.update()
