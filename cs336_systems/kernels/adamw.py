@@ -12,11 +12,11 @@ has a master in fp32, it is the master that is read and updated, and the paramet
 
 Rounding to bf16. Neighbours among its numbers differ by 1/256 to 1/128 of themselves. An update of a weight below
 half of that is lost to rounding to nearest, every time, and v can never fall: 1 - beta2 = 0.001 is less than half of
-1/256. So whatever is bf16, weights without masters and both moments, is rounded stochastically: up with the probability of
-its place between its neighbours, which is right on average (Gupta et al. 2015; for Adam's weights Ozkara et al. 2025,
-arXiv 2502.20566; that averages over many steps stop moving when rounded to nearest: Topollai & Choromanska 2026, arXiv
-2603.16731). Adding 16 random bits below the bits of a bf16 within an fp32 and cutting off does that exactly, and leaves
-what is a bf16 already where it is. fp32 tensors are never rounded so.
+1/256. So whatever is bf16, weights without masters and both moments, is rounded stochastically: up with the
+probability of its place between its neighbours, which is right on average (Gupta et al. 2015; for Adam's weights Ozkara
+et al. 2025, arXiv 2502.20566; that averages over many steps stop moving when rounded to nearest: Topollai & Choromanska
+2026, arXiv 2603.16731). Adding 16 random bits below the bits of a bf16 within an fp32 and cutting off does that
+exactly, and leaves what is a bf16 already where it is. fp32 tensors are never rounded so.
 
 Random bits. Philox-4x32 (Salmon et al. 2011) with 7 rounds, the fewest that pass BigCrush there; key: the seed;
 counter: (element's pair, 64 bits; step; tensor's number). Its 128 bits serve the three roundings of two elements. The
@@ -32,8 +32,9 @@ element by element, with as many bits of Philox for one element as for two other
 A scale that is not finite skips the step: p, m, v and t stay, gradients are cleared if they are to be. Nobody waits.
 
 Traffic per element: reads p, m, v, g; writes p, m, v; and g if it is cleared: 14 or 16 bytes where all are bf16, 28 or
-32 where all are fp32; a master adds 6 (it is read and written, and the parameter only written). A whole block of bf16 takes 66 instructions per element (counted in SASS), 35 of them for random
-bits and rounding; in the time of 16 bytes at 4.3 TB/s an H200 can issue about 110.
+32 where all are fp32. A master adds 6: it is read and written in p's place, and p written. A whole block of bf16 takes
+66 instructions per element (counted in SASS), 35 of them for random bits and rounding; in the time of 16 bytes at
+4.3 TB/s an H200 can issue about 110.
 
 Limits: dense tensors whose moments and gradients lie as they do in memory; tensors must not overlap. ``sqrt`` and the
 division are the approximate ones of the hardware, within 2 ulp, and flush denormals of fp32.
@@ -42,7 +43,7 @@ division are the approximate ones of the hardware, within 2 ulp, and flush denor
 # mypy: allow-untyped-defs
 # A kernel's arguments are Triton values; the host functions below are typed.
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -354,8 +355,7 @@ def adamw_(
     if scale is not None and (scale.numel() != 1 or scale.device != device or scale.dtype not in TRITON_DTYPES):
         got = f"{scale.dtype} of shape {tuple(scale.shape)} on {scale.device}"
         raise ValueError(f"the scale of gradients must be one bf16 or fp32 element on {device}, got {got}")
-    for update in updates:
-        _check(update, dtypes, device)
+    check_updates(updates, device)
     table = table or UpdateTable()
     has_master = updates[0].master is not None
     narrow = torch.bfloat16 in (dtypes[2:3] if has_master else (dtypes[0], dtypes[2]))
@@ -396,7 +396,13 @@ def _row(update: Update) -> tuple[int, ...]:
     return (update.parameter.numel(), *addresses, *rest)
 
 
-def _check(update: Update, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+def check_updates(updates: Sequence[Update], device: torch.device, staged: Collection[str] = ()) -> None:
+    """Raise ValueError as ``adamw_`` does for tensors; the fields named in ``staged`` may be on another device."""
+    for update in updates:
+        _check(update, updates[0].dtypes, device, staged)
+
+
+def _check(update: Update, dtypes: tuple[torch.dtype, ...], device: torch.device, staged: Collection[str]) -> None:
     parameter = update.parameter
     if update.dtypes != dtypes or dtypes[2] != dtypes[3] or any(dtype not in TRITON_DTYPES for dtype in dtypes):
         raise ValueError(
@@ -407,7 +413,8 @@ def _check(update: Update, dtypes: tuple[torch.dtype, ...], device: torch.device
         raise ValueError(f"the master of tensor {update.number} must be fp32, got {update.master.dtype}")
     for name, tensor in update.tensors.items():
         same = (tensor.is_contiguous() and parameter.is_contiguous()) or tensor.stride() == parameter.stride()
-        if tensor.shape != parameter.shape or tensor.device != device or not (same and is_dense(tensor)):
+        there = tensor.device == device or name in staged
+        if tensor.shape != parameter.shape or not (there and same and is_dense(tensor)):
             raise ValueError(
                 f"{name} of tensor {update.number} must lie densely on {device} as its parameter does, "
                 f"{tuple(parameter.shape)} with strides {parameter.stride()}, but is "
