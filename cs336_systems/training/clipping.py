@@ -57,8 +57,10 @@ class GradientGuard:
         _scaled_step(optimizer, torch.where(skipped > 0, math.nan, scale), skipped)
 
     def _total_norm(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+        device, host_gradients = next(model.parameters()).device, getattr(optimizer, "host_gradients", None)
+        if host_gradients is not None and device.type == "cuda":
+            return host_gradients.norm()
         shares, whole = _gradients(model, optimizer)
-        device = next(model.parameters()).device
         norm = self._norm("whole", whole, device)
         if shares is None:
             return norm
@@ -85,6 +87,8 @@ def _gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list
         shares, whole = ([one.detach() for one in each if one is not None] for each in (shards, replicated))
         return [one for one in shares if one.numel()], whole
     whole = [p.grad for p in model.parameters() if p.grad is not None]
+    if (host_gradients := getattr(optimizer, "host_gradients", None)) is not None:
+        whole = host_gradients.tensors()
     if not isinstance(optimizer, ShardedOptimizer) or optimizer.world_size == 1:
         return None, whole
     return (optimizer.reduced_gradients(), []) if optimizer.reduce_gradients == REDUCE_SCATTER else (None, whole)

@@ -24,7 +24,7 @@ holds the whole does: those of FSDP say themselves at which element of the whole
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any, overload
 
@@ -34,6 +34,7 @@ from torch import Tensor
 from cs336_systems.kernels.adamw import Update, UpdateTable, adamw_, update_kernel
 from cs336_systems.operators.host_link import HostLink
 from cs336_systems.operators.launching import needs_other_device
+from cs336_systems.training.host_gradients import HostGradients
 from cs336_systems.training.host_states import place, staged_adamw_
 from cs336_systems.training.optimizer import check_hyperparameters
 
@@ -95,8 +96,8 @@ class FusedAdamW(torch.optim.Optimizer):
         if unknown := set(offload) - set(_STATES):
             raise ValueError(f"offload must be of {', '.join(_STATES)}, got {', '.join(sorted(unknown))}")
         self.state_dtype, self.master, self.offload = state_dtype, master, tuple(offload)
-        self.host_gradients: Mapping[Tensor, Tensor] = {}
-        """Gradients in host memory, of parameters whose own are None."""
+        self.host_gradients: HostGradients | None = None
+        """Where gradients are, if not at the parameters."""
         self._links: dict[torch.device, HostLink] = {}
         self._places: dict[Tensor, tuple[int, int]] = {}
         self._tables: dict[tuple[int, ...], UpdateTable] = {}
@@ -104,8 +105,12 @@ class FusedAdamW(torch.optim.Optimizer):
         options = {"stochastic_rounding": stochastic_rounding, "seed": seed, "clear_gradients": clear_gradients}
         super().__init__(params, hyperparameters | options)
 
-    # torch's own imports torch._dynamo, three seconds, to tell torch.compile that it must not look into it
-    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, those in host memory too."""
+        # torch's own imports torch._dynamo, three seconds, to tell torch.compile that it must not look into it
+        inspect.unwrap(torch.optim.Optimizer.zero_grad)(self, set_to_none)
+        if self.host_gradients is not None:
+            self.host_gradients.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, numbered after those that are there; raises ValueError as the constructor does."""
@@ -196,10 +201,12 @@ class FusedAdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._tables, self._links = {}, {}  # addresses and streams are of one process and one time
-        self.__dict__.setdefault("host_gradients", {})
+        self.__dict__.setdefault("host_gradients", None)
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
-        return self.host_gradients.get(parameter) if parameter.grad is None else parameter.grad
+        if parameter.grad is not None or self.host_gradients is None:
+            return parameter.grad
+        return self.host_gradients.of(parameter)
 
     def _state_dtypes(self, parameter: Tensor) -> dict[str, torch.dtype]:
         moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), self.state_dtype or parameter.dtype)
@@ -207,18 +214,15 @@ class FusedAdamW(torch.optim.Optimizer):
         return moments | ({"master": torch.float32} if has_master else {})
 
     def _make_states(self, parameters: Sequence[Tensor]) -> None:
-        """Those that are not there yet; in host memory those of one kind of parameter in one slab."""
-        alike: defaultdict[Any, list[Tensor]] = defaultdict(list)
-        for parameter in parameters:
-            if not self.state[parameter]:
-                alike[parameter.device, tuple(self._state_dtypes(parameter).items())].append(parameter)
-        for (device, dtypes), new in alike.items():
-            hosts = place(new, {name: dtype for name, dtype in dtypes if name in self.offload}, device)
-            for parameter in new:
+        """Those that are not there yet, all that are in host memory in one slab."""
+        new = {parameter: self._state_dtypes(parameter) for parameter in parameters if not self.state[parameter]}
+        away = {p: {name: dtypes[name] for name in self.offload if name in dtypes} for p, dtypes in new.items()}
+        for device in {parameter.device for parameter in new}:
+            hosts = place({p: named for p, named in away.items() if p.device == device}, device)
+            for parameter, states in hosts.items():
                 state = {"step": torch.zeros((), dtype=torch.int64, device=device)}
-                for name, dtype in dtypes:
-                    host = hosts[parameter].get(name)
-                    state[name] = torch.zeros_like(parameter, dtype=dtype) if host is None else host
+                for name, dtype in new[parameter].items():
+                    state[name] = states[name] if name in states else torch.zeros_like(parameter, dtype=dtype)
                 if "master" in state:
                     state["master"].copy_(parameter)
                 self.state[parameter] = state

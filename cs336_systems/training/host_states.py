@@ -5,7 +5,7 @@ takes as long as the link takes for the longer direction, and the device holds t
 bf16. A piece is a stretch of one tensor; as AdamW goes element by element and counts them in the whole tensor
 (``kernels/adamw.py``), where tensors are cut changes no bit.
 
-    host = place(parameters, {"exp_avg": torch.bfloat16}, device)            # one slab for all of them
+    hosts = place({p: {"exp_avg": torch.bfloat16} for p in parameters}, device)      # one slab for all of them
     staged_adamw_(updates, {"exp_avg"}, link, scale, stochastic_rounding=True)
 
 Bytes over the link per parameter: the states once in and once out, gradients once in.
@@ -27,20 +27,20 @@ Hosts = dict[Tensor, dict[str, Tensor]]
 """By parameter, its tensors in host memory by name."""
 
 
-def place(parameters: Sequence[Tensor], dtypes: Mapping[str, torch.dtype], device: torch.device) -> Hosts:
-    """Zeros like each parameter in one slab of host memory, pinned for ``device`` if that is a GPU.
+def place(dtypes: Mapping[Tensor, Mapping[str, torch.dtype]], device: torch.device) -> Hosts:
+    """Zeros like each parameter in one slab of host memory, pinned for ``device`` if that is a GPU; those named.
 
     Raises:
         RuntimeError: there is not as much host memory.
     """
-    n_bytes = sum(aligned(p.numel() * dtype.itemsize) for p in parameters for dtype in dtypes.values())
+    n_bytes = sum(aligned(p.numel() * dtype.itemsize) for p, named in dtypes.items() for dtype in named.values())
     slab = host_slab(n_bytes, device)
     hosts: Hosts = {}
-    for parameter in parameters:
+    for parameter, named in dtypes.items():
         strides = torch.empty_like(parameter.detach(), device="meta").stride()
         hosts[parameter] = {
             name: slab.take((parameter.numel(),), dtype).as_strided(parameter.shape, strides)
-            for name, dtype in dtypes.items()
+            for name, dtype in named.items()
         }
     return hosts
 

@@ -21,6 +21,8 @@ def small_batches(monkeypatch):
 
 
 def states_of(optimizer, params):
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
     return [tensor.cpu() for parameter in params for tensor in optimizer.state[parameter].values()]
 
 
