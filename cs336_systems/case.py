@@ -72,6 +72,10 @@ class TrainingCase:
     """One of ``config.KERNELS``: norms, rotations, SwiGLU, head and loss; fused needs a written-out backward."""
     keep: str = "autograd"
     """autograd: the blocks' backward is autograd's; else it is written out, and keeps what ``costs/kept.py`` says."""
+    master: str = "none"
+    """fp32: weights that the optimizer keeps besides those in bf16."""
+    offload: str = "none"
+    """What is kept in host memory, names of ``costs/offload.py`` by hyphens."""
     seed: int = 0
     """Of parameters and tokens."""
 
@@ -151,6 +155,8 @@ class TrainingCase:
             *(["CUDA graph"] if self.cuda_graph == "on" else []),
             *([f"{self.kernels} kernels"] if self.kernels != "reference" else []),
             *([f"keep {self.keep}"] if self.written_out else []),
+            *([f"masters in {self.master}"] if self.master != "none" else []),
+            *([f"offload {self.offload}"] if self.offload != "none" else []),
         ]
 
 

@@ -83,14 +83,15 @@ def kept_names(keep: str) -> tuple[str, ...]:
         ValueError: no such level or switch; the message has the nearest names.
     """
     level, *switches = keep.split("-")
-    _check_known("level", level, LEVELS, f" in what to keep, {keep!r}")
+    check_known("level", level, LEVELS, f" in what to keep, {keep!r}")
     for switch in switches:
-        _check_known("switch", switch, tuple(SWITCHES), f" in what to keep, {keep!r}")
+        check_known("switch", switch, tuple(SWITCHES), f" in what to keep, {keep!r}")
     levels = LEVELS[: LEVELS.index(level) + 1]
     return tuple(row.name for row in KEPT if row.level in levels and not set(row.switches) & set(switches))
 
 
-def _check_known(what: str, value: str, known: tuple[str, ...], where: str = "") -> None:
+def check_known(what: str, value: str, known: tuple[str, ...], where: str = "") -> None:
+    """Raise ValueError, with the nearest of the known, for a value that is none of them."""
     if value not in known:
         near = difflib.get_close_matches(value, known, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -105,11 +106,11 @@ def unserved_reason(case: TrainingCase) -> str | None:
     Raises:
         ValueError: a name is unknown; the message has the nearest.
     """
-    _check_known("kernels", case.kernels, KERNELS)
+    check_known("kernels", case.kernels, KERNELS)
     if not case.written_out:
         need = f"kernels {case.kernels} with keep autograd: they need a backward written out, {', '.join(LEVELS)}"
         return None if case.kernels == "reference" else need
-    _check_known("level", case.keep.split("-")[0], (*LEVELS, "autograd"), f" in what to keep, {case.keep!r}")
+    check_known("level", case.keep.split("-")[0], (*LEVELS, "autograd"), f" in what to keep, {case.keep!r}")
     kept_names(case.keep)
     fused, keep = case.kernels != "reference", f"keep {case.keep}"
     attentions = [name for name in WRITTEN_OUT_ATTENTIONS if not (fused and name == "reference")]

@@ -7,15 +7,16 @@ Formula (Loshchilov & Hutter 2019, algorithm 2, as in ``training/optimizer.py``)
     v = beta2 v + (1 - beta2) g^2
     p = (1 - lr weight_decay) p - lr / (1 - beta1^t)  m / (sqrt(v / (1 - beta2^t)) + eps)
 
-in fp32, whatever the tensors hold; p is updated by m and v as they are before they are rounded.
+in fp32, whatever the tensors hold; p is updated by m and v as they are before they are rounded. Where a bf16 parameter
+has a master in fp32, it is the master that is read and updated, and the parameter is what the master rounds to.
 
 Rounding to bf16. Neighbours among its numbers differ by 1/256 to 1/128 of themselves. An update of a weight below
 half of that is lost to rounding to nearest, every time, and v can never fall: 1 - beta2 = 0.001 is less than half of
-1/256. So whatever is bf16, weights and both moments, is rounded stochastically: up with the probability of
-its place between its neighbours, which is right on average (Gupta et al. 2015; for Adam's weights Ozkara et al. 2025,
-arXiv 2502.20566; that averages over many steps stop moving when rounded to nearest: Topollai & Choromanska 2026, arXiv
-2603.16731). Adding 16 random bits below the bits of a bf16 within an fp32 and cutting off does that exactly, and leaves
-what is a bf16 already where it is. fp32 tensors are never rounded so.
+1/256. So whatever is bf16, weights without masters and both moments, is rounded stochastically: up with the
+probability of its place between its neighbours, which is right on average (Gupta et al. 2015; for Adam's weights Ozkara
+et al. 2025, arXiv 2502.20566; that averages over many steps stop moving when rounded to nearest: Topollai & Choromanska
+2026, arXiv 2603.16731). Adding 16 random bits below the bits of a bf16 within an fp32 and cutting off does that
+exactly, and leaves what is a bf16 already where it is. fp32 tensors are never rounded so.
 
 Random bits. Philox-4x32 (Salmon et al. 2011) with 7 rounds, the fewest that pass BigCrush there; key: the seed;
 counter: (element's pair, 64 bits; step; tensor's number). Its 128 bits serve the three roundings of two elements. The
@@ -32,8 +33,9 @@ element by element, with as many bits of Philox for one element as for two other
 A scale that is not finite skips the step: p, m, v and t stay, gradients are cleared if they are to be. Nobody waits.
 
 Traffic per element: reads p, m, v, g; writes p, m, v; and g if it is cleared: 14 or 16 bytes where all are bf16, 28 or
-32 where all are fp32. A whole block of bf16 takes 66 instructions per element (counted in SASS), 35 of them for random
-bits and rounding; in the time of 16 bytes at 4.3 TB/s an H200 can issue about 110.
+32 where all are fp32. A master adds 6: it is read and written in p's place, and p written. A whole block of bf16 takes
+66 instructions per element (counted in SASS), 35 of them for random bits and rounding; in the time of 16 bytes at
+4.3 TB/s an H200 can issue about 110.
 
 Limits: dense tensors whose moments and gradients lie as they do in memory; tensors must not overlap. ``sqrt`` and the
 division are the approximate ones of the hardware, within 2 ulp, and flush denormals of fp32.
@@ -42,7 +44,7 @@ division are the approximate ones of the hardware, within 2 ulp, and flush denor
 # mypy: allow-untyped-defs
 # A kernel's arguments are Triton values; the host functions below are typed.
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,7 +65,7 @@ ADVANCE_BLOCK = 128
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 # A row of the table of tensors, int64.
-COLUMNS = tl.constexpr(12)
+COLUMNS = tl.constexpr(13)
 NUMEL = tl.constexpr(0)
 FIRST_CHUNK = tl.constexpr(1)
 PARAMETER = tl.constexpr(2)
@@ -76,6 +78,7 @@ OFFSET = tl.constexpr(8)
 SEED = tl.constexpr(9)
 ALIGNED = tl.constexpr(10)
 STEP_NOW = tl.constexpr(11)  # written by the first launch
+MASTER = tl.constexpr(12)  # the parameter itself, if it has none
 
 HYPERPARAMETERS = tl.constexpr(5)
 """lr, beta1, beta2, eps, weight_decay of a tensor, fp64."""
@@ -147,15 +150,31 @@ def rounded(x, noise, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def update_block(
-    p_at, g_at, m_at, v_at, inside, noise_pm, noise_v, scale, own, STOCHASTIC: tl.constexpr, CLEAR: tl.constexpr
+    p_at,
+    g_at,
+    m_at,
+    v_at,
+    master_at,
+    inside,
+    noise_pm,
+    noise_v,
+    scale,
+    own,
+    STOCHASTIC: tl.constexpr,
+    CLEAR: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
 ):
-    """Update the elements at four blocks of pointers; noise_pm: 16 bits for p below 16 for m; noise_v: 16 for v."""
+    """Update the elements at blocks of pointers; noise_pm: 16 bits for p below 16 for m; noise_v: 16 for v."""
     beta1, rest1, beta2, rest2, root_correction, eps, decay, step_size = own
     g = tl.load(g_at, mask=inside).to(tl.float32) * scale
     m = tl.load(m_at, mask=inside).to(tl.float32) * beta1 + g * rest1
     v = tl.load(v_at, mask=inside).to(tl.float32) * beta2 + g * g * rest2
-    p = tl.load(p_at, mask=inside).to(tl.float32) * decay - step_size * (m / (tl.sqrt(v) * root_correction + eps))
-    tl.store(p_at, rounded(p, noise_pm, p_at.dtype.element_ty, STOCHASTIC), mask=inside)
+    p = tl.load(master_at, mask=inside).to(tl.float32) * decay - step_size * (m / (tl.sqrt(v) * root_correction + eps))
+    if HAS_MASTER:
+        tl.store(master_at, p, mask=inside)
+        tl.store(p_at, p.to(p_at.dtype.element_ty), mask=inside)
+    else:
+        tl.store(p_at, rounded(p, noise_pm, p_at.dtype.element_ty, STOCHASTIC), mask=inside)
     tl.store(m_at, rounded(m, noise_pm >> 16, m_at.dtype.element_ty, STOCHASTIC), mask=inside)
     tl.store(v_at, rounded(v, noise_v, v_at.dtype.element_ty, STOCHASTIC), mask=inside)
     if CLEAR:
@@ -175,6 +194,7 @@ def update_kernel(
     CLEAR: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
 ):
     """One chunk of one tensor; P, G and M are the dtypes of parameter, gradient and moments."""
     program = tl.program_id(0)
@@ -197,6 +217,7 @@ def update_kernel(
     g = tl.load(row + GRADIENT).to(tl.pointer_type(G)) + begin
     m = tl.load(row + FIRST_MOMENT).to(tl.pointer_type(M)) + begin
     v = tl.load(row + SECOND_MOMENT).to(tl.pointer_type(M)) + begin
+    master = tl.load(row + MASTER).to(tl.pointer_type(tl.float32 if HAS_MASTER else P)) + begin
     seed, step, number = tl.load(row + SEED), tl.load(row + STEP_NOW), tl.load(row + NUMBER)
     first = tl.load(row + OFFSET) + begin  # of the chunk's elements, in the whole tensor
     factor = tl.load(scale).to(tl.float32)
@@ -214,6 +235,7 @@ def update_kernel(
                 tl.multiple_of(g, 16) + at,
                 tl.multiple_of(m, 16) + at,
                 tl.multiple_of(v, 16) + at,
+                tl.multiple_of(master, 16) + at,
                 None,
                 noise_pm,
                 noise_v,
@@ -221,6 +243,7 @@ def update_kernel(
                 own,
                 STOCHASTIC,
                 CLEAR,
+                HAS_MASTER,
             )
         for start in range(n_whole, n, BLOCK):
             at = start + lanes
@@ -230,7 +253,21 @@ def update_kernel(
                 even, odd, both, _ = random_words(elements >> 1, seed, step, number)
                 is_odd = elements & 1 != 0
                 noise_pm, noise_v = tl.where(is_odd, odd, even), tl.where(is_odd, both >> 16, both)
-            update_block(p + at, g + at, m + at, v + at, at < n, noise_pm, noise_v, factor, own, STOCHASTIC, CLEAR)
+            update_block(
+                p + at,
+                g + at,
+                m + at,
+                v + at,
+                master + at,
+                at < n,
+                noise_pm,
+                noise_v,
+                factor,
+                own,
+                STOCHASTIC,
+                CLEAR,
+                HAS_MASTER,
+            )
     elif CLEAR:
         for start in range(0, n, BLOCK):
             tl.store(g + start + lanes, tl.zeros((BLOCK,), G), mask=start + lanes < n)
@@ -254,16 +291,19 @@ class Update(NamedTuple):
     offset: int = 0
     """Of the first element within the whole tensor, whose shard this may be."""
     seed: int = 0
+    master: Tensor | None = None
+    """fp32, of a bf16 parameter, which it then replaces but for what is written there."""
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Parameter, gradient and moments."""
-        return self.parameter, self.gradient, self.exp_avg, self.exp_avg_sq
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameter, gradient, moments and the master if there is one, by their names here."""
+        names = ("parameter", "gradient", "exp_avg", "exp_avg_sq", "master")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """Of ``tensors``: what one launch has in common."""
-        return tuple(tensor.dtype for tensor in self.tensors)
+        return tuple(tensor.dtype for tensor in self.tensors.values())
 
 
 class UpdateTable:
@@ -327,10 +367,10 @@ def adamw_(
     if scale is not None and (scale.numel() != 1 or scale.device != device or scale.dtype not in TRITON_DTYPES):
         got = f"{scale.dtype} of shape {tuple(scale.shape)} on {scale.device}"
         raise ValueError(f"the scale of gradients must be one bf16 or fp32 element on {device}, got {got}")
-    for update in updates:
-        _check(update, dtypes, device)
+    check_updates(updates, device)
     table = table or UpdateTable()
-    narrow = torch.bfloat16 in (dtypes[0], dtypes[2])
+    has_master = updates[0].master is not None
+    narrow = torch.bfloat16 in (dtypes[2:3] if has_master else (dtypes[0], dtypes[2]))
     with torch.cuda.device_of(updates[0].step):  # Triton launches on the current device, which may be another
         table.describe(updates, device)
         scale = table.unit if scale is None else scale
@@ -354,28 +394,39 @@ def adamw_(
                 CLEAR=clear_gradients,
                 CHUNK=CHUNK,
                 BLOCK=BLOCK,
+                HAS_MASTER=has_master,
                 num_warps=WARPS,
             )
 
 
 def _row(update: Update) -> tuple[int, ...]:
     """Number of elements, and the columns after FIRST_CHUNK."""
-    addresses = [tensor.data_ptr() for tensor in update.tensors]
-    aligned = is_aligned(*update.tensors) and update.offset % 2 == 0  # random bits are drawn for pairs
-    rest = (update.step.data_ptr(), update.number, update.offset, update.seed, int(aligned), 0)
+    addresses = [tensor.data_ptr() for tensor in update[:4]]
+    aligned = is_aligned(*update.tensors.values()) and update.offset % 2 == 0  # random bits are drawn for pairs
+    exact = (update.parameter if update.master is None else update.master).data_ptr()
+    rest = (update.step.data_ptr(), update.number, update.offset, update.seed, int(aligned), 0, exact)
     return (update.parameter.numel(), *addresses, *rest)
 
 
-def _check(update: Update, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+def check_updates(updates: Sequence[Update], device: torch.device, staged: Collection[str] = ()) -> None:
+    """Raise ValueError as ``adamw_`` does for tensors; the fields named in ``staged`` may be on another device."""
+    for update in updates:
+        _check(update, updates[0].dtypes, device, staged)
+
+
+def _check(update: Update, dtypes: tuple[torch.dtype, ...], device: torch.device, staged: Collection[str]) -> None:
     parameter = update.parameter
     if update.dtypes != dtypes or dtypes[2] != dtypes[3] or any(dtype not in TRITON_DTYPES for dtype in dtypes):
         raise ValueError(
             "parameters, gradients and moments must be bf16 or fp32, and each the same for all tensors of a launch; "
             f"tensor {update.number} has {', '.join(map(str, update.dtypes))}, the first {', '.join(map(str, dtypes))}"
         )
-    for name, tensor in zip(update._fields, update.tensors, strict=False):
+    if update.master is not None and dtypes[4:] != (torch.float32,):
+        raise ValueError(f"the master of tensor {update.number} must be fp32, got {update.master.dtype}")
+    for name, tensor in update.tensors.items():
         same = (tensor.is_contiguous() and parameter.is_contiguous()) or tensor.stride() == parameter.stride()
-        if tensor.shape != parameter.shape or tensor.device != device or not (same and is_dense(tensor)):
+        there = tensor.device == device or name in staged
+        if tensor.shape != parameter.shape or not (there and same and is_dense(tensor)):
             raise ValueError(
                 f"{name} of tensor {update.number} must lie densely on {device} as its parameter does, "
                 f"{tuple(parameter.shape)} with strides {parameter.stride()}, but is "

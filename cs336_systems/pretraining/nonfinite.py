@@ -47,8 +47,12 @@ def _found(step: TrainStep, token_ids: Tensor, targets: Tensor) -> str | None:
         del passes["optimizer"]
         for run in passes.values():
             run()
+        host_gradients = getattr(step.optimizer, "host_gradients", None)
+        if step.device.type == "cuda":
+            torch.cuda.synchronize(step.device)
         for name, parameter in reversed(parameters):
-            if parameter.grad is not None and not _finite(parameter.grad.detach()):
+            gradient = parameter.grad if host_gradients is None else host_gradients.of(parameter)
+            if gradient is not None and not _finite(gradient.detach()):
                 found.append(f"the gradient of {name}")
     finally:
         for hook in hooks:

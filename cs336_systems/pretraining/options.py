@@ -13,6 +13,7 @@ from cs336_systems.case import Parallel, TrainingCase
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import unserved_reason
+from cs336_systems.costs.offload import offload_reason
 from cs336_systems.pretraining.schedules import Schedule, ScheduleKind
 
 _POSITIVE = (
@@ -89,6 +90,11 @@ class TrainOptions:
     """Of parameters, gradients and products; autocast-bf16: fp32 parameters, products in bf16."""
     moments: Literal["same", "fp32", "bf16"] = "same"
     """Dtype of AdamW's moments; other than the parameters' with --optimizer fused."""
+    master: Literal["none", "fp32"] = "none"
+    """fp32: with --dtype bf16 and --optimizer fused, weights in fp32 that the optimizer keeps besides."""
+    offload: tuple[Literal["m", "v", "master", "gradients", "residual"], ...] = ()
+    """What is kept in host memory: moments, masters, gradients (with --optimizer fused), inputs of blocks (not with
+    --keep autograd)."""
     optimizer: Literal["torch-fused", "fused"] = "fused"
     """torch's fused AdamW; or ours, with stochastic rounding of bf16, on CUDA devices."""
     kernels: Literal["reference", "fused"] = "fused"
@@ -160,7 +166,8 @@ class TrainOptions:
         if self.init is None:
             resolve_size(self.size)
         canonical_policy(self.recompute)
-        if reason := unserved_reason(self.training_case(ModelConfig("any", 64, 192, 2, 4), 1)):
+        case = self.training_case(ModelConfig("any", 64, 192, 2, 4), 1)
+        if reason := unserved_reason(case) or offload_reason(case):
             raise ValueError(reason)
 
     def micro_batches(self, world_size: int) -> int:
@@ -213,6 +220,8 @@ class TrainOptions:
             cuda_graph=self.cuda_graph,
             kernels=self.kernels,
             keep=self.keep,
+            master=self.master,
+            offload="-".join(self.offload) or "none",
             seed=self.seed,
             z_loss=self.z_loss,
             lmhead_chunks=self.lmhead_chunks,

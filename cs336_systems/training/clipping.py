@@ -68,10 +68,14 @@ class GradientGuard:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Of the whole gradient, and the mean over the ranks; fp32, shape ()."""
-        shares, whole = _gradients(model, optimizer)
-        device = next(model.parameters()).device
-        norm = self._norm("whole", whole, device)
+        device, host_gradients = next(model.parameters()).device, getattr(optimizer, "host_gradients", None)
         mean = torch.zeros((), device=device) if loss is None else loss.detach().float().reshape(())
+        shares = None
+        if host_gradients is not None and device.type == "cuda":
+            norm = host_gradients.norm()
+        else:
+            shares, whole = _gradients(model, optimizer)
+            norm = self._norm("whole", whole, device)
         group = model.process_group if isinstance(model, FSDP) else None
         n_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         if shares is None and (loss is None or n_ranks == 1):
@@ -100,6 +104,8 @@ def _gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list
         shares, whole = ([one.detach() for one in each if one is not None] for each in (shards, replicated))
         return [one for one in shares if one.numel()], whole
     whole = [p.grad for p in model.parameters() if p.grad is not None]
+    if (host_gradients := getattr(optimizer, "host_gradients", None)) is not None:
+        whole = host_gradients.tensors()
     if not isinstance(optimizer, ShardedOptimizer) or optimizer.world_size == 1:
         return None, whole
     return (optimizer.reduced_gradients(), []) if optimizer.reduce_gradients == REDUCE_SCATTER else (None, whole)
