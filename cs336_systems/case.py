@@ -17,6 +17,9 @@ from cs336_systems.config import PRECISIONS, ModelConfig, Precision, resolve_siz
 COMPILED = {"on": "compiled", "whole-model": "whole model compiled"}
 """Ways to compile a step, each in words: every block by itself, or the model as one graph; the loss in both."""
 
+UPDATES = ("after-backward", "under-backward")
+"""When the optimizer steps."""
+
 UNCAPTURED_STEPS = 3
 """What a step that becomes a CUDA graph runs as it is before: kernels are compiled, states and workspaces allocated."""
 
@@ -41,6 +44,8 @@ class Parallel:
     """In which FSDP gathers weights and computes: same as the masters, or bf16."""
     prefetch: int = 1
     """Units whose weights our FSDP gathers ahead."""
+    update: str = "after-backward"
+    """after-backward; or under-backward: our FSDP's shards are updated as soon as their gradients are averages."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,24 @@ class TrainingCase:
             *([f"{self.kernels} kernels"] if self.kernels != "reference" else []),
             *([f"keep {self.keep}"] if self.written_out else []),
         ]
+
+
+def update_reason(case: TrainingCase) -> str | None:
+    """Why the case's optimizer cannot update when it is asked to, in one sentence, or None if it can.
+
+    Raises:
+        ValueError: ``update`` is neither after-backward nor under-backward.
+    """
+    update = case.parallel.update
+    if update not in UPDATES:
+        raise ValueError(f"update must be {' or '.join(UPDATES)}, got {update!r}")
+    if update == "after-backward":
+        return None
+    if case.parallel.wrapper != "fsdp":
+        return f"update {update} works on the shards of wrapper fsdp, got {case.parallel.wrapper}"
+    if case.precision.name == "autocast-fp16":
+        return f"update {update} cannot wait for loss scaling of autocast-fp16, which decides whether a step counts"
+    return None
 
 
 def cuda_graph_reason(case: TrainingCase) -> str | None:
