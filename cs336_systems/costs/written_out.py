@@ -47,6 +47,7 @@ def written_out_peak(
     optimizer: str = "fused",
     n_shards: int = 1,
     prefetch: int = 1,
+    update: str = "after-backward",
     device_type: str = "cuda",
     workspace_bytes: int = CUBLAS_WORKSPACE_BYTES,
 ) -> PeakMemory:
@@ -60,6 +61,7 @@ def written_out_peak(
         n_shards: ranks of fully sharded data parallelism, blocks and head a unit each; 1 without. Its steps after the
             first are predicted, which know what comes next.
         prefetch: units whose weights are gathered ahead.
+        update: of fully sharded parameters, one of ``case.UPDATES``.
         device_type: ``cuda`` counts the allocator's blocks and workspaces; ``cpu`` counts tensors.
         workspace_bytes: cuBLAS's, per thread that multiplies; ignored on the CPU.
 
@@ -84,7 +86,7 @@ def written_out_peak(
         )
     kept = kept_names(keep) if mode != "forward" else ()
     of = config, sizes.width, ledger
-    states = Sharded(*of, n_shards, prefetch) if n_shards > 1 else Whole(*of)
+    states = Sharded(*of, n_shards, prefetch, update) if n_shards > 1 else Whole(*of)
     states.make(moments=mode == "step")
     _Step(sizes, ledger, states, kept).run(mode, largest_temporary=optimizer == "reference")
     return ledger.peak()
