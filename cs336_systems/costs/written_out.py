@@ -22,7 +22,7 @@ and its fp32 sums. Limits: eager execution, no gradients from an earlier micro-b
 from cs336_systems.config import MODES, OPTIMIZERS, WRITTEN_OUT_ATTENTIONS, ModelConfig, Precision
 from cs336_systems.costs.activations import WIDE
 from cs336_systems.costs.held_states import Sharded, Whole, block_pieces
-from cs336_systems.costs.kept import kept_names, kept_tensors
+from cs336_systems.costs.kept import keep_of_blocks, kept_names, kept_tensors
 from cs336_systems.costs.ledger import Ledger
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PeakMemory, cuda_block_bytes, rotary_bytes
 
@@ -54,7 +54,7 @@ def written_out_peak(
     """Predict the peak of allocated memory of one pass of ``mode``, per rank.
 
     Args:
-        keep: a level and switches of ``costs/kept.py``.
+        keep: a level and switches of ``costs/kept.py``, or those of each block.
         chunk: tokens whose logits the head has at a time.
         attention: flash or hopper.
         optimizer: ``reference`` holds one temporary as large as the largest parameter.
@@ -84,7 +84,8 @@ def written_out_peak(
         ledger.make(
             "tables and workspaces", **{f"workspace {i}": workspace_bytes for i in range(1 + (mode != "forward"))}
         )
-    kept = kept_names(keep) if mode != "forward" else ()
+    keeps = keep_of_blocks(keep, config.n_layers)
+    kept = [frozenset(kept_names(each) if mode != "forward" else ()) for each in keeps]
     of = config, sizes.width, ledger
     states = Sharded(*of, n_shards, prefetch, update) if n_shards > 1 else Whole(*of)
     states.make(moments=mode == "step")
@@ -136,8 +137,8 @@ class _Sizes:
 class _Step:
     """Goes through forward, backward and optimizer as ``model/transformer.py`` and ``blocks/`` do."""
 
-    def __init__(self, sizes: _Sizes, ledger: Ledger, states: Whole, kept: tuple[str, ...]) -> None:
-        self.sizes, self.ledger, self.states, self.kept = sizes, ledger, states, frozenset(kept)
+    def __init__(self, sizes: _Sizes, ledger: Ledger, states: Whole, kept: list[frozenset[str]]) -> None:
+        self.sizes, self.ledger, self.states, self.kept = sizes, ledger, states, kept
         self.n_layers = sizes.config.n_layers
 
     def run(self, mode: str, *, largest_temporary: bool) -> None:
@@ -179,12 +180,12 @@ class _Step:
 
     def _make(self, block: int, *names: str) -> None:
         for name in names:
-            part = "activations" if name in self.kept else "temporaries"
+            part = "activations" if name in self.kept[block] else "temporaries"
             self.ledger.make(part, **{f"{block} {name}": self.sizes.of[name]})
 
     def _drop(self, block: int, *names: str) -> None:
         """Unless they are kept."""
-        self.ledger.free(*(f"{block} {name}" for name in names if name not in self.kept))
+        self.ledger.free(*(f"{block} {name}" for name in names if name not in self.kept[block]))
 
     def _block_forward(self, i: int) -> None:
         ledger = self.ledger
@@ -203,7 +204,7 @@ class _Step:
         self._drop(i, "normed2")
         self._make(i, "product")
         self._drop(i, "gate_up")
-        if "residual" in self.kept:
+        if "residual" in self.kept[i]:
             ledger.make("activations", **{f"{i + 1} x": self.sizes.stream})
         else:  # the down projection is added to it where it lies
             ledger.become(f"{i} residual", "activations", f"{i + 1} x")
@@ -212,7 +213,7 @@ class _Step:
     def _block_backward(self, i: int) -> None:
         """From ``dy`` to ``dy`` of the block before."""
         ledger, sizes = self.ledger, self.sizes
-        stream, recalled = sizes.stream, _Recalled(sizes, ledger, i, self.kept)
+        stream, recalled = sizes.stream, _Recalled(sizes, ledger, i, self.kept[i])
         ledger.at(f"block {i}, feed-forward backward")
         ledger.make(
             "gradients",
