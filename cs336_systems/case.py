@@ -17,6 +17,12 @@ from cs336_systems.config import PRECISIONS, ModelConfig, Precision, resolve_siz
 COMPILED = {"on": "compiled", "whole-model": "whole model compiled"}
 """Ways to compile a step, each in words: every block by itself, or the model as one graph; the loss in both."""
 
+COMMUNICATES = ("at-once", "beside-attention")
+"""When our FSDP starts collectives."""
+
+UPDATES = ("after-backward", "under-backward")
+"""When the optimizer steps."""
+
 UNCAPTURED_STEPS = 3
 """What a step that becomes a CUDA graph runs as it is before: kernels are compiled, states and workspaces allocated."""
 
@@ -41,6 +47,10 @@ class Parallel:
     """In which FSDP gathers weights and computes: same as the masters, or bf16."""
     prefetch: int = 1
     """Units whose weights our FSDP gathers ahead."""
+    communicate: str = "at-once"
+    """at-once; or beside-attention: our FSDP starts collectives just before a written-out block's attention."""
+    update: str = "after-backward"
+    """after-backward; or under-backward: our FSDP's shards are updated as soon as their gradients are averages."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +168,28 @@ class TrainingCase:
             *([f"masters in {self.master}"] if self.master != "none" else []),
             *([f"offload {self.offload}"] if self.offload != "none" else []),
         ]
+
+
+def sharding_reason(case: TrainingCase) -> str | None:
+    """Why FSDP cannot communicate or update when it is asked to, in one sentence, or None if it can.
+
+    Raises:
+        ValueError: ``communicate`` or ``update`` is none of the known ones.
+    """
+    parallel = case.parallel
+    for name, value, known in (
+        ("communicate", parallel.communicate, COMMUNICATES),
+        ("update", parallel.update, UPDATES),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} must be {' or '.join(known)}, got {value!r}")
+        if value != known[0] and parallel.wrapper != "fsdp":
+            return f"{name} {value} works on the shards of wrapper fsdp, got {parallel.wrapper}"
+    if parallel.communicate == "beside-attention" and not case.written_out:
+        return "communicate beside-attention needs written-out blocks, which can tell: keep other than autograd"
+    if parallel.update == "under-backward" and case.precision.name == "autocast-fp16":
+        return "update under-backward cannot wait for loss scaling of autocast-fp16, which decides if a step counts"
+    return None
 
 
 def cuda_graph_reason(case: TrainingCase) -> str | None:

@@ -27,7 +27,7 @@ from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.saved import Saved
 from cs336_systems.blocks.weights import BlockGradients, BlockWeights, merge_
 from cs336_systems.config import ModelConfig
-from cs336_systems.costs.kept import kept_names
+from cs336_systems.costs.kept import keep_of_blocks, kept_names
 from cs336_systems.model import TransformerBlock, TransformerLM
 from cs336_systems.model.layers import Placement
 
@@ -139,12 +139,14 @@ def write_out(model: TransformerLM, block_ops: BlockOps, keep: str, *, inputs_on
 
     Args:
         inputs_on_host: keep the blocks' inputs in host memory.
+        keep: of all blocks, or of each as ``costs.kept.keep_of_blocks`` reads it.
 
     Raises:
         ValueError: no such level or switch.
     """
     host_inputs = HostInputs(len(model.layers)) if inputs_on_host else None
-    for i, block in enumerate(model.layers):
+    keeps = keep_of_blocks(keep, len(model.layers))
+    for i, (block, keep) in enumerate(zip(model.layers, keeps, strict=True)):
         written_out = WrittenOutBlock(model.config, block_ops, keep, host_inputs, device="meta")
         for name, child in block.named_children():
             setattr(written_out, name, child)

@@ -23,7 +23,7 @@ and its fp32 sums. Limits: eager execution, no accumulation where states are sha
 from cs336_systems.config import MODES, OPTIMIZERS, WRITTEN_OUT_ATTENTIONS, ModelConfig, Precision
 from cs336_systems.costs.activations import WIDE
 from cs336_systems.costs.held_states import Accumulated, Sharded, Whole, block_pieces
-from cs336_systems.costs.kept import kept_names, kept_tensors
+from cs336_systems.costs.kept import keep_of_blocks, kept_names, kept_tensors
 from cs336_systems.costs.ledger import Ledger
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PeakMemory, cuda_block_bytes, rotary_bytes
 
@@ -49,13 +49,14 @@ def written_out_peak(
     n_shards: int = 1,
     prefetch: int = 1,
     accumulates: bool = False,
+    update: str = "after-backward",
     device_type: str = "cuda",
     workspace_bytes: int = CUBLAS_WORKSPACE_BYTES,
 ) -> PeakMemory:
     """Predict the peak of allocated memory of one pass of ``mode``, per rank.
 
     Args:
-        keep: a level and switches of ``costs/kept.py``.
+        keep: a level and switches of ``costs/kept.py``, or those of each block.
         chunk: tokens whose logits the head has at a time.
         attention: flash or hopper.
         optimizer: ``reference`` holds one temporary as large as the largest parameter.
@@ -63,6 +64,7 @@ def written_out_peak(
             first are predicted, which know what comes next.
         prefetch: units whose weights are gathered ahead.
         accumulates: whether gradients of an earlier micro-batch are there.
+        update: of fully sharded parameters, one of ``case.UPDATES``.
         device_type: ``cuda`` counts the allocator's blocks and workspaces; ``cpu`` counts tensors.
         workspace_bytes: cuBLAS's, per thread that multiplies; ignored on the CPU.
 
@@ -88,9 +90,13 @@ def written_out_peak(
         ledger.make(
             "tables and workspaces", **{f"workspace {i}": workspace_bytes for i in range(1 + (mode != "forward"))}
         )
-    kept = kept_names(keep) if mode != "forward" else ()
+    keeps = keep_of_blocks(keep, config.n_layers)
+    kept = [frozenset(kept_names(each) if mode != "forward" else ()) for each in keeps]
     of = config, sizes.width, ledger
-    states = Sharded(*of, n_shards, prefetch) if n_shards > 1 else Accumulated(*of) if accumulates else Whole(*of)
+    if n_shards > 1:
+        states: Whole = Sharded(*of, n_shards, prefetch, update)
+    else:
+        states = Accumulated(*of) if accumulates else Whole(*of)
     states.make(moments=mode == "step")
     _Step(sizes, ledger, states, kept).run(mode, largest_temporary=optimizer == "reference")
     return ledger.peak()
@@ -140,8 +146,8 @@ class _Sizes:
 class _Step:
     """Goes through forward, backward and optimizer as ``model/transformer.py`` and ``blocks/`` do."""
 
-    def __init__(self, sizes: _Sizes, ledger: Ledger, states: Whole, kept: tuple[str, ...]) -> None:
-        self.sizes, self.ledger, self.states, self.kept = sizes, ledger, states, frozenset(kept)
+    def __init__(self, sizes: _Sizes, ledger: Ledger, states: Whole, kept: list[frozenset[str]]) -> None:
+        self.sizes, self.ledger, self.states, self.kept = sizes, ledger, states, kept
         self.n_layers = sizes.config.n_layers
 
     def run(self, mode: str, *, largest_temporary: bool) -> None:
@@ -183,12 +189,12 @@ class _Step:
 
     def _make(self, block: int, *names: str) -> None:
         for name in names:
-            part = "activations" if name in self.kept else "temporaries"
+            part = "activations" if name in self.kept[block] else "temporaries"
             self.ledger.make(part, **{f"{block} {name}": self.sizes.of[name]})
 
     def _drop(self, block: int, *names: str) -> None:
         """Unless they are kept."""
-        self.ledger.free(*(f"{block} {name}" for name in names if name not in self.kept))
+        self.ledger.free(*(f"{block} {name}" for name in names if name not in self.kept[block]))
 
     def _block_forward(self, i: int) -> None:
         ledger = self.ledger
@@ -207,7 +213,7 @@ class _Step:
         self._drop(i, "normed2")
         self._make(i, "product")
         self._drop(i, "gate_up")
-        if "residual" in self.kept:
+        if "residual" in self.kept[i]:
             ledger.make("activations", **{f"{i + 1} x": self.sizes.stream})
         else:  # the down projection is added to it where it lies
             ledger.become(f"{i} residual", "activations", f"{i + 1} x")
@@ -216,7 +222,7 @@ class _Step:
     def _block_backward(self, i: int) -> None:
         """From ``dy`` to ``dy`` of the block before."""
         ledger, sizes = self.ledger, self.sizes
-        stream, recalled = sizes.stream, _Recalled(sizes, ledger, i, self.kept)
+        stream, recalled = sizes.stream, _Recalled(sizes, ledger, i, self.kept[i])
         ledger.at(f"block {i}, feed-forward backward")
         ledger.make(
             "gradients",

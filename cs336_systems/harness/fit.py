@@ -6,11 +6,13 @@ states alone are a lower bound: parameters, gradients and optimizer state, as th
 CUDA graph changes nothing: it allocates what the step does, in the same order.
 """
 
+from math import prod
+
 import torch
 import torch.distributed as dist
 
 from cs336_systems.case import TrainingCase
-from cs336_systems.costs.fsdp import model_units, state_bytes
+from cs336_systems.costs.fsdp import is_sharded, model_units, state_bytes
 from cs336_systems.costs.memory import PeakMemory, adamw_state_bytes, parameter_bytes, peak_memory
 from cs336_systems.costs.written_out import written_out_peak
 from cs336_systems.distributed.process_group import Rank
@@ -64,6 +66,7 @@ def predicted_peak(case: TrainingCase, mode: str = "step", *, world_size: int = 
             n_shards=world_size if case.parallel.wrapper == "fsdp" else 1,
             prefetch=case.parallel.prefetch,
             accumulates=case.accumulate > 1,
+            update=case.parallel.update,
             device_type=device.type,
             workspace_bytes=cublas_workspace_bytes(device),
         )
@@ -79,8 +82,16 @@ def predicted_peak(case: TrainingCase, mode: str = "step", *, world_size: int = 
 
 
 def predicted_states(case: TrainingCase, world_size: int) -> int:
-    """Bytes of parameters, gradients and optimizer state on the fullest rank of our FSDP; of DDP in a world of one."""
-    return state_bytes(model_units(case.config), world_size, case.precision.parameter_bytes).total
+    """Bytes of parameters, gradients and optimizer state on the fullest rank of our FSDP; of DDP in a world of one.
+
+    Gradients are those that a step ends with: an optimizer that steps under backward leaves what is replicated.
+    """
+    units, width = model_units(case.config), case.precision.parameter_bytes
+    states = state_bytes(units, world_size, width)
+    if case.parallel.update == "after-backward":
+        return states.total
+    replicated = sum(prod(shape) for unit in units for shape in unit if not is_sharded(shape))
+    return states.parameters + width * replicated + states.optimizer
 
 
 def check_fit(case: TrainingCase, mode: str = "step", rank: Rank | None = None, *, force: bool = False) -> int:

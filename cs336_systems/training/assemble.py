@@ -28,14 +28,16 @@ from torch import Tensor
 from cs336_systems.attention.dispatch import attention_op
 from cs336_systems.attention.dispatch import unsupported_reason as attention_reason
 from cs336_systems.blocks import block_ops, head_ops, write_out
-from cs336_systems.case import TrainingCase, Unsupported, cuda_graph_reason
+from cs336_systems.case import TrainingCase, Unsupported, cuda_graph_reason, sharding_reason
 from cs336_systems.costs.checkpointing import SELECTIVE
 from cs336_systems.costs.kept import unserved_reason
 from cs336_systems.costs.offload import STATES, offload_reason, offloaded
+from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
 from cs336_systems.training.activation_checkpointing import checkpointed_stack
 from cs336_systems.training.activation_checkpointing import unsupported_reason as checkpointing_reason
+from cs336_systems.training.backward_update import BackwardUpdate
 from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.cuda_graph import CapturedStep
 from cs336_systems.training.loss import cross_entropy
@@ -108,7 +110,11 @@ def finish(
 
         optimizer.host_gradients = HostGradients(wrapped.parameters())  # type: ignore[attr-defined]
     kind = CapturedStep if case.cuda_graph == "on" else TrainStep
-    return kind(wrapped, optimizer, case.precision, loss_function, case.accumulate, guard)
+    update = None
+    if case.parallel.update == "under-backward":
+        assert isinstance(wrapped, FSDP)
+        update = BackwardUpdate(wrapped, optimizer)
+    return kind(wrapped, optimizer, case.precision, loss_function, case.accumulate, guard, update)
 
 
 def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:
@@ -143,6 +149,7 @@ def check_supported(case: TrainingCase, device: torch.device) -> None:
     reason = unserved_reason(case) or offload_reason(case) or precision_reason(case.precision, device)
     reason = reason or checkpointing_reason(case.checkpoint, case.attention)
     reason = reason or _whole_model_reason(case) or optimizer_reason(case.optimizer, device) or cuda_graph_reason(case)
+    reason = reason or sharding_reason(case)
     if reason is None:
         q, k, v = (
             torch.empty(1, heads, case.context_length, config.d_head, device=device, dtype=dtype, requires_grad=True)

@@ -39,6 +39,8 @@ KEEPS = (
     "products-residual",
     "products-attention-ffn",
     "all-residual-ffn",
+    "1xall+1xinput+products-residual",
+    "2xproducts-residual+all",
 )
 WHERE = [
     # config, tokens of a sequence, mode, keep, moment of the peak

@@ -8,6 +8,7 @@ computes under bf16 autocast), or with everything in bf16. Repeats of the grid m
 
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 
 import torch.distributed as dist
 from torch import Tensor
@@ -55,6 +56,24 @@ class PreparedModel(PreparedStep):
             "optimizer_state": _storage_bytes(value for value in states if isinstance(value, Tensor)),
         }
         return held, traffic.sent
+
+    def bench_ms(self, step_ms: float) -> list[float]:
+        """Milliseconds of the whole step by triton's ``do_bench``, as many samples as are timed by our clock.
+
+        It takes the host's number of repetitions from how long five steps last. Ranks must agree on it, so it is told
+        times that stand in the middle between two numbers.
+
+        Args:
+            step_ms: how long a step lasts, the same on every rank.
+        """
+        from triton.testing import do_bench  # Triton is not on every machine
+
+        def step() -> None:
+            for phase in self.phases().values():
+                phase()
+
+        warmup, steps = (int((n + 0.5) * step_ms) for n in (self.cell.warmup, self.cell.steps))
+        return do_bench(step, warmup=warmup, rep=steps, return_mode="all")
 
     def waits(self) -> list[Metric]:
         """What the units of our FSDP waited for their weights, on this rank, in steps of their own.
@@ -143,6 +162,8 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
         metrics.append(Metric("predicted_sent", "MiB per step and rank, on a ring", [expected.sent_per_rank / MIB]))
     if cell.fsdp == OURS:
         metrics += prepared.waits()
+    if cell.do_bench == "on":
+        metrics.append(Metric("do_bench", "ms, of this rank", prepared.bench_ms(median(times.samples_ms[WHOLE]))))
     if trace is not None:
         path = trace / f"{cell.name}.json.gz"
         record_phases_of_ranks(prepared.phases(), prepared.step.model, rank, path)
