@@ -95,6 +95,32 @@ def test_many_tensors_of_many_hyperparameters_are_the_tensors_alone() -> None:
         assert same_bits(update, other)
 
 
+@pytest.mark.parametrize("dtypes", [(BF16, BF16, BF16), (FP32, BF16, FP32)])
+def test_absmax_is_that_of_the_written_weights(dtypes: tuple[torch.dtype, ...]) -> None:
+    slots = torch.full((len(SIZES),), 7.0, device=DEVICE)
+    updates = [make(size, dtypes, i, number=i) for i, size in enumerate(SIZES)]
+    plain = [copy(update) for update in updates]
+    updates = [update._replace(absmax=slot) for update, slot in zip(updates, slots, strict=True)]
+    skipped = torch.tensor(math.inf, device=DEVICE)
+    adamw_(updates, skipped, stochastic_rounding=True)
+    assert (slots == 7).all()
+    adamw_(updates, stochastic_rounding=True)
+    adamw_(plain, stochastic_rounding=True)
+    for update, other in zip(updates, plain, strict=True):
+        assert same_bits(update, other)
+        assert update.absmax == (update.parameter.abs().max() if update.parameter.numel() else 0)
+
+
+def test_absmax_is_shared_within_a_call_and_keeps_nan() -> None:
+    merged, alone = torch.zeros((), device=DEVICE), torch.zeros((), device=DEVICE)
+    parts = [make(CHUNK + 5, (BF16, BF16, BF16), i, number=i, absmax=merged) for i in range(3)]
+    broken = make(7, (BF16, BF16, BF16), 3, number=3, absmax=alone)
+    broken.gradient[3] = math.nan
+    adamw_([*parts, broken, make(9, (BF16, BF16, BF16))], stochastic_rounding=False)
+    assert merged == max(part.parameter.abs().max() for part in parts)
+    assert alone.isnan()
+
+
 def count_is_binomial(hits: Tensor, probability: float) -> bool:
     n, k = hits.numel(), hits.sum().item()
     sigma = math.sqrt(n * probability * (1 - probability))
