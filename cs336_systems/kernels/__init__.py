@@ -4,6 +4,7 @@ from cs336_systems.kernels.absmax import absmax, row_and_column_absmax
 from cs336_systems.kernels.add_rms_norm import AddRMSNorm, add_rms_norm
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward_backward
 from cs336_systems.kernels.quantize import quantize
+from cs336_systems.kernels.quantize_blocks import quantize_blocks
 from cs336_systems.kernels.quantize_reference import Quantized
 from cs336_systems.kernels.rms_norm import (
     RMSNorm,
@@ -29,6 +30,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_forward_backward",
     "quantize",
+    "quantize_blocks",
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_forward",

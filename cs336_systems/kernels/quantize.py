@@ -39,6 +39,9 @@ LANES = tl.constexpr(4)
 """Rows whose bytes make one word."""
 
 
+FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+
+
 class Tile(NamedTuple):
     """What a program quantizes at once."""
 
@@ -59,9 +62,37 @@ def scales_of(absmax, LARGEST: tl.constexpr):
 
 
 @triton.jit
+def load_tile(x, tile_row, tile_column, n_rows, width, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
+    """A tile of contiguous x (n_rows, width) in four blocks, of every fourth row.
+
+    Returns (the blocks; the words of four rows and the columns that they hold, and which elements exist; the first
+    block's offsets).
+    """
+    words = tile_row * (TILE_ROWS // LANES) + tl.arange(0, TILE_ROWS // LANES)
+    columns = tile_column * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    inside = (words < n_rows // LANES)[:, None] & (columns < width)[None, :]
+    at = words.to(tl.int64)[:, None] * (LANES * width) + columns[None, :]
+    # All of them before anything is stored: the compiler moves no load over a store.
+    blocks = (
+        tl.load(x + at, mask=inside, other=0.0),
+        tl.load(x + at + width, mask=inside, other=0.0),
+        tl.load(x + at + 2 * width, mask=inside, other=0.0),
+        tl.load(x + at + 3 * width, mask=inside, other=0.0),
+    )
+    return blocks, words, columns, inside, at
+
+
+@triton.jit
 def packed(word, q, lane: tl.constexpr):
     """``word`` with the bytes of q in its place of the four: those of the first row are lowest."""
     return word | (q.to(tl.uint8, bitcast=True).to(tl.uint32) << (8 * lane))
+
+
+@triton.jit
+def store_transposed(q_t, word, words, columns, inside, n_rows):
+    """Words of a tile into q_t (width, n_rows)."""
+    at = columns.to(tl.int64)[:, None] * (n_rows // LANES) + words[None, :]
+    tl.store(q_t.to(tl.pointer_type(tl.uint32)) + at, tl.trans(word), mask=tl.trans(inside))
 
 
 @triton.jit
@@ -83,36 +114,26 @@ def quantize_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """q (n_rows, width) and q_t (width, n_rows), as words of 4, of contiguous x; one scale, or one for each row."""
+    """q (n_rows, width) and q_t (width, n_rows) of contiguous x with one scale, or one for each of their rows."""
     n_tiles = tl.cdiv(width, TILE_COLUMNS)
-    words = tl.program_id(0) // n_tiles * (TILE_ROWS // LANES) + tl.arange(0, TILE_ROWS // LANES)
-    columns = tl.program_id(0) % n_tiles * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-    n_words = n_rows // LANES
-    inside = (words < n_words)[:, None] & (columns < width)[None, :]
-    at = words.to(tl.int64)[:, None] * (LANES * width) + columns[None, :]
-    # All four before anything is stored: the compiler moves no load over a store.
-    blocks = (
-        tl.load(x + at, mask=inside, other=0.0),
-        tl.load(x + at + width, mask=inside, other=0.0),
-        tl.load(x + at + 2 * width, mask=inside, other=0.0),
-        tl.load(x + at + 3 * width, mask=inside, other=0.0),
-    )
+    tile_row, tile_column = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
+    blocks, words, columns, inside, at = load_tile(x, tile_row, tile_column, n_rows, width, TILE_ROWS, TILE_COLUMNS)
     if not PER_ROW:
         scale, inverse = scales_of(tl.load(absmax), LARGEST)
         tl.store(inverse_scale, inverse, mask=tl.program_id(0) == 0)
     elif TRANSPOSED:
-        column_absmax = tl.load(absmax_t + columns, mask=columns < width, other=0.0)
-        column_scale, inverse = scales_of(column_absmax, LARGEST)
-        tl.store(inverse_scale_t + columns, inverse, mask=(columns < width) & (tl.program_id(0) < n_tiles))
+        exists = columns < width
+        column_scale, inverse = scales_of(tl.load(absmax_t + columns, mask=exists, other=0.0), LARGEST)
+        tl.store(inverse_scale_t + columns, inverse, mask=exists & (tile_row == 0))
     word = tl.zeros((TILE_ROWS // LANES, TILE_COLUMNS), tl.uint32)
-    for lane in tl.static_range(4):
+    for lane in tl.static_range(LANES):
         block = blocks[lane].to(tl.float32)
         if not PER_ROW:
             quantized = (block * scale).to(DTYPE)
         elif ROWS:
             rows = LANES * words + lane
-            row_scale, inverse = scales_of(tl.load(absmax + rows, mask=words < n_words, other=0.0), LARGEST)
-            tl.store(inverse_scale + rows, inverse, mask=(words < n_words) & (tl.program_id(0) % n_tiles == 0))
+            row_scale, inverse = scales_of(tl.load(absmax + rows, mask=rows < n_rows, other=0.0), LARGEST)
+            tl.store(inverse_scale + rows, inverse, mask=(rows < n_rows) & (tile_column == 0))
             quantized = (block * row_scale[:, None]).to(DTYPE)
         if ROWS:
             tl.store(q + at + lane * width, quantized, mask=inside)
@@ -121,11 +142,7 @@ def quantize_kernel(
                 quantized = (block * column_scale[None, :]).to(DTYPE)
             word = packed(word, quantized, lane)
     if TRANSPOSED:
-        word_at = columns.to(tl.int64)[:, None] * n_words + words[None, :]
-        tl.store(q_t.to(tl.pointer_type(tl.uint32)) + word_at, tl.trans(word), mask=tl.trans(inside))
-
-
-FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+        store_transposed(q_t, word, words, columns, inside, n_rows)
 
 
 def results(

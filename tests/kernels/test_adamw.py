@@ -111,6 +111,7 @@ def test_absmax_is_that_of_the_written_weights(dtypes: tuple[torch.dtype, ...]) 
         assert update.absmax == (update.parameter.abs().max() if update.parameter.numel() else 0)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's
 def test_absmax_is_shared_within_a_call_and_keeps_nan() -> None:
     merged, alone = torch.zeros((), device=DEVICE), torch.zeros((), device=DEVICE)
     parts = [make(CHUNK + 5, (BF16, BF16, BF16), i, number=i, absmax=merged) for i in range(3)]
