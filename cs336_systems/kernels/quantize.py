@@ -152,10 +152,10 @@ def results(
     n_rows, width = x.shape
     per_row = absmax.dim() == 2
     return (
-        x.new_empty((n_rows, width) if rows else (0,), dtype=dtype),
-        x.new_empty((width, n_rows) if transposed else (0,), dtype=dtype),
-        x.new_empty(((n_rows, 1) if rows else (0,)) if per_row else (), dtype=torch.float32),
-        x.new_empty((width, 1) if per_row and transposed else (0,), dtype=torch.float32),
+        torch.empty((n_rows, width) if rows else (0,), dtype=dtype, device=x.device),
+        torch.empty((width, n_rows) if transposed else (0,), dtype=dtype, device=x.device),
+        torch.empty(((n_rows, 1) if rows else (0,)) if per_row else (), device=x.device),
+        torch.empty((width, 1) if per_row and transposed else (0,), device=x.device),
     )
 
 

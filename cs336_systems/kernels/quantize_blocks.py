@@ -26,7 +26,7 @@ from cs336_systems.kernels.quantize_reference import BLOCK, LARGEST, Quantized, 
 from cs336_systems.operators.launching import ceil_div, launch
 from cs336_systems.operators.registration import operator
 
-WARPS = 8
+WARPS = 16
 
 
 @triton.jit
@@ -98,9 +98,9 @@ def inverse_scales_like(x: Tensor, n_rows: int, width: int, square: bool) -> Ten
     """Empty inverse scales of (n_rows, width) on the device of x."""
     n_blocks = ceil_div(width, BLOCK)
     if not square:
-        return x.new_empty((n_blocks, n_rows), dtype=torch.float32).t()
+        return torch.empty((n_blocks, n_rows), device=x.device).t()
     shape, strides = (ceil_div(n_rows, BLOCK), n_blocks), (4 * ceil_div(n_blocks, 4), 1)
-    return torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
+    return torch.empty_strided(shape, strides, device=x.device)
 
 
 def results(
@@ -111,8 +111,8 @@ def results(
     n_rows_t, width_t = (width, n_rows) if transposed else (0, 0)
     n_rows, width = (n_rows, width) if rows else (0, 0)
     return (
-        x.new_empty((n_rows, width), dtype=dtype),
-        x.new_empty((n_rows_t, width_t), dtype=dtype),
+        torch.empty((n_rows, width), dtype=dtype, device=x.device),
+        torch.empty((n_rows_t, width_t), dtype=dtype, device=x.device),
         inverse_scales_like(x, n_rows, width, square),
         inverse_scales_like(x, n_rows_t, width_t, square),
     )

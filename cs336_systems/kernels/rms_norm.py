@@ -44,7 +44,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cs336_systems.kernels.absmax import magnitude_bits, raise_absmax
+from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
 from cs336_systems.kernels.checks import check_alike, check_runnable
 from cs336_systems.operators.launching import ceil_div, launch, n_multiprocessors, next_power_of_2
 from cs336_systems.operators.registration import operator
@@ -93,7 +93,7 @@ def _store_output(total, inverse_rms, gain_block, residual, y, inside, ADD: tl.c
     tl.store(y, output, mask=inside)  # a store rounds to the tensor's dtype
     if ADD:
         tl.store(residual, total, mask=inside)
-    return magnitude_bits(output)
+    return tl.where(inside, magnitude_bits(output), 0)  # with eps = 0, NaN elsewhere
 
 
 @triton.jit
@@ -284,6 +284,7 @@ def launch_forward(
     x_RD: Tensor, branch_RD: Tensor | None, gain_D: Tensor, eps: float, absmax: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(residual, y, rstd); without a branch, residual is x."""
+    check_absmax(absmax, x_RD)
     n_rows, d = x_RD.shape
     x, gain = x_RD.contiguous(), gain_D.contiguous()
     branch, residual = (x, x) if branch_RD is None else (branch_RD.contiguous(), torch.empty_like(x))
@@ -318,6 +319,7 @@ def launch_backward(
     """(dx, dgain)."""
     if rstd_R is None and eps is None:
         raise ValueError("rms_norm_backward needs rstd, or eps to compute it again")
+    check_absmax(absmax, x_RD)
     n_rows, d = x_RD.shape
     dy, x, gain = dy_RD.contiguous(), x_RD.contiguous(), gain_D.contiguous()
     rstd, dresidual = (x if optional is None else optional.contiguous() for optional in (rstd_R, dresidual_RD))
