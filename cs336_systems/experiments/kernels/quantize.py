@@ -1,5 +1,7 @@
 """Quantization to e4m3 with a scale that is known, as it is and transposed, beside the definition in plain PyTorch."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from cs336_systems.experiments.kernels.cells import KernelCell
 from cs336_systems.experiments.kernels.measure import Function, Subject
 from cs336_systems.kernels import quantize_reference
 from cs336_systems.kernels.quantize import quantize
+from cs336_systems.kernels.quantize_reference import Quantized
 from cs336_systems.training.precision import parameter_dtype
 
 FP8 = torch.float8_e4m3fn
@@ -26,17 +29,18 @@ def matrix(cell: KernelCell, device: torch.device) -> Tensor:
 
 
 def subject(cell: KernelCell, device: torch.device) -> Subject:
-    """x (rows, width), which is read; writes a byte for each element, two with the transposed copy. The error is that of
-    e4m3."""
+    """x (rows, width), which is read; a byte is written for each element, or two with the transposed copy. The error is
+    that of e4m3."""
     x = matrix(cell, device)
     absmax, transposed = quantize_reference.absmax(x), cell.form == "transposed"
 
-    def of(quantizer: Function) -> Function:
+    def of(quantizer: Callable[..., Quantized]) -> Function:
         def quantized(x: Tensor) -> tuple[Tensor, ...]:
             if x.dtype == torch.float64:
                 exact = x * (quantize_reference.LARGEST[FP8] / absmax.double())
                 return (exact, exact.t())[: 1 + transposed]
-            return quantizer(x, absmax, FP8, transposed=transposed)[: 1 + transposed]
+            found = quantizer(x, absmax, FP8, transposed=transposed)
+            return tuple(each for each in found[:2] if each is not None)
 
         return quantized
 
