@@ -30,7 +30,11 @@ CUDA graph may hold both launches, and a schedule change the learning rate. In t
 of one tensor. Whole blocks of aligned tensors go by 16 bytes per thread; ends and others (a shard at an odd place) go
 element by element, with as many bits of Philox for one element as for two otherwise.
 
-A scale that is not finite skips the step: p, m, v and t stay, gradients are cleared if they are to be. Nobody waits.
+The largest magnitude of a weight as written, which its quantization to fp8 asks for, comes without another read: see
+``absmax.py``.
+
+A scale that is not finite skips the step: p, m, v, t and the largest magnitudes stay, gradients are cleared if they are
+to be. Nobody waits.
 
 Traffic per element: reads p, m, v, g; writes p, m, v; and g if it is cleared: 14 or 16 bytes where all are bf16, 28 or
 32 where all are fp32. A master adds 6: it is read and written in p's place, and p written. A whole block of bf16 takes
@@ -52,6 +56,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
 from cs336_systems.kernels.tensor_table import TensorTable, is_aligned, is_dense, to_device
 from cs336_systems.operators.launching import ceil_div, launch, needs_other_device
 
@@ -65,7 +70,7 @@ ADVANCE_BLOCK = 128
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 # A row of the table of tensors, int64.
-COLUMNS = tl.constexpr(13)
+COLUMNS = tl.constexpr(14)
 NUMEL = tl.constexpr(0)
 FIRST_CHUNK = tl.constexpr(1)
 PARAMETER = tl.constexpr(2)
@@ -79,6 +84,7 @@ SEED = tl.constexpr(9)
 ALIGNED = tl.constexpr(10)
 STEP_NOW = tl.constexpr(11)  # written by the first launch
 MASTER = tl.constexpr(12)  # the parameter itself, if it has none
+ABSMAX = tl.constexpr(13)  # 0 if not wanted
 
 HYPERPARAMETERS = tl.constexpr(5)
 """lr, beta1, beta2, eps, weight_decay of a tensor, fp64."""
@@ -96,12 +102,19 @@ def is_finite(x):
 
 @triton.jit
 def advance_kernel(rows, hyperparameters, scale, coefficients, n_tensors, BLOCK: tl.constexpr):
-    """Count the step of each tensor, unless it is skipped, and compute its coefficients; a lane per tensor."""
+    """Count the step of each tensor, unless it is skipped, and compute its coefficients; a lane per tensor.
+
+    Its absmax becomes zero, from which the second launch raises it.
+    """
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = tensor < n_tensors
     row = rows + tensor * COLUMNS
     step_at = tl.load(row + STEP, mask=inside, other=0).to(tl.pointer_type(tl.int64))
-    step = tl.load(step_at, mask=inside, other=0) + is_finite(tl.load(scale).to(tl.float32)).to(tl.int64)
+    taken = is_finite(tl.load(scale).to(tl.float32))
+    step = tl.load(step_at, mask=inside, other=0) + taken.to(tl.int64)
+    if taken:
+        absmax_at = tl.load(row + ABSMAX, mask=inside, other=0)
+        tl.store(absmax_at.to(tl.pointer_type(tl.float32)), tl.zeros((BLOCK,), tl.float32), mask=absmax_at != 0)
     tl.store(step_at, step, mask=inside)
     tl.store(row + STEP_NOW, step, mask=inside)
 
@@ -164,7 +177,10 @@ def update_block(
     CLEAR: tl.constexpr,
     HAS_MASTER: tl.constexpr,
 ):
-    """Update the elements at blocks of pointers; noise_pm: 16 bits for p below 16 for m; noise_v: 16 for v."""
+    """Update the elements at blocks of pointers; returns the magnitude bits of the written p.
+
+    noise_pm: 16 bits for p below 16 for m; noise_v: 16 for v.
+    """
     beta1, rest1, beta2, rest2, root_correction, eps, decay, step_size = own
     g = tl.load(g_at, mask=inside).to(tl.float32) * scale
     m = tl.load(m_at, mask=inside).to(tl.float32) * beta1 + g * rest1
@@ -172,13 +188,15 @@ def update_block(
     p = tl.load(master_at, mask=inside).to(tl.float32) * decay - step_size * (m / (tl.sqrt(v) * root_correction + eps))
     if HAS_MASTER:
         tl.store(master_at, p, mask=inside)
-        tl.store(p_at, p.to(p_at.dtype.element_ty), mask=inside)
+        p = p.to(p_at.dtype.element_ty)
     else:
-        tl.store(p_at, rounded(p, noise_pm, p_at.dtype.element_ty, STOCHASTIC), mask=inside)
+        p = rounded(p, noise_pm, p_at.dtype.element_ty, STOCHASTIC)
+    tl.store(p_at, p, mask=inside)
     tl.store(m_at, rounded(m, noise_pm >> 16, m_at.dtype.element_ty, STOCHASTIC), mask=inside)
     tl.store(v_at, rounded(v, noise_v, v_at.dtype.element_ty, STOCHASTIC), mask=inside)
     if CLEAR:
         tl.store(g_at, tl.zeros(g.shape, g_at.dtype.element_ty), mask=inside)
+    return magnitude_bits(p.to(tl.float32))
 
 
 @triton.jit
@@ -192,6 +210,7 @@ def update_kernel(
     M: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     CLEAR: tl.constexpr,
+    WITH_ABSMAX: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_MASTER: tl.constexpr,
@@ -223,6 +242,7 @@ def update_kernel(
     factor = tl.load(scale).to(tl.float32)
     lanes = tl.arange(0, BLOCK)
     if is_finite(factor):
+        bits = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, n_whole, BLOCK):
             at = tl.multiple_of(start, BLOCK) + lanes
             noise_pm, noise_v = at.to(tl.uint32), at.to(tl.uint32)
@@ -230,7 +250,7 @@ def update_kernel(
                 pairs = ((first + start) >> 1) + tl.arange(0, BLOCK // 2)
                 even, odd, both, _ = random_words(pairs, seed, step, number)
                 noise_pm, noise_v = tl.interleave(even, odd), tl.interleave(both, both >> 16)
-            update_block(
+            written = update_block(
                 tl.multiple_of(p, 16) + at,
                 tl.multiple_of(g, 16) + at,
                 tl.multiple_of(m, 16) + at,
@@ -245,6 +265,7 @@ def update_kernel(
                 CLEAR,
                 HAS_MASTER,
             )
+            bits = tl.maximum(bits, written)
         for start in range(n_whole, n, BLOCK):
             at = start + lanes
             noise_pm, noise_v = at.to(tl.uint32), at.to(tl.uint32)
@@ -253,7 +274,7 @@ def update_kernel(
                 even, odd, both, _ = random_words(elements >> 1, seed, step, number)
                 is_odd = elements & 1 != 0
                 noise_pm, noise_v = tl.where(is_odd, odd, even), tl.where(is_odd, both >> 16, both)
-            update_block(
+            written = update_block(
                 p + at,
                 g + at,
                 m + at,
@@ -268,6 +289,10 @@ def update_kernel(
                 CLEAR,
                 HAS_MASTER,
             )
+            bits = tl.where(at < n, tl.maximum(bits, written), bits)
+        absmax_at = tl.load(row + ABSMAX)
+        if WITH_ABSMAX and absmax_at != 0:
+            raise_absmax(absmax_at.to(tl.pointer_type(tl.float32)), bits, tl.float32)
     elif CLEAR:
         for start in range(0, n, BLOCK):
             tl.store(g + start + lanes, tl.zeros((BLOCK,), G), mask=start + lanes < n)
@@ -293,6 +318,8 @@ class Update(NamedTuple):
     seed: int = 0
     master: Tensor | None = None
     """fp32, of a bf16 parameter, which it then replaces but for what is written there."""
+    absmax: Tensor | None = None
+    """fp32, one element: set to the largest magnitude of the written parameter; updates of one call may share it."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -392,6 +419,7 @@ def adamw_(
                 M=TRITON_DTYPES[dtypes[2]],
                 STOCHASTIC=stochastic_rounding and narrow,
                 CLEAR=clear_gradients,
+                WITH_ABSMAX=any(update.absmax is not None for update in updates),
                 CHUNK=CHUNK,
                 BLOCK=BLOCK,
                 HAS_MASTER=has_master,
@@ -404,7 +432,8 @@ def _row(update: Update) -> tuple[int, ...]:
     addresses = [tensor.data_ptr() for tensor in update[:4]]
     aligned = is_aligned(*update.tensors.values()) and update.offset % 2 == 0  # random bits are drawn for pairs
     exact = (update.parameter if update.master is None else update.master).data_ptr()
-    rest = (update.step.data_ptr(), update.number, update.offset, update.seed, int(aligned), 0, exact)
+    absmax = 0 if update.absmax is None else update.absmax.data_ptr()
+    rest = (update.step.data_ptr(), update.number, update.offset, update.seed, int(aligned), 0, exact, absmax)
     return (update.parameter.numel(), *addresses, *rest)
 
 
@@ -434,3 +463,4 @@ def _check(update: Update, dtypes: tuple[torch.dtype, ...], device: torch.device
             )
     if update.step.dtype != torch.int64 or update.step.numel() != 1 or update.step.device != device:
         raise ValueError(f"step of tensor {update.number} must be one int64 element on {device}, got {update.step!r}")
+    check_absmax(update.absmax, parameter)
