@@ -102,7 +102,7 @@ def _forward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Step]:
 
 
 def _backward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Step]:
-    at, level = (layer, r, chunk), plan.level(*at)
+    at, level = (layer, r, chunk), plan.level(layer, r, chunk)
     is_long = plan.work.is_long
     common = _reads(Item("weights", layer), Item("input", *at))
     own, before = Item("context", *at), _before(plan, "context", *at)
