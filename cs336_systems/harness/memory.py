@@ -2,8 +2,7 @@
 
 On a GPU the peak is the caching allocator's high-water mark of allocated bytes. On a CPU it is the growth of the
 process's resident set, which includes what libraries take, and is that of a cell only in a process that has measured
-no other. What is free is asked of the driver, or of the kernel and
-the control group, whichever allows less: inside a container the machine's own figure is a promise nobody keeps.
+no other. What is free is asked of the driver, or of the kernel and the control group.
 """
 
 import resource
@@ -15,6 +14,7 @@ import psutil
 import torch
 
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES
+from cs336_systems.operators.host_memory import free_host_bytes
 
 _OLDER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024
 """Torch's default before Hopper."""
@@ -36,45 +36,7 @@ def free_bytes(device: torch.device) -> int:
     """Bytes that a new process could still allocate on ``device``."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    available = psutil.virtual_memory().available
-    limit = _cgroup_headroom()
-    return available if limit is None else min(available, limit)
-
-
-def _cgroup_headroom(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Bytes left under the tightest memory limit of this process's control groups, v1 and v2; None without a limit.
-
-    A limit binds every group below it, so all ancestors are asked; inside a container the visible root is the
-    container's own group.
-    """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return None
-    headrooms = []
-    for line in lines:
-        hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy == "0":
-            base, files = root, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base, files = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        group = base / path.strip("/")
-        for folder in (group, *group.parents):
-            if folder.is_relative_to(base) and (headroom := _headroom_of(folder, *files)) is not None:
-                headrooms.append(headroom)
-    return min(headrooms, default=None)
-
-
-def _headroom_of(folder: Path, limit_file: str, usage_file: str, inactive_name: str) -> int | None:
-    """Limit less usage of one control group, or None without a limit; reclaimable page cache does not count as used."""
-    try:
-        limit, usage = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return None if limit == "max" else int(limit) - usage + int(stat.get(inactive_name, 0))
-    except (OSError, ValueError):
-        return None
+    return free_host_bytes()
 
 
 _used = False

@@ -1,0 +1,104 @@
+"""Slabs: one piece of memory each, on the host or on a device, and tensors that are views of it.
+
+    host = host_slab(75 * 2**30, device)          # pinned, so that copies to and from the device run by themselves
+    weights = host.take((4096, 4096), torch.bfloat16)
+    again = host.view(0, (4096, 4096), torch.bfloat16)
+
+Torch's own pinned allocator rounds every block up to a power of two, which for what fills a machine is too much. Here
+the kernel maps memory, in huge pages where it can, every core touches its share, and CUDA pins what is there. A slab
+needs no closing: its memory is unpinned and given back when the slab and the last tensor in it are gone.
+"""
+
+import mmap
+import weakref
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from cs336_systems.operators.host_memory import allowed_host_bytes
+
+ALIGNMENT = 256
+"""Bytes, of every tensor in a slab: more than any copy engine or kernel asks for."""
+
+
+def aligned(n_bytes: int) -> int:
+    """Rounded up to ``ALIGNMENT``."""
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Slab:
+    """Tensors by offset, or one after the other.
+
+    Args:
+        memory: uint8, one dimension, contiguous.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.n_taken = 0
+        """Bytes handed out by ``take``."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the whole slab."""
+        return self.memory.numel()
+
+    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The contiguous tensor at this byte.
+
+        Raises:
+            ValueError: the offset is not a multiple of ``ALIGNMENT``, or the tensor reaches beyond the slab.
+        """
+        end = offset + prod(shape) * dtype.itemsize
+        if offset % ALIGNMENT or not 0 <= offset <= end <= self.n_bytes:
+            raise ValueError(f"bytes {offset} to {end} are no aligned piece of a slab of {self.n_bytes} bytes")
+        return self.memory[offset:end].view(dtype).view(tuple(shape))
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The next free piece; raises ValueError where too little is left."""
+        tensor = self.view(self.n_taken, shape, dtype)
+        self.n_taken = aligned(self.n_taken + tensor.nbytes)
+        return tensor
+
+
+def device_slab(n_bytes: int, device: torch.device) -> Slab:
+    """Uninitialised memory of the device."""
+    return Slab(torch.empty(n_bytes, dtype=torch.uint8, device=device))
+
+
+def host_slab(n_bytes: int, device: torch.device) -> Slab:
+    """Zeros in host memory, pinned for ``device`` if that is a GPU, and plain memory otherwise.
+
+    Raises:
+        RuntimeError: this machine has not as much memory left, or it cannot be pinned.
+    """
+    free = allowed_host_bytes()
+    if n_bytes > free:
+        raise RuntimeError(f"a host slab of {_gib(n_bytes)} GiB is asked for, and {_gib(free)} GiB are free here")
+    if n_bytes == 0:
+        return Slab(torch.empty(0, dtype=torch.uint8))
+    pages = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)  # holds on to the pages, as does every view
+    if device.type == "cuda":
+        memory.zero_()  # in many threads; cudaHostRegister would touch every page in one
+        _pin(pages, memory.data_ptr(), n_bytes, device)
+    return Slab(memory)
+
+
+def _pin(pages: mmap.mmap, address: int, n_bytes: int, device: torch.device) -> None:
+    """Until ``pages`` is gone, whose last holder may be a tensor."""
+    with torch.cuda.device(device):
+        cudart = torch.cuda.cudart()
+        error = cudart.cudaHostRegister(address, n_bytes, 0)
+    if int(error):
+        why = cudart.cudaGetErrorString(error)
+        raise RuntimeError(f"a host slab of {_gib(n_bytes)} GiB cannot be pinned: {why}")
+    weakref.finalize(pages, cudart.cudaHostUnregister, address).atexit = False
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.2f}"
