@@ -6,71 +6,59 @@ what its queries give to the gradients of all keys and values up to its own, and
 own is complete, as no earlier query sees them. A block calls this as it calls any attention (``blocks/ops.py``), so
 what is not kept is computed again from the same keys by the same function: the same bits.
 
-    context = Context(keys_values, gradients, attention)
-    ops = context.ops(REFERENCE, chunk)
+    ops = attending(REFERENCE, context, start)                            # forward, and recomputation
+    ops = attending(REFERENCE, context, start, Sums(dcontext, part, is_last=...))
 
 Sums over chunks are kept in at least fp32. One set of gradients beside them holds what one chunk gives.
+
+Shape legend: S positions of a sequence up to a chunk's last, K key/value heads, E d_head; keys and values of a token
+are neighbours: (S, 2, K, E).
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from cs336_systems.blocks.ops import BlockOps
 
 
-class Context:
-    """Keys and values of one layer at a time, for one sequence; and what has been added up of their gradients.
+@dataclass(frozen=True)
+class Sums:
+    """Gradients of keys and values, (S, 2, K, E) each."""
 
-    Args:
-        keys, values: (1, K, S, E), for all S positions, of any strides that attention takes.
-        dkeys, dvalues: the same in at least fp32.
-        parts: two more like keys and values.
-    """
+    total: Tensor
+    """Over the chunks that have been; at least fp32."""
+    part: Tensor
+    """Memory for those of one chunk."""
+    is_last: bool
+    """Whether the chunk is its sequence's last, whose backward comes first: ``total`` is then overwritten."""
 
-    def __init__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        dkeys: Tensor | None,
-        dvalues: Tensor | None,
-        parts: tuple[Tensor, Tensor] | None,
+
+def attending(ops: BlockOps, context_S2KE: Tensor, start: int, sums: Sums | None = None) -> BlockOps:
+    """``ops`` for a chunk of one sequence, at whose position ``start`` it begins."""
+
+    def forward(q_1HSE: Tensor, k_1KSE: Tensor, v_1KSE: Tensor) -> tuple[Tensor, Tensor]:
+        for own, new in zip(_heads(context_S2KE[start:]), (k_1KSE, v_1KSE), strict=True):
+            own.copy_(new)
+        return ops.attention_forward(q_1HSE, *_heads(context_S2KE))
+
+    def backward(
+        do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, into: tuple[Tensor, Tensor, Tensor]
     ) -> None:
-        self.keys, self.values, self.dkeys, self.dvalues, self.parts = keys, values, dkeys, dvalues, parts
+        assert sums is not None
+        dq, *own = into
+        ops.attention_backward(do, q, *_heads(context_S2KE), o, lse, (dq, *_heads(sums.part)))
+        if sums.is_last:
+            sums.total.copy_(sums.part)
+        else:
+            sums.total.add_(sums.part)
+        for gradient, complete in zip(own, _heads(sums.total[start:]), strict=True):
+            gradient.copy_(complete)
 
-    def ops(self, ops: BlockOps, start: int) -> BlockOps:
-        """``ops`` for the chunk whose first token is the sequence's ``start``-th."""
+    return replace(ops, attention_forward=forward, attention_backward=backward)
 
-        def forward(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
-            end = start + q_BHSE.shape[2]
-            self.keep(k_BKSE, v_BKSE, start)
-            return ops.attention_forward(q_BHSE, self.keys[:, :, :end], self.values[:, :, :end])
 
-        def backward(
-            do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, into: tuple[Tensor, Tensor, Tensor]
-        ) -> None:
-            assert self.dkeys is not None and self.dvalues is not None and self.parts is not None
-            end = start + q.shape[2]
-            dq, dk, dv = into
-            seen = slice(None), slice(None), slice(end)
-            part_k, part_v = (part[seen] for part in self.parts)
-            keys, values = self.keys[seen], self.values[seen]
-            ops.attention_backward(do, q, keys, values, o, lse, (dq, part_k, part_v))
-            own = slice(None), slice(None), slice(start, end)
-            for total, part, gradient in ((self.dkeys, part_k, dk), (self.dvalues, part_v, dv)):
-                total[seen].add_(part)
-                gradient.copy_(total[own])
-
-        return replace(ops, attention_forward=forward, attention_backward=backward)
-
-    def keep(self, k_BKSE: Tensor, v_BKSE: Tensor, start: int) -> None:
-        """Write a chunk's keys and values where they belong."""
-        end = start + k_BKSE.shape[2]
-        self.keys[:, :, start:end].copy_(k_BKSE)
-        self.values[:, :, start:end].copy_(v_BKSE)
-
-    def clear_gradients(self) -> None:
-        """Before the last chunk's backward."""
-        for total in (self.dkeys, self.dvalues):
-            if total is not None:
-                total.zero_()
+def _heads(keys_values_S2KE: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values as attention takes them: views (1, K, S, E)."""
+    keys, values = keys_values_S2KE.permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
+    return keys, values

@@ -7,18 +7,15 @@ from torch import Tensor
 from cs336_systems.blocks import REFERENCE, BlockGradients, BlockWeights, Saved, backward, forward
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import kept_names
-from cs336_systems.streaming.context import Context
+from cs336_systems.streaming.context import Sums, attending
 from tests.blocks.cases import LLAMA, QWEN, block_of, inputs, tables
 
 LENGTH = 24
 
 
-def context_of(config: ModelConfig, dtype: torch.dtype) -> Context:
+def memory(config: ModelConfig, dtype: torch.dtype) -> Tensor:
     """As garbage as unused memory is."""
-    shape, wide = (1, LENGTH, config.kv_heads, config.d_head), torch.promote_types(dtype, torch.float32)
-    keys, values, *parts = (torch.full(shape, float("nan"), dtype=dtype).transpose(1, 2) for _ in range(4))
-    totals = (torch.full(shape, float("nan"), dtype=wide).transpose(1, 2) for _ in range(2))
-    return Context(keys, values, *totals, tuple(parts))
+    return torch.full((LENGTH, 2, config.kv_heads, config.d_head), float("nan"), dtype=dtype)
 
 
 def in_chunks(config: ModelConfig, dtype: torch.dtype, n_chunks: int, keep: str) -> dict[str, Tensor]:
@@ -26,19 +23,20 @@ def in_chunks(config: ModelConfig, dtype: torch.dtype, n_chunks: int, keep: str)
     x, dy = (tensor[:1] for tensor in inputs(config, LENGTH, dtype))
     weights, grads = BlockWeights.of(parameters), BlockGradients.empty(parameters, parameters)
     cos, sin = tables(config, LENGTH, dtype)
-    context, size = context_of(config, dtype), LENGTH // n_chunks
+    context, part, total = (memory(config, of) for of in (dtype, dtype, torch.promote_types(dtype, torch.float32)))
+    size = LENGTH // n_chunks
     saved, ys, dxs = [], [], []
     for start in range(0, LENGTH, size):
         piece = slice(start, start + size)
         saved.append(Saved(kept_names(keep)))
-        ops = context.ops(REFERENCE, start)
+        ops = attending(REFERENCE, context[: piece.stop], start)
         ys.append(forward(x[:, piece].contiguous(), weights, saved[-1], ops, config, cos[piece], sin[piece]))
-    context.clear_gradients()
     for chunk in reversed(range(n_chunks)):
         piece = slice(chunk * size, (chunk + 1) * size)
-        how = context.ops(REFERENCE, piece.start), config, cos[piece], sin[piece]
-        again = chunk < n_chunks - 1
-        dxs.append(backward(dy[:, piece].contiguous(), weights, saved[chunk], grads, *how, accumulate=again))
+        is_last = chunk == n_chunks - 1
+        sums = Sums(total[: piece.stop], part[: piece.stop], is_last)
+        how = attending(REFERENCE, context[: piece.stop], piece.start, sums), config, cos[piece], sin[piece]
+        dxs.append(backward(dy[:, piece].contiguous(), weights, saved[chunk], grads, *how, accumulate=not is_last))
     return {"y": torch.cat(ys, 1), "dx": torch.cat(dxs[::-1], 1), **grads.by_parameter(parameters)}
 
 
