@@ -21,6 +21,7 @@ LADDER = (
     {"blocks"},
     {"distributed"},
     {"training"},
+    {"streaming"},
     {"harness"},
     {"profiling"},
     {"pretraining"},

@@ -1,1 +1,1 @@
-"""A training step under device and host capacities: planned, scheduled as data, executed."""
+"""Training steps under device and host capacities: layers and activations stream over the link while others compute."""

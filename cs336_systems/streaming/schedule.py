@@ -1,0 +1,190 @@
+"""A step under memory caps as data: operations on three lanes, the slots they use, and the events they wait for.
+
+A step is R rounds and the optimizer; a round is forward and backward over chunks of tokens. Its operations stand in one
+list, in the order in which one thread enqueues them; each lane (``in``, ``compute``, ``out``) runs its own in that
+order. An operation begins when those before it on its lane have ended, and those that it waits for: these always stand
+earlier in the list, so one pass enqueues it all. The same list is executed, simulated and checked.
+
+    for i, operation in enumerate(schedule.operations):
+        for j in operation.waits:
+            streams[operation.lane].wait_event(events[j])
+        run(operation)
+        events[i].record(streams[operation.lane])
+
+Device memory is rings of equal slots, host memory regions of equal places. What lies in them are items:
+
+    weights, gradients        of a layer
+    exp_avg, exp_avg_sq, ...  of a layer: what the optimizer keeps, an item each
+    input                     of (layer, round, chunk): x, and both norms' statistics; layer L is the head's input.
+                              Embed or the forward of the layer before writes x, the layer's own forward the statistics
+    context                   k and v, rotated; only where a sequence is longer than a chunk (else they are of products)
+    attention                 attention's output and its log-sum-exp
+    products                  q (or q | k | v), residual, gate | up; backward may write over it
+    dy                        of (round, chunk): the stream's gradient; head writes it, each backward writes over it
+    dcontext                  of (layer, round, chunk): dk and dv, summed over the chunks that attend to this one
+
+A level of ``costs/kept.py`` says which of these a (layer, chunk) still has when backward comes: ``input`` (with
+context), ``attention`` too, or ``products`` too. Forward writes all of them, each into a slot; backward reads all of
+them, each in a slot, what was not kept having been computed again by the ``recompute`` just before it. Embedding, head
+and final norm never move and have no slots.
+
+Slots of ``context`` and ``dcontext`` come in groups, one after the other in memory, as many as a sequence has chunks:
+chunk c of a sequence lies in slot g G + c, so that a sequence's keys are one tensor.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Lane(StrEnum):
+    """What runs operations one after the other: the link's two directions and the kernels."""
+
+    IN = "in"
+    COMPUTE = "compute"
+    OUT = "out"
+
+
+class Kind(StrEnum):
+    """What an operation does."""
+
+    FETCH = "fetch"
+    """Copies an item from its place on the host into a slot."""
+    EVICT = "evict"
+    """Copies an item from its slot to its place on the host."""
+    EMBED = "embed"
+    """Of a chunk: writes x into ``input`` of layer 0."""
+    FORWARD = "forward"
+    """Of a layer and a chunk: writes statistics, (context,) attention, products, and x of the next layer."""
+    HEAD = "head"
+    """Of a chunk: final norm, head, loss and the gradients of all three; writes dy."""
+    RECOMPUTE = "recompute"
+    """Of a layer and a chunk: writes again what its level has not kept."""
+    BACKWARD = "backward"
+    """Of a layer and a chunk: from dy to dy; adds to the layer's gradients."""
+    EMBED_BACKWARD = "embed backward"
+    """Of a chunk: adds dy to the embedding's gradient."""
+    NORM = "norm"
+    """Of a layer whose gradients are complete: its part of the global norm."""
+    OPTIMIZER = "optimizer"
+    """Of a layer; layer -1 stands for embedding, head and final norm."""
+
+
+LANES = {Kind.FETCH: Lane.IN, Kind.EVICT: Lane.OUT}
+"""Of kinds that are copies; all others compute."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """What lies in a slot or a place: for a layer's state only the layer counts, for dy only round and chunk."""
+
+    what: str
+    layer: int = 0
+    round: int = 0
+    chunk: int = 0
+
+
+@dataclass(frozen=True)
+class Slot:
+    """On the device."""
+
+    ring: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """On the host."""
+
+    region: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """An item in its slot, as an operation finds or leaves it."""
+
+    item: Item
+    slot: Slot
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One copy, or the kernels of one layer and chunk."""
+
+    kind: Kind
+    layer: int
+    round: int
+    chunk: int
+    """Of the round, counted from 0 over all its sequences."""
+    reads: tuple[Held, ...]
+    writes: tuple[Held, ...]
+    """What is read and written in one slot stands in both."""
+    waits: tuple[int, ...]
+    """Indices in the schedule of operations on other lanes."""
+    place: Place | None = None
+    """The host's side of a copy."""
+    n_bytes: int = 0
+    """Of a copy."""
+    level: str = ""
+    """Of forward, recompute and backward: what this (layer, chunk) keeps, a level of ``costs/kept.py``."""
+    accumulate: bool = False
+    """Of backward: the gradients' slot holds sums of earlier chunks or rounds, to which it adds."""
+
+    @property
+    def lane(self) -> Lane:
+        return LANES.get(self.kind, Lane.COMPUTE)
+
+    def slot(self, what: str, chunk: int | None = None, layer: int | None = None) -> Slot:
+        """Where an item that this operation uses lies; of several, that of a chunk or a layer.
+
+        Raises:
+            KeyError: it uses no such item.
+        """
+        for held in (*self.reads, *self.writes):
+            item = held.item
+            if item.what == what and chunk in (None, item.chunk) and layer in (None, item.layer):
+                return held.slot
+        raise KeyError(what)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Slots of one size on the device."""
+
+    slots: int
+    slot_bytes: int
+
+    @property
+    def n_bytes(self) -> int:
+        return self.slots * self.slot_bytes
+
+
+@dataclass(frozen=True)
+class Region:
+    """Places of one size on the host."""
+
+    places: int
+    place_bytes: int
+
+    @property
+    def n_bytes(self) -> int:
+        return self.places * self.place_bytes
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One step; the next begins from the same slots and places."""
+
+    operations: tuple[Operation, ...]
+    """In the order in which one thread enqueues them; none waits for a later one."""
+    rings: Mapping[str, Ring]
+    regions: Mapping[str, Region]
+    slots: Mapping[Item, Slot]
+    """State that stays in its slot from step to step: weights, gradients and moments of resident layers."""
+    places: Mapping[Item, Place]
+    """State whose home is the host, before the step and after it."""
+
+    def of(self, lane: Lane) -> list[int]:
+        """The indices of a lane's operations, in its order."""
+        return [i for i, operation in enumerate(self.operations) if operation.lane is lane]
