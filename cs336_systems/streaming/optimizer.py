@@ -57,8 +57,10 @@ class LayerAdamW:
             self._in_one_pass(first_number, parameters, gradients, exp_avg, exp_avg_sq, steps, scale)
             return
         skipped = None if scale is None else scale.isfinite().logical_not().float()
-        for step in steps:
+        for step, gradient in zip(steps, gradients, strict=True):
             step.add_(1 if skipped is None else 1 - skipped)
+            if scale is not None:
+                gradient.mul_(scale)
         torch._fused_adamw_(
             list(parameters),
             list(gradients),
@@ -73,7 +75,7 @@ class LayerAdamW:
             eps=self.eps,
             amsgrad=False,
             maximize=False,
-            grad_scale=None if scale is None else scale.reciprocal(),
+            grad_scale=None,
             found_inf=skipped,
         )
 

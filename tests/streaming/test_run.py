@@ -1,0 +1,167 @@
+"""Steps of a tiny model, executed on the CPU: the same bits under every plan, and those of plain training."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.blocks import REFERENCE, head_ops, write_out
+from cs336_systems.config import PRECISIONS, ModelConfig
+from cs336_systems.costs.streaming import StreamedWork
+from cs336_systems.model import REFERENCE_OPS, TransformerLM
+from cs336_systems.streaming.layout import Chunks, Layout
+from cs336_systems.streaming.optimizer import LayerAdamW
+from cs336_systems.streaming.plan import Plan
+from cs336_systems.streaming.run import StreamedStep
+from tests.streaming.resident import resident
+
+CONFIG = ModelConfig(
+    "toy", d_model=32, d_ff=48, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=61, context_length=32, qkv_bias=True
+)
+CPU = torch.device("cpu")
+
+
+def work(context_length=32, chunk=32, config=CONFIG, dtype="fp32") -> StreamedWork:
+    n = PRECISIONS[dtype].parameter_bytes
+    return StreamedWork(config, context_length, chunk, PRECISIONS[dtype], (("exp_avg", n), ("exp_avg_sq", n)))
+
+
+def plan_of(work_, *, chunks=1, rounds=1, order="sequential", level="products", clipping=False, **more) -> Plan:
+    levels = ((level,) * chunks,) * work_.config.n_layers
+    return Plan(work_, chunks, rounds, order, levels, more.pop("slots", ()), clipping=clipping, **more)
+
+
+def chunks_of(plan: Plan) -> Chunks:
+    return Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds)
+
+
+class WrittenOutNorm(torch.autograd.Function):
+    """The final norm as a streamed step has it: its backward is the blocks', which rounds otherwise than autograd's."""
+
+    @staticmethod
+    def forward(ctx, x, gain, eps):
+        y, rstd = REFERENCE.rms_norm_forward(x.flatten(0, 1), gain, eps)
+        ctx.save_for_backward(x, gain, rstd)
+        return y.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, gain, rstd = ctx.saved_tensors
+        rows = x.flatten(0, 1)
+        dx, dgain = REFERENCE.rms_norm_backward(dy.flatten(0, 1), rows, gain, rstd, torch.zeros_like(rows))
+        return dx.view_as(x), dgain, None
+
+
+def model_of(config: ModelConfig, dtype=torch.float32) -> TransformerLM:
+    torch.manual_seed(0)
+    ops = replace(head_ops("reference", REFERENCE_OPS), rms_norm=WrittenOutNorm.apply)
+    model = TransformerLM(config, ops, dtype=dtype)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
+    write_out(model, REFERENCE, "products")
+    return model
+
+
+def batches(chunks: Chunks, n: int, config=CONFIG) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    shape = n, 2, chunks.n_sequences, chunks.seq_len
+    ids = torch.randint(config.vocab_size, shape, generator=generator)
+    ids[:, 1, 0, :3] = -100
+    return [(one, two) for one, two in ids]
+
+
+class Recorded:
+    """AdamW that keeps the gradients it was given, by a parameter's number."""
+
+    def __init__(self) -> None:
+        self.adamw = LayerAdamW(lr=0.01)
+        self.gradients: dict[int, Tensor] = {}
+
+    def __call__(self, first_number, parameters, gradients, *state):
+        self.gradients |= {first_number + i: gradient.clone() for i, gradient in enumerate(gradients)}
+        self.adamw(first_number, parameters, gradients, *state)
+
+
+def resident_step(plan: Plan, dtype=torch.float32, **more) -> StreamedStep:
+    config, chunks = plan.work.config, chunks_of(plan)
+    schedule = resident(plan, Layout.of(config, dtype, chunks))
+    return StreamedStep(config, schedule, chunks, REFERENCE, CPU, dtype, optimizer=Recorded(), **more)
+
+
+def trained(step: StreamedStep, n: int = 5) -> dict[str, Tensor]:
+    """Losses, gradients of the last step, and weights after ``n`` steps."""
+    step.load(model_of(step.config, step.fixed.embedding.dtype).state_dict())
+    losses = [step(ids, targets).clone() for ids, targets in batches(step.chunks, n, step.config)]
+    return {"losses": torch.stack(losses), **step.state_dict()} | {
+        f"gradient {number}": gradient for number, gradient in step.optimizer.gradients.items()
+    }
+
+
+def differing(got: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    assert got.keys() == expected.keys()
+    assert all(tensor.isfinite().all() for tensor in expected.values())
+    return [name for name, tensor in expected.items() if not torch.equal(got[name], tensor)]
+
+
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, tie_embeddings=True)], ids=["untied", "tied"])
+@pytest.mark.parametrize("level", ["products", "input"])
+def test_a_step_of_one_chunk_is_that_of_plain_training(config, level):
+    step, model = resident_step(plan_of(work(16, 32, config), level=level)), model_of(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    step.load(model.state_dict())
+    for ids, targets in batches(step.chunks, 3):
+        loss = model(ids, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert torch.equal(step(ids, targets), loss.detach())
+    assert not differing(step.state_dict(), model.state_dict())
+
+
+def test_clipping_is_that_of_plain_training():
+    step, model = (
+        resident_step(plan_of(work(16, 32), clipping=True), torch.float64, max_norm=0.05),
+        model_of(CONFIG, torch.float64),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step.load(model.state_dict())
+    for ids, targets in batches(step.chunks, 3):
+        optimizer.zero_grad()
+        model(ids, targets).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        step(ids, targets)
+        assert norm > 0.1
+        torch.testing.assert_close(step.passes.norm, norm, rtol=1e-12, atol=0)
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(step.state_dict()[name], weight, rtol=1e-9, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, tie_embeddings=True)], ids=["untied", "tied"])
+@pytest.mark.parametrize("length", [4, 32])
+def test_rounds_of_chunks_are_the_whole_batch(length, config):
+    """Four sequences of 32 in chunks of 8, or two short ones a chunk: gradients against plain training, in fp64."""
+    step = resident_step(plan_of(work(length, 8, config), chunks=8, rounds=2), torch.float64)
+    model = model_of(config, torch.float64)
+    step.load(model.state_dict())
+    ((ids, targets),) = batches(step.chunks, 1)
+    loss = model(ids, targets)
+    loss.backward()
+    torch.testing.assert_close(step(ids, targets), loss.detach(), rtol=1e-13, atol=0)
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        got, size = step.optimizer.gradients[number], max(1.0, parameter.grad.abs().max().item())
+        assert (got - parameter.grad).abs().max() <= 500 * torch.finfo(torch.float64).eps * size, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [4, 32])
+def test_order_and_levels_change_no_bit(length, dtype):
+    config = replace(CONFIG, tie_embeddings=True)
+    plan = plan_of(work(length, 8, config), chunks=4, rounds=3)
+    expected = trained(resident_step(plan, dtype), 2)
+    for order in ("sequential", "interleaved"):
+        for level in ("input", "attention"):
+            other = plan_of(plan.work, chunks=4, rounds=3, order=order, level=level)
+            assert not differing(trained(resident_step(other, dtype), 2), expected), (order, level)
