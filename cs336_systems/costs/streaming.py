@@ -1,0 +1,264 @@
+"""A training step under memory caps, in bytes and seconds: what each piece of it holds, moves and computes.
+
+A step is R rounds and an optimizer step; a round is forward and backward over chunks of n tokens, each several short
+sequences or a piece of a long one. Layers' weights, gradients and moments, and what forward keeps for backward, may lie
+on the host and come over the link. With B bytes/s of the link each way and F FLOP/s that are sustained,
+
+    weights hide under forward         where a layer sees W F / (2 P B) = F / B tokens per visit (bf16, P parameters)
+    what forward keeps leaves in time  up to B t_f bytes a token and layer, t_f = (2 P + 2 S d) / F, causal
+    sequential rounds                  out during forward, in during backward: each way is idle half of the time
+    interleaved rounds                 forward of the next round under backward: B (t_f + t_b) each way
+
+What is kept is read from ``costs/kept.py``; here it travels in three parts, of which a level has the first one, two or
+three: ``input``, ``attention``, ``products``. Where a sequence is longer than a chunk, k and v of all its chunks before
+are needed by attention in both directions: they are a part of their own, ``context``, that every level keeps.
+
+FLOPs: causal attention counts half of its square; backward has two products for each of forward's, and attention's
+2.5; what is computed again counts in HFU, not in MFU. Seconds: products and attention at sustained rates, passes of
+norms, rotation, SwiGLU and optimizer at the memory's. Launches of kernels and Python are not in it: chunks of 8,192
+tokens hide them.
+
+    work = StreamedWork(config, context_length=32_768, chunk=16_384)
+    work.item_bytes("products"), work.seconds("forward", chunk=1), Rates.of(hardware).link_alone
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from cs336_systems.config import PRECISIONS, ModelConfig, Precision
+from cs336_systems.costs.activations import WIDE
+from cs336_systems.costs.flops import model_flops
+from cs336_systems.costs.kept import flops_again, kept_tensors
+from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, rotary_bytes
+from cs336_systems.costs.recomputed import recomputed
+from cs336_systems.hardware import Hardware
+
+LEVELS = ("input", "attention", "products")
+"""Of ``costs/kept.py``; what the fourth would save are passes over memory, at half of all bytes more."""
+
+MOMENTS = {"exp_avg": 2, "exp_avg_sq": 2}
+"""Bytes a parameter of what the optimizer keeps beside bf16 weights and gradients: 8 in all, rounded stochastically."""
+MASTER_MOMENTS = {"exp_avg": 4, "exp_avg_sq": 4, "master": 4}
+"""The same with fp32 masters: 16 in all."""
+
+HEAD_TOKENS = 2048
+"""Whose logits exist at a time (measured: 183 ms for 32,768 x 4096 x 151,936, as with twice as many; LOG.md)."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device sustains, in FLOP/s and bytes/s."""
+
+    products: float
+    attention_forward: float
+    attention_backward: float
+    memory: float
+    """Reads and writes together."""
+    link_alone: float
+    """Each way, while the other rests."""
+    link_both: float
+    """Each way, while both are busy."""
+    beside_copies: float = 0.995
+    """Speed of kernels while one copy runs; two cost twice as much."""
+    copy_latency_s: float = 10e-6
+    """From the end of what a copy waits for to its first byte."""
+
+    @classmethod
+    def of(cls, hardware: Hardware, dtype: str = "bf16", *, flops: float | None = None) -> "Rates":
+        """From published peaks, by the shares of them that an H200 sustains (LOG.md): products 642 to 694 TFLOP/s,
+        causal attention of d_head 128 590 forward and 535 backward, 92 % of its memory's bandwidth in one pass, the
+        link 55.5 GB/s one way and 102 both ways together, 1 % longer kernels beside copies both ways.
+
+        Args:
+            flops: FLOP/s that products sustain, if known; attention's follow in proportion.
+
+        Raises:
+            ValueError: a peak is not published.
+        """
+        peak, memory, link = hardware.peak(dtype), hardware.memory_bytes_per_s, hardware.host_link_bytes_per_s
+        if peak is None or memory is None or link is None:
+            raise ValueError(
+                f"no {dtype} FLOP/s, memory or host link are published for {hardware.name}: give the rates"
+            )
+        products = flops or 0.675 * peak
+        scale = products / 0.675
+        return cls(products, 0.596 * scale, 0.541 * scale, 0.9 * memory, 55.5 / 64 * link, 51 / 64 * link)
+
+
+@dataclass(frozen=True)
+class StreamedWork:
+    """The pieces of a step on sequences of ``context_length`` tokens in chunks of ``chunk``.
+
+    Raises:
+        ValueError: one of the two lengths does not divide the other, or a precision with autocast.
+    """
+
+    config: ModelConfig
+    context_length: int
+    chunk: int
+    precision: Precision = PRECISIONS["bf16"]
+    moments: tuple[tuple[str, int], ...] = tuple(MOMENTS.items())
+    """Items of the optimizer, bytes a parameter each."""
+
+    def __post_init__(self) -> None:
+        short, long = sorted((self.chunk, self.context_length))
+        if short < 1 or long % short:
+            raise ValueError(
+                f"a chunk of {self.chunk} tokens does not divide sequences of {self.context_length} evenly"
+            )
+        if self.precision.autocast:
+            raise ValueError(f"streamed blocks run in one dtype: {self.precision.name} is not served")
+
+    @property
+    def chunks_per_sequence(self) -> int:
+        """1 also where a chunk has several sequences."""
+        return max(1, self.context_length // self.chunk)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a sequence is longer than a chunk."""
+        return self.context_length > self.chunk
+
+    @property
+    def _batch(self) -> tuple[int, int]:
+        """A chunk as (sequences, tokens of each)."""
+        length = min(self.chunk, self.context_length)
+        return self.chunk // length, length
+
+    # bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """W = G: of one layer's weights, and of its gradients."""
+        return self.config.n_block_parameters * self.precision.parameter_bytes
+
+    @cached_property
+    def _item_bytes(self) -> dict[str, int]:
+        config, width = self.config, self.precision.parameter_bytes
+        context = self.chunk * 2 * config.d_kv
+        of = {tensor.name: tensor.n_bytes for tensor in kept_tensors(config, *self._batch, self.precision, "products")}
+        apart = context * width if self.is_long else 0
+        return {
+            "weights": self.layer_bytes,
+            "gradients": self.layer_bytes,
+            "input": of["x"] + of["rstd1"] + of["rstd2"],
+            "context": context * width,
+            "attention": of["attended"] + of["lse"],
+            "products": of["qkv"] - apart + of["residual"] + of["gate_up"],
+            "dy": self.chunk * config.d_model * width,
+            "dcontext": context * WIDE,  # sums over chunks
+            **{name: n * config.n_block_parameters for name, n in self.moments},
+        }
+
+    def item_bytes(self, what: str) -> int:
+        """Of one item: a layer's state, or a part of what a (layer, chunk) keeps.
+
+        Raises:
+            KeyError: no such item.
+        """
+        return self._item_bytes[what]
+
+    def kept_parts(self, level: str) -> tuple[str, ...]:
+        """The parts that a level keeps."""
+        context = ("context",) if self.is_long else ()
+        return ("input", *context, *LEVELS[1 : LEVELS.index(level) + 1])
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, gradients and moments of one layer."""
+        return 2 * self.layer_bytes + sum(self.item_bytes(name) for name, _ in self.moments)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Embedding, head and final norm with all their state, and the rotary tables: they stay on the device."""
+        parameters = self.config.n_parameters - self.config.n_layers * self.config.n_block_parameters
+        per_parameter = 2 * self.precision.parameter_bytes + sum(n for _, n in self.moments)
+        return parameters * per_parameter + rotary_bytes(self.config.at_context(self.context_length))
+
+    @property
+    def temporary_bytes(self) -> int:
+        """The most that the kernels of one operation need besides slots, cuBLAS's workspaces included."""
+        config, width, tokens = self.config, self.precision.parameter_bytes, self.chunk
+        d_model, wide_queries = config.d_model, 4 * config.d_model  # attention's fp32 sums of dq
+        query_key_value = d_model + 2 * config.d_kv
+        feed_forward = (config.d_ff + d_model) * width  # the gradient of SwiGLU's output beside a norm's output
+        attention = (2 * d_model + query_key_value) * width + wide_queries
+        head = 3 * d_model * width  # norm, its gradient, and x
+        logits = min(tokens, HEAD_TOKENS) * config.vocab_size * width
+        return max(tokens * max(feed_forward, attention), tokens * head + logits) + 2 * CUBLAS_WORKSPACE_BYTES
+
+    # operations
+
+    def _products_flops(self) -> int:
+        """Of one layer's forward on one chunk, attention's left out."""
+        config = self.config
+        matrices = 2 * config.d_model**2 + 2 * config.d_model * config.d_kv + 3 * config.d_model * config.d_ff
+        return 2 * self.chunk * matrices
+
+    def attention_flops(self, chunk: int) -> int:
+        """Of one layer's forward on one chunk, by its place in its sequence; causal."""
+        length, before = self._batch[1], (chunk % self.chunks_per_sequence) * self.chunk
+        return 2 * self.config.d_model * self.chunk * (2 * before + length)
+
+    def again_flops(self, chunk: int, level: str) -> tuple[int, int]:
+        """Of products and of attention that are computed again for one (layer, chunk)."""
+        products = flops_again(self.config, *self._batch, level, 0)
+        if self.is_long and level != "products":  # k and v are there
+            products -= 2 * self.chunk * self.config.d_model * 2 * self.config.d_kv
+        return products, self.attention_flops(chunk) if level == "input" else 0
+
+    def model_flops_per_token(self) -> float:
+        """Of a whole step."""
+        return model_flops(self.config, 1, self.context_length, "step") / self.context_length
+
+    def hardware_flops(self, kind: str, chunk: int, level: str) -> int:
+        """Executed by one operation (a kind of ``streaming/schedule.py``)."""
+        if kind == "recompute":
+            return sum(self.again_flops(chunk, level))
+        head = 2 * self.chunk * self.config.d_model * self.config.vocab_size
+        products, attention = self._products_flops(), self.attention_flops(chunk)
+        found = {"forward": products + attention, "backward": 2 * products + 5 * attention // 2, "head": 3 * head}
+        return found.get(kind, 0)
+
+    # seconds
+
+    def seconds(self, kind: str, chunk: int, level: str, rates: Rates) -> float:
+        """That one operation computes: a kind of ``streaming/schedule.py``.
+
+        Raises:
+            KeyError: no such kind, or one that does not compute.
+        """
+        config, products, attention = self.config, self._products_flops(), self.attention_flops(chunk)
+        width, tokens, layer = self.precision.parameter_bytes, self.chunk, self.layer_bytes
+        row = tokens * width
+        always = recomputed(config, *self._batch, self.precision, "products").traffic_bytes
+        match kind:
+            case "forward":
+                # reads and writes: two norms and a sum 6 d, rotation 2 (d + d_kv), SwiGLU 3 d_ff
+                traffic = row * (8 * config.d_model + 2 * config.d_kv + 3 * config.d_ff)
+                return products / rates.products + attention / rates.attention_forward + traffic / rates.memory
+            case "recompute":
+                products, attention = self.again_flops(chunk, level)
+                traffic = recomputed(config, *self._batch, self.precision, level).traffic_bytes - always
+                return products / rates.products + attention / rates.attention_forward + traffic / rates.memory
+            case "backward":
+                # SwiGLU 5 d_ff, two norms 8 d, rotation 2 (d + d_kv), attention's outputs and sums 8 d
+                traffic = row * (18 * config.d_model + 2 * config.d_kv + 5 * config.d_ff) + always
+                attended = 2.5 * attention / rates.attention_backward
+                return 2 * products / rates.products + attended + traffic / rates.memory
+            case "head":  # its rows' passes are in the rate of products: 665 TFLOP/s in all (LOG.md)
+                return 6 * tokens * config.d_model * config.vocab_size / rates.products
+            case "embed" | "embed backward":
+                return (2 if kind == "embed" else 6) * row * config.d_model / rates.memory
+            case "norm":
+                return layer / rates.memory
+            case "optimizer":
+                return self._optimizer_bytes(config.n_block_parameters) / rates.memory
+            case "fixed optimizer":
+                parameters = config.n_parameters - config.n_layers * config.n_block_parameters
+                return self._optimizer_bytes(parameters) / rates.memory
+        raise KeyError(kind)
+
+    def _optimizer_bytes(self, parameters: int) -> int:
+        """Reads weights, gradients and moments; writes weights and moments."""
+        return parameters * (3 * self.precision.parameter_bytes + 2 * sum(n for _, n in self.moments))

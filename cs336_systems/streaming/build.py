@@ -1,0 +1,249 @@
+"""From a plan to the schedule of one step: kernels in their order, copies as early as slots allow, and their waits.
+
+    schedule = build(plan)
+    schedule_times(plan, schedule, rates)   # simulated: costs/lanes.py
+
+A copy out of a slot follows the last write there. A copy into one stands where the slot is left, if the item is on the
+host by then; of several that could, the one that is needed first goes first. What an operation waits for are conflicts
+in its slots and places: who wrote what it reads, who still reads what it writes over; what that implies is left out.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from cs336_systems.costs.lanes import LANES, LaneTimes, simulate
+from cs336_systems.costs.streaming import Rates
+from cs336_systems.streaming.order import Step, compute_order
+from cs336_systems.streaming.plan import STATE_RINGS, Plan
+from cs336_systems.streaming.schedule import Held, Item, Kind, Operation, Place, Region, Ring, Schedule, Slot
+from cs336_systems.streaming.slots import (
+    GROUPED,
+    Stay,
+    find_stays,
+    is_resident,
+    is_state,
+    resident_slot,
+    ring_of,
+)
+
+
+def build(plan: Plan) -> Schedule:
+    """One step.
+
+    Raises:
+        TooFewSlotsError: a ring has too few slots.
+    """
+    return _Builder(plan).run()
+
+
+def schedule_times(plan: Plan, schedule: Schedule, rates: Rates) -> LaneTimes:
+    """When its operations begin and end, simulated."""
+    operations = schedule.operations
+    amounts = [
+        operation.n_bytes or plan.work.seconds(_timed_as(operation), operation.chunk, operation.level, rates)
+        for operation in operations
+    ]
+    return simulate([str(o.lane) for o in operations], amounts, [o.waits for o in operations], rates)
+
+
+def _timed_as(operation: Operation) -> str:
+    fixed = operation.kind is Kind.OPTIMIZER and operation.layer < 0
+    return "fixed optimizer" if fixed else str(operation.kind)
+
+
+class _Order:
+    """What is known to have ended before each operation, and what it must wait for besides."""
+
+    def __init__(self) -> None:
+        self.known: list[tuple[int, ...]] = []
+        """By operation and lane: the last of its lane's operations that have ended when this one has."""
+        self.lanes: list[int] = []
+        self._last: list[int] = [-1] * len(LANES)
+
+    def add(self, lane: str, needed: set[int]) -> tuple[int, ...]:
+        """The next operation of a lane, which needs those to have ended; returns what it has to wait for."""
+        own, index = LANES.index(lane), len(self.known)
+        known = list(self.known[self._last[own]]) if self._last[own] >= 0 else [-1] * len(LANES)
+        waits = []
+        for j in sorted(needed, reverse=True):  # the latest first: it may imply the others
+            if known[self.lanes[j]] < j:
+                waits.append(j)
+                known = [max(pair) for pair in zip(known, self.known[j], strict=True)]
+        known[own] = index
+        self.known.append(tuple(known))
+        self.lanes.append(own)
+        self._last[own] = index
+        return tuple(sorted(waits))
+
+
+class _Memory:
+    """Who wrote last and who has read since, by slot or place."""
+
+    def __init__(self) -> None:
+        self._writer: dict[Slot | Place, int] = {}
+        self._readers: dict[Slot | Place, list[int]] = defaultdict(list)
+
+    def needs(self, reads: list[Slot | Place], writes: list[Slot | Place]) -> set[int]:
+        found = {self._writer[where] for where in (*reads, *writes) if where in self._writer}
+        return found.union(*(self._readers[where] for where in writes))
+
+    def used(self, index: int, reads: list[Slot | Place], writes: list[Slot | Place]) -> None:
+        for where in writes:
+            self._writer[where], self._readers[where] = index, []
+        for where in reads:
+            if where not in writes:
+                self._readers[where].append(index)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    need: int
+    """In operations of the compute lane: when what comes in is used, or what goes out was written."""
+    item: Item
+    slot: Slot
+
+
+class _Builder:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.steps = list(compute_order(plan))
+        self.stays, self.sizes = find_stays(plan, self.steps)
+        self.operations: list[Operation] = []
+        self.order, self.memory = _Order(), _Memory()
+        self.place_counts: dict[str, int] = defaultdict(int)
+        self.free_places: dict[str, deque[Place]] = defaultdict(deque)
+        """By region, in the order in which they were left."""
+        self.places: dict[Item, Place] = {}
+        self.fetches_left: dict[Item, int] = defaultdict(int)
+
+    def run(self) -> Schedule:
+        plan, group = self.plan, self.plan.work.chunks_per_sequence
+        names = [name for name, _ in plan.work.moments]
+        residents = {what: len(plan.resident_layers(what)) for what in (*STATE_RINGS, "moments")}
+        state = [Item(what, k) for k in range(plan.work.config.n_layers) for what in ("weights", *names)]
+        self.held_at = {
+            item: Slot(ring_of(plan, item), resident_slot(plan, item))
+            for item in (*state, *(Item("gradients", k) for k in range(plan.work.config.n_layers)))
+            if is_resident(plan, item)
+        }
+        homes = {item: self._home(item) for item in state if item not in self.held_at}
+        self.places |= homes
+        self._emit(*self._copies(residents))
+
+        rings = {ring: (n * (group if ring in GROUPED else 1), ring) for ring, n in self.sizes.items()}
+        for what in STATE_RINGS:
+            rings[what] = (self.sizes.get(what, 0) + residents[what], what)
+        if residents["moments"]:
+            rings["moments"] = (residents["moments"] * len(names), names[0])
+        sizes = {ring: self._slot_bytes(ring, what) for ring, (_, what) in rings.items()}
+        regions = {name: Region(n, plan.work.item_bytes(name)) for name, n in self.place_counts.items()}
+        slots = {item: slot for item, slot in self.held_at.items() if is_state(plan, item)}
+        return Schedule(
+            tuple(self.operations),
+            {ring: Ring(n, sizes[ring]) for ring, (n, _) in rings.items() if n},
+            {name: region for name, region in regions.items() if region.places},
+            slots,
+            homes,
+        )
+
+    def _slot_bytes(self, ring: str, what: str) -> int:
+        work, streams = self.plan.work, len(self.plan.resident_layers("moments")) < self.plan.work.config.n_layers
+        names = [name for name, _ in work.moments]
+        if ring == "moments":
+            return max(work.item_bytes(name) for name in names)
+        if ring == "products" and streams:
+            return max(work.item_bytes(name) for name in (what, *names))
+        return work.item_bytes(what)
+
+    def _copies(self, residents: dict[str, int]) -> tuple[dict[int, list[_Copy]], dict[int, list[_Copy]]]:
+        """Copies in by the operation after which they can be, -1: the start; copies out by that which they follow."""
+        fetches: dict[int, list[_Copy]] = defaultdict(list)
+        evictions: dict[int, list[_Copy]] = defaultdict(list)
+        slot_left: dict[Slot, int] = {}
+        item_left: dict[Item, int] = {}
+        changes: dict[Item, _Copy] = {}
+        """Written since the item was last on the host."""
+        for stay in self.stays:
+            stay.slot += residents.get(stay.unit.ring, 0)
+            first: dict[Item, tuple[int, bool]] = {}
+            last: dict[Item, int] = {}
+            written: dict[Item, int] = {}
+            for t, use in stay.uses:
+                first.setdefault(use.item, (t, use.creates))
+                last[use.item] = t
+                if use.writes:
+                    written[use.item] = t
+            for item, (need, creates) in first.items():
+                slot = self._slot(stay, item)
+                if not creates:
+                    if changed := changes.pop(item, None):
+                        evictions[changed.need].append(changed)
+                    self.fetches_left[item] += 1
+                    fetches[max(slot_left.get(slot, -1), item_left.get(item, -1))].append(_Copy(need, item, slot))
+                slot_left[slot] = item_left[item] = last[item]
+            for item, t in written.items():
+                changes[item] = _Copy(t, item, self._slot(stay, item))
+                if stay.home:
+                    evictions[t].append(changes[item])
+        return fetches, evictions
+
+    def _slot(self, stay: Stay, item: Item) -> Slot:
+        if stay.unit.ring not in GROUPED:
+            return Slot(stay.unit.ring, stay.slot)
+        group = self.plan.work.chunks_per_sequence
+        return Slot(stay.unit.ring, stay.slot * group + item.chunk % group)
+
+    def _emit(self, fetches: dict[int, list[_Copy]], evictions: dict[int, list[_Copy]]) -> None:
+        where: list[dict[Item, Slot]] = [{} for _ in self.steps]
+        for stay in self.stays:
+            for t, use in stay.uses:
+                where[t][use.item] = self._slot(stay, use.item)
+        for t in range(-1, len(self.steps)):
+            if t >= 0:
+                self._compute(self.steps[t], self.held_at | where[t])
+                for copy in evictions.get(t, ()):
+                    self._evict(copy)
+            for copy in sorted(fetches.get(t, ()), key=lambda copy: copy.need):
+                self._fetch(copy)
+
+    def _compute(self, step: Step, slots: Mapping[Item, Slot]) -> None:
+        reads = tuple(Held(use.item, slots[use.item]) for use in step.uses if use.reads)
+        writes = tuple(Held(use.item, slots[use.item]) for use in step.uses if use.writes)
+        at = step.layer, step.round, step.chunk
+        operation = Operation(step.kind, *at, reads, writes, (), level=step.level, accumulate=step.accumulate)
+        self._add(operation, [held.slot for held in reads], [held.slot for held in writes])
+
+    def _evict(self, copy: _Copy) -> None:
+        item, place = copy.item, self.places.get(copy.item) or self._take_place(copy.item)
+        held, n_bytes = (Held(item, copy.slot),), self.plan.work.item_bytes(item.what)
+        operation = Operation(Kind.EVICT, item.layer, item.round, item.chunk, held, (), (), place, n_bytes)
+        self._add(operation, [copy.slot], [place])
+
+    def _fetch(self, copy: _Copy) -> None:
+        item, place = copy.item, self.places[copy.item]
+        held, n_bytes = (Held(item, copy.slot),), self.plan.work.item_bytes(item.what)
+        operation = Operation(Kind.FETCH, item.layer, item.round, item.chunk, (), held, (), place, n_bytes)
+        self._add(operation, [place], [copy.slot])
+        self.fetches_left[item] -= 1
+        if not self.fetches_left[item] and not is_state(self.plan, item):
+            self.free_places[place.region].append(self.places.pop(item))
+
+    def _add(self, operation: Operation, reads: list[Slot | Place], writes: list[Slot | Place]) -> None:
+        index = len(self.operations)
+        waits = self.order.add(operation.lane, self.memory.needs(reads, writes))
+        self.memory.used(index, reads, writes)
+        self.operations.append(replace(operation, waits=waits))
+
+    # the host
+
+    def _home(self, item: Item) -> Place:
+        """A place of its own."""
+        self.place_counts[item.what] += 1
+        return Place(item.what, self.place_counts[item.what] - 1)
+
+    def _take_place(self, item: Item) -> Place:
+        """Of those that were left, the one that was so first."""
+        free = self.free_places[item.what]
+        self.places[item] = free.popleft() if free else self._home(item)
+        return self.places[item]

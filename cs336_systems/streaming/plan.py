@@ -1,0 +1,89 @@
+"""What has been decided for a step under memory caps: chunks, rounds, their order, what is kept, what lives where.
+
+    plan = choose(config, context_length, device_bytes=24 * GIB, host_bytes=75 * GIB, rates=rates)   # choose.py
+    schedule = build(plan)                                                                         # build.py
+
+State of layers (weights, gradients, moments) is resident, in slots of its own, or streams through a ring: resident
+layers lie spread over the model, so that the link's work is even. What forward keeps goes through rings, too, and the
+pairs of (layer, chunk) that backward needs soonest stay in their slots, as many as there are.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cs336_systems.costs.streaming import LEVELS, StreamedWork
+
+Order = Literal["sequential", "interleaved"]
+ORDERS: tuple[Order, ...] = ("sequential", "interleaved")
+
+STATE_RINGS = ("weights", "gradients")
+SAVED_RINGS = ("input", "context", "attention", "products")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Raises:
+    ValueError: a number is not positive, an order or a level is unknown, or layers are missing or too many.
+    """
+
+    work: StreamedWork
+    chunks: int
+    """C of a round."""
+    rounds: int
+    """R of a step."""
+    order: Order
+    levels: tuple[tuple[str, ...], ...]
+    """By layer, then chunk: what is kept."""
+    slots: tuple[tuple[str, int], ...]
+    """By ring (weights, gradients, input, attention, products; context in sequences), without those of residents."""
+    resident: tuple[tuple[str, int], ...] = ()
+    """Layers whose ``weights``, ``gradients`` or ``moments`` never leave the device."""
+    clipping: bool = True
+    """By the global norm: the optimizer waits for the end of backward."""
+
+    def __post_init__(self) -> None:
+        n_layers = self.work.config.n_layers
+        if self.order not in ORDERS:
+            raise ValueError(f"unknown order {self.order!r}: known are {', '.join(ORDERS)}")
+        if self.rounds < 1 or self.chunks < 1 or self.chunks % self.work.chunks_per_sequence:
+            whole = f", in whole sequences of {self.work.chunks_per_sequence}" if self.work.is_long else ""
+            raise ValueError(f"rounds and chunks must be positive{whole}, got {self.rounds} and {self.chunks}")
+        if len(self.levels) != n_layers or {len(levels) for levels in self.levels} != {self.chunks}:
+            raise ValueError(f"levels must be of {n_layers} layers and {self.chunks} chunks each")
+        if unknown := {level for levels in self.levels for level in levels} - set(LEVELS):
+            raise ValueError(f"unknown level {min(unknown)!r}: known are {', '.join(LEVELS)}")
+        for what, layers in self.resident:
+            if what not in (*STATE_RINGS, "moments") or not 0 <= layers <= n_layers:
+                raise ValueError(f"{layers} layers cannot have resident {what}, of {n_layers}")
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.work.chunk * self.chunks * self.rounds
+
+    @property
+    def sequences(self) -> int:
+        """Of a round."""
+        return self.work.chunk * self.chunks // self.work.context_length
+
+    def resident_layers(self, what: str) -> tuple[int, ...]:
+        """Which layers' ``weights``, ``gradients`` or ``moments`` are resident, spread evenly."""
+        n, n_layers = dict(self.resident).get(what, 0), self.work.config.n_layers
+        return tuple((2 * i + 1) * n_layers // (2 * n) for i in range(n))
+
+
+def spread_levels(n_layers: int, chunks: int, products: int, attention: int) -> tuple[tuple[str, ...], ...]:
+    """So many (layer, chunk) pairs keep products, so many of the others attention, spread evenly over the model."""
+    pairs = n_layers * chunks
+
+    def chosen(i: int, n: int, of: int) -> bool:
+        return (i + 1) * n // of > i * n // of
+
+    levels, others = [], 0
+    for i in range(pairs):
+        if chosen(i, products, pairs):
+            levels.append("products")
+        else:
+            levels.append("attention" if chosen(others, attention, pairs - products) else "input")
+            others += 1
+    return tuple(tuple(levels[layer * chunks : (layer + 1) * chunks]) for layer in range(n_layers))

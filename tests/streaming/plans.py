@@ -1,0 +1,40 @@
+"""Random plans of small models."""
+
+import random
+from dataclasses import replace
+
+from cs336_systems.config import ModelConfig
+from cs336_systems.costs.streaming import LEVELS, MASTER_MOMENTS, MOMENTS, StreamedWork
+from cs336_systems.streaming.build import build
+from cs336_systems.streaming.plan import ORDERS, Plan
+from cs336_systems.streaming.schedule import Schedule
+from cs336_systems.streaming.slots import TooFewSlotsError
+
+CHUNK = 16
+
+
+def random_plan(seed: int) -> tuple[Plan, Schedule]:
+    """With rings as small as they can be, or up to four slots larger."""
+    rng = random.Random(seed)
+    n_layers, group = rng.randint(1, 5), rng.choice((1, 1, 2, 3))
+    config = ModelConfig("random", 16, 32, n_layers, 2, vocab_size=32, context_length=64, n_kv_heads=1)
+    context_length = group * CHUNK if group > 1 else CHUNK // rng.choice((1, 2))
+    work = StreamedWork(config, context_length, CHUNK, moments=tuple(rng.choice((MOMENTS, MASTER_MOMENTS)).items()))
+    chunks = group * rng.randint(1, 4 // group)
+    level = rng.choice((*LEVELS, None))
+    levels = tuple(tuple(level or rng.choice(LEVELS) for _ in range(chunks)) for _ in range(n_layers))
+    resident = tuple(
+        (what, rng.randint(0, n_layers)) for what in ("weights", "gradients", "moments") if rng.random() < 0.5
+    )
+    rings = ("weights", "gradients", "input", "attention", "products", *(("context",) if group > 1 else ()))
+    slots = dict.fromkeys(rings, 1)
+    slots |= {rng.choice(rings): rng.randint(1, 6) for _ in range(3)}
+    plan = Plan(
+        work, chunks, rng.randint(1, 3), rng.choice(ORDERS), levels, tuple(slots.items()), resident, rng.random() < 0.5
+    )
+    while True:
+        try:
+            return plan, build(plan)
+        except TooFewSlotsError as error:
+            slots[str(error).partition(" ")[0]] += 1
+            plan = replace(plan, slots=tuple(slots.items()))
