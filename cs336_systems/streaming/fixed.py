@@ -34,8 +34,6 @@ class Fixed:
         rotary = RotaryEmbedding(config.at_context(seq_len), device=device, dtype=dtype)
         rotary.reset_parameters()
         self.cos, self.sin = rotary(seq_len)
-        for moment in (*self.exp_avg.values(), *self.exp_avg_sq.values()):
-            moment.zero_()
 
     @property
     def embedding(self) -> Tensor:

@@ -69,11 +69,12 @@ class PretendedLink:
     """One thread that runs three lanes in an order which the schedule allows.
 
     Args:
-        seed: of which copy ends where several could; None for the one that began last.
+        seed: of how often copies end although a kernel could run, and which; None for never, and the last that began.
     """
 
     def __init__(self, seed: int | None = None) -> None:
         self.choose = None if seed is None else random.Random(seed)
+        self.often = 0.0 if self.choose is None else self.choose.random()
 
     def run(self, schedule: Schedule, compute: Compute, copy: Copy) -> None:
         """Raises RuntimeError where operations wait for each other in a circle."""
@@ -107,4 +108,4 @@ class PretendedLink:
 
     def _sooner(self) -> bool:
         """Whether a copy ends although a kernel could run."""
-        return self.choose is not None and self.choose.random() < 0.25
+        return self.choose is not None and self.choose.random() < self.often

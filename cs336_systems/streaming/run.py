@@ -59,10 +59,13 @@ class StreamedStep:
         self.optimizer = optimizer or LayerAdamW()
         self.passes = Passes(config, chunks, self.memory, self.fixed, ops, _head_of(device), self.optimizer, max_norm)
         self.lanes = lanes or (Streams(device) if device.type == "cuda" else PretendedLink())
-        for layer in range(config.n_layers):
-            for what in ("exp_avg", "exp_avg_sq"):
-                for moment in self._home(Item(what, layer)).values():
-                    moment.zero_()
+        self.clear_moments()
+
+    def clear_moments(self) -> None:
+        """Of all parameters, as before the first step."""
+        for what in ("exp_avg", "exp_avg_sq"):
+            for _, moment in self._named(what):
+                moment.zero_()
 
     @torch.no_grad()
     def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Steps of a tiny model, executed on the CPU: the same bits under every plan, and those of plain training."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -8,12 +9,16 @@ from torch import Tensor
 
 from cs336_systems.blocks import REFERENCE, head_ops, write_out
 from cs336_systems.config import PRECISIONS, ModelConfig
-from cs336_systems.costs.streaming import StreamedWork
+from cs336_systems.costs.streaming import MOMENTS, StreamedWork
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
+from cs336_systems.streaming.build import build
+from cs336_systems.streaming.lanes import Lanes, PretendedLink
 from cs336_systems.streaming.layout import Chunks, Layout
 from cs336_systems.streaming.optimizer import LayerAdamW
 from cs336_systems.streaming.plan import Plan
 from cs336_systems.streaming.run import StreamedStep
+from cs336_systems.streaming.schedule import Schedule
+from tests.streaming.plans import random_plan
 from tests.streaming.resident import resident
 
 CONFIG = ModelConfig(
@@ -165,3 +170,51 @@ def test_order_and_levels_change_no_bit(length, dtype):
         for level in ("input", "attention"):
             other = plan_of(plan.work, chunks=4, rounds=3, order=order, level=level)
             assert not differing(trained(resident_step(other, dtype), 2), expected), (order, level)
+
+
+def random_plan_of_adamw(seed: int) -> tuple[Plan, Schedule]:
+    """Whose optimizer keeps two moments of 2 bytes."""
+    plan, schedule = random_plan(seed)
+    if plan.work.moments == tuple(MOMENTS.items()):
+        return plan, schedule
+    plan = replace(plan, work=replace(plan.work, moments=tuple(MOMENTS.items())))
+    return plan, build(plan)
+
+
+def uncapped(plan: Plan, n: int) -> dict[str, Tensor]:
+    """Of the plan's chunks and rounds with nothing moved: everything resident, in the plainest order."""
+    levels = (("products",) * plan.chunks,) * plan.work.config.n_layers
+    plain = Plan(plan.work, plan.chunks, plan.rounds, "sequential", levels, (), clipping=plan.clipping)
+    return trained(resident_step(plain, torch.bfloat16, max_norm=0.1), n)
+
+
+def capped(plan: Plan, schedule: Schedule, lanes: Lanes, n: int) -> dict[str, Tensor]:
+    how = {"optimizer": Recorded(), "max_norm": 0.1, "lanes": lanes}
+    step = StreamedStep(plan.work.config, schedule, chunks_of(plan), REFERENCE, CPU, torch.bfloat16, **how)
+    for memory in (step.memory.device_slab.memory, step.memory.host_slab.memory):
+        memory.fill_(0xFF)
+    step.clear_moments()
+    return trained(step, n)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_plan_gives_the_same_bits(seed):
+    """Memory is full of NaN at first, and copies begin as early and end as late as the schedule lets them."""
+    plan, schedule = random_plan_of_adamw(seed)
+    expected = uncapped(plan, 5)
+    for lanes in (PretendedLink(), PretendedLink(seed)):
+        assert not differing(capped(plan, schedule, lanes, 5), expected)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_dependency_that_is_dropped_shows(seed):
+    """Not under every order of copies, but under one of a few."""
+    plan, schedule = random_plan_of_adamw(seed)
+    expected = uncapped(plan, 2)
+    waits = [(i, j) for i, operation in enumerate(schedule.operations) for j in operation.waits]
+    for i, j in random.Random(seed).sample(waits, min(6, len(waits))):
+        operations = list(schedule.operations)
+        operations[i] = replace(operations[i], waits=tuple(k for k in operations[i].waits if k != j))
+        lame = replace(schedule, operations=tuple(operations))
+        links = [PretendedLink(), *(PretendedLink(k) for k in range(20))]
+        assert any(differing(capped(plan, lame, lanes, 2), expected) for lanes in links), (i, operations[i], j)
