@@ -26,7 +26,7 @@ from cs336_systems.streaming.layout import STATE, Chunks
 from cs336_systems.streaming.schedule import Kind, Operation
 from cs336_systems.streaming.slabs import Memory
 
-HeadPass = Callable[..., tuple[Tensor, Tensor]]
+HeadPass = Callable[..., tuple[Tensor, ...]]
 """(x, weight, targets, grad_weight=, denominator=) -> (loss, dx, ...): ``blocks/head.py`` or the kernel."""
 
 LayerOptimizer = Callable[
@@ -229,12 +229,12 @@ class Passes:
         if operation.layer < 0:
             self._update_fixed(self.fixed.whole_gradients())
             return
-        names = tuple(self.block_parameters)
-        parameters, *state = (self._by_parameter(self._of(operation, what)) for what in STATE)
-        n = len(names)
-        first = 1 + operation.layer * n
-        steps = self.steps[first : first + n].unbind()
-        self.optimizer(first, *(list(one.values()) for one in (parameters, *state)), steps, self.scale)
+        parameters, gradients, exp_avg, exp_avg_sq = (
+            list(self.by_parameter(self._of(operation, what)).values()) for what in STATE
+        )
+        first = 1 + operation.layer * len(parameters)
+        steps = self.steps[first : first + len(parameters)].unbind()
+        self.optimizer(first, parameters, gradients, exp_avg, exp_avg_sq, steps, self.scale)
 
     def _clip(self, fixed_gradients: Sequence[Tensor]) -> None:
         """Norm and scale, as ``training/clipping.py`` has them; all layers' norms are there."""
@@ -260,7 +260,7 @@ class Passes:
                 self.scale,
             )
 
-    def _by_parameter(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def by_parameter(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Views by the names of the reference block's parameters, in their order."""
         views = BlockGradients(**parts).by_parameter(self.block_parameters)
         return {name: views[name] for name in self.block_parameters}

@@ -10,12 +10,14 @@ On a CPU the same schedule runs with a pretended link (``lanes.py``).
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from cs336_systems.blocks import BlockGradients, BlockOps, head
+from cs336_systems.blocks import BlockOps, head
 from cs336_systems.config import ModelConfig
+from cs336_systems.model import TransformerLM
 from cs336_systems.streaming.fixed import EMBEDDING, HEAD, Fixed
 from cs336_systems.streaming.lanes import Lanes, PretendedLink, Streams
 from cs336_systems.streaming.layout import Chunks, Layout
@@ -97,10 +99,30 @@ class StreamedStep:
         first, *last = fixed
         yield first, fixed[first]
         for layer in range(self.config.n_layers):
-            parts = BlockGradients(**self._home(Item(what, layer)))
-            views = parts.by_parameter(self.passes.block_parameters)
-            yield from ((f"layers.{layer}.{name}", views[name]) for name in self.passes.block_parameters)
+            yield from ((f"layers.{layer}.{name}", tensor) for name, tensor in self._layer(what, layer).items())
         yield from ((name, fixed[name]) for name in last)
+
+    def _layer(self, what: str, layer: int) -> dict[str, Tensor]:
+        """Of one layer, by the names of a block's parameters."""
+        return self.passes.by_parameter(self._home(Item(what, layer)))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Random weights, as a new model's, made on the device a layer at a time; moments become zero."""
+        self.clear_moments()
+        shell = TransformerLM(replace(self.config, n_layers=1), device="meta", dtype=self.fixed.embedding.dtype)
+        tied = {HEAD: self.fixed.head} if self.fixed.tied else {}
+        shell.load_state_dict(self.fixed.weights | tied, strict=False, assign=True)
+        shell.token_embeddings.reset_parameters()
+        shell.ln_final.reset_parameters()
+        shell.lm_head.reset_parameters()
+        block = shell.layers[0].to_empty(device=self.device)
+        for layer in range(self.config.n_layers):
+            for module in block.modules():
+                if callable(reset := getattr(module, "reset_parameters", None)):
+                    reset()
+            for name, weight in self._layer("weights", layer).items():
+                weight.copy_(block.get_parameter(name))
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take a model's weights; of a tied embedding, either name's.

@@ -33,9 +33,8 @@ class Memory:
         self.host_slab = host_slab(sum(aligned(region.n_bytes) for region in self.regions.values()), device)
         self._rings = {name: _piece(self.device_slab, ring.n_bytes) for name, ring in self.rings.items()}
         self._regions = {name: _piece(self.host_slab, region.n_bytes) for name, region in self.regions.items()}
-        self.tensors, self.slot_bytes, self.place_bytes, self.run_of = map(
-            cache, (self._tensors, self._slot_bytes, self._place_bytes, self._run_of)
-        )
+        self.tensors, self.run_of = cache(self._tensors), cache(self._run_of)
+        self.slot_bytes, self.place_bytes = cache(self._slot_bytes), cache(self._place_bytes)
 
     def _tensors(self, slot: Slot, what: str) -> dict[str, Tensor]:
         """The parts of an item by name."""

@@ -218,3 +218,18 @@ def test_a_dependency_that_is_dropped_shows(seed):
         lame = replace(schedule, operations=tuple(operations))
         links = [PretendedLink(), *(PretendedLink(k) for k in range(20))]
         assert any(differing(capped(plan, lame, lanes, 2), expected) for lanes in links), (i, operations[i], j)
+
+
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, tie_embeddings=True)], ids=["untied", "tied"])
+def test_fresh_weights_are_those_of_a_new_model(config):
+    """In distribution: means and deviations of each parameter."""
+    step, model = resident_step(plan_of(work(16, 32, config))), TransformerLM(config)
+    torch.manual_seed(3)
+    step.reset_parameters()
+    weights = step.state_dict()
+    assert weights.keys() == model.state_dict().keys()
+    for name, expected in model.state_dict().items():
+        got, deviation = weights[name], expected.std() if expected.numel() > 1 else torch.zeros(())
+        assert got.shape == expected.shape
+        assert (got.mean() - expected.mean()).abs() <= 8 * deviation / expected.numel() ** 0.5, name
+        torch.testing.assert_close(got.std(), expected.std(), rtol=0.25, atol=0, msg=name)
