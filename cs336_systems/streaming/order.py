@@ -95,14 +95,14 @@ def _forward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Step]:
     uses += _writes(Item("attention", *at), Item("products", *at), Item("input", layer + 1, r, chunk))
     if plan.work.is_long:
         uses += _writes(Item("context", *at)) + _reads(*_before(plan, "context", *at))
-    yield Step(Kind.FORWARD, *at, uses, plan.levels[layer][chunk])
+    yield Step(Kind.FORWARD, *at, uses, plan.level(*at))
     if layer == plan.work.config.n_layers - 1:
         head = _reads(Item("input", layer + 1, r, chunk)) + _writes(Item("dy", 0, r, chunk))
         yield Step(Kind.HEAD, layer + 1, r, chunk, head)
 
 
 def _backward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Step]:
-    at, level = (layer, r, chunk), plan.levels[layer][chunk]
+    at, level = (layer, r, chunk), plan.level(layer, r, chunk)
     is_long = plan.work.is_long
     common = _reads(Item("weights", layer), Item("input", *at))
     own, before = Item("context", *at), _before(plan, "context", *at)

@@ -38,6 +38,8 @@ class Plan:
     """By ring (weights, gradients, input, attention, products; context in sequences), without those of residents."""
     resident: tuple[tuple[str, int], ...] = ()
     """Layers whose ``weights``, ``gradients`` or ``moments`` never leave the device."""
+    edge_levels: tuple[tuple[str, ...], ...] | None = None
+    """Of the first and the last of interleaved rounds, which run partly alone; None for those of the others."""
     clipping: bool = True
     """By the global norm: the optimizer waits for the end of backward."""
 
@@ -48,10 +50,11 @@ class Plan:
         if self.rounds < 1 or self.chunks < 1 or self.chunks % self.work.chunks_per_sequence:
             whole = f", in whole sequences of {self.work.chunks_per_sequence}" if self.work.is_long else ""
             raise ValueError(f"rounds and chunks must be positive{whole}, got {self.rounds} and {self.chunks}")
-        if len(self.levels) != n_layers or {len(levels) for levels in self.levels} != {self.chunks}:
-            raise ValueError(f"levels must be of {n_layers} layers and {self.chunks} chunks each")
-        if unknown := {level for levels in self.levels for level in levels} - set(LEVELS):
-            raise ValueError(f"unknown level {min(unknown)!r}: known are {', '.join(LEVELS)}")
+        for of_round in (self.levels, self.edge_levels or self.levels):
+            if len(of_round) != n_layers or {len(levels) for levels in of_round} != {self.chunks}:
+                raise ValueError(f"levels must be of {n_layers} layers and {self.chunks} chunks each")
+            if unknown := {level for levels in of_round for level in levels} - set(LEVELS):
+                raise ValueError(f"unknown level {min(unknown)!r}: known are {', '.join(LEVELS)}")
         for what, layers in self.resident:
             if what not in (*STATE_RINGS, "moments") or not 0 <= layers <= n_layers:
                 raise ValueError(f"{layers} layers cannot have resident {what}, of {n_layers}")
@@ -65,6 +68,11 @@ class Plan:
     def sequences(self) -> int:
         """Of a round."""
         return self.work.chunk * self.chunks // self.work.context_length
+
+    def level(self, layer: int, round: int, chunk: int) -> str:
+        """At which a (layer, chunk) is kept in a round."""
+        edge = self.edge_levels if round in (0, self.rounds - 1) else None
+        return (edge or self.levels)[layer][chunk]
 
     def resident_layers(self, what: str) -> tuple[int, ...]:
         """Which layers' ``weights``, ``gradients`` or ``moments`` are resident, spread evenly."""

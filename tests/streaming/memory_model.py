@@ -125,7 +125,7 @@ class _Model:
         attention, dy = Item("attention", *at), Item("dy", 0, r, chunk)
         moments = {Item(name, layer) for name, _ in plan.work.moments}
         uses_level = operation.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
-        if uses_level and operation.level != plan.levels[layer][chunk]:
+        if uses_level and operation.level != plan.level(*at):
             raise ScheduleError(f"{operation.kind} of {at} at level {operation.level}")
         match operation.kind:
             case Kind.EMBED:
@@ -176,7 +176,7 @@ class _Model:
                 expected[Kind.HEAD, n_layers, r, chunk] = 1
                 for layer in range(n_layers):
                     expected[Kind.FORWARD, layer, r, chunk] = expected[Kind.BACKWARD, layer, r, chunk] = 1
-                    if plan.levels[layer][chunk] != "products":
+                    if plan.level(layer, r, chunk) != "products":
                         expected[Kind.RECOMPUTE, layer, r, chunk] = 1
         for layer in range(-1, n_layers):
             expected[Kind.OPTIMIZER, layer, plan.rounds - 1, 0] = 1

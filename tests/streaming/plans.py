@@ -21,17 +21,18 @@ def random_plan(seed: int) -> tuple[Plan, Schedule]:
     context_length = group * CHUNK if group > 1 else CHUNK // rng.choice((1, 2))
     work = StreamedWork(config, context_length, CHUNK, moments=tuple(rng.choice((MOMENTS, MASTER_MOMENTS)).items()))
     chunks = group * rng.randint(1, 4 // group)
-    level = rng.choice((*LEVELS, None))
-    levels = tuple(tuple(level or rng.choice(LEVELS) for _ in range(chunks)) for _ in range(n_layers))
-    resident = tuple(
-        (what, rng.randint(0, n_layers)) for what in ("weights", "gradients", "moments") if rng.random() < 0.5
-    )
+
+    def levels() -> tuple[tuple[str, ...], ...]:
+        level = rng.choice((*LEVELS, None))
+        return tuple(tuple(level or rng.choice(LEVELS) for _ in range(chunks)) for _ in range(n_layers))
+
+    state = [what for what in ("weights", "gradients", "moments") if rng.random() < 0.5]
+    resident = tuple((what, rng.randint(0, n_layers)) for what in state)
     rings = ("weights", "gradients", "input", "attention", "products", *(("context",) if group > 1 else ()))
     slots = dict.fromkeys(rings, 1)
     slots |= {rng.choice(rings): rng.randint(1, 6) for _ in range(3)}
-    plan = Plan(
-        work, chunks, rng.randint(1, 3), rng.choice(ORDERS), levels, tuple(slots.items()), resident, rng.random() < 0.5
-    )
+    order, edges, clipping = rng.choice(ORDERS), levels() if rng.random() < 0.3 else None, rng.random() < 0.5
+    plan = Plan(work, chunks, rng.randint(1, 4), order, levels(), tuple(slots.items()), resident, edges, clipping)
     while True:
         try:
             return plan, build(plan)
