@@ -1,7 +1,7 @@
 """A Transformer block with its backward written out: what it keeps for backward is a choice."""
 
 from cs336_systems.blocks.autograd import WrittenOutBlock, write_out
-from cs336_systems.blocks.block import backward, forward
+from cs336_systems.blocks.block import backward, forward, recall
 from cs336_systems.blocks.head import head_ops
 from cs336_systems.blocks.named import block_ops
 from cs336_systems.blocks.ops import BlockOps
@@ -21,5 +21,6 @@ __all__ = [
     "forward",
     "head_ops",
     "merge_",
+    "recall",
     "write_out",
 ]

@@ -11,9 +11,12 @@ computed again by the functions that computed it first, so gradients are the sam
     y = forward(x, weights, saved, REFERENCE, config, cos, sin)
     dx = backward(dy, weights, saved, grads, REFERENCE, config, cos, sin)
 
+``recall`` computes what was not kept before backward, into memory of the caller's, where backward is to find it there.
+
 All tensors share one dtype, but for statistics and the rotary tables. Shape legend: ``ops.py``.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,10 +26,11 @@ from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.saved import Saved
 from cs336_systems.blocks.weights import BlockGradients, BlockWeights
 from cs336_systems.config import ModelConfig
+from cs336_systems.costs.kept import KEPT
 
 
-def _linear(x_RD: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return x_RD @ weight.T if bias is None else torch.addmm(bias, x_RD, weight.T)
+def _linear(x_RD: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    return torch.mm(x_RD, weight.T, out=out) if bias is None else torch.addmm(bias, x_RD, weight.T, out=out)
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class _Stages:
     config: ModelConfig
     cos: Tensor
     sin: Tensor
+    places: Mapping[str, Tensor]
+    """Where results of products go, as of ``Saved``."""
 
     def norm1(self, x_RD: Tensor) -> tuple[Tensor, Tensor]:
         return self.ops.rms_norm_forward(x_RD, self.weights.ln1, self.config.rms_norm_eps)
@@ -47,7 +53,7 @@ class _Stages:
 
     def project(self, normed1_RD: Tensor) -> Tensor:
         """Rotated q | k | v (R, P)."""
-        qkv = _linear(normed1_RD, self.weights.qkv, self.weights.qkv_bias)
+        qkv = _linear(normed1_RD, self.weights.qkv, self.weights.qkv_bias, self.places.get("qkv"))
         self.rotate_(qkv, inverse=False)
         return qkv
 
@@ -78,7 +84,7 @@ class _Stages:
         return self.ops.add_rms_norm_forward(x_RD, branch, self.weights.ln2, self.config.rms_norm_eps)
 
     def gate_up(self, normed2_RD: Tensor) -> Tensor:
-        return _linear(normed2_RD, self.weights.gate_up)
+        return _linear(normed2_RD, self.weights.gate_up, out=self.places.get("gate_up"))
 
 
 class _Recalled:
@@ -128,14 +134,23 @@ class _Recalled:
 
 
 def forward(
-    x_BSD: Tensor, weights: BlockWeights, saved: Saved, ops: BlockOps, config: ModelConfig, cos: Tensor, sin: Tensor
+    x_BSD: Tensor,
+    weights: BlockWeights,
+    saved: Saved,
+    ops: BlockOps,
+    config: ModelConfig,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The block's output (B, S, D) for contiguous x (B, S, D); fills ``saved``, and writes into no argument besides.
 
     Args:
         cos: of the angles of every position, (S, E/2), as ``model.layers.RotaryEmbedding`` gives them; sin likewise.
+        out: contiguous memory for the output, which none of the arguments has.
     """
-    stages = _Stages(weights, ops, config, cos, sin)
+    stages = _Stages(weights, ops, config, cos, sin, saved.places)
     x = x_BSD.view(-1, x_BSD.shape[-1])
     normed1, rstd1 = stages.norm1(x)
     saved.keep(x=x_BSD, normed1=normed1, rstd1=rstd1)
@@ -154,9 +169,20 @@ def forward(
     product = ops.swiglu_forward(gate_up)
     del gate_up
     saved.keep(product=product)
-    y = residual if "residual" not in saved.names else torch.empty_like(residual)
+    if out is not None:
+        y = out.view_as(residual)
+    else:
+        y = residual if "residual" not in saved.names else torch.empty_like(residual)
     torch.addmm(residual, product, weights.down.T, out=y)
     return y.view_as(x_BSD)
+
+
+def recall(saved: Saved, weights: BlockWeights, ops: BlockOps, config: ModelConfig, cos: Tensor, sin: Tensor) -> None:
+    """Compute again what ``saved`` names but does not hold, as ``forward`` did, from what it holds, and keep it."""
+    again = _Recalled(_Stages(weights, ops, config, cos, sin, saved.places), saved, consume=False)
+    for row in KEPT:
+        if row.name in saved.names and row.name not in saved.tensors:
+            saved.keep(**{row.name: again[row.name]})
 
 
 @dataclass(frozen=True)
@@ -198,7 +224,7 @@ def backward(
         consume: take what ``saved`` holds, write over it and free it once it has been read; no other backward can come
             then. Otherwise ``saved`` stays as it is.
     """
-    stages, write = _Stages(weights, ops, config, cos, sin), _Writer(accumulate)
+    stages, write = _Stages(weights, ops, config, cos, sin, {}), _Writer(accumulate)
     recalled, dy = _Recalled(stages, saved, consume=consume), dy_BSD.view(-1, dy_BSD.shape[-1])
 
     dgate_up, with_product = recalled.take("gate_up"), "product" not in recalled.there

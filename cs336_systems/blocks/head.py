@@ -51,9 +51,64 @@ def _with(loss: Callable[..., Tensor], z_loss: float, chunk: int | None) -> Call
     return lambda *arguments: loss(*arguments, z_loss=z_loss if torch.is_grad_enabled() else 0.0)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """With p = softmax(logits), n targets that count: dlogits = (p (1 + 2 z_loss lse) - [target]) / n."""
+def linear_cross_entropy_forward_backward(
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    *,
+    grad_weight: Tensor,
+    denominator: Tensor,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """(loss (), dx (T, D)), outside of autograd; the gradient of the weight is added to ``grad_weight``.
 
+    Args:
+        denominator: () on the device of x, by which the sum over the targets that count is divided.
+    """
+    dx = torch.empty_like(x_TD)
+    with torch.no_grad():
+        loss = _in_chunks(x_TD, weight_VD, targets_T, denominator, dx, grad_weight, ignore_index, z_loss, chunk)
+    return loss, dx
+
+
+def _in_chunks(
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    denominator: Tensor,
+    dx_TD: Tensor | None,
+    dweight_VD: Tensor | None,
+    ignore_index: int,
+    z_loss: float,
+    chunk: int,
+) -> Tensor:
+    """The loss; with p = softmax(logits), n targets that count: dlogits = (p (1 + 2 z_loss lse) - [target]) / n.
+
+    dx is overwritten, dweight added to.
+    """
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    total = torch.zeros((), dtype=wide, device=x_TD.device)
+    for start in range(0, len(x_TD), chunk):
+        x, targets = x_TD[start : start + chunk], targets_T[start : start + chunk]
+        counts = targets != ignore_index
+        logits, places = (x @ weight_VD.T).to(wide), targets.where(counts, 0)[:, None]
+        lse = torch.logsumexp(logits, dim=-1)
+        losses = lse - logits.gather(1, places).squeeze(1) + z_loss * lse.square()
+        total += losses.where(counts, 0.0).sum()
+        if dx_TD is not None or dweight_VD is not None:
+            dlogits = torch.exp(logits - lse[:, None]) * (1 + 2 * z_loss * lse)[:, None]
+            dlogits.scatter_add_(1, places, torch.full_like(places, -1, dtype=wide))
+            dlogits = (dlogits / denominator).where(counts[:, None], 0.0).to(x.dtype)
+        if dx_TD is not None:
+            torch.mm(dlogits, weight_VD, out=dx_TD[start : start + chunk])
+        if dweight_VD is not None:
+            dweight_VD.addmm_(dlogits.T, x)
+    return total / denominator
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -66,27 +121,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss: float,
         chunk: int,
     ) -> Tensor:
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
         dx = torch.empty_like(x_TD) if wants[0] else None
         dweight = torch.zeros_like(weight_VD) if wants[1] else None
-        total = torch.zeros((), dtype=wide, device=x_TD.device)
-        for start in range(0, len(x_TD), chunk):
-            x, targets = x_TD[start : start + chunk], targets_T[start : start + chunk]
-            counts = targets != ignore_index
-            logits, places = (x @ weight_VD.T).to(wide), targets.where(counts, 0)[:, None]
-            lse = torch.logsumexp(logits, dim=-1)
-            losses = lse - logits.gather(1, places).squeeze(1) + z_loss * lse.square()
-            total += losses.where(counts, 0.0).sum()
-            if any(wants):
-                dlogits = torch.exp(logits - lse[:, None]) * (1 + 2 * z_loss * lse)[:, None]
-                dlogits.scatter_add_(1, places, torch.full_like(places, -1, dtype=wide))
-                dlogits = (dlogits / denominator).where(counts[:, None], 0.0).to(x.dtype)
-            if dx is not None:
-                torch.mm(dlogits, weight_VD, out=dx[start : start + chunk])
-            if dweight is not None:
-                dweight.addmm_(dlogits.T, x)
+        loss = _in_chunks(x_TD, weight_VD, targets_T, denominator, dx, dweight, ignore_index, z_loss, chunk)
         ctx.save_for_backward(dx, dweight)
-        return total / denominator
+        return loss
 
     @staticmethod
     @once_differentiable

@@ -36,6 +36,7 @@ class BlockOps:
     attention_forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     """Causal, scaled by 1 / sqrt(E): (q_BHSE, k_BKSE, v_BKSE) -> (o_BHSE, lse_BHS).
 
-    Strides are those of slices of q | k | v. An o whose memory is (B, S, H, E) saves a copy."""
+    Strides are those of slices of q | k | v. An o whose memory is (B, S, H, E) saves a copy. There may be more keys
+    than queries: the last query sees them all."""
     attention_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]], None]
     """(do, q, k, v, o, lse, (dq, dk, dv)): writes the gradients into the last, slices of one gradient of q | k | v."""

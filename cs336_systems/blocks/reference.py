@@ -72,13 +72,14 @@ def _grouped(x: Tensor, n_groups: int) -> Tensor:
 
 
 def _scores(q_BKGSE: Tensor, k_BK1SE: Tensor) -> Tensor:
-    n_positions, d_head = q_BKGSE.shape[-2:]
-    future = torch.ones(n_positions, n_positions, dtype=torch.bool, device=q_BKGSE.device).triu(1)
+    n_queries, d_head = q_BKGSE.shape[-2:]
+    n_keys = k_BK1SE.shape[-2]
+    future = torch.ones(n_queries, n_keys, dtype=torch.bool, device=q_BKGSE.device).triu(n_keys - n_queries + 1)
     return (q_BKGSE * d_head**-0.5 @ k_BK1SE.mT).masked_fill(future, float("-inf"))
 
 
 def attention_forward(q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
-    """(softmax(q k^T / sqrt(E)) v, log-sum-exp of the scores), causal."""
+    """(softmax(q k^T / sqrt(E)) v, log-sum-exp of the scores), causal; the last query sees every key."""
     n_groups = k_BKSE.shape[1]
     scores = _scores(_grouped(q_BHSE, n_groups), _grouped(k_BKSE, n_groups))
     lse = torch.logsumexp(scores, dim=-1)

@@ -5,7 +5,7 @@ y = forward(x, weights, saved, ...)
 saved.n_bytes                          # equals costs.kept.bytes_kept
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -15,15 +15,23 @@ class Saved:
 
     Args:
         names: of those to keep; a forward after which no backward comes keeps none.
+        places: memory for some of them, shaped as they are; for the rest, torch's.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str], places: Mapping[str, Tensor] | None = None) -> None:
         self.names = frozenset(names)
+        self.places = places or {}
         self.tensors: dict[str, Tensor] = {}
 
     def keep(self, **tensors: Tensor) -> None:
-        """Keep those tensors that are to be kept."""
-        self.tensors |= {name: tensor for name, tensor in tensors.items() if name in self.names}
+        """Keep those tensors that are to be kept, each at its place if it has one."""
+        self.tensors |= {name: self._placed(name, tensor) for name, tensor in tensors.items() if name in self.names}
+
+    def _placed(self, name: str, tensor: Tensor) -> Tensor:
+        place = self.places.get(name)
+        if place is None or place.data_ptr() == tensor.data_ptr():
+            return tensor
+        return place.copy_(tensor.view_as(place))
 
     @property
     def n_bytes(self) -> int:

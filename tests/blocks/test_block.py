@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cs336_systems.blocks import REFERENCE, BlockGradients, BlockWeights, Saved, backward, forward
+from cs336_systems.blocks import REFERENCE, BlockGradients, BlockWeights, Saved, backward, forward, recall
 from cs336_systems.costs.kept import kept_names
 
 from .cases import CONFIGS, KEEPS, LLAMA, QWEN, block_of, by_autograd, inputs, tables, written_out
@@ -102,3 +102,26 @@ def test_gradients_that_nobody_wants_are_left_out():
     torch.testing.assert_close(backward(dy, weights, saved, grads, *how), expected["dx"])
     for name, gradient in grads.by_parameter(parameters).items():
         torch.testing.assert_close(gradient, expected[name])
+
+
+@pytest.mark.parametrize("keep", ["input", "attention", "products"])
+def test_recalled_into_places_of_the_callers(keep):
+    """Forward fills them, recall fills those that were lost, and backward finds the bits that it would compute."""
+    expected, everything = written_out(QWEN, 17, torch.bfloat16, "products")
+    parameters, (x, dy) = dict(block_of(QWEN, torch.bfloat16).named_parameters()), inputs(QWEN, 17, torch.bfloat16)
+    weights, how = BlockWeights.of(parameters), (REFERENCE, QWEN, *tables(QWEN, 17, torch.bfloat16))
+    places = {name: torch.full_like(tensor, float("nan")) for name, tensor in everything.tensors.items()}
+    saved, out = Saved(kept_names("products"), places), torch.full_like(x, float("nan"))
+    assert torch.equal(forward(x, weights, saved, *how, out=out), expected["y"])
+    assert torch.equal(out, expected["y"])
+    for name in set(places) - set(kept_names(keep)):
+        del saved.tensors[name]
+        places[name].fill_(float("nan"))
+    recall(saved, weights, *how)
+    for name, place in places.items():
+        assert saved.tensors[name] is place
+        assert torch.equal(place, everything.tensors[name]), name
+    grads = BlockGradients.empty(parameters, parameters)
+    assert torch.equal(backward(dy, weights, saved, grads, *how, consume=True), expected["dx"])
+    for name, gradient in grads.by_parameter(parameters).items():
+        assert torch.equal(gradient, expected[name]), name

@@ -1,0 +1,81 @@
+"""Caps that hold: torch may not reserve more of the device, and what was in use is measured and compared.
+
+    fence = Fence(device, device_bytes=24 * GIB, host_bytes=75 * GIB)    # before anything is allocated
+    ...
+    fence.check()                                                        # RuntimeError if a cap was passed
+
+Of the device counts all that torch has reserved, the slab among it, and what the driver says is in use besides: the
+context of CUDA, kernels and libraries. Of the host counts the largest resident set of this process, the slab among it.
+Another process on the same GPU would be taken for part of the context.
+"""
+
+import resource
+import sys
+from dataclasses import dataclass
+
+import torch
+
+GIB = 2**30
+_LATER = 128 * 2**20
+"""Bytes by which the context grows after the fence is up, as kernels are loaded."""
+
+
+@dataclass(frozen=True)
+class InUse:
+    """Bytes at their highest; 0 on a device that is the CPU."""
+
+    device: int
+    host: int
+    context: int
+    """Of the device's, what is not torch's."""
+
+
+class Fence:
+    """Of one device and its host.
+
+    Raises:
+        ValueError: the device's context alone takes what it may have.
+    """
+
+    def __init__(self, device: torch.device, device_bytes: int, host_bytes: int) -> None:
+        self.device, self.device_bytes, self.host_bytes = device, device_bytes, host_bytes
+        if device.type != "cuda":
+            return
+        torch.cuda.init()
+        torch.empty(1, device=device)
+        torch.cuda.reset_peak_memory_stats(device)
+        total, context = torch.cuda.mem_get_info(device)[1], self._context()
+        left = device_bytes - context - _LATER
+        if left <= 0:
+            raise ValueError(f"a cap of {device_bytes / GIB:.2f} GiB is below the context's {context / GIB:.2f} GiB")
+        torch.cuda.set_per_process_memory_fraction(min(1.0, left / total), device)
+
+    def _context(self) -> int:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free - torch.cuda.memory_reserved(self.device)
+
+    def in_use(self) -> InUse:
+        """Since the fence is up."""
+        unit = 1 if sys.platform == "darwin" else 1024
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        if self.device.type != "cuda":
+            return InUse(0, host, 0)
+        context = self._context()
+        return InUse(torch.cuda.max_memory_reserved(self.device) + context, host, context)
+
+    def check(self) -> InUse:
+        """What was in use.
+
+        Raises:
+            RuntimeError: more than a cap allows.
+        """
+        used = self.in_use()
+        for what, n_bytes, cap in (("device", used.device, self.device_bytes), ("host", used.host, self.host_bytes)):
+            if n_bytes > cap:
+                raise RuntimeError(f"{n_bytes / GIB:.2f} GiB of the {what} were in use, the cap is {cap / GIB:.2f} GiB")
+        return used
+
+    def lift(self) -> None:
+        """Let torch have the whole device again."""
+        if self.device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)

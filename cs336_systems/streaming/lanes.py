@@ -1,0 +1,111 @@
+"""What runs the operations of a schedule: streams of a GPU, or a CPU that pretends to have a link.
+
+Both take the list in its order and never look ahead. On a GPU each lane is a stream; a thread enqueues everything and
+waits for nothing, and what an operation waits for is an event. The pretended link is as unkind as a schedule allows: a
+copy begins as soon as its lane and what it waits for let it, which ruins what it will overwrite, and ends when nothing
+else can go on, which is when it reads. So a dependency that a schedule lacks shows as other bits.
+
+    lanes = Streams(device) if device.type == "cuda" else PretendedLink()
+    lanes.run(schedule, compute, copy)
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cs336_systems.streaming.schedule import Lane, Operation, Schedule
+
+Compute = Callable[[Operation], None]
+Copy = Callable[[Operation], tuple[Tensor, Tensor]]
+"""Of a copy, (from, to): uint8 of one size."""
+
+RUBBISH = 0xFF
+"""Of every byte that a pretended copy will write: NaN in any float."""
+
+
+class Lanes(Protocol):
+    """Runs one step's operations after those of the step before."""
+
+    def run(self, schedule: Schedule, compute: Compute, copy: Copy) -> None:
+        """Enqueue or execute all; on return, work on the current stream comes after them."""
+
+
+class Streams:
+    """Three streams of a GPU: the current one computes, two more copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.copies = {lane: torch.cuda.Stream(device) for lane in (Lane.IN, Lane.OUT)}
+        self.events: dict[int, torch.cuda.Event] = {}
+
+    def run(self, schedule: Schedule, compute: Compute, copy: Copy) -> None:
+        main = torch.cuda.current_stream(self.device)
+        streams = {Lane.COMPUTE: main, **self.copies}
+        waited = {j for operation in schedule.operations for j in operation.waits}
+        for stream in self.copies.values():
+            stream.wait_stream(main)
+        for i, operation in enumerate(schedule.operations):
+            stream = streams[operation.lane]
+            for j in operation.waits:
+                stream.wait_event(self.events[j])
+            if operation.lane is Lane.COMPUTE:
+                compute(operation)
+            else:
+                source, target = copy(operation)
+                with torch.cuda.stream(stream):
+                    target.copy_(source, non_blocking=True)
+            if i in waited:
+                event = self.events.get(i) or self.events.setdefault(i, torch.cuda.Event())
+                event.record(stream)
+        for stream in self.copies.values():
+            main.wait_stream(stream)
+
+
+class PretendedLink:
+    """One thread that runs three lanes in an order which the schedule allows.
+
+    Args:
+        seed: of how often copies end although a kernel could run, and which; None for never, and the last that began.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.choose = None if seed is None else random.Random(seed)
+        self.often = 0.0 if self.choose is None else self.choose.random()
+
+    def run(self, schedule: Schedule, compute: Compute, copy: Copy) -> None:
+        """Raises RuntimeError where operations wait for each other in a circle."""
+        operations = schedule.operations
+        queues = {lane: deque(schedule.of(lane)) for lane in Lane}
+        ended: set[int] = set()
+        begun: dict[Lane, tuple[int, Tensor, Tensor]] = {}
+
+        def ready(lane: Lane) -> bool:
+            return bool(queues[lane]) and lane not in begun and ended.issuperset(operations[queues[lane][0]].waits)
+
+        while any(queues.values()) or begun:
+            for lane in (Lane.IN, Lane.OUT):
+                if ready(lane):
+                    i = queues[lane].popleft()
+                    source, target = copy(operations[i])
+                    target.fill_(RUBBISH)
+                    begun[lane] = i, source, target
+            if ready(Lane.COMPUTE) and not (begun and self._sooner()):
+                i = queues[Lane.COMPUTE].popleft()
+                compute(operations[i])
+                ended.add(i)
+            elif begun:
+                lane = self.choose.choice(list(begun)) if self.choose else next(reversed(begun))
+                i, source, target = begun.pop(lane)
+                target.copy_(source)
+                ended.add(i)
+            else:
+                stuck = [queue[0] for queue in queues.values() if queue]
+                raise RuntimeError(f"operations {stuck} wait for what cannot come before them")
+
+    def _sooner(self) -> bool:
+        """Whether a copy ends although a kernel could run."""
+        return self.choose is not None and self.choose.random() < self.often

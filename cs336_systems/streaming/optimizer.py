@@ -1,0 +1,100 @@
+"""AdamW of one layer at a time, on tensors that are only there while it runs.
+
+    optimizer = LayerAdamW(lr=3e-4)
+    optimizer(7, parameters, gradients, exp_avg, exp_avg_sq, steps, scale)
+
+On a GPU this is ``kernels/adamw.py``: one pass, bf16 rounded stochastically, bits that depend on a parameter's number
+among all and not on where it lies. Elsewhere it is torch's fused AdamW.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs336_systems.training.optimizer import check_hyperparameters
+
+
+@dataclass
+class LayerAdamW:
+    """AdamW with decoupled weight decay and bias correction; ``lr`` may change from step to step.
+
+    Raises:
+        ValueError: a hyperparameter is out of range.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    seed: int = 0
+    """Of stochastic rounding."""
+    _tables: dict[int, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        check_hyperparameters(self.lr, self.betas, self.eps, self.weight_decay)
+
+    def __call__(
+        self,
+        first_number: int,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        exp_avg: Sequence[Tensor],
+        exp_avg_sq: Sequence[Tensor],
+        steps: Sequence[Tensor],
+        scale: Tensor | None,
+    ) -> None:
+        """One step, in place.
+
+        Args:
+            first_number: of the first of these parameters, among all of the model.
+            steps: taken by each so far; () on the device, int64 on a GPU and fp32 elsewhere.
+            scale: by which gradients are multiplied, () in fp32; where it is not finite, nothing is updated; 1 if None.
+        """
+        if parameters[0].device.type == "cuda":
+            self._in_one_pass(first_number, parameters, gradients, exp_avg, exp_avg_sq, steps, scale)
+            return
+        skipped = None if scale is None else scale.isfinite().logical_not().float()
+        for step, gradient in zip(steps, gradients, strict=True):
+            step.add_(1 if skipped is None else 1 - skipped)
+            if scale is not None:
+                gradient.mul_(scale)
+        torch._fused_adamw_(
+            list(parameters),
+            list(gradients),
+            list(exp_avg),
+            list(exp_avg_sq),
+            [],
+            list(steps),
+            lr=self.lr,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=None,
+            found_inf=skipped,
+        )
+
+    def _in_one_pass(
+        self,
+        first_number: int,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        exp_avg: Sequence[Tensor],
+        exp_avg_sq: Sequence[Tensor],
+        steps: Sequence[Tensor],
+        scale: Tensor | None,
+    ) -> None:
+        from cs336_systems.kernels.adamw import Update, UpdateTable, adamw_  # brings Triton along
+
+        how = self.lr, self.betas, self.eps, self.weight_decay
+        updates = [
+            Update(*tensors, *how, first_number + i, 0, self.seed)
+            for i, tensors in enumerate(zip(parameters, gradients, exp_avg, exp_avg_sq, steps, strict=True))
+        ]
+        table = self._tables.setdefault(first_number, UpdateTable())
+        adamw_(updates, scale, stochastic_rounding=True, table=table)

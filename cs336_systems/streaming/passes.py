@@ -1,0 +1,278 @@
+"""What each kind of operation computes, on tensors in slots: the block, head and optimizer of one layer and chunk.
+
+    passes = Passes(config, chunks, memory, fixed, ops, optimizer)
+    passes.begin(token_ids, targets)
+    passes.run(operation)                        # for every operation on the compute lane, in order
+    passes.loss()
+
+Where results are written follows from the schedule: matrix products write into slots themselves, what a kernel returns
+is copied there. Besides slots, kernels take memory from torch for as long as an operation lasts. Sums over chunks and
+rounds are taken in the schedule's order of one layer, which plans do not change: the same bits under every plan.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from cs336_systems.blocks import BlockGradients, BlockOps, BlockWeights, Saved, backward, forward, recall
+from cs336_systems.config import ModelConfig
+from cs336_systems.costs.kept import kept_names
+from cs336_systems.model import TransformerBlock
+from cs336_systems.streaming.context import Sums, attending
+from cs336_systems.streaming.fixed import EMBEDDING, HEAD, NORM, Fixed
+from cs336_systems.streaming.layout import STATE, Chunks
+from cs336_systems.streaming.schedule import Kind, Operation
+from cs336_systems.streaming.slabs import Memory
+
+HeadPass = Callable[..., tuple[Tensor, ...]]
+"""(x, weight, targets, grad_weight=, denominator=) -> (loss, dx, ...): ``blocks/head.py`` or the kernel."""
+
+LayerOptimizer = Callable[
+    [int, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Tensor | None], None
+]
+"""``optimizer.LayerAdamW``, or what is called as it is."""
+
+IGNORED = -100
+"""The target that does not count."""
+
+
+class Passes:
+    """Kernels of a step's operations.
+
+    Args:
+        ops: of blocks; deterministic.
+        max_norm: gradients are clipped to it by operations of kind ``NORM``, if there are any.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        chunks: Chunks,
+        memory: Memory,
+        fixed: Fixed,
+        ops: BlockOps,
+        head: HeadPass,
+        optimizer: LayerOptimizer,
+        max_norm: float = math.inf,
+    ) -> None:
+        self.config, self.chunks, self.memory, self.fixed = config, chunks, memory, fixed
+        self.ops, self.head, self.optimizer, self.max_norm = ops, head, optimizer, max_norm
+        device, dtype = fixed.embedding.device, fixed.embedding.dtype
+        self.block_parameters = dict(TransformerBlock(config, device="meta", dtype=dtype).named_parameters())
+        self.losses = torch.zeros(chunks.rounds, chunks.per_round, dtype=_wide(dtype), device=device)
+        self.norms = torch.zeros(config.n_layers + 1, dtype=_wide(dtype), device=device)
+        """Of each layer's gradients, and of the fixed ones."""
+        self.clipping = False
+        """Whether layers' norms have been taken in this step."""
+        self.norm: Tensor | None = None
+        """Of the last step's gradients before clipping, where it was taken; ()."""
+        self.scale: Tensor | None = None
+        step_dtype = torch.int64 if device.type == "cuda" else torch.float32
+        n_parameters = config.n_layers * len(self.block_parameters) + len(fixed.weights)
+        self.steps = torch.zeros(n_parameters, dtype=step_dtype, device=device)
+        shape = chunks.n_sequences * chunks.seq_len
+        self.token_ids, self.targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
+        self.denominator = torch.zeros((), dtype=torch.int64, device=device)
+        context_shape = (chunks.seq_len, 2, config.kv_heads, config.d_head)
+        self.part = torch.empty(context_shape, dtype=dtype, device=device) if chunks.per_sequence > 1 else None
+        self._kinds = {
+            Kind.EMBED: self._embed,
+            Kind.FORWARD: self._forward,
+            Kind.HEAD: self._head,
+            Kind.RECOMPUTE: self._recompute,
+            Kind.BACKWARD: self._backward,
+            Kind.EMBED_BACKWARD: self._embed_backward,
+            Kind.NORM: self._norm,
+            Kind.OPTIMIZER: self._optimizer,
+        }
+
+    def begin(self, token_ids: Tensor, targets: Tensor) -> None:
+        """A step on ids (sequences, positions), of which a target of -100 does not count.
+
+        Raises:
+            ValueError: not as many ids as the step has.
+        """
+        expected = self.chunks.n_sequences, self.chunks.seq_len
+        if tuple(token_ids.shape) != expected or tuple(targets.shape) != expected:
+            got = f"{tuple(token_ids.shape)} and targets {tuple(targets.shape)}"
+            raise ValueError(f"a step takes {expected} token ids and targets, got {got}")
+        self.token_ids.copy_(token_ids.reshape(-1), non_blocking=True)
+        self.targets.copy_(targets.reshape(-1), non_blocking=True)
+        torch.sum(self.targets != IGNORED, dim=0, out=self.denominator)
+        self.fixed.clear_gradients()
+        self.clipping, self.scale = False, None
+
+    def loss(self) -> Tensor:
+        """The mean of the step, before its update; () on the device."""
+        return self.losses.sum()
+
+    def run(self, operation: Operation) -> None:
+        """One operation on the compute lane."""
+        self._kinds[operation.kind](operation)
+
+    def _of(self, operation: Operation, what: str, layer: int | None = None) -> dict[str, Tensor]:
+        chunk = operation.chunk if what in _OF_CHUNKS else None
+        return self.memory.tensors(operation.slot(what, chunk, layer), what)
+
+    def _tokens(self, operation: Operation) -> slice:
+        return self.chunks.tokens(operation.round, operation.chunk)
+
+    def _embed(self, operation: Operation) -> None:
+        x = self._of(operation, "input")["x"]
+        ids = self.token_ids[self._tokens(operation)]
+        torch.index_select(self.fixed.embedding, 0, ids, out=x.view(-1, x.shape[-1]))
+
+    def _embed_backward(self, operation: Operation) -> None:
+        dy = self._of(operation, "dy")["dy"]
+        ids = self.token_ids[self._tokens(operation)]
+        self.fixed.gradients[EMBEDDING].index_add_(0, ids, dy.view(-1, dy.shape[-1]))
+
+    def _tables(self, operation: Operation) -> tuple[Tensor, Tensor]:
+        start = self.chunks.start(operation.chunk)
+        positions = slice(start, start + self.chunks.shape[1])
+        return self.fixed.cos[positions], self.fixed.sin[positions]
+
+    def _forward(self, operation: Operation) -> None:
+        own, weights = self._of(operation, "input", operation.layer), self._weights(operation)
+        saved = self._saved(operation, own)
+        ops = self._attending(operation)
+        y = self._of(operation, "input", operation.layer + 1)["x"]
+        forward(own["x"], weights, saved, ops, self.config, *self._tables(operation), out=y)
+        self._keep_queries(operation, saved)
+
+    def _recompute(self, operation: Operation) -> None:
+        saved = self._saved(operation, self._of(operation, "input"))
+        there = kept_names(operation.level)
+        saved.tensors |= {name: place for name, place in saved.places.items() if name in there}
+        reads_context = operation.level == "input"
+        ops = self._attending(operation) if reads_context else self.ops
+        recall(saved, self._weights(operation), ops, self.config, *self._tables(operation))
+        self._keep_queries(operation, saved)
+
+    def _backward(self, operation: Operation) -> None:
+        saved = self._saved(operation, self._of(operation, "input"))
+        saved.tensors |= saved.places
+        if self.part is not None:
+            saved.tensors["qkv"] = self._joined(operation)
+        dy, gradients = self._of(operation, "dy")["dy"], BlockGradients(**self._of(operation, "gradients"))
+        dx = backward(
+            dy,
+            self._weights(operation),
+            saved,
+            gradients,
+            self._attending(operation, backward=True),
+            self.config,
+            *self._tables(operation),
+            accumulate=operation.accumulate,
+            consume=True,
+        )
+        dy.copy_(dx)
+
+    def _weights(self, operation: Operation) -> BlockWeights:
+        return BlockWeights(**self._of(operation, "weights"))
+
+    def _saved(self, operation: Operation, own: Mapping[str, Tensor]) -> Saved:
+        """Keeps all of the level ``products``, in slots; of a long sequence, q alone is in its slot."""
+        places = dict(own) | self._of(operation, "attention") | self._of(operation, "products")
+        return Saved(kept_names("products"), {name: place for name, place in places.items() if name != "q"})
+
+    def _keep_queries(self, operation: Operation, saved: Saved) -> None:
+        if self.part is not None:
+            self._of(operation, "products")["q"].copy_(saved.tensors["qkv"][:, : self.config.d_model])
+
+    def _joined(self, operation: Operation) -> Tensor:
+        """q | k | v (n, P) of a chunk, from its slots."""
+        d_model, rows = self.config.d_model, self.chunks.n_tokens
+        q = self._of(operation, "products")["q"]
+        joined = q.new_empty(rows, d_model + 2 * self.config.d_kv)
+        joined[:, :d_model].copy_(q)
+        joined[:, d_model:].copy_(self._of(operation, "context")["keys_values"].view(rows, -1))
+        return joined
+
+    def _attending(self, operation: Operation, *, backward: bool = False) -> BlockOps:
+        if self.part is None:
+            return self.ops
+        context, start = self._until(operation, "context"), self.chunks.start(operation.chunk)
+        if not backward:
+            return attending(self.ops, context, start)
+        is_last = (operation.chunk + 1) % self.chunks.per_sequence == 0
+        sums = Sums(self._until(operation, "dcontext"), self.part[: len(context)], is_last)
+        return attending(self.ops, context, start, sums)
+
+    def _until(self, operation: Operation, what: str) -> Tensor:
+        """Of an operation's sequence up to its chunk: (S, 2, K, E)."""
+        slot, before = operation.slot(what, operation.chunk), operation.chunk % self.chunks.per_sequence
+        return self.memory.run_of(slot.ring, what, slot.index - before, before + 1)
+
+    def _head(self, operation: Operation) -> None:
+        fixed, eps = self.fixed, self.config.rms_norm_eps
+        x = self._of(operation, "input")["x"]
+        rows, gain = x.view(-1, x.shape[-1]), fixed.weights[NORM]
+        normed, rstd = self.ops.rms_norm_forward(rows, gain, eps)
+        targets = self.targets[self._tokens(operation)]
+        loss, dnormed, *_ = self.head(
+            normed, fixed.head, targets, grad_weight=fixed.gradients[HEAD], denominator=self.denominator
+        )
+        del normed
+        self.losses[operation.round, operation.chunk].copy_(loss)
+        dx, dgain = self.ops.rms_norm_backward(dnormed, rows, gain, rstd, torch.zeros_like(rows))
+        fixed.gradients[NORM].add_(dgain)
+        self._of(operation, "dy")["dy"].copy_(dx.view_as(x))
+
+    def _norm(self, operation: Operation) -> None:
+        self.clipping = True
+        self.norms[operation.layer].copy_(_norm_of(list(self._of(operation, "gradients").values())))
+
+    def _optimizer(self, operation: Operation) -> None:
+        if operation.layer < 0:
+            self._update_fixed(self.fixed.whole_gradients())
+            return
+        parameters, gradients, exp_avg, exp_avg_sq = (
+            list(self.by_parameter(self._of(operation, what)).values()) for what in STATE
+        )
+        first = 1 + operation.layer * len(parameters)
+        steps = self.steps[first : first + len(parameters)].unbind()
+        self.optimizer(first, parameters, gradients, exp_avg, exp_avg_sq, steps, self.scale)
+
+    def _clip(self, fixed_gradients: Sequence[Tensor]) -> None:
+        """Norm and scale, as ``training/clipping.py`` has them; all layers' norms are there."""
+        self.norms[-1].copy_(_norm_of(fixed_gradients))
+        norm = self.norms.norm()
+        scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self.norm, self.scale = norm, torch.where(norm.isfinite(), scale, math.nan)
+
+    def _update_fixed(self, gradients: Mapping[str, Tensor]) -> None:
+        fixed = self.fixed
+        if self.clipping:
+            self._clip(list(gradients.values()))
+        numbers = {EMBEDDING: 0, NORM: len(self.steps) - (1 if fixed.tied else 2), HEAD: len(self.steps) - 1}
+        for name, weight in fixed.weights.items():
+            number = numbers[name]
+            self.optimizer(
+                number,
+                [weight],
+                [gradients[name]],
+                [fixed.exp_avg[name]],
+                [fixed.exp_avg_sq[name]],
+                [self.steps[number]],
+                self.scale,
+            )
+
+    def by_parameter(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Views by the names of the reference block's parameters, in their order."""
+        views = BlockGradients(**parts).by_parameter(self.block_parameters)
+        return {name: views[name] for name in self.block_parameters}
+
+
+_OF_CHUNKS = frozenset({"input", "context", "attention", "products", "dy", "dcontext"})
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _norm_of(tensors: Sequence[Tensor]) -> Tensor:
+    """L2, of all elements of all tensors; ()."""
+    return torch.stack([torch.linalg.vector_norm(one, dtype=_wide(one.dtype)) for one in tensors]).norm()

@@ -1,0 +1,147 @@
+"""A step under memory caps, executed: memory as the schedule has it, kernels and copies in its order.
+
+    step = StreamedStep(config, schedule, chunks, block_ops("fused", "hopper"), torch.device("cuda"), dtype)
+    step.load(model.state_dict())
+    loss = step(token_ids, targets)              # a whole step: rounds and optimizer; () on the device
+    step.state_dict()                            # weights, on the CPU
+
+On a CPU the same schedule runs with a pretended link (``lanes.py``).
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cs336_systems.blocks import BlockOps, head
+from cs336_systems.config import ModelConfig
+from cs336_systems.model import TransformerLM
+from cs336_systems.streaming.fixed import EMBEDDING, HEAD, Fixed
+from cs336_systems.streaming.lanes import Lanes, PretendedLink, Streams
+from cs336_systems.streaming.layout import Chunks, Layout
+from cs336_systems.streaming.optimizer import LayerAdamW
+from cs336_systems.streaming.passes import HeadPass, LayerOptimizer, Passes
+from cs336_systems.streaming.schedule import Item, Lane, Operation, Schedule
+from cs336_systems.streaming.slabs import Memory
+
+
+class StreamedStep:
+    """A model and its training step under a schedule.
+
+    Args:
+        chunks: how the schedule's chunks cut the tokens.
+        ops: of blocks; must serve device and dtype.
+        optimizer: of one layer at a time; AdamW if None.
+        max_norm: that gradients are clipped to, if the schedule takes norms.
+        lanes: what runs the operations; streams on a GPU and a pretended link elsewhere if None.
+
+    Raises:
+        ValueError: an item is larger than its slot or place.
+        RuntimeError: the host has not as much memory, or it cannot be pinned.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        schedule: Schedule,
+        chunks: Chunks,
+        ops: BlockOps,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        optimizer: LayerOptimizer | None = None,
+        max_norm: float = math.inf,
+        lanes: Lanes | None = None,
+    ) -> None:
+        self.config, self.schedule, self.chunks, self.device = config, schedule, chunks, device
+        self.memory = Memory(schedule, Layout.of(config, dtype, chunks), device)
+        self.fixed = Fixed(config, chunks.seq_len, dtype, device)
+        self.optimizer = optimizer or LayerAdamW()
+        self.passes = Passes(config, chunks, self.memory, self.fixed, ops, _head_of(device), self.optimizer, max_norm)
+        self.lanes = lanes or (Streams(device) if device.type == "cuda" else PretendedLink())
+        self.clear_moments()
+
+    def clear_moments(self) -> None:
+        """Of all parameters, as before the first step."""
+        for what in ("exp_avg", "exp_avg_sq"):
+            for _, moment in self._named(what):
+                moment.zero_()
+
+    @torch.no_grad()
+    def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """One step on ids (sequences, positions); the mean loss before the update, () on the device; waits for nothing.
+
+        Raises:
+            ValueError: not as many ids as the step has.
+        """
+        self.passes.begin(token_ids, targets)
+        self.lanes.run(self.schedule, self.passes.run, self._copy)
+        return self.passes.loss()
+
+    def _copy(self, operation: Operation) -> tuple[Tensor, Tensor]:
+        held = (operation.writes if operation.lane is Lane.IN else operation.reads)[0]
+        assert operation.place is not None, operation
+        place = self.memory.place_bytes(operation.place, held.item.what)
+        slot = self.memory.slot_bytes(held.slot, held.item.what)
+        return (place, slot) if operation.lane is Lane.IN else (slot, place)
+
+    def _home(self, item: Item) -> Mapping[str, Tensor]:
+        """The parts of a layer's state where they are between steps."""
+        if item in self.schedule.slots:
+            return self.memory.tensors(self.schedule.slots[item], item.what)
+        return self.memory.place_tensors(self.schedule.places[item], item.what)
+
+    def _named(self, what: str) -> Iterator[tuple[str, Tensor]]:
+        """Weights or moments by the names of the model's parameters, in their order, where they are between steps."""
+        fixed: Mapping[str, Tensor] = getattr(self.fixed, what)
+        first, *last = fixed
+        yield first, fixed[first]
+        for layer in range(self.config.n_layers):
+            yield from ((f"layers.{layer}.{name}", tensor) for name, tensor in self._layer(what, layer).items())
+        yield from ((name, fixed[name]) for name in last)
+
+    def _layer(self, what: str, layer: int) -> dict[str, Tensor]:
+        """Of one layer, by the names of a block's parameters."""
+        return self.passes.by_parameter(self._home(Item(what, layer)))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Random weights, as a new model's, made on the device a layer at a time; moments become zero."""
+        self.clear_moments()
+        shell = TransformerLM(replace(self.config, n_layers=1), device="meta", dtype=self.fixed.embedding.dtype)
+        tied = {HEAD: self.fixed.head} if self.fixed.tied else {}
+        shell.load_state_dict(self.fixed.weights | tied, strict=False, assign=True)
+        shell.token_embeddings.reset_parameters()
+        shell.ln_final.reset_parameters()
+        shell.lm_head.reset_parameters()
+        block = shell.layers[0].to_empty(device=self.device)
+        for layer in range(self.config.n_layers):
+            for module in block.modules():
+                if callable(reset := getattr(module, "reset_parameters", None)):
+                    reset()
+            for name, weight in self._layer("weights", layer).items():
+                weight.copy_(block.get_parameter(name))
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take a model's weights; of a tied embedding, either name's.
+
+        Raises:
+            KeyError: one is missing.
+        """
+        for name, weight in self._named("weights"):
+            weight.copy_(weights[name])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of the weights on the CPU as the model's own state dict has them; waits for the device."""
+        found = {name: weight.to("cpu", copy=True) for name, weight in self._named("weights")}
+        return found | ({HEAD: found[EMBEDDING]} if self.fixed.tied else {})
+
+
+def _head_of(device: torch.device) -> HeadPass:
+    if device.type != "cuda":
+        return head.linear_cross_entropy_forward_backward
+    from cs336_systems.kernels import linear_cross_entropy_forward_backward  # brings Triton along
+
+    return linear_cross_entropy_forward_backward

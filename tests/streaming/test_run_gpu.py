@@ -1,0 +1,106 @@
+"""Streams, events and pinned memory: random plans on a GPU give the bits of the uncapped step, and caps hold."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.blocks import block_ops
+from cs336_systems.config import ModelConfig
+from cs336_systems.costs.streaming import MOMENTS
+from cs336_systems.streaming.build import build
+from cs336_systems.streaming.fence import GIB, Fence
+from cs336_systems.streaming.layout import Chunks, Layout
+from cs336_systems.streaming.optimizer import LayerAdamW
+from cs336_systems.streaming.plan import Plan
+from cs336_systems.streaming.run import StreamedStep
+from cs336_systems.streaming.schedule import Schedule
+from tests.streaming.plans import CHUNK, random_plan
+from tests.streaming.resident import resident
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SCALE = 16
+"""Of a random plan's tokens: kernels and copies that last long enough to overlap."""
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def on_gpu(plan: Plan) -> Plan:
+    """The plan of a model whose heads the kernels take, on sequences so many times as long."""
+    config = ModelConfig(
+        "gpu", 512, 1024, plan.work.config.n_layers, 8, vocab_size=1000, n_kv_heads=4, qkv_bias=True,
+        context_length=plan.work.context_length * SCALE,
+    )  # fmt: skip
+    work = replace(
+        plan.work,
+        config=config,
+        context_length=config.context_length,
+        chunk=CHUNK * SCALE,
+        moments=tuple(MOMENTS.items()),
+    )
+    return replace(plan, work=work)
+
+
+def trained(plan: Plan, schedule: Schedule, attention: str, n: int = 5) -> dict[str, Tensor]:
+    chunks = Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds)
+    config, device = plan.work.config, torch.device("cuda")
+    optimizer = LayerAdamW(lr=0.01)
+    step = StreamedStep(
+        config,
+        schedule,
+        chunks,
+        block_ops("fused", attention),
+        device,
+        torch.bfloat16,
+        optimizer=optimizer,
+        max_norm=0.1,
+    )
+    torch.manual_seed(0)
+    step.reset_parameters()
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(n):
+        ids, targets = torch.randint(config.vocab_size, (2, chunks.n_sequences, chunks.seq_len), generator=generator)
+        losses.append(step(ids, targets))
+    return {"losses": torch.stack(losses).cpu(), **step.state_dict()}
+
+
+@pytest.mark.parametrize("attention", ["flash", "hopper"])
+@pytest.mark.parametrize("seed", range(12))
+def test_every_plan_gives_the_same_bits(seed, attention):
+    plan = on_gpu(random_plan(seed)[0])
+    layout = Layout.of(
+        plan.work.config,
+        torch.bfloat16,
+        Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds),
+    )
+    levels = (("products",) * plan.chunks,) * plan.work.config.n_layers
+    plain = Plan(plan.work, plan.chunks, plan.rounds, "sequential", levels, (), clipping=plan.clipping)
+    expected = trained(plain, resident(plain, layout), attention)
+    got = trained(plan, build(plan), attention)
+    assert expected["losses"].isfinite().all()
+    assert [name for name, tensor in expected.items() if not torch.equal(got[name], tensor)] == []
+
+
+def test_a_cap_on_the_device_holds():
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.empty_cache()
+    fence = Fence(device, 4 * GIB, 2**40)
+    try:
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            torch.empty(4 * GIB, dtype=torch.uint8, device=device)
+        held = torch.empty(2 * GIB, dtype=torch.uint8, device=device)
+        assert 2 * GIB < fence.check().device <= 4 * GIB
+        del held
+        with pytest.raises(RuntimeError, match="GiB of the host were in use, the cap is 0.00 GiB"):
+            Fence(device, 4 * GIB, 1).check()
+    finally:
+        fence.lift()
