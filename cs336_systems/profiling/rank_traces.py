@@ -20,13 +20,15 @@ from cs336_systems.profiling.traces.tables import Trace
 _RECORDED_STEPS = 3
 
 
-def record_phases_of_ranks(phases: Mapping[str, Callable[[], None]], model: nn.Module, rank: Rank, path: Path) -> None:
-    """Run one warm-up step and a few more on all ranks, recorded by torch.profiler on rank 0 to ``path``.
+def record_phases_of_ranks(
+    phases: Mapping[str, Callable[[], None]], model: nn.Module, rank: Rank, path: Path | None
+) -> None:
+    """Run one warm-up step and a few more on all ranks, recorded by torch.profiler on those that have a ``path``.
 
     The phases and the blocks of ``model`` are ranges in it; ranging every module would make the host late.
     """
     ranged = ranged_phases(phases, warmup=1)
-    recording = kineto.recording(path, rank.device) if rank.rank == 0 else nullcontext()
+    recording = kineto.recording(path, rank.device) if path else nullcontext()
     with annotate(model, TransformerBlock), recording:
         time_phases_of_ranks(ranged, rank, warmup=1, steps=_RECORDED_STEPS)
 

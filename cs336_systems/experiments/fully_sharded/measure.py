@@ -6,6 +6,7 @@ same seed on the same data, with fp32 masters and, under ``bf16-compute``, bf16 
 computes under bf16 autocast), or with everything in bf16. Repeats of the grid measure them in turns.
 """
 
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
@@ -165,9 +166,24 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
     if cell.do_bench == "on":
         metrics.append(Metric("do_bench", "ms, of this rank", prepared.bench_ms(median(times.samples_ms[WHOLE]))))
     if trace is not None:
-        path = trace / f"{cell.name}.json.gz"
-        record_phases_of_ranks(prepared.phases(), prepared.step.model, rank, path)
-        if rank.rank == 0:
-            recorded = kineto.read(path)
-            metrics += communication_metrics(recorded) + breakdown_metrics(recorded)
+        metrics += _recorded(prepared, rank, trace / f"{cell.name}.json.gz")
     return metrics
+
+
+def _recorded(prepared: PreparedModel, rank: Rank, path: Path) -> list[Metric]:
+    """What recordings of all ranks say; rank 0's stays at ``path``.
+
+    Communication is exposed where only it runs, on the rank where that is least: the others wait for a slower rank's
+    kernels. So does rank 0, whose share of that is in ``waited``.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        own = path if rank.rank == 0 else Path(folder, path.name)
+        record_phases_of_ranks(prepared.phases(), prepared.step.model, rank, own)
+        trace = kineto.read(own)
+    metrics = communication_metrics(trace)
+    waited: list[list[float]] = [[]] * rank.world_size
+    dist.all_gather_object(waited, next((metric.samples for metric in metrics if metric.name == "waited"), []))
+    if all(waited):
+        exposed = [min(samples) for samples in zip(*waited, strict=True)]
+        metrics.append(Metric("exposed", "ms per step, only communication runs, the least of any rank", exposed))
+    return metrics + breakdown_metrics(trace)

@@ -107,8 +107,9 @@ FULLY_SHARDED = ResultTable(
             ".2f",
             rank=2,
             optional=True,
-            note="only communication runs",
+            note="only communication runs, on rank 0",
         ),
+        Column("exposed ms", "exposed", ".2f", rank=2, optional=True, note="the same on the rank where it is least"),
     ),
 )
 """One line per cell: step times, states and peak, communication and waits for weights."""
