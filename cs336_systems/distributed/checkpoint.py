@@ -75,11 +75,8 @@ def save_checkpoint(
             parameters, or a state of a sharded parameter that is neither shaped like its shard nor a single number.
         OSError: a rank cannot write; the checkpoints that were there are untouched.
     """
-    if step < 0 or keep_last < 1:
-        raise ValueError(f"step must not be negative and keep_last be positive, got {step} and {keep_last}")
-    if keep_every is not None and keep_every < 1:
-        raise ValueError(f"keep_every must be positive, got {keep_every}")
-    group = _group(model)
+    check_kept(step, keep_last, keep_every)
+    group = group_of(model)
     return write(Path(folder), collect(model, optimizer, step, extra, group), group, keep_last, keep_every)
 
 
@@ -185,7 +182,7 @@ def resume_checkpoint(
         ValueError: it is of another model or optimizer; nothing was changed.
         NoneWhole: the folder holds checkpoints of which none is whole; nothing was changed.
     """
-    group = _group(model)
+    group = group_of(model)
     found = _newest_sound(group, Path(folder))
     if found is None:
         return None
@@ -212,7 +209,16 @@ def complete_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     return [stored.path for stored in checkpoint_folder.survey(Path(folder))[0]]
 
 
-def _group(model: nn.Module) -> dist.ProcessGroup:
+def check_kept(step: int, keep_last: int, keep_every: int | None) -> None:
+    """Raise ValueError for what no checkpoint can be saved with."""
+    if step < 0 or keep_last < 1:
+        raise ValueError(f"step must not be negative and keep_last be positive, got {step} and {keep_last}")
+    if keep_every is not None and keep_every < 1:
+        raise ValueError(f"keep_every must be positive, got {keep_every}")
+
+
+def group_of(model: nn.Module) -> dist.ProcessGroup:
+    """The ranks that save together."""
     return model.process_group if isinstance(model, FSDP) else dist.distributed_c10d._get_default_group()
 
 

@@ -141,6 +141,21 @@ class Evaluation(Record):
 
 
 @dataclass(frozen=True)
+class Checkpoint(Record):
+    """One that has been written; said when that is known, steps after it may be said before."""
+
+    kind = "checkpoint"
+    step: int
+    """Steps made before it."""
+    n_bytes: int
+    """Of the first rank's part."""
+    stall_seconds: float
+    """That training waited for it."""
+    seconds: float
+    """Until it was written."""
+
+
+@dataclass(frozen=True)
 class GpuState(Record):
     """What NVML says of the first rank's GPU; None where it says nothing."""
 
@@ -189,10 +204,8 @@ class End(Record):
     """Such as done, interrupted, walltime, failed."""
 
 
-KINDS: dict[str, type[Record]] = {
-    record.kind: record
-    for record in (Options, Device, Model, Data, Memory, Light, Step, Evaluation, GpuState, Outlier, Message, End)
-}
+_ALL = (Options, Device, Model, Data, Memory, Light, Step, Evaluation, Checkpoint, GpuState, Outlier, Message, End)
+KINDS: dict[str, type[Record]] = {record.kind: record for record in _ALL}
 
 _FIELDS = {kind: {one.name: one.type in (float, float | None) for one in fields(kind)} for kind in KINDS.values()}
 """By kind the names, ``at`` first, and whether each is a float."""

@@ -17,6 +17,7 @@ A run stops at the first step whose loss or gradient is not finite; no such step
 """
 
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -30,9 +31,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.costs.speed_of_light import speed_of_light
-from cs336_systems.distributed.checkpoint import resume_checkpoint, save_checkpoint
+from cs336_systems.distributed.background_checkpoint import BackgroundSaver, Saved
+from cs336_systems.distributed.checkpoint import resume_checkpoint
 from cs336_systems.distributed.process_group import Rank, on_rank_0
 from cs336_systems.hardware import find_hardware
+from cs336_systems.harness.memory import free_bytes
 from cs336_systems.harness.provenance import host_name, versions
 from cs336_systems.pretraining.deferred import Deferred, Done
 from cs336_systems.pretraining.evaluation import evaluate
@@ -44,6 +47,7 @@ from cs336_systems.pretraining.preparation import Prepared, prepare
 from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog, Sink
 from cs336_systems.pretraining.run_reader import read_run
 from cs336_systems.pretraining.run_records import (
+    Checkpoint,
     Data,
     Device,
     End,
@@ -58,6 +62,9 @@ from cs336_systems.pretraining.signals import REASONS, StopRequests
 
 _VALUES = ("loss", "norm", *REASONS)
 """Of each step, read a step late; a reason to stop is the number of ranks that have it."""
+
+_COPIES = 0.8
+"""Of the host memory that is free, which copies of what is saved may take."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,8 @@ def train(options: TrainOptions, rank: Rank, *sinks: Sink) -> Outcome:
         stop = stack.enter_context(StopRequests(ends_at))
         told = rank.device if rank.rank == 0 else torch.device("cpu")  # of which there is nothing to tell
         gpu = stack.enter_context(GpuSampler(log, told))
-        return _Run(prepared, rank, log, first_step).to_the_end(stop, gpu)
+        saver = stack.enter_context(_saver(prepared))
+        return _Run(prepared, rank, log, saver, first_step).to_the_end(stop, gpu)
 
 
 def _resume(prepared: Prepared) -> int:
@@ -119,6 +127,12 @@ def _resume(prepared: Prepared) -> int:
         group.update(hyperparameters)  # as this command has them, not the one that saved
     prepared.loader.load_state_dict(found.extra["loader"])
     return found.step
+
+
+def _saver(prepared: Prepared) -> BackgroundSaver:
+    step, options = prepared.step, prepared.options
+    kept = {"keep_last": options.keep_last, "keep_every": options.keep_every}
+    return BackgroundSaver(options.out, step.model, step.optimizer, **kept)
 
 
 def _open_log(path: Path, first_step: int, sinks: Sequence[Sink]) -> RunLog:
@@ -164,8 +178,8 @@ def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> 
 class _Run:
     """A run under way."""
 
-    def __init__(self, prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> None:
-        self._prepared, self._rank, self._log = prepared, rank, log
+    def __init__(self, prepared: Prepared, rank: Rank, log: RunLog, saver: BackgroundSaver, first_step: int) -> None:
+        self._prepared, self._rank, self._log, self._saver = prepared, rank, log, saver
         self._options, self._step = prepared.options, prepared.step
         self._first_step = self._made = first_step
         self._saved: Path | None = None
@@ -182,6 +196,7 @@ class _Run:
             while self._made < self._prepared.n_steps and self._reason is None:
                 self._tell(deferred.push(*self._queue_step(stop)), self._made - 1)
                 self._look_at_memory()
+                self._tell_saves(self._saver.finished())
                 gpu.step(self._made)
                 self._made += 1
                 if self._pauses():
@@ -189,9 +204,11 @@ class _Run:
                     self._evaluate_or_save()
                     deferred.restart()
         except NonFiniteStep as error:
+            self._tell_saves(self._saver.wait())
             self._log.say(str(error), "error")
             self._log.write(End(self._made, "failed"))
             raise
+        self._tell_saves(self._saver.wait())
         reason = self._reason if self._made < self._prepared.n_steps and self._reason else "done"
         self._log.write(End(self._made, reason))
         return Outcome(self._options.out, self._first_step, self._made, reason, self._saved, self._complaint)
@@ -214,7 +231,12 @@ class _Run:
         return [guard.loss, guard.norm, *reasons]
 
     def _look_at_memory(self) -> None:
-        """What the second step takes, which finds all states in place, as the host knows it once the step is queued."""
+        """Of the device, what the second step takes, which finds all states in place: the host knows it once that is
+        queued. Of the host, room for copies of these states."""
+        if self._made == self._first_step:
+            free = free_bytes(torch.device("cpu")) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            if short := self._saver.reserve(int(_COPIES * free)):
+                self._log.say(f"{short}: training will wait for checkpoints to be written", "warning")
         if self._rank.device.type != "cuda":
             return
         if self._made == self._first_step:
@@ -276,20 +298,15 @@ class _Run:
         self._log.write(Evaluation(self._made, loss, tokens, done.seconds))
 
     def _save(self) -> None:
-        """Write a checkpoint; if that fails, training goes on with the older ones."""
-        options = self._options
-        try:
-            self._saved = save_checkpoint(
-                options.out,
-                self._step.model,
-                self._step.optimizer,
-                self._made,
-                keep_last=options.keep_last,
-                keep_every=options.keep_every,
-                extra={"loader": self._prepared.loader.state_dict()},
-            )
-        except OSError as error:
-            self._complaint = f"no checkpoint of step {self._made}: {error}"
-            self._log.say(self._complaint, "error")
-        else:
-            self._complaint = None
+        """Begin to write a checkpoint; if that fails, training goes on with the older ones."""
+        self._saver.save(self._made, {"loader": self._prepared.loader.state_dict()})
+        self._tell_saves(self._saver.finished())
+
+    def _tell_saves(self, saves: Sequence[Saved]) -> None:
+        for one in saves:
+            if one.path is None:
+                self._complaint = f"no checkpoint of step {one.step}: {one.error}"
+                self._log.say(self._complaint, "error")
+            else:
+                self._saved, self._complaint = one.path, None
+                self._log.write(Checkpoint(one.step, one.n_bytes, one.stall_seconds, one.seconds))

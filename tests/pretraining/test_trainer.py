@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cs336_systems.blocks import head as blocks_head
+from cs336_systems.distributed import background_checkpoint
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.pretraining import trainer
@@ -201,21 +202,21 @@ def test_chunks_of_the_head_are_as_many_as_asked(whole, alone, tmp_path, monkeyp
 
 
 def test_a_full_disk_costs_a_checkpoint_and_no_step(whole, alone, tmp_path, monkeypatch):
-    save = trainer.save_checkpoint
+    write, failing = background_checkpoint.write, [5]
 
-    def save_or_fail(folder, model, optimizer, step, **arguments):
-        if step == 5:
+    def write_or_fail(folder, collected, *arguments):
+        if collected.marker["step"] in failing:
             raise OSError(28, "No space left on device")
-        return save(folder, model, optimizer, step, **arguments)
+        return write(folder, collected, *arguments)
 
-    monkeypatch.setattr(trainer, "save_checkpoint", save_or_fail)
+    monkeypatch.setattr(background_checkpoint, "write", write_or_fail)
     asked = options(tmp_path, data=whole / "data")
     outcome = train(asked, alone)
     assert (outcome.steps, outcome.complaint) == (10, None)
     (said,) = read_run(tmp_path / "run" / LOG).all(Message)
     assert (said.level, said.text) == ("error", "no checkpoint of step 5: [Errno 28] No space left on device")
     assert losses_and_norms(tmp_path / "run") == losses_and_norms(whole / "run")
-    monkeypatch.setattr(trainer, "save_checkpoint", lambda *_, **__: save_or_fail(*_[:3], 5))
+    failing.append(10)
     outcome = train(replace(asked, out=tmp_path / "other"), alone)
     assert outcome.saved is None
     assert outcome.complaint.startswith("no checkpoint of step 10")
