@@ -38,7 +38,7 @@ class Parallel:
     wrapper: str = "none"
     """none, or a name of ``training.parallel.WRAPPERS``: naive, flat, overlapped, bucketed, torch-ddp, fsdp, fsdp2."""
     optimizer_state: str = "replicated"
-    """replicated, owned, scattered or torch-zero; see ``training.parallel.make_parallel_optimizer``."""
+    """replicated, owned, scattered, scattered-gradients, torch-zero: ``training.parallel.make_parallel_optimizer``."""
     bucket_size_mb: float = 25.0
     """MiB of the buckets in which gradients (and owned parameters) travel."""
     communication_dtype: str = "same"

@@ -113,8 +113,8 @@ class TrainOptions:
     """With --keep autograd, torch.compile of each block."""
     cuda_graph: Literal["off", "on"] = "off"
     """Replay the step as a CUDA graph, with --optimizer torch-fused without the optimizer; one rank."""
-    zero: Literal[0, 1, 3] = 0
-    """What ranks divide: 0 nothing (DDP), 1 the optimizer's state, 3 parameters and gradients too (FSDP)."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What ranks divide: 0 nothing (DDP), 1 the optimizer's state, 2 gradients too, 3 parameters too (FSDP)."""
 
     evaluate_every: int | None = 250
     """Steps between evaluations on held-out tokens, and one at the end; None for no evaluation."""
@@ -257,7 +257,9 @@ class TrainerCase(TrainingCase):
             return Parallel("fsdp")
         if self.world_size == 1:
             return Parallel()
-        return Parallel("bucketed") if self.zero == 0 else Parallel(optimizer_state="scattered")
+        if self.zero == 0:
+            return Parallel("bucketed")
+        return Parallel(optimizer_state="scattered" if self.zero == 1 else "scattered-gradients")
 
 
 def _flag(name: str) -> str:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER, ShardedOptimizer
+from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 
 
 class GradientGuard:
@@ -108,7 +108,7 @@ def _gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list
         whole = host_gradients.tensors()
     if not isinstance(optimizer, ShardedOptimizer) or optimizer.world_size == 1:
         return None, whole
-    return (optimizer.reduced_gradients(), []) if optimizer.reduce_gradients == REDUCE_SCATTER else (None, whole)
+    return (None, whole) if optimizer.reduce_gradients is None else (optimizer.reduced_gradients(), [])
 
 
 def _scaled_step(optimizer: torch.optim.Optimizer, scale: Tensor, skipped: Tensor) -> None:
