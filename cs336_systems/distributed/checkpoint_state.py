@@ -85,6 +85,8 @@ class NamedState:
         Raises:
             ValueError: a parameter is not the model's, or a state cannot be resharded.
         """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # states in host memory may still be written
         tensors: dict[str, Tensor] = {}
         settings["optimizer"] = [
             {key: _plain(value) for key, value in group.items() if key != "params"} | {"params": names}
@@ -159,7 +161,9 @@ class NamedState:
                 flat = torch.zeros(n, dtype=dtype)  # in host memory, from which the optimizer takes it
                 tensors[entry] = Boxes.of_stretch(parameter.sharded_param, start, flat)
             elif metadata.size == parameter.shape:
-                shard = torch.zeros_like(parameter.sharded_param, dtype=dtype, device=self.device).detach()
+                away = key in getattr(optimizer, "offload", ()) and not isinstance(parameter, ShardedParameter)
+                place = torch.device("cpu") if away else self.device
+                shard = torch.zeros_like(parameter.sharded_param, dtype=dtype, device=place).detach()
                 tensors[entry] = self._whole(parameter, shard)
             else:
                 tensors[entry] = torch.zeros(metadata.size, dtype=dtype)

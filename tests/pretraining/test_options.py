@@ -53,7 +53,7 @@ def test_a_printed_config_says_the_same(device, tmp_path):
         ("steps = true", "run.toml: steps must be a whole number, got True"),
         ('learning-rate = "big"', "run.toml: learning-rate must be a number, got 'big'"),
         ("betas = [0.9]", "run.toml: betas must be a list of 2 numbers, got [0.9]"),
-        ("zero = 2", "run.toml: zero must be one of 0, 1, 3, got 2"),
+        ("zero = 4", "run.toml: zero must be one of 0, 1, 2, 3, got 4"),
         ("out = 3", "run.toml: out must be a path in quotes, got 3"),
         ("skip-nonfinite = 1", "run.toml: skip-nonfinite must be true or false, got 1"),
         ("size = tiny", "run.toml is not TOML: "),

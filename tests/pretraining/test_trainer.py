@@ -262,3 +262,19 @@ def test_nothing_is_held_out(alone, tmp_path):
     outcome = train(options(tmp_path, evaluate_every=None, steps=2, warmup_steps=0), alone)
     assert outcome.steps == 2
     assert not read_run(tmp_path / "run" / LOG).all(Evaluation)
+
+
+@pytest.mark.slow
+def test_a_run_with_states_in_host_memory_is_the_run_without_and_they_take_each_other_up(whole, alone, tmp_path):
+    """By the fused optimizer, whose kernels Triton interprets here."""
+    everything = ("m", "v", "gradients", "residual")
+    small = {"data": whole / "data", "optimizer": "fused", "keep": "input", "batch_size": 2, "accumulate": 2}
+    small |= {"steps": 2, "warmup_steps": 1, "save_every": 1, "evaluate_every": None, "context_length": 8}
+    for name, first, second in (("without", (), ()), ("with", everything, everything), ("both", everything, ())):
+        here = {"out": tmp_path / name, **small}
+        train(options(tmp_path, **here, offload=first), alone)
+        shutil.rmtree(tmp_path / name / "step-00000002")
+        train(options(tmp_path, **here, offload=second), alone)
+    for name in ("with", "both"):
+        assert losses_and_norms(tmp_path / name) == losses_and_norms(tmp_path / "without")
+        assert_equal_weights(tmp_path / name, tmp_path / "without")
