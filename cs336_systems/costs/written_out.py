@@ -8,7 +8,7 @@ goes. What is alive, block by block:
                   what it has still to read
     gradients     of a whole block from the beginning of its backward on; q, k, v in one piece, gate and up in another
     head          the gradients of its input and its weight are made in forward beside one chunk of logits; backward
-                  multiplies them, and so has them twice for a moment
+                  multiplies them where they lie
     accumulation  gradients of earlier micro-batches are there all the time, and a unit's new ones until they are added
     fully sharded whole weights of the block that runs and of the next ones, whole gradients of the block that runs and
                   of the one that is being reduced, and this rank's shards of all else
@@ -271,12 +271,10 @@ class _Step:
     def _head_backward(self) -> None:
         ledger, sizes, unit = self.ledger, self.sizes, self.states.head_unit
         ledger.at("loss backward")
-        ledger.make("loss", scaled=sizes.stream)
-        ledger.make("gradients", **{f"{unit} gradient of head": sizes.head})
-        ledger.free("dhead", "dnormed")
+        ledger.become("dhead", "gradients", f"{unit} gradient of head")
         ledger.make("temporaries", dy=sizes.stream, sums=sizes.gain_sums)
         ledger.make("gradients", **{f"{unit} gradient of ln_final": sizes.gain})
-        ledger.free("sums", "scaled", "rstd", f"{self.n_layers} x")
+        ledger.free("sums", "dnormed", "rstd", f"{self.n_layers} x")
 
 
 class _Recalled:

@@ -163,7 +163,7 @@ def test_half_of_the_states_and_all_of_the_activations_on_each_of_two_ranks(keep
     unit = 2 * max(config.n_block_parameters, config.vocab_size * config.d_model)
     for peak in peaks.values():
         assert peak.parts.get("gathered parameters", 0) <= 2 * unit
-    assert peaks[2].parts["gradients"] <= config.n_parameters + 2 * unit
+    assert peaks[2].parts.get("gradients", 0) <= config.n_parameters + 2 * unit
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def compare(
         ("deep", 300, "products-residual", "flash", 2, "block 8, attention backward"),
         ("deep", 16, "all", "hopper", 0, "block 0, attention backward"),
         ("words", 300, "products", "hopper", 1, "loss"),
-        ("words", 16, "input", "hopper", 1, "loss backward"),
+        ("words", 16, "input", "hopper", 1, "block 1, attention backward"),
         ("tied", 300, "attention", "hopper", 1, "block 1, attention backward"),
         ("tied-words", 300, "products", "hopper", 1, "loss"),
     ],
