@@ -120,8 +120,8 @@ class TrainOptions:
     """Steps between evaluations on held-out tokens, and one at the end; None for no evaluation."""
     evaluation_sequences: int | None = 512
     """Held-out sequences, the first so many; None for all."""
-    save_every: int = 1000
-    """Steps between checkpoints; there is one at the end in any case."""
+    save_every: int | None = 1000
+    """Steps between checkpoints, and one at the end, whatever ends the run; None for no checkpoint at all."""
     keep_last: int = 2
     """Checkpoints that stay."""
     keep_every: int | None = None
@@ -163,6 +163,8 @@ class TrainOptions:
         if self.lmhead_chunks is not None and self.keep == "autograd":
             asked = f"--lmhead-chunks {self.lmhead_chunks}"
             raise ValueError(f"{asked} needs a head that is written out, not --keep autograd")
+        if self.save_every is None and self.export:
+            raise ValueError("--save-every None leaves no checkpoint to be exported: --no-export does without")
         if self.init is None:
             resolve_size(self.size)
         canonical_policy(self.recompute)

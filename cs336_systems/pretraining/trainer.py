@@ -233,7 +233,7 @@ class _Run:
     def _look_at_memory(self) -> None:
         """Of the device, what the second step takes, which finds all states in place: the host knows it once that is
         queued. Of the host, room for copies of these states."""
-        if self._made == self._first_step:
+        if self._made == self._first_step and self._options.save_every is not None:
             free = free_bytes(torch.device("cpu")) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             if short := self._saver.reserve(int(_COPIES * free)):
                 self._log.say(f"{short}: training will wait for checkpoints to be written", "warning")
@@ -276,7 +276,8 @@ class _Run:
         done = self._made == self._prepared.n_steps
         if self._prepared.evaluation is not None and (done or self._is_due(self._options.evaluate_every)):
             self._evaluate()
-        if done or self._reason is not None or self._is_due(self._options.save_every):
+        ends = done or self._reason is not None
+        if self._options.save_every is not None and (ends or self._is_due(self._options.save_every)):
             self._save()
 
     def _evaluate(self) -> None:

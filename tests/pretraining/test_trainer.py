@@ -187,6 +187,13 @@ def test_a_z_loss_is_part_of_what_is_learned_and_not_of_what_is_evaluated(whole,
     assert with_it.last(Evaluation).loss == without.last(Evaluation).loss
 
 
+def test_a_run_that_saves_nothing(whole, alone, tmp_path):
+    outcome = train(options(tmp_path, data=whole / "data", save_every=None, export=False), alone)
+    assert (outcome.steps, outcome.saved, outcome.complaint) == (10, None, None)
+    assert not complete_checkpoints(tmp_path / "run")
+    assert losses_and_norms(tmp_path / "run") == losses_and_norms(whole / "run")
+
+
 def test_chunks_of_the_head_are_as_many_as_asked(whole, alone, tmp_path, monkeypatch):
     """Of the 128 tokens of a micro-batch, and of a batch of an evaluation."""
     sizes, loss = [], blocks_head.linear_cross_entropy
