@@ -128,6 +128,10 @@ class TrainOptions:
     """Checkpoints of steps that are multiples of it stay for ever."""
     log_every: int = 1
     """Of so many steps the console shows one; the log has all."""
+    tensorboard: bool = False
+    """Write event files into --out, too: needs the extra tensorboard."""
+    wandb: str | None = None
+    """Project of Weights & Biases to which the run is told, too: needs the extra wandb."""
     export: bool = True
     """At the end, to a Hugging Face folder in --out."""
     walltime: float | None = None
