@@ -174,6 +174,8 @@ class FusedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.host_gradients is not None:
+            self.host_gradients.settle()
         together: defaultdict[Any, list[Update]] = defaultdict(list)
         self._make_states([p for group in self.param_groups for p in group["params"] if self._gradient(p) is not None])
         for group in self.param_groups:

@@ -62,6 +62,10 @@ class HostGradients:
         """Of all gradients together, fp32, shape (), on the device."""
         return norm_of_sums([self._sums[parameter] for parameter in self._hosts if parameter in self._sums])
 
+    def settle(self) -> None:
+        """Let what the device does from here on find all gradients on the host."""
+        self._link.release()
+
     def forget(self) -> None:
         """There are no gradients any more."""
         for coming in self._coming.values():
