@@ -50,7 +50,7 @@ class _Leaving:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def goes_to(self, hosts: Sequence[Tensor]) -> bool:
-        return [host.data_ptr() for host in hosts] == [host.data_ptr() for host in self.hosts]
+        return list(map(id, hosts)) == list(map(id, self.hosts))
 
 
 class HostLink:
@@ -66,7 +66,7 @@ class HostLink:
         self._leaving: deque[_Leaving] = deque()
 
     def fetch(self, hosts: Sequence[Tensor]) -> Coming:
-        """Start bringing copies to the device; what has not left it yet is what was sent."""
+        """Start bringing copies to the device; what has not left it yet, to these very tensors, is what was sent."""
         for leaving in reversed(self._leaving):  # the newest, if several went to the same place
             if leaving.goes_to(hosts):
                 self._leaving.remove(leaving)

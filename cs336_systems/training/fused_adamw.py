@@ -196,9 +196,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, of tensors that are there."""
-        for device in self._links:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        self._synchronize()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -213,7 +211,14 @@ class FusedAdamW(torch.optim.Optimizer):
                 if name in state:
                     ours.copy_(torch.as_tensor(state[name]))
 
+    def _synchronize(self) -> None:
+        """With those devices that write to host memory."""
+        for device in self._links:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
     def __getstate__(self) -> dict[str, Any]:
+        self._synchronize()
         own = ("state_dtype", "master", "offload", "_places")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 

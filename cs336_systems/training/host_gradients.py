@@ -17,13 +17,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from cs336_systems.costs.offload import IN_FLIGHT_BYTES
 from cs336_systems.kernels.grad_norm import norm_of_sums, norm_table, sums_of_squares
 from cs336_systems.kernels.tensor_table import TensorTable
 from cs336_systems.operators.host_link import Coming, HostLink
 from cs336_systems.training.host_states import place
-
-IN_FLIGHT_BYTES = 2**30
-"""On their way out while the device goes on: a block of 14B has gradients of 0.5 GiB, all made at once."""
 
 
 class HostGradients:
