@@ -79,10 +79,12 @@ def unlaunched_ops(attention: str) -> BlockOps:
     )
 
 
-def unlaunched_model(config: ModelConfig, precision: str, keep: str, attention: str) -> TransformerLM:
+def unlaunched_model(
+    config: ModelConfig, precision: str, keep: str, attention: str, *, inputs_on_host: bool = False
+) -> TransformerLM:
     """With blocks written out; called with targets, it computes its loss."""
     loss_in_chunks = partial(linear_cross_entropy.linear_cross_entropy, chunk=CHUNK)
     ops = replace(REFERENCE_OPS, rms_norm=rms_norm.rms_norm, linear_cross_entropy=loss_in_chunks)
     model = TransformerLM(config, ops, dtype=parameter_dtype(PRECISIONS[precision]))
-    write_out(model, unlaunched_ops(attention), keep)
+    write_out(model, unlaunched_ops(attention), keep, inputs_on_host=inputs_on_host)
     return model
