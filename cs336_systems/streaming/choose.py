@@ -151,6 +151,11 @@ def chunk_sizes(context_length: int, least: int = LEAST_CHUNK) -> list[int]:
     return fitting if context_length > most else [*fitting, 2 * context_length][:4]
 
 
+def _gib(n_bytes: float) -> str:
+    """Rounded up to a tenth."""
+    return f"{math.ceil(10 * n_bytes / GIB) / 10:g}"
+
+
 @dataclass(frozen=True)
 class _Candidate:
     layout: Layout
@@ -283,7 +288,26 @@ class _Search:
         return choice if choice.fits else None
 
     def _shortage(self, works: list[StreamedWork]) -> str:
-        return "TODO"
+        """What is missing, and the smallest caps that would do."""
+        caps = self.caps
+        given = f"{_gib(caps.device)} GiB of device and {_gib(caps.host)} GiB of host memory"
+        who = f"{self.config.name} on sequences of {self.context_length:,} tokens"
+        layouts = [layout for work in works for layout in self._layouts(work)]
+        device = min(caps.device - self._ring_bytes(layout.work) + layout.least_ring_bytes for layout in layouts)
+        device_cap = max(device, caps.device)
+        host = min(
+            caps.host_overhead + layout.host_bytes(Levels(0, 0), ring_bytes)
+            for layout in layouts
+            for ring_bytes in [device_cap - caps.device + self._ring_bytes(layout.work)]
+            if layout.least_ring_bytes <= ring_bytes
+        )
+        short = [
+            f"{what} is {_gib(needed - has)} GiB short"
+            for what, needed, has in (("the device", device, caps.device), ("the host", host, caps.host))
+            if needed > has
+        ]
+        would = f"{_gib(device_cap)} GiB of device and {_gib(max(host, caps.host))} GiB of host memory would do"
+        return f"{who} does not fit {given}: {' and '.join(short or ['a ring of slots is too small'])}; {would}"
 
 
 class _Tried:
