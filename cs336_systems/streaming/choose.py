@@ -151,6 +151,11 @@ def chunk_sizes(context_length: int, least: int = LEAST_CHUNK) -> list[int]:
     return fitting if context_length > most else [*fitting, 2 * context_length][:4]
 
 
+def _gib(n_bytes: float) -> str:
+    """Rounded up to a tenth."""
+    return f"{math.ceil(10 * n_bytes / GIB) / 10:g}"
+
+
 @dataclass(frozen=True)
 class _Candidate:
     layout: Layout
@@ -160,6 +165,7 @@ class _Candidate:
     ring_bytes: int
     tokens_per_s: float = field(compare=False)
     """Estimated."""
+    lag: int = 2
 
     def plan(self, clipping: bool) -> Plan:
         layout, n_layers = self.layout, self.layout.work.config.n_layers
@@ -179,6 +185,7 @@ class _Candidate:
             spread(self.edges) if self.edges != self.levels else None,
             layout.keep_context,
             clipping,
+            self.lag,
         )
 
 
@@ -283,7 +290,26 @@ class _Search:
         return choice if choice.fits else None
 
     def _shortage(self, works: list[StreamedWork]) -> str:
-        return "TODO"
+        """What is missing, and the smallest caps that would do."""
+        caps = self.caps
+        given = f"{_gib(caps.device)} GiB of device and {_gib(caps.host)} GiB of host memory"
+        who = f"{self.config.name} on sequences of {self.context_length:,} tokens"
+        layouts = [layout for work in works for layout in self._layouts(work)]
+        device = min(caps.device - self._ring_bytes(layout.work) + layout.least_ring_bytes for layout in layouts)
+        device_cap = max(device, caps.device)
+        host = min(
+            caps.host_overhead + layout.host_bytes(Levels(0, 0), ring_bytes)
+            for layout in layouts
+            for ring_bytes in [device_cap - caps.device + self._ring_bytes(layout.work)]
+            if layout.least_ring_bytes <= ring_bytes
+        )
+        short = [
+            f"{what} is {_gib(needed - has)} GiB short"
+            for what, needed, has in (("the device", device, caps.device), ("the host", host, caps.host))
+            if needed > has
+        ]
+        would = f"{_gib(device_cap)} GiB of device and {_gib(max(host, caps.host))} GiB of host memory would do"
+        return f"{who} does not fit {given}: {' and '.join(short or ['a ring of slots is too small'])}; {would}"
 
 
 class _Tried:
@@ -328,6 +354,8 @@ def _steps(layout: Layout, parts: int) -> Iterator[Callable[[_Candidate], _Candi
         yield partial(_with_residents, what=what, more=sign * n_layers)
     for ring in layout.least_slots:
         yield partial(_with_slots, ring=ring)
+    for sign in (1, -1):
+        yield partial(_with_lag, more=sign)
 
 
 def _with_levels(candidate: _Candidate, edge: bool | None, attention: int, products: int) -> _Candidate | None:
@@ -355,6 +383,11 @@ def _with_slots(candidate: _Candidate, ring: str) -> _Candidate | None:
         return None
     more[ring] = more.get(ring, 0) + 1
     return replace(candidate, layout=replace(candidate.layout, more_slots=tuple(sorted(more.items()))))
+
+
+def _with_lag(candidate: _Candidate, more: int) -> _Candidate | None:
+    after = candidate.lag + more
+    return replace(candidate, lag=after) if 0 <= after <= 4 else None
 
 
 def _different(candidates: Iterable[_Candidate]) -> Iterator[_Candidate]:
