@@ -11,7 +11,7 @@ else can go on, which is when it reads. So a dependency that a schedule lacks sh
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import torch
@@ -69,12 +69,13 @@ class PretendedLink:
     """One thread that runs three lanes in an order which the schedule allows.
 
     Args:
-        seed: of how often copies end although a kernel could run, and which; None for never, and the last that began.
+        seed: of how often copies end although a kernel could run, and of which lane; None for never, and the last that
+            began.
     """
 
     def __init__(self, seed: int | None = None) -> None:
         self.choose = None if seed is None else random.Random(seed)
-        self.often = 0.0 if self.choose is None else self.choose.random()
+        self.often, self.inward = (0.0, 0.0) if self.choose is None else (self.choose.random(), self.choose.random())
 
     def run(self, schedule: Schedule, compute: Compute, copy: Copy) -> None:
         """Raises RuntimeError where operations wait for each other in a circle."""
@@ -98,13 +99,18 @@ class PretendedLink:
                 compute(operations[i])
                 ended.add(i)
             elif begun:
-                lane = self.choose.choice(list(begun)) if self.choose else next(reversed(begun))
-                i, source, target = begun.pop(lane)
+                i, source, target = begun.pop(self._ending(begun))
                 target.copy_(source)
                 ended.add(i)
             else:
                 stuck = [queue[0] for queue in queues.values() if queue]
                 raise RuntimeError(f"operations {stuck} wait for what cannot come before them")
+
+    def _ending(self, begun: Collection[Lane]) -> Lane:
+        """Which of the copies that have begun ends."""
+        if self.choose is None or len(begun) == 1:
+            return list(begun)[-1]
+        return Lane.IN if self.choose.random() < self.inward else Lane.OUT
 
     def _sooner(self) -> bool:
         """Whether a copy ends although a kernel could run."""

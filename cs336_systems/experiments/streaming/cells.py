@@ -1,0 +1,129 @@
+"""What ``benchmark_streaming.py`` is asked, and its grid. Imports no torch."""
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from cs336_systems.config import ModelConfig, resolve_size
+from cs336_systems.experiments.options import RunOptions, cell_of
+from cs336_systems.hardware import HARDWARE, Hardware
+
+Order = Literal["auto", "sequential", "interleaved"]
+
+
+@dataclass(frozen=True)
+class Options(RunOptions):
+    """What does a training step cost under caps on device and host memory?"""
+
+    CPU_DEFAULTS: ClassVar = {
+        "size": ("tiny",),
+        "context_length": (64,),
+        "device_gib": (0.001, 0.002),
+        "host_gib": (0.001,),
+        "chunk": 32,
+        "tokens_per_step": 512,
+        "steps": 2,
+    }
+
+    size: tuple[str, ...] = ("llama3-8b",)
+    """Named model sizes; weights are random, so sequences may be longer than published ones were trained for."""
+    context_length: tuple[int, ...] = (8192,)
+    """Tokens per sequence."""
+    device_gib: tuple[float, ...] = (24,)
+    """Of the device's memory: all that the process has there, CUDA's context included."""
+    host_gib: tuple[float, ...] = (75,)
+    """Of the host's memory: all that the process has there."""
+    order: tuple[Order, ...] = ("auto",)
+    """Of rounds: sequential; interleaved, forward of a round under backward of the one before; or the faster."""
+    chunk: int | None = None
+    """Tokens that a layer sees at a time; by default what is fastest."""
+    tokens_per_step: int | None = None
+    """By default as many as make the optimizer's part of a step small."""
+    clipping: bool = True
+    """By the global norm of gradients, for which the optimizer waits."""
+    gpu: str | None = None
+    """Simulate this device and measure nothing: h200, h100, b200, a100-80gb, rtx-5090 ... (hardware.py)."""
+    warmup: int = 1
+    """Steps before the recorded ones: they are long, and clocks have settled after one."""
+    steps: int = 3
+    """Recorded steps."""
+
+
+@dataclass(frozen=True)
+class StreamingCell:
+    """A model and a length under two caps; the fields are columns."""
+
+    device: str
+    simulated_device: str
+    """Name of the device, if nothing is measured."""
+    size: str
+    context_length: int
+    device_gib: float
+    host_gib: float
+    order: str
+    chunk: int
+    """0 for what is fastest; likewise the next."""
+    tokens_per_step: int
+    clipping: bool
+    warmup: int
+    steps: int
+    seed: int
+
+    @property
+    def variant(self) -> str:
+        return "simulated" if self.simulated_device else "measured"
+
+    @property
+    def config(self) -> ModelConfig:
+        return replace(resolve_size(self.size), max_context_length=None).at_context(self.context_length)
+
+    def __str__(self) -> str:
+        return f"{self.size} {self.context_length:,} within {self.device_gib:g} / {self.host_gib:g} GiB {self.order}"
+
+
+def hardware_named(name: str) -> Hardware:
+    """By its name in ``hardware.py``, whatever the case and with hyphens for spaces; or by what its name begins with.
+
+    Raises:
+        ValueError: no such device, or it has no published host link.
+    """
+    key = name.lower().replace("-", " ")
+    found = [hardware for hardware in HARDWARE if hardware.host_link_bytes_per_s is not None]
+    for hardware in found:
+        if hardware.name.lower() == key:
+            return hardware
+    for hardware in found:
+        if hardware.name.lower().startswith(key):
+            return hardware
+    known = ", ".join(hardware.name.lower().replace(" ", "-") for hardware in found)
+    raise ValueError(f"--gpu {name}: known are {known}")
+
+
+def make_cells(options: Options) -> list[StreamingCell]:
+    """The grid; raises ValueError for a value that no cell can have."""
+    for name in ("device_gib", "host_gib"):
+        for gib in getattr(options, name):
+            if not 0 < gib < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} must be positive and finite, got {gib:g}")
+    for name in ("chunk", "tokens_per_step"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+    simulated = hardware_named(options.gpu).name if options.gpu else ""
+    sizes = [resolve_size(size).name for size in options.size]
+    own = {"chunk": options.chunk or 0, "tokens_per_step": options.tokens_per_step or 0, "simulated_device": simulated}
+    return [
+        cell_of(
+            StreamingCell,
+            options,
+            size=size,
+            context_length=context_length,
+            device_gib=device_gib,
+            host_gib=host_gib,
+            order=order,
+            **own,
+        )
+        for size, context_length, device_gib, host_gib, order in itertools.product(
+            sizes, options.context_length, options.device_gib, options.host_gib, options.order
+        )
+    ]
