@@ -11,7 +11,7 @@ on the host and come over the link. With B bytes/s of the link each way and F FL
 
 What is kept is read from ``costs/kept.py``; here it travels in three parts, of which a level has the first one, two or
 three: ``input``, ``attention``, ``products``. Where a sequence is longer than a chunk, k and v of all its chunks before
-are needed by attention in both directions: they are a part of their own, ``context``, that every level keeps.
+are needed by attention in both directions: they are a part of their own, ``context``, that is kept of all or none.
 
 FLOPs: causal attention counts half of its square; backward has two products for each of forward's, and attention's
 2.5; what is computed again counts in HFU, not in MFU. Seconds: products and attention at sustained rates, passes of
@@ -83,6 +83,11 @@ class Rates:
         products = flops or 0.675 * peak
         scale = products / 0.675
         return cls(products, 0.596 * scale, 0.541 * scale, 0.9 * memory, 55.5 / 64 * link, 51 / 64 * link)
+
+    def link_seconds(self, bytes_in: float, bytes_out: float) -> float:
+        """Of copies both ways that begin together."""
+        less, more = sorted((bytes_in, bytes_out))
+        return less / self.link_both + (more - less) / self.link_alone
 
 
 @dataclass(frozen=True)
@@ -158,11 +163,6 @@ class StreamedWork:
         """
         return self._item_bytes[what]
 
-    def kept_parts(self, level: str) -> tuple[str, ...]:
-        """The parts that a level keeps."""
-        context = ("context",) if self.is_long else ()
-        return ("input", *context, *LEVELS[1 : LEVELS.index(level) + 1])
-
     @property
     def state_bytes(self) -> int:
         """Weights, gradients and moments of one layer."""
@@ -200,11 +200,15 @@ class StreamedWork:
         length, before = self._batch[1], (chunk % self.chunks_per_sequence) * self.chunk
         return 2 * self.config.d_model * self.chunk * (2 * before + length)
 
+    def _keys_flops(self) -> int:
+        """Of one layer's k and v of one chunk."""
+        return 2 * self.chunk * self.config.d_model * 2 * self.config.d_kv
+
     def again_flops(self, chunk: int, level: str) -> tuple[int, int]:
-        """Of products and of attention that are computed again for one (layer, chunk)."""
+        """Of products and of attention that are computed again for one (layer, chunk), ``keys`` not among them."""
         products = flops_again(self.config, *self._batch, level, 0)
         if self.is_long and level != "products":  # k and v are there
-            products -= 2 * self.chunk * self.config.d_model * 2 * self.config.d_kv
+            products -= self._keys_flops()
         return products, self.attention_flops(chunk) if level == "input" else 0
 
     def model_flops_per_token(self) -> float:
@@ -215,6 +219,8 @@ class StreamedWork:
         """Executed by one operation (a kind of ``streaming/schedule.py``)."""
         if kind == "recompute":
             return sum(self.again_flops(chunk, level))
+        if kind == "keys":
+            return self._keys_flops()
         head = 2 * self.chunk * self.config.d_model * self.config.vocab_size
         products, attention = self._products_flops(), self.attention_flops(chunk)
         found = {"forward": products + attention, "backward": 2 * products + 5 * attention // 2, "head": 3 * head}
@@ -246,6 +252,10 @@ class StreamedWork:
                 traffic = row * (18 * config.d_model + 2 * config.d_kv + 5 * config.d_ff) + always
                 attended = 2.5 * attention / rates.attention_backward
                 return 2 * products / rates.products + attended + traffic / rates.memory
+            case "keys":
+                products = self._keys_flops()
+                traffic = row * (2 * config.d_model + 4 * config.d_kv)
+                return products / rates.products + traffic / rates.memory
             case "head":  # its rows' passes are in the rate of products: 665 TFLOP/s in all (LOG.md)
                 return 6 * tokens * config.d_model * config.vocab_size / rates.products
             case "embed" | "embed backward":

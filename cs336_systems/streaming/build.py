@@ -162,6 +162,8 @@ class _Builder:
         evictions: dict[int, list[_Copy]] = defaultdict(list)
         slot_left: dict[Slot, int] = {}
         item_left: dict[Item, int] = {}
+        holds: dict[Slot, Item] = {}
+        lies_in: dict[Item, Slot] = {}
         changes: dict[Item, _Copy] = {}
         """Written since the item was last on the host."""
         for stay in self.stays:
@@ -176,12 +178,13 @@ class _Builder:
                     written[use.item] = t
             for item, (need, creates) in first.items():
                 slot = self._slot(stay, item)
-                if not creates:
+                if not creates and (holds.get(slot), lies_in.get(item)) != (item, slot):
                     if changed := changes.pop(item, None):
                         evictions[changed.need].append(changed)
                     self.fetches_left[item] += 1
                     fetches[max(slot_left.get(slot, -1), item_left.get(item, -1))].append(_Copy(need, item, slot))
                 slot_left[slot] = item_left[item] = last[item]
+                holds[slot], lies_in[item] = item, slot
             for item, t in written.items():
                 changes[item] = _Copy(t, item, self._slot(stay, item))
                 if stay.home:

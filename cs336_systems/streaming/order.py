@@ -106,6 +106,10 @@ def _backward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Step]:
     is_long = plan.work.is_long
     common = _reads(Item("weights", layer), Item("input", *at))
     own, before = Item("context", *at), _before(plan, "context", *at)
+    if is_long and not plan.keep_context and (chunk + 1) % plan.work.chunks_per_sequence == 0:
+        for item in (*before, own):
+            x = Item("input", layer, r, item.chunk)
+            yield Step(Kind.KEYS, layer, r, item.chunk, _reads(Item("weights", layer), x) + _writes(item))
     if level != "products":
         if level == "input":
             uses = _writes(Item("attention", *at)) + (_reads(own, *before) if is_long else ())

@@ -40,6 +40,8 @@ class Plan:
     """Layers whose ``weights``, ``gradients`` or ``moments`` never leave the device."""
     edge_levels: tuple[tuple[str, ...], ...] | None = None
     """Of the first and the last of interleaved rounds, which run partly alone; None for those of the others."""
+    keep_context: bool = True
+    """Of sequences longer than a chunk: k and v are kept; else their product runs again."""
     clipping: bool = True
     """By the global norm: the optimizer waits for the end of backward."""
 

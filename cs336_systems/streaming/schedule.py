@@ -23,10 +23,14 @@ Device memory is rings of equal slots, host memory regions of equal places. What
     dy                        of (round, chunk): the stream's gradient; head writes it, each backward writes over it
     dcontext                  of (layer, round, chunk): dk and dv, summed over the chunks that attend to this one
 
-A level of ``costs/kept.py`` says which of these a (layer, chunk) still has when backward comes: ``input`` (with
-context), ``attention`` too, or ``products`` too. Forward writes all of them, each into a slot; backward reads all of
-them, each in a slot, what was not kept having been computed again by the ``recompute`` just before it. Embedding, head
-and final norm never move and have no slots.
+A level of ``costs/kept.py`` says which of these a (layer, chunk) still has when backward comes: ``input``,
+``attention`` too, or ``products`` too. Forward writes all of them, each into a slot; backward reads all of them, each
+in a slot, what was not kept having been computed again by the ``recompute`` just before it. ``context`` is kept for all
+chunks or for none: a layer's backward needs that of whole sequences, so that ``keys`` of all their chunks come first.
+Embedding, head and final norm never move and have no slots.
+
+Where a sequence is longer than a chunk, q and k | v are two products, in forward as well: those that run again alone
+must round as they did.
 
 Slots of ``context`` and ``dcontext`` come in groups, one after the other in memory, as many as a sequence has chunks:
 chunk c of a sequence lies in slot g G + c, so that a sequence's keys are one tensor.
@@ -58,6 +62,8 @@ class Kind(StrEnum):
     """Of a layer and a chunk: writes statistics, (context,) attention, products, and x of the next layer."""
     HEAD = "head"
     """Of a chunk: final norm, head, loss and the gradients of all three; writes dy."""
+    KEYS = "keys"
+    """Of a layer and a chunk of a long sequence, before the layer's backward: writes ``context`` again."""
     RECOMPUTE = "recompute"
     """Of a layer and a chunk: writes again what its level has not kept."""
     BACKWARD = "backward"

@@ -184,8 +184,9 @@ class _Sweep:
         return i < len(self.uses[unit]) and not self._is_new(unit, i)
 
     def _is_new(self, unit: Unit, i: int) -> bool:
-        """Whether a use makes anew what lies there; sequences get their chunks one after the other."""
-        return self.uses[unit][i][1].creates and (i == 0 or self.ring not in GROUPED)
+        """Whether a use makes anew what lies there: a sequence with its first chunk."""
+        use = self.uses[unit][i][1]
+        return use.creates and use.item == unit.item
 
     def _stays(self, unit: Unit, i: int) -> bool:
         """Whether it may not leave: x on its way to the next layer, and what never moves."""

@@ -136,6 +136,10 @@ class _Model:
             case Kind.HEAD:
                 self.versions(operation, input=1)
                 return {x}, {dy}
+            case Kind.KEYS:
+                assert not plan.keep_context
+                self.versions(operation, weights=0, input=2)
+                return {weights, x}, own
             case Kind.RECOMPUTE:
                 self.versions(operation, weights=0, input=2)
                 if operation.level == "attention":
@@ -176,6 +180,8 @@ class _Model:
                 expected[Kind.HEAD, n_layers, r, chunk] = 1
                 for layer in range(n_layers):
                     expected[Kind.FORWARD, layer, r, chunk] = expected[Kind.BACKWARD, layer, r, chunk] = 1
+                    if plan.work.is_long and not plan.keep_context:
+                        expected[Kind.KEYS, layer, r, chunk] = 1
                     if plan.level(layer, r, chunk) != "products":
                         expected[Kind.RECOMPUTE, layer, r, chunk] = 1
         for layer in range(-1, n_layers):

@@ -31,8 +31,10 @@ def random_plan(seed: int) -> tuple[Plan, Schedule]:
     rings = ("weights", "gradients", "input", "attention", "products", *(("context",) if group > 1 else ()))
     slots = dict.fromkeys(rings, 1)
     slots |= {rng.choice(rings): rng.randint(1, 6) for _ in range(3)}
-    order, edges, clipping = rng.choice(ORDERS), levels() if rng.random() < 0.3 else None, rng.random() < 0.5
-    plan = Plan(work, chunks, rng.randint(1, 4), order, levels(), tuple(slots.items()), resident, edges, clipping)
+    order, edges = rng.choice(ORDERS), levels() if rng.random() < 0.3 else None
+    keep_context, clipping = rng.random() < 0.6, rng.random() < 0.5
+    rounds = rng.randint(1, 4)
+    plan = Plan(work, chunks, rounds, order, levels(), tuple(slots.items()), resident, edges, keep_context, clipping)
     while True:
         try:
             return plan, build(plan)

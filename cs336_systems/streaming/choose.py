@@ -1,0 +1,392 @@
+"""Chooses the plan of a step under memory caps: of all that fit, the one whose simulated step is the fastest.
+
+Every layout (``estimate.py``: chunks, order, residents, levels) that fits both caps is estimated; schedules are built
+of the best ones and simulated, small steps are taken from the best of these, and the fastest wins. So many rounds make
+a step that what the optimizer adds stays below 2 % of it, unless the tokens of a step are given.
+
+    choice = choose(config, 8192, Caps(24 * GIB, 75 * GIB), Rates.of(hardware))
+    choice.plan, choice.tokens_per_s, choice.reasons
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, dataclass, field, replace
+from functools import cached_property, partial
+from itertools import islice, product
+
+from cs336_systems.config import PRECISIONS, ModelConfig, Precision
+from cs336_systems.costs.lanes import LaneTimes
+from cs336_systems.costs.streaming import MOMENTS, Rates, StreamedWork
+from cs336_systems.hardware import GIB
+from cs336_systems.streaming.build import build, schedule_times
+from cs336_systems.streaming.estimate import Layout, Levels, WorkSeconds, level_steps
+from cs336_systems.streaming.plan import ORDERS, Order, Plan, spread_levels
+from cs336_systems.streaming.schedule import Kind, Schedule
+from cs336_systems.streaming.slots import TooFewSlotsError
+
+LEAST_CHUNK = 8192
+"""Tokens: below, kernels are too short to hide what the host does between them."""
+MOST_CHUNK = 32_768
+MOST_PIECES = 32
+"""Of a sequence."""
+MOST_CHUNKS = 16
+"""Of a round, where they are not those of one sequence."""
+OPTIMIZER_SHARE = 0.02
+"""Of a step, at most, where its tokens are not given."""
+SIMULATED = 12
+"""Kinds of layouts of which a schedule is built."""
+MOST_OPERATIONS = 60_000
+"""That are simulated of them, and again on the way from the best one to better neighbours."""
+LEAST_GAIN = 3e-4
+"""For which a step is taken."""
+DEVICE_OVERHEAD = int(0.75 * GIB)
+"""Of the CUDA context, kernels and what torch reserves beside slots: an assumption, measured by the benchmark."""
+HOST_OVERHEAD = 3 * GIB
+"""By which the process grows beside its slab: the same."""
+
+
+@dataclass(frozen=True)
+class Caps:
+    """In bytes; what the process needs beside slots is inside."""
+
+    device: int
+    host: int
+    device_overhead: int = DEVICE_OVERHEAD
+    host_overhead: int = HOST_OVERHEAD
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan that fits, and what it should cost."""
+
+    plan: Plan
+    schedule: Schedule
+    times: LaneTimes
+    caps: Caps
+    rates: Rates
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.plan.tokens / self.times.span
+
+    @property
+    def model_flops_per_s(self) -> float:
+        """Causal; MFU is its share of the peak."""
+        return self.tokens_per_s * self.plan.work.model_flops_per_token()
+
+    @property
+    def hardware_flops_per_s(self) -> float:
+        """What is computed again counts too: HFU."""
+        work = self.plan.work
+        flops = sum(work.hardware_flops(str(o.kind), o.chunk, o.level) for o in self.schedule.operations)
+        return flops / self.times.span
+
+    @property
+    def fits(self) -> bool:
+        """Both caps."""
+        device, host = sum(self.device_parts.values()), sum(self.host_parts.values())
+        return device <= self.caps.device and host <= self.caps.host
+
+    @cached_property
+    def device_parts(self) -> dict[str, int]:
+        """Bytes on the device."""
+        work = self.plan.work
+        rings = {ring: self.schedule.rings[ring].n_bytes for ring in self.schedule.rings}
+        beside = {"embedding, head": work.fixed_bytes, "temporaries": work.temporary_bytes}
+        return beside | {"context, libraries": self.caps.device_overhead} | rings
+
+    @cached_property
+    def host_parts(self) -> dict[str, int]:
+        """Bytes on the host."""
+        regions = {name: region.n_bytes for name, region in self.schedule.regions.items()}
+        return {"process": self.caps.host_overhead} | regions
+
+
+class CapsTooSmallError(ValueError):
+    """No plan fits: one sentence on what is short, by how much, and the smallest caps that would do."""
+
+
+def choose(
+    config: ModelConfig,
+    context_length: int,
+    caps: Caps,
+    rates: Rates,
+    *,
+    tokens_per_step: int | None = None,
+    chunk: int | None = None,
+    order: Order | None = None,
+    clipping: bool = True,
+    precision: Precision = PRECISIONS["bf16"],
+    moments: dict[str, int] = MOMENTS,
+    least_chunk: int = LEAST_CHUNK,
+) -> Choice:
+    """The plan whose simulated step has the most tokens per second.
+
+    Args:
+        tokens_per_step: of all rounds; None to take as many as hide the optimizer.
+        chunk: tokens, if they shall be those; likewise ``order``.
+        least_chunk: tokens, where chunks are to be chosen.
+
+    Raises:
+        CapsTooSmallError: nothing fits.
+        ValueError: a chunk that does not divide, or tokens of a step that no chunks make up.
+    """
+    search = _Search(config, context_length, caps, rates, tokens_per_step, clipping, order)
+    works = [
+        StreamedWork(config, context_length, tokens, precision, tuple(moments.items()))
+        for tokens in ([chunk] if chunk else chunk_sizes(context_length, least_chunk))
+    ]
+    return search.best(works)
+
+
+def chunk_sizes(context_length: int, least: int = LEAST_CHUNK) -> list[int]:
+    """Whole sequences of at least so many tokens together, or even pieces of one."""
+    if context_length <= least:
+        first = context_length * math.ceil(least / context_length)
+        return [first, 2 * first]
+    most_pieces = min(MOST_PIECES, context_length // least)
+    sizes = [context_length // n for n in range(1, most_pieces + 1) if context_length % n == 0]
+    most = max(MOST_CHUNK, sizes[-1])
+    fitting = [size for size in sizes if size <= most and size % 128 == 0] or sizes[-1:]
+    return fitting if context_length > most else [*fitting, 2 * context_length][:4]
+
+
+def _gib(n_bytes: float) -> str:
+    """Rounded up to a tenth."""
+    return f"{math.ceil(10 * n_bytes / GIB) / 10:g}"
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    layout: Layout
+    levels: Levels
+    edges: Levels
+    rounds: int
+    ring_bytes: int
+    tokens_per_s: float = field(compare=False)
+    """Estimated."""
+
+    def plan(self, clipping: bool) -> Plan:
+        layout, n_layers = self.layout, self.layout.work.config.n_layers
+
+        def spread(levels: Levels) -> tuple[tuple[str, ...], ...]:
+            return spread_levels(n_layers, layout.chunks, levels.products, levels.attention - levels.products)
+
+        largest = Levels(*(max(pair) for pair in zip(astuple(self.levels), astuple(self.edges), strict=True)))
+        return Plan(
+            layout.work,
+            layout.chunks,
+            self.rounds,
+            layout.order,
+            spread(self.levels),
+            tuple(layout.slots(largest, self.ring_bytes).items()),
+            (("weights", layout.weights), ("gradients", layout.gradients), ("moments", layout.moments)),
+            spread(self.edges) if self.edges != self.levels else None,
+            layout.keep_context,
+            clipping,
+        )
+
+
+@dataclass(frozen=True)
+class _Search:
+    config: ModelConfig
+    context_length: int
+    caps: Caps
+    rates: Rates
+    tokens_per_step: int | None
+    clipping: bool
+    order: Order | None
+
+    def best(self, works: list[StreamedWork]) -> Choice:
+        """By estimates first, then by simulation, then by small steps from the best ones."""
+        estimated = sorted((c for work in works for c in self._candidates(work)), key=lambda c: -c.tokens_per_s)
+        tried = _Tried(self)
+        for candidate in islice(_different(estimated), SIMULATED):
+            if tried.operations < MOST_OPERATIONS:
+                tried.rate(candidate)
+        if tried.ranking():
+            tried.climb(tried.ranking()[0])
+        for candidate in tried.ranking():
+            if (choice := self.choice(candidate)) is not None:
+                return choice
+        raise CapsTooSmallError(self._shortage(works))
+
+    def _ring_bytes(self, work: StreamedWork) -> int:
+        """Of the device, for all slots."""
+        return self.caps.device - self.caps.device_overhead - work.fixed_bytes - work.temporary_bytes
+
+    def _layouts(self, work: StreamedWork) -> Iterator[Layout]:
+        n_layers, group = self.config.n_layers, work.chunks_per_sequence
+        seconds = WorkSeconds.of(work, self.rates)
+        parts = sorted({n_layers * i // 8 for i in range(9)})
+        counts = [n * group for n in (1, 2, 3, 4, 6, 8, 12, 16) if n == 1 or n * group <= MOST_CHUNKS]
+        residents = [
+            (weights, gradients, moments)
+            for weights, gradients, moments in product(parts, repeat=3)
+            if gradients <= weights or weights == n_layers
+        ]
+        for chunks, order, kept in product(counts, ORDERS, (True, False) if work.is_long else (True,)):
+            if self.order in (None, order) and not (self.tokens_per_step or 0) % (chunks * work.chunk):
+                for resident in residents:
+                    yield Layout(work, seconds, chunks, order, *resident, keep_context=kept)
+
+    def _candidates(self, work: StreamedWork) -> Iterator[_Candidate]:
+        ring_bytes, host_bytes = self._ring_bytes(work), self.caps.host - self.caps.host_overhead
+        for layout in self._layouts(work):
+            if layout.least_ring_bytes > ring_bytes or layout.host_state_bytes > host_bytes:
+                continue
+            fitting = [
+                levels for levels in level_steps(layout.pairs) if layout.host_bytes(levels, ring_bytes) <= host_bytes
+            ]
+            if not fitting:
+                continue
+            alone = {levels: layout.round_seconds(levels, ring_bytes, alone=True) for levels in fitting}
+            edges = levels = min(alone, key=alone.__getitem__)
+            seconds = alone[edges]
+            if layout.order == "interleaved":
+                together = {levels: layout.round_seconds(levels, ring_bytes, alone=False) for levels in fitting}
+                levels = min(together, key=together.__getitem__)
+                seconds = together[levels]
+            rounds = self._rounds(layout, seconds)
+            if layout.order == "interleaved" and rounds < 3:
+                continue
+            step = layout.optimizer_seconds + (rounds - 1) * seconds + alone[edges]
+            yield _Candidate(layout, levels, edges, rounds, ring_bytes, rounds * layout.tokens / step)
+
+    def _rounds(self, layout: Layout, seconds: float) -> int:
+        if self.tokens_per_step:
+            return self.tokens_per_step // layout.tokens
+        return math.ceil(layout.optimizer_seconds / seconds * (1 - OPTIMIZER_SHARE) / OPTIMIZER_SHARE)
+
+    def simulate(self, candidate: _Candidate) -> tuple[float, int]:
+        """Tokens per second, from as few rounds as show them all, or 0 if it does not fit; and operations simulated."""
+        layout = candidate.layout
+        if layout.least_ring_bytes > candidate.ring_bytes:
+            return 0.0, 0
+        rounds = min(candidate.rounds, 2 if layout.order == "sequential" else 3)
+        plan = replace(candidate, rounds=rounds).plan(self.clipping)
+        try:
+            schedule = build(plan)
+        except TooFewSlotsError:
+            return 0.0, 0
+        times = schedule_times(plan, schedule, self.rates)
+        choice = Choice(plan, schedule, times, self.caps, self.rates)
+        seconds = times.span
+        if more := candidate.rounds - rounds:
+            ends = [0.0] * rounds
+            for operation, end in zip(schedule.operations, times.ends, strict=True):
+                if operation.kind is Kind.EMBED_BACKWARD:
+                    ends[operation.round] = end
+            seconds += more * (ends[1] - ends[0])
+        return choice.fits * candidate.rounds * layout.tokens / seconds, len(schedule.operations)
+
+    def choice(self, candidate: _Candidate) -> Choice | None:
+        """None if it does not fit after all."""
+        plan = candidate.plan(self.clipping)
+        schedule = build(plan)
+        choice = Choice(plan, schedule, schedule_times(plan, schedule, self.rates), self.caps, self.rates)
+        return choice if choice.fits else None
+
+    def _shortage(self, works: list[StreamedWork]) -> str:
+        """What is missing, and the smallest caps that would do."""
+        caps = self.caps
+        given = f"{_gib(caps.device)} GiB of device and {_gib(caps.host)} GiB of host memory"
+        who = f"{self.config.name} on sequences of {self.context_length:,} tokens"
+        layouts = [layout for work in works for layout in self._layouts(work)]
+        device = min(caps.device - self._ring_bytes(layout.work) + layout.least_ring_bytes for layout in layouts)
+        device_cap = max(device, caps.device)
+        host = min(
+            caps.host_overhead + layout.host_bytes(Levels(0, 0), ring_bytes)
+            for layout in layouts
+            for ring_bytes in [device_cap - caps.device + self._ring_bytes(layout.work)]
+            if layout.least_ring_bytes <= ring_bytes
+        )
+        short = [
+            f"{what} is {_gib(needed - has)} GiB short"
+            for what, needed, has in (("the device", device, caps.device), ("the host", host, caps.host))
+            if needed > has
+        ]
+        would = f"{_gib(device_cap)} GiB of device and {_gib(max(host, caps.host))} GiB of host memory would do"
+        return f"{who} does not fit {given}: {' and '.join(short or ['a ring of slots is too small'])}; {would}"
+
+
+class _Tried:
+    """Simulated candidates."""
+
+    def __init__(self, search: _Search) -> None:
+        self.search = search
+        self.rates: dict[_Candidate, float] = {}
+        self.operations = 0
+
+    def rate(self, candidate: _Candidate) -> float:
+        if candidate not in self.rates:
+            self.rates[candidate], operations = self.search.simulate(candidate)
+            self.operations += operations
+        return self.rates[candidate]
+
+    def ranking(self) -> list[_Candidate]:
+        """Those that fit, the fastest first."""
+        return sorted((c for c, rate in self.rates.items() if rate), key=lambda c: -self.rates[c])
+
+    def climb(self, best: _Candidate) -> None:
+        """Step by step, large ones first, as long as one is faster."""
+        most = self.operations + MOST_OPERATIONS
+        for parts in (8, 32):
+            improved = True
+            while improved:
+                improved = False
+                for step in _steps(best.layout, parts):
+                    while self.operations < most and (after := step(best)) is not None:
+                        if self.rate(after) <= self.rates[best] * (1 + LEAST_GAIN):
+                            break
+                        best, improved = after, True
+
+
+def _steps(layout: Layout, parts: int) -> Iterator[Callable[[_Candidate], _Candidate | None]]:
+    """To neighbours of a candidate: levels and residents by a part of them, slots one by one; None beyond the ends."""
+    pairs, n_layers = max(1, layout.pairs // parts), max(1, layout.work.config.n_layers // parts)
+    edges = (False, True) if layout.order == "interleaved" else (None,)
+    for edge, (attention, products), sign in product(edges, ((1, 0), (0, 1), (1, 1)), (1, -1)):
+        yield partial(_with_levels, edge=edge, attention=sign * attention * pairs, products=sign * products * pairs)
+    for what, sign in product(("weights", "gradients", "moments"), (1, -1)):
+        yield partial(_with_residents, what=what, more=sign * n_layers)
+    for ring in layout.least_slots:
+        yield partial(_with_slots, ring=ring)
+
+
+def _with_levels(candidate: _Candidate, edge: bool | None, attention: int, products: int) -> _Candidate | None:
+    """Of edge rounds, of the others, or (None) of all."""
+    levels, pairs = candidate.edges if edge else candidate.levels, candidate.layout.pairs
+    n_products = max(0, min(pairs, levels.products + products))
+    after = Levels(max(n_products, min(pairs, levels.attention + attention)), n_products)
+    if after == levels:
+        return None
+    return replace(
+        candidate, edges=candidate.edges if edge is False else after, levels=candidate.levels if edge else after
+    )
+
+
+def _with_residents(candidate: _Candidate, what: str, more: int) -> _Candidate | None:
+    now = getattr(candidate.layout, what)
+    after = max(0, min(candidate.layout.work.config.n_layers, now + more))
+    return None if after == now else replace(candidate, layout=replace(candidate.layout, **{what: after}))
+
+
+def _with_slots(candidate: _Candidate, ring: str) -> _Candidate | None:
+    """One more of a ring."""
+    more = dict(candidate.layout.more_slots)
+    if more.get(ring, 0) == 3:
+        return None
+    more[ring] = more.get(ring, 0) + 1
+    return replace(candidate, layout=replace(candidate.layout, more_slots=tuple(sorted(more.items()))))
+
+
+def _different(candidates: Iterable[_Candidate]) -> Iterator[_Candidate]:
+    """The first of each kind."""
+    seen: set[tuple] = set()
+    for candidate in candidates:
+        layout = candidate.layout
+        kind = layout.order, layout.work.chunk, layout.chunks, layout.keep_context
+        if kind not in seen:
+            seen.add(kind)
+            yield candidate

@@ -1,0 +1,87 @@
+"""Bytes, operations and seconds of a step under memory caps, against counts by hand and against other counters."""
+
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems.config import PRECISIONS, resolve_size
+from cs336_systems.costs.flops import hardware_flops, model_flops
+from cs336_systems.costs.kept import bytes_kept
+from cs336_systems.costs.streaming import LEVELS, MASTER_MOMENTS, Rates, StreamedWork
+from cs336_systems.hardware import GIB, find_hardware
+
+LLAMA = replace(resolve_size("llama3-8b"), max_context_length=None)
+H200 = find_hardware("NVIDIA H200")
+assert H200 is not None
+RATES = Rates.of(H200)
+
+
+def test_bytes_of_llama_by_hand() -> None:
+    work = StreamedWork(LLAMA, 8192, 16_384)
+    assert work.layer_bytes == 2 * 218_112_000
+    assert 32 * work.state_bytes / GIB == pytest.approx(52.0, abs=0.01)
+    assert work.fixed_bytes / GIB == pytest.approx(7.83, abs=0.01)
+    assert StreamedWork(LLAMA, 8192, 8192, moments=tuple(MASTER_MOMENTS.items())).state_bytes == 16 * 218_112_000
+
+
+@pytest.mark.parametrize("context_length", [8192, 131_072])
+def test_parts_are_what_a_level_keeps(context_length: int) -> None:
+    """d 4096, k and v 1024 each, d_ff 14,336, 32 heads, bf16; statistics in fp32."""
+    work = StreamedWork(LLAMA, context_length, 16_384)
+    parts = {what: work.item_bytes(what) / 16_384 for what in ("input", "context", "attention", "products")}
+    assert (parts["input"], parts["context"], parts["attention"]) == (2 * 4096 + 8, 4096, 2 * 4096 + 4 * 32)
+    assert parts["input"] + parts["context"] == 12_296
+    own = parts["context"] if work.is_long else 0
+    everything = parts["input"] + own + parts["attention"] + parts["products"]
+    assert everything == 94_344 == bytes_kept(LLAMA, 2, 8192, PRECISIONS["bf16"], "products") / 16_384
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("context_length", "chunk"), [(2048, 8192), (8192, 8192), (65_536, 16_384)])
+def test_operations_add_up_to_the_step(level: str, context_length: int, chunk: int) -> None:
+    work = StreamedWork(LLAMA, context_length, chunk)
+    chunks, sequences = max(1, context_length // chunk), max(1, chunk // context_length)
+    layer = [("forward", ""), ("backward", ""), ("recompute", level)]
+    if work.is_long and level != "products":
+        layer.append(("keys", ""))
+    flops = sum(32 * work.hardware_flops(kind, c, of) for kind, of in layer for c in range(chunks))
+    flops += sum(work.hardware_flops("head", c, "") for c in range(chunks))
+    assert flops == hardware_flops(LLAMA, sequences, context_length, "step", attention="flash", keep=level)
+    assert work.model_flops_per_token() == model_flops(LLAMA, 1, context_length, "step") / context_length
+
+
+def test_known_bounds() -> None:
+    work = StreamedWork(LLAMA, 8192, 16_384)
+    assert work.model_flops_per_token() == pytest.approx(51.47e9, rel=1e-4)
+    rates = replace(RATES, products=680e12, link_alone=55e9)
+    assert rates.products / rates.link_alone == pytest.approx(12_400, rel=0.01)
+
+
+def test_measured_layer_of_an_h200() -> None:
+    """LOG.md: 13.24 ms forward, 41.2 to 41.6 both, for 2 x 8,192 tokens; the head 5.6 us a token of 151,936 words."""
+    work = StreamedWork(LLAMA, 8192, 16_384)
+    forward, backward = (1e3 * work.seconds(kind, 0, "products", RATES) for kind in ("forward", "backward"))
+    assert forward == pytest.approx(13.24, rel=0.02)
+    assert forward + backward == pytest.approx(41.4, rel=0.02)
+    large = StreamedWork(replace(LLAMA, vocab_size=151_936), 8192, 32_768)
+    assert 1e3 * large.seconds("head", 0, "", RATES) == pytest.approx(184, rel=0.01)
+
+
+def test_levels_save_what_they_cost() -> None:
+    work = StreamedWork(LLAMA, 8192, 8192)
+    again = [work.seconds("recompute", 0, level, RATES) for level in LEVELS]
+    assert again[0] > again[1] > again[2] == 0
+
+
+@pytest.mark.parametrize(("context_length", "chunk"), [(8192, 6000), (6000, 8192), (8192, 0)])
+def test_chunks_divide(context_length: int, chunk: int) -> None:
+    with pytest.raises(ValueError, match="does not divide"):
+        StreamedWork(LLAMA, context_length, chunk)
+
+
+def test_rates_need_published_peaks() -> None:
+    cpu = find_hardware("cpu")
+    assert cpu is not None
+    with pytest.raises(ValueError, match="CPU"):
+        Rates.of(cpu)
+    assert Rates.of(H200, flops=2 * RATES.products).attention_backward == 2 * RATES.attention_backward
