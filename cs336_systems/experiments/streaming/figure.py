@@ -27,8 +27,8 @@ def heatmaps(rows: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
     """(name, figure) for every model and length; of several settings of a cell the fastest is drawn."""
     settings = ["gpu", "device", "simulated_device", "size", "context_length", "device_gib", "host_gib", "order"]
     found = newest(rows, [*settings, "chunk", "tokens_per_step", "clipping"])
-    for key, own in found.groupby(_OF, sort=False, dropna=False):
-        gpu, simulated, size, length = key
+    for _, own in found.groupby(_OF, sort=False, dropna=False):
+        gpu, simulated, size, length = (own.iloc[0][name] for name in _OF)
         prefix = "" if (own["metric"] == "tokens_per_s").any() else "simulated_"
         maps = [(prefix + metric, title, form) for metric, title, form in _MAPS]
         maps += [_AGREEMENT] if not prefix and (own["metric"] == _AGREEMENT[0]).any() else []
