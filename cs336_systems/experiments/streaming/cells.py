@@ -3,10 +3,10 @@
 import itertools
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from cs336_systems.config import ModelConfig, resolve_size
-from cs336_systems.experiments.options import RunOptions, cell_of
+from cs336_systems.experiments.options import RunOptions, cell_of, flag
 from cs336_systems.hardware import HARDWARE, Hardware
 
 Order = Literal["auto", "sequential", "interleaved"]
@@ -16,30 +16,23 @@ Order = Literal["auto", "sequential", "interleaved"]
 class Options(RunOptions):
     """What does a training step cost under caps on device and host memory?"""
 
-    CPU_DEFAULTS: ClassVar = {
-        "size": ("tiny",),
-        "context_length": (64,),
-        "device_gib": (0.001, 0.002),
-        "host_gib": (0.001,),
-        "chunk": 32,
-        "tokens_per_step": 512,
-        "steps": 2,
-    }
+    CPU_DEFAULTS: ClassVar = {"size": ("tiny",), "steps": 2}
 
     size: tuple[str, ...] = ("llama3-8b",)
     """Named model sizes; weights are random, so sequences may be longer than published ones were trained for."""
-    context_length: tuple[int, ...] = (8192,)
-    """Tokens per sequence."""
-    device_gib: tuple[float, ...] = (24,)
-    """Of the device's memory: all that the process has there, CUDA's context included."""
-    host_gib: tuple[float, ...] = (75,)
-    """Of the host's memory: all that the process has there."""
+    context_length: tuple[int, ...] | None = None
+    """Tokens per sequence; by default 8192, and 64 for tiny."""
+    device_gib: tuple[float, ...] | None = None
+    """Of the device's memory: all that the process has there, CUDA's context included; by default 24, and for tiny what
+    holds the model and what does not."""
+    host_gib: tuple[float, ...] | None = None
+    """Of the host's memory: all that the process has there; by default 75, and 0.001 for tiny."""
     order: tuple[Order, ...] = ("auto",)
     """Of rounds: sequential; interleaved, forward of a round under backward of the one before; or the faster."""
     chunk: int | None = None
-    """Tokens that a layer sees at a time; by default what is fastest."""
+    """Tokens that a layer sees at a time; by default what is fastest, and 32 for tiny."""
     tokens_per_step: int | None = None
-    """By default as many as make the optimizer's part of a step small."""
+    """By default as many as make the optimizer's part of a step small, and 512 for tiny."""
     clipping: bool = True
     """By the global norm of gradients, for which the optimizer waits."""
     gpu: str | None = None
@@ -100,30 +93,42 @@ def hardware_named(name: str) -> Hardware:
     raise ValueError(f"--gpu {name}: known are {known}")
 
 
+_DEFAULTS = {
+    "context_length": (8192,),
+    "device_gib": (24.0,),
+    "host_gib": (75.0,),
+    "chunk": 0,
+    "tokens_per_step": 0,
+}
+_TINY = {
+    "context_length": (64,),
+    "device_gib": (0.001, 0.002),
+    "host_gib": (0.001,),
+    "chunk": 32,
+    "tokens_per_step": 512,
+}
+
+
 def make_cells(options: Options) -> list[StreamingCell]:
     """The grid; raises ValueError for a value that no cell can have."""
-    for name in ("device_gib", "host_gib"):
-        for gib in getattr(options, name):
-            if not 0 < gib < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} must be positive and finite, got {gib:g}")
-    for name in ("chunk", "tokens_per_step"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+    for name in _DEFAULTS:
+        given = getattr(options, name)
+        for value in given if isinstance(given, tuple) else () if given is None else (given,):
+            if not 0 < value < math.inf:
+                raise ValueError(f"{flag(name)} must be positive and finite, got {value:g}")
     simulated = hardware_named(options.gpu).name if options.gpu else ""
-    sizes = [resolve_size(size).name for size in options.size]
-    own = {"chunk": options.chunk or 0, "tokens_per_step": options.tokens_per_step or 0, "simulated_device": simulated}
-    return [
-        cell_of(
-            StreamingCell,
-            options,
-            size=size,
-            context_length=context_length,
-            device_gib=device_gib,
-            host_gib=host_gib,
-            order=order,
-            **own,
-        )
-        for size, context_length, device_gib, host_gib, order in itertools.product(
-            sizes, options.context_length, options.device_gib, options.host_gib, options.order
-        )
-    ]
+    cells = []
+    for size in options.size:
+        name = resolve_size(size).name
+        of_size: dict[str, Any] = {
+            key: value if (given := getattr(options, key)) is None else given
+            for key, value in (_TINY if name == "tiny" else _DEFAULTS).items()
+        }
+        sets = {key: value for key, value in of_size.items() if isinstance(value, tuple)} | {"order": options.order}
+        own = {key: value for key, value in of_size.items() if key not in sets}
+        own |= {"size": name, "simulated_device": simulated}
+        cells += [
+            cell_of(StreamingCell, options, **own, **dict(zip(sets, values, strict=True)))
+            for values in itertools.product(*sets.values())
+        ]
+    return cells

@@ -20,6 +20,13 @@ def test_caps_make_a_grid():
     assert make_cells(options)[-1].config.context_length == 32_768
 
 
+def test_a_tiny_model_has_defaults_of_its_own():
+    tiny, resident, large = make_cells(Options(size=("tiny", "llama3-8b")))
+    assert (tiny.context_length, tiny.chunk, tiny.tokens_per_step) == (64, 32, 512)
+    assert tiny.device_gib < resident.device_gib < 0.01
+    assert (large.context_length, large.device_gib, large.host_gib, large.chunk) == (8192, 24, 75, 0)
+
+
 def test_devices_are_named_as_they_are_typed():
     assert hardware_named("h200").name == "H200"
     assert hardware_named("a100-sxm-80gb").name == "A100 SXM 80GB"
@@ -31,7 +38,7 @@ def test_devices_are_named_as_they_are_typed():
     [
         (("--device-gib", "0"), "--device-gib must be positive and finite, got 0"),
         (("--host-gib", "inf"), "--host-gib must be positive and finite, got inf"),
-        (("--chunk", "0"), "--chunk must be positive, got 0"),
+        (("--chunk", "0"), "--chunk must be positive and finite, got 0"),
         (("--gpu", "abacus"), "--gpu abacus: known are .*h200"),
         (("--size", "huge"), "unknown model size 'huge'"),
     ],
