@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cs336_systems.blocks import block_ops
 from cs336_systems.case import Unsupported
+from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES
 from cs336_systems.costs.streaming import Rates
 from cs336_systems.experiments.streaming.cells import StreamingCell, hardware_named
@@ -19,8 +20,10 @@ from cs336_systems.harness.process import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
 from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice, choose
 from cs336_systems.streaming.fence import Fence
+from cs336_systems.streaming.lanes import Streams
 from cs336_systems.streaming.layout import Chunks
 from cs336_systems.streaming.run import StreamedStep
+from cs336_systems.streaming.schedule import Kind
 
 MOST_CPU_PARAMETERS = 2_000_000
 """Of a model that is run on a CPU."""
@@ -68,6 +71,9 @@ def measure(cell: StreamingCell) -> list[Metric]:
     metrics += measured(choice, hardware if on_gpu else None, times.samples_ms[WHOLE])
     if times.warmup_ms:
         metrics.append(Metric("warmup_step", "ms", times.warmup_ms))
+    if isinstance(step.lanes, Streams):
+        found = shares(choice, step.lanes.times(choice.schedule))
+        metrics += [Metric(name, "% of the step", [share]) for name, share in found.items()]
     if fence is not None:
         used = fence.check()
         in_use = {"device_in_use": used.device, "host_in_use": used.host, "context": used.context}
@@ -121,22 +127,13 @@ def simulated(choice: Choice, hardware: Hardware) -> list[Metric]:
     plan, times = choice.plan, choice.times
     peak = hardware.peak("bf16")
     assert peak is not None
-    busy = {lane: 100 * seconds / times.span for lane, seconds in times.busy.items()}
-    again = sum(
-        end - start
-        for operation, start, end in zip(choice.schedule.operations, times.starts, times.ends, strict=True)
-        if operation.kind == "recompute"
-    )
     rows = [
         ("simulated_step", "ms", 1e3 * times.span),
         ("simulated_tokens_per_s", "1/s", choice.tokens_per_s),
         ("simulated_model_tflops", "TFLOP/s", choice.model_flops_per_s / 1e12),
         ("simulated_mfu", "% of datasheet peak, causal", 100 * choice.model_flops_per_s / peak),
         ("simulated_hfu", "% of datasheet peak, executed", 100 * choice.hardware_flops_per_s / peak),
-        ("simulated_link_in", "% of the step", busy["in"]),
-        ("simulated_link_out", "% of the step", busy["out"]),
-        ("simulated_compute_idle", "% of the step", 100 - busy["compute"]),
-        ("simulated_recompute", "% of the step", 100 * again / times.span),
+        *((f"simulated_{name}", "% of the step", share) for name, share in shares(choice, times).items()),
         ("planned_device", "GiB", sum(choice.device_parts.values()) / GIB),
         ("planned_host", "GiB", sum(choice.host_parts.values()) / GIB),
         ("planned_tokens_per_step", "tokens", plan.tokens),
@@ -144,6 +141,22 @@ def simulated(choice: Choice, hardware: Hardware) -> list[Metric]:
         ("planned_rounds", "rounds", plan.rounds),
     ]
     return [Metric(name, unit, [float(value)]) for name, unit, value in rows]
+
+
+def shares(choice: Choice, times: LaneTimes) -> dict[str, float]:
+    """Of a step's time: the link's two ways at work, kernels that wait, and what is computed again."""
+    busy = {lane: 100 * seconds / times.span for lane, seconds in times.busy.items()}
+    again = sum(
+        end - start
+        for operation, start, end in zip(choice.schedule.operations, times.starts, times.ends, strict=True)
+        if operation.kind in (Kind.RECOMPUTE, Kind.KEYS)
+    )
+    return {
+        "link_in": busy["in"],
+        "link_out": busy["out"],
+        "compute_idle": 100 - busy["compute"],
+        "recompute": 100 * again / times.span,
+    }
 
 
 def measured(choice: Choice, hardware: Hardware | None, step_ms: list[float]) -> list[Metric]:

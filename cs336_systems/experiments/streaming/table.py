@@ -1,6 +1,19 @@
 """The table of ``benchmark_streaming``."""
 
-from cs336_systems.report.results import MAIN, Column, ResultTable
+from collections.abc import Callable
+
+from cs336_systems.report.results import MAIN, Column, Line, ResultTable
+
+
+def _share(metric: str) -> Callable[[Line], float | None]:
+    """As measured, else as simulated."""
+
+    def value(line: Line) -> float | None:
+        found = line.median(metric)
+        return line.median(f"simulated_{metric}") if found is None else found
+
+    return value
+
 
 STREAMING_TABLE = ResultTable(
     settings=(
@@ -23,10 +36,10 @@ STREAMING_TABLE = ResultTable(
         Column("HFU %", "hfu", ".1f", optional=True),
         Column("sim MFU %", "simulated_mfu", ".1f", rank=2),
         Column("sim HFU %", "simulated_hfu", ".1f", rank=2),
-        Column("in %", "simulated_link_in", ".0f", rank=2, note="of the step, simulated: the link to the device"),
-        Column("out %", "simulated_link_out", ".0f", rank=2, note="from the device"),
-        Column("idle %", "simulated_compute_idle", ".1f", rank=2, note="kernels"),
-        Column("again %", "simulated_recompute", ".1f", rank=2, note="what is computed again"),
+        Column("in %", _share("link_in"), ".0f", rank=2, note="of the step: the link to the device is at work"),
+        Column("out %", _share("link_out"), ".0f", rank=2, note="from the device"),
+        Column("idle %", _share("compute_idle"), ".1f", rank=2, note="kernels wait"),
+        Column("again %", _share("recompute"), ".1f", rank=2, note="what is computed again"),
         Column("in use GiB", "device_in_use", ".2f", note="of the device", optional=True),
         Column("on the host GiB", "host_in_use", ".2f", rank=2, note="of the process", optional=True),
         Column("tokens a step", "planned_tokens_per_step", ",.0f", rank=3),
