@@ -3,14 +3,16 @@
     schedule = build(plan)
     schedule_times(plan, schedule, rates)   # simulated: costs/lanes.py
 
-A copy out of a slot follows the last write there. A copy into one stands where the slot is left, if the item is on the
-host by then; of several that could, the one that is needed first goes first. What an operation waits for are conflicts
+A copy out of a slot follows the last write there. A copy into one stands where the slot is left and the item is on the
+host, each ``lag`` operations after a copy out was enqueued: one that stood there earlier would hold up those behind it
+on its lane. Of several, the one that is needed first goes first. What an operation waits for are conflicts
 in its slots and places: who wrote what it reads, who still reads what it writes over; what that implies is left out.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from cs336_systems.costs.lanes import LANES, LaneTimes, simulate
 from cs336_systems.costs.streaming import Rates
@@ -39,11 +41,9 @@ def build(plan: Plan) -> Schedule:
 
 def schedule_times(plan: Plan, schedule: Schedule, rates: Rates) -> LaneTimes:
     """When its operations begin and end, simulated."""
-    operations = schedule.operations
-    amounts = [
-        operation.n_bytes or plan.work.seconds(_timed_as(operation), operation.chunk, operation.level, rates)
-        for operation in operations
-    ]
+    operations, group = schedule.operations, plan.work.chunks_per_sequence
+    seconds = cache(partial(plan.work.seconds, rates=rates))
+    amounts = [o.n_bytes or seconds(_timed_as(o), o.chunk % group, o.level) for o in operations]
     return simulate([str(o.lane) for o in operations], amounts, [o.waits for o in operations], rates)
 
 
@@ -182,8 +182,10 @@ class _Builder:
                     if changed := changes.pop(item, None):
                         evictions[changed.need].append(changed)
                     self.fetches_left[item] += 1
-                    fetches[max(slot_left.get(slot, -1), item_left.get(item, -1))].append(_Copy(need, item, slot))
-                slot_left[slot] = item_left[item] = last[item]
+                    begin = min(need - 1, max(slot_left.get(slot, -1), item_left.get(item, -1)))
+                    fetches[begin].append(_Copy(need, item, slot))
+                lag = self.plan.lag if stay.leaves else 0
+                slot_left[slot] = item_left[item] = last[item] + lag
                 holds[slot], lies_in[item] = item, slot
             for item, t in written.items():
                 changes[item] = _Copy(t, item, self._slot(stay, item))

@@ -165,6 +165,7 @@ class _Candidate:
     ring_bytes: int
     tokens_per_s: float = field(compare=False)
     """Estimated."""
+    lag: int = 2
 
     def plan(self, clipping: bool) -> Plan:
         layout, n_layers = self.layout, self.layout.work.config.n_layers
@@ -184,6 +185,7 @@ class _Candidate:
             spread(self.edges) if self.edges != self.levels else None,
             layout.keep_context,
             clipping,
+            self.lag,
         )
 
 
@@ -352,6 +354,8 @@ def _steps(layout: Layout, parts: int) -> Iterator[Callable[[_Candidate], _Candi
         yield partial(_with_residents, what=what, more=sign * n_layers)
     for ring in layout.least_slots:
         yield partial(_with_slots, ring=ring)
+    for sign in (1, -1):
+        yield partial(_with_lag, more=sign)
 
 
 def _with_levels(candidate: _Candidate, edge: bool | None, attention: int, products: int) -> _Candidate | None:
@@ -379,6 +383,11 @@ def _with_slots(candidate: _Candidate, ring: str) -> _Candidate | None:
         return None
     more[ring] = more.get(ring, 0) + 1
     return replace(candidate, layout=replace(candidate.layout, more_slots=tuple(sorted(more.items()))))
+
+
+def _with_lag(candidate: _Candidate, more: int) -> _Candidate | None:
+    after = candidate.lag + more
+    return replace(candidate, lag=after) if 0 <= after <= 4 else None
 
 
 def _different(candidates: Iterable[_Candidate]) -> Iterator[_Candidate]:

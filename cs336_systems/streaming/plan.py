@@ -44,6 +44,8 @@ class Plan:
     """Of sequences longer than a chunk: k and v are kept; else their product runs again."""
     clipping: bool = True
     """By the global norm: the optimizer waits for the end of backward."""
+    lag: int = 2
+    """Kernels' operations that a copy out is taken to last, where copies into its slot are enqueued."""
 
     def __post_init__(self) -> None:
         n_layers = self.work.config.n_layers

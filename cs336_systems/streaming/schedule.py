@@ -39,6 +39,7 @@ chunk c of a sequence lies in slot g G + c, so that a sequence's keys are one te
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Lane(StrEnum):
@@ -80,8 +81,7 @@ LANES = {Kind.FETCH: Lane.IN, Kind.EVICT: Lane.OUT}
 """Of kinds that are copies; all others compute."""
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """What lies in a slot or a place: for a layer's state only the layer counts, for dy only round and chunk."""
 
     what: str

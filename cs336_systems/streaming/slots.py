@@ -11,6 +11,8 @@ Time is counted in operations of the compute lane.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
 
 from cs336_systems.streaming.order import Step, Use
 from cs336_systems.streaming.plan import STATE_RINGS, Plan
@@ -18,15 +20,12 @@ from cs336_systems.streaming.schedule import Item, Kind
 
 SPARE = 1
 """Slots of a ring that hold nothing from one use to another, unless all fits."""
-EVICTION_LAG = 2
-"""Operations that a copy out of a slot is taken to last, where slots are compared."""
 
 GROUPED = ("context", "dcontext")
 """Items of a sequence's chunks, whose slots lie one after the other."""
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """What takes a slot: an item, or those of one sequence, which take as many slots as there are of them."""
 
     ring: str
@@ -106,16 +105,16 @@ def find_stays(plan: Plan, steps: Sequence[Step]) -> tuple[list[Stay], dict[str,
         TooFewSlotsError: a ring has too few slots.
     """
     uses: dict[str, dict[Unit, list[tuple[int, Use]]]] = defaultdict(lambda: defaultdict(list))
+    shared = cache(lambda item: None if is_resident(plan, item) else unit_of(plan, item))
     for t, step in enumerate(steps):
         for use in step.uses:
-            if not is_resident(plan, use.item):
-                unit = unit_of(plan, use.item)
+            if (unit := shared(use.item)) is not None:
                 uses[unit.ring][unit].append((t, use))
     given = dict(plan.slots)
     stays, sizes = [], {}
     for ring, of_ring in uses.items():
         found = _Sweep(plan, steps, ring, of_ring).run(given.get(ring))
-        assigned, sizes[ring] = _assign(ring, found, given.get(ring))
+        assigned, sizes[ring] = _assign(ring, found, given.get(ring), plan.lag)
         stays += assigned
     return sorted(stays, key=lambda stay: stay.first), sizes
 
@@ -226,7 +225,7 @@ class _Slot:
     """The last one there."""
 
 
-def _assign(ring: str, stays: list[Stay], slots: int | None) -> tuple[list[Stay], int]:
+def _assign(ring: str, stays: list[Stay], slots: int | None, lag: int) -> tuple[list[Stay], int]:
     """Gives each stay the slot that has been free the longest, or the one where its unit still lies, which makes one
     stay of two; returns these, and how many slots there are.
     """
@@ -251,5 +250,5 @@ def _assign(ring: str, stays: list[Stay], slots: int | None) -> tuple[list[Stay]
             stay.slot = chosen.index
             found.append(stay)
         free.remove(chosen)
-        free.append(_Slot(stay.last + (EVICTION_LAG if stay.leaves else 0), stay.last, chosen.index, stay))
+        free.append(_Slot(stay.last + (lag if stay.leaves else 0), stay.last, chosen.index, stay))
     return found, len(free) if slots is None else slots
