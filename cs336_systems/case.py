@@ -17,6 +17,12 @@ from cs336_systems.config import PRECISIONS, ModelConfig, Precision, resolve_siz
 COMPILED = {"on": "compiled", "whole-model": "whole model compiled"}
 """Ways to compile a step, each in words: every block by itself, or the model as one graph; the loss in both."""
 
+COMMUNICATES = ("at-once", "beside-attention")
+"""When our FSDP starts collectives."""
+
+UPDATES = ("after-backward", "under-backward")
+"""When the optimizer steps."""
+
 UNCAPTURED_STEPS = 3
 """What a step that becomes a CUDA graph runs as it is before: kernels are compiled, states and workspaces allocated."""
 
@@ -32,7 +38,7 @@ class Parallel:
     wrapper: str = "none"
     """none, or a name of ``training.parallel.WRAPPERS``: naive, flat, overlapped, bucketed, torch-ddp, fsdp, fsdp2."""
     optimizer_state: str = "replicated"
-    """replicated, owned, scattered or torch-zero; see ``training.parallel.make_parallel_optimizer``."""
+    """replicated, owned, scattered, scattered-gradients, torch-zero: ``training.parallel.make_parallel_optimizer``."""
     bucket_size_mb: float = 25.0
     """MiB of the buckets in which gradients (and owned parameters) travel."""
     communication_dtype: str = "same"
@@ -41,6 +47,10 @@ class Parallel:
     """In which FSDP gathers weights and computes: same as the masters, or bf16."""
     prefetch: int = 1
     """Units whose weights our FSDP gathers ahead."""
+    communicate: str = "at-once"
+    """at-once; or beside-attention: our FSDP starts collectives just before a written-out block's attention."""
+    update: str = "after-backward"
+    """after-backward; or under-backward: our FSDP's shards are updated as soon as their gradients are averages."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,10 @@ class TrainingCase:
     """One of ``config.KERNELS``: norms, rotations, SwiGLU, head and loss; fused needs a written-out backward."""
     keep: str = "autograd"
     """autograd: the blocks' backward is autograd's; else it is written out, and keeps what ``costs/kept.py`` says."""
+    master: str = "none"
+    """fp32: weights that the optimizer keeps besides those in bf16."""
+    offload: str = "none"
+    """What is kept in host memory, names of ``costs/offload.py`` by hyphens."""
     seed: int = 0
     """Of parameters and tokens."""
 
@@ -111,6 +125,11 @@ class TrainingCase:
         return 0.0
 
     @property
+    def head_chunk(self) -> int | None:
+        """Tokens whose logits a written-out model has at a time; None where its operation chooses."""
+        return None
+
+    @property
     def attention_kind(self) -> Literal["materialised", "flash"]:
         """How its attention's work is counted."""
         return "materialised" if self.attention.startswith("reference") else "flash"
@@ -146,7 +165,31 @@ class TrainingCase:
             *(["CUDA graph"] if self.cuda_graph == "on" else []),
             *([f"{self.kernels} kernels"] if self.kernels != "reference" else []),
             *([f"keep {self.keep}"] if self.written_out else []),
+            *([f"masters in {self.master}"] if self.master != "none" else []),
+            *([f"offload {self.offload}"] if self.offload != "none" else []),
         ]
+
+
+def sharding_reason(case: TrainingCase) -> str | None:
+    """Why FSDP cannot communicate or update when it is asked to, in one sentence, or None if it can.
+
+    Raises:
+        ValueError: ``communicate`` or ``update`` is none of the known ones.
+    """
+    parallel = case.parallel
+    for name, value, known in (
+        ("communicate", parallel.communicate, COMMUNICATES),
+        ("update", parallel.update, UPDATES),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} must be {' or '.join(known)}, got {value!r}")
+        if value != known[0] and parallel.wrapper != "fsdp":
+            return f"{name} {value} works on the shards of wrapper fsdp, got {parallel.wrapper}"
+    if parallel.communicate == "beside-attention" and not case.written_out:
+        return "communicate beside-attention needs written-out blocks, which can tell: keep other than autograd"
+    if parallel.update == "under-backward" and case.precision.name == "autocast-fp16":
+        return "update under-backward cannot wait for loss scaling of autocast-fp16, which decides if a step counts"
+    return None
 
 
 def cuda_graph_reason(case: TrainingCase) -> str | None:

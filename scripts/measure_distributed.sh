@@ -4,7 +4,7 @@
 #   scripts/measure_distributed.sh FOLDER PART...
 #
 # Nothing else may run on the host. What is compared is measured by one command in two rounds, the second one backwards,
-# each cell by five steps of warm-up and ten timed ones in each (the leaderboard's, of six seconds, by two and five).
+# each cell by five steps of warm-up and ten timed ones in each (fsdp-leaderboard's, of six seconds, by two and five).
 # Parts that are compared with each other, as ddp-one-rank and ddp-ctas8 with ddp, come from one host. Minutes between
 # two H200s, estimated from committed step times with 12 s to start a command, 1.5 s for a cell, 14 s for a recording:
 #
@@ -22,7 +22,9 @@
 #   ddp-host                   3.1  both under autocast, where the host's speed counts: buckets of 25 and 100 MiB
 #   sharded-optimizer-xl       2.0
 #   fsdp-xl                    2.5
-#   fsdp-leaderboard           7.1
+#   fsdp-leaderboard           7.1  the leaderboard's step with fp32 masters, every block computed twice
+#   leaderboard               13.6  the same in bf16, what blocks keep and AdamW under backward, in turns with FSDP2;
+#                                   FSDP2's other policies that fit; ours by do_bench and recorded
 #
 # Parts ddp-xl, -autocast, -buckets and -one-rank write to FOLDER/ddp, the other -xl likewise, and every other part to a
 # folder of its own, pictures of traces to ddp and fsdp; uv run scripts/report.py --adopt FOLDER moves rows and pictures
@@ -74,6 +76,13 @@ for part in "$@"; do
         --compile --warmup 2 --steps 5)
       turns benchmark_fsdp "${leaderboard[@]}" --fsdp ours torch --attention hopper
       ranks benchmark_fsdp "${leaderboard[@]}" --fsdp torch --attention sdpa-cudnn ;;
+    leaderboard)
+      step=(--size leaderboard-8b --context-length 32768 --batch-size 1 --dtype bf16)
+      ours=(--fsdp ours --kernels fused --attention hopper --optimizer fused --keep products --update under-backward)
+      peer=(--fsdp torch --compile --attention sdpa-cudnn)
+      turns benchmark_fsdp "${step[@]}" "${ours[@]}" --peer-checkpoint full
+      ranks benchmark_fsdp "${step[@]}" "${peer[@]}" --checkpoint keep-attention first-16
+      ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --do-bench on --trace "$folder/leaderboard" ;;
     *)
       echo "unknown part '$part': see the head of scripts/measure_distributed.sh" >&2
       exit 2 ;;

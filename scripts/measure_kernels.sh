@@ -8,6 +8,7 @@
 #   norms            5  RMSNorm, with and without the residual add, 4k to 64k tokens, widths of six models
 #   elementwise      6  SwiGLU and RoPE at the same
 #   optimizer        3  AdamW, gradient norm
+#   quantize         5  quantization to fp8 and the largest magnitudes that it asks for
 #   head             4  loss of a head: 32,768 x 4096 x 151,936
 #   head-widths      6  the same at 16,384 tokens, widths of six models
 #   leaderboard      5  a block of leaderboard-8b at 1 x 32,768, at each level and compiled, also with cuDNN's attention
@@ -15,7 +16,7 @@
 #   qwen             6  blocks of Qwen2.5 at sequences of 1,024
 #   stacks           6  six blocks of leaderboard-8b and llama3-8b: their peak
 #
-# Peers need liger-kernel and cut-cross-entropy (uv sync, or pip install); without them their rows say so. The first five
+# Peers need liger-kernel and cut-cross-entropy (uv sync, or pip install); without them their rows say so. The first six
 # append to FOLDER/kernels, the others to FOLDER/fused; uv run scripts/report.py --adopt FOLDER moves the rows to
 # profiles/results/<gpu>/. PYTHON picks the interpreter (default: uv run). Ways that are compared follow each other in
 # one process; blocks take turns, since a long one runs at the power cap. Run nothing else on the host.
@@ -36,6 +37,8 @@ for part in "$@"; do
       kernels --kernel swiglu rotary --rows "${tokens[@]}" ;;
     optimizer)
       kernels --kernel adamw grad_norm --rows 4096 16384 ;;
+    quantize)
+      kernels --kernel absmax rms_norm.absmax swiglu.absmax adamw.absmax quantize quantize.transposed quantize_blocks ;;
     head)
       kernels --kernel linear_cross_entropy --rows 32768 --size llama3-8b --samples 30 ;;
     head-widths)
@@ -55,8 +58,8 @@ for part in "$@"; do
       blocks --size leaderboard-8b --context-length 32768 --layers 6 --how compiled products all --repeat 2
       blocks --size llama3-8b --context-length 8192 --batch-size 2 --layers 6 --how compiled products all --repeat 2 ;;
     *)
-      echo "unknown part '$part': parts are norms, elementwise, optimizer, head, head-widths, leaderboard, llama," \
-        "qwen, stacks" >&2
+      echo "unknown part '$part': parts are norms, elementwise, optimizer, quantize, head, head-widths, leaderboard," \
+        "llama, qwen, stacks" >&2
       exit 2 ;;
   esac
 done

@@ -2,8 +2,9 @@
 
 ``scripts/measure_*.sh FOLDER PART...`` write a folder for each part below FOLDER. Its CSVs of rows belong into
 ``profiles/results/<machine>/<part>/``, appended to those that are there (the newest run of a cell is what documents
-show); its pages, pictures and other CSVs, and the rows of a profile, into ``profiles/digests/<machine>/<part>/``. Raw
-recordings, and figures that are drawn from rows, stay.
+show); its pages, pictures and other CSVs, and the rows of a profile, into ``profiles/digests/<machine>/<part>/``; the
+log of a training run, ``FOLDER/<name>/log.jsonl``, to ``profiles/runs/<machine>/<name>/``. Raw recordings, checkpoints,
+and figures that are drawn from rows or logs, stay.
 
     moves = plan(Path("results/run7"), Path("profiles"), "h200", replace=False)
     for move in moves: print(move)
@@ -21,7 +22,12 @@ import pandas as pd
 
 from cs336_systems.answers.evidence import problems_of
 from cs336_systems.answers.sums import seal
+from cs336_systems.answers.training_runs import FOLDER as RUNS
+from cs336_systems.answers.training_runs import problems_of_run
 from cs336_systems.harness.record import NOT_RECORDED, read_rows
+from cs336_systems.pretraining.run_log import LOG
+from cs336_systems.pretraining.run_reader import read_run
+from cs336_systems.pretraining.run_records import Device
 
 LARGEST = 2**20
 """Bytes of a committed file; rows above are compressed, pages and pictures refused."""
@@ -57,6 +63,9 @@ def plan(run: Path, profiles: Path, machine: str, *, replace: bool) -> list[Move
     """
     moves = []
     for folder in sorted(path for path in run.iterdir() if path.is_dir()) if run.is_dir() else []:
+        if (log := folder / LOG).exists():
+            moves.append(_log(log, profiles / RUNS / machine / folder.name / LOG, machine, replace))
+            continue
         names = {path.stem for path in folder.glob("*.csv") if _holds_rows(path)}
         for path in sorted(folder.iterdir()):
             drawn = path.suffix == ".png" and any(path.stem.startswith(name) for name in names)
@@ -66,7 +75,7 @@ def plan(run: Path, profiles: Path, machine: str, *, replace: bool) -> list[Move
             target = profiles / kind / machine / folder.name / path.name
             moves.append(_rows(path, target, machine, replace) if path.stem in names else _page(path, target, replace))
     if not moves:
-        raise ValueError(f"{run} holds no folder of a part with rows, pages or pictures")
+        raise ValueError(f"{run} holds no folder of a part with rows, pages or pictures, and no log")
     return moves
 
 
@@ -168,6 +177,20 @@ def _page(source: Path, target: Path, replace: bool) -> Move:
     if not replace:
         return Move(source, target, "differs from the committed one", refused=True)
     return Move(source, target, "replaces the committed one", content)
+
+
+def _log(source: Path, target: Path, machine: str, replace: bool) -> Move:
+    try:
+        run = read_run(source)
+        problems = problems_of_run(run, commits=None)
+        problems += [
+            f"a run on {device.name}, not on {machine}"
+            for device in run.all(Device)
+            if machine.lower() not in device.name.lower()
+        ]
+    except ValueError as error:
+        problems = [str(error)]
+    return Move(source, target, problems[0], refused=True) if problems else _page(source, target, replace)
 
 
 def _unfit(rows: pd.DataFrame, machine: str) -> str:

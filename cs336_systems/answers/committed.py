@@ -4,6 +4,7 @@
     committed.rows("grid", size="xl", mode="step")     # results/h200/grid/*.csv, or .csv.gz
     committed.rows("nsys")                             # digests/h200/nsys/profile_model.csv
     committed.digests("nsys", "kernels")               # of every digest of a part, one below the other
+    committed.run("first")                             # runs/h200/first/log.jsonl
     committed.gpu_tests()                              # gpu_tests.csv
 
 What these return are questions: nothing is read until the frame or a number is asked for. A part that is missing, or
@@ -20,9 +21,12 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.answers.evidence import TEST_RUNS
+from cs336_systems.answers.training_runs import FOLDER as RUNS
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.harness.record import read_rows
 from cs336_systems.harness.runs import RATES, newest_run, pooled
+from cs336_systems.pretraining.run_log import LOG
+from cs336_systems.pretraining.run_reader import Run, read_run
 from cs336_systems.report.tables import settings_split
 
 _EFFORT = ("warmup", "steps", "repeat", "calls", "recorded_steps")
@@ -125,6 +129,17 @@ class Committed:
     def digests(self, part: str, what: str) -> Rows:
         """``what`` (kernels, ranges, allocations: CSVs; or page: the text) of every digest, with its cell's columns."""
         return Rows(functools.cache(lambda: self._digests(part, what)))
+
+    def run(self, name: str) -> Run:
+        """A training run.
+
+        Raises:
+            NotMeasured: its log is not committed.
+        """
+        path = self._profiles / RUNS / self._machine / name / LOG
+        if not path.exists():
+            raise NotMeasured(f"`{path.relative_to(self._profiles)}` is missing")
+        return read_run(path)
 
     def gpu_tests(self) -> list[dict[str, str]]:
         """Runs of the tests that need a GPU: date, commit, tests and outcome."""

@@ -27,7 +27,8 @@ TEST_RUNS = "gpu_tests.csv"
 
 _ABBREVIATED = re.compile(r"\b[0-9a-f]{7,40}\b")
 
-_UNKNOWN = ("", "unknown", "nan")
+UNKNOWN = ("", "unknown", "nan")
+"""What provenance says where it does not know."""
 
 _STATISTICS = ("median", "mean", "std", "p10", "p90", "n")
 
@@ -100,7 +101,7 @@ def problems_of(rows: pd.DataFrame, commits: Set[str] | None) -> list[str]:
     """The same of rows that ``read_rows`` returned, by line of their file."""
     dirty = rows["dirty"].astype(str) != "False"
     commit = rows["commit"].astype(str)
-    unknown = ~commit.isin([*(commit if commits is None else commits), *_UNKNOWN])
+    unknown = ~commit.isin([*(commit if commits is None else commits), *UNKNOWN])
     changed = "are of a checkout with uncommitted changes: no commit says what was measured"
     strange = f"are of commits that are not in the history, here {commit[unknown].iloc[:1].sum()}"
     said = (_where(dirty, changed), _where(unknown, strange))
@@ -114,7 +115,7 @@ def missing_provenance(rows: pd.DataFrame) -> list[str]:
         "gpu": rows["gpu"].where(device != "cpu", "a CPU"),
         "host": rows["host"].where(device == "cpu", "a GPU"),
     }
-    said = (_where(values.astype(str).isin(_UNKNOWN), f"do not say their {name}") for name, values in columns.items())
+    said = (_where(values.astype(str).isin(UNKNOWN), f"do not say their {name}") for name, values in columns.items())
     return list(filter(None, said))
 
 

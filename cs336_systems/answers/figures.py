@@ -31,8 +31,10 @@ from cs336_systems.experiments.model.speedups import speedups_figure
 from cs336_systems.experiments.parallelism.figures import goodput_figure, scaling_figure
 from cs336_systems.experiments.parallelism.pipeline_figure import pipelines_figure
 from cs336_systems.experiments.sharded_optimizer.table import memory_figure
-from cs336_systems.harness.record import DEFAULTS, NOT_RECORDED
+from cs336_systems.harness.record import DEFAULTS, NOT_RECORDED, OF_SHARDS
+from cs336_systems.pretraining.run_reader import Run
 from cs336_systems.report.figures import save
+from cs336_systems.report.run_figure import run_figure
 
 NODES = (8, 64, 512, 2048)
 FOLDER = "figures"
@@ -51,7 +53,7 @@ class Drawing:
         """SHA-256 of the function's name and of all that it draws; a figure's file says it as ``Source``."""
         found = hashlib.sha256(self.draw.__qualname__.encode())
         for argument in self.arguments():
-            found.update((_text(argument) if isinstance(argument, pd.DataFrame) else repr(argument)).encode())
+            found.update(_text(argument).encode())
         return found.hexdigest()
 
     def write(self, path: Path) -> None:
@@ -64,9 +66,19 @@ class Drawing:
         save(self.draw(*self.arguments()), path, Source=self.source())
 
 
-def _text(rows: pd.DataFrame) -> str:
+def _text(argument: Any) -> str:
+    """What decides a picture: a run's records, not its path; of rows what was measured, as ``_text_of_rows``."""
+    match argument:
+        case pd.DataFrame():
+            return _text_of_rows(argument)
+        case Run():
+            return repr(argument.records)
+    return repr(argument)
+
+
+def _text_of_rows(rows: pd.DataFrame) -> str:
     """Rows as they were measured: without what no row could say then, and so is at its default in all."""
-    defaults = NOT_RECORDED | DEFAULTS
+    defaults = NOT_RECORDED | DEFAULTS | OF_SHARDS
     unsaid = [name for name, default in defaults.items() if name in rows and (rows[name] == default).all()]
     own = rows.drop(columns=unsaid)
     return own[sorted(own.columns.astype(str))].to_csv(index=False, float_format="%.9g")
@@ -100,6 +112,7 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_kernels.png": of_rows(shares_figure, "kernels"),
         "h200_blocks.png": of_rows(kept_figure, "fused"),
         **{f"h200_leak_{name}.png": of_leak(name) for name in LEAKS},
+        "h200_run_first.png": Drawing(_run_figure, lambda: ("first", committed.run("first"))),
         "attention_masks.png": Drawing(masks_figure, lambda: (1024,)),
         "pipeline_schedules.png": Drawing(pipelines_figure, lambda: (timelines,)),
         "fsdp_scaling.png": Drawing(scaling_figure, lambda: (arithmetic.WORKLOAD, arithmetic.H100, 8192)),
@@ -110,6 +123,10 @@ def figures(committed: Committed) -> dict[str, Drawing]:
 def _all_reduce_figure(rows: pd.DataFrame) -> Figure | None:
     # Worlds of two and four were measured on two hosts of the same GPU, and are one figure.
     return collectives_figure(rows.assign(host=""))
+
+
+def _run_figure(name: str, run: Run) -> Figure:
+    return run_figure({name: run})
 
 
 def _leak_figure(name: str, rows: pd.DataFrame) -> Figure | None:

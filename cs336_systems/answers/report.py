@@ -1,5 +1,6 @@
 """What ``scripts/report.py`` does: adopt a run, render documents, draw figures, ask for proof; in sentences."""
 
+import itertools
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from cs336_systems.answers.figures import draw, stale_figures
 from cs336_systems.answers.prose import typed_numbers
 from cs336_systems.answers.rendering import FOLDER, CannotRender, Pages, documents, read_templates, stale_lines
 from cs336_systems.answers.sums import broken_seals
+from cs336_systems.answers.training_runs import run_problems
 from cs336_systems.answers.vocabulary import vocabulary
 
 MACHINE = "h200"
@@ -71,7 +73,7 @@ def unproven(root: Path, committed: Committed, templates: Mapping[str, str]) -> 
     profiles = root / "profiles"
     inside = [Path(name) for name in documents(templates) if name.startswith("profiles/")]
     rendered = [path.relative_to("profiles").as_posix() for path in inside]
-    recorded = [*row_problems(profiles, commits), *gpu_test_problems(profiles, commits)]
-    found = [*recorded, *broken_seals(profiles, rendered), *stale_figures(committed, profiles)]
+    recorded = [problems(profiles, commits) for problems in (row_problems, run_problems, gpu_test_problems)]
+    found = [*itertools.chain(*recorded), *broken_seals(profiles, rendered), *stale_figures(committed, profiles)]
     typed = [f"{FOLDER}/{sentence}" for sentence in typed_numbers(templates)]
     return [*typed, *(f"profiles/{problem}" for problem in found)]

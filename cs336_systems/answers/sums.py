@@ -1,4 +1,4 @@
-"""SHA-256 of every committed file that nobody can make again from others: rows, digests of recordings, figures.
+"""SHA-256 of every committed file that nobody can make again from others: rows, digests, logs of runs, figures.
 
 ``profiles/SHA256SUMS`` holds them, a line per file as ``sha256sum`` writes it (``cd profiles && sha256sum -c
 SHA256SUMS``). What writes such a file seals it: adopting a run its rows and digests, rendering the figures it drew. An
@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 NAME = "SHA256SUMS"
-SEALED = ("results", "digests", "figures")
+SEALED = ("results", "digests", "runs", "figures")
 """Folders of ``profiles/`` whose files are listed."""
 
 

@@ -10,6 +10,7 @@ import pandas as pd
 from cs336_systems.answers import arithmetic, attention, memory, models, outside, precision, predictions, profiles
 from cs336_systems.answers.committed import Committed, NotMeasured, Rows
 from cs336_systems.answers.rendering import Pending
+from cs336_systems.answers.training_runs import console_lines
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.communication import cost
 from cs336_systems.costs.fsdp import model_units, state_bytes, step_traffic
@@ -29,6 +30,7 @@ from cs336_systems.experiments.model.table import step_table
 from cs336_systems.experiments.parallelism.answers import found
 from cs336_systems.experiments.parallelism.questions import QUESTIONS
 from cs336_systems.experiments.sharded_optimizer import table as sharded_tables
+from cs336_systems.report.run_summary import summary
 from cs336_systems.report.tables import Table
 
 LEAKS = {leak.NAME: leak.analyse for leak in (matmul_data, roofline_knee, launch_overhead, flops_against_time)}
@@ -156,9 +158,11 @@ def vocabulary(committed: Committed) -> dict[str, Any]:
         "kernel_table": KERNEL_TABLE.of,
         "block_table": BLOCK_TABLE.of,
         "leak_tables": leak_tables,
+        "console_of": lambda name, *steps: console_lines(committed.run(name), steps),
     }
     numbers: dict[str, Callable[..., Any]] = {number.__name__: number for number in NUMBERS}
     numbers |= {"leak": leak, "parallelism": parallelism, **questions(committed.rows)}
+    numbers["trained"] = lambda what, name: summary(committed.run(name))[what]
     return {
         **{name: answering(table, _sentence) for name, table in tables.items()},
         **{name: answering(number, lambda _: Pending()) for name, number in numbers.items()},

@@ -2,12 +2,15 @@
 
     model = TransformerLM(config, device="cuda", dtype=torch.bfloat16)
     write_out(model, REFERENCE, "products")          # same parameters, names and state dict
+    write_out(model, REFERENCE, "input", inputs_on_host=True)
 
 What is kept for backward goes through ``save_for_backward``, so hooks on saved tensors see it, a second backward is
 refused or served as anywhere, and changes in place are noticed. To autograd the block is one node whose inputs are its
 parameters: gradient hooks, DDP, sharded optimizers and FSDP work as on the reference block. Under FSDP the block must
 be one unit (``units=lambda module: isinstance(module, TransformerBlock)``), since it reads its children's weights
-itself. ``torch.compile`` leaves it as it is. Hooks on modules inside the block are not run.
+itself. A block's input may be in host memory from forward to backward (``host_inputs.py``); hooks on saved tensors do
+not see it then, nor are changes in place noticed. ``torch.compile`` leaves the block as it is. Hooks on modules inside
+it are not run.
 """
 
 from dataclasses import dataclass
@@ -19,11 +22,12 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from cs336_systems.blocks.block import backward, forward
+from cs336_systems.blocks.host_inputs import HostInputs
 from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.saved import Saved
 from cs336_systems.blocks.weights import BlockGradients, BlockWeights, merge_
 from cs336_systems.config import ModelConfig
-from cs336_systems.costs.kept import kept_names
+from cs336_systems.costs.kept import keep_of_blocks, kept_names
 from cs336_systems.model import TransformerBlock, TransformerLM
 from cs336_systems.model.layers import Placement
 
@@ -36,6 +40,7 @@ class _Call:
     config: ModelConfig
     kept: tuple[str, ...]
     parameters: tuple[str, ...]
+    host_inputs: HostInputs | None
 
 
 class _BlockFunction(torch.autograd.Function):
@@ -44,8 +49,11 @@ class _BlockFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, cos: Tensor, sin: Tensor, *parameters: Tensor) -> Tensor:
         weights = BlockWeights.of(dict(zip(call.parameters, parameters, strict=True)))
-        saved = Saved(call.kept)
-        y = forward(x.contiguous(), weights, saved, call.ops, call.config, cos, sin)
+        saved, x = Saved(call.kept), x.contiguous()
+        ctx.away = None
+        if call.host_inputs is not None and call.kept:
+            saved, ctx.away = Saved(name for name in call.kept if name != "x"), call.host_inputs.send(x)
+        y = forward(x, weights, saved, call.ops, call.config, cos, sin)
         ctx.call, ctx.saved_names = call, tuple(saved.tensors)
         ctx.save_for_backward(cos, sin, *parameters, *saved.tensors.values())
         return y
@@ -59,10 +67,13 @@ class _BlockFunction(torch.autograd.Function):
         parameters = dict(zip(call.parameters, tensors[:n_parameters], strict=True))
         saved = Saved(call.kept)
         saved.keep(**dict(zip(ctx.saved_names, tensors[n_parameters:], strict=True)))
+        if ctx.away is not None:
+            saved.keep(x=ctx.away.fetch())
         del tensors
         once = not torch._C._autograd._get_current_graph_task_keep_graph()
         if once:  # autograd would hold all of it until this returns
             ctx.maybe_clear_saved_tensors()
+            ctx.away = None
         _, wants_dx, _, _, *wanted = ctx.needs_input_grad
         grads = BlockGradients.empty(parameters, (name for name, want in zip(parameters, wanted, strict=True) if want))
         weights = BlockWeights.of(parameters)
@@ -78,15 +89,24 @@ class WrittenOutBlock(TransformerBlock):
     Args:
         block_ops: the operations between products; they must serve the device and the dtype.
         keep: what is kept for backward, a level and switches of ``costs/kept.py``.
+        host_inputs: where the input is kept; on the device if None.
 
     Raises:
         ValueError: no such level or switch; in forward, x or a parameter has another dtype than the rest, or autocast
             is on.
     """
 
-    def __init__(self, config: ModelConfig, block_ops: BlockOps, keep: str, **placement: Unpack[Placement]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        block_ops: BlockOps,
+        keep: str,
+        host_inputs: HostInputs | None = None,
+        **placement: Unpack[Placement],
+    ) -> None:
         super().__init__(config, **placement)
         self.config, self.block_ops, self.kept = config, block_ops, kept_names(keep)
+        self.host_inputs = host_inputs
         merge_(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "WrittenOutBlock":
@@ -109,18 +129,25 @@ class WrittenOutBlock(TransformerBlock):
             if parameter.dtype != x.dtype:
                 raise ValueError(f"x is {x.dtype} and {name} {parameter.dtype}: a written-out block has one dtype")
         recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters.values()))
-        call = _Call(self.block_ops, self.config, self.kept if recorded else (), tuple(parameters))
+        kept = self.kept if recorded else ()
+        call = _Call(self.block_ops, self.config, kept, tuple(parameters), self.host_inputs)
         return _BlockFunction.apply(call, x, cos, sin, *parameters.values())
 
 
-def write_out(model: TransformerLM, block_ops: BlockOps, keep: str) -> None:
+def write_out(model: TransformerLM, block_ops: BlockOps, keep: str, *, inputs_on_host: bool = False) -> None:
     """Exchange the model's blocks for written-out ones with the same parameters; do so before anything wraps it.
+
+    Args:
+        inputs_on_host: keep the blocks' inputs in host memory.
+        keep: of all blocks, or of each as ``costs.kept.keep_of_blocks`` reads it.
 
     Raises:
         ValueError: no such level or switch.
     """
-    for i, block in enumerate(model.layers):
-        written_out = WrittenOutBlock(model.config, block_ops, keep, device="meta")
+    host_inputs = HostInputs(len(model.layers)) if inputs_on_host else None
+    keeps = keep_of_blocks(keep, len(model.layers))
+    for i, (block, keep) in enumerate(zip(model.layers, keeps, strict=True)):
+        written_out = WrittenOutBlock(model.config, block_ops, keep, host_inputs, device="meta")
         for name, child in block.named_children():
             setattr(written_out, name, child)
         merge_(written_out)

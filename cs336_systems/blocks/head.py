@@ -15,6 +15,7 @@ weight. A tied embedding has its two gradients added up by autograd, as anywhere
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,21 +28,24 @@ CHUNK = 1024
 """Tokens whose logits exist at a time, unless it is said."""
 
 
-def head_ops(kernels: str, ops: ModelOps, z_loss: float = 0.0) -> ModelOps:
+def head_ops(kernels: str, ops: ModelOps, z_loss: float = 0.0, chunk: int | None = None) -> ModelOps:
     """``ops`` with the loss in chunks, by a name of ``config.KERNELS``; ``fused`` brings its norm, too.
 
     Args:
         z_loss: as of ``linear_cross_entropy``, where gradients are taken; a loss that is only looked at is without it.
+        chunk: tokens whose logits exist at a time; None for the operation's own choice.
     """
     if kernels == "reference":
-        return replace(ops, linear_cross_entropy=_regularised(linear_cross_entropy, z_loss))
+        return replace(ops, linear_cross_entropy=_with(linear_cross_entropy, z_loss, chunk))
     from cs336_systems import kernels as fused  # Triton comes with them, which not every machine has
 
-    loss = _regularised(fused.linear_cross_entropy, z_loss)
+    loss = _with(fused.linear_cross_entropy, z_loss, chunk)
     return replace(ops, rms_norm=fused.rms_norm, linear_cross_entropy=loss)
 
 
-def _regularised(loss: Callable[..., Tensor], z_loss: float) -> Callable[..., Tensor]:
+def _with(loss: Callable[..., Tensor], z_loss: float, chunk: int | None) -> Callable[..., Tensor]:
+    if chunk is not None:
+        loss = partial(loss, chunk=chunk)
     if not z_loss:
         return loss
     return lambda *arguments: loss(*arguments, z_loss=z_loss if torch.is_grad_enabled() else 0.0)

@@ -22,7 +22,7 @@ from typing import Literal, get_args
 
 from cs336_systems.config import MODES, ModelConfig
 from cs336_systems.costs.checkpointing import KEEP_ATTENTION, KEEP_MATMULS, canonical_policy, make_plan, runs_again
-from cs336_systems.costs.kept import flops_again
+from cs336_systems.costs.kept import flops_again, keep_of_blocks
 
 Convention = Literal["causal", "palm"]
 AttentionKind = Literal["materialised", "flash"]
@@ -114,7 +114,9 @@ def hardware_flops(
     written_out, n_layers = keep != "autograd", config.n_layers
     again = _recomputed_flops(config, batch_size * seq_len, forward, flash, canonical_policy(checkpoint), compiled)
     if written_out:
-        again += n_layers * flops_again(config, batch_size, seq_len, keep, forward.attention // n_layers)
+        attention_each = forward.attention // n_layers
+        keeps = keep_of_blocks(keep, n_layers)
+        again += sum(flops_again(config, batch_size, seq_len, each, attention_each) for each in keeps)
     if mode == "forward":
         return forward.total
     scores_again = flash or written_out

@@ -67,12 +67,32 @@ class Whole:
         """Backward has come through all units."""
 
 
+class Accumulated(Whole):
+    """Those of a rank that has gradients of an earlier micro-batch, to which autograd adds what backward makes."""
+
+    def make(self, *, moments: bool) -> None:
+        super().make(moments=moments)
+        self._make("gradients", "earlier gradient of", self.pieces)
+
+    def come_to(self, unit: int) -> None:
+        self._add(unit + 1)
+
+    def finish(self) -> None:
+        self._add(0)
+
+    def _add(self, unit: int) -> None:
+        if unit < self.n_units:  # a tied head's gradient has become a part of the embedding's
+            self.ledger.free(*(f"{unit} gradient of {name}" for name in self.pieces[unit]))
+
+
 class Sharded(Whole):
     """Those of one of several ranks that hold shards: ``distributed/fsdp_schedule.py`` by its effects on memory."""
 
-    def __init__(self, config: ModelConfig, width: int, ledger: Ledger, n_shards: int, prefetch: int) -> None:
+    def __init__(
+        self, config: ModelConfig, width: int, ledger: Ledger, n_shards: int, prefetch: int, update: str
+    ) -> None:
         super().__init__(config, width, ledger)
-        self.n_shards, self.prefetch = n_shards, prefetch
+        self.n_shards, self.prefetch, self.updates_early = n_shards, prefetch, update == "under-backward"
         units = model_units(config)
         head = [] if config.tie_embeddings else units[-1]
         self.matrices = [
@@ -80,6 +100,8 @@ class Sharded(Whole):
         ]
         self.gathered: set[int] = set()
         self.reducing: int | None = None
+        self.updating: int | None = None
+        """Whose shards are updated under backward, and have their gradients until the next ones are."""
 
     def make(self, *, moments: bool) -> None:
         vectors = [{name: size for name, size in unit.items() if self._is_vector(name)} for unit in self.pieces]
@@ -143,9 +165,17 @@ class Sharded(Whole):
         if self.reducing is not None:
             matrices = (name for name in self.pieces[self.reducing] if not self._is_vector(name))
             self.ledger.free(*(f"{self.reducing} gradient of {name}" for name in matrices))
+            if self.updates_early:
+                self._finish_update()
+                self.updating = self.reducing
+
+    def _finish_update(self) -> None:
+        if self.updating is not None:
+            self.ledger.free(f"{self.updating} gradients of shards")
 
     def finish(self) -> None:
         for group in list(self.gathered):
             self._free(group)
         self._reduce(0)
         self._finish_reduction()
+        self._finish_update()

@@ -13,6 +13,8 @@ one product where the second level saves all of attention. A switch drops what i
 ``all-norm-swiglu`` is ``products``, and ``products-residual`` computes the output projection again. The gradients are
 the same bits at each level and switch.
 
+Blocks may differ: ``8xall+products`` keeps all of the first eight and products of the rest (``keep_of_blocks``).
+
     kept_names("products-ffn")                                # what is kept
     bytes_kept(config, 1, 8192, PRECISIONS["bf16"], "products")
 
@@ -21,6 +23,7 @@ heads, E d_head, F d_ff.
 """
 
 import difflib
+import re
 from dataclasses import dataclass
 from math import prod
 
@@ -83,14 +86,38 @@ def kept_names(keep: str) -> tuple[str, ...]:
         ValueError: no such level or switch; the message has the nearest names.
     """
     level, *switches = keep.split("-")
-    _check_known("level", level, LEVELS, f" in what to keep, {keep!r}")
+    check_known("level", level, LEVELS, f" in what to keep, {keep!r}")
     for switch in switches:
-        _check_known("switch", switch, tuple(SWITCHES), f" in what to keep, {keep!r}")
+        check_known("switch", switch, tuple(SWITCHES), f" in what to keep, {keep!r}")
     levels = LEVELS[: LEVELS.index(level) + 1]
     return tuple(row.name for row in KEPT if row.level in levels and not set(row.switches) & set(switches))
 
 
-def _check_known(what: str, value: str, known: tuple[str, ...], where: str = "") -> None:
+_COUNTED = re.compile(r"([1-9]\d{0,8})x(.*)")
+
+
+def keep_of_blocks(keep: str, n_layers: int) -> tuple[str, ...]:
+    """What each block keeps, the first one first: ``8xall+4xproducts+attention`` counts all but the last part.
+
+    Raises:
+        ValueError: no such level or switch, a part without its number, or none of the blocks left for the last.
+    """
+    *counted, rest = keep.split("+")
+    found: list[str] = []
+    for part in counted:
+        match = _COUNTED.fullmatch(part)
+        if match is None:
+            raise ValueError(f"{part!r} in what to keep, {keep!r}, must say of how many blocks: 8xall+products")
+        kept_names(match[2])
+        found += [match[2]] * int(match[1])
+    kept_names(rest)
+    if counted and len(found) >= n_layers:
+        raise ValueError(f"what to keep, {keep!r}, leaves none of {n_layers} blocks for {rest}")
+    return (*found, *[rest] * (n_layers - len(found)))
+
+
+def check_known(what: str, value: str, known: tuple[str, ...], where: str = "") -> None:
+    """Raise ValueError, with the nearest of the known, for a value that is none of them."""
     if value not in known:
         near = difflib.get_close_matches(value, known, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -105,12 +132,13 @@ def unserved_reason(case: TrainingCase) -> str | None:
     Raises:
         ValueError: a name is unknown; the message has the nearest.
     """
-    _check_known("kernels", case.kernels, KERNELS)
+    check_known("kernels", case.kernels, KERNELS)
     if not case.written_out:
         need = f"kernels {case.kernels} with keep autograd: they need a backward written out, {', '.join(LEVELS)}"
         return None if case.kernels == "reference" else need
-    _check_known("level", case.keep.split("-")[0], (*LEVELS, "autograd"), f" in what to keep, {case.keep!r}")
-    kept_names(case.keep)
+    if "+" not in case.keep:
+        check_known("level", case.keep.split("-")[0], (*LEVELS, "autograd"), f" in what to keep, {case.keep!r}")
+    keep_of_blocks(case.keep, case.config.n_layers)
     fused, keep = case.kernels != "reference", f"keep {case.keep}"
     attentions = [name for name in WRITTEN_OUT_ATTENTIONS if not (fused and name == "reference")]
     if fused and not case.device.startswith("cuda"):

@@ -8,21 +8,22 @@ goes. What is alive, block by block:
                   what it has still to read
     gradients     of a whole block from the beginning of its backward on; q, k, v in one piece, gate and up in another
     head          the gradients of its input and its weight are made in forward beside one chunk of logits; backward
-                  multiplies them, and so has them twice for a moment
+                  multiplies them where they lie
+    accumulation  gradients of earlier micro-batches are there all the time, and a unit's new ones until they are added
     fully sharded whole weights of the block that runs and of the next ones, whole gradients of the block that runs and
                   of the one that is being reduced, and this rank's shards of all else
 
     written_out_peak(config, 1, 8192, PRECISIONS["bf16"], "step", keep="products", chunk=4096)
 
 The operations are the fused kernels, whose buffers are counted: partial sums of norms' gains, attention's statistics
-and its fp32 sums. Limits: eager execution, no gradients from an earlier micro-batch, ranks that divide all rows evenly
+and its fp32 sums. Limits: eager execution, no accumulation where states are sharded, ranks that divide all rows evenly
 (FSDP copies otherwise), and those of ``costs/memory.py``. Sizes are in bytes.
 """
 
 from cs336_systems.config import MODES, OPTIMIZERS, WRITTEN_OUT_ATTENTIONS, ModelConfig, Precision
 from cs336_systems.costs.activations import WIDE
-from cs336_systems.costs.held_states import Sharded, Whole, block_pieces
-from cs336_systems.costs.kept import kept_names, kept_tensors
+from cs336_systems.costs.held_states import Accumulated, Sharded, Whole, block_pieces
+from cs336_systems.costs.kept import keep_of_blocks, kept_names, kept_tensors
 from cs336_systems.costs.ledger import Ledger
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PeakMemory, cuda_block_bytes, rotary_bytes
 
@@ -47,25 +48,32 @@ def written_out_peak(
     optimizer: str = "fused",
     n_shards: int = 1,
     prefetch: int = 1,
+    accumulates: bool = False,
+    update: str = "after-backward",
     device_type: str = "cuda",
     workspace_bytes: int = CUBLAS_WORKSPACE_BYTES,
 ) -> PeakMemory:
     """Predict the peak of allocated memory of one pass of ``mode``, per rank.
 
     Args:
-        keep: a level and switches of ``costs/kept.py``.
+        keep: a level and switches of ``costs/kept.py``, or those of each block.
         chunk: tokens whose logits the head has at a time.
         attention: flash or hopper.
         optimizer: ``reference`` holds one temporary as large as the largest parameter.
         n_shards: ranks of fully sharded data parallelism, blocks and head a unit each; 1 without. Its steps after the
             first are predicted, which know what comes next.
         prefetch: units whose weights are gathered ahead.
+        accumulates: whether gradients of an earlier micro-batch are there.
+        update: of fully sharded parameters, one of ``case.UPDATES``.
         device_type: ``cuda`` counts the allocator's blocks and workspaces; ``cpu`` counts tensors.
         workspace_bytes: cuBLAS's, per thread that multiplies; ignored on the CPU.
 
     Raises:
-        ValueError: no such mode, optimizer, attention, device type, level or switch, or a precision with autocast.
+        ValueError: no such mode, optimizer, attention, device type, level or switch, a precision with autocast, or
+            accumulation of sharded gradients.
     """
+    if accumulates and n_shards > 1:
+        raise ValueError(f"gradients that accumulate over {n_shards} shards are not predicted")
     for name, value, known in (
         ("mode", mode, MODES),
         ("optimizer", optimizer, OPTIMIZERS),
@@ -82,9 +90,13 @@ def written_out_peak(
         ledger.make(
             "tables and workspaces", **{f"workspace {i}": workspace_bytes for i in range(1 + (mode != "forward"))}
         )
-    kept = kept_names(keep) if mode != "forward" else ()
+    keeps = keep_of_blocks(keep, config.n_layers)
+    kept = [frozenset(kept_names(each) if mode != "forward" else ()) for each in keeps]
     of = config, sizes.width, ledger
-    states = Sharded(*of, n_shards, prefetch) if n_shards > 1 else Whole(*of)
+    if n_shards > 1:
+        states: Whole = Sharded(*of, n_shards, prefetch, update)
+    else:
+        states = Accumulated(*of) if accumulates else Whole(*of)
     states.make(moments=mode == "step")
     _Step(sizes, ledger, states, kept).run(mode, largest_temporary=optimizer == "reference")
     return ledger.peak()
@@ -134,8 +146,8 @@ class _Sizes:
 class _Step:
     """Goes through forward, backward and optimizer as ``model/transformer.py`` and ``blocks/`` do."""
 
-    def __init__(self, sizes: _Sizes, ledger: Ledger, states: Whole, kept: tuple[str, ...]) -> None:
-        self.sizes, self.ledger, self.states, self.kept = sizes, ledger, states, frozenset(kept)
+    def __init__(self, sizes: _Sizes, ledger: Ledger, states: Whole, kept: list[frozenset[str]]) -> None:
+        self.sizes, self.ledger, self.states, self.kept = sizes, ledger, states, kept
         self.n_layers = sizes.config.n_layers
 
     def run(self, mode: str, *, largest_temporary: bool) -> None:
@@ -177,12 +189,12 @@ class _Step:
 
     def _make(self, block: int, *names: str) -> None:
         for name in names:
-            part = "activations" if name in self.kept else "temporaries"
+            part = "activations" if name in self.kept[block] else "temporaries"
             self.ledger.make(part, **{f"{block} {name}": self.sizes.of[name]})
 
     def _drop(self, block: int, *names: str) -> None:
         """Unless they are kept."""
-        self.ledger.free(*(f"{block} {name}" for name in names if name not in self.kept))
+        self.ledger.free(*(f"{block} {name}" for name in names if name not in self.kept[block]))
 
     def _block_forward(self, i: int) -> None:
         ledger = self.ledger
@@ -201,7 +213,7 @@ class _Step:
         self._drop(i, "normed2")
         self._make(i, "product")
         self._drop(i, "gate_up")
-        if "residual" in self.kept:
+        if "residual" in self.kept[i]:
             ledger.make("activations", **{f"{i + 1} x": self.sizes.stream})
         else:  # the down projection is added to it where it lies
             ledger.become(f"{i} residual", "activations", f"{i + 1} x")
@@ -210,7 +222,7 @@ class _Step:
     def _block_backward(self, i: int) -> None:
         """From ``dy`` to ``dy`` of the block before."""
         ledger, sizes = self.ledger, self.sizes
-        stream, recalled = sizes.stream, _Recalled(sizes, ledger, i, self.kept)
+        stream, recalled = sizes.stream, _Recalled(sizes, ledger, i, self.kept[i])
         ledger.at(f"block {i}, feed-forward backward")
         ledger.make(
             "gradients",
@@ -259,12 +271,10 @@ class _Step:
     def _head_backward(self) -> None:
         ledger, sizes, unit = self.ledger, self.sizes, self.states.head_unit
         ledger.at("loss backward")
-        ledger.make("loss", scaled=sizes.stream)
-        ledger.make("gradients", **{f"{unit} gradient of head": sizes.head})
-        ledger.free("dhead", "dnormed")
+        ledger.become("dhead", "gradients", f"{unit} gradient of head")
         ledger.make("temporaries", dy=sizes.stream, sums=sizes.gain_sums)
         ledger.make("gradients", **{f"{unit} gradient of ln_final": sizes.gain})
-        ledger.free("sums", "scaled", "rstd", f"{self.n_layers} x")
+        ledger.free("sums", "dnormed", "rstd", f"{self.n_layers} x")
 
 
 class _Recalled:

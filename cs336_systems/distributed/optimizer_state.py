@@ -32,7 +32,7 @@ def whole_state(
     for i, parts in enumerate(pieces.values()):
         for j, piece in enumerate(parts):
             if piece.tensor is not None and (values := state.get(piece.tensor)):
-                per_element = {k: v.dtype for k, v in values.items() if _is_per_element(k, v, piece.tensor)}
+                per_element = {k: v.dtype for k, v in values.items() if is_per_element(k, v, piece.tensor)}
                 rest = {k: _on_cpu(v) for k, v in values.items() if k not in per_element}
                 described[i, j] = (per_element, rest)
     if world_size > 1:
@@ -80,7 +80,7 @@ def state_of_piece(state: Mapping[str, Any], parameter: Tensor, piece: Piece) ->
     assert piece.tensor is not None
     cut: dict[str, Any] = {}
     for key, value in state.items():
-        if not _is_per_element(key, value, parameter):
+        if not is_per_element(key, value, parameter):
             cut[key] = value.clone() if isinstance(value, Tensor) else value
             continue
         flat = torch.empty(parameter.numel(), dtype=value.dtype)
@@ -89,7 +89,7 @@ def state_of_piece(state: Mapping[str, Any], parameter: Tensor, piece: Piece) ->
     return cut
 
 
-def _is_per_element(key: str, value: Any, tensor: Tensor) -> bool:
+def is_per_element(key: str, value: Any, tensor: Tensor) -> bool:
     """Whether state has a value for each element; torch, too, knows a step counter by its name."""
     return isinstance(value, Tensor) and key != "step" and value.shape == tensor.shape
 

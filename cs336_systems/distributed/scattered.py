@@ -1,18 +1,25 @@
-"""ZeRO stage 1 underneath ``ShardedOptimizer``: gradients reduce-scattered under backward, parameters all-gathered.
+"""ZeRO underneath ``ShardedOptimizer``: gradients reduce-scattered under backward, parameters all-gathered.
 
-Each bucket is one flat buffer, whose gradients lie in a flat buffer of their own from the moment they are reduced:
-reducing needs no memory beyond the gradients, and ``.grad`` is scratch memory from then until it is cleared.
+Stage 1: each bucket is one flat buffer, whose gradients lie in a flat buffer of their own from the moment they are
+reduced: reducing needs no memory beyond the gradients, and ``.grad`` is scratch memory from then until it is cleared.
+
+Stage 2: that buffer lives from the moment that a bucket is complete until the next one is, when its reduction has had
+the time of a bucket to end. What stays is the shard, in which the backwards of a step add up; ``.grad`` is None.
 """
 
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
 
 from cs336_systems.distributed.shards import FlatBuffer, Layout, Piece, Runs, check_dense, flat_buffers
+
+_NO_BACKWARD = -1
 
 
 @dataclass
@@ -120,6 +127,11 @@ class ScatteredBucket:
         assert self._gradients is not None
         self._gradients.chunk(self.world_size)[self.rank].div_(self.world_size)
 
+    @property
+    def reduced(self) -> Tensor | None:
+        """The gradients of this rank's shard once they are reduced, flat; None if there are none."""
+        return None if self._gradients is None else self._gradients.chunk(self.world_size)[self.rank]
+
     def prepare(self) -> list[Tensor]:
         self.buffer.hold()
         mine = [
@@ -128,14 +140,14 @@ class ScatteredBucket:
             for piece in pieces
             if piece.tensor is not None
         ]
-        if self._gradients is None:
-            return [tensor for _, tensor in mine]
         self.finish()
-        shard = self._gradients.chunk(self.world_size)[self.rank]
+        shard = self.reduced
+        if shard is None:
+            return [tensor for _, tensor in mine]
         begin = self.shard.storage_offset()
         for parameter in self.accumulation.absent - self.unused:
             if parameter.requires_grad:  # as on the ranks that have one: all ranks can tell whether it is cleared
-                parameter.grad = self._gradient_views[parameter]
+                parameter.grad = self._gradient_views.get(parameter)
         for parameter, tensor in mine:
             offset = tensor.storage_offset() - begin
             tensor.grad = None if parameter in self.unused else shard[offset : offset + tensor.numel()]
@@ -147,6 +159,45 @@ class ScatteredBucket:
         return [dist.all_gather_into_tensor(self.buffer.flat, self.shard, async_op=True)]
 
 
+class FreedBucket(ScatteredBucket):
+    """One that keeps no more of its gradients than the shard of this rank."""
+
+    def __init__(self, buffer: FlatBuffer, rank: int, world_size: int) -> None:
+        super().__init__(buffer, rank, world_size)
+        self._sum: Tensor | None = None
+        """Of the backwards so far."""
+
+    @property
+    def current(self) -> bool:
+        return self.accumulation.launched and all(parameter.grad is None for parameter in self.buffer.parameters)
+
+    @property
+    def reduced(self) -> Tensor | None:
+        return self._sum
+
+    def forget(self, *, free: bool) -> None:
+        super().forget(free=True)
+        self._sum = None
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Start the reduce-scatter; every ``.grad`` becomes None."""
+        before = self.accumulation.absent if self.accumulation.launched else set(self.buffer.parameters)
+        super().reduce()
+        self.accumulation.absent &= before
+        for parameter in self._gradient_views:
+            parameter.grad = None
+
+    def finish(self) -> None:
+        """Wait for the reduce-scatter, if one is under way, add its mean to the shard, and free the rest."""
+        if self._gradients is None:
+            return
+        super().finish()
+        mine = self._gradients.chunk(self.world_size)[self.rank]
+        self._sum = mine.clone() if self._sum is None else self._sum.add_(mine)
+        self._gradients, self._gradient_views = None, {}
+
+
 class GradientScatter:
     """Starts each bucket's reduce-scatter when its last gradient arrives, in the order of the buckets on every rank.
 
@@ -154,21 +205,24 @@ class GradientScatter:
 
     Args:
         names: of the parameters, for errors; those to be laid out later are added to it.
+        frees: whether whole gradients are given up once they are reduced, after each backward (stage 2).
     """
 
-    def __init__(self, names: Mapping[Tensor, str]) -> None:
-        self._names = names
+    def __init__(self, names: Mapping[Tensor, str], *, frees: bool = False) -> None:
+        self._names, self.frees = names, frees
         self.buckets: list[ScatteredBucket] = []
         self.enabled = True
         self._bucket_of: dict[Tensor, ScatteredBucket] = {}
         self._next = 0
+        self._backward = _NO_BACKWARD
+        """Autograd's number of the one that gradients last came from."""
         self._exchanged: tuple[list[bool], Tensor] | None = None
 
     def layout(self, runs: Runs, rank: int, world_size: int, bucket_bytes: int) -> Layout:
         """Lay out runs of parameters, last first, as backward makes their gradients, and watch these."""
         buckets = []
         for buffer in flat_buffers(reversed(runs), bucket_bytes, world_size):
-            bucket = ScatteredBucket(buffer, rank, world_size)
+            bucket = (FreedBucket if self.frees else ScatteredBucket)(buffer, rank, world_size)
             buckets.append(bucket)
             for parameter in buffer.parameters:
                 self._bucket_of[parameter] = bucket
@@ -182,7 +236,9 @@ class GradientScatter:
         check_dense(parameter, self._names[parameter])
         if not bucket.buffer.holds(parameter):  # another optimizer has taken it, or step() will take it back
             return
-        if bucket.accumulation.launched:
+        if self.frees:
+            self._end_with_backward()
+        elif bucket.accumulation.launched:
             if bucket.holds(parameter):
                 raise RuntimeError(
                     "backward added to gradients that are reduced already: run all but the last backward of a step "
@@ -194,8 +250,32 @@ class GradientScatter:
         bucket.arrive(parameter)
         # Not before those ahead of it: so every rank sends in the same order, whatever its data makes it use.
         while self._next < len(self.buckets) and self.buckets[self._next].complete:
-            self.buckets[self._next].reduce()
-            self._next += 1
+            self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        self.buckets[self._next].reduce()
+        if self.frees and self._next:
+            self.buckets[self._next - 1].finish()
+        self._next += 1
+
+    def _end_with_backward(self) -> None:
+        """Let every backward reduce each bucket once, whatever it makes gradients of."""
+        task = torch._C._current_graph_task_id()
+        if task != self._backward:
+            self._begin_anew()
+            self._backward = task
+            Variable._execution_engine.queue_callback(_weakly(self._end_backward, task))
+
+    def _end_backward(self, task: int) -> None:
+        if task == self._backward:
+            while self._next < len(self.buckets):
+                self._reduce_next()
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.accumulation.arrived.clear()
 
     def reduce_the_rest(self) -> list[dist.Work]:
         """Start what backward has not: buckets with unused parameters, and gradients that were set by hand.
@@ -203,7 +283,7 @@ class GradientScatter:
         What no rank has a gradient of stays without one, so that the optimizer skips it. The ranks exchange a byte per
         parameter to know; only a rank that lacks a gradient needs the answer, and waits for it.
         """
-        if all(parameter.grad is None for parameter in self._bucket_of):
+        if not self.frees and all(parameter.grad is None for parameter in self._bucket_of):
             self.forget(free=True)  # cleared by hand after a step, and no backward since: one may have been elsewhere
         for bucket in self.buckets:
             if not bucket.current:
@@ -231,12 +311,12 @@ class GradientScatter:
         self._next = 0
 
 
-def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+def _weakly(method: Callable[..., None], *bound: Any) -> Callable[..., None]:
     """The method as a hook, as long as its object lives."""
     reference = weakref.WeakMethod(method)
 
-    def hook(tensor: Tensor) -> None:
+    def hook(*arguments: Any) -> None:
         if (alive := reference()) is not None:
-            alive(tensor)
+            alive(*bound, *arguments)
 
     return hook

@@ -2,14 +2,16 @@
 
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)             # gradients averaged by DDP
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, reduce_gradients="reduce-scatter")
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, reduce_gradients="shard")
     loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-Two forms; with P bytes of parameters and W ranks on a ring, and AdamW's two moments:
+Three forms; with P bytes of parameters and W ranks on a ring, and AdamW's two moments:
 
                         gradients before step()     bytes per link and step    memory per rank
     plain DDP           all-reduced by DDP          2 (W-1)/W P                P + P + 2 P
     default             all-reduced by DDP          2 (W-1)/W P + P            P + P + 2 P/W, up to a tensor more
     "reduce-scatter"    each rank's own: no DDP     2 (W-1)/W P                P + P + 2 P/W
+    "shard"             each rank's own: no DDP     2 (W-1)/W P                P + P/W + 2 P/W, and two buckets
 
 The default is the CS336 handout's: whole tensors have owners, balanced by bytes, who broadcast what they updated.
 ``"reduce-scatter"`` is ZeRO stage 1 (Rajbhandari et al. 2020, section 5.1): each rank receives the sum of only those
@@ -17,18 +19,22 @@ gradients that it needs (divided by W, as DDP does), updates its slices, and all
 as much as plain DDP; the default's broadcasts, one after another, come on top. ``shards.py`` and ``scattered.py`` have
 the layouts, ``costs/sharding.py`` the arithmetic: of the busiest link in each collective.
 
-What the optimizer class must be like: it updates each parameter by itself (no LBFGS), and element by element for
-``"reduce-scatter"`` (SGD, Adam, AdamW; not Adafactor, Muon or LAMB). One that draws random numbers per element has a
+``"shard"`` is stage 2: whole gradients are freed as their buckets are reduced. With one backward a step it is the same
+numbers, to the bit. Each of several backwards reduces (and sends) its own, and their means add up in the shard.
+
+What the optimizer class must be like: it updates each parameter by itself (no LBFGS), and element by element for all
+but the default (SGD, Adam, AdamW; not Adafactor, Muon or LAMB). One that draws random numbers per element has a
 method ``locate(tensor, number, offset)`` and is told of which parameter, and from which element on. ``step`` runs it
 once per bucket, so that sending one overlaps with updating the next. With ``"reduce-scatter"``, ``.grad`` is scratch
 memory between backward and ``zero_grad``, and several backwards of a step go under ``no_sync()``, but for the last.
+With ``"shard"``, ``.grad`` is None after backward, and gradients are cleared by the optimizer's ``zero_grad`` alone.
 Limits: ``torch.amp.GradScaler`` needs whole gradients, thus the default form; parameters must be dense, be on their
 device before, and begin equal on all ranks (DDP sees to that; without it, seed alike or broadcast). For clipping there
 is ``reduced_gradients``.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, NamedTuple, overload
@@ -53,7 +59,7 @@ from cs336_systems.distributed.shards import (
     runs_of,
 )
 
-REDUCE_SCATTER = "reduce-scatter"
+REDUCE_SCATTER, SHARD = "reduce-scatter", "shard"
 
 _NOT_OPTIONS = ("params", "param_names")
 _MUTABLE = (Tensor, list, dict, set)
@@ -78,13 +84,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """``optimizer_cls(params, **kwargs)``, with the state of each rank's share only.
 
     ``param_groups`` are the whole model's, and what schedulers write there is what the step uses. ``state`` is this
-    rank's: its keys are what it updates, parameters or, with ``"reduce-scatter"``, one-dimensional slices of them.
+    rank's: its keys are what it updates, parameters or, unless in the default form, one-dimensional slices of them.
 
     Args:
         params: as for every ``torch.optim.Optimizer``; the same on every rank, in the same order.
         optimizer_cls: such as ``torch.optim.AdamW``.
-        reduce_gradients: None if the gradients are averaged over the ranks before ``step``; ``"reduce-scatter"`` if
-            that is left to this class.
+        reduce_gradients: None if the gradients are averaged over the ranks before ``step``; ``"reduce-scatter"`` or
+            ``"shard"`` if that is left to this class.
         bucket_size_mb: most MiB of parameters that one collective sends, unless one is larger.
         kwargs: for ``optimizer_cls``.
 
@@ -105,8 +111,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer)):
             raise ValueError(f"optimizer_cls must be a subclass of torch.optim.Optimizer, got {optimizer_cls!r}")
-        if reduce_gradients not in (None, REDUCE_SCATTER):
-            raise ValueError(f"reduce_gradients must be None or {REDUCE_SCATTER!r}, got {reduce_gradients!r}")
+        if reduce_gradients not in (None, REDUCE_SCATTER, SHARD):
+            known = f"None, {REDUCE_SCATTER!r} or {SHARD!r}"
+            raise ValueError(f"reduce_gradients must be {known}, got {reduce_gradients!r}")
         if not 0 < bucket_size_mb < math.inf:
             raise ValueError(f"bucket_size_mb must be positive and finite, got {bucket_size_mb}")
         self.optimizer_cls = optimizer_cls
@@ -131,8 +138,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What parameters were when they were laid out: the layout depends on it."""
         self._group_of: dict[Tensor, int] = {}
         self._loads = [0] * self.world_size
-        scattered = self.reduce_gradients == REDUCE_SCATTER and self.world_size > 1
-        self._scatter = GradientScatter(self._names) if scattered else None
+        scattered = self.reduce_gradients is not None and self.world_size > 1
+        self._scatter = GradientScatter(self._names, frees=self.reduce_gradients == SHARD) if scattered else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, such as layers that are no longer frozen; called with the same on every rank.
@@ -254,10 +261,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def reduced_gradients(self) -> list[Tensor]:
         """The gradients of this rank's share, averaged over the ranks, as ``step`` will take them; a collective.
 
-        After backward, in the form ``"reduce-scatter"``: shares do not overlap, and together are the whole gradient.
+        After backward, unless in the default form: shares do not overlap, and together are the whole gradient.
 
         Raises:
-            ValueError: this is the other form, in which every rank has whole gradients.
+            ValueError: this is the default form, in which every rank has whole gradients.
         """
         if self._scatter is None:
             raise ValueError("this optimizer leaves gradients whole on every rank: take them from the parameters")
@@ -290,8 +297,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward accumulate gradients without reducing them; does nothing unless this class reduces them."""
-        if self._scatter is None:
+        """Let backward accumulate whole gradients without reducing them, if only this class would do so.
+
+        In the form ``"shard"``, which has no room for whole gradients, each backward reduces all the same.
+        """
+        if self._scatter is None or self._scatter.frees:
             yield
             return
         before, self._scatter.enabled = self._scatter.enabled, False
@@ -336,18 +346,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
         for parameter, state in by_parameter.items():
             check_state_fits(state, parameter)
-        super().load_state_dict({**state_dict, "state": {}})
-        assert self.local is not None
-        packed = self.local.state_dict()
-        tensors = self._local_tensors()
-        ids = [number for group in packed["param_groups"] for number in group["params"]]
-        id_of = dict(zip(tensors, ids, strict=True))
-        packed["state"] = {
-            id_of[piece.tensor]: state_of_piece(state, parameter, piece)
+        shares = {
+            piece.tensor: state_of_piece(state, parameter, piece)
             for parameter, state in by_parameter.items()
             for piece in self._pieces[parameter]
             if piece.tensor is not None
         }
+        self.load_shares(shares, state_dict["param_groups"])
+
+    def shares(self) -> list[tuple[Tensor, Piece, dict[str, Any]]]:
+        """Of each parameter that this rank updates a piece of, the piece and its state, empty before the first step."""
+        return [
+            (parameter, piece, self.state.get(piece.tensor, {}))
+            for parameter, pieces in self._pieces.items()
+            for piece in pieces
+            if piece.tensor is not None
+        ]
+
+    def load_shares(self, states: Mapping[Tensor, dict[str, Any]], param_groups: list[dict[str, Any]]) -> None:
+        """Take options as of ``state_dict``, and this rank's states by ``Piece.tensor``; of the others it has none.
+
+        Raises:
+            ValueError: the groups belong to other parameters; nothing has changed then.
+        """
+        super().load_state_dict({"param_groups": param_groups, "state": {}})
+        assert self.local is not None
+        packed = self.local.state_dict()
+        ids = [number for group in packed["param_groups"] for number in group["params"]]
+        id_of = dict(zip(self._local_tensors(), ids, strict=True))
+        packed["state"] = {id_of[tensor]: state for tensor, state in states.items()}
         for group, local_group in zip(self.param_groups, packed["param_groups"], strict=True):
             local_group.update(_options(group))
         self.local.load_state_dict(packed)

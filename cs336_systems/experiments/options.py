@@ -16,6 +16,7 @@ from cs336_systems.case import UNCAPTURED_STEPS, TrainingCase, cuda_graph_reason
 from cs336_systems.config import ATTENTIONS, resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import unserved_reason
+from cs336_systems.costs.offload import offload_reason
 from cs336_systems.report.command_line import Format
 
 Dtype = Literal["fp32", "tf32", "bf16", "autocast-bf16", "autocast-fp16"]
@@ -24,6 +25,7 @@ Switch = Literal["off", "on"]
 Compile = Literal["off", "on", "whole-model"]
 OptimizerName = Literal["reference", "torch-fused", "fused"]
 Kernels = Literal["reference", "fused"]
+Master = Literal["none", "fp32"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 MAX_TIMEOUT_S = 1e6
@@ -92,6 +94,11 @@ class TrainingOptions(RunOptions):
     """What blocks with a written-out backward keep for it: input; attention (and its output); products (and results of
     matrix products); all; less what switches drop, as in all-norm-swiglu (norm, qkv, attention, residual, ffn, swiglu).
     autograd: backward is autograd's. By default autograd for reference kernels, products for fused."""
+    master: tuple[Master, ...] = ("none",)
+    """fp32: with --dtype bf16 and --optimizer fused, weights in fp32 that the optimizer keeps besides."""
+    offload: tuple[str, ...] = ("none",)
+    """What is kept in host memory: m, v, master, gradients (all with --optimizer fused), residual (inputs of blocks
+    whose backward is written out); several with hyphens, as in m-v."""
     accumulate: tuple[int, ...] = (1,)
     """Micro-batches per optimizer step; their gradients add up in place."""
     cuda_graph: tuple[Switch, ...] = ("off",)
@@ -137,7 +144,7 @@ AnyCell = TypeVar("AnyCell")
 
 _SETS = (
     *("size", "batch_size", "context_length", "dtype", "attention", "compile", "checkpoint", "optimizer"),
-    *("accumulate", "cuda_graph"),
+    *("master", "offload", "accumulate", "cuda_graph"),
 )
 _KEEP = {"reference": "autograd", "fused": "products"}
 """Unless it is said."""
@@ -177,7 +184,7 @@ def training_cells(
         for *values, kind, own in itertools.product(*sets.values(), blocks, inner)
     ]
     for cell in grid:
-        if reason := unserved_reason(cell):
+        if reason := unserved_reason(cell) or offload_reason(cell):
             raise ValueError(reason)
         if reason := cuda_graph_reason(cell):
             raise ValueError(f"--cuda-graph on: {reason}")

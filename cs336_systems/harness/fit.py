@@ -1,17 +1,19 @@
 """Does a training case fit the memory that is free? Asked once, before anything is built.
 
-The prediction is exact for one micro-batch of eager reference blocks and attention, or of written-out blocks with fused
-kernels, with everything whole on every rank, or as our FSDP shards the latter; for any other case the states alone are
-a lower bound: parameters, gradients and optimizer state, as they are sharded. Capturing a step as a CUDA graph changes
-nothing: it allocates what the step does, in the same order.
+The prediction is exact for one micro-batch of eager reference blocks and attention, or any number of written-out blocks
+with fused kernels, with everything whole on every rank, or as our FSDP shards one of the latter; for any other case the
+states alone are a lower bound: parameters, gradients and optimizer state, as they are sharded. Capturing a step as a
+CUDA graph changes nothing: it allocates what the step does, in the same order.
 """
+
+from math import prod
 
 import torch
 import torch.distributed as dist
 
 from cs336_systems.case import TrainingCase
-from cs336_systems.costs.fsdp import model_units, state_bytes
-from cs336_systems.costs.memory import adamw_state_bytes, parameter_bytes, peak_memory
+from cs336_systems.costs.fsdp import is_sharded, model_units, state_bytes
+from cs336_systems.costs.memory import PeakMemory, adamw_state_bytes, parameter_bytes, peak_memory
 from cs336_systems.costs.written_out import written_out_peak
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.harness.memory import cublas_workspace_bytes, free_bytes
@@ -23,12 +25,10 @@ GIB = 1024**3
 def is_predictable(case: TrainingCase) -> bool:
     """Whether ``costs`` predicts the peak of this case, and does not only bound it from below."""
     whole = case.parallel.wrapper not in ("fsdp", "fsdp2") and case.parallel.optimizer_state == "replicated"
-    if case.accumulate > 1:
-        return False
     if case.written_out:
-        sharded = case.parallel.wrapper == "fsdp" and case.parallel.compute_dtype == "same"
+        sharded = case.parallel.wrapper == "fsdp" and case.parallel.compute_dtype == "same" and case.accumulate == 1
         return case.kernels == "fused" and (whole or sharded)
-    return whole and not case.compiled and case.attention == "reference"
+    return whole and case.accumulate == 1 and not case.compiled and case.attention == "reference"
 
 
 def head_chunk(case: TrainingCase) -> int:
@@ -36,13 +36,25 @@ def head_chunk(case: TrainingCase) -> int:
     from cs336_systems.kernels.linear_cross_entropy import default_chunk  # Triton, which not every machine has
 
     config, batch_size, seq_len = case.work
-    return default_chunk(batch_size * seq_len, config.vocab_size, case.precision.parameter_bytes)
+    return case.head_chunk or default_chunk(batch_size * seq_len, config.vocab_size, case.precision.parameter_bytes)
 
 
 def predicted_bytes(case: TrainingCase, mode: str = "step", *, world_size: int = 1) -> int:
     """Predicted peak of one rank in a mode of ``config.MODES``; a lower bound unless ``is_predictable``."""
+    if is_predictable(case):
+        return predicted_peak(case, mode, world_size=world_size).n_bytes
+    if case.parallel.wrapper in ("fsdp", "fsdp2"):
+        return predicted_states(case, world_size)
+    weights, moments = parameter_bytes(case.config, case.precision), adamw_state_bytes(case.config, case.precision)
+    if case.parallel.optimizer_state != "replicated":
+        moments //= world_size
+    return {"forward": weights, "backward": 2 * weights, "step": 2 * weights + moments}[mode]
+
+
+def predicted_peak(case: TrainingCase, mode: str = "step", *, world_size: int = 1) -> PeakMemory:
+    """Predicted peak of one rank, of a case that ``is_predictable``."""
     device = torch.device(case.device)
-    if is_predictable(case) and case.written_out:
+    if case.written_out:
         return written_out_peak(
             *case.work,
             case.precision,
@@ -53,30 +65,33 @@ def predicted_bytes(case: TrainingCase, mode: str = "step", *, world_size: int =
             optimizer=case.optimizer,
             n_shards=world_size if case.parallel.wrapper == "fsdp" else 1,
             prefetch=case.parallel.prefetch,
+            accumulates=case.accumulate > 1,
+            update=case.parallel.update,
             device_type=device.type,
             workspace_bytes=cublas_workspace_bytes(device),
-        ).n_bytes
-    if is_predictable(case):
-        return peak_memory(
-            *case.work,
-            case.precision,
-            mode,
-            optimizer=case.optimizer,
-            checkpoint=case.checkpoint,
-            device_type=device.type,
-            workspace_bytes=cublas_workspace_bytes(device),
-        ).n_bytes
-    if case.parallel.wrapper in ("fsdp", "fsdp2"):
-        return predicted_states(case, world_size)
-    weights, moments = parameter_bytes(case.config, case.precision), adamw_state_bytes(case.config, case.precision)
-    if case.parallel.optimizer_state != "replicated":
-        moments //= world_size
-    return {"forward": weights, "backward": 2 * weights, "step": 2 * weights + moments}[mode]
+        )
+    return peak_memory(
+        *case.work,
+        case.precision,
+        mode,
+        optimizer=case.optimizer,
+        checkpoint=case.checkpoint,
+        device_type=device.type,
+        workspace_bytes=cublas_workspace_bytes(device),
+    )
 
 
 def predicted_states(case: TrainingCase, world_size: int) -> int:
-    """Bytes of parameters, gradients and optimizer state on the fullest rank of our FSDP; of DDP in a world of one."""
-    return state_bytes(model_units(case.config), world_size, case.precision.parameter_bytes).total
+    """Bytes of parameters, gradients and optimizer state on the fullest rank of our FSDP; of DDP in a world of one.
+
+    Gradients are those that a step ends with: an optimizer that steps under backward leaves what is replicated.
+    """
+    units, width = model_units(case.config), case.precision.parameter_bytes
+    states = state_bytes(units, world_size, width)
+    if case.parallel.update == "after-backward":
+        return states.total
+    replicated = sum(prod(shape) for unit in units for shape in unit if not is_sharded(shape))
+    return states.parameters + width * replicated + states.optimizer
 
 
 def check_fit(case: TrainingCase, mode: str = "step", rank: Rank | None = None, *, force: bool = False) -> int:

@@ -48,6 +48,9 @@ NOT_RECORDED = {"nccl": ""}
 OF_ATTENTION = {"clock": "harness"}
 """Of rows of attention, which a head dimension tells from others, measured before they could say a setting."""
 
+OF_SHARDS = {"communicate": "at-once", "update": "after-backward", "do_bench": "off"}
+"""Likewise of rows of full sharding, which say how many units are gathered ahead."""
+
 Row = dict[str, Any]
 
 
@@ -193,6 +196,7 @@ def read_rows(path: Path, cell_columns: Iterable[str] = ()) -> pd.DataFrame:
         raise ValueError(f"{path} cannot be read: {str(error).strip()}") from error
     defaults = NOT_RECORDED | (DEFAULTS if "context_length" in frame.columns else {})
     defaults |= OF_ATTENTION if "d_head" in frame.columns else {}
+    defaults |= OF_SHARDS if "prefetch" in frame.columns else {}
     for name in defaults.keys() - set(frame.columns):
         frame[name] = defaults[name]
     missing = [column for column in schema_columns(cell_columns) if column not in frame.columns]

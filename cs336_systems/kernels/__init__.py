@@ -1,7 +1,11 @@
 """Fused Triton kernels, one file each, beside the formula it computes."""
 
+from cs336_systems.kernels.absmax import absmax, row_and_column_absmax
 from cs336_systems.kernels.add_rms_norm import AddRMSNorm, add_rms_norm
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward_backward
+from cs336_systems.kernels.quantize import quantize
+from cs336_systems.kernels.quantize_blocks import quantize_blocks
+from cs336_systems.kernels.quantize_reference import Quantized
 from cs336_systems.kernels.rms_norm import (
     RMSNorm,
     add_rms_norm_forward,
@@ -15,19 +19,24 @@ from cs336_systems.kernels.weighted_sum import WeightedSum, weighted_sum
 
 __all__ = [
     "AddRMSNorm",
+    "Quantized",
     "RMSNorm",
     "Rotary",
     "SwiGLU",
     "WeightedSum",
+    "absmax",
     "add_rms_norm",
     "add_rms_norm_forward",
     "linear_cross_entropy",
     "linear_cross_entropy_forward_backward",
+    "quantize",
+    "quantize_blocks",
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_forward",
     "rotary",
     "rotate_",
+    "row_and_column_absmax",
     "swiglu",
     "swiglu_backward",
     "swiglu_backward_",

@@ -7,15 +7,16 @@ Formula (Loshchilov & Hutter 2019, algorithm 2, as in ``training/optimizer.py``)
     v = beta2 v + (1 - beta2) g^2
     p = (1 - lr weight_decay) p - lr / (1 - beta1^t)  m / (sqrt(v / (1 - beta2^t)) + eps)
 
-in fp32, whatever the tensors hold; p is updated by m and v as they are before they are rounded.
+in fp32, whatever the tensors hold; p is updated by m and v as they are before they are rounded. Where a bf16 parameter
+has a master in fp32, it is the master that is read and updated, and the parameter is what the master rounds to.
 
 Rounding to bf16. Neighbours among its numbers differ by 1/256 to 1/128 of themselves. An update of a weight below
 half of that is lost to rounding to nearest, every time, and v can never fall: 1 - beta2 = 0.001 is less than half of
-1/256. So whatever is bf16, weights and both moments, is rounded stochastically: up with the probability of
-its place between its neighbours, which is right on average (Gupta et al. 2015; for Adam's weights Ozkara et al. 2025,
-arXiv 2502.20566; that averages over many steps stop moving when rounded to nearest: Topollai & Choromanska 2026, arXiv
-2603.16731). Adding 16 random bits below the bits of a bf16 within an fp32 and cutting off does that exactly, and leaves
-what is a bf16 already where it is. fp32 tensors are never rounded so.
+1/256. So whatever is bf16, weights without masters and both moments, is rounded stochastically: up with the
+probability of its place between its neighbours, which is right on average (Gupta et al. 2015; for Adam's weights Ozkara
+et al. 2025, arXiv 2502.20566; that averages over many steps stop moving when rounded to nearest: Topollai & Choromanska
+2026, arXiv 2603.16731). Adding 16 random bits below the bits of a bf16 within an fp32 and cutting off does that
+exactly, and leaves what is a bf16 already where it is. fp32 tensors are never rounded so.
 
 Random bits. Philox-4x32 (Salmon et al. 2011) with 7 rounds, the fewest that pass BigCrush there; key: the seed;
 counter: (element's pair, 64 bits; step; tensor's number). Its 128 bits serve the three roundings of two elements. The
@@ -24,15 +25,21 @@ shards, alignment, chunks nor the order of programs change a bit.
 
 How. Two launches, for any number of tensors of one combination of dtypes (``tensor_table.py``). The first, one lane
 per tensor, counts the step and computes its coefficients in fp64: steps are counted on the device, as only there it is
-known whether one is skipped, and so a CUDA graph may hold both launches. In the second each program updates a chunk of
-one tensor. Whole blocks of aligned tensors go by 16 bytes per thread; ends and others (a shard at an odd place) go
+known whether one is skipped. Hyperparameters lie on the device too, and later ones are copied to the same place. So a
+CUDA graph may hold both launches, and a schedule change the learning rate. In the second each program updates a chunk
+of one tensor. Whole blocks of aligned tensors go by 16 bytes per thread; ends and others (a shard at an odd place) go
 element by element, with as many bits of Philox for one element as for two otherwise.
 
-A scale that is not finite skips the step: p, m, v and t stay, gradients are cleared if they are to be. Nobody waits.
+The largest magnitude of a weight as written, which its quantization to fp8 asks for, comes without another read: see
+``absmax.py``.
+
+A scale that is not finite skips the step: p, m, v, t and the largest magnitudes stay, gradients are cleared if they are
+to be. Nobody waits.
 
 Traffic per element: reads p, m, v, g; writes p, m, v; and g if it is cleared: 14 or 16 bytes where all are bf16, 28 or
-32 where all are fp32. A whole block of bf16 takes 66 instructions per element (counted in SASS), 35 of them for random
-bits and rounding; in the time of 16 bytes at 4.3 TB/s an H200 can issue about 110.
+32 where all are fp32. A master adds 6: it is read and written in p's place, and p written. A whole block of bf16 takes
+66 instructions per element (counted in SASS), 35 of them for random bits and rounding; in the time of 16 bytes at
+4.3 TB/s an H200 can issue about 110.
 
 Limits: dense tensors whose moments and gradients lie as they do in memory; tensors must not overlap. ``sqrt`` and the
 division are the approximate ones of the hardware, within 2 ulp, and flush denormals of fp32.
@@ -41,7 +48,7 @@ division are the approximate ones of the hardware, within 2 ulp, and flush denor
 # mypy: allow-untyped-defs
 # A kernel's arguments are Triton values; the host functions below are typed.
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,6 +56,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
 from cs336_systems.kernels.tensor_table import TensorTable, is_aligned, is_dense, to_device
 from cs336_systems.operators.launching import ceil_div, launch, needs_other_device
 
@@ -62,7 +70,7 @@ ADVANCE_BLOCK = 128
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 # A row of the table of tensors, int64.
-COLUMNS = tl.constexpr(12)
+COLUMNS = tl.constexpr(14)
 NUMEL = tl.constexpr(0)
 FIRST_CHUNK = tl.constexpr(1)
 PARAMETER = tl.constexpr(2)
@@ -75,6 +83,8 @@ OFFSET = tl.constexpr(8)
 SEED = tl.constexpr(9)
 ALIGNED = tl.constexpr(10)
 STEP_NOW = tl.constexpr(11)  # written by the first launch
+MASTER = tl.constexpr(12)  # the parameter itself, if it has none
+ABSMAX = tl.constexpr(13)  # 0 if not wanted
 
 HYPERPARAMETERS = tl.constexpr(5)
 """lr, beta1, beta2, eps, weight_decay of a tensor, fp64."""
@@ -92,12 +102,19 @@ def is_finite(x):
 
 @triton.jit
 def advance_kernel(rows, hyperparameters, scale, coefficients, n_tensors, BLOCK: tl.constexpr):
-    """Count the step of each tensor, unless it is skipped, and compute its coefficients; a lane per tensor."""
+    """Count the step of each tensor, unless it is skipped, and compute its coefficients; a lane per tensor.
+
+    Its absmax becomes zero, from which the second launch raises it.
+    """
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = tensor < n_tensors
     row = rows + tensor * COLUMNS
     step_at = tl.load(row + STEP, mask=inside, other=0).to(tl.pointer_type(tl.int64))
-    step = tl.load(step_at, mask=inside, other=0) + is_finite(tl.load(scale).to(tl.float32)).to(tl.int64)
+    taken = is_finite(tl.load(scale).to(tl.float32))
+    step = tl.load(step_at, mask=inside, other=0) + taken.to(tl.int64)
+    if taken:
+        absmax_at = tl.load(row + ABSMAX, mask=inside, other=0)
+        tl.store(absmax_at.to(tl.pointer_type(tl.float32)), tl.zeros((BLOCK,), tl.float32), mask=absmax_at != 0)
     tl.store(step_at, step, mask=inside)
     tl.store(row + STEP_NOW, step, mask=inside)
 
@@ -146,19 +163,40 @@ def rounded(x, noise, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def update_block(
-    p_at, g_at, m_at, v_at, inside, noise_pm, noise_v, scale, own, STOCHASTIC: tl.constexpr, CLEAR: tl.constexpr
+    p_at,
+    g_at,
+    m_at,
+    v_at,
+    master_at,
+    inside,
+    noise_pm,
+    noise_v,
+    scale,
+    own,
+    STOCHASTIC: tl.constexpr,
+    CLEAR: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
 ):
-    """Update the elements at four blocks of pointers; noise_pm: 16 bits for p below 16 for m; noise_v: 16 for v."""
+    """Update the elements at blocks of pointers; returns the magnitude bits of the written p.
+
+    noise_pm: 16 bits for p below 16 for m; noise_v: 16 for v.
+    """
     beta1, rest1, beta2, rest2, root_correction, eps, decay, step_size = own
     g = tl.load(g_at, mask=inside).to(tl.float32) * scale
     m = tl.load(m_at, mask=inside).to(tl.float32) * beta1 + g * rest1
     v = tl.load(v_at, mask=inside).to(tl.float32) * beta2 + g * g * rest2
-    p = tl.load(p_at, mask=inside).to(tl.float32) * decay - step_size * (m / (tl.sqrt(v) * root_correction + eps))
-    tl.store(p_at, rounded(p, noise_pm, p_at.dtype.element_ty, STOCHASTIC), mask=inside)
+    p = tl.load(master_at, mask=inside).to(tl.float32) * decay - step_size * (m / (tl.sqrt(v) * root_correction + eps))
+    if HAS_MASTER:
+        tl.store(master_at, p, mask=inside)
+        p = p.to(p_at.dtype.element_ty)
+    else:
+        p = rounded(p, noise_pm, p_at.dtype.element_ty, STOCHASTIC)
+    tl.store(p_at, p, mask=inside)
     tl.store(m_at, rounded(m, noise_pm >> 16, m_at.dtype.element_ty, STOCHASTIC), mask=inside)
     tl.store(v_at, rounded(v, noise_v, v_at.dtype.element_ty, STOCHASTIC), mask=inside)
     if CLEAR:
         tl.store(g_at, tl.zeros(g.shape, g_at.dtype.element_ty), mask=inside)
+    return magnitude_bits(p.to(tl.float32))
 
 
 @triton.jit
@@ -172,8 +210,10 @@ def update_kernel(
     M: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     CLEAR: tl.constexpr,
+    WITH_ABSMAX: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
 ):
     """One chunk of one tensor; P, G and M are the dtypes of parameter, gradient and moments."""
     program = tl.program_id(0)
@@ -196,11 +236,13 @@ def update_kernel(
     g = tl.load(row + GRADIENT).to(tl.pointer_type(G)) + begin
     m = tl.load(row + FIRST_MOMENT).to(tl.pointer_type(M)) + begin
     v = tl.load(row + SECOND_MOMENT).to(tl.pointer_type(M)) + begin
+    master = tl.load(row + MASTER).to(tl.pointer_type(tl.float32 if HAS_MASTER else P)) + begin
     seed, step, number = tl.load(row + SEED), tl.load(row + STEP_NOW), tl.load(row + NUMBER)
     first = tl.load(row + OFFSET) + begin  # of the chunk's elements, in the whole tensor
     factor = tl.load(scale).to(tl.float32)
     lanes = tl.arange(0, BLOCK)
     if is_finite(factor):
+        bits = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, n_whole, BLOCK):
             at = tl.multiple_of(start, BLOCK) + lanes
             noise_pm, noise_v = at.to(tl.uint32), at.to(tl.uint32)
@@ -208,11 +250,12 @@ def update_kernel(
                 pairs = ((first + start) >> 1) + tl.arange(0, BLOCK // 2)
                 even, odd, both, _ = random_words(pairs, seed, step, number)
                 noise_pm, noise_v = tl.interleave(even, odd), tl.interleave(both, both >> 16)
-            update_block(
+            written = update_block(
                 tl.multiple_of(p, 16) + at,
                 tl.multiple_of(g, 16) + at,
                 tl.multiple_of(m, 16) + at,
                 tl.multiple_of(v, 16) + at,
+                tl.multiple_of(master, 16) + at,
                 None,
                 noise_pm,
                 noise_v,
@@ -220,7 +263,9 @@ def update_kernel(
                 own,
                 STOCHASTIC,
                 CLEAR,
+                HAS_MASTER,
             )
+            bits = tl.maximum(bits, written)
         for start in range(n_whole, n, BLOCK):
             at = start + lanes
             noise_pm, noise_v = at.to(tl.uint32), at.to(tl.uint32)
@@ -229,7 +274,25 @@ def update_kernel(
                 even, odd, both, _ = random_words(elements >> 1, seed, step, number)
                 is_odd = elements & 1 != 0
                 noise_pm, noise_v = tl.where(is_odd, odd, even), tl.where(is_odd, both >> 16, both)
-            update_block(p + at, g + at, m + at, v + at, at < n, noise_pm, noise_v, factor, own, STOCHASTIC, CLEAR)
+            written = update_block(
+                p + at,
+                g + at,
+                m + at,
+                v + at,
+                master + at,
+                at < n,
+                noise_pm,
+                noise_v,
+                factor,
+                own,
+                STOCHASTIC,
+                CLEAR,
+                HAS_MASTER,
+            )
+            bits = tl.where(at < n, tl.maximum(bits, written), bits)
+        absmax_at = tl.load(row + ABSMAX)
+        if WITH_ABSMAX and absmax_at != 0:
+            raise_absmax(absmax_at.to(tl.pointer_type(tl.float32)), bits, tl.float32)
     elif CLEAR:
         for start in range(0, n, BLOCK):
             tl.store(g + start + lanes, tl.zeros((BLOCK,), G), mask=start + lanes < n)
@@ -253,16 +316,21 @@ class Update(NamedTuple):
     offset: int = 0
     """Of the first element within the whole tensor, whose shard this may be."""
     seed: int = 0
+    master: Tensor | None = None
+    """fp32, of a bf16 parameter, which it then replaces but for what is written there."""
+    absmax: Tensor | None = None
+    """fp32, one element: set to the largest magnitude of the written parameter; updates of one call may share it."""
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Parameter, gradient and moments."""
-        return self.parameter, self.gradient, self.exp_avg, self.exp_avg_sq
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameter, gradient, moments and the master if there is one, by their names here."""
+        names = ("parameter", "gradient", "exp_avg", "exp_avg_sq", "master")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """Of ``tensors``: what one launch has in common."""
-        return tuple(tensor.dtype for tensor in self.tensors)
+        return tuple(tensor.dtype for tensor in self.tensors.values())
 
 
 class UpdateTable:
@@ -276,12 +344,23 @@ class UpdateTable:
     def describe(self, updates: Sequence[Update], device: torch.device) -> None:
         """Copy to the device what changed; raises RuntimeError while a CUDA graph is captured."""
         self.tensors.describe([_row(update) for update in updates], device)
-        described: list[tuple[float, ...]] = [(u.lr, *u.betas, u.eps, u.weight_decay) for u in updates]
-        if described != self._described or device != self._device:
-            self.hyperparameters = to_device(torch.tensor(described, dtype=torch.float64), device)
+        if len(updates) != len(self._described) or device != self._device:
+            self.hyperparameters = torch.empty(len(updates), HYPERPARAMETERS.value, dtype=torch.float64, device=device)
             self.unit = torch.ones((), device=device)
             self.coefficients = torch.empty(len(updates), COEFFICIENTS.value, dtype=torch.float32, device=device)
-            self._described, self._device = described, device
+            self._described, self._device = [], device
+        self.set_hyperparameters([(u.lr, *u.betas, u.eps, u.weight_decay) for u in updates])
+
+    def set_hyperparameters(self, rows: Sequence[tuple[float, ...]]) -> None:
+        """Copy those of each tensor (lr, both betas, eps, weight_decay), if any changed, to where kernels read them.
+
+        Raises:
+            RuntimeError: they changed while a CUDA graph is captured.
+        """
+        if rows != self._described:
+            assert self._device is not None
+            self.hyperparameters.copy_(to_device(torch.tensor(rows, dtype=torch.float64), self._device))
+            self._described = list(rows)
 
 
 def adamw_(
@@ -315,10 +394,10 @@ def adamw_(
     if scale is not None and (scale.numel() != 1 or scale.device != device or scale.dtype not in TRITON_DTYPES):
         got = f"{scale.dtype} of shape {tuple(scale.shape)} on {scale.device}"
         raise ValueError(f"the scale of gradients must be one bf16 or fp32 element on {device}, got {got}")
-    for update in updates:
-        _check(update, dtypes, device)
+    check_updates(updates, device)
     table = table or UpdateTable()
-    narrow = torch.bfloat16 in (dtypes[0], dtypes[2])
+    has_master = updates[0].master is not None
+    narrow = torch.bfloat16 in (dtypes[2:3] if has_master else (dtypes[0], dtypes[2]))
     with torch.cuda.device_of(updates[0].step):  # Triton launches on the current device, which may be another
         table.describe(updates, device)
         scale = table.unit if scale is None else scale
@@ -340,30 +419,43 @@ def adamw_(
                 M=TRITON_DTYPES[dtypes[2]],
                 STOCHASTIC=stochastic_rounding and narrow,
                 CLEAR=clear_gradients,
+                WITH_ABSMAX=any(update.absmax is not None for update in updates),
                 CHUNK=CHUNK,
                 BLOCK=BLOCK,
+                HAS_MASTER=has_master,
                 num_warps=WARPS,
             )
 
 
 def _row(update: Update) -> tuple[int, ...]:
     """Number of elements, and the columns after FIRST_CHUNK."""
-    addresses = [tensor.data_ptr() for tensor in update.tensors]
-    aligned = is_aligned(*update.tensors) and update.offset % 2 == 0  # random bits are drawn for pairs
-    rest = (update.step.data_ptr(), update.number, update.offset, update.seed, int(aligned), 0)
+    addresses = [tensor.data_ptr() for tensor in update[:4]]
+    aligned = is_aligned(*update.tensors.values()) and update.offset % 2 == 0  # random bits are drawn for pairs
+    exact = (update.parameter if update.master is None else update.master).data_ptr()
+    absmax = 0 if update.absmax is None else update.absmax.data_ptr()
+    rest = (update.step.data_ptr(), update.number, update.offset, update.seed, int(aligned), 0, exact, absmax)
     return (update.parameter.numel(), *addresses, *rest)
 
 
-def _check(update: Update, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+def check_updates(updates: Sequence[Update], device: torch.device, staged: Collection[str] = ()) -> None:
+    """Raise ValueError as ``adamw_`` does for tensors; the fields named in ``staged`` may be on another device."""
+    for update in updates:
+        _check(update, updates[0].dtypes, device, staged)
+
+
+def _check(update: Update, dtypes: tuple[torch.dtype, ...], device: torch.device, staged: Collection[str]) -> None:
     parameter = update.parameter
     if update.dtypes != dtypes or dtypes[2] != dtypes[3] or any(dtype not in TRITON_DTYPES for dtype in dtypes):
         raise ValueError(
             "parameters, gradients and moments must be bf16 or fp32, and each the same for all tensors of a launch; "
             f"tensor {update.number} has {', '.join(map(str, update.dtypes))}, the first {', '.join(map(str, dtypes))}"
         )
-    for name, tensor in zip(update._fields, update.tensors, strict=False):
+    if update.master is not None and dtypes[4:] != (torch.float32,):
+        raise ValueError(f"the master of tensor {update.number} must be fp32, got {update.master.dtype}")
+    for name, tensor in update.tensors.items():
         same = (tensor.is_contiguous() and parameter.is_contiguous()) or tensor.stride() == parameter.stride()
-        if tensor.shape != parameter.shape or tensor.device != device or not (same and is_dense(tensor)):
+        there = tensor.device == device or name in staged
+        if tensor.shape != parameter.shape or not (there and same and is_dense(tensor)):
             raise ValueError(
                 f"{name} of tensor {update.number} must lie densely on {device} as its parameter does, "
                 f"{tuple(parameter.shape)} with strides {parameter.stride()}, but is "
@@ -371,3 +463,4 @@ def _check(update: Update, dtypes: tuple[torch.dtype, ...], device: torch.device
             )
     if update.step.dtype != torch.int64 or update.step.numel() != 1 or update.step.device != device:
         raise ValueError(f"step of tensor {update.number} must be one int64 element on {device}, got {update.step!r}")
+    check_absmax(update.absmax, parameter)

@@ -109,6 +109,11 @@ def grad_norm(tensors: Sequence[Tensor], table: TensorTable | None = None) -> Te
         ValueError: there are no tensors, or one is of another dtype, on another device, not dense, or where Triton
             does not run.
     """
+    return norm_of_sums([sums_of_squares(tensors, table)])
+
+
+def sums_of_squares(tensors: Sequence[Tensor], table: TensorTable | None = None) -> Tensor:
+    """Of each chunk of each tensor, (n,) fp32 on their device; arguments and errors as of ``grad_norm``."""
     if not tensors:
         raise ValueError("grad_norm needs at least one tensor, got none")
     device = tensors[0].device
@@ -120,8 +125,7 @@ def grad_norm(tensors: Sequence[Tensor], table: TensorTable | None = None) -> Te
             raise ValueError(f"grad_norm takes dense bf16 or fp32 tensors on one device, {device}; tensor {i} is {got}")
     table = table or norm_table()
     rows = [(x.numel(), x.data_ptr(), int(x.dtype == torch.bfloat16), int(is_aligned(x))) for x in tensors]
-    norm = torch.empty((), dtype=torch.float32, device=device)
-    with torch.cuda.device_of(norm):  # Triton launches on the current device, which may be another
+    with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device, which may be another
         table.describe(rows, device)
         partials = torch.empty(table.n_chunks, dtype=torch.float32, device=device)
         if table.n_chunks:
@@ -133,7 +137,15 @@ def grad_norm(tensors: Sequence[Tensor], table: TensorTable | None = None) -> Te
                 BLOCK=BLOCK,
                 num_warps=WARPS,
             )
-        launch(root_of_sum_kernel, (1,), partials, norm, table.n_chunks, BLOCK=FINAL_BLOCK, num_warps=8)
+    return partials
+
+
+def norm_of_sums(sums: Sequence[Tensor]) -> Tensor:
+    """The norm of tensors, fp32 of shape (), from what ``sums_of_squares`` gave for them one after the other."""
+    partials = sums[0] if len(sums) == 1 else torch.cat(list(sums))
+    norm = torch.empty((), dtype=torch.float32, device=partials.device)
+    with torch.cuda.device_of(norm):
+        launch(root_of_sum_kernel, (1,), partials, norm, partials.numel(), BLOCK=FINAL_BLOCK, num_warps=8)
     return norm
 
 

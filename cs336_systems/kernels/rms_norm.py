@@ -44,6 +44,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
 from cs336_systems.kernels.checks import check_alike, check_runnable
 from cs336_systems.operators.launching import ceil_div, launch, n_multiprocessors, next_power_of_2
 from cs336_systems.operators.registration import operator
@@ -86,10 +87,13 @@ def _inverse_rms(squares, eps, D: tl.constexpr):
 
 @triton.jit
 def _store_output(total, inverse_rms, gain_block, residual, y, inside, ADD: tl.constexpr):
+    """Returns the magnitude bits of y."""
     normed = (total * inverse_rms).to(y.dtype.element_ty)
-    tl.store(y, normed.to(tl.float32) * gain_block, mask=inside)  # a store rounds to the tensor's dtype
+    output = normed.to(tl.float32) * gain_block
+    tl.store(y, output, mask=inside)  # a store rounds to the tensor's dtype
     if ADD:
         tl.store(residual, total, mask=inside)
+    return tl.where(inside, magnitude_bits(output), 0)  # with eps = 0, NaN elsewhere
 
 
 @triton.jit
@@ -100,12 +104,14 @@ def rms_norm_forward_kernel(
     residual,
     y,
     rstd,
+    absmax,
     n_rows,
     eps,
     D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ADD: tl.constexpr,
+    WITH_ABSMAX: tl.constexpr,
 ):
     """y, rstd (n_rows) and, with ADD, residual of contiguous (n_rows, D); program i owns rows i * BLOCK_ROWS and on."""
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
@@ -118,7 +124,7 @@ def rms_norm_forward_kernel(
         total = _load_sum(x + first + at, branch + first + at, inside, ADD)
         gain_block = _load(gain + columns, columns < D)
         inverse_rms = _inverse_rms(total * total, eps, D)
-        _store_output(total, inverse_rms, gain_block, residual + first + at, y + first + at, inside, ADD)
+        bits = _store_output(total, inverse_rms, gain_block, residual + first + at, y + first + at, inside, ADD)
     else:
         squares = tl.zeros((BLOCK_ROWS, BLOCK_D), dtype=tl.float32)
         for start in range(0, D, BLOCK_D):
@@ -126,13 +132,19 @@ def rms_norm_forward_kernel(
             total = _load_sum(x + first + at, branch + first + at, exists & (columns < D), ADD)
             squares += total * total
         inverse_rms = _inverse_rms(squares, eps, D)
+        bits = tl.zeros((BLOCK_ROWS, BLOCK_D), dtype=tl.int32)
         for start in range(0, D, BLOCK_D):
             at, columns = _block_at(start, D, BLOCK_ROWS, BLOCK_D)
             inside = exists & (columns < D)
             total = _load_sum(x + first + at, branch + first + at, inside, ADD)
             gain_block = _load(gain + columns, columns < D)
-            _store_output(total, inverse_rms, gain_block, residual + first + at, y + first + at, inside, ADD)
+            block_bits = _store_output(
+                total, inverse_rms, gain_block, residual + first + at, y + first + at, inside, ADD
+            )
+            bits = tl.maximum(bits, block_bits)
     tl.store(rstd + first_row + rows, inverse_rms, mask=exists)
+    if WITH_ABSMAX:
+        raise_absmax(absmax, bits, y.dtype.element_ty)
 
 
 @triton.jit
@@ -144,11 +156,16 @@ def _statistics(squares, products, rstd, exists, eps, D: tl.constexpr, RECOMPUTE
 
 
 @triton.jit
-def _store_dx(dn, x_block, inverse_rms, along_x, dresidual, dx, inside, HAS_DRESIDUAL: tl.constexpr):
+def _store_dx(
+    dn, x_block, inverse_rms, along_x, dresidual, dx, inside, HAS_DRESIDUAL: tl.constexpr, FOLD: tl.constexpr
+):
+    """Returns the magnitude bits of dx, the largest of each FOLD columns: those that a thread holds."""
     gradient = inverse_rms * (dn - x_block * along_x)
     if HAS_DRESIDUAL:
         gradient += _load(dresidual, inside)
     tl.store(dx, gradient, mask=inside)
+    bits = tl.where(inside, magnitude_bits(gradient), 0)  # with eps = 0, NaN elsewhere
+    return tl.max(tl.reshape(bits, (bits.shape[0], bits.shape[1] // FOLD, FOLD)), axis=2)
 
 
 @triton.jit
@@ -160,6 +177,7 @@ def rms_norm_backward_kernel(
     dresidual,
     dx,
     partial_dgain,
+    absmax,
     n_rows,
     eps,
     D: tl.constexpr,
@@ -167,6 +185,7 @@ def rms_norm_backward_kernel(
     BLOCK_D: tl.constexpr,
     RECOMPUTE: tl.constexpr,
     HAS_DRESIDUAL: tl.constexpr,
+    WITH_ABSMAX: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """dx (n_rows, D) and this program's row of the fp32 partial_dgain (programs, D); all contiguous."""
@@ -174,6 +193,8 @@ def rms_norm_backward_kernel(
     partial_dgain += program.to(tl.int64) * D
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     n_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
+    FOLD: tl.constexpr = 8 if BLOCK_D >= 8 else BLOCK_D
+    largest = tl.zeros((BLOCK_ROWS, BLOCK_D // FOLD), dtype=tl.int32)
     if D <= BLOCK_D:
         at, columns = _block_at(0, D, BLOCK_ROWS, BLOCK_D)
         gain_block = _load(gain + columns, columns < D)
@@ -186,7 +207,20 @@ def rms_norm_backward_kernel(
             dn = dy_block * gain_block
             squares, products = x_block * x_block, dn * x_block
             inverse_rms, along_x = _statistics(squares, products, rstd + first_row + rows, exists, eps, D, RECOMPUTE)
-            _store_dx(dn, x_block, inverse_rms, along_x, dresidual + first + at, dx + first + at, inside, HAS_DRESIDUAL)
+            bits = _store_dx(
+                *(
+                    dn,
+                    x_block,
+                    inverse_rms,
+                    along_x,
+                    dresidual + first + at,
+                    dx + first + at,
+                    inside,
+                    HAS_DRESIDUAL,
+                    FOLD,
+                )
+            )
+            largest = tl.maximum(largest, bits)
             dgain += dy_block * (x_block * inverse_rms)
         existing = tl.arange(0, BLOCK_D)
         tl.store(partial_dgain + existing, tl.sum(dgain, axis=0), mask=existing < D)
@@ -208,11 +242,16 @@ def rms_norm_backward_kernel(
                 inside = exists & (columns < D)
                 x_block, dy_block = _load(x + first + at, inside), _load(dy + first + at, inside)
                 dn = dy_block * _load(gain + columns, inside)
-                _store_dx(
-                    dn, x_block, inverse_rms, along_x, dresidual + first + at, dx + first + at, inside, HAS_DRESIDUAL
+                bits = _store_dx(
+                    *(dn, x_block, inverse_rms, along_x, dresidual + first + at, dx + first + at, inside),
+                    HAS_DRESIDUAL,
+                    FOLD,
                 )
+                largest = tl.maximum(largest, bits)
                 dgain = _load(partial_dgain + columns, inside & (block > program)) + dy_block * (x_block * inverse_rms)
                 tl.store(partial_dgain + columns, dgain, mask=inside)
+    if WITH_ABSMAX:
+        raise_absmax(absmax, largest, dx.dtype.element_ty)
 
 
 @triton.jit
@@ -241,8 +280,11 @@ def tile_for(d: int) -> Tile:
     return Tile(block_rows, block_d, max(1, block_rows * block_d // 1024))
 
 
-def launch_forward(x_RD: Tensor, branch_RD: Tensor | None, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def launch_forward(
+    x_RD: Tensor, branch_RD: Tensor | None, gain_D: Tensor, eps: float, absmax: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(residual, y, rstd); without a branch, residual is x."""
+    check_absmax(absmax, x_RD)
     n_rows, d = x_RD.shape
     x, gain = x_RD.contiguous(), gain_D.contiguous()
     branch, residual = (x, x) if branch_RD is None else (branch_RD.contiguous(), torch.empty_like(x))
@@ -253,11 +295,12 @@ def launch_forward(x_RD: Tensor, branch_RD: Tensor | None, gain_D: Tensor, eps: 
             launch(
                 rms_norm_forward_kernel,
                 (ceil_div(n_rows, block_rows),),
-                *(x, branch, gain, residual, y, rstd, n_rows, eps),
+                *(x, branch, gain, residual, y, rstd, x if absmax is None else absmax, n_rows, eps),
                 D=d,
                 BLOCK_ROWS=block_rows,
                 BLOCK_D=block_d,
                 ADD=branch_RD is not None,
+                WITH_ABSMAX=absmax is not None,
                 num_warps=num_warps,
                 enable_fp_fusion=ALLOW_FMA,
             )
@@ -271,10 +314,12 @@ def launch_backward(
     rstd_R: Tensor | None,
     dresidual_RD: Tensor | None,
     eps: float | None,
+    absmax: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(dx, dgain)."""
     if rstd_R is None and eps is None:
         raise ValueError("rms_norm_backward needs rstd, or eps to compute it again")
+    check_absmax(absmax, x_RD)
     n_rows, d = x_RD.shape
     dy, x, gain = dy_RD.contiguous(), x_RD.contiguous(), gain_D.contiguous()
     rstd, dresidual = (x if optional is None else optional.contiguous() for optional in (rstd_R, dresidual_RD))
@@ -289,12 +334,14 @@ def launch_backward(
         launch(
             rms_norm_backward_kernel,
             (n_programs,),
-            *(dy, x, gain, rstd, dresidual, dx, partial_dgain, n_rows, 0.0 if eps is None else eps),
+            *(dy, x, gain, rstd, dresidual, dx, partial_dgain, x if absmax is None else absmax),
+            *(n_rows, 0.0 if eps is None else eps),
             D=d,
             BLOCK_ROWS=block_rows,
             BLOCK_D=block_d,
             RECOMPUTE=rstd_R is None,
             HAS_DRESIDUAL=dresidual_RD is not None,
+            WITH_ABSMAX=absmax is not None,
             STAGES=1 + 4 // x.element_size(),  # rows under way are as many bytes in every dtype, 96 KiB at most
             num_warps=num_warps,
             enable_fp_fusion=ALLOW_FMA,
@@ -310,32 +357,42 @@ def launch_backward(
     return dx, dgain
 
 
-def _forward_results(x_RD: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _forward_results(x_RD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return x_RD.new_empty(x_RD.shape), x_RD.new_empty(x_RD.shape[:1], dtype=torch.float32)
 
 
-def _add_forward_results(x_RD: Tensor, branch_RD: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    return x_RD.new_empty(x_RD.shape), *_forward_results(x_RD, gain_D, eps)
+def _add_forward_results(x_RD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return x_RD.new_empty(x_RD.shape), *_forward_results(x_RD)
 
 
 def _backward_results(dy_RD: Tensor, x_RD: Tensor, gain_D: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return x_RD.new_empty(x_RD.shape), gain_D.new_empty(gain_D.shape)
 
 
-@operator("rms_norm_forward", _forward_results)
-def rms_norm_forward(x_RD: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(y (R, D) in x's dtype, rstd (R) in fp32)."""
-    _, y, rstd = launch_forward(x_RD, None, gain_D, eps)
+@operator("rms_norm_forward", _forward_results, mutates=("absmax",))
+def rms_norm_forward(x_RD: Tensor, gain_D: Tensor, eps: float, absmax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(y (R, D) in x's dtype, rstd (R) in fp32).
+
+    Args:
+        absmax: one fp32 element, which is raised to the largest magnitude of y.
+    """
+    _, y, rstd = launch_forward(x_RD, None, gain_D, eps, absmax)
     return y, rstd
 
 
-@operator("add_rms_norm_forward", _add_forward_results)
-def add_rms_norm_forward(x_RD: Tensor, branch_RD: Tensor, gain_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(residual = x + branch, its norm y, both (R, D) in x's dtype, rstd (R) in fp32)."""
-    return launch_forward(x_RD, branch_RD, gain_D, eps)
+@operator("add_rms_norm_forward", _add_forward_results, mutates=("absmax",))
+def add_rms_norm_forward(
+    x_RD: Tensor, branch_RD: Tensor, gain_D: Tensor, eps: float, absmax: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(residual = x + branch, its norm y, both (R, D) in x's dtype, rstd (R) in fp32).
+
+    Args:
+        absmax: one fp32 element, which is raised to the largest magnitude of y.
+    """
+    return launch_forward(x_RD, branch_RD, gain_D, eps, absmax)
 
 
-@operator("rms_norm_backward", _backward_results)
+@operator("rms_norm_backward", _backward_results, mutates=("absmax",))
 def rms_norm_backward(
     dy_RD: Tensor,
     x_RD: Tensor,
@@ -343,17 +400,19 @@ def rms_norm_backward(
     rstd_R: Tensor | None,
     dresidual_RD: Tensor | None = None,
     eps: float | None = None,
+    absmax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dx (R, D) in x's dtype, dgain (D) in gain's); x is the residual where a branch was added.
 
     Args:
         rstd_R: from forward, or None to compute it again with ``eps``, to the same bits.
         dresidual_RD: another gradient of x, to be added.
+        absmax: one fp32 element, which is raised to the largest magnitude of dx.
 
     Raises:
         ValueError: neither rstd nor eps.
     """
-    return launch_backward(dy_RD, x_RD, gain_D, rstd_R, dresidual_RD, eps)
+    return launch_backward(dy_RD, x_RD, gain_D, rstd_R, dresidual_RD, eps, absmax)
 
 
 class RMSNorm(torch.autograd.Function):

@@ -38,6 +38,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
 from cs336_systems.kernels.checks import check_runnable
 from cs336_systems.operators.launching import ceil_div, launch, next_power_of_2
 from cs336_systems.operators.registration import operator
@@ -58,15 +59,21 @@ def rotary_kernel(
     stride_ob,
     stride_oh,
     stride_os,
+    absmax,
     n_heads,
+    n_rotated,
     n_positions,
     n_vectors,
     HALF: tl.constexpr,
     INVERSE: tl.constexpr,
+    WITH_ABSMAX: tl.constexpr,
     BLOCK_VECTORS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """out, which may be x, for the n_vectors = B S H heads of x; cos, sin (n_positions, HALF) are contiguous."""
+    """out, which may be x, for the n_vectors = B S H heads of x; cos, sin (n_positions, HALF) are contiguous.
+
+    WITH_ABSMAX, only the first n_rotated heads of a token are rotated, and the others read; else they are all.
+    """
     vectors = tl.program_id(0) * BLOCK_VECTORS + tl.arange(0, BLOCK_VECTORS)
     tokens = vectors // n_heads
     batch, position = (tokens // n_positions).to(tl.int64), (tokens % n_positions).to(tl.int64)
@@ -83,8 +90,16 @@ def rotary_kernel(
     first = tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + x_at + HALF, mask=inside, other=0.0).to(tl.float32)
     out_at = (batch * stride_ob + head * stride_oh + position * stride_os)[:, None] + pairs
-    tl.store(out + out_at, first * cosine - second * sine, mask=inside)
-    tl.store(out + out_at + HALF, second * cosine + first * sine, mask=inside)
+    first_out, second_out = first * cosine - second * sine, second * cosine + first * sine
+    if WITH_ABSMAX:
+        rotated = (head < n_rotated)[:, None]
+        bits = tl.maximum(
+            magnitude_bits(tl.where(rotated, first_out, first)), magnitude_bits(tl.where(rotated, second_out, second))
+        )
+        raise_absmax(absmax, bits, out.dtype.element_ty)
+        inside = inside & rotated
+    tl.store(out + out_at, first_out, mask=inside)
+    tl.store(out + out_at + HALF, second_out, mask=inside)
 
 
 def launch_rotary(
@@ -96,8 +111,13 @@ def launch_rotary(
     x_strides: tuple[int, ...],
     out_strides: tuple[int, ...],
     inverse: bool,
+    n_rotated: int,
+    absmax: Tensor | None = None,
 ) -> None:
-    """Rotate ``shape`` = (B, H, S) heads that lie ``x_strides`` apart in the memory of x, into that of out."""
+    """Rotate ``shape`` = (B, H, S) heads that lie ``x_strides`` apart in the memory of x, into that of out.
+
+    With absmax, which is raised to the largest magnitude of all, only the first ``n_rotated`` of H are rotated.
+    """
     batch, n_heads, n_positions = shape
     half = cos_SE2.shape[1]
     n_vectors = batch * n_heads * n_positions
@@ -114,11 +134,14 @@ def launch_rotary(
                 sin_SE2.contiguous(),
                 *x_strides,
                 *out_strides,
+                x if absmax is None else absmax,
                 n_heads,
+                n_rotated,
                 n_positions,
                 n_vectors,
                 HALF=half,
                 INVERSE=inverse,
+                WITH_ABSMAX=absmax is not None,
                 BLOCK_VECTORS=block_vectors,
                 BLOCK_HALF=block_half,
                 enable_fp_fusion=False,
@@ -142,17 +165,31 @@ def rotary_op(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     x, out = _with_whole_rows(x), _rotated_like(x)
     batch, n_heads, n_positions, _ = x.shape
     shape = (batch, n_heads, n_positions)
-    launch_rotary(x, out, cos, sin, shape, x.stride()[:3], out.stride()[:3], inverse)
+    launch_rotary(x, out, cos, sin, shape, x.stride()[:3], out.stride()[:3], inverse, n_heads)
     return out
 
 
-@operator("rotate_", lambda qkv, cos, sin, n_heads, n_kv_heads, inverse: None, mutates=("qkv",))
-def rotate_in_place_op(qkv: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: int, inverse: bool) -> None:
+def _nothing(*arguments: Any) -> None:
+    pass
+
+
+@operator("rotate_", _nothing, mutates=("qkv", "absmax"))
+def rotate_in_place_op(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    n_heads: int,
+    n_kv_heads: int,
+    inverse: bool,
+    absmax: Tensor | None = None,
+) -> None:
     """The first n_heads + n_kv_heads heads of each row of contiguous qkv, rotated in place."""
     n_positions, width = cos.shape[0], qkv.shape[-1]
-    shape = (qkv.shape[:-1].numel() // n_positions, n_heads + n_kv_heads, n_positions)
+    n_rotated = n_heads + n_kv_heads
+    n_read = n_rotated if absmax is None else n_rotated + n_kv_heads
+    shape = (qkv.shape[:-1].numel() // n_positions, n_read, n_positions)
     strides = (n_positions * width, 2 * cos.shape[1], width)
-    launch_rotary(qkv, qkv, cos, sin, shape, strides, strides, inverse)
+    launch_rotary(qkv, qkv, cos, sin, shape, strides, strides, inverse, n_rotated, absmax)
 
 
 class Rotary(torch.autograd.Function):
@@ -186,16 +223,23 @@ def rotary(x_BHSE: Tensor, cos_SE2: Tensor, sin_SE2: Tensor) -> Tensor:
 
 
 def rotate_(
-    qkv: Tensor, cos_SE2: Tensor, sin_SE2: Tensor, n_heads: int, n_kv_heads: int, inverse: bool = False
+    qkv: Tensor,
+    cos_SE2: Tensor,
+    sin_SE2: Tensor,
+    n_heads: int,
+    n_kv_heads: int,
+    inverse: bool = False,
+    absmax: Tensor | None = None,
 ) -> None:
     """Rotate q and k in place, of each row (q | k | v) of qkv: (B, S, W) or (tokens, W), contiguous.
 
-    Autograd does not see it; v is neither read nor written.
+    Autograd does not see it; v is not written, and not read but for absmax.
 
     Args:
         cos_SE2, sin_SE2: (S, E/2), fp32. Row r has position r % S; tokens are whole sequences.
         n_heads, n_kv_heads: H and K, so that W = (H + 2 K) E.
         inverse: by the negative angles: the rotation back, which is also what backward does to a gradient.
+        absmax: one fp32 element, which is raised to the largest magnitude of all of qkv as it is then, v too.
 
     Raises:
         ValueError: shapes, strides, dtypes (qkv fp32, bf16 or fp16) or devices, or no CUDA device.
@@ -214,8 +258,9 @@ def rotate_(
     if not qkv.is_contiguous():
         raise ValueError(f"qkv is overwritten and must be contiguous, got strides {qkv.stride()}")
     _check(qkv, cos_SE2, sin_SE2)
+    check_absmax(absmax, qkv)
     if qkv.numel():
-        rotate_in_place_op(qkv, cos_SE2, sin_SE2, n_heads, n_kv_heads, inverse)
+        rotate_in_place_op(qkv, cos_SE2, sin_SE2, n_heads, n_kv_heads, inverse, absmax)
 
 
 def _check(x: Tensor, cos_SE2: Tensor, sin_SE2: Tensor) -> None:

@@ -38,6 +38,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
 from cs336_systems.kernels.checks import check_alike, check_runnable
 from cs336_systems.operators.launching import ceil_div, launch
 from cs336_systems.operators.registration import operator
@@ -60,12 +61,24 @@ def own_block(n_rows, d_ff, BLOCK_ROWS: tl.constexpr, BLOCK_F: tl.constexpr):
 
 
 @triton.jit
-def swiglu_forward_kernel(gate_up, z, n_rows, d_ff, BLOCK_ROWS: tl.constexpr, BLOCK_F: tl.constexpr):
+def swiglu_forward_kernel(
+    gate_up,
+    z,
+    absmax,
+    n_rows,
+    d_ff,
+    WITH_ABSMAX: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
     """z (n_rows, d_ff) of gate_up (n_rows, 2 d_ff), both contiguous."""
     at, gate_at, inside = own_block(n_rows, d_ff, BLOCK_ROWS, BLOCK_F)
     gate = tl.load(gate_up + gate_at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + gate_at + d_ff, mask=inside, other=0.0).to(tl.float32)
-    tl.store(z + at, gate * tl.sigmoid(gate) * up, mask=inside)
+    product = gate * tl.sigmoid(gate) * up
+    tl.store(z + at, product, mask=inside)
+    if WITH_ABSMAX:
+        raise_absmax(absmax, magnitude_bits(product), z.dtype.element_ty)
 
 
 @triton.jit
@@ -74,9 +87,11 @@ def swiglu_backward_kernel(
     gate_up,
     dgate_up,
     z,
+    absmax,
     n_rows,
     d_ff,
     WITH_PRODUCT: tl.constexpr,
+    WITH_ABSMAX: tl.constexpr,
     IN_PLACE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_F: tl.constexpr,
@@ -91,30 +106,35 @@ def swiglu_backward_kernel(
         tl.debug_barrier()
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
-    tl.store(dgate_up + gate_at, g * up * (sigmoid + silu * (1 - sigmoid)), mask=inside)
-    tl.store(dgate_up + gate_at + d_ff, g * silu, mask=inside)
+    dgate, dup = g * up * (sigmoid + silu * (1 - sigmoid)), g * silu
+    tl.store(dgate_up + gate_at, dgate, mask=inside)
+    tl.store(dgate_up + gate_at + d_ff, dup, mask=inside)
     if WITH_PRODUCT:
         tl.store(z + at, silu * up, mask=inside)
+    if WITH_ABSMAX:
+        raise_absmax(absmax, tl.maximum(magnitude_bits(dgate), magnitude_bits(dup)), dgate_up.dtype.element_ty)
 
 
-def _launch(kernel: Any, gate_up_R2F: Tensor, *tensors: Tensor, **constants: bool) -> None:
+def _launch(kernel: Any, absmax: Tensor | None, gate_up_R2F: Tensor, *tensors: Tensor, **constants: bool) -> None:
     n_rows, d_ff = gate_up_R2F.shape[:-1].numel(), gate_up_R2F.shape[-1] // 2
     if gate_up_R2F.numel():
         grid = (ceil_div(n_rows, BLOCK_ROWS) * ceil_div(d_ff, BLOCK_F),)
+        arguments = *tensors, gate_up_R2F if absmax is None else absmax, n_rows, d_ff
+        constants |= {"WITH_ABSMAX": absmax is not None}
         with torch.cuda.device_of(gate_up_R2F):  # Triton launches on the current device, which may be another
-            launch(kernel, grid, *tensors, n_rows, d_ff, **constants, BLOCK_ROWS=BLOCK_ROWS, BLOCK_F=BLOCK_F)
+            launch(kernel, grid, *arguments, **constants, BLOCK_ROWS=BLOCK_ROWS, BLOCK_F=BLOCK_F)
 
 
-def _product_like(gate_up_R2F: Tensor) -> Tensor:
+def _product_like(gate_up_R2F: Tensor, absmax: Tensor | None = None) -> Tensor:
     *leading, width = gate_up_R2F.shape
     return torch.empty(*leading, width // 2, dtype=gate_up_R2F.dtype, device=gate_up_R2F.device)
 
 
-@operator("swiglu_forward", _product_like)
-def forward_op(gate_up: Tensor) -> Tensor:
+@operator("swiglu_forward", _product_like, mutates=("absmax",))
+def forward_op(gate_up: Tensor, absmax: Tensor | None = None) -> Tensor:
     """z of contiguous gate_up."""
     z = _product_like(gate_up)
-    _launch(swiglu_forward_kernel, gate_up, gate_up, z)
+    _launch(swiglu_forward_kernel, absmax, gate_up, gate_up, z)
     return z
 
 
@@ -126,14 +146,18 @@ def _backward_results(dz: Tensor, gate_up: Tensor, with_product: bool) -> tuple[
 def backward_op(dz: Tensor, gate_up: Tensor, with_product: bool) -> tuple[Tensor, Tensor]:
     """(dgate_up, z) of contiguous tensors; an empty tensor stands for no z, since an operator cannot return None."""
     dgate_up, z = _backward_results(dz, gate_up, with_product)
-    _launch(swiglu_backward_kernel, gate_up, dz, gate_up, dgate_up, z, WITH_PRODUCT=with_product, IN_PLACE=False)
+    _launch(swiglu_backward_kernel, None, gate_up, dz, gate_up, dgate_up, z, WITH_PRODUCT=with_product, IN_PLACE=False)
     return dgate_up, z
 
 
-@operator("swiglu_backward_", lambda dz, gate_up, with_product: None, mutates=("dz", "gate_up"))
-def backward_in_place_op(dz: Tensor, gate_up: Tensor, with_product: bool) -> None:
+def _nothing(*arguments: Any) -> None:
+    pass
+
+
+@operator("swiglu_backward_", _nothing, mutates=("dz", "gate_up", "absmax"))
+def backward_in_place_op(dz: Tensor, gate_up: Tensor, with_product: bool, absmax: Tensor | None = None) -> None:
     """``backward_op``, written over its contiguous arguments."""
-    _launch(swiglu_backward_kernel, gate_up, dz, gate_up, gate_up, dz, WITH_PRODUCT=with_product, IN_PLACE=True)
+    _launch(swiglu_backward_kernel, absmax, gate_up, dz, gate_up, gate_up, dz, WITH_PRODUCT=with_product, IN_PLACE=True)
 
 
 class SwiGLU(torch.autograd.Function):
@@ -165,10 +189,15 @@ def swiglu(gate_up_R2F: Tensor) -> Tensor:
     return SwiGLU.apply(gate_up_R2F)
 
 
-def swiglu_forward(gate_up_R2F: Tensor) -> Tensor:
-    """``swiglu`` that autograd does not see."""
+def swiglu_forward(gate_up_R2F: Tensor, absmax: Tensor | None = None) -> Tensor:
+    """``swiglu`` that autograd does not see.
+
+    Args:
+        absmax: one fp32 element, which is raised to the largest magnitude of z.
+    """
     _check(gate_up_R2F)
-    return forward_op(gate_up_R2F.contiguous())
+    check_absmax(absmax, gate_up_R2F)
+    return forward_op(gate_up_R2F.contiguous(), absmax)
 
 
 def swiglu_backward(dz_RF: Tensor, gate_up_R2F: Tensor, *, with_product: bool) -> tuple[Tensor, Tensor | None]:
@@ -186,17 +215,21 @@ def swiglu_backward(dz_RF: Tensor, gate_up_R2F: Tensor, *, with_product: bool) -
     return dgate_up_R2F, z_RF if with_product else None
 
 
-def swiglu_backward_(dz_RF: Tensor, gate_up_R2F: Tensor, *, with_product: bool) -> None:
+def swiglu_backward_(dz_RF: Tensor, gate_up_R2F: Tensor, *, with_product: bool, absmax: Tensor | None = None) -> None:
     """``swiglu_backward`` in place: gate_up becomes dgate_up, and ``with_product`` dz becomes z.
+
+    Args:
+        absmax: one fp32 element, which is raised to the largest magnitude of dgate_up.
 
     Raises:
         ValueError: as ``swiglu_backward``, or either is not contiguous.
     """
     _check(gate_up_R2F, dz_RF)
+    check_absmax(absmax, gate_up_R2F)
     for name, x in (("dz", dz_RF), ("gate_up", gate_up_R2F)):
         if not x.is_contiguous():
             raise ValueError(f"{name} is overwritten and must be contiguous, got strides {x.stride()}")
-    backward_in_place_op(dz_RF, gate_up_R2F, with_product)
+    backward_in_place_op(dz_RF, gate_up_R2F, with_product, absmax)
 
 
 def _check(gate_up: Tensor, dz: Tensor | None = None) -> None:

@@ -75,6 +75,8 @@ def _converted(value: Any, hint: Any, where: str) -> Any:
         return _converted(value, hint, where)
     if kind is Literal and value in parts and type(value) in map(type, parts):
         return value
+    if kind is tuple and isinstance(value, list) and parts[-1] is Ellipsis:
+        return tuple(_converted(one, parts[0], where) for one in value)
     if kind is tuple and isinstance(value, list) and len(value) == len(parts):
         return tuple(_converted(one, part, where) for one, part in zip(value, parts, strict=True))
     if hint is Path and isinstance(value, str):
@@ -89,7 +91,8 @@ def _converted(value: Any, hint: Any, where: str) -> Any:
 
 def _words(hint: Any) -> str:
     if get_origin(hint) is tuple:
-        return f"a list of {len(get_args(hint))} numbers"
+        parts = get_args(hint)
+        return "a list" if parts[-1] is Ellipsis else f"a list of {len(parts)} numbers"
     names: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path in quotes"}
     return names.get(hint, "text in quotes")
 

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.training.step import TrainStep
 
 
@@ -38,16 +39,26 @@ def _found(step: TrainStep, token_ids: Tensor, targets: Tensor) -> str | None:
 
         return look
 
-    hooks = [
+    def look_at(name: str) -> Any:
+        def look(gradient: Tensor) -> None:
+            if not _finite(gradient):
+                found.append(f"the gradient of {name}")
+
+        return look
+
+    hooks: list[Any] = [
         module.register_forward_hook(watch(name.removeprefix("module").removeprefix(".")))
         for name, module in step.model.named_modules()
     ]
+    fully_sharded = isinstance(step.model, FSDP)  # whose parameters are in no graph
+    if not fully_sharded:  # as backward makes them, for some do not stay
+        hooks += [parameter.register_hook(look_at(name)) for name, parameter in parameters if parameter.requires_grad]
     try:
         passes = TrainStep.phases(step, "step", token_ids, targets)  # not as a CUDA graph
         del passes["optimizer"]
         for run in passes.values():
             run()
-        for name, parameter in reversed(parameters):
+        for name, parameter in reversed(parameters if fully_sharded else []):
             if parameter.grad is not None and not _finite(parameter.grad.detach()):
                 found.append(f"the gradient of {name}")
     finally:

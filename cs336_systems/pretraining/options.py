@@ -13,11 +13,13 @@ from cs336_systems.case import Parallel, TrainingCase
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import unserved_reason
+from cs336_systems.costs.offload import offload_reason
 from cs336_systems.pretraining.schedules import Schedule, ScheduleKind
 
 _POSITIVE = (
     *("context_length", "batch_size", "accumulate", "total_batch_tokens", "steps", "epochs", "clip", "walltime"),
     *("evaluate_every", "evaluation_sequences", "save_every", "keep_last", "keep_every", "log_every"),
+    "lmhead_chunks",
 )
 _NOT_NEGATIVE = ("learning_rate", "z_loss", "weight_decay", "eps", "seed", "warmup_steps")
 _MOST_WARMUP = 100
@@ -82,12 +84,17 @@ class TrainOptions:
     z_loss: float = 0.0
     """How much of the squared log-sum-exp of the logits training's loss has besides; not with --keep autograd."""
     skip_nonfinite: bool = False
-    """Pass over steps whose gradient is not finite, instead of stopping at the first."""
+    """Pass over steps whose loss or gradient is not finite, instead of stopping at the first."""
 
     dtype: Literal["fp32", "tf32", "bf16", "autocast-bf16"] = "bf16"
     """Of parameters, gradients and products; autocast-bf16: fp32 parameters, products in bf16."""
     moments: Literal["same", "fp32", "bf16"] = "same"
     """Dtype of AdamW's moments; other than the parameters' with --optimizer fused."""
+    master: Literal["none", "fp32"] = "none"
+    """fp32: with --dtype bf16 and --optimizer fused, weights in fp32 that the optimizer keeps besides."""
+    offload: tuple[Literal["m", "v", "master", "gradients", "residual"], ...] = ()
+    """What is kept in host memory: moments, masters, gradients (with --optimizer fused), inputs of blocks (not with
+    --keep autograd)."""
     optimizer: Literal["torch-fused", "fused"] = "fused"
     """torch's fused AdamW; or ours, with stochastic rounding of bf16, on CUDA devices."""
     kernels: Literal["reference", "fused"] = "fused"
@@ -97,14 +104,17 @@ class TrainOptions:
     keep: str = "products"
     """What blocks with a written-out backward keep: input, attention, products, all, less switches as in all-norm;
     autograd: backward is autograd's."""
+    lmhead_chunks: int | None = None
+    """In which a micro-batch's tokens go through head and loss, one after the other; None leaves it to the kernel. Not
+    with --keep autograd."""
     recompute: str = "none"
     """With --keep autograd, which activations are computed a second time: none, full, every-K, ..."""
     compile: Literal["off", "on"] = "off"
     """With --keep autograd, torch.compile of each block."""
     cuda_graph: Literal["off", "on"] = "off"
-    """Replay forward and backward as a CUDA graph; one rank."""
-    zero: Literal[0, 1, 3] = 0
-    """What ranks divide: 0 nothing (DDP), 1 the optimizer's state, 3 parameters and gradients too (FSDP)."""
+    """Replay the step as a CUDA graph, with --optimizer torch-fused without the optimizer; one rank."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """What ranks divide: 0 nothing (DDP), 1 the optimizer's state, 2 gradients too, 3 parameters too (FSDP)."""
 
     evaluate_every: int | None = 250
     """Steps between evaluations on held-out tokens, and one at the end; None for no evaluation."""
@@ -150,10 +160,14 @@ class TrainOptions:
             raise ValueError(f"--moments {self.moments} needs --optimizer fused, got {self.optimizer}")
         if self.z_loss and self.keep == "autograd":
             raise ValueError(f"--z-loss {self.z_loss:g} needs a head that is written out, not --keep autograd")
+        if self.lmhead_chunks is not None and self.keep == "autograd":
+            asked = f"--lmhead-chunks {self.lmhead_chunks}"
+            raise ValueError(f"{asked} needs a head that is written out, not --keep autograd")
         if self.init is None:
             resolve_size(self.size)
         canonical_policy(self.recompute)
-        if reason := unserved_reason(self.training_case(ModelConfig("any", 64, 192, 2, 4), 1)):
+        case = self.training_case(ModelConfig("any", 64, 192, 2, 4), 1)
+        if reason := unserved_reason(case) or offload_reason(case):
             raise ValueError(reason)
 
     def micro_batches(self, world_size: int) -> int:
@@ -206,8 +220,12 @@ class TrainOptions:
             cuda_graph=self.cuda_graph,
             kernels=self.kernels,
             keep=self.keep,
+            master=self.master,
+            offload="-".join(self.offload) or "none",
             seed=self.seed,
             z_loss=self.z_loss,
+            lmhead_chunks=self.lmhead_chunks,
+            moments=self.moments,
             zero=self.zero,
             world_size=world_size,
         )
@@ -218,8 +236,20 @@ class TrainerCase(TrainingCase):
     """A training step as a run divides it over ranks."""
 
     z_loss: float = 0.0
+    lmhead_chunks: int | None = None
+    moments: str = "same"
     zero: int = 0
     world_size: int = 1
+
+    @property
+    def moment_bytes(self) -> int:
+        """Of an element of each of AdamW's moments."""
+        return {"same": self.precision.parameter_bytes, "fp32": 4, "bf16": 2}[self.moments]
+
+    @property
+    def head_chunk(self) -> int | None:
+        tokens = self.batch_size * self.context_length
+        return None if self.lmhead_chunks is None else -(-tokens // self.lmhead_chunks)
 
     @property
     def parallel(self) -> Parallel:
@@ -227,7 +257,9 @@ class TrainerCase(TrainingCase):
             return Parallel("fsdp")
         if self.world_size == 1:
             return Parallel()
-        return Parallel("bucketed") if self.zero == 0 else Parallel(optimizer_state="scattered")
+        if self.zero == 0:
+            return Parallel("bucketed")
+        return Parallel(optimizer_state="scattered" if self.zero == 1 else "scattered-gradients")
 
 
 def _flag(name: str) -> str:

@@ -11,7 +11,7 @@ from cs336_systems.distributed.process_group import Rank, on_rank_0
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
 from cs336_systems.pretraining.checkpoint import write_run_json
 from cs336_systems.pretraining.loader import Loader, count_sequences
-from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.options import TrainerCase, TrainOptions
 from cs336_systems.pretraining.schedules import Schedule
 from cs336_systems.pretraining.token_stream import Dataset, TokenStream
 from cs336_systems.pretraining.tokenize_options import TokenizeOptions
@@ -39,6 +39,7 @@ class Prepared:
     loader: Loader
     n_steps: int
     schedule: Schedule
+    case: TrainerCase
     step: TrainStep
     tokens_per_step: int
 
@@ -73,9 +74,10 @@ def prepare(options: TrainOptions, rank: Rank) -> Prepared:
         vocab_size=config.vocab_size,
         device=rank.device,
     )
-    step = _step(options, config, rank)
+    case = options.training_case(config, rank.world_size)
+    step = _step(options, case, rank)
     on_rank_0(lambda: write_run_json(options.out, config, dataset.tokenizer, dataset.eos_id))
-    return Prepared(options, dataset, evaluation, config, loader, n_steps, schedule, step, tokens_per_step)
+    return Prepared(options, dataset, evaluation, config, loader, n_steps, schedule, case, step, tokens_per_step)
 
 
 def default_data() -> Path:
@@ -100,8 +102,7 @@ def _config(options: TrainOptions, dataset: Dataset) -> ModelConfig:
     return replace(resolve_size(options.size).at_context(options.context_length), vocab_size=rounded)
 
 
-def _step(options: TrainOptions, config: ModelConfig, rank: Rank) -> TrainStep:
-    case = options.training_case(config, rank.world_size)
+def _step(options: TrainOptions, case: TrainerCase, rank: Rank) -> TrainStep:
     if options.init is None:
         model = build_model(case, rank)
     else:

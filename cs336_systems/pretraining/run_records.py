@@ -90,11 +90,11 @@ class Data(Record):
 
 @dataclass(frozen=True)
 class Memory(Record):
-    """One device's memory by segment; said once predicted, and again when the first steps have shown what is so."""
+    """One device's memory by segment; said once predicted, and again when two steps have shown what is so."""
 
     kind = "memory"
     predicted_bytes: Mapping[str, int]
-    """Segments such as weights, master, gradients, m, v, activations, free."""
+    """Segments at a step's peak, such as weights, gradients, m, v, activations, head and loss, in all, free."""
     actual_bytes: Mapping[str, int] = field(default_factory=dict)
     hint: str = ""
     """What to change, where much is free."""
@@ -138,6 +138,21 @@ class Evaluation(Record):
     loss: float
     tokens: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class Checkpoint(Record):
+    """One that has been written; said when that is known, steps after it may be said before."""
+
+    kind = "checkpoint"
+    step: int
+    """Steps made before it."""
+    n_bytes: int
+    """Of the first rank's part."""
+    stall_seconds: float
+    """That training waited for it."""
+    seconds: float
+    """Until it was written."""
 
 
 @dataclass(frozen=True)
@@ -189,10 +204,8 @@ class End(Record):
     """Such as done, interrupted, walltime, failed."""
 
 
-KINDS: dict[str, type[Record]] = {
-    record.kind: record
-    for record in (Options, Device, Model, Data, Memory, Light, Step, Evaluation, GpuState, Outlier, Message, End)
-}
+_ALL = (Options, Device, Model, Data, Memory, Light, Step, Evaluation, Checkpoint, GpuState, Outlier, Message, End)
+KINDS: dict[str, type[Record]] = {record.kind: record for record in _ALL}
 
 _FIELDS = {kind: {one.name: one.type in (float, float | None) for one in fields(kind)} for kind in KINDS.values()}
 """By kind the names, ``at`` first, and whether each is a float."""

@@ -4,9 +4,9 @@
         outcome = train(options, rank, RunConsole())
 
 Every rank runs the same; the first keeps the log. Nothing in a step waits for the device: loss and norm are read when
-the next step is queued (``deferred.py``), and what one rank alone knows, as that it was sent a signal, travels with the
-loss and reaches all at the same step. So a run that resumes is the run that was not interrupted: model, moments and the
-place in the data are in the checkpoint, and the learning rate is a function of the step.
+the next step is queued (``deferred.py``), and what one rank alone knows, as that it was sent a signal, is added up over
+the ranks in each step and reaches all at the same one. So a run that resumes is the run that was not interrupted:
+model, moments and the place in the data are in the checkpoint, and the learning rate is a function of the step.
 
     runs/first/
       log.jsonl                 what was said (``run_records.py``)
@@ -17,6 +17,7 @@ A run stops at the first step whose loss or gradient is not finite; no such step
 """
 
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -30,23 +31,40 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.costs.speed_of_light import speed_of_light
-from cs336_systems.distributed.checkpoint import resume_checkpoint, save_checkpoint
+from cs336_systems.distributed.background_checkpoint import BackgroundSaver, Saved
+from cs336_systems.distributed.checkpoint import resume_checkpoint
 from cs336_systems.distributed.process_group import Rank, on_rank_0
 from cs336_systems.hardware import find_hardware
+from cs336_systems.harness.memory import free_bytes
 from cs336_systems.harness.provenance import host_name, versions
 from cs336_systems.pretraining.deferred import Deferred, Done
 from cs336_systems.pretraining.evaluation import evaluate
 from cs336_systems.pretraining.gpu_state import GpuSampler
+from cs336_systems.pretraining.memory import actual_segments, hint, predicted_segments
 from cs336_systems.pretraining.nonfinite import NonFiniteStep, find_nonfinite
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.preparation import Prepared, prepare
 from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog, Sink
 from cs336_systems.pretraining.run_reader import read_run
-from cs336_systems.pretraining.run_records import Data, Device, End, Evaluation, Light, Model, Options, Step
+from cs336_systems.pretraining.run_records import (
+    Checkpoint,
+    Data,
+    Device,
+    End,
+    Evaluation,
+    Light,
+    Memory,
+    Model,
+    Options,
+    Step,
+)
 from cs336_systems.pretraining.signals import REASONS, StopRequests
 
 _VALUES = ("loss", "norm", *REASONS)
 """Of each step, read a step late; a reason to stop is the number of ranks that have it."""
+
+_COPIES = 0.8
+"""Of the host memory that is free, which copies of what is saved may take."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +109,8 @@ def train(options: TrainOptions, rank: Rank, *sinks: Sink) -> Outcome:
         stop = stack.enter_context(StopRequests(ends_at))
         told = rank.device if rank.rank == 0 else torch.device("cpu")  # of which there is nothing to tell
         gpu = stack.enter_context(GpuSampler(log, told))
-        return _Run(prepared, rank, log, first_step).to_the_end(stop, gpu)
+        saver = stack.enter_context(_saver(prepared))
+        return _Run(prepared, rank, log, saver, first_step).to_the_end(stop, gpu)
 
 
 def _resume(prepared: Prepared) -> int:
@@ -108,6 +127,12 @@ def _resume(prepared: Prepared) -> int:
         group.update(hyperparameters)  # as this command has them, not the one that saved
     prepared.loader.load_state_dict(found.extra["loader"])
     return found.step
+
+
+def _saver(prepared: Prepared) -> BackgroundSaver:
+    step, options = prepared.step, prepared.options
+    kept = {"keep_last": options.keep_last, "keep_every": options.keep_every}
+    return BackgroundSaver(options.out, step.model, step.optimizer, **kept)
 
 
 def _open_log(path: Path, first_step: int, sinks: Sequence[Sink]) -> RunLog:
@@ -145,6 +170,7 @@ def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> 
         dtype=products,
         n_devices=rank.world_size,
     )
+    log.write(Memory(predicted_segments(prepared.case, memory), hint=hint(prepared.case, memory)))
     parts = {name: asdict(part) for name, part in light.parts.items()}
     log.write(Light(parts, light.seconds_per_token))
 
@@ -152,8 +178,8 @@ def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> 
 class _Run:
     """A run under way."""
 
-    def __init__(self, prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> None:
-        self._prepared, self._rank, self._log = prepared, rank, log
+    def __init__(self, prepared: Prepared, rank: Rank, log: RunLog, saver: BackgroundSaver, first_step: int) -> None:
+        self._prepared, self._rank, self._log, self._saver = prepared, rank, log, saver
         self._options, self._step = prepared.options, prepared.step
         self._first_step = self._made = first_step
         self._saved: Path | None = None
@@ -169,6 +195,8 @@ class _Run:
         try:
             while self._made < self._prepared.n_steps and self._reason is None:
                 self._tell(deferred.push(*self._queue_step(stop)), self._made - 1)
+                self._look_at_memory()
+                self._tell_saves(self._saver.finished())
                 gpu.step(self._made)
                 self._made += 1
                 if self._pauses():
@@ -176,9 +204,11 @@ class _Run:
                     self._evaluate_or_save()
                     deferred.restart()
         except NonFiniteStep as error:
+            self._tell_saves(self._saver.wait())
             self._log.say(str(error), "error")
             self._log.write(End(self._made, "failed"))
             raise
+        self._tell_saves(self._saver.wait())
         reason = self._reason if self._made < self._prepared.n_steps and self._reason else "done"
         self._log.write(End(self._made, reason))
         return Outcome(self._options.out, self._first_step, self._made, reason, self._saved, self._complaint)
@@ -190,15 +220,31 @@ class _Run:
             group["lr"] = rate
         batch = next(self._prepared.loader)
         self._recent.append((self._made, batch))
-        loss = self._step(*batch)
+        self._step(*batch)
         reasons, asked = self._no_reason, stop.asked
         if asked is not None:
             reasons = torch.tensor([float(reason == asked) for reason in REASONS], device=self._rank.device)
-        shared = torch.cat([loss.float().reshape(1) / self._rank.world_size, reasons])
         if self._rank.world_size > 1:
-            dist.all_reduce(shared)
-        assert self._step.guard is not None and self._step.guard.norm is not None
-        return [shared[0], self._step.guard.norm, *shared[1:]]
+            dist.all_reduce(reasons := reasons.clone())
+        guard = self._step.guard
+        assert guard is not None and guard.loss is not None and guard.norm is not None
+        return [guard.loss, guard.norm, *reasons]
+
+    def _look_at_memory(self) -> None:
+        """Of the device, what the second step takes, which finds all states in place: the host knows it once that is
+        queued. Of the host, room for copies of these states."""
+        if self._made == self._first_step:
+            free = free_bytes(torch.device("cpu")) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            if short := self._saver.reserve(int(_COPIES * free)):
+                self._log.say(f"{short}: training will wait for checkpoints to be written", "warning")
+        if self._rank.device.type != "cuda":
+            return
+        if self._made == self._first_step:
+            torch.cuda.reset_peak_memory_stats(self._rank.device)
+        elif self._made == self._first_step + 1:
+            total = torch.cuda.get_device_properties(self._rank.device).total_memory
+            predicted = predicted_segments(self._prepared.case, total)
+            self._log.write(Memory(predicted, actual_segments(self._step, predicted, total)))
 
     def _tell(self, done: Done | None, step: int) -> None:
         """Log a step that is done, and draw the conclusions; raises NonFiniteStep."""
@@ -212,7 +258,7 @@ class _Run:
             return
         what = f"step {step}: loss {loss:g}, norm {norm:g}"
         if self._options.skip_nonfinite:
-            self._log.say(what if math.isfinite(norm) else f"{what}: it changed nothing", "warning")
+            self._log.say(f"{what}: it changed nothing", "warning")
             return
         where = find_nonfinite(self._step, *dict(self._recent)[step])
         self._made = step
@@ -252,20 +298,15 @@ class _Run:
         self._log.write(Evaluation(self._made, loss, tokens, done.seconds))
 
     def _save(self) -> None:
-        """Write a checkpoint; if that fails, training goes on with the older ones."""
-        options = self._options
-        try:
-            self._saved = save_checkpoint(
-                options.out,
-                self._step.model,
-                self._step.optimizer,
-                self._made,
-                keep_last=options.keep_last,
-                keep_every=options.keep_every,
-                extra={"loader": self._prepared.loader.state_dict()},
-            )
-        except OSError as error:
-            self._complaint = f"no checkpoint of step {self._made}: {error}"
-            self._log.say(self._complaint, "error")
-        else:
-            self._complaint = None
+        """Begin to write a checkpoint; if that fails, training goes on with the older ones."""
+        self._saver.save(self._made, {"loader": self._prepared.loader.state_dict()})
+        self._tell_saves(self._saver.finished())
+
+    def _tell_saves(self, saves: Sequence[Saved]) -> None:
+        for one in saves:
+            if one.path is None:
+                self._complaint = f"no checkpoint of step {one.step}: {one.error}"
+                self._log.say(self._complaint, "error")
+            else:
+                self._saved, self._complaint = one.path, None
+                self._log.write(Checkpoint(one.step, one.n_bytes, one.stall_seconds, one.seconds))

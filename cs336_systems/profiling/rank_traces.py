@@ -13,19 +13,22 @@ from cs336_systems.harness.record import Metric
 from cs336_systems.model import TransformerBlock
 from cs336_systems.profiling.ranges import STEP, annotate, ranged_phases
 from cs336_systems.profiling.traces import kineto
+from cs336_systems.profiling.traces.breakdown import breakdown
 from cs336_systems.profiling.traces.queries import overlap, slowdown
 from cs336_systems.profiling.traces.tables import Trace
 
 _RECORDED_STEPS = 3
 
 
-def record_phases_of_ranks(phases: Mapping[str, Callable[[], None]], model: nn.Module, rank: Rank, path: Path) -> None:
-    """Run one warm-up step and a few more on all ranks, recorded by torch.profiler on rank 0 to ``path``.
+def record_phases_of_ranks(
+    phases: Mapping[str, Callable[[], None]], model: nn.Module, rank: Rank, path: Path | None
+) -> None:
+    """Run one warm-up step and a few more on all ranks, recorded by torch.profiler on those that have a ``path``.
 
     The phases and the blocks of ``model`` are ranges in it; ranging every module would make the host late.
     """
     ranged = ranged_phases(phases, warmup=1)
-    recording = kineto.recording(path, rank.device) if rank.rank == 0 else nullcontext()
+    recording = kineto.recording(path, rank.device) if path else nullcontext()
     with annotate(model, TransformerBlock), recording:
         time_phases_of_ranks(ranged, rank, warmup=1, steps=_RECORDED_STEPS)
 
@@ -61,6 +64,12 @@ def communication_metrics(trace: Trace, alone: Trace | None = None) -> list[Metr
         Metric("slowed", "ms of other kernels per step", slowed),
         Metric("added_kernels", "ms of other kernels per step", added),
     ]
+
+
+def breakdown_metrics(trace: Trace) -> list[Metric]:
+    """The recorded steps by phase and kind of work (``traces/breakdown.py``); of a CPU's trace, nothing."""
+    parts = breakdown(trace) if trace.has_gpu else []
+    return [Metric(f"{part.phase}_{part.kind}", "ms of a recorded step", part.samples_ms) for part in parts]
 
 
 def single_steps(trace: Trace) -> list[Trace]:

@@ -2,9 +2,11 @@
 
     [T] step   0 [  0.1%] | time  1869 ms | norm  4.3155 | loss  3.2826 | tps  35,065 | sol 42.9%
     [V] step  50 [  5.0%] | time  1103 ms | loss  3.1190
+    [C] step  50 [  5.0%] | stall   210 ms | written  4102 ms | 2.76 GiB
 
-T is a step and V an evaluation after so many steps; tps are tokens per second of all ranks, sol is their share of the
-speed of light. A sink of the run's log, which hands it every record; piped, lines are plain, and each is out at once.
+T is a step; V an evaluation and C a checkpoint after so many steps, for which training waited as long as it stalled;
+tps are tokens per second of all ranks, sol is their share of the speed of light. A sink of the run's log, which hands
+it every record; piped, lines are plain, and each is out at once.
 """
 
 import math
@@ -13,7 +15,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from cs336_systems.pretraining.run_records import End, Evaluation, Light, Message, Options, Outlier, Record, Step
+from cs336_systems.hardware import GIB
+from cs336_systems.pretraining.run_records import (
+    Checkpoint,
+    End,
+    Evaluation,
+    Light,
+    Message,
+    Options,
+    Outlier,
+    Record,
+    Step,
+)
 from cs336_systems.report.run_tables import record_table
 from cs336_systems.report.tables import Table
 
@@ -73,6 +86,10 @@ class RunConsole:
             case Evaluation():
                 time = f"time {_ms(record.seconds)} ms"
                 return f"[V] {self._place(record.step, record.step)} | {time} | loss {record.loss:7.4f}", "green"
+            case Checkpoint():
+                waited = f"stall {_ms(record.stall_seconds)} ms | written {_ms(record.seconds)} ms"
+                size = f"{record.n_bytes / GIB:.2f} GiB"
+                return f"[C] {self._place(record.step, record.step)} | {waited} | {size}", "cyan"
             case Outlier():
                 value = f"{record.quantity} {record.value:.4f}"
                 return f"step {record.step}: {value} is an outlier, z {record.z:.1f}", "yellow"

@@ -11,7 +11,8 @@ Optimisations are applied from outside, in one order:
    comparison); checkpointed segments run compiled blocks, but a selective policy is compiled with its block, because it
    must see the block's operators;
 4. the model is wrapped for its ranks (``parallel.py``), after compiling: nothing can be gathered in compiled code;
-5. the optimizer is made over the parameters as they now are, and the step, which may replay itself as a CUDA graph.
+5. the optimizer is made over the parameters as they now are, with what it keeps in host memory, and the step, which
+   may replay itself as a CUDA graph.
 
     step = assemble(TrainingCase(size="small", dtype="bf16"))
     step = assemble(case, rank)                            # inside ``distributed.process_group.joined``
@@ -27,13 +28,16 @@ from torch import Tensor
 from cs336_systems.attention.dispatch import attention_op
 from cs336_systems.attention.dispatch import unsupported_reason as attention_reason
 from cs336_systems.blocks import block_ops, head_ops, write_out
-from cs336_systems.case import TrainingCase, Unsupported, cuda_graph_reason
+from cs336_systems.case import TrainingCase, Unsupported, cuda_graph_reason, sharding_reason
 from cs336_systems.costs.checkpointing import SELECTIVE
 from cs336_systems.costs.kept import unserved_reason
+from cs336_systems.costs.offload import STATES, offload_reason, offloaded
+from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
 from cs336_systems.training.activation_checkpointing import checkpointed_stack
 from cs336_systems.training.activation_checkpointing import unsupported_reason as checkpointing_reason
+from cs336_systems.training.backward_update import BackwardUpdate
 from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.cuda_graph import CapturedStep
 from cs336_systems.training.loss import cross_entropy
@@ -67,7 +71,8 @@ def build_model(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps =
     place = torch.device("meta") if case.parallel.wrapper == "fsdp" else device
     model = TransformerLM(case.config, ops, device=place, dtype=parameter_dtype(case.precision))
     if case.written_out:
-        write_out(model, block_ops(case.kernels, case.attention), case.keep)
+        away = "residual" in offloaded(case)
+        write_out(model, block_ops(case.kernels, case.attention), case.keep, inputs_on_host=away)
     if case.compile == "whole-model":
         model.compile(fullgraph=True, dynamic=False)
     elif case.compiled and case.checkpoint not in SELECTIVE:
@@ -94,9 +99,22 @@ def finish(
     if case.compiled:
         loss_function = torch.compile(cross_entropy, fullgraph=True, dynamic=False)
     wrapped = wrap(model, case.parallel, rank)
+    away = offloaded(case)
+    if case.master != "none":
+        hyperparameters |= {"master": True}
+    if states := [STATES[name] for name in STATES if name in away]:
+        hyperparameters |= {"offload": states}
     optimizer = make_parallel_optimizer(case.optimizer, wrapped, case.parallel, **hyperparameters)
+    if "gradients" in away:
+        from cs336_systems.training.host_gradients import HostGradients  # brings Triton along
+
+        optimizer.host_gradients = HostGradients(wrapped.parameters())  # type: ignore[attr-defined]
     kind = CapturedStep if case.cuda_graph == "on" else TrainStep
-    return kind(wrapped, optimizer, case.precision, loss_function, case.accumulate, guard)
+    update = None
+    if case.parallel.update == "under-backward":
+        assert isinstance(wrapped, FSDP)
+        update = BackwardUpdate(wrapped, optimizer)
+    return kind(wrapped, optimizer, case.precision, loss_function, case.accumulate, guard, update)
 
 
 def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:
@@ -104,7 +122,7 @@ def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:
     if case.attention != "reference":
         ops = replace(ops, attention=attention_op(case.attention))
     if case.written_out:
-        ops = head_ops(case.kernels, ops, case.z_loss)
+        ops = head_ops(case.kernels, ops, case.z_loss, case.head_chunk)
     compiled = case.compiled and case.checkpoint in SELECTIVE
     return replace(ops, stack=checkpointed_stack(case.checkpoint, ops.stack, compiled=compiled))
 
@@ -128,9 +146,10 @@ def check_supported(case: TrainingCase, device: torch.device) -> None:
     """
     config, gathered = case.config, case.parallel.compute_dtype  # FSDP casts weights to the latter
     dtype = torch.bfloat16 if gathered == "bf16" else matmul_dtype(case.precision)
-    reason = unserved_reason(case) or precision_reason(case.precision, device)
+    reason = unserved_reason(case) or offload_reason(case) or precision_reason(case.precision, device)
     reason = reason or checkpointing_reason(case.checkpoint, case.attention)
     reason = reason or _whole_model_reason(case) or optimizer_reason(case.optimizer, device) or cuda_graph_reason(case)
+    reason = reason or sharding_reason(case)
     if reason is None:
         q, k, v = (
             torch.empty(1, heads, case.context_length, config.d_head, device=device, dtype=dtype, requires_grad=True)

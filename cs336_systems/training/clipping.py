@@ -1,16 +1,17 @@
 """The norm of a step's whole gradient, clipping by it, and steps that are not finite: on the device, nobody waits.
 
     guard = GradientGuard(1.0)
-    guard(model, optimizer)              # in place of optimizer.step()
-    guard.norm                           # before clipping; fp32, shape (), the same on every rank
+    guard(model, optimizer, loss)        # in place of optimizer.step()
+    guard.norm, guard.loss               # before clipping, and before the step; fp32, shape (), the same on every rank
 
 Gradients may be whole on every rank, or shards of FSDP or of a ``ShardedOptimizer``, whose squares are then added up
 over the ranks: one number. They are scaled by min(1, max_norm / (norm + 1e-6)), as ``torch.nn.utils.clip_grad_norm_``
 does (Pascanu et al. 2013), where the optimizer reads them.
 
-A step whose norm is NaN or inf changes neither parameters nor moments, and is not counted. The host, which reads the
-norm a step late, may by then have queued the next one. So a guard that halts lets no later step change anything either:
-whoever stops finds the model as it was before the step that went wrong, and can run that again to see where.
+A step whose norm or loss, the mean over the ranks, is NaN or inf changes neither parameters nor moments, and is not
+counted. The host, which reads the norm a step late, may by then have queued the next one. So a guard that halts lets no
+later step change anything either: whoever stops finds the model as it was before the step that went wrong, and can run
+that again to see where.
 """
 
 import math
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER, ShardedOptimizer
+from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 
 
 class GradientGuard:
@@ -28,7 +29,7 @@ class GradientGuard:
 
     Args:
         max_norm: of the clipped gradient; infinite for no clipping.
-        halts: whether after a norm that is not finite all later steps are passed over, too.
+        halts: whether after a norm or a loss that is not finite all later steps are passed over, too.
 
     Raises:
         ValueError: ``max_norm`` is not positive.
@@ -40,31 +41,49 @@ class GradientGuard:
         self.max_norm, self.halts = max_norm, halts
         self.norm: Tensor | None = None
         """Of the last step, at one place of memory, so that a CUDA graph can write it."""
+        self.loss: Tensor | None = None
+        """Of the last step, the mean over the ranks, at one place too; 0 if none was given."""
         self._halted: Tensor | None = None
         self._tables: dict[str, object] = {}
 
     @torch.no_grad()
-    def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Step on the gradients that are there; a collective where they are sharded."""
-        norm = self._total_norm(model, optimizer)
-        if self.norm is None or self._halted is None:
-            self.norm, self._halted = torch.empty_like(norm), torch.zeros_like(norm)
+    def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor | None = None) -> None:
+        """Step on the gradients that are there; a collective where there are several ranks.
+
+        Args:
+            loss: this rank's, one element on the device; if it is given on one rank, it is on all.
+        """
+        norm, loss = self._norm_and_loss(model, optimizer, loss)
+        if self.norm is None or self.loss is None or self._halted is None:
+            self.norm, self.loss, self._halted = torch.empty_like(norm), torch.empty_like(norm), torch.zeros_like(norm)
         self.norm.copy_(norm)
-        skipped = norm.isfinite().logical_not().float()
+        self.loss.copy_(loss)
+        skipped = (norm.isfinite() & loss.isfinite()).logical_not().float()
         if self.halts:
             skipped = self._halted.copy_(torch.maximum(self._halted, skipped))
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         _scaled_step(optimizer, torch.where(skipped > 0, math.nan, scale), skipped)
 
-    def _total_norm(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-        shares, whole = _gradients(model, optimizer)
-        device = next(model.parameters()).device
-        norm = self._norm("whole", whole, device)
-        if shares is None:
-            return norm
-        squares = self._norm("shares", shares, device).square()
-        dist.all_reduce(squares, group=model.process_group if isinstance(model, FSDP) else None)
-        return (squares + norm.square()).sqrt()
+    def _norm_and_loss(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Of the whole gradient, and the mean over the ranks; fp32, shape ()."""
+        device, host_gradients = next(model.parameters()).device, getattr(optimizer, "host_gradients", None)
+        mean = torch.zeros((), device=device) if loss is None else loss.detach().float().reshape(())
+        shares = None
+        if host_gradients is not None and device.type == "cuda":
+            norm = host_gradients.norm()
+        else:
+            shares, whole = _gradients(model, optimizer)
+            norm = self._norm("whole", whole, device)
+        group = model.process_group if isinstance(model, FSDP) else None
+        n_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+        if shares is None and (loss is None or n_ranks == 1):
+            return norm, mean
+        squares = torch.zeros_like(norm) if shares is None else self._norm("shares", shares, device).square()
+        shared = torch.stack([squares, mean / n_ranks])
+        dist.all_reduce(shared, group=group)
+        return norm if shares is None else (shared[0] + norm.square()).sqrt(), shared[1]
 
     def _norm(self, name: str, gradients: list[Tensor], device: torch.device) -> Tensor:
         """Of all gradients together, fp32, shape ()."""
@@ -85,9 +104,11 @@ def _gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list
         shares, whole = ([one.detach() for one in each if one is not None] for each in (shards, replicated))
         return [one for one in shares if one.numel()], whole
     whole = [p.grad for p in model.parameters() if p.grad is not None]
+    if (host_gradients := getattr(optimizer, "host_gradients", None)) is not None:
+        whole = host_gradients.tensors()
     if not isinstance(optimizer, ShardedOptimizer) or optimizer.world_size == 1:
         return None, whole
-    return (optimizer.reduced_gradients(), []) if optimizer.reduce_gradients == REDUCE_SCATTER else (None, whole)
+    return (None, whole) if optimizer.reduce_gradients is None else (optimizer.reduced_gradients(), [])
 
 
 def _scaled_step(optimizer: torch.optim.Optimizer, scale: Tensor, skipped: Tensor) -> None:

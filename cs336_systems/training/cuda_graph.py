@@ -15,9 +15,10 @@ makes the gradients, which stay where they are from then on, hidden from the par
 the second, captured after it has run once on these gradients: what it says about them on the device (where they lie,
 ``kernels/tensor_table.py``) is there by then, and is not copied again.
 
-Hyperparameters are numbers in the captured launches. A step in which they, or the optimizer's state, are others than in
-the last one runs the optimizer uncaptured, so a schedule that changes the learning rate at each step is right, and
-launches the optimizer's kernels; once they stay the optimizer is captured again.
+Hyperparameters: ``FusedAdamW`` reads those that a schedule changes from device memory, to which they are copied before
+a replay. Of torch's optimizers they are numbers in the captured launches. A step in which such a number, or the
+optimizer's state, is another than in the last one runs the optimizer uncaptured, so a schedule is right, and launches
+the optimizer's kernels; once they stay the optimizer is captured again.
 
 Memory: capturing allocates what a step does, in the same order, from a pool of its own; what the uncaptured steps had
 cached for that is given back before.
@@ -89,11 +90,14 @@ class CapturedStep(TrainStep):
                 raise ValueError(f"the captured step takes token ids and targets of shape {shapes}")
             static.copy_(given)
         self._passes_graph.replay()
+        self.loss = self._captured_loss
         settings = _settings(self.optimizer)
         if self._update_graph is None or not _same(settings, self._settings):
             self._update_uncaptured(capture=_same(settings, self._settings))
             self._settings = settings
         else:
+            if _uploaded(self.optimizer):
+                self.optimizer.upload_hyperparameters()  # type: ignore[attr-defined]
             self._update_graph.replay()
         self.loss = self._captured_loss.clone()
 
@@ -129,9 +133,15 @@ class CapturedStep(TrainStep):
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The optimizer's state, and the hyperparameters of each of its groups."""
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    """The optimizer's state, and of each of its groups what is a number in a captured launch."""
+    passed_over = ("params", *_uploaded(optimizer))
+    groups = [{k: value for k, value in group.items() if k not in passed_over} for group in optimizer.param_groups]
     return [optimizer.state, groups]
+
+
+def _uploaded(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """The options of a group that captured launches read from device memory."""
+    return getattr(optimizer, "UPLOADED", ())
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:

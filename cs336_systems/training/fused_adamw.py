@@ -6,11 +6,16 @@ The formula is that of ``optimizer.AdamW``; with fp32 states the two agree withi
   which is what makes training with 8 bytes per parameter (p, g, m, v) work;
 * ``step(grad_scale=...)`` clips without writing gradients back, and skips a step whose gradients are not finite,
   without waiting for the device; a skipped step is not counted;
+* ``master`` keeps fp32 weights of bf16 parameters, which are then what these round to;
+* ``offload`` keeps states in host memory (``host_states.py``), to the bit without any other effect;
 * ``clear_gradients`` sets gradients to zero in the same pass, for those that stay where they are.
 
     optimizer = FusedAdamW(model.parameters(), lr=3e-4)
     norm = grad_norm([p.grad for p in model.parameters()], table)
     optimizer.step(grad_scale=clip_scale(norm, 1.0))
+
+The learning rate and whatever else changes by step is read from device memory: a CUDA graph that holds a step is right
+for the next one after ``upload_hyperparameters``, which waits for nothing.
 
 Two launches per combination of dtypes and step. Groups may differ in every hyperparameter and still share them.
 
@@ -22,7 +27,7 @@ holds the whole does: those of FSDP say themselves at which element of the whole
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any, overload
 
@@ -30,13 +35,22 @@ import torch
 from torch import Tensor
 
 from cs336_systems.kernels.adamw import Update, UpdateTable, adamw_, update_kernel
+from cs336_systems.operators.host_link import HostLink
 from cs336_systems.operators.launching import needs_other_device
+from cs336_systems.training.host_gradients import HostGradients
+from cs336_systems.training.host_states import place, staged_adamw_
 from cs336_systems.training.optimizer import check_hyperparameters
 
 MAX_TABLES = 64
 """Sets of tensors that were stepped together: buckets, if there are any. Who has more of them copies more often."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
+_STATES = ("exp_avg", "exp_avg_sq", "master")
+
+
+def _hyperparameters(group: dict[str, Any]) -> tuple[float, ...]:
+    """A row of ``UpdateTable.set_hyperparameters``."""
+    return (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
 
 
 def device_reason(device: torch.device) -> str | None:
@@ -49,14 +63,18 @@ def device_reason(device: torch.device) -> str | None:
 class FusedAdamW(torch.optim.Optimizer):
     """AdamW with decoupled weight decay and bias correction, for dense bf16 and fp32 parameters on CUDA devices.
 
-    ``state`` is per parameter ``step`` (int64, on the device), ``exp_avg`` and ``exp_avg_sq``.
+    ``state`` is per parameter ``step`` (int64, on the device), ``exp_avg``, ``exp_avg_sq``, and ``master`` where it has
+    one. A state that was saved without masters resumes from the parameters; one with masters loads without.
 
     Args:
         params, lr, betas, eps, weight_decay: as for ``optimizer.AdamW``.
         state_dtype: of both moments; the parameter's if None.
-        stochastic_rounding: of parameters and moments that are bf16; to nearest otherwise.
+        stochastic_rounding: of parameters without masters and moments that are bf16; to nearest otherwise.
         seed: of stochastic rounding; may differ between groups, and is saved with them.
-        clear_gradients: ``step`` leaves zeros in the gradients.
+        clear_gradients: ``step`` leaves zeros in the gradients that are on the device.
+        master: keep fp32 weights of the parameters that are bf16.
+        offload: of ``exp_avg``, ``exp_avg_sq`` and ``master`` those that are kept in host memory. The device may still
+            write there when ``step`` returns: synchronize before reading them.
 
     Raises:
         ValueError: a hyperparameter is out of range, or a parameter is of another dtype or on another device; the
@@ -75,21 +93,41 @@ class FusedAdamW(torch.optim.Optimizer):
         stochastic_rounding: bool = True,
         seed: int = 0,
         clear_gradients: bool = False,
+        master: bool = False,
+        offload: Collection[str] = (),
     ) -> None:
         check_hyperparameters(lr, betas, eps, weight_decay)
         if state_dtype not in (None, *_DTYPES):
             raise ValueError(f"state_dtype must be torch.bfloat16, torch.float32 or None, got {state_dtype}")
         if not 0 <= seed < 2**63:
             raise ValueError(f"seed must lie in 0..2^63-1, got {seed}")
-        self.state_dtype = state_dtype
+        if unknown := set(offload) - set(_STATES):
+            raise ValueError(f"offload must be of {', '.join(_STATES)}, got {', '.join(sorted(unknown))}")
+        self.state_dtype, self.master, self.offload = state_dtype, master, tuple(offload)
+        self.host_gradients: HostGradients | None = None
+        """Where gradients are, if not at the parameters."""
+        self._links: dict[torch.device, HostLink] = {}
         self._places: dict[Tensor, tuple[int, int]] = {}
         self._tables: dict[tuple[int, ...], UpdateTable] = {}
         hyperparameters = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         options = {"stochastic_rounding": stochastic_rounding, "seed": seed, "clear_gradients": clear_gradients}
         super().__init__(params, hyperparameters | options)
 
-    # torch's own imports torch._dynamo, three seconds, to tell torch.compile that it must not look into it
-    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    UPLOADED = ("lr", "betas", "eps", "weight_decay")
+    """Options of a group that ``upload_hyperparameters`` brings to launches that are captured."""
+
+    def upload_hyperparameters(self) -> None:
+        """Have the launches of the last step, where they are replayed, use the groups' options as they are now."""
+        of = {id(parameter): _hyperparameters(group) for group in self.param_groups for parameter in group["params"]}
+        for parameters, table in self._tables.items():
+            table.set_hyperparameters([of[parameter] for parameter in parameters])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, those in host memory too."""
+        # torch's own imports torch._dynamo, three seconds, to tell torch.compile that it must not look into it
+        inspect.unwrap(torch.optim.Optimizer.zero_grad)(self, set_to_none)
+        if self.host_gradients is not None:
+            self.host_gradients.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, numbered after those that are there; raises ValueError as the constructor does."""
@@ -137,57 +175,85 @@ class FusedAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         together: defaultdict[Any, list[Update]] = defaultdict(list)
+        self._make_states([p for group in self.param_groups for p in group["params"] if self._gradient(p) is not None])
         for group in self.param_groups:
             how = (group["stochastic_rounding"], group["clear_gradients"])
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    update = self._update(parameter, parameter.grad, group)
-                    together[parameter.device, update.dtypes, *how].append(update)
-        for (_, _, stochastic_rounding, clear_gradients), updates in together.items():
-            adamw_(
-                updates,
-                grad_scale,
-                stochastic_rounding=stochastic_rounding,
-                clear_gradients=clear_gradients,
-                table=self._table(updates),
-            )
+                if (gradient := self._gradient(parameter)) is not None:
+                    update = self._update(parameter, gradient, group)
+                    staged = () if parameter.grad is not None else ("gradient",)
+                    staged += tuple(name for name in self.offload if name in update.tensors)
+                    together[parameter.device, update.dtypes, staged, *how].append(update)
+        for (device, _, staged, stochastic_rounding, clear_gradients), updates in together.items():
+            rest = {"stochastic_rounding": stochastic_rounding, "clear_gradients": clear_gradients}
+            if staged:
+                staged_adamw_(updates, staged, self._link(device), grad_scale, **rest)
+            else:
+                adamw_(updates, grad_scale, **rest, table=self._table(updates))
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, of tensors that are there."""
+        for device in self._links:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but moments take this optimizer's ``state_dtype``, which torch would make the parameter's."""
-        super().load_state_dict(state_dict)
+        """As torch's, but states take this optimizer's dtypes and places, where torch would take the parameter's."""
+        super().load_state_dict({**state_dict, "state": {}})
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        for i, parameter in zip(saved, parameters, strict=True):
-            if i in state_dict["state"]:
-                state = state_dict["state"][i]
-                moments = {
-                    name: torch.empty_like(parameter, dtype=self._moment_dtype(parameter)).copy_(state[name])
-                    for name in ("exp_avg", "exp_avg_sq")
-                }
-                step = torch.as_tensor(state["step"]).to(parameter.device, torch.int64, copy=True)
-                self.state[parameter] = {"step": step, **moments}
+        given = {p: state_dict["state"][i] for i, p in zip(saved, parameters, strict=True) if i in state_dict["state"]}
+        self._make_states(list(given))
+        for parameter, state in given.items():
+            for name, ours in self.state[parameter].items():
+                if name in state:
+                    ours.copy_(torch.as_tensor(state[name]))
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"state_dtype": self.state_dtype, "_places": self._places}
+        own = ("state_dtype", "master", "offload", "_places")
+        return super().__getstate__() | {name: getattr(self, name) for name in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._tables = {}  # addresses are of one process and one time
+        self._tables, self._links = {}, {}  # addresses and streams are of one process and one time
+        self.__dict__.setdefault("host_gradients", None)
 
-    def _moment_dtype(self, parameter: Tensor) -> torch.dtype:
-        return self.state_dtype or parameter.dtype
+    def _gradient(self, parameter: Tensor) -> Tensor | None:
+        if parameter.grad is not None or self.host_gradients is None:
+            return parameter.grad
+        return self.host_gradients.of(parameter)
+
+    def _state_dtypes(self, parameter: Tensor) -> dict[str, torch.dtype]:
+        moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), self.state_dtype or parameter.dtype)
+        has_master = self.master and parameter.dtype == torch.bfloat16
+        return moments | ({"master": torch.float32} if has_master else {})
+
+    def _make_states(self, parameters: Sequence[Tensor]) -> None:
+        """Those that are not there yet, all that are in host memory in one slab."""
+        new = {parameter: self._state_dtypes(parameter) for parameter in parameters if not self.state[parameter]}
+        away = {p: {name: dtypes[name] for name in self.offload if name in dtypes} for p, dtypes in new.items()}
+        for device in {parameter.device for parameter in new}:
+            hosts = place({p: named for p, named in away.items() if p.device == device}, device)
+            for parameter, states in hosts.items():
+                state = {"step": torch.zeros((), dtype=torch.int64, device=device)}
+                for name, dtype in new[parameter].items():
+                    state[name] = states[name] if name in states else torch.zeros_like(parameter, dtype=dtype)
+                if "master" in state:
+                    state["master"].copy_(parameter)
+                self.state[parameter] = state
+
+    def _link(self, device: torch.device) -> HostLink:
+        if device not in self._links:
+            self._links[device] = HostLink(device)
+        return self._links[device]
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Update:
         state = self.state[parameter]
         number, offset = self._places[parameter]
         if gradient.layout != torch.strided:
             raise ValueError(f"gradients must be dense, parameter {number} has one of layout {gradient.layout}")
-        if not state:
-            dtype = self._moment_dtype(parameter)
-            state["step"] = torch.zeros((), dtype=torch.int64, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
         return Update(
             parameter,
             gradient,
@@ -201,6 +267,7 @@ class FusedAdamW(torch.optim.Optimizer):
             number,
             offset,
             group["seed"],
+            state.get("master"),
         )
 
     def _table(self, updates: list[Update]) -> UpdateTable:

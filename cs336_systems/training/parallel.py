@@ -20,9 +20,10 @@ from cs336_systems.case import Parallel
 from cs336_systems.distributed.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER, ShardedOptimizer
+from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER, SHARD, ShardedOptimizer
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.transformer import TransformerBlock
+from cs336_systems.training.communication_place import place_beside_attention
 from cs336_systems.training.optimizer import make_optimizer, optimizer_class
 
 _DTYPES = {"same": None, "bf16": torch.bfloat16}
@@ -49,13 +50,16 @@ def _torch_ddp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Modul
 
 
 def _fsdp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
-    return FSDP(
+    fsdp = FSDP(
         model,
         _DTYPES[parallel.compute_dtype],
         prefetch=parallel.prefetch,
         units=lambda module: isinstance(module, TransformerBlock),
         device=rank.device,
     )
+    if parallel.communicate == "beside-attention":
+        place_beside_attention(fsdp)
+    return fsdp
 
 
 def _fsdp2(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
@@ -105,7 +109,8 @@ def make_parallel_optimizer(
     """The optimizer of ``make_optimizer``, with its state where ``parallel`` says.
 
     ``replicated``: on every rank. ``owned``: each tensor's on one rank, for gradients that a wrapper averages.
-    ``scattered``: ZeRO stage 1, which reduces the gradients itself. ``torch-zero``: torch's ZeroRedundancyOptimizer.
+    ``scattered``: ZeRO stage 1, which reduces the gradients itself; ``scattered-gradients``: stage 2, which keeps its
+    share of them. ``torch-zero``: torch's ZeroRedundancyOptimizer.
 
     Args:
         decay: what ``weight_decay`` is for: all parameters, or ``matrices``, which leaves out norms and biases.
@@ -126,7 +131,8 @@ def make_parallel_optimizer(
         from torch.distributed.optim import ZeroRedundancyOptimizer  # brings TorchScript along, and its warnings
 
         return ZeroRedundancyOptimizer(params, cls, parameters_as_bucket_view=True, **options)
-    reduction: dict[str, Any] = {"reduce_gradients": REDUCE_SCATTER} if parallel.optimizer_state == "scattered" else {}
-    if parallel.optimizer_state not in ("owned", "scattered"):
+    forms = {"owned": None, "scattered": REDUCE_SCATTER, "scattered-gradients": SHARD}
+    if parallel.optimizer_state not in forms:
         raise ValueError(f"unknown place of optimizer state {parallel.optimizer_state!r}")
-    return ShardedOptimizer(params, cls, bucket_size_mb=parallel.bucket_size_mb, **reduction, **options)
+    form = forms[parallel.optimizer_state]
+    return ShardedOptimizer(params, cls, reduce_gradients=form, bucket_size_mb=parallel.bucket_size_mb, **options)

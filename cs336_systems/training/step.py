@@ -20,6 +20,7 @@ from cs336_systems.config import MODES, Precision
 from cs336_systems.distributed.ddp import DDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.training.accumulation import local_gradients, micro_batches, part_name
+from cs336_systems.training.backward_update import BackwardUpdate
 from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.loss import cross_entropy
 from cs336_systems.training.precision import autocast, matmul_precision, needs_loss_scaling
@@ -38,9 +39,10 @@ class TrainStep:
         loss_function: (logits, targets) -> scalar, a mean over tokens; None if the model computes its loss.
         accumulate: micro-batches per optimizer step, into which a batch is dealt out.
         guard: steps the optimizer, if that is to clip, or to pass over gradients that are not finite.
+        update: steps the optimizer under backward.
 
     Raises:
-        ValueError: ``accumulate`` is not positive, or there is a guard where the loss is scaled.
+        ValueError: ``accumulate`` is not positive, or a guard, a scaled loss and an update under backward meet.
     """
 
     def __init__(
@@ -51,17 +53,22 @@ class TrainStep:
         loss_function: Callable[[Tensor, Tensor], Tensor] | None = cross_entropy,
         accumulate: int = 1,
         guard: GradientGuard | None = None,
+        update: BackwardUpdate | None = None,
     ) -> None:
         if accumulate < 1:
             raise ValueError(f"accumulate must be positive, got {accumulate}")
         if guard is not None and needs_loss_scaling(precision):
             raise ValueError(f"gradients of a scaled loss, as in {precision.name}, cannot be clipped")
+        if update is not None and (guard is not None or needs_loss_scaling(precision)):
+            what = "clipping" if guard is not None else f"a scaled loss, as in {precision.name},"
+            raise ValueError(f"{what} needs all gradients before the first update, which comes under backward")
         self.model = model
         self.optimizer = optimizer
         self.precision = precision
         self.loss_function = loss_function
         self.accumulate = accumulate
         self.guard = guard
+        self.update = update
         self.device = next(model.parameters()).device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=needs_loss_scaling(precision))
         self.loss: Tensor | None = None
@@ -89,8 +96,11 @@ class TrainStep:
         Forward and backward of further micro-batches follow the first ones: ``forward 2``, ``backward 2``, and so on.
 
         Raises:
-            ValueError: no such mode, or the batch cannot be dealt out to micro-batches.
+            ValueError: no such mode, or the batch cannot be dealt out to micro-batches; or the mode ends with a
+                backward that would update parameters.
         """
+        if mode == "backward" and self.update is not None:
+            raise ValueError("mode backward takes no optimizer steps, but this step's are taken under backward")
         if mode not in MODES:
             raise ValueError(f"unknown mode {mode!r}: known are {', '.join(MODES)}")
         phases: dict[str, Phase] = {}
@@ -139,8 +149,11 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _optimize(self) -> None:
+        if self.update is not None:
+            self.update.finish()
+            return
         if self.guard is not None:
-            self.guard(self.model, self.optimizer)
+            self.guard(self.model, self.optimizer, self.loss)
             return
         self.scaler.step(self.optimizer)
         self.scaler.update()

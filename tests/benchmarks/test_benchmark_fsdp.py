@@ -9,7 +9,7 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.fully_sharded.measure import measure_fully_sharded
 from cs336_systems.experiments.fully_sharded.table import FULLY_SHARDED
-from cs336_systems.harness.record import parse_samples
+from cs336_systems.harness.record import Metric, parse_samples
 from cs336_systems.profiling.traces import kineto
 from cs336_systems.profiling.traces.kernels import collective_name
 from cs336_systems.report.block_timeline import two_blocks
@@ -86,9 +86,23 @@ def test_the_grid_takes_implementations_in_turns_and_gives_look_ahead_to_ours_al
     assert {cell.world_size for cell in cells} == {2}
 
 
+def test_peers_at_their_best_take_turns_with_what_is_ours():
+    written_out = ["--fsdp", "ours", "--keep", "products", "--update", "after-backward", "under-backward"]
+    peers = ["--peer-checkpoint", "full", "every-1", "first-1"]
+    cells = cells_of("fully_sharded", *TINY, *written_out, "--repeat", "2", *peers)
+    kinds = [("ours", "after-backward"), ("ours", "under-backward"), ("torch", "full"), ("torch", "first-1")]
+    found = [(cell.fsdp, cell.checkpoint if cell.fsdp == "torch" else cell.update) for cell in cells]
+    assert found == kinds + kinds[::-1]
+    peer = cells[2]
+    assert (peer.attention, peer.compile, peer.keep, peer.optimizer) == ("sdpa-cudnn", "on", "autograd", "torch-fused")
+    assert (peer.size, peer.dtype, peer.batch_size, peer.steps) == ("tiny", "fp32", 1, 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--peer-checkpoint", "some"], "unknown checkpoint policy 'some'"),
+        (["--do-bench", "on"], "--do-bench on: triton's do_bench times CUDA devices, got --device cpu"),
         (["--prefetch", "-1"], "--prefetch must not be negative, got -1"),
         (["--batch-size", "0"], "--batch-size must be positive, got 0"),
         (["--steps", "0"], "--steps must be positive, got 0"),
@@ -130,3 +144,33 @@ def test_the_table_has_a_line_per_implementation_and_their_ratio(rows):
     )
     assert list(frame["/ FSDP2"][1:2]) == ["–"]
     assert list(frame["status"]) == ["ok"] * 3
+
+
+def made_up(fsdp, ms, **settings):
+    """The step of one cell in two rounds of one command."""
+    plain = {"size": "8b", "dtype": "bf16", "attention": "hopper", "checkpoint": "none", "compile": "off"}
+    said = plain | {"prefetch": "1" if fsdp == "ours" else "", "update": "after-backward", "world_size": 2} | settings
+    where = {"argv": "a command", "commit": "c", "host": "h", "gpu": "g", "timestamp": "2026-01-02T00:00:00+00:00"}
+    said |= where | {"fsdp": fsdp, "status": "ok", "message": ""}
+    return [said | {"repeat": i} | Metric("step", "ms", [found]).statistics() for i, found in enumerate(ms)]
+
+
+def test_ways_that_differ_in_all_are_compared_by_their_fastest():
+    peer = {"attention": "sdpa-cudnn", "compile": "on"}
+    rows = parse_samples(
+        pd.DataFrame(
+            [
+                *made_up("ours", (43, 44)),
+                *made_up("ours", (42, 43), update="under-backward"),
+                *made_up("torch", (60, 62), checkpoint="full", **peer),
+                *made_up("torch", (50, 50), checkpoint="first-16", **peer),
+            ]
+        )
+    )
+    frame = FULLY_SHARDED.of(rows).frame
+    assert [cell[:5] for cell in frame["/ FSDP2"]] == ["0.870", "0.850", "–", "–"]
+    assert [cell[:5] for cell in frame["/ ours"]] == ["–", "–", "1.435", "1.177"]
+    twins = [*made_up("ours", (43, 44)), *made_up("torch", (60, 62)), *made_up("torch", (50, 50), checkpoint="full")]
+    frame = FULLY_SHARDED.of(parse_samples(pd.DataFrame(twins))).frame
+    assert frame["/ FSDP2"][0][:5] == "0.713", "the one of the same settings, not the fastest"
+    assert [cell[:5] for cell in frame["/ ours"]] == ["–", "–", "1.150"]

@@ -133,7 +133,7 @@ def test_a_model_given_targets_returns_their_loss(tied, monkeypatch):
     targets[:, -1] = -100
     expected = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
     gradients = torch.autograd.grad(expected, tuple(model.parameters()))
-    for ops in (REFERENCE_OPS, head_ops("reference", REFERENCE_OPS)):
+    for ops in (REFERENCE_OPS, *(head_ops("reference", REFERENCE_OPS, chunk=chunk) for chunk in (None, 7))):
         other = TransformerLM(config, ops, dtype=torch.float64)
         other.load_state_dict(model.state_dict())
         loss = other(ids, targets)

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from cs336_systems.config import PRECISIONS, resolve_size
-from cs336_systems.costs.kept import KEPT, LEVELS, SWITCHES, bytes_kept, kept_names
+from cs336_systems.costs.kept import KEPT, LEVELS, SWITCHES, bytes_kept, keep_of_blocks, kept_names
 
 GIB = 1024**3
 
@@ -41,6 +41,27 @@ def test_every_switch_drops_something_and_all_of_them_leave_the_input():
 def test_unknown_names_are_told_the_nearest(keep, message):
     with pytest.raises(ValueError) as error:
         kept_names(keep)
+    assert message in str(error.value)
+
+
+def test_blocks_may_keep_different_things():
+    assert keep_of_blocks("products", 3) == ("products",) * 3
+    assert keep_of_blocks("2xall+1xproducts-ffn+input", 5) == ("all", "all", "products-ffn", "input", "input")
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        ("all+products", "'all' in what to keep, 'all+products', must say of how many blocks: 8xall+products"),
+        ("0xall+products", "'0xall' in what to keep"),
+        ("2xall+3xproducts", "unknown level '3xproducts'"),
+        ("2xnone+products", "unknown level 'none'"),
+        ("2xall+2xinput+products", "what to keep, '2xall+2xinput+products', leaves none of 4 blocks for products"),
+    ],
+)
+def test_a_mix_that_says_no_number_or_leaves_no_blocks_is_refused(keep, message):
+    with pytest.raises(ValueError) as error:
+        keep_of_blocks(keep, 4)
     assert message in str(error.value)
 
 

@@ -16,6 +16,7 @@ from cs336_systems.costs.memory import PeakMemory
 from cs336_systems.costs.written_out import written_out_peak
 from cs336_systems.distributed import FSDP, fsdp_agreement, fsdp_parameters
 from cs336_systems.model import TransformerBlock
+from cs336_systems.training.backward_update import BackwardUpdate
 
 from .test_memory import LiveBytes
 from .test_written_out import CONFIGS, SCALARS
@@ -68,20 +69,30 @@ def one_of_two(monkeypatch) -> Iterator[ResizedBytes]:
 
 
 def compare(
-    live: ResizedBytes, config: ModelConfig, seq_len: int, keep: str, attention: str, prefetch: int
+    live: ResizedBytes,
+    config: ModelConfig,
+    seq_len: int,
+    keep: str,
+    attention: str,
+    prefetch: int,
+    update: str = "after-backward",
 ) -> PeakMemory:
     """The prediction, which is what is alive in the second step, but for a few scalars."""
     how = {"keep": keep, "chunk": CHUNK, "attention": attention, "device_type": "cpu"}
     bf16 = PRECISIONS["bf16"]
-    peak = written_out_peak(config, 2, seq_len, bf16, "backward", **how, n_shards=2, prefetch=prefetch)
+    peak = written_out_peak(config, 2, seq_len, bf16, "backward", **how, n_shards=2, prefetch=prefetch, update=update)
     with live:
         model = unlaunched_model(config, "bf16", keep, attention)
         fsdp = FSDP(model, units=lambda module: isinstance(module, TransformerBlock), prefetch=prefetch)
+        early = update == "under-backward"
+        updates = BackwardUpdate(fsdp, torch.optim.SGD(fsdp.parameters(), lr=0.0, foreach=False)) if early else None
         ids, targets = (torch.zeros(2, seq_len, dtype=torch.int64) for _ in range(2))
         for _ in range(2):
             fsdp.zero_grad(set_to_none=True)
             live.peak = live.now
             fsdp(ids, targets).backward()
+            if updates:
+                updates.finish()
         alive = live.peak - 2 * 8 * ids.numel()
     assert 0 <= alive - peak.n_bytes <= SCALARS, (peak, alive)
     return peak
@@ -95,10 +106,17 @@ def compare(
         ("deep", 300, "products-residual", "flash", 2, "block 8, attention backward"),
         ("deep", 16, "all", "hopper", 0, "block 0, attention backward"),
         ("words", 300, "products", "hopper", 1, "loss"),
-        ("words", 16, "input", "hopper", 1, "loss backward"),
+        ("words", 16, "input", "hopper", 1, "block 1, attention backward"),
         ("tied", 300, "attention", "hopper", 1, "block 1, attention backward"),
         ("tied-words", 300, "products", "hopper", 1, "loss"),
     ],
 )
 def test_peak_of_a_rank_is_what_is_alive_there(one_of_two, config, seq_len, keep, attention, prefetch, moment):
     assert compare(one_of_two, CONFIGS[config], seq_len, keep, attention, prefetch).moment == moment
+
+
+@pytest.mark.parametrize("keep", ["products", "input"])
+def test_shards_that_are_updated_under_backward_have_their_gradients_until_the_next_ones_are(one_of_two, keep):
+    early = compare(one_of_two, CONFIGS["deep"], 16, keep, "hopper", 0, "under-backward")
+    late = written_out_peak(CONFIGS["deep"], 2, 16, PRECISIONS["bf16"], "backward", keep=keep, chunk=CHUNK, n_shards=2)
+    assert early.n_bytes < late.n_bytes

@@ -40,11 +40,11 @@ def leave_out_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rms_norm_forward(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return rms_norm.launch_forward(x, None, gain, eps)[1:]
+    return rms_norm.launch_forward(x, None, gain, eps, None)[1:]
 
 
 def rms_norm_backward(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor, dresidual: Tensor | None = None):
-    return rms_norm.launch_backward(dy, x, gain, rstd, dresidual, None)
+    return rms_norm.launch_backward(dy, x, gain, rstd, dresidual, None, None)
 
 
 def linear_cross_entropy_op(x, weight, targets, denominator, grad_weight, accumulate, wants_dx, *rest):
@@ -70,7 +70,7 @@ ATTENTIONS = {
 def unlaunched_ops(attention: str) -> BlockOps:
     return BlockOps(
         rms_norm_forward=rms_norm_forward,
-        add_rms_norm_forward=rms_norm.launch_forward,
+        add_rms_norm_forward=partial(rms_norm.launch_forward, absmax=None),
         rms_norm_backward=rms_norm_backward,
         swiglu_forward=swiglu._product_like,
         swiglu_backward_=lambda *args, **kwargs: None,

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from cs336_systems.training import AdamW
 
-FORMS = (None, "reduce-scatter")
+FORMS = (None, "reduce-scatter", "shard")
 
 TINY_BUCKETS = {"bucket_size_mb": 600 / 1024**2}
 """A few tensors of the model in each bucket, so that a step has several buckets."""

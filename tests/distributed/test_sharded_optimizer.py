@@ -128,6 +128,37 @@ def collectives_of_a_step(rank: Rank) -> None:
         assert counted.get_total_counts() == len(step.sent)
 
 
+def whole_gradients_are_freed_and_backwards_add_up(rank: Rank) -> None:
+    """Of 8 buckets two are whole at most, then none; two backwards are their sum, whatever a rank used in them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(8)))
+    other = copy.deepcopy(model)
+    optimizer = sharded(model, "shard", bucket_size_mb=4096 / 1024**2)
+    twin = sharded(other, "reduce-scatter", bucket_size_mb=4096 / 1024**2)
+    whole = []
+
+    def count(parameter: nn.Parameter) -> None:
+        whole.append(sum(each.grad is not None for each in model.parameters()))
+        whole.append(sum(bucket._gradients is not None for bucket in optimizer._scatter.buckets))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(count)
+    for step in range(3):
+        x = torch.randn(2, 32, generator=torch.Generator().manual_seed(step + 5 * rank.rank))
+        model[rank.rank * (step == 1) :](x).sum().backward()  # once rank 1 has no gradient of the first layer
+        model(x).sum().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        with twin.no_sync():
+            other[rank.rank * (step == 1) :](x).sum().backward()
+        other(x).sum().backward()
+        for one in (optimizer, twin):
+            one.step()
+            one.zero_grad()
+        torch.testing.assert_close(flat(model), flat(other), rtol=1e-5, atol=1e-6)
+    assert max(whole) <= 2
+    assert_same_on_all_ranks(model)
+
+
 def reducing_starts_under_backward(rank: Rank) -> None:
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(8)))
     optimizer = sharded(model, "reduce-scatter", bucket_size_mb=8192 / 1024**2)
@@ -141,7 +172,7 @@ def reducing_starts_under_backward(rank: Rank) -> None:
 
 def state_is_a_share(rank: Rank) -> None:
     """As predicted, to the byte, and balanced to 3 % of the mean where tensors allow."""
-    for form, predicted_form in zip(FORMS, ("owned", "scattered"), strict=True):
+    for form, predicted_form in zip(FORMS, ("owned", "scattered", "scattered"), strict=True):
         for name, per_parameter in (("sgd", 1), ("adamw", 2), ("ours", 2)):
             model = nn.Sequential(*(nn.Linear(20 + i, 21 + i) for i in range(12)))
             optimizer = sharded(model, form, name)
@@ -240,7 +271,7 @@ def constructor_errors(rank: Rank) -> None:
             ShardedOptimizer(params, torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match="subclass of torch.optim.Optimizer, got 'SGD'"):
         ShardedOptimizer(weights, "SGD", lr=0.1)
-    with pytest.raises(ValueError, match="reduce_gradients must be None or 'reduce-scatter', got 'scatter'"):
+    with pytest.raises(ValueError, match="reduce_gradients must be None, 'reduce-scatter' or 'shard', got 'scatter'"):
         ShardedOptimizer(weights, torch.optim.SGD, reduce_gradients="scatter")
     with pytest.raises(ValueError, match="bucket_size_mb must be positive and finite, got 0"):
         ShardedOptimizer(weights, torch.optim.SGD, bucket_size_mb=0)
@@ -266,6 +297,7 @@ CHECKS = (
     beside_data_parallelism,
     memory_formats_are_kept,
     collectives_of_a_step,
+    whole_gradients_are_freed_and_backwards_add_up,
     reducing_starts_under_backward,
     state_is_a_share,
     groups_and_schedulers,
@@ -293,7 +325,11 @@ def go_on(rank: Rank, checkpoint: bytes) -> list[torch.Tensor]:
             optimizer = torch.optim.AdamW(model.parameters()) if form == "alone" else sharded(model, form, lr=77.0)
             optimizer.load_state_dict(copy.deepcopy(optimizer_state))  # torch's own would go on in these very tensors
             for step in (3, 4):
-                backward_on_all(model, step, 2)
+                twin = Toy()  # whose gradients nobody reduces
+                twin.load_state_dict(model.state_dict())
+                backward_on_all(twin, step, 2)
+                for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+                    parameter.grad = other.grad
                 optimizer.step()
                 optimizer.zero_grad()
             results.append(flat(model))
@@ -319,6 +355,8 @@ def other_worlds(rank: Rank, checkpoint: bytes) -> list[torch.Tensor]:
             for _ in range(2):
                 weight.grad = torch.ones(5)
                 optimizer.step()
+                if form == "shard":  # in which gradients stay at the optimizer until they are cleared there
+                    optimizer.zero_grad()
             assert torch.equal(weight, torch.full((5,), 1 - 1 - 1.5))
             assert optimizer.state_dict()["state"][0]["momentum_buffer"].tolist() == [1.5] * 5
     return go_on(rank, checkpoint)
@@ -331,7 +369,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_alike_in_another_world(two, world_siz
     optimizer = torch.optim.AdamW(expected.parameters(), **ADAMW)
     train(expected, optimizer, range(5), 2, 0)
     for results in spawn(other_worlds, world_size, two[0]["saved_state_is_whole"].returned, timeout_s=60):
-        assert len(results) == 6
+        assert len(results) == len(FORMS) * (1 + len(FORMS))
         assert all(torch.equal(result, flat(expected)) for result in results)
 
 

@@ -85,6 +85,20 @@ def test_what_is_bf16_is_a_neighbour_of_the_exact_value(dtypes: tuple[torch.dtyp
         assert excess <= arithmetic
 
 
+@pytest.mark.parametrize("moments", [BF16, FP32])
+def test_a_master_is_updated_as_a_parameter_in_fp32_is_and_the_parameter_is_what_it_rounds_to(
+    moments: torch.dtype,
+) -> None:
+    wide = make(2 * BLOCK + 3, (FP32, BF16, moments))
+    narrow = copy(wide, parameter=wide.parameter.bfloat16(), master=wide.parameter.clone())
+    for update in (wide, narrow):
+        adamw_([update], stochastic_rounding=True)
+    assert torch.equal(narrow.master, wide.parameter)
+    assert torch.equal(narrow.exp_avg, wide.exp_avg)
+    assert torch.equal(narrow.exp_avg_sq, wide.exp_avg_sq)
+    assert torch.equal(narrow.parameter, narrow.master.bfloat16())
+
+
 def test_many_tensors_of_many_hyperparameters_are_the_tensors_alone() -> None:
     own = [{"lr": 0.1}, {"weight_decay": 0.0}, {"betas": (0.5, 0.6)}, {"eps": 1e-8}]
     together = [make(5 + 40 * i, (BF16, BF16, BF16), i, number=i, seed=i % 2, **own[i % 4]) for i in range(12)]
@@ -93,6 +107,33 @@ def test_many_tensors_of_many_hyperparameters_are_the_tensors_alone() -> None:
     for update, other in zip(together, alone, strict=True):
         adamw_([other], stochastic_rounding=True)
         assert same_bits(update, other)
+
+
+@pytest.mark.parametrize("dtypes", [(BF16, BF16, BF16), (FP32, BF16, FP32)])
+def test_absmax_is_that_of_the_written_weights(dtypes: tuple[torch.dtype, ...]) -> None:
+    slots = torch.full((len(SIZES),), 7.0, device=DEVICE)
+    updates = [make(size, dtypes, i, number=i) for i, size in enumerate(SIZES)]
+    plain = [copy(update) for update in updates]
+    updates = [update._replace(absmax=slot) for update, slot in zip(updates, slots, strict=True)]
+    skipped = torch.tensor(math.inf, device=DEVICE)
+    adamw_(updates, skipped, stochastic_rounding=True)
+    assert (slots == 7).all()
+    adamw_(updates, stochastic_rounding=True)
+    adamw_(plain, stochastic_rounding=True)
+    for update, other in zip(updates, plain, strict=True):
+        assert same_bits(update, other)
+        assert update.absmax == (update.parameter.abs().max() if update.parameter.numel() else 0)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's
+def test_absmax_is_shared_within_a_call_and_keeps_nan() -> None:
+    merged, alone = torch.zeros((), device=DEVICE), torch.zeros((), device=DEVICE)
+    parts = [make(CHUNK + 5, (BF16, BF16, BF16), i, number=i, absmax=merged) for i in range(3)]
+    broken = make(7, (BF16, BF16, BF16), 3, number=3, absmax=alone)
+    broken.gradient[3] = math.nan
+    adamw_([*parts, broken, make(9, (BF16, BF16, BF16))], stochastic_rounding=False)
+    assert merged == max(part.parameter.abs().max() for part in parts)
+    assert alone.isnan()
 
 
 def count_is_binomial(hits: Tensor, probability: float) -> bool:
@@ -259,6 +300,8 @@ def test_refusals() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             adamw_([other], stochastic_rounding=True)
+    with pytest.raises(ValueError, match=r"the master of tensor 5 must be fp32, got torch\.bfloat16"):
+        adamw_([update._replace(master=update.parameter)], stochastic_rounding=True)
     with pytest.raises(ValueError, match=r"the first .*float32"):
         adamw_([make(3, (FP32, FP32, FP32)), update], stochastic_rounding=True)
     with pytest.raises(ValueError, match=r"scale of gradients must be one .* shape \(2,\)"):

@@ -347,14 +347,16 @@ COMPILE = (
     ON_HOPPER
     + """
 import contextlib, json, sys
-from cs336_systems.kernels.linear_cross_entropy import launch_rows
+import cs336_systems.kernels.linear_cross_entropy
+module = sys.modules["cs336_systems.kernels.linear_cross_entropy"]
 
 torch.cuda.device_of = lambda tensor: contextlib.nullcontext()
 n_words = int(sys.argv[2])
 logits = torch.zeros(2, -(-n_words // 16) * 16, dtype=torch.bfloat16)[:, :n_words]
 f32, targets = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
-launch_rows(logits, targets, f32, f32, scale=f32, ignore_index=-100, z_loss=0.0, gradient=True)
-kernel = compiled["cross_entropy_rows_kernel"]
+module.launch_rows(logits, targets, f32, f32, scale=f32, ignore_index=-100, z_loss=0.0, gradient=True)
+module.scale_op(torch.zeros(n_words, 16, dtype=torch.bfloat16), f32[0])
+kernel = compiled[sys.argv[1]]
 print(json.dumps({"ptx": kernel.asm["ptx"], "metadata": {"loads": kernel.asm["ptx"].count("ld.global.v4.b32")}}))
 """
 )
@@ -367,6 +369,9 @@ def test_compiles_for_hopper(n_words: int) -> None:
     assert found["spill_stores"] == found["stack_frame"] == 0
     assert found["registers"] <= 64  # 1,024 threads have so many
     assert found["loads"] == 2 * module.LOADS  # of 16 bytes, also where the vocabulary is odd
+    scaled = report(COMPILE, "scale_kernel", n_words)
+    assert scaled["spill_stores"] == scaled["stack_frame"] == 0
+    assert scaled["loads"] == module.SCALE_BLOCK // 128 // 8
 
 
 class TestOnGpu:

@@ -19,6 +19,7 @@ from cs336_systems.pretraining.run_log import LogFile, RunLog
 from cs336_systems.pretraining.run_reader import read_run
 from cs336_systems.pretraining.run_records import (
     KINDS,
+    Checkpoint,
     Data,
     Evaluation,
     GpuState,
@@ -43,7 +44,13 @@ def path(tmp_path):
 
 def every_kind():
     steps = training(100, stop=12, gpu_every=5, evaluate_every=6)
-    return [*opening(100), *steps, Outlier(7, "loss", 9.0, 8.0), Message("a warning, with [brackets]", "warning")]
+    return [
+        *opening(100),
+        *steps,
+        Checkpoint(12, 2**30, 0.2, 4.1),
+        Outlier(7, "loss", 9.0, 8.0),
+        Message("a warning, with [brackets]", "warning"),
+    ]
 
 
 def test_what_is_written_is_read(path):

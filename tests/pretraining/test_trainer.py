@@ -4,11 +4,14 @@ import math
 import random
 import shutil
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
+from cs336_systems.blocks import head as blocks_head
+from cs336_systems.distributed import background_checkpoint
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.pretraining import trainer
@@ -18,8 +21,9 @@ from cs336_systems.pretraining.nonfinite import NonFiniteStep
 from cs336_systems.pretraining.preparation import prepare
 from cs336_systems.pretraining.run_log import LOG
 from cs336_systems.pretraining.run_reader import read_run
-from cs336_systems.pretraining.run_records import Data, End, Evaluation, Message, Options, Step
+from cs336_systems.pretraining.run_records import Data, End, Evaluation, Memory, Message, Model, Options, Step
 from cs336_systems.pretraining.trainer import train
+from cs336_systems.training import TrainStep
 from tests.pretraining.trained import EXPLODING, losses_and_norms, options, write_dataset
 
 
@@ -55,6 +59,7 @@ def test_a_run_learns_and_says_so(whole):
     assert losses[-1] < losses[0] - 0.3
     assert run.last(Options).options["context_length"] == 16
     assert run.last(Data).tokens_per_step == 128
+    assert run.last(Memory).predicted_bytes["in all"] > 4 * run.last(Model).n_parameters * 4
     assert run.last(End) == End(10, "done", at=run.last(End).at)
     evaluations = run.all(Evaluation)
     assert [(one.step, one.tokens) for one in evaluations] == [(5, 192), (10, 192)]
@@ -133,6 +138,23 @@ def test_a_step_that_is_not_finite_ends_the_run_and_names_the_tensor(whole, alon
     assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step-00000001"]
 
 
+def test_a_loss_alone_that_is_not_finite_is_noticed_before_the_model_changes(whole, alone, tmp_path, monkeypatch):
+    loss_of, n_calls = TrainStep.loss_of, count()
+
+    def infinite_once(self, *batch):
+        return loss_of(self, *batch) + (math.inf if torch.is_grad_enabled() and next(n_calls) == 3 else 0.0)
+
+    monkeypatch.setattr(TrainStep, "loss_of", infinite_once)
+    asked = options(tmp_path, data=whole / "data", save_every=1, keep_last=20, skip_nonfinite=True)
+    train(asked, alone)
+    (said,) = read_run(tmp_path / "run" / LOG).all(Message)
+    assert said.text.startswith("step 3: loss inf, norm ") and said.text.endswith(": it changed nothing")
+    assert_equal_weights(tmp_path / "run" / "step-00000003", tmp_path / "run" / "step-00000004")
+    n_calls = count()
+    with pytest.raises(NonFiniteStep, match=r"step 3: loss inf, norm \d.*is nothing, when it ran again"):
+        train(replace(asked, out=tmp_path / "stops", skip_nonfinite=False), alone)
+
+
 def test_no_step_that_is_not_finite_changes_anything(whole, alone, tmp_path):
     asked = options(tmp_path, data=whole / "data", keep_last=20, **EXPLODING)
     outcome = train(replace(asked, skip_nonfinite=True), alone)
@@ -165,22 +187,36 @@ def test_a_z_loss_is_part_of_what_is_learned_and_not_of_what_is_evaluated(whole,
     assert with_it.last(Evaluation).loss == without.last(Evaluation).loss
 
 
+def test_chunks_of_the_head_are_as_many_as_asked(whole, alone, tmp_path, monkeypatch):
+    """Of the 128 tokens of a micro-batch, and of a batch of an evaluation."""
+    sizes, loss = [], blocks_head.linear_cross_entropy
+
+    def counted(*arguments, chunk, **options):
+        sizes.append(chunk)
+        return loss(*arguments, chunk=chunk, **options)
+
+    monkeypatch.setattr(blocks_head, "linear_cross_entropy", counted)
+    asked = options(tmp_path, data=whole / "data", keep="all", steps=1, warmup_steps=0)
+    train(replace(asked, lmhead_chunks=3), alone)
+    assert set(sizes) == {43}
+
+
 def test_a_full_disk_costs_a_checkpoint_and_no_step(whole, alone, tmp_path, monkeypatch):
-    save = trainer.save_checkpoint
+    write, failing = background_checkpoint.write, [5]
 
-    def save_or_fail(folder, model, optimizer, step, **arguments):
-        if step == 5:
+    def write_or_fail(folder, collected, *arguments):
+        if collected.marker["step"] in failing:
             raise OSError(28, "No space left on device")
-        return save(folder, model, optimizer, step, **arguments)
+        return write(folder, collected, *arguments)
 
-    monkeypatch.setattr(trainer, "save_checkpoint", save_or_fail)
+    monkeypatch.setattr(background_checkpoint, "write", write_or_fail)
     asked = options(tmp_path, data=whole / "data")
     outcome = train(asked, alone)
     assert (outcome.steps, outcome.complaint) == (10, None)
     (said,) = read_run(tmp_path / "run" / LOG).all(Message)
     assert (said.level, said.text) == ("error", "no checkpoint of step 5: [Errno 28] No space left on device")
     assert losses_and_norms(tmp_path / "run") == losses_and_norms(whole / "run")
-    monkeypatch.setattr(trainer, "save_checkpoint", lambda *_, **__: save_or_fail(*_[:3], 5))
+    failing.append(10)
     outcome = train(replace(asked, out=tmp_path / "other"), alone)
     assert outcome.saved is None
     assert outcome.complaint.startswith("no checkpoint of step 10")
@@ -226,3 +262,19 @@ def test_nothing_is_held_out(alone, tmp_path):
     outcome = train(options(tmp_path, evaluate_every=None, steps=2, warmup_steps=0), alone)
     assert outcome.steps == 2
     assert not read_run(tmp_path / "run" / LOG).all(Evaluation)
+
+
+@pytest.mark.slow
+def test_a_run_with_states_in_host_memory_is_the_run_without_and_they_take_each_other_up(whole, alone, tmp_path):
+    """By the fused optimizer, whose kernels Triton interprets here."""
+    everything = ("m", "v", "gradients", "residual")
+    small = {"data": whole / "data", "optimizer": "fused", "keep": "input", "batch_size": 2, "accumulate": 2}
+    small |= {"steps": 2, "warmup_steps": 1, "save_every": 1, "evaluate_every": None, "context_length": 8}
+    for name, first, second in (("without", (), ()), ("with", everything, everything), ("both", everything, ())):
+        here = {"out": tmp_path / name, **small}
+        train(options(tmp_path, **here, offload=first), alone)
+        shutil.rmtree(tmp_path / name / "step-00000002")
+        train(options(tmp_path, **here, offload=second), alone)
+    for name in ("with", "both"):
+        assert losses_and_norms(tmp_path / name) == losses_and_norms(tmp_path / "without")
+        assert_equal_weights(tmp_path / name, tmp_path / "without")

@@ -12,6 +12,7 @@ from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.hardware import find_hardware
 from cs336_systems.pretraining.run_log import RunLog
 from cs336_systems.pretraining.run_records import (
+    Checkpoint,
     End,
     Evaluation,
     GpuState,
@@ -45,10 +46,12 @@ def shown():
 
 
 def test_a_line_for_each_step(shown):
-    lines = shown(BEGIN, LIGHT, STEP, Evaluation(8, 3.119, 100, 1.1034)).splitlines()
-    assert lines[-2:] == [
+    said = Evaluation(8, 3.119, 100, 1.1034), Checkpoint(8, 2964369408, 0.21, 4.1021)
+    lines = shown(BEGIN, LIGHT, STEP, *said).splitlines()
+    assert lines[-3:] == [
         "[T] step    7 [  0.8%] | time  1869 ms | norm  4.3155 | loss  3.2826 | tps  35,065 | sol 42.9%",
         "[V] step    8 [  0.8%] | time  1103 ms | loss  3.1190",
+        "[C] step    8 [  0.8%] | stall   210 ms | written  4102 ms | 2.76 GiB",
     ]
 
 

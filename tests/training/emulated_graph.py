@@ -1,8 +1,8 @@
 """CUDA graphs emulated on a CPU: what is captured is recorded operator by operator, undone, and run again at replay.
 
 As on a device, capturing changes nothing that was there before, and what it makes holds no values (NaN here) until the
-first replay, which writes them to the same tensors. Memory is never used twice, and nothing is forbidden: only a device
-shows what cannot be captured.
+first replay, which writes them to the same tensors. Launches of the fused AdamW are recorded, too. Memory is never used
+twice, and nothing is forbidden: only a device shows what cannot be captured.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from cs336_systems.kernels import adamw
 
 
 class EmulatedGraph:
@@ -66,8 +68,13 @@ def capture(
 ) -> Iterator[None]:
     """In the place of ``torch.cuda.graph``."""
     recorder = Recorder(graph)
-    with recorder:
-        yield
+    launch = adamw.launch
+    adamw.launch = lambda *args, **kwargs: graph.calls.append((launch, args, kwargs, []))
+    try:
+        with recorder:
+            yield
+    finally:
+        adamw.launch = launch
     with torch.no_grad():
         for tensor, values in reversed(recorder.before):
             tensor.detach().copy_(values)

@@ -1,19 +1,27 @@
 """Clipping by the whole gradient's norm, and steps that are not finite."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from cs336_systems.case import TrainingCase
+from cs336_systems.case import Parallel, TrainingCase
+from cs336_systems.config import MODEL_SIZES
+from cs336_systems.distributed.spawn import spawn
 from cs336_systems.training.assemble import build_model, finish, random_batch
 from cs336_systems.training.clipping import GradientGuard
+from cs336_systems.training.loss import cross_entropy
 from cs336_systems.training.optimizer import make_optimizer
+from cs336_systems.training.parallel import make_parallel_optimizer, wrap
+from cs336_systems.training.step import TrainStep
 
 OPTIMIZERS = ("torch-fused", "fused")
 """The latter in Triton's interpreter, where there is no GPU."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+TINIEST = replace(MODEL_SIZES["tiny"], d_model=16, d_ff=32, n_layers=1, vocab_size=31, context_length=8)
 
 
 @pytest.fixture
@@ -76,6 +84,54 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model, name, halts, bad):
     assert not math.isfinite(norms[1])
     assert math.isfinite(norms[2])
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("halts", [True, False])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_alone_that_is_not_finite_changes_nothing(model, name, halts, bad):
+    optimizer = make_optimizer(name, model.parameters(), lr=0.1)
+    guard = GradientGuard(1.0, halts=halts)
+    seen = []
+    for loss in (1.5, bad, 2.5):
+        give_gradients(model)
+        guard(model, optimizer, torch.tensor(loss, device=DEVICE))
+        assert math.isfinite(guard.norm)
+        assert str(guard.loss.item()) == str(loss)
+        seen.append(copies(model))
+    one, two, three = seen
+    assert all(map(torch.equal, one, two))
+    assert all(map(torch.equal, two, three)) == halts
+
+
+def one_bad_loss(rank, placements):
+    """What the first rank's loss alone does to each rank's weights: whether they moved in each step; and the losses."""
+    found = []
+    for parallel in placements:
+        case = replace(TrainingCase.of(TINIEST, batch_size=1, optimizer="torch-fused"), seed=rank.rank)
+        torch.manual_seed(0)
+        model = wrap(build_model(case), parallel, rank)
+        optimizer = make_parallel_optimizer(case.optimizer, model, parallel, lr=0.1)
+        step = TrainStep(model, optimizer, case.precision, guard=GradientGuard(halts=False))
+        for bad in (0.0, math.inf, 0.0):
+            more = bad if rank.rank == 0 else 0.0
+            step.loss_function = lambda *batch, more=more: cross_entropy(*batch) + more
+            before = copies(step.model)
+            step(*random_batch(case))
+            moved = not all(map(torch.equal, before, copies(step.model)))
+            found.append((moved, step.guard.loss.item(), step.guard.norm.item()))
+    return found
+
+
+@pytest.mark.slow
+def test_all_ranks_pass_over_a_step_whose_loss_is_not_finite_on_one():
+    placements = [Parallel("bucketed"), Parallel(optimizer_state="scattered")]
+    one, other = spawn(one_bad_loss, 2, placements)
+    assert one == other
+    for i in range(0, len(one), 3):
+        assert [moved for moved, _, _ in one[i : i + 3]] == [True, False, True]
+        assert [math.isfinite(loss) for _, loss, _ in one[i : i + 3]] == [True, False, True]
+    assert all(math.isfinite(norm) for _, _, norm in one)
 
 
 def test_matrices_alone_decay():

@@ -50,7 +50,7 @@ def train_both(captured: TrainStep, plain: TrainStep, case: TrainingCase, n_step
 def pair(monkeypatch: pytest.MonkeyPatch, **fields: object) -> tuple[CapturedStep, TrainStep, TrainingCase]:
     """A step whose graphs are emulated, and a plain one."""
     emulate(monkeypatch)
-    case = TrainingCase.of(CONFIG, batch_size=2, optimizer="torch-fused", **fields)
+    case = TrainingCase.of(CONFIG, batch_size=2, **{"optimizer": "torch-fused"} | fields)
     step, plain = assemble(case), assemble(case)
     captured = CapturedStep(step.model, step.optimizer, step.precision, step.loss_function, step.accumulate)
     return captured, plain, case
@@ -92,15 +92,18 @@ def test_losses_of_earlier_steps_stay(monkeypatch):
     assert all(torch.equal(*both) for both in losses)
 
 
+@pytest.mark.parametrize("optimizer", ["torch-fused", "fused"])
 @pytest.mark.parametrize("changes", [{6: 0.1}, dict.fromkeys(range(10), 0.0), {3: 0.1}, {6: 0.1, 8: 1e-3}])
-def test_a_learning_rate_may_change(monkeypatch, changes):
-    captured, plain, case = pair(monkeypatch)
+def test_a_learning_rate_may_change(monkeypatch, optimizer, changes):
+    captured, plain, case = pair(monkeypatch, optimizer=optimizer)
     for i, batch in enumerate(batches(10, case)):
         if i in changes:
             for step in (captured, plain):
                 step.optimizer.param_groups[0]["lr"] = changes[i] or 1e-3 * (i + 1)
         assert torch.equal(captured(*batch), plain(*batch))
     assert same_bits(captured, plain)
+    if optimizer == "fused":  # which stays captured whatever the schedule does
+        assert captured._update_graph.n_replays == 10 - UNCAPTURED_STEPS - 1
 
 
 def test_a_state_that_is_loaded_is_taken_up(monkeypatch):
@@ -190,7 +193,35 @@ def test_a_learning_rate_may_change_on_a_gpu(optimizer, every_step):
                 step.optimizer.param_groups[0]["lr"] = 1e-3 * (i + 1)
         assert torch.equal(captured(*batch), plain(*batch))
     assert same_bits(captured, plain)
-    assert (captured._update_graph is None) == every_step
+    assert (captured._update_graph is None) == (every_step and optimizer == "torch-fused")
+
+
+@on_gpu
+def test_a_schedule_and_clipping_are_replayed_and_nobody_waits_for_the_device():
+    """As a trainer steps: from the fourth on whole steps are replayed, and the host asks the device for nothing."""
+    case = TrainingCase.of(CONFIG, device="cuda", batch_size=2, accumulate=2, **FUSED)
+    steps = []
+    for cuda_graph in ("on", "off"):
+        one = replace(case, cuda_graph=cuda_graph)
+        guard = GradientGuard(0.1)
+        steps.append(finish(build_model(one), one, guard=guard, decay="matrices", weight_decay=0.1))
+    found = []
+    for i, batch in enumerate(batches(10, case)):
+        torch.cuda.set_sync_debug_mode("error" if i > UNCAPTURED_STEPS else "default")
+        try:
+            for step in steps:
+                for group in step.optimizer.param_groups:
+                    group["lr"] = 1e-3 * (i + 1)
+                found.append((step(*batch), step.guard.loss.clone(), step.guard.norm.clone()))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if i == UNCAPTURED_STEPS:
+            graphs = steps[0]._passes_graph, steps[0]._update_graph
+    for captured, plain in zip(found[::2], found[1::2], strict=True):
+        assert all(map(torch.equal, captured, plain))
+        assert torch.equal(captured[0].float(), captured[1])
+    assert same_bits(*steps)
+    assert None not in graphs and graphs == (steps[0]._passes_graph, steps[0]._update_graph)
 
 
 @on_gpu

@@ -130,9 +130,9 @@ def measure_data_parallel(cell: DataParallelCell, rank: Rank, *, trace: Path | N
         metrics.append(Metric("peak_memory", "GiB, the most of any rank", [largest(peak / GIB, rank)]))
     if trace is not None:
         path, local_path = trace / f"{cell.name}.json.gz", trace / f"{cell.name}-{LOCAL}.json.gz"
-        model = replica.step.model
-        record_phases_of_ranks(replica.phases(), model, rank, path)
-        record_phases_of_ranks(replica.phases(communicate=False), model, rank, local_path)
-        if rank.rank == 0:
+        model, first = replica.step.model, rank.rank == 0
+        record_phases_of_ranks(replica.phases(), model, rank, path if first else None)
+        record_phases_of_ranks(replica.phases(communicate=False), model, rank, local_path if first else None)
+        if first:
             metrics += communication_metrics(kineto.read(path), kineto.read(local_path))
     return metrics

@@ -1,12 +1,13 @@
 """What ``benchmark_fsdp.py`` is asked, and its grid; the implementations of one model follow each other. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from cs336_systems.case import Parallel
+from cs336_systems.case import Parallel, sharding_reason
 from cs336_systems.config import PRECISIONS, Precision
-from cs336_systems.experiments.options import RankedCase, RankedOptions, training_cells
+from cs336_systems.costs.checkpointing import canonical_policy
+from cs336_systems.experiments.options import RankedCase, RankedOptions, Switch, training_cells
 
 Implementation = Literal["ours", "torch", "ddp"]
 OURS, TORCH, DDP = get_args(Implementation)
@@ -28,6 +29,15 @@ class Options(RankedOptions):
     """ours; torch: fully_shard of every block; ddp: our bucketed data parallelism, where it fits."""
     prefetch: tuple[int, ...] = (1,)
     """Units whose weights ours gathers ahead."""
+    communicate: tuple[Literal["at-once", "beside-attention"], ...] = ("at-once",)
+    """When ours starts collectives: as soon as it can, or just before the attention of written-out blocks."""
+    update: tuple[Literal["after-backward", "under-backward"], ...] = ("after-backward",)
+    """When ours steps the optimizer: after backward, or each unit's shards as soon as their gradients are reduced."""
+    peer_checkpoint: tuple[str, ...] = ()
+    """Policies with which FSDP2 takes turns with every cell besides, as fast as it can be: compiled, with cuDNN's
+    attention and torch's fused AdamW."""
+    do_bench: Switch = "off"
+    """on: time the whole step by triton.testing.do_bench too, which takes twice the warm-up and eleven steps more."""
     trace: Path | None = None
     """Folder for a recording and a picture of rank 0 per cell (torch.profiler)."""
 
@@ -39,6 +49,9 @@ class FullyShardedCell(RankedCase):
     fsdp: str = OURS
     prefetch: int | None = None
     """Of ours, else None."""
+    communicate: str = "at-once"
+    update: str = "after-backward"
+    do_bench: str = "off"
 
     @property
     def variant(self) -> str:
@@ -60,7 +73,13 @@ class FullyShardedCell(RankedCase):
     def parallel(self) -> Parallel:
         compute_dtype = "bf16" if self.dtype == BF16_COMPUTE else "same"
         prefetch = 1 if self.prefetch is None else self.prefetch
-        return Parallel(_WRAPPERS[self.fsdp], compute_dtype=compute_dtype, prefetch=prefetch)
+        return Parallel(
+            _WRAPPERS[self.fsdp],
+            compute_dtype=compute_dtype,
+            prefetch=prefetch,
+            communicate=self.communicate,
+            update=self.update,
+        )
 
     @property
     def name(self) -> str:
@@ -68,21 +87,53 @@ class FullyShardedCell(RankedCase):
         compiled = "-compiled" if self.compiled else f"-{self.kernels}-keep-{self.keep}" if self.written_out else ""
         several = f"-{self.accumulate}x" if self.accumulate != 1 else ""
         ahead = "" if self.prefetch is None else f"-ahead{self.prefetch}"
+        beside = "" if self.communicate == "at-once" else f"-{self.communicate}"
+        under = "" if self.update == "after-backward" else f"-{self.update}"
         return (
-            f"{self.size}-{self.dtype}-{self.checkpoint}{compiled}{several}-{self.fsdp}{ahead}-{self.world_size}ranks"
+            f"{self.size}-{self.dtype}-{self.checkpoint}{compiled}{several}-{self.fsdp}{ahead}{beside}{under}-{self.world_size}ranks"
             f"-{self.repeat}"
         )
 
     def __str__(self) -> str:
         ahead = "" if self.prefetch is None else f" {self.prefetch} ahead"
-        return f"{self.fsdp}{ahead} on {self.world_size} ranks: {super().__str__()}"
+        beside = "" if self.communicate == "at-once" else f" communicating {self.communicate.replace('-', ' ')}"
+        under = "" if self.update == "after-backward" else f" updated {self.update.replace('-', ' ')}"
+        return f"{self.fsdp}{ahead}{beside}{under} on {self.world_size} ranks: {super().__str__()}"
+
+
+_PEER: dict[str, Any] = {
+    "fsdp": TORCH,
+    "prefetch": None,
+    "communicate": "at-once",
+    "update": "after-backward",
+    "kernels": "reference",
+    "keep": "autograd",
+    "attention": "sdpa-cudnn",
+    "compile": "on",
+    "optimizer": "torch-fused",
+}
+"""FSDP2 where it is as fast as it can be."""
 
 
 def make_cells(options: Options) -> list[FullyShardedCell]:
     """The grid; raises ValueError for a value that no cell can have."""
     sides = [
-        {"fsdp": name, "prefetch": ahead}
+        {"fsdp": name, "prefetch": ahead, "communicate": communicate, "update": update}
         for name in options.fsdp
         for ahead in (options.prefetch if name == OURS else (None,))
+        for communicate in (options.communicate if name == OURS else ("at-once",))
+        for update in (options.update if name == OURS else ("after-backward",))
     ]
-    return training_cells(FullyShardedCell, options, inner=sides)
+    cells = training_cells(FullyShardedCell, options, inner=sides)
+    for cell in cells:
+        if reason := sharding_reason(cell):
+            raise ValueError(f"--{reason}")
+    policies = [canonical_policy(policy) for policy in options.peer_checkpoint]
+    turns = []
+    for repeat in range(options.repeat):
+        turn = [cell for cell in cells if cell.repeat == repeat]
+        peers = dict.fromkeys(replace(cell, **_PEER, checkpoint=policy) for cell in turn for policy in policies)
+        turns += [*turn, *peers] if repeat % 2 == 0 else [*reversed(peers), *turn]
+    if "on" in {cell.do_bench for cell in turns} and options.device != "cuda":
+        raise ValueError(f"--do-bench on: triton's do_bench times CUDA devices, got --device {options.device}")
+    return turns

@@ -6,8 +6,10 @@ same seed on the same data, with fp32 masters and, under ``bf16-compute``, bf16 
 computes under bf16 autocast), or with everything in bf16. Repeats of the grid measure them in turns.
 """
 
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,34 +20,61 @@ from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.fully_sharded.cells import DDP, OURS, FullyShardedCell
 from cs336_systems.experiments.ranked import MIB, PreparedStep, check_losses, largest, sent_metric, time_metrics
-from cs336_systems.harness.clock import synchronize
+from cs336_systems.harness.clock import WHOLE, PhaseTimes, synchronize
 from cs336_systems.harness.fit import check_fit, predicted_states
 from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.harness.ranks import time_phases_of_ranks
 from cs336_systems.harness.record import Metric
+from cs336_systems.harness.state_sampler import States, sampled_state
+from cs336_systems.harness.traffic import Event, Traffic
 from cs336_systems.profiling.gather_waits import GatherWaits
-from cs336_systems.profiling.rank_traces import communication_metrics, record_phases_of_ranks
+from cs336_systems.profiling.rank_traces import breakdown_metrics, communication_metrics, record_phases_of_ranks
 from cs336_systems.profiling.traces import kineto
 
 GIB = 1024**3
+_WATCHED_STEPS = 3
+"""In which waits for weights are timed; no more than are timed as a whole."""
 
 
 class PreparedModel(PreparedStep):
     """Tells what it holds, and what it waits for."""
 
-    def states(self) -> dict[str, int]:
-        """Bytes that this rank holds of parameters, gradients and optimizer state, taken in a step of its own."""
+    def states_and_traffic(self) -> tuple[dict[str, int], list[Event]]:
+        """Bytes that this rank holds of parameters, gradients and optimizer state, and the collectives of a step.
+
+        Both are taken in a step of their own.
+        """
         *passes, optimizer = self.phases().values()
-        for phase in passes:
-            phase()
-        gradients = _storage_bytes(p.grad for p in self.step.model.parameters() if p.grad is not None)
-        optimizer()
+        with Traffic() as traffic:
+            for phase in passes:
+                phase()
+            gradients = _storage_bytes(p.grad for p in self.step.model.parameters() if p.grad is not None)
+            optimizer()
         states = (value for state in self.step.optimizer.state.values() for value in state.values())
-        return {
+        held = {
             "parameters": _storage_bytes(self.step.model.parameters()),
             "gradients": gradients,
             "optimizer_state": _storage_bytes(value for value in states if isinstance(value, Tensor)),
         }
+        return held, traffic.sent
+
+    def bench_ms(self, step_ms: float) -> list[float]:
+        """Milliseconds of the whole step by triton's ``do_bench``, as many samples as are timed by our clock.
+
+        It takes the host's number of repetitions from how long five steps last. Ranks must agree on it, so it is told
+        times that stand in the middle between two numbers.
+
+        Args:
+            step_ms: how long a step lasts, the same on every rank.
+        """
+        from triton.testing import do_bench  # Triton is not on every machine
+
+        def step() -> None:
+            for phase in self.phases().values():
+                phase()
+
+        warmup, steps = (int((n + 0.5) * step_ms) for n in (self.cell.warmup, self.cell.steps))
+        return do_bench(step, warmup=warmup, rep=steps, return_mode="all")
 
     def waits(self) -> list[Metric]:
         """What the units of our FSDP waited for their weights, on this rank, in steps of their own.
@@ -56,7 +85,7 @@ class PreparedModel(PreparedStep):
         assert isinstance(self.step.model, FSDP)
         watch = GatherWaits(self.step.model)
         totals, late, largest, n_gathers = [], [], [], 0
-        for _ in range(self.cell.steps):
+        for _ in range(min(_WATCHED_STEPS, self.cell.steps)):
             dist.barrier()
             for phase in self.phases().values():
                 phase()
@@ -83,6 +112,12 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
+def _clocks(readings: States) -> list[Metric]:
+    """Clock and power of rank 0's GPU while the steps were timed; a CPU says neither."""
+    units = {"sm_mhz": "MHz, rank 0's GPU, in the timed steps", "power_w": "W, rank 0's GPU, in the timed steps"}
+    return [Metric(name, unit, found) for name, unit in units.items() if (found := readings.values(name))]
+
+
 def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | None = None) -> list[Metric]:
     """Everything about one cell; ``trace`` is a folder for a recording of rank 0.
 
@@ -95,13 +130,17 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
     prepared = PreparedModel(cell, rank)
     synchronize(rank.device)
     meter = PeakMeter(rank.device)
-    times = time_phases_of_ranks(prepared.phases(), rank, warmup=cell.warmup, steps=cell.steps)
+    phases = prepared.phases()
+    warmup = time_phases_of_ranks(phases, rank, warmup=0, steps=cell.warmup) if cell.warmup else PhaseTimes()
+    with sampled_state(rank.device) as readings:
+        times = time_phases_of_ranks(phases, rank, warmup=0, steps=cell.steps)
+    times.warmup_ms = warmup.samples_ms.get(WHOLE, [])
     peak = meter.peak_bytes()
-    held = {name: largest(size, rank) for name, size in prepared.states().items()}
-    sent = prepared.sent()
+    own, sent = prepared.states_and_traffic()
+    held = {name: largest(size, rank) for name, size in own.items()}
     check_losses(prepared.step, rank)
 
-    metrics = time_metrics(times, cell)
+    metrics = time_metrics(times, cell) + _clocks(readings)
     state = sum(held.values())
     metrics += [
         *(Metric(name, "GiB, the most of any rank", [size / GIB]) for name, size in held.items()),
@@ -124,9 +163,27 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
         metrics.append(Metric("predicted_sent", "MiB per step and rank, on a ring", [expected.sent_per_rank / MIB]))
     if cell.fsdp == OURS:
         metrics += prepared.waits()
+    if cell.do_bench == "on":
+        metrics.append(Metric("do_bench", "ms, of this rank", prepared.bench_ms(median(times.samples_ms[WHOLE]))))
     if trace is not None:
-        path = trace / f"{cell.name}.json.gz"
-        record_phases_of_ranks(prepared.phases(), prepared.step.model, rank, path)
-        if rank.rank == 0:
-            metrics += communication_metrics(kineto.read(path))
+        metrics += _recorded(prepared, rank, trace / f"{cell.name}.json.gz")
     return metrics
+
+
+def _recorded(prepared: PreparedModel, rank: Rank, path: Path) -> list[Metric]:
+    """What recordings of all ranks say; rank 0's stays at ``path``.
+
+    Communication is exposed where only it runs, on the rank where that is least: the others wait for a slower rank's
+    kernels. So does rank 0, whose share of that is in ``waited``.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        own = path if rank.rank == 0 else Path(folder, path.name)
+        record_phases_of_ranks(prepared.phases(), prepared.step.model, rank, own)
+        trace = kineto.read(own)
+    metrics = communication_metrics(trace)
+    waited: list[list[float]] = [[]] * rank.world_size
+    dist.all_gather_object(waited, next((metric.samples for metric in metrics if metric.name == "waited"), []))
+    if all(waited):
+        exposed = [min(samples) for samples in zip(*waited, strict=True)]
+        metrics.append(Metric("exposed", "ms per step, only communication runs, the least of any rank", exposed))
+    return metrics + breakdown_metrics(trace)

@@ -11,8 +11,10 @@ from cs336_systems.experiments.options import RunOptions
 KERNELS = (
     *("weighted_sum", "rms_norm", "add_rms_norm", "swiglu", "rotary"),
     *("linear_cross_entropy", "adamw", "grad_norm"),
+    *("absmax", "rms_norm.absmax", "swiglu.absmax", "adamw.absmax"),
+    *("quantize", "quantize.transposed", "quantize_blocks"),
 )
-"""Each a file in ``cs336_systems/kernels`` and one in this folder."""
+"""Each a file in ``cs336_systems/kernels`` and one in this folder; after a dot, a form of it that writes more."""
 
 BY_FLOPS = ("linear_cross_entropy",)
 """Those whose bound is FLOPs and not bytes. They take long beside their launches."""
@@ -84,6 +86,16 @@ class KernelCell:
     def variant(self) -> str:
         return self.how
 
+    @property
+    def module(self) -> str:
+        """The kernel's file."""
+        return self.kernel.partition(".")[0]
+
+    @property
+    def form(self) -> str:
+        """Of the kernel, beside the plain one, which is "": ``absmax`` or ``transposed``."""
+        return self.kernel.partition(".")[2]
+
     def __str__(self) -> str:
         return f"{self.kernel} {self.how} {self.dtype} {self.rows} x {self.width}"
 
@@ -114,4 +126,4 @@ def make_cells(options: Options) -> list[KernelCell]:
 def widths(kernel: str, sizes: Sequence[str]) -> list[int]:
     """Elements per row of a kernel in models, each once, from narrow to wide."""
     configs = [resolve_size(size) for size in sizes]
-    return sorted({config.d_ff if kernel == "swiglu" else config.d_model for config in configs})
+    return sorted({config.d_ff if kernel.startswith("swiglu") else config.d_model for config in configs})

@@ -55,15 +55,16 @@ def measure(cell: KernelCell) -> list[Metric]:
         raise Unsupported("Triton kernels need a CUDA device")
     torch.manual_seed(cell.seed)
     device = torch.device(cell.device)
-    module = importlib.import_module(f"cs336_systems.experiments.kernels.{cell.kernel}")
+    module = importlib.import_module(f"cs336_systems.experiments.kernels.{cell.module}")
     subject: Subject = module.subject(cell, device)
     function = _function(cell, subject)
     inputs = list(subject.inputs.values())
-    gradients = [torch.randn_like(x) for x in _outputs(subject.reference(*inputs))]
+    leaves = [x for x in inputs if x.requires_grad]
+    gradients = [torch.randn_like(x) for x in _outputs(subject.reference(*inputs))] if leaves else []
     metrics = errors(subject, function, gradients)  # compiles, outside of every clock
     passes: dict[str, tuple[Callable[[], object], Callable[[], object] | None, int]] = {}
     passes["forward"] = (functools.partial(function, *inputs), None, subject.forward_bytes)
-    if leaves := [x for x in inputs if x.requires_grad]:
+    if leaves:
         out, arriving = _outputs(function(*inputs)), [gradient.clone() for gradient in gradients]
         backward = functools.partial(torch.autograd.grad, out, leaves, arriving, retain_graph=True)
         passes["backward"] = (backward, functools.partial(_restore, arriving, gradients), subject.backward_bytes)

@@ -78,7 +78,7 @@ def ceiling_cells(options: Options) -> list[CeilingCell]:
     """One for each dtype of the grid; what does not apply is empty in its row."""
     blank = {"batch_size": 0, "context_length": 0, "attention": "", "compile": "", "checkpoint": "", "optimizer": ""}
     blank |= {"accumulate": 0, "cuda_graph": ""}
-    blank |= {"kernels": "", "keep": ""}
+    blank |= {"kernels": "", "keep": "", "master": "", "offload": ""}
     return [
         CeilingCell(device=options.device, size="", dtype=dtype, seed=options.seed, warmup=0, steps=0, mode="", **blank)  # type: ignore[arg-type]
         for dtype in dict.fromkeys(options.dtype)

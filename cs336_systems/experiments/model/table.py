@@ -8,7 +8,7 @@ from cs336_systems.report.tables import Table
 
 SETTINGS = (
     *("device", "size", "batch_size", "context_length", "dtype", "attention", "compile", "checkpoint", "optimizer"),
-    *("kernels", "keep", "accumulate", "cuda_graph", "mode", "warmup", "steps"),
+    *("kernels", "keep", "master", "offload", "accumulate", "cuda_graph", "mode", "warmup", "steps"),
 )
 """Columns that tell one cell of a model benchmark from another."""
 

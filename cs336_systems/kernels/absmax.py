@@ -1,0 +1,135 @@
+"""The largest magnitude of a tensor, found by a kernel of its own or within the kernel that writes the tensor.
+
+    absmax = max |x|
+
+Method: bits of a non-negative fp32 are ordered as its value is, with infinity above all numbers and NaN above that; so
+the maximum is one of integers, in registers and then by ``atomic_max`` in memory. It does not depend on the order of
+programs, the same bits come out every time, and NaN survives. What is rounded to bf16 when it is stored has the rounded
+maximum as its maximum, since rounding keeps the order.
+
+A kernel that writes a tensor takes ``absmax``, one fp32 element, and raises it to the largest magnitude of what it
+writes: the caller sets it to zero before, all of a step's in one go. Several kernels may raise the same one.
+
+Traffic: reads x once, 2 bytes for each element of bf16.
+
+    absmax(x)                            # ()
+    row_and_column_absmax(x)             # (T, 1), (1, D)
+    rms_norm_forward(x, gain, eps, absmax)    # and others: of y, in the same pass
+"""
+
+# mypy: allow-untyped-defs
+# A kernel's arguments are Triton values; the host functions below are typed.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cs336_systems.kernels.checks import check_runnable
+from cs336_systems.operators.launching import ceil_div, launch
+from cs336_systems.operators.registration import operator
+
+BLOCK = 8192
+WARPS = 8
+TILE_ROWS, TILE_COLUMNS = 64, 128
+
+
+@triton.jit
+def magnitude_bits(x):
+    """|x| of a block of fp32, as int32 in the same order."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def raise_absmax(absmax, bits, DTYPE: tl.constexpr):
+    """absmax (one fp32 element) = at least the largest of a block of ``magnitude_bits``, rounded to DTYPE."""
+    largest = tl.max(tl.ravel(bits), axis=0).to(tl.float32, bitcast=True).to(DTYPE).to(tl.float32)
+    tl.atomic_max(absmax.to(tl.pointer_type(tl.int32)), largest.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def absmax_kernel(x, absmax, n, BLOCK: tl.constexpr):
+    """absmax (one element, zero before) of n elements; program i reads elements i * BLOCK and on."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    at = tl.arange(0, BLOCK)
+    block = tl.load(x + first + at, mask=at < n - first, other=0.0).to(tl.float32)
+    raise_absmax(absmax, magnitude_bits(block), tl.float32)
+
+
+@triton.jit
+def row_and_column_absmax_kernel(
+    x, row_absmax, column_absmax, n_rows, width, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr
+):
+    """row_absmax (n_rows) and column_absmax (width), zero before, of contiguous x (n_rows, width); a tile a program."""
+    n_tiles = tl.cdiv(width, TILE_COLUMNS)
+    rows = tl.program_id(0) // n_tiles * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    columns = tl.program_id(0) % n_tiles * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    inside = (rows < n_rows)[:, None] & (columns < width)[None, :]
+    at = rows.to(tl.int64)[:, None] * width + columns[None, :]
+    bits = magnitude_bits(tl.load(x + at, mask=inside, other=0.0).to(tl.float32))
+    row_at = (row_absmax + rows).to(tl.pointer_type(tl.int32))
+    column_at = (column_absmax + columns).to(tl.pointer_type(tl.int32))
+    tl.atomic_max(row_at, tl.max(bits, axis=1), mask=rows < n_rows, sem="relaxed")
+    tl.atomic_max(column_at, tl.max(bits, axis=0), mask=columns < width, sem="relaxed")
+
+
+def _absmax_result(x: Tensor) -> Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+@operator("absmax", _absmax_result)
+def absmax_op(x: Tensor) -> Tensor:
+    """() of contiguous x."""
+    absmax = torch.zeros((), dtype=torch.float32, device=x.device)
+    if x.numel():
+        with torch.cuda.device_of(x):  # Triton launches on the current device, which may be another
+            launch(absmax_kernel, (ceil_div(x.numel(), BLOCK),), x, absmax, x.numel(), BLOCK=BLOCK, num_warps=WARPS)
+    return absmax
+
+
+def _row_and_column_results(x: Tensor) -> tuple[Tensor, Tensor]:
+    n_rows, width = x.shape
+    return x.new_empty((n_rows, 1), dtype=torch.float32), x.new_empty((1, width), dtype=torch.float32)
+
+
+@operator("row_and_column_absmax", _row_and_column_results)
+def row_and_column_absmax_op(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(T, 1) and (1, D) of contiguous x (T, D)."""
+    n_rows, width = x.shape
+    rows = torch.zeros(n_rows, 1, dtype=torch.float32, device=x.device)
+    columns = torch.zeros(1, width, dtype=torch.float32, device=x.device)
+    if x.numel():
+        grid = (ceil_div(n_rows, TILE_ROWS) * ceil_div(width, TILE_COLUMNS),)
+        tile = {"TILE_ROWS": TILE_ROWS, "TILE_COLUMNS": TILE_COLUMNS}
+        with torch.cuda.device_of(x):
+            launch(row_and_column_absmax_kernel, grid, x, rows, columns, n_rows, width, **tile)
+    return rows, columns
+
+
+def absmax(x: Tensor) -> Tensor:
+    """The largest magnitude of x of any shape, () in fp32: 0 of an empty tensor, NaN if x holds one.
+
+    Raises:
+        ValueError: x is neither fp32, bf16 nor fp16, or there is no CUDA device.
+    """
+    check_runnable(absmax_kernel, x)
+    return absmax_op(x.contiguous())
+
+
+def row_and_column_absmax(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest magnitudes of each row (T, 1) and of each column (1, D) of x (T, D), fp32, in one pass.
+
+    Raises:
+        ValueError: as ``absmax``, or x is no matrix.
+    """
+    if x.dim() != 2:
+        raise ValueError(f"rows and columns are those of a matrix, got {tuple(x.shape)}")
+    check_runnable(row_and_column_absmax_kernel, x)
+    return row_and_column_absmax_op(x.contiguous())
+
+
+def check_absmax(absmax: Tensor | None, x: Tensor) -> None:
+    """Raises ValueError unless absmax, if there is one, is one fp32 element on the device of x."""
+    if absmax is not None and (absmax.numel() != 1 or absmax.dtype != torch.float32 or absmax.device != x.device):
+        got = f"{absmax.dtype} of shape {tuple(absmax.shape)} on {absmax.device}"
+        raise ValueError(f"absmax must be one float32 element on {x.device}, got {got}")

@@ -1,0 +1,215 @@
+"""Quantization to fp8 in one pass, as it is and transposed; the definition, to the bit, is ``quantize_reference.py``.
+
+    q = fp8(x M / max(absmax, 1e-10))          inverse_scale = max(absmax, 1e-10) / M
+
+Products in fp8 on Hopper read both operands along the dimension that they sum over. So x W^T of a layer takes x and W
+as they lie, but its backward takes W^T for dx, and dy^T and x^T for dW: a tensor is needed both ways, and here comes
+out both ways of one read.
+
+Method: a program holds a tile in registers, of four rows in each thread. q is stored as it is. For q_t the four bytes
+of a column become one word of 32 bits, and words are transposed through shared memory, a quarter of the accesses that
+bytes would take. Both sides of memory see 16 bytes of a thread at a time.
+
+Traffic per element of bf16: reads 2 bytes and writes 1, or 2 with both.
+
+Limits: fp32, bf16 and fp16 to e4m3 and e5m2; matrices whose dimensions 16 divides, as products ask for; no autograd.
+
+    quantized = quantize(x, absmax(x), torch.float8_e4m3fn, transposed=True)     # q (T, D), q_t (D, T), one scale
+    rows, columns = row_and_column_absmax(x)
+    quantized = quantize(x, rows, torch.float8_e4m3fn, absmax_t=columns, transposed=True)      # a scale for each row
+"""
+
+# mypy: allow-untyped-defs
+# A kernel's arguments are Triton values; the host functions below are typed.
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cs336_systems.kernels.checks import check_runnable
+from cs336_systems.kernels.quantize_reference import LARGEST, MIN_ABSMAX, Quantized, check, check_absmax, only
+from cs336_systems.operators.launching import ceil_div, launch
+from cs336_systems.operators.registration import operator
+
+SMALLEST = tl.constexpr(MIN_ABSMAX)
+LANES = tl.constexpr(4)
+"""Rows whose bytes make one word."""
+
+
+FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+
+
+class Tile(NamedTuple):
+    """What a program quantizes at once."""
+
+    rows: int
+    columns: int
+    num_warps: int
+
+
+TILE = Tile(64, 128, 4)
+TILE_TRANSPOSED = Tile(128, 64, 4)
+
+
+@triton.jit
+def scales_of(absmax, LARGEST: tl.constexpr):
+    """(scale, inverse scale) of one or a block of fp32 maxima."""
+    clamped = tl.maximum(absmax, SMALLEST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.div_rn(LARGEST, clamped), tl.div_rn(clamped, LARGEST)
+
+
+@triton.jit
+def load_tile(x, tile_row, tile_column, n_rows, width, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
+    """A tile of contiguous x (n_rows, width) in four blocks, of every fourth row.
+
+    Returns (the blocks; the words of four rows and the columns that they hold, and which elements exist; the first
+    block's offsets).
+    """
+    words = tile_row * (TILE_ROWS // LANES) + tl.arange(0, TILE_ROWS // LANES)
+    columns = tile_column * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    inside = (words < n_rows // LANES)[:, None] & (columns < width)[None, :]
+    at = words.to(tl.int64)[:, None] * (LANES * width) + columns[None, :]
+    # All of them before anything is stored: the compiler moves no load over a store.
+    blocks = (
+        tl.load(x + at, mask=inside, other=0.0),
+        tl.load(x + at + width, mask=inside, other=0.0),
+        tl.load(x + at + 2 * width, mask=inside, other=0.0),
+        tl.load(x + at + 3 * width, mask=inside, other=0.0),
+    )
+    return blocks, words, columns, inside, at
+
+
+@triton.jit
+def packed(word, q, lane: tl.constexpr):
+    """``word`` with the bytes of q in its place of the four: those of the first row are lowest."""
+    return word | (q.to(tl.uint8, bitcast=True).to(tl.uint32) << (8 * lane))
+
+
+@triton.jit
+def store_transposed(q_t, word, words, columns, inside, n_rows):
+    """Words of a tile into q_t (width, n_rows)."""
+    at = columns.to(tl.int64)[:, None] * (n_rows // LANES) + words[None, :]
+    tl.store(q_t.to(tl.pointer_type(tl.uint32)) + at, tl.trans(word), mask=tl.trans(inside))
+
+
+@triton.jit
+def quantize_kernel(
+    x,
+    absmax,
+    absmax_t,
+    q,
+    q_t,
+    inverse_scale,
+    inverse_scale_t,
+    n_rows,
+    width,
+    DTYPE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """q (n_rows, width) and q_t (width, n_rows) of contiguous x with one scale, or one for each of their rows."""
+    n_tiles = tl.cdiv(width, TILE_COLUMNS)
+    tile_row, tile_column = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
+    blocks, words, columns, inside, at = load_tile(x, tile_row, tile_column, n_rows, width, TILE_ROWS, TILE_COLUMNS)
+    if not PER_ROW:
+        scale, inverse = scales_of(tl.load(absmax), LARGEST)
+        tl.store(inverse_scale, inverse, mask=tl.program_id(0) == 0)
+    elif TRANSPOSED:
+        exists = columns < width
+        column_scale, inverse = scales_of(tl.load(absmax_t + columns, mask=exists, other=0.0), LARGEST)
+        tl.store(inverse_scale_t + columns, inverse, mask=exists & (tile_row == 0))
+    word = tl.zeros((TILE_ROWS // LANES, TILE_COLUMNS), tl.uint32)
+    for lane in tl.static_range(LANES):
+        block = blocks[lane].to(tl.float32)
+        if not PER_ROW:
+            quantized = (block * scale).to(DTYPE)
+        elif ROWS:
+            rows = LANES * words + lane
+            row_scale, inverse = scales_of(tl.load(absmax + rows, mask=rows < n_rows, other=0.0), LARGEST)
+            tl.store(inverse_scale + rows, inverse, mask=(rows < n_rows) & (tile_column == 0))
+            quantized = (block * row_scale[:, None]).to(DTYPE)
+        if ROWS:
+            tl.store(q + at + lane * width, quantized, mask=inside)
+        if TRANSPOSED:
+            if PER_ROW:
+                quantized = (block * column_scale[None, :]).to(DTYPE)
+            word = packed(word, quantized, lane)
+    if TRANSPOSED:
+        store_transposed(q_t, word, words, columns, inside, n_rows)
+
+
+def results(
+    x: Tensor, absmax: Tensor, absmax_t: Tensor | None, dtype: torch.dtype, rows: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Empty tensors for ``quantize_op``; one of no elements stands for what was not asked for."""
+    n_rows, width = x.shape
+    per_row = absmax.dim() == 2
+    return (
+        torch.empty((n_rows, width) if rows else (0,), dtype=dtype, device=x.device),
+        torch.empty((width, n_rows) if transposed else (0,), dtype=dtype, device=x.device),
+        torch.empty(((n_rows, 1) if rows else (0,)) if per_row else (), device=x.device),
+        torch.empty((width, 1) if per_row and transposed else (0,), device=x.device),
+    )
+
+
+@operator("quantize", results)
+def quantize_op(
+    x: Tensor, absmax: Tensor, absmax_t: Tensor | None, dtype: torch.dtype, rows: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(q, q_t, inverse_scale, inverse_scale_t) of contiguous tensors."""
+    found = results(x, absmax, absmax_t, dtype, rows, transposed)
+    n_rows, width = x.shape
+    tile = TILE_TRANSPOSED if transposed else TILE
+    if x.numel():
+        with torch.cuda.device_of(x):  # Triton launches on the current device, which may be another
+            launch(
+                quantize_kernel,
+                (ceil_div(n_rows, tile.rows) * ceil_div(width, tile.columns),),
+                *(x, absmax, absmax if absmax_t is None else absmax_t, *found, n_rows, width),
+                DTYPE=FORMATS[dtype],
+                LARGEST=LARGEST[dtype],
+                PER_ROW=absmax.dim() == 2,
+                ROWS=rows,
+                TRANSPOSED=transposed,
+                TILE_ROWS=tile.rows,
+                TILE_COLUMNS=tile.columns,
+                num_warps=tile.num_warps,
+            )
+    return found
+
+
+def quantize(
+    x: Tensor,
+    absmax: Tensor,
+    dtype: torch.dtype,
+    *,
+    absmax_t: Tensor | None = None,
+    rows: bool = True,
+    transposed: bool = False,
+) -> Quantized:
+    """x (T, D) in fp8, as it is, transposed, or both, in one pass.
+
+    Args:
+        x: fp32, bf16 or fp16; other than contiguous costs a copy.
+        absmax: fp32: () for one scale, (T, 1) for one for each row of q.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        absmax_t: for q_t, where absmax is (T, 1): (1, D), one scale for each column of x.
+        rows, transposed: whether q, and whether q_t is wanted.
+
+    Raises:
+        ValueError: a dimension that 16 does not divide, shapes, dtypes or devices that do not fit, nothing wanted, or
+            no CUDA device.
+    """
+    check(x, dtype, rows, transposed)
+    check_absmax(x, absmax, absmax_t, transposed)
+    check_runnable(quantize_kernel, x)
+    maxima = absmax.contiguous(), None if absmax_t is None else absmax_t.contiguous()
+    q, q_t, inverse, inverse_t = quantize_op(x.contiguous(), *maxima, dtype, rows, transposed)
+    return only(Quantized(q, q_t, inverse, inverse_t if absmax.dim() else inverse), rows, transposed)

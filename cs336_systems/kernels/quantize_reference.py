@@ -1,0 +1,156 @@
+"""What quantization to fp8 means, in plain PyTorch on any device: the definition that the kernels match to the bit.
+
+For M the format's largest number (448 of e4m3, 57,344 of e5m2) and absmax over the elements that share a scale:
+
+    clamped       = max(absmax, 1e-10)
+    q             = x (M / clamped)    quotient and product in fp32, each rounded to nearest, ties to even; cut off at
+                                       -M and M; then rounded to the format in the same way
+    inverse_scale = clamped / M        fp32; q inverse_scale is about x: a product multiplies its result by it
+
+Which elements share a scale is said by the shape of absmax beside x (T, D): () all of x; (T, 1) each row; (1, D) each
+column. ``quantize_blocks`` finds its own: 1 x 128 along the dimension that a product sums over, or 128 x 128.
+
+What is not finite stays to be seen, since a product with such a tensor gives no finite number:
+
+* all zero: q is zero, inverse_scale 1e-10 / M; the product is zero.
+* NaN in x: absmax is NaN; so are inverse_scale and all that shares it of q.
+* infinity in x, and no NaN: absmax and inverse_scale are infinite, q is NaN there and zero elsewhere; the product is
+  NaN, as zero times infinity is.
+
+An absmax that is less than the largest element, of an earlier step perhaps, saturates; one that is more loses range.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+MIN_ABSMAX = 1e-10
+QUANTUM = 16
+"""What divides both dimensions of a tensor in fp8: products take nothing else."""
+BLOCK = 128
+
+
+class Quantized(NamedTuple):
+    """x (T, D) in fp8; what was not asked for is None.
+
+    With tensor scaling ``inverse_scale_t`` is ``inverse_scale``. Times its inverse scale, broadcast, either is about x;
+    those of blocks are repeated over their blocks first (``dequantize``).
+    """
+
+    q: Tensor | None
+    """(T, D), row-major."""
+    q_t: Tensor | None
+    """(D, T), row-major: of the transposed x."""
+    inverse_scale: Tensor | None
+    """Of q, fp32: (); or (T, 1); or of blocks (T, D / 128) or (T / 128, D / 128), rounded up."""
+    inverse_scale_t: Tensor | None
+    """Of q_t, fp32: (); or (D, 1); or of blocks (D, T / 128) or (D / 128, T / 128), rounded up."""
+
+
+def check(x: Tensor, dtype: torch.dtype, rows: bool, transposed: bool) -> None:
+    """Raises ValueError, one sentence, unless x can be quantized to ``dtype`` and something is wanted of it."""
+    if dtype not in LARGEST:
+        raise ValueError(f"quantization is to {' or '.join(map(str, LARGEST))}, not to {dtype}")
+    if x.dim() != 2 or x.shape[0] % QUANTUM or x.shape[1] % QUANTUM:
+        raise ValueError(f"products in fp8 take matrices whose dimensions {QUANTUM} divides, got {tuple(x.shape)}")
+    if not (rows or transposed):
+        raise ValueError("quantization gives rows, transposed or both, and neither was asked for")
+
+
+def check_absmax(x: Tensor, absmax: Tensor, absmax_t: Tensor | None, transposed: bool) -> None:
+    """Raises ValueError unless both are fp32 beside x, and of one of the forms of scaling."""
+    n_rows, width = x.shape
+    shapes = tuple(absmax.shape), None if absmax_t is None else tuple(absmax_t.shape)
+    if shapes not in [((), None), ((n_rows, 1), (1, width))] and (transposed or shapes != ((n_rows, 1), None)):
+        raise ValueError(
+            f"x {tuple(x.shape)} has one absmax (), or one for each row ({n_rows}, 1) and, to be transposed, absmax_t "
+            f"(1, {width}); got {' and '.join(map(str, shapes))}"
+        )
+    for each in (absmax, absmax_t):
+        if each is not None and (each.dtype != torch.float32 or each.device != x.device):
+            raise ValueError(f"absmax must be float32 on {x.device}, got {each.dtype} on {each.device}")
+
+
+def only(quantized: Quantized, rows: bool, transposed: bool) -> Quantized:
+    """What was asked for of it."""
+    q, q_t, inverse, inverse_t = quantized
+    return Quantized(
+        q if rows else None,
+        q_t if transposed else None,
+        inverse if rows else None,
+        inverse_t if transposed else None,
+    )
+
+
+def absmax(x: Tensor) -> Tensor:
+    """The largest magnitude of x, () in fp32; 0 of an empty tensor."""
+    return x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+
+
+def row_and_column_absmax(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest magnitudes of each row (T, 1) and of each column (1, D) of x (T, D), fp32."""
+    return x.abs().amax(dim=1, keepdim=True).float(), x.abs().amax(dim=0, keepdim=True).float()
+
+
+def scales(absmax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(scale, inverse_scale), in fp32 as absmax."""
+    clamped = absmax.clamp(min=MIN_ABSMAX)
+    largest = torch.full_like(clamped, LARGEST[dtype])  # PyTorch multiplies by the reciprocal of a number
+    return largest / clamped, clamped / largest
+
+
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x scale, saturated, in ``dtype``; contiguous."""
+    return (x.float() * scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype).contiguous()
+
+
+def quantize(
+    x: Tensor,
+    absmax: Tensor,
+    dtype: torch.dtype,
+    *,
+    absmax_t: Tensor | None = None,
+    rows: bool = True,
+    transposed: bool = False,
+) -> Quantized:
+    """As ``quantize.quantize``."""
+    check(x, dtype, rows, transposed)
+    check_absmax(x, absmax, absmax_t, transposed)
+    absmax_t = absmax if absmax_t is None else absmax_t
+    (scale, inverse), (scale_t, inverse_t) = (scales(each, dtype) for each in (absmax, absmax_t))
+    q, q_t = cast(x, scale, dtype), cast(x, scale_t, dtype).t().contiguous()
+    return only(
+        Quantized(q, q_t, inverse, inverse_t.t().clone(memory_format=torch.contiguous_format)), rows, transposed
+    )
+
+
+def quantize_blocks(
+    x: Tensor, dtype: torch.dtype, *, square: bool = False, rows: bool = True, transposed: bool = False
+) -> Quantized:
+    """As ``quantize_blocks.quantize_blocks``."""
+    check(x, dtype, rows, transposed)
+    (q, inverse), (q_t, inverse_t) = (_quantize_blocks(each, dtype, square) for each in (x, x.t()))
+    return only(Quantized(q, q_t, inverse, inverse_t), rows, transposed)
+
+
+def _quantize_blocks(x: Tensor, dtype: torch.dtype, square: bool) -> tuple[Tensor, Tensor]:
+    height = BLOCK if square else 1
+    n_rows, width = x.shape
+    padded = torch.nn.functional.pad(x, (0, -width % BLOCK, 0, -n_rows % height))
+    blocks = padded.view(padded.shape[0] // height, height, padded.shape[1] // BLOCK, BLOCK)
+    scale, inverse = scales(blocks.abs().amax(dim=(1, 3)).float(), dtype)
+    return cast(x, _repeated(scale, x, height), dtype), inverse
+
+
+def _repeated(scale: Tensor, x: Tensor, height: int) -> Tensor:
+    return scale.repeat_interleave(height, dim=0).repeat_interleave(BLOCK, dim=1)[: x.shape[0], : x.shape[1]]
+
+
+def dequantize(q: Tensor, inverse_scale: Tensor) -> Tensor:
+    """q (T, D) times its inverse scale, of any form, in fp32."""
+    if inverse_scale.dim() == 2 and inverse_scale.shape[1] == -(-q.shape[1] // BLOCK):
+        height = 1 if inverse_scale.shape[0] == q.shape[0] else BLOCK
+        inverse_scale = _repeated(inverse_scale, q, height)
+    return q.float() * inverse_scale

@@ -1,0 +1,94 @@
+"""One device's memory in segments: predicted before the first step, measured after the second, and what to do with it.
+
+    predicted = predicted_segments(case, total)          # total: of the device
+    actual = actual_segments(step, predicted, total)     # after the second step, of which the peak is
+    hint(case, total)                                    # one line, or nothing to say
+
+Segments are what is alive at the step's peak: weights (masters too, if they are fp32), gradients, m and v of AdamW,
+activations, and what head and loss have, which is a chunk of logits most of all; ``in all`` is their sum. The allocator
+tells the sum and the states apart, and no more: what is measured of gradients and of head and loss is their size as
+predicted, so that whatever is off shows in the activations. ``other`` are the allocator's reserves, the CUDA context
+and other processes. Sizes are in bytes.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from cs336_systems.costs.fsdp import model_units, state_bytes
+from cs336_systems.costs.kept import LEVELS
+from cs336_systems.costs.memory import parameter_bytes
+from cs336_systems.hardware import GIB
+from cs336_systems.harness.fit import is_predictable, predicted_peak
+from cs336_systems.pretraining.options import TrainerCase
+from cs336_systems.training.step import TrainStep
+
+_MUCH = 0.25
+"""Of a device, which is worth a hint when it is free."""
+_SPARED = 0.05
+"""Of a device, which hints leave to reserves and the CUDA context."""
+
+
+def predicted_segments(case: TrainerCase, total: int | None) -> dict[str, int]:
+    """Of one rank; states alone where the peak is not predicted (``harness.fit.is_predictable``).
+
+    Args:
+        total: of the device; None if it has no memory of its own, and none is free.
+    """
+    width = case.precision.parameter_bytes
+    if not is_predictable(case):
+        held = parameter_bytes(case.config, case.precision)
+        if case.parallel.wrapper == "fsdp":
+            held = state_bytes(model_units(case.config), case.world_size, width).parameters
+        moments = held // case.world_size if case.parallel.optimizer_state == "scattered" else held
+        moments = moments * case.moment_bytes // width
+        return {"weights": held, "gradients": held, "m": moments, "v": moments}
+    peak = predicted_peak(case, world_size=case.world_size)
+    parts = dict(peak.parts)
+    moment = parts.pop("optimizer state") // 2 * case.moment_bytes // width
+    segments = {"weights": parts.pop("parameters"), "gradients": parts.pop("gradients", 0), "m": moment, "v": moment}
+    loss = parts.pop("loss", 0)
+    segments |= {"activations": sum(parts.values()), "head and loss": loss}
+    segments["in all"] = sum(segments.values())
+    return segments if total is None else segments | {"free": max(0, total - segments["in all"])}
+
+
+def actual_segments(step: TrainStep, predicted: dict[str, int], total: int) -> dict[str, int]:
+    """Of a CUDA device, whose peak since it was reset is a step's."""
+    states = [state for state in step.optimizer.state.values() if "exp_avg" in state]
+    segments = {
+        "weights": sum(parameter.nbytes for parameter in step.model.parameters()),
+        "gradients": predicted["gradients"],
+        "m": sum(state["exp_avg"].nbytes for state in states),
+        "v": sum(state["exp_avg_sq"].nbytes for state in states),
+    }
+    peak, free = torch.cuda.max_memory_allocated(step.device), torch.cuda.mem_get_info(step.device)[0]
+    loss = predicted.get("head and loss", 0)
+    segments |= {"activations": peak - sum(segments.values()) - loss, "head and loss": loss, "in all": peak}
+    return segments | {"other": max(0, total - free - peak), "free": free}
+
+
+def hint(case: TrainerCase, total: int | None) -> str:
+    """What would use memory that is free, or save what is short, with its predicted sum; empty if nothing would."""
+    if total is None or not (case.written_out and is_predictable(case)):
+        return ""
+
+    def needs(**changes: object) -> int:
+        return predicted_segments(replace(case, **changes), None)["in all"]  # type: ignore[arg-type]
+
+    def fits(n_bytes: int) -> bool:
+        return n_bytes <= (1 - _SPARED) * total
+
+    now, level = needs(), LEVELS.index(case.keep.split("-")[0])
+    if not fits(now):
+        for keep in reversed(LEVELS[:level]):
+            if fits(needed := needs(keep=keep)):
+                return f"It is more than fits: --keep {keep} would take {needed / GIB:.1f} GiB in all"
+        return "It is more than fits: take a smaller --batch-size, and more --accumulate"
+    if total - now < _MUCH * total:
+        return ""
+    found = [(f"--keep {keep}", needs(keep=keep)) for keep in LEVELS[level + 1 :]][::-1]
+    larger = 2 * case.batch_size
+    found.append((f"--batch-size {larger}", needs(batch_size=larger, accumulate=max(1, case.accumulate // 2))))
+    fitting = [f"{option} would take {needed / GIB:.1f} GiB in all" for option, needed in found if fits(needed)]
+    return f"{(total - now) / GIB:.1f} GiB are free: {', or '.join(fitting)}" if fitting else ""

@@ -1,0 +1,281 @@
+"""The largest magnitude, by a kernel of its own and by those that write the tensor: exact, and nothing else changes."""
+
+import importlib
+import math
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from cs336_systems.kernels import quantize_reference as reference
+from cs336_systems.kernels.absmax import absmax, absmax_op, row_and_column_absmax, row_and_column_absmax_op
+from cs336_systems.kernels.quantize import quantize
+from cs336_systems.kernels.rms_norm import MAX_BLOCK_D, add_rms_norm_forward, rms_norm_backward, rms_norm_forward
+from cs336_systems.kernels.rotary import rotate_, rotate_in_place_op
+from cs336_systems.kernels.swiglu import backward_in_place_op, forward_op, swiglu_backward_, swiglu_forward
+from tests.attention.offline import ON_HOPPER, report
+from tests.kernels.against_fp64 import INTERPRETED, PLACES, random
+
+RMS_NORM = importlib.import_module("cs336_systems.kernels.rms_norm")
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+EPS = 1e-5
+ABSMAX_PLACES = [*PLACES, pytest.param("cpu", BF16, marks=INTERPRETED, id="interpreted-bf16")]
+
+
+@pytest.mark.parametrize("shape", [(1,), (7, 5), (3, 4096), (65, 129), (8193,), (0, 4), ()], ids=str)
+@pytest.mark.parametrize(("device", "dtype"), ABSMAX_PLACES)
+def test_absmax(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> None:
+    x = random(shape, device, dtype)
+    assert torch.equal(absmax(x), reference.absmax(x))
+    if x.dim() == 2 and x.numel():
+        for found, expected in zip(row_and_column_absmax(x), reference.row_and_column_absmax(x), strict=True):
+            assert torch.equal(found, expected)
+        assert torch.equal(absmax(x.t()), reference.absmax(x))
+        assert torch.equal(row_and_column_absmax(x.t())[0], row_and_column_absmax(x)[1].t())
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_nan_is_above_infinity(device: str, dtype: torch.dtype, value: float) -> None:
+    x = random((70, 40), device, dtype)
+    x[3, 4], x[69, 0] = value, math.inf
+    rows, columns = row_and_column_absmax(x)
+    for found in (absmax(x), rows[3], columns[0, 4]):
+        assert found.isnan() if math.isnan(value) else found == math.inf
+    assert rows[0].isfinite()
+    assert columns[0, 1].isfinite()
+
+
+Writer = Callable[[Tensor, "Tensor | None"], tuple[Tensor, ...]]
+"""Of a first input, what is written: that whose largest magnitude counts is the first."""
+
+
+def writers(n_rows: int, d: int, device: str, dtype: torch.dtype) -> dict[str, tuple[tuple[int, int], Writer]]:
+    """By name, the shape of the first input, and the kernel."""
+    gain, other, dresidual = random((d,), device, dtype, 1), random((n_rows, d), device, dtype, 2), None
+    angles = random((n_rows, 4), "cpu", torch.float32, 3).to(device)
+
+    def norm(x: Tensor, slot: Tensor | None) -> tuple[Tensor, ...]:
+        return rms_norm_forward(x, gain, EPS, slot)
+
+    def add_norm(x: Tensor, slot: Tensor | None) -> tuple[Tensor, ...]:
+        residual, y, rstd = add_rms_norm_forward(x, other, gain, EPS, slot)
+        return y, residual, rstd
+
+    def norm_backward(dy: Tensor, slot: Tensor | None) -> tuple[Tensor, ...]:
+        return rms_norm_backward(dy, other, gain, None, dresidual, EPS, slot)
+
+    def norm_backward_from_rstd(dy: Tensor, slot: Tensor | None) -> tuple[Tensor, ...]:
+        rstd = rms_norm_forward(other, gain, EPS)[1]
+        return rms_norm_backward(dy, other, gain, rstd, dy, absmax=slot)
+
+    def swiglu(gate_up: Tensor, slot: Tensor | None) -> tuple[Tensor, ...]:
+        return (swiglu_forward(gate_up, slot),)
+
+    def swiglu_backward(gate_up: Tensor, slot: Tensor | None) -> tuple[Tensor, ...]:
+        dgate_up, dz = gate_up.clone(), other.clone()
+        swiglu_backward_(dz, dgate_up, with_product=True, absmax=slot)
+        return dgate_up, dz
+
+    def rotate_back(dqkv: Tensor, slot: Tensor | None) -> tuple[Tensor, ...]:
+        dqkv = dqkv.clone()
+        rotate_(dqkv, angles.cos(), angles.sin(), 2, 1, inverse=True, absmax=slot)
+        return (dqkv,)
+
+    wide = (n_rows, 2 * d)
+    return {
+        "rms_norm": ((n_rows, d), norm),
+        "add_rms_norm": ((n_rows, d), add_norm),
+        "rms_norm_backward": ((n_rows, d), norm_backward),
+        "rms_norm_backward_from_rstd": ((n_rows, d), norm_backward_from_rstd),
+        "swiglu": (wide, swiglu),
+        "swiglu_backward": (wide, swiglu_backward),
+        "rotate_back": ((n_rows, 32), rotate_back),  # 2 heads of q, one of k and one of v, of 8 elements
+    }
+
+
+NAMES = list(writers(1, 1, "cpu", torch.float32))
+
+
+def check_writer(name: str, n_rows: int, d: int, device: str, dtype: torch.dtype) -> None:
+    shape, writer = writers(n_rows, d, device, dtype)[name]
+    x = random(shape, device, dtype, 4)
+    plain, slot = writer(x, None), torch.zeros((), device=device)
+    for _ in range(2):
+        for found, expected in zip(writer(x, slot), plain, strict=True):
+            assert torch.equal(found, expected)
+        assert torch.equal(slot, reference.absmax(plain[0]))
+    slot.fill_(1e6)
+    writer(x, slot)
+    assert slot == 1e6
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(1, 2), (33, 256), (70, 300)], ids=str)
+@pytest.mark.parametrize(("device", "dtype"), ABSMAX_PLACES)
+def test_of_what_is_written_in_the_same_bits(
+    name: str, shape: tuple[int, int], device: str, dtype: torch.dtype
+) -> None:
+    check_writer(name, *shape, device, dtype)
+
+
+@settings(deadline=None, max_examples=10)
+@given(n_rows=st.integers(1, 40), d=st.integers(1, 300))
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
+def test_of_what_is_written_at_any_shape(name: str, device: str, dtype: torch.dtype, n_rows: int, d: int) -> None:
+    check_writer(name, n_rows, d, device, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES[:4])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_of_long_rows(name: str, device: str, dtype: torch.dtype) -> None:
+    check_writer(name, 5, MAX_BLOCK_D + 3, device, dtype)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's
+def test_what_is_not_finite_comes_through(name: str, device: str, dtype: torch.dtype) -> None:
+    shape, writer = writers(8, 16, device, dtype)[name]
+    x, slot = random(shape, device, dtype), torch.zeros((), device=device)
+    x[5, -1] = math.nan  # of v, of up
+    assert writer(x, slot)[0].isnan().any()
+    assert slot.isnan()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("device", "dtype"), ABSMAX_PLACES)
+def test_quantized_from_it_as_from_the_operation_and_its_maximum(name: str, device: str, dtype: torch.dtype) -> None:
+    shape, writer = writers(48, 64, device, dtype)[name]
+    x, slot = random(shape, device, dtype), torch.zeros((), device=device)
+    written = writer(x, slot)[0]
+    found = quantize(written, slot, E4M3, transposed=True)
+    apart = writer(x, None)[0]
+    expected = reference.quantize(apart, reference.absmax(apart), E4M3, transposed=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.float(), theirs.float())
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value) encountered")  # the interpreter's
+def test_nothing_that_does_not_exist_counts(device: str, dtype: torch.dtype) -> None:
+    """Rows past the end, where without eps rstd is infinite, and columns past the end."""
+    x, gain, slot = torch.ones(33, 5, device=device, dtype=dtype), *(torch.ones(n, device=device) for n in (5, 1))
+    slot.zero_()
+    y, _ = rms_norm_forward(x, gain.to(dtype), 0.0, slot)
+    assert slot == 1 == y.max()
+    slot.zero_()
+    dx, _ = rms_norm_backward(x, x, gain.to(dtype), None, None, 0.0, slot)
+    assert slot == dx.abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
+def test_operators_pass_opcheck(device: str, dtype: torch.dtype) -> None:
+    x, gate_up, gain = (random(shape, device, dtype) for shape in ((6, 8), (6, 16), (8,)))
+    slot, angles = torch.zeros((), device=device), torch.ones(6, 2, device=device)
+    for arguments in (
+        (absmax_op, (x,)),
+        (row_and_column_absmax_op, (x,)),
+        (rms_norm_forward, (x, gain, EPS, slot)),
+        (add_rms_norm_forward, (x, x, gain, EPS, slot)),
+        (rms_norm_backward, (x, x, gain, None, x, EPS, slot)),
+        (forward_op, (gate_up, slot)),
+        (backward_in_place_op, (x.clone(), gate_up.clone(), True, slot)),
+        (rotate_in_place_op, (gate_up.clone(), angles, angles, 2, 1, True, slot)),
+    ):
+        torch.library.opcheck(*arguments)
+
+
+def test_refusals() -> None:
+    gate_up, angles = torch.zeros(4, 16), torch.zeros(4, 2)
+    for slot in (torch.zeros(2), torch.zeros((), dtype=BF16)):
+        got = rf"absmax must be one float32 element on cpu, got {slot.dtype} of shape \({'2,' if slot.dim() else ''}\)"
+        for refused in (
+            lambda slot=slot: swiglu_forward(gate_up, slot),
+            lambda slot=slot: swiglu_backward_(gate_up[:, :8].clone(), gate_up, with_product=False, absmax=slot),
+            lambda slot=slot: rotate_(gate_up, angles, angles, 2, 1, absmax=slot),
+            lambda slot=slot: rms_norm_forward(gate_up, gate_up[0], EPS, slot),
+        ):
+            with pytest.raises(ValueError, match=got):
+                refused()
+    with pytest.raises(ValueError, match=r"those of a matrix, got \(4,\)"):
+        row_and_column_absmax(torch.zeros(4))
+    with pytest.raises(ValueError, match="takes float32, bfloat16 and float16, got torch.float64"):
+        absmax(gate_up.double())
+
+
+COMPILE = (
+    ON_HOPPER
+    + """
+import importlib, json, re, sys
+norm, swiglu, rotary, own = (
+    importlib.import_module("cs336_systems.kernels." + name) for name in ("rms_norm", "swiglu", "rotary", "absmax")
+)
+norm.n_multiprocessors = lambda device: 132
+
+name, d, bf16 = sys.argv[1], int(sys.argv[2]), torch.bfloat16
+x, gain, slot = torch.zeros(512, d, dtype=bf16), torch.zeros(d, dtype=bf16), torch.zeros(())
+wide, angles = torch.zeros(512, 2 * d, dtype=bf16), torch.zeros(512, 64)
+reduced = set()
+
+def compile(slot):
+    if name == "absmax":
+        own.absmax_op(x)
+    elif name == "rms_norm_forward":
+        norm.add_rms_norm_forward(x, x, gain, 1e-5, slot)
+    elif name == "rms_norm_backward":
+        norm.rms_norm_backward(x, x, gain, None, x, 1e-5, slot)
+    elif name == "swiglu_forward":
+        swiglu.forward_op(wide, slot)
+    elif name == "swiglu_backward":
+        swiglu.backward_in_place_op(x, wide, True, slot)
+    else:
+        rotary.rotate_in_place_op(x, angles, angles, d // 128 - 16, 8, True, slot)
+    text = compiled[name + "_kernel"].asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\\w+) = (.*)$", text, re.M))
+    over_rows = re.findall(r'"tt.reduce".*?axis = 1.*?: [(]tensor<(\\w+xf32), (#\\w+)>', text, re.S)
+    reduced.update(f"{shape} {layouts[layout]}" for shape, layout in over_rows)
+    return compiled[name + "_kernel"]
+
+plain, kernel = compile(None), compile(slot)
+
+def count(kernel, text):
+    return sum(text in line for line in kernel.asm["ptx"].splitlines())
+
+metadata = {"threads": 32 * kernel.metadata.num_warps, "reduced": sorted(reduced)}
+accesses = "ld.global", "st.global", "atom.global"
+metadata |= {text: [count(each, text) for each in (plain, kernel)] for text in accesses}
+metadata |= {"wide": [count(kernel, f"{text}.global.v4.b32") for text in ("ld", "st")]}
+print(json.dumps({"ptx": kernel.asm["ptx"], "metadata": metadata}))
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "threads"),
+    [
+        ("absmax", 1024),
+        ("rms_norm_forward", 512),
+        ("rms_norm_backward", 256),
+        ("swiglu_forward", 1024),
+        ("swiglu_backward", 768),
+        ("rotary", 1024),
+    ],
+)
+def test_it_costs_one_atomic_and_no_access(kernel: str, threads: int) -> None:
+    """Beside the kernel without: as many loads and stores, rows reduced alike, and room for enough threads."""
+    found = report(COMPILE, kernel, 4096)
+    assert found["spill_stores"] == found["stack_frame"] == 0
+    assert found["registers"] * max(threads, found["threads"]) <= 65536
+    for access in ("ld.global", "st.global"):
+        assert found[access][0] == found[access][1]
+    assert found["atom.global"] == [int(kernel == "absmax"), 1]
+    assert len(found["reduced"]) == kernel.startswith("rms_norm")
+    assert found["wide"][0] > 0

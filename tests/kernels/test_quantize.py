@@ -1,0 +1,257 @@
+"""Quantization to fp8: what the definition says, and the kernels to the bit of it, as it is and transposed.
+
+Triton's interpreter converts to fp8 as PyTorch does (``interpreter.py``): the hardware's own way is tested on a GPU.
+"""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from cs336_systems.kernels import quantize_reference as reference
+from cs336_systems.kernels.quantize import quantize, quantize_op
+from cs336_systems.kernels.quantize_blocks import quantize_blocks, quantize_blocks_op
+from cs336_systems.kernels.quantize_reference import LARGEST, MIN_ABSMAX, Quantized
+from tests.attention.offline import ON_HOPPER, report
+from tests.kernels.against_fp64 import INTERPRETED, ON_GPU, PLACES, random
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP32, BF16 = torch.float32, torch.bfloat16
+SHAPES = [(16, 16), (16, 272), (144, 48), (256, 128), (0, 16), (32, 0)]
+QUANTIZED_PLACES = [*PLACES, pytest.param("cpu", BF16, marks=INTERPRETED, id="interpreted-bf16")]
+ON_CPU_AND_GPU = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=ON_GPU)]
+
+
+def check_same(found: Quantized, expected: Quantized) -> None:
+    """Equal to the bit; of NaN only that it is one."""
+    for name, ours, theirs in zip(found._fields, found, expected, strict=True):
+        assert (ours is None) == (theirs is None), name
+        if ours is not None:
+            assert ours.shape == theirs.shape, name
+            assert ours.dtype == theirs.dtype, name
+            bits = [torch.where(x.isnan(), torch.nan, x).view(torch.int32) for x in (ours.float(), theirs.float())]
+            assert torch.equal(*bits), name
+
+
+def maxima(x: Tensor, per_row: bool) -> dict[str, Tensor]:
+    if not per_row:
+        return {"absmax": reference.absmax(x)}
+    return dict(zip(("absmax", "absmax_t"), reference.row_and_column_absmax(x), strict=True))
+
+
+def check_all_forms(x: Tensor, dtype: torch.dtype) -> None:
+    """Every form of scaling, of both or one of q and q_t, twice."""
+    for rows, transposed in ((True, True), (True, False), (False, True)):
+        wanted = {"rows": rows, "transposed": transposed}
+        for per_row in (False, True):
+            expected = reference.quantize(x, dtype=dtype, **maxima(x, per_row), **wanted)
+            for _ in range(2):
+                check_same(quantize(x, dtype=dtype, **maxima(x, per_row), **wanted), expected)
+        for square in (False, True):
+            expected = reference.quantize_blocks(x, dtype, square=square, **wanted)
+            for _ in range(2):
+                check_same(quantize_blocks(x, dtype, square=square, **wanted), expected)
+
+
+@pytest.mark.parametrize("fp8", LARGEST, ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+@pytest.mark.parametrize(("device", "dtype"), QUANTIZED_PLACES)
+@pytest.mark.usefixtures("poisoned")
+def test_as_defined(shape: tuple[int, int], device: str, dtype: torch.dtype, fp8: torch.dtype) -> None:
+    check_all_forms(random(shape, device, dtype), fp8)
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    n_rows=st.integers(1, 20),
+    width=st.integers(1, 20),
+    exponent=st.integers(-30, 30),
+    fp8=st.sampled_from(list(LARGEST)),
+    seed=st.integers(0, 3),
+)
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
+def test_any_shape_and_range(
+    device: str, dtype: torch.dtype, n_rows: int, width: int, exponent: int, fp8: torch.dtype, seed: int
+) -> None:
+    x = random((16 * n_rows, 16 * width), device, dtype, seed) * 10.0**exponent
+    check_same(
+        quantize(x, dtype=fp8, **maxima(x, seed == 0), transposed=True),
+        reference.quantize(x, dtype=fp8, **maxima(x, seed == 0), transposed=True),
+    )
+    check_same(
+        quantize_blocks(x, fp8, square=seed == 1, transposed=True),
+        reference.quantize_blocks(x, fp8, square=seed == 1, transposed=True),
+    )
+
+
+@pytest.mark.parametrize("fp8", LARGEST, ids=str)
+@pytest.mark.parametrize("absmax", [1e-38, 1.0, 3.7, 448.0, 1e30])
+@pytest.mark.parametrize("device", ON_CPU_AND_GPU)
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # the interpreter's
+def test_every_bf16_number_saturates_and_rounds_to_even(device: str, absmax: float, fp8: torch.dtype) -> None:
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
+    x = bits.view(BF16).view(256, 256).to(device)
+    maximum = torch.tensor(absmax, device=device)
+    found = quantize(x, maximum, fp8, transposed=True)
+    check_same(found, reference.quantize(x, maximum, fp8, transposed=True))
+    assert found.q.float().abs().nan_to_num(0.0).max() == LARGEST[fp8]
+
+
+@pytest.mark.parametrize("fp8", LARGEST, ids=str)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_what_the_definition_says(device: str, fp8: torch.dtype) -> None:
+    """Close to x, at the end of the range where x is largest, ties to even, and the other way round transposed."""
+    x = random((64, 48), device, FP32)
+    q, q_t, inverse, inverse_t = reference.quantize(x, reference.absmax(x), fp8, transposed=True)
+    assert q.float().abs().max() == LARGEST[fp8]
+    assert torch.equal(q_t.float(), q.float().t())
+    assert inverse == inverse_t == reference.absmax(x) / torch.full_like(inverse, LARGEST[fp8])
+    spacing = torch.finfo(fp8).eps
+    for quantized in (
+        reference.quantize(x, reference.absmax(x), fp8),
+        reference.quantize(x, reference.row_and_column_absmax(x)[0], fp8),
+        reference.quantize_blocks(x, fp8),
+        reference.quantize_blocks(x, fp8, square=True),
+    ):
+        error = (reference.dequantize(quantized.q, quantized.inverse_scale) - x).abs()
+        least = torch.finfo(fp8).smallest_normal * spacing * quantized.inverse_scale.max()
+        assert (error <= 0.51 * torch.maximum(spacing * x.abs(), least)).all()
+    ties = torch.zeros(16, 16, device=device)
+    ties[0, :4] = torch.tensor([1 + spacing / 2, 1 + 1.5 * spacing, -1 - spacing / 2, LARGEST[fp8]])
+    found = reference.quantize(ties, reference.absmax(ties), fp8).q.float()
+    assert found[0, :3].tolist() == [1, 1 + 2 * spacing, -1]
+
+
+@pytest.mark.parametrize("quantizer", ["tensor", "row", "block", "square"])
+@pytest.mark.parametrize("fp8", LARGEST, ids=str)
+@pytest.mark.parametrize("device", ON_CPU_AND_GPU)
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's
+def test_zero_nan_and_infinity_are_seen(device: str, fp8: torch.dtype, quantizer: str) -> None:
+    """Zero stays zero; a product with what is not finite holds no finite number where that is part of the scale."""
+    for value in (0.0, float("nan"), float("inf"), -float("inf")):
+        x = torch.zeros(256, 256, device=device) if value == 0 else random((256, 256), device, FP32)
+        x[130, 5] = value
+        if quantizer in ("tensor", "row"):
+            arguments = maxima(x, quantizer == "row")
+            found = quantize(x, dtype=fp8, **arguments, transposed=True)
+            check_same(found, reference.quantize(x, dtype=fp8, **arguments, transposed=True))
+        else:
+            found = quantize_blocks(x, fp8, square=quantizer == "square", transposed=True)
+            check_same(found, reference.quantize_blocks(x, fp8, square=quantizer == "square", transposed=True))
+        for q, inverse, row in ((found.q, found.inverse_scale, 130), (found.q_t, found.inverse_scale_t, 5)):
+            back = reference.dequantize(q, inverse)
+            if value == 0:
+                assert not q.float().any()
+                assert (
+                    inverse == torch.tensor(MIN_ABSMAX, device=device) / torch.full_like(inverse, LARGEST[fp8])
+                ).all()
+            else:
+                assert (back @ torch.ones(256, 3, device=device))[row].isnan().all()
+                assert back.isnan().all() == (quantizer == "tensor")
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
+def test_strides_and_empty_tensors(device: str, dtype: torch.dtype) -> None:
+    x = random((48, 32), device, dtype)
+    check_all_forms(x.t(), E4M3)
+    check_all_forms(random((48, 64), device, dtype)[:, 16:48], E5M2)
+    for shape in SHAPES[4:]:
+        q, q_t, *_ = quantize(torch.zeros(shape, device=device), torch.zeros((), device=device), E4M3, transposed=True)
+        assert (q.shape, q_t.shape) == (shape, shape[::-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
+def test_operators_pass_opcheck(device: str, dtype: torch.dtype) -> None:
+    x = random((32, 16), device, dtype)
+    for absmax, absmax_t in ((reference.absmax(x), None), reference.row_and_column_absmax(x)):
+        torch.library.opcheck(quantize_op, (x, absmax, absmax_t, E4M3, True, True))
+        torch.library.opcheck(quantize_op, (x, absmax, absmax_t, E5M2, False, True))
+    for square in (False, True):
+        torch.library.opcheck(quantize_blocks_op, (x, E4M3, square, True, True))
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, absmax = torch.zeros(32, 16), torch.zeros(())
+    for each in (quantize, reference.quantize):
+        with pytest.raises(ValueError, match=r"dimensions 16 divides, got \(24, 16\)"):
+            each(x[:24], absmax, E4M3)
+        with pytest.raises(ValueError, match=r"to torch.float8_e4m3fn or torch.float8_e5m2, not to torch.bfloat16"):
+            each(x, absmax, BF16)
+        with pytest.raises(ValueError, match="rows, transposed or both, and neither"):
+            each(x, absmax, E4M3, rows=False)
+        with pytest.raises(ValueError, match=r"absmax_t \(1, 16\); got \(32, 1\) and None"):
+            each(x, torch.zeros(32, 1), E4M3, transposed=True)
+        with pytest.raises(ValueError, match=r"one for each row \(32, 1\) .*; got \(1, 16\) and None"):
+            each(x, torch.zeros(1, 16), E4M3)
+        with pytest.raises(ValueError, match=r"absmax must be float32 on cpu, got torch.bfloat16 on cpu"):
+            each(x, absmax.bfloat16(), E4M3)
+    with pytest.raises(ValueError, match="takes float32, bfloat16 and float16, got torch.float64"):
+        quantize(x.double(), absmax, E4M3)
+    monkeypatch.setattr("triton.JITFunction", object)  # what a kernel is without the interpreter
+    for refused in (lambda: quantize(x, absmax, E4M3), lambda: quantize_blocks(x, E4M3)):
+        with pytest.raises(ValueError, match=r"needs a CUDA device .* got a tensor on cpu"):
+            refused()
+
+
+@pytest.mark.parametrize(("device", "dtype"), [pytest.param("cuda", BF16, marks=ON_GPU)])
+def test_more_than_2_to_the_31_elements(device: str, dtype: torch.dtype) -> None:
+    n_rows, width = 2**17 + 128, 2**14 + 16
+    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
+        pytest.skip("needs 12 GiB of free GPU memory")
+    x = torch.zeros(n_rows, width, device=device, dtype=dtype)
+    x[-128:] = random((128, width), device, dtype)
+    absmax = reference.absmax(x[-128:])
+    q, q_t, *_ = quantize(x, absmax, E4M3, transposed=True)
+    expected = reference.quantize(x[-128:], absmax, E4M3)
+    assert torch.equal(q[-128:].float(), expected.q.float())
+    assert torch.equal(q_t[:, -128:].float(), expected.q.float().t())
+    q, q_t, *_ = quantize_blocks(x, E4M3, square=True, transposed=True)
+    expected = reference.quantize_blocks(x[-128:], E4M3, square=True)
+    assert torch.equal(q[-128:].float(), expected.q.float())
+    assert torch.equal(q_t[:, -128:].float(), expected.q.float().t())
+
+
+COMPILE = (
+    ON_HOPPER
+    + """
+import importlib, json, sys
+quantize = importlib.import_module("cs336_systems.kernels.quantize")
+blocks = importlib.import_module("cs336_systems.kernels.quantize_blocks")
+
+form, dtype, transposed = sys.argv[1], getattr(torch, sys.argv[2]), sys.argv[3] == "True"
+x = torch.zeros(512, 4096, dtype=torch.bfloat16)
+if form in ("tensor", "row"):
+    maxima = (torch.zeros(()), None) if form == "tensor" else (torch.zeros(512, 1), torch.zeros(1, 4096))
+    quantize.quantize_op(x, *maxima, dtype, True, transposed)
+    kernel = compiled["quantize_kernel"]
+else:
+    blocks.quantize_blocks_op(x, dtype, form == "square", True, transposed)
+    kernel = compiled["quantize_blocks_kernel"]
+lines = kernel.asm["ptx"].splitlines()
+wide = [line for line in lines if ".global.v4.b32" in line]
+metadata = {"threads": 32 * kernel.metadata.num_warps, "shared": kernel.metadata.shared}
+metadata |= {"loads": sum("ld." in line for line in wide), "stores": sum("st." in line for line in wide)}
+metadata |= {"narrow stores": sum("st.global.b32" in line for line in lines)}
+metadata |= {"bytes": sum(f"st.{space}.b8" in line for line in lines for space in ("global", "shared"))}
+metadata |= {"conversions": sum("cvt.rn.satfinite" in line for line in lines)}
+print(json.dumps({"ptx": kernel.asm["ptx"], "metadata": metadata}))
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("fp8", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("form", ["tensor", "row", "block", "square"])
+def test_it_compiles_to_wide_accesses(form: str, fp8: str, transposed: bool) -> None:
+    """16 bytes of each thread, both ways; only scales are stored by 4; nothing goes through shared memory by bytes."""
+    found = report(COMPILE, form, fp8, transposed)
+    assert found["spill_stores"] == found["stack_frame"] == 0
+    assert found["registers"] * found["threads"] <= 65536
+    elements = found["conversions"] * (2 if form in ("tensor", "square") or not transposed else 1)
+    assert found["loads"] - (form == "row" and transposed) * 4 == elements // 8
+    assert found["stores"] == elements // 16 * (2 if transposed else 1)
+    assert found["narrow stores"] <= 5
+    assert found["bytes"] == 0

@@ -1,0 +1,96 @@
+"""What the memory of a device is taken by, and what to do with what is free."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cs336_systems.config import resolve_size
+from cs336_systems.costs.memory import parameter_bytes
+from cs336_systems.pretraining.memory import hint, predicted_segments
+from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.run_reader import read_run
+from cs336_systems.pretraining.run_records import Memory
+from tests.pretraining.trained import options, write_dataset
+
+GIB = 2**30
+H200 = 141 * GIB
+QWEN = resolve_size("qwen2.5-0.5b")
+
+
+@pytest.fixture(autouse=True)
+def workspace(monkeypatch):
+    monkeypatch.setattr("cs336_systems.harness.fit.cublas_workspace_bytes", lambda device: 2**25)
+
+
+def case_of(world_size: int = 1, **changes):
+    return replace(TrainOptions.default("cuda"), **changes).training_case(QWEN, world_size)
+
+
+def test_segments_add_up_to_the_device():
+    for changes in ({}, {"accumulate": 4}, {"keep": "input", "lmhead_chunks": 2}, {"moments": "fp32"}):
+        segments = predicted_segments(case_of(**changes), H200)
+        *parts, whole, free = segments.values()
+        assert sum(parts) == whole == H200 - free
+        assert min(parts) >= 0
+        assert (
+            segments["m"]
+            == segments["v"]
+            == pytest.approx(segments["weights"] * (2 if "moments" in changes else 1), rel=0.01)
+        )
+
+
+def test_gradients_of_earlier_micro_batches_are_there_at_the_peak():
+    weights = parameter_bytes(QWEN, case_of().precision)
+    assert predicted_segments(case_of(accumulate=4), H200)["gradients"] >= weights
+
+
+def test_more_chunks_of_the_head_take_less():
+    loss = [predicted_segments(case_of(keep="input", lmhead_chunks=n), H200)["head and loss"] for n in (1, 4, 16)]
+    assert loss == sorted(loss, reverse=True)
+    words = -(-QWEN.vocab_size // 16) * 16
+    assert loss[0] - loss[1] == pytest.approx(16 * 1024 * (1 - 1 / 4) * words * 2, rel=0.01)
+
+
+def test_states_alone_where_the_peak_is_not_predicted():
+    for changes, moments in ({"kernels": "reference"}, 1), ({"zero": 1}, 2), ({"zero": 3, "accumulate": 2}, 1):
+        segments = predicted_segments(case_of(2, **changes), H200)
+        assert list(segments) == ["weights", "gradients", "m", "v"]
+        assert segments["weights"] == pytest.approx(moments * segments["m"], rel=0.01)
+
+
+def test_hints_name_options_that_fit():
+    small = case_of(batch_size=4, keep="input", accumulate=8)
+    said = hint(small, H200)
+    assert "GiB are free: --keep all would take " in said and "--batch-size 8 would take " in said
+    richer = predicted_segments(replace(small, keep="all"), H200)["in all"]
+    assert f"--keep all would take {richer / GIB:.1f} GiB in all" in said
+    full = predicted_segments(case_of(), None)["in all"]
+    assert hint(case_of(), int(1.1 * full)) == ""
+    assert hint(case_of(), int(0.9 * full)).startswith("It is more than fits: --keep ")
+    assert hint(case_of(), GIB) == "It is more than fits: take a smaller --batch-size, and more --accumulate"
+    assert hint(case_of(), None) == hint(case_of(kernels="reference"), H200) == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("cuda_graph", ["off", "on"])
+def test_memory_is_as_predicted_and_logged(tmp_path, cuda_graph, monkeypatch):
+    from cs336_systems.distributed.process_group import joined
+    from cs336_systems.pretraining.run_log import LOG
+    from cs336_systems.pretraining.trainer import train
+
+    monkeypatch.undo()
+    write_dataset(tmp_path / "data", n_train=200_000)
+    like = {
+        name: getattr(TrainOptions.default("cuda"), name) for name in ("dtype", "optimizer", "kernels", "attention")
+    }
+    shape = {"size": "qwen2.5-0.5b", "device": "cuda", "context_length": 1024, "accumulate": 3, "steps": 5}
+    asked = options(tmp_path, **like, **shape, keep="products", cuda_graph=cuda_graph, evaluate_every=None)
+    with joined("cuda") as rank:
+        train(replace(asked, export=False, save_every=1000), rank)
+    predicted, measured = read_run(tmp_path / "run" / LOG).all(Memory)
+    assert predicted.predicted_bytes == measured.predicted_bytes and not predicted.actual_bytes
+    assert measured.actual_bytes["in all"] == pytest.approx(measured.predicted_bytes["in all"], rel=0.03)
+    for name in ("weights", "m", "v"):
+        assert measured.actual_bytes[name] == pytest.approx(measured.predicted_bytes[name], rel=0.01)

@@ -1,0 +1,148 @@
+"""An optimizer that steps under backward leaves the bits of one that steps after it, and no gradients in between."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.case import Parallel, TrainingCase, Unsupported
+from cs336_systems.config import MODEL_SIZES, PRECISIONS
+from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.training import assemble, random_batch
+from cs336_systems.training.backward_update import BackwardUpdate
+from cs336_systems.training.clipping import GradientGuard
+from cs336_systems.training.step import TrainStep
+from tests.distributed.checks import failures, world_of
+from tests.distributed.test_stochastic_rounding import Products, random
+from tests.kernels.interpreter import interpret_without_gpu
+
+CONFIG = replace(MODEL_SIZES["tiny"], name="tinier", d_model=32, d_ff=64, vocab_size=97, context_length=16)
+TIED = replace(CONFIG, tie_embeddings=True)
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Sharded(TrainingCase):
+    update: str = "after-backward"
+    how: str = "fsdp"
+
+    @property
+    def parallel(self) -> Parallel:
+        return Parallel(self.how, update=self.update)
+
+
+CASES = (
+    Sharded.of(CONFIG, optimizer="torch-fused"),
+    Sharded.of(CONFIG, dtype="bf16", keep="products-residual"),
+    Sharded.of(TIED, dtype="bf16", accumulate=2),
+    Sharded.of(TIED, keep="input", checkpoint="none"),
+    Sharded.of(CONFIG, checkpoint="full"),
+)
+
+
+def trained(case: Sharded, rank: Rank) -> tuple[list[float], list[Tensor]]:
+    step = assemble(case, rank)
+    losses = [step(*random_batch(replace(case, seed=seed), rank)).item() for seed in range(STEPS)]
+    assert isinstance(step.model, FSDP)
+    return losses, list(step.model.gather_full_params().values())
+
+
+def same_bits_as_after_backward(rank: Rank) -> None:
+    for case in CASES:
+        after, under = (trained(replace(case, update=update), rank) for update in ("after-backward", "under-backward"))
+        assert after[0] == under[0], case
+        assert all(map(torch.equal, after[1], under[1])), case
+
+
+def stochastic_rounding_draws_the_same(rank: Rank) -> None:
+    interpret_without_gpu()
+    from cs336_systems.training.fused_adamw import FusedAdamW
+
+    found = []
+    for under in (False, True):
+        model = FSDP(Products())
+        optimizer = FusedAdamW(model.parameters(), lr=0.1)
+        update = BackwardUpdate(model, optimizer) if under else None
+        for step in range(3):
+            model(*random(step)).backward()
+            update.finish() if update else optimizer.step()
+            optimizer.zero_grad()
+        found.append(model.gather_full_params().values())
+    assert all(map(torch.equal, *found))
+
+
+def shards_are_updated_while_backward_runs(rank: Rank) -> None:
+    step = assemble(Sharded.of(CONFIG, update="under-backward"), rank)
+    stepped, most = [], 0
+    inner = step.optimizer.step
+
+    def counted(*args, **kwargs):
+        nonlocal most
+        most = max(most, sum(p.grad is not None for p in step.optimizer.param_groups[0]["params"]))
+        stepped.append(step.optimizer)
+        return inner(*args, **kwargs)
+
+    step.optimizer.step = counted
+    forward, backward, optimizer = step.phases("step", *random_batch(step_case(), rank)).values()
+    forward()
+    assert not stepped
+    backward()
+    assert len(stepped) == CONFIG.n_layers + 2, "embedding, blocks and head"
+    sharded = [each.sharded_param for group in step.model.groups for each in group.parameters]
+    assert all(p.grad is None for p in sharded)
+    assert most <= 7, "no more than one block's gradients at a time"
+    optimizer()
+    assert len(stepped) == CONFIG.n_layers + 3, "and what is replicated"
+
+
+def step_case() -> Sharded:
+    return Sharded.of(CONFIG)
+
+
+def a_second_gradient_is_refused_on_every_rank(rank: Rank) -> None:
+    step = assemble(Sharded.of(CONFIG, update="under-backward"), rank)
+    batch = random_batch(step_case(), rank)
+    step.loss_of(*batch).backward()
+    with pytest.raises(RuntimeError, match=r"lm_head.weight has a second gradient .*--update after-backward"):
+        step.loss_of(*batch).backward()
+
+
+def what_needs_all_gradients_is_refused(rank: Rank) -> None:
+    with pytest.raises(Unsupported, match="update under-backward works on the shards of wrapper fsdp, got bucketed"):
+        assemble(Sharded.of(CONFIG, how="bucketed", update="under-backward"), rank)
+    with pytest.raises(Unsupported, match="cannot wait for loss scaling of autocast-fp16"):
+        assemble(Sharded.of(CONFIG, dtype="autocast-fp16", update="under-backward"), rank)
+    with pytest.raises(ValueError, match="update must be after-backward or under-backward, got 'sometimes'"):
+        assemble(Sharded.of(CONFIG, update="sometimes"), rank)
+    step = assemble(Sharded.of(CONFIG, update="under-backward"), rank)
+    with pytest.raises(ValueError, match="mode backward takes no optimizer steps"):
+        step.phases("backward", *random_batch(step_case(), rank))
+    assert list(step.phases("forward", *random_batch(step_case(), rank))) == ["forward"]
+
+
+CHECKS = (
+    same_bits_as_after_backward,
+    stochastic_rounding_draws_the_same,
+    shards_are_updated_while_backward_runs,
+    a_second_gradient_is_refused_on_every_rank,
+    what_needs_all_gradients_is_refused,
+)
+world = world_of(2, CHECKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_on_two_ranks(world, check) -> None:
+    assert failures(world, check) == []
+
+
+def test_clipping_and_a_scaled_loss_need_all_gradients_first() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    update = object()
+    with pytest.raises(ValueError, match="clipping needs all gradients before the first update"):
+        TrainStep(model, optimizer, PRECISIONS["fp32"], guard=GradientGuard(1.0), update=update)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a scaled loss, as in autocast-fp16, needs all gradients"):
+        TrainStep(model, optimizer, PRECISIONS["autocast-fp16"], update=update)  # type: ignore[arg-type]

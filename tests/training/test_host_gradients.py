@@ -1,0 +1,84 @@
+"""Steps that keep states, gradients or blocks' inputs in host memory, beside those that do not: the same bits."""
+
+import copy
+
+import pytest
+import torch
+
+from cs336_systems.config import ModelConfig
+from cs336_systems.kernels.grad_norm import grad_norm
+from cs336_systems.training import TrainingCase, host_states
+from cs336_systems.training.assemble import build_model, finish, random_batch
+from cs336_systems.training.clipping import GradientGuard
+from cs336_systems.training.host_gradients import HostGradients
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CONFIG = ModelConfig("two", 8, 16, 2, 1, vocab_size=24, context_length=8, tie_embeddings=True)
+BASE = {"device": DEVICE, "batch_size": 1, "optimizer": "fused", "keep": "input", "accumulate": 3}
+
+
+def ten_steps(**fields):
+    """Losses, norms, weights and moments."""
+    case = TrainingCase.of(CONFIG, **BASE | fields)
+    guard = GradientGuard(0.5)
+    step = finish(build_model(case), case, guard=guard, decay="matrices", lr=0.01)
+    found = []
+    for seed in range(10):
+        batch = random_batch(TrainingCase.of(CONFIG, **BASE | fields, seed=seed))
+        found += [step(*batch), guard.norm.clone()]
+        assert all(parameter.grad is None for parameter in step.model.parameters())
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    states = [state for parameter in step.model.parameters() for state in step.optimizer.state[parameter].values()]
+    return [tensor.cpu() for tensor in (*found, *step.model.parameters(), *states)]
+
+
+@pytest.fixture(scope="module")
+def on_the_device():
+    return ten_steps()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", ["m", "gradients", "residual", "m-v-gradients-residual"])
+def test_ten_steps_are_the_same_bits(on_the_device, offload, monkeypatch):
+    monkeypatch.setattr(host_states, "BATCH_ELEMENTS", 192)
+    assert all(map(torch.equal, ten_steps(offload=offload), on_the_device))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("offload", ["gradients", "master-m-v-gradients-residual"])
+def test_ten_steps_in_bf16_with_masters_are_the_same_bits(offload, monkeypatch):
+    monkeypatch.setattr(host_states, "BATCH_ELEMENTS", 512)
+    fields = {"dtype": "bf16", "master": "fp32", "attention": "flash", "kernels": "fused", "accumulate": 2}
+    assert all(map(torch.equal, ten_steps(offload=offload, **fields), ten_steps(**fields)))
+
+
+def test_gradients_of_several_backwards_add_up_on_the_host_and_so_does_their_norm():
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(*(torch.nn.Linear(30, 30, device=DEVICE) for _ in range(4)))
+    away = copy.deepcopy(plain)
+    host = HostGradients(away.parameters())
+    for _ in range(2):
+        for _ in range(3):
+            x = torch.randn(5, 30, device=DEVICE)
+            for model in (plain, away):
+                model(x).square().sum().backward()
+        for parameter, twin in zip(plain.parameters(), away.parameters(), strict=True):
+            assert twin.grad is None
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+            assert torch.equal(host.of(twin), parameter.grad.cpu())
+        assert torch.equal(host.norm(), grad_norm([parameter.grad for parameter in plain.parameters()]))
+        host.forget()
+        plain.zero_grad()
+        assert host.of(twin) is None
+        assert host.tensors() == []
+
+
+def test_a_parameter_that_took_no_part_has_no_gradient():
+    used, unused = (torch.nn.Parameter(torch.ones(3, device=DEVICE)) for _ in range(2))
+    host = HostGradients([used, unused])
+    used.sum().backward()
+    assert host.of(unused) is None
+    assert torch.equal(host.norm().cpu(), torch.tensor(3.0).sqrt())

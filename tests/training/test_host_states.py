@@ -1,0 +1,137 @@
+"""States in host memory change where they lie and nothing else, however tensors are cut on the way."""
+
+import copy
+
+import pytest
+import torch
+
+from cs336_systems.operators.host_link import HostLink
+from cs336_systems.training import host_states
+from cs336_systems.training.fused_adamw import FusedAdamW
+
+from .test_fused_adamw import BF16, DEVICE, FP32, groups, parameters, run, same_bits, set_gradients
+
+STATES = ("exp_avg", "exp_avg_sq", "master")
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    """So that tensors are cut, and batches hold several."""
+    monkeypatch.setattr(host_states, "BATCH_ELEMENTS", 256)
+
+
+def states_of(optimizer, params):
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return [tensor.cpu() for parameter in params for tensor in optimizer.state[parameter].values()]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (BF16, {"offload": ("exp_avg", "exp_avg_sq")}),
+        (BF16, {"offload": ("exp_avg_sq",), "state_dtype": FP32}),
+        (BF16, {"offload": ("master",), "master": True}),
+        (BF16, {"offload": STATES, "master": True, "state_dtype": FP32}),
+        (FP32, {"offload": STATES, "master": True, "state_dtype": BF16}),
+    ],
+)
+def test_ten_steps_are_the_same_bits(dtype, options):
+    plain, away = parameters(dtype), parameters(dtype)
+    without = FusedAdamW(groups(plain), seed=3, **options | {"offload": ()})
+    offloaded = FusedAdamW(groups(away), seed=3, **options)
+    for step in range(10):
+        for optimizer, params in ((without, plain), (offloaded, away)):
+            set_gradients(params, step)
+            if step == 4:
+                params[1].grad = None  # it counts its own steps
+            scale = torch.tensor(float("nan") if step == 6 else 0.5, device=DEVICE)
+            optimizer.step(grad_scale=scale)
+    assert same_bits(plain, away)
+    assert all(map(torch.equal, states_of(without, plain), states_of(offloaded, away)))
+    assert offloaded.state[away[0]]["step"] == 9
+    assert offloaded.state[away[1]]["step"] == 8
+    for name, tensor in offloaded.state[away[-1]].items():
+        assert tensor.device.type == ("cpu" if name in options["offload"] else DEVICE)
+
+
+def test_a_transposed_parameter_and_its_states_lie_alike():
+    results = []
+    for offload in ((), STATES):
+        theta = torch.nn.Parameter(torch.arange(600.0, device=DEVICE).view(20, 30).t())
+        optimizer = FusedAdamW([theta], lr=0.1, offload=offload)
+        for _ in range(3):
+            theta.grad = None
+            (theta * theta.detach().flip(0)).sum().backward()
+            optimizer.step()
+        results.append([theta.detach(), optimizer.state[theta]["exp_avg"].cpu()])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("first", [(), STATES])
+@pytest.mark.parametrize("masters", [False, True])
+def test_a_state_saved_with_offload_resumes_without_and_the_other_way_round(first, masters):
+    whole = parameters(BF16)
+    run(FusedAdamW(groups(whole), master=masters), whole, range(5))
+    params = parameters(BF16)
+    optimizer = FusedAdamW(groups(params), master=masters, offload=first)
+    run(optimizer, params, range(3))
+    second = STATES if not first else ()
+    resumed = copy.deepcopy(params)
+    other = FusedAdamW(groups(resumed), master=masters, offload=second)
+    other.load_state_dict(optimizer.state_dict())
+    run(other, resumed, range(3, 5))
+    assert same_bits(resumed, whole)
+
+
+def test_masters_begin_at_the_parameters_where_a_state_has_none_and_may_be_left_behind():
+    params = parameters(BF16)
+    optimizer = FusedAdamW(params)
+    run(optimizer, params, range(2))
+    with_masters = FusedAdamW(params, master=True)
+    with_masters.load_state_dict(optimizer.state_dict())
+    for parameter in params:
+        assert torch.equal(with_masters.state[parameter]["master"], parameter.float())
+    run(with_masters, params, range(2, 3))
+    optimizer.load_state_dict(with_masters.state_dict())
+    assert "master" not in optimizer.state[params[0]]
+    assert optimizer.state[params[0]]["step"] == 3
+
+
+def test_masters_take_updates_that_are_lost_to_rounding():
+    """32 updates of a sixteenth of the spacing below 1, 2^-8, are two spacings."""
+    theta = torch.nn.Parameter(torch.ones(64, dtype=BF16, device=DEVICE))
+    optimizer = FusedAdamW([theta], lr=2**-12, weight_decay=0.0, master=True, state_dtype=FP32)
+    for _ in range(32):
+        theta.grad = torch.ones_like(theta)
+        optimizer.step()
+    torch.testing.assert_close(optimizer.state[theta]["master"].cpu(), torch.full((64,), 1 - 2**-7), rtol=1e-6, atol=0)
+    assert (theta - (1 - 2**-7)).abs().max() <= 2**-8  # Triton's interpreter cuts off where a GPU rounds to nearest
+
+
+def test_a_copied_optimizer_goes_on_alike():
+    params = parameters(BF16)
+    optimizer = FusedAdamW(params, offload=STATES, master=True)
+    run(optimizer, params, range(2))
+    twin_params, twin = copy.deepcopy((params, optimizer))
+    for one, its in ((optimizer, params), (twin, twin_params)):
+        run(one, its, range(2, 4))
+    assert same_bits(params, twin_params)
+
+
+def test_what_cannot_be_offloaded_is_told():
+    with pytest.raises(ValueError, match="offload must be of exp_avg, exp_avg_sq, master, got gradients"):
+        FusedAdamW(parameters(BF16), offload=("gradients",))
+    params = parameters(BF16, [(4, 6)])
+    params[0].grad = torch.ones(6, 4, dtype=BF16, device=DEVICE).t()
+    with pytest.raises(ValueError, match=r"gradient of tensor 0 must lie densely"):
+        FusedAdamW(params, offload=("exp_avg",)).step()
+
+
+def test_what_is_on_its_way_out_is_what_comes_back():
+    link = HostLink(torch.device(DEVICE))
+    hosts = [torch.empty(1000) for _ in range(6)]
+    for i, host in enumerate(hosts):
+        link.send([torch.full((1000,), float(i), device=DEVICE)], [host])
+    found = [link.fetch([host]).wait()[0].mean().item() for host in reversed(hosts)]
+    assert found == [5, 4, 3, 2, 1, 0]
