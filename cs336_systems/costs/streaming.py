@@ -170,10 +170,17 @@ class StreamedWork:
 
     @property
     def fixed_bytes(self) -> int:
-        """Embedding, head and final norm with all their state, and the rotary tables: they stay on the device."""
-        parameters = self.config.n_parameters - self.config.n_layers * self.config.n_block_parameters
-        per_parameter = 2 * self.precision.parameter_bytes + sum(n for _, n in self.moments)
-        return parameters * per_parameter + rotary_bytes(self.config.at_context(self.context_length))
+        """Embedding, head and final norm with all their state, and the rotary tables: they stay on the device.
+
+        A tied embedding has two gradients, added up at the end of a step; a sequence that is longer than a chunk, what
+        one chunk adds to the gradients of its keys and values.
+        """
+        config, width = self.config, self.precision.parameter_bytes
+        parameters = config.n_parameters - config.n_layers * config.n_block_parameters
+        per_parameter = 2 * width + sum(n for _, n in self.moments)
+        found = parameters * per_parameter + rotary_bytes(config.at_context(self.context_length))
+        found += config.vocab_size * config.d_model * width if config.tie_embeddings else 0
+        return found + (self.context_length * 2 * config.d_kv * width if self.is_long else 0)
 
     @property
     def temporary_bytes(self) -> int:
@@ -182,7 +189,7 @@ class StreamedWork:
         d_model, wide_queries = config.d_model, 4 * config.d_model  # attention's fp32 sums of dq
         query_key_value = d_model + 2 * config.d_kv
         feed_forward = (config.d_ff + d_model) * width  # the gradient of SwiGLU's output beside a norm's output
-        attention = (2 * d_model + query_key_value) * width + wide_queries
+        attention = (2 * d_model + (2 if self.is_long else 1) * query_key_value) * width + wide_queries
         head = 3 * d_model * width  # norm, its gradient, and x
         logits = min(tokens, HEAD_TOKENS) * config.vocab_size * width
         return max(tokens * max(feed_forward, attention), tokens * head + logits) + 2 * CUBLAS_WORKSPACE_BYTES

@@ -12,6 +12,7 @@ needs no closing: its memory is unpinned and given back when the slab and the la
 import mmap
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
 
 import torch
@@ -81,7 +82,8 @@ def host_slab(n_bytes: int, device: torch.device) -> Slab:
         return Slab(torch.empty(0, dtype=torch.uint8))
     pages = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # some sandboxes know none
+            pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)  # holds on to the pages, as does every view
     if device.type == "cuda":
         memory.zero_()  # in many threads; cudaHostRegister would touch every page in one

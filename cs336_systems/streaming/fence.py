@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 
 GIB = 2**30
-_LATER = 128 * 2**20
-"""Bytes by which the context grows after the fence is up, as kernels are loaded."""
+LATER = 256 * 2**20
+"""Bytes by which the context may grow after the fence is up, as kernels are loaded."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,16 @@ class Fence:
 
     def __init__(self, device: torch.device, device_bytes: int, host_bytes: int) -> None:
         self.device, self.device_bytes, self.host_bytes = device, device_bytes, host_bytes
+        self.overhead = 0
+        """Bytes of the device that are not torch's."""
         if device.type != "cuda":
             return
         torch.cuda.init()
         torch.empty(1, device=device)
         torch.cuda.reset_peak_memory_stats(device)
         total, context = torch.cuda.mem_get_info(device)[1], self._context()
-        left = device_bytes - context - _LATER
+        self.overhead = context + LATER
+        left = device_bytes - self.overhead
         if left <= 0:
             raise ValueError(f"a cap of {device_bytes / GIB:.2f} GiB is below the context's {context / GIB:.2f} GiB")
         torch.cuda.set_per_process_memory_fraction(min(1.0, left / total), device)

@@ -11,12 +11,13 @@ else can go on, which is when it reads. So a dependency that a schedule lacks sh
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.streaming.schedule import Lane, Operation, Schedule
 
 Compute = Callable[[Operation], None]
@@ -35,46 +36,70 @@ class Lanes(Protocol):
 
 
 class Streams:
-    """Three streams of a GPU: the current one computes, two more copy."""
+    """Three streams of a GPU: the current one computes, two more copy.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    Args:
+        timed: events that can be read stand around every operation of a step: microseconds beside its milliseconds.
+    """
+
+    def __init__(self, device: torch.device, *, timed: bool = False) -> None:
+        self.device, self.timed = device, timed
         self.copies = {lane: torch.cuda.Stream(device) for lane in (Lane.IN, Lane.OUT)}
-        self.events: dict[int, torch.cuda.Event] = {}
+        self.begins: dict[int, torch.cuda.Event] = {}
+        self.ends: dict[int, torch.cuda.Event] = {}
+        self.first = torch.cuda.Event(enable_timing=True)
 
     def run(self, schedule: Schedule, compute: Compute, copy: Copy) -> None:
         main = torch.cuda.current_stream(self.device)
         streams = {Lane.COMPUTE: main, **self.copies}
         waited = {j for operation in schedule.operations for j in operation.waits}
+        self.first.record(main)
         for stream in self.copies.values():
             stream.wait_stream(main)
         for i, operation in enumerate(schedule.operations):
             stream = streams[operation.lane]
             for j in operation.waits:
-                stream.wait_event(self.events[j])
+                stream.wait_event(self.ends[j])
+            if self.timed:
+                self._record(self.begins, i, stream)
             if operation.lane is Lane.COMPUTE:
                 compute(operation)
             else:
                 source, target = copy(operation)
                 with torch.cuda.stream(stream):
                     target.copy_(source, non_blocking=True)
-            if i in waited:
-                event = self.events.get(i) or self.events.setdefault(i, torch.cuda.Event())
-                event.record(stream)
+            if self.timed or i in waited:
+                self._record(self.ends, i, stream)
         for stream in self.copies.values():
             main.wait_stream(stream)
+
+    def _record(self, events: dict[int, torch.cuda.Event], i: int, stream: torch.cuda.Stream) -> None:
+        if i not in events:
+            events[i] = torch.cuda.Event(enable_timing=self.timed)
+        events[i].record(stream)
+
+    def times(self, schedule: Schedule) -> LaneTimes:
+        """When the operations of the last step ran, if they were timed; waits for the device."""
+        assert self.timed
+        torch.cuda.synchronize(self.device)
+        starts, ends = (
+            [self.first.elapsed_time(events[i]) / 1e3 for i in range(len(schedule.operations))]
+            for events in (self.begins, self.ends)
+        )
+        return LaneTimes([str(operation.lane) for operation in schedule.operations], starts, ends, {})
 
 
 class PretendedLink:
     """One thread that runs three lanes in an order which the schedule allows.
 
     Args:
-        seed: of how often copies end although a kernel could run, and which; None for never, and the last that began.
+        seed: of how often copies end although a kernel could run, and of which lane; None for never, and the last that
+            began.
     """
 
     def __init__(self, seed: int | None = None) -> None:
         self.choose = None if seed is None else random.Random(seed)
-        self.often = 0.0 if self.choose is None else self.choose.random()
+        self.often, self.inward = (0.0, 0.0) if self.choose is None else (self.choose.random(), self.choose.random())
 
     def run(self, schedule: Schedule, compute: Compute, copy: Copy) -> None:
         """Raises RuntimeError where operations wait for each other in a circle."""
@@ -98,13 +123,18 @@ class PretendedLink:
                 compute(operations[i])
                 ended.add(i)
             elif begun:
-                lane = self.choose.choice(list(begun)) if self.choose else next(reversed(begun))
-                i, source, target = begun.pop(lane)
+                i, source, target = begun.pop(self._ending(begun))
                 target.copy_(source)
                 ended.add(i)
             else:
                 stuck = [queue[0] for queue in queues.values() if queue]
                 raise RuntimeError(f"operations {stuck} wait for what cannot come before them")
+
+    def _ending(self, begun: Collection[Lane]) -> Lane:
+        """Which of the copies that have begun ends."""
+        if self.choose is None or len(begun) == 1:
+            return list(begun)[-1]
+        return Lane.IN if self.choose.random() < self.inward else Lane.OUT
 
     def _sooner(self) -> bool:
         """Whether a copy ends although a kernel could run."""

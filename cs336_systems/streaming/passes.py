@@ -19,6 +19,7 @@ from torch import Tensor
 from cs336_systems.blocks import BlockGradients, BlockOps, BlockWeights, Saved, backward, forward, recall
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import kept_names
+from cs336_systems.costs.streaming import HEAD_TOKENS
 from cs336_systems.model import TransformerBlock
 from cs336_systems.streaming.context import Sums, attending
 from cs336_systems.streaming.fixed import EMBEDDING, HEAD, NORM, Fixed
@@ -81,6 +82,7 @@ class Passes:
             Kind.EMBED: self._embed,
             Kind.FORWARD: self._forward,
             Kind.HEAD: self._head,
+            Kind.KEYS: self._keys,
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
             Kind.EMBED_BACKWARD: self._embed_backward,
@@ -151,6 +153,13 @@ class Passes:
         recall(saved, self._weights(operation), ops, self.config, *self._tables(operation))
         self._keep_queries(operation, saved)
 
+    def _keys(self, operation: Operation) -> None:
+        saved = Saved(["qkv"])
+        saved.tensors["x"] = self._of(operation, "input")["x"]
+        recall(saved, self._weights(operation), self.ops, self.config, *self._tables(operation))
+        context = self._of(operation, "context")["keys_values"]
+        context.view(self.chunks.n_tokens, -1).copy_(saved.tensors["qkv"][:, self.config.d_model :])
+
     def _backward(self, operation: Operation) -> None:
         saved = self._saved(operation, self._of(operation, "input"))
         saved.tensors |= saved.places
@@ -213,13 +222,19 @@ class Passes:
         normed, rstd = self.ops.rms_norm_forward(rows, gain, eps)
         targets = self.targets[self._tokens(operation)]
         loss, dnormed, *_ = self.head(
-            normed, fixed.head, targets, grad_weight=fixed.gradients[HEAD], denominator=self.denominator
+            normed,
+            fixed.head,
+            targets,
+            grad_weight=fixed.gradients[HEAD],
+            denominator=self.denominator,
+            chunk=HEAD_TOKENS,
         )
         del normed
         self.losses[operation.round, operation.chunk].copy_(loss)
-        dx, dgain = self.ops.rms_norm_backward(dnormed, rows, gain, rstd, torch.zeros_like(rows))
+        dy = self._of(operation, "dy")["dy"]
+        dx, dgain = self.ops.rms_norm_backward(dnormed, rows, gain, rstd, dy.zero_().view_as(rows))
         fixed.gradients[NORM].add_(dgain)
-        self._of(operation, "dy")["dy"].copy_(dx.view_as(x))
+        dy.copy_(dx.view_as(dy))
 
     def _norm(self, operation: Operation) -> None:
         self.clipping = True

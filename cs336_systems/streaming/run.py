@@ -36,6 +36,7 @@ class StreamedStep:
         optimizer: of one layer at a time; AdamW if None.
         max_norm: that gradients are clipped to, if the schedule takes norms.
         lanes: what runs the operations; streams on a GPU and a pretended link elsewhere if None.
+        temporary_bytes: that kernels need besides slots, set aside on a GPU.
 
     Raises:
         ValueError: an item is larger than its slot or place.
@@ -54,6 +55,7 @@ class StreamedStep:
         optimizer: LayerOptimizer | None = None,
         max_norm: float = math.inf,
         lanes: Lanes | None = None,
+        temporary_bytes: int = 0,
     ) -> None:
         self.config, self.schedule, self.chunks, self.device = config, schedule, chunks, device
         self.memory = Memory(schedule, Layout.of(config, dtype, chunks), device)
@@ -61,7 +63,8 @@ class StreamedStep:
         self.optimizer = optimizer or LayerAdamW()
         self.passes = Passes(config, chunks, self.memory, self.fixed, ops, _head_of(device), self.optimizer, max_norm)
         self.lanes = lanes or (Streams(device) if device.type == "cuda" else PretendedLink())
-        self.clear_moments()
+        # One piece, which torch keeps and cuts: pieces of many sizes would not be reused for each other.
+        torch.empty(temporary_bytes, dtype=torch.uint8, device=device)
 
     def clear_moments(self) -> None:
         """Of all parameters, as before the first step."""
@@ -125,11 +128,12 @@ class StreamedStep:
                 weight.copy_(block.get_parameter(name))
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take a model's weights; of a tied embedding, either name's.
+        """Take a model's weights, and moments of zero.
 
         Raises:
             KeyError: one is missing.
         """
+        self.clear_moments()
         for name, weight in self._named("weights"):
             weight.copy_(weights[name])
 

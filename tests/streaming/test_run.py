@@ -193,7 +193,6 @@ def capped(plan: Plan, schedule: Schedule, lanes: Lanes, n: int) -> dict[str, Te
     step = StreamedStep(plan.work.config, schedule, chunks_of(plan), REFERENCE, CPU, torch.bfloat16, **how)
     for memory in (step.memory.device_slab.memory, step.memory.host_slab.memory):
         memory.fill_(0xFF)
-    step.clear_moments()
     return trained(step, n)
 
 

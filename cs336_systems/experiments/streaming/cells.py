@@ -1,0 +1,134 @@
+"""What ``benchmark_streaming.py`` is asked, and its grid. Imports no torch."""
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from cs336_systems.config import ModelConfig, resolve_size
+from cs336_systems.experiments.options import RunOptions, cell_of, flag
+from cs336_systems.hardware import HARDWARE, Hardware
+
+Order = Literal["auto", "sequential", "interleaved"]
+
+
+@dataclass(frozen=True)
+class Options(RunOptions):
+    """What does a training step cost under caps on device and host memory?"""
+
+    CPU_DEFAULTS: ClassVar = {"size": ("tiny",), "steps": 2}
+
+    size: tuple[str, ...] = ("llama3-8b",)
+    """Named model sizes; weights are random, so sequences may be longer than published ones were trained for."""
+    context_length: tuple[int, ...] | None = None
+    """Tokens per sequence; by default 8192, and 64 for tiny."""
+    device_gib: tuple[float, ...] | None = None
+    """Of the device's memory: all that the process has there, CUDA's context included; by default 24, and for tiny what
+    holds the model and what does not."""
+    host_gib: tuple[float, ...] | None = None
+    """Of the host's memory: all that the process has there; by default 75, and 0.001 for tiny."""
+    order: tuple[Order, ...] = ("auto",)
+    """Of rounds: sequential; interleaved, forward of a round under backward of the one before; or the faster."""
+    chunk: int | None = None
+    """Tokens that a layer sees at a time; by default what is fastest, and 32 for tiny."""
+    tokens_per_step: int | None = None
+    """By default as many as make the optimizer's part of a step small, and 512 for tiny."""
+    clipping: bool = True
+    """By the global norm of gradients, for which the optimizer waits."""
+    gpu: str | None = None
+    """Simulate this device and measure nothing: h200, h100, b200, a100-80gb, rtx-5090 ... (hardware.py)."""
+    warmup: int = 1
+    """Steps before the recorded ones: they are long, and clocks have settled after one."""
+    steps: int = 3
+    """Recorded steps."""
+
+
+@dataclass(frozen=True)
+class StreamingCell:
+    """A model and a length under two caps; the fields are columns."""
+
+    device: str
+    simulated_device: str
+    """Name of the device, if nothing is measured."""
+    size: str
+    context_length: int
+    device_gib: float
+    host_gib: float
+    order: str
+    chunk: int
+    """0 for what is fastest; likewise the next."""
+    tokens_per_step: int
+    clipping: bool
+    warmup: int
+    steps: int
+    seed: int
+
+    @property
+    def variant(self) -> str:
+        return "simulated" if self.simulated_device else "measured"
+
+    @property
+    def config(self) -> ModelConfig:
+        return replace(resolve_size(self.size), max_context_length=None).at_context(self.context_length)
+
+    def __str__(self) -> str:
+        return f"{self.size} {self.context_length:,} within {self.device_gib:g} / {self.host_gib:g} GiB {self.order}"
+
+
+def hardware_named(name: str) -> Hardware:
+    """By its name in ``hardware.py``, whatever the case and with hyphens for spaces; or by what its name begins with.
+
+    Raises:
+        ValueError: no such device, or it has no published host link.
+    """
+    key = name.lower().replace("-", " ")
+    found = [hardware for hardware in HARDWARE if hardware.host_link_bytes_per_s is not None]
+    for hardware in found:
+        if hardware.name.lower() == key:
+            return hardware
+    for hardware in found:
+        if hardware.name.lower().startswith(key):
+            return hardware
+    known = ", ".join(hardware.name.lower().replace(" ", "-") for hardware in found)
+    raise ValueError(f"--gpu {name}: known are {known}")
+
+
+_DEFAULTS = {
+    "context_length": (8192,),
+    "device_gib": (24.0,),
+    "host_gib": (75.0,),
+    "chunk": 0,
+    "tokens_per_step": 0,
+}
+_TINY = {
+    "context_length": (64,),
+    "device_gib": (0.001, 0.002),
+    "host_gib": (0.001,),
+    "chunk": 32,
+    "tokens_per_step": 512,
+}
+
+
+def make_cells(options: Options) -> list[StreamingCell]:
+    """The grid; raises ValueError for a value that no cell can have."""
+    for name in _DEFAULTS:
+        given = getattr(options, name)
+        for value in given if isinstance(given, tuple) else () if given is None else (given,):
+            if not 0 < value < math.inf:
+                raise ValueError(f"{flag(name)} must be positive and finite, got {value:g}")
+    simulated = hardware_named(options.gpu).name if options.gpu else ""
+    cells = []
+    for size in options.size:
+        name = resolve_size(size).name
+        of_size: dict[str, Any] = {
+            key: value if (given := getattr(options, key)) is None else given
+            for key, value in (_TINY if name == "tiny" else _DEFAULTS).items()
+        }
+        sets = {key: value for key, value in of_size.items() if isinstance(value, tuple)} | {"order": options.order}
+        own = {key: value for key, value in of_size.items() if key not in sets}
+        own |= {"size": name, "simulated_device": simulated}
+        cells += [
+            cell_of(StreamingCell, options, **own, **dict(zip(sets, values, strict=True)))
+            for values in itertools.product(*sets.values())
+        ]
+    return cells

@@ -1,0 +1,185 @@
+"""One cell: a plan for its caps, the step that the plan simulates, and the step as it runs, side by side.
+
+Tokens are random, weights a new model's. On a GPU the caps are a fence: torch is refused more, and what was in use is
+measured at the end and compared. On a CPU, which has no link, the same schedule runs a tiny model with pretended
+copies; the plan is then made for an H200, and its simulation is of that, as is said.
+"""
+
+import torch
+from torch import Tensor
+
+from cs336_systems.blocks import block_ops
+from cs336_systems.case import Unsupported
+from cs336_systems.costs.lanes import LaneTimes
+from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES
+from cs336_systems.costs.streaming import Rates
+from cs336_systems.experiments.streaming.cells import StreamingCell, hardware_named
+from cs336_systems.hardware import GIB, Hardware, find_hardware
+from cs336_systems.harness.clock import WHOLE, time_phases
+from cs336_systems.harness.process import PredictedOutOfMemory
+from cs336_systems.harness.record import Metric
+from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice, choose
+from cs336_systems.streaming.fence import Fence
+from cs336_systems.streaming.lanes import Streams
+from cs336_systems.streaming.layout import Chunks
+from cs336_systems.streaming.run import StreamedStep
+from cs336_systems.streaming.schedule import Kind
+
+MOST_CPU_PARAMETERS = 2_000_000
+"""Of a model that is run on a CPU."""
+CPU_PLANS_FOR = "h200"
+FRAGMENTS = 2**28
+"""Bytes of the device that torch may reserve and not use."""
+
+
+def measure(cell: StreamingCell) -> list[Metric]:
+    """The plan's simulation, and unless it is all that is asked for, the step's times, rates and memory.
+
+    Raises:
+        PredictedOutOfMemory: the caps hold no plan; the message says what is short.
+        Unsupported: no peaks are known of the device, or the model is too large for a CPU.
+        FloatingPointError: the loss is not finite.
+        RuntimeError: a cap was passed.
+    """
+    device = torch.device(cell.device)
+    if not cell.simulated_device and device.type == "cpu" and cell.config.n_parameters > MOST_CPU_PARAMETERS:
+        raise Unsupported(f"{cell.size} runs on a GPU alone: --gpu {CPU_PLANS_FOR} simulates it here")
+    on_gpu = not cell.simulated_device and device.type == "cuda"
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # of tiny tensors several would wait for each other
+    device_bytes, host_bytes = int(cell.device_gib * GIB), int(cell.host_gib * GIB)
+    fence = Fence(device, device_bytes, host_bytes) if on_gpu else None
+    hardware = _hardware(cell, device)
+    if fence is not None:
+        caps = Caps(device_bytes, host_bytes, fence.overhead + FRAGMENTS)
+    else:
+        none = -2 * CUBLAS_WORKSPACE_BYTES, 0  # on a CPU, where slabs alone count
+        caps = Caps(device_bytes, host_bytes, *(() if cell.simulated_device else none))
+    choice = _chosen(cell, hardware, caps)
+    metrics = simulated(choice, hardware)
+    if cell.simulated_device:
+        return metrics
+    step, ids, targets = _step(cell, choice, device)
+    loss: list[Tensor] = []
+
+    def whole() -> None:
+        loss[:] = [step(ids, targets)]
+
+    times = time_phases({WHOLE: whole}, device=device, warmup=cell.warmup, steps=cell.steps)
+    if not loss[0].isfinite():
+        raise FloatingPointError(f"loss is {loss[0].item()}")
+    metrics += measured(choice, hardware if on_gpu else None, times.samples_ms[WHOLE])
+    if times.warmup_ms:
+        metrics.append(Metric("warmup_step", "ms", times.warmup_ms))
+    if isinstance(step.lanes, Streams):
+        found = shares(choice, step.lanes.times(choice.schedule))
+        metrics += [Metric(name, "% of the step", [share]) for name, share in found.items()]
+    if fence is not None:
+        used = fence.check()
+        in_use = {"device_in_use": used.device, "host_in_use": used.host, "context": used.context}
+    else:
+        slabs = step.memory.device_slab.n_bytes + step.fixed.slab.n_bytes
+        in_use = {"device_in_use": slabs, "host_in_use": step.memory.host_slab.n_bytes}
+    return metrics + [Metric(name, "GiB", [n_bytes / GIB]) for name, n_bytes in in_use.items()]
+
+
+def _hardware(cell: StreamingCell, device: torch.device) -> Hardware:
+    if device.type == "cpu" or cell.simulated_device:
+        return hardware_named(cell.simulated_device or CPU_PLANS_FOR)
+    name = torch.cuda.get_device_name(device)
+    if (hardware := find_hardware(name)) is None:
+        raise Unsupported(f"no peaks are on record for {name}, by which a plan is chosen")
+    return hardware
+
+
+def _chosen(cell: StreamingCell, hardware: Hardware, caps: Caps) -> Choice:
+    try:
+        return choose(
+            cell.config,
+            cell.context_length,
+            caps,
+            Rates.of(hardware),
+            tokens_per_step=cell.tokens_per_step or None,
+            chunk=cell.chunk or None,
+            order=None if cell.order == "auto" else cell.order,  # type: ignore[arg-type]
+            clipping=cell.clipping,
+        )
+    except CapsTooSmallError as error:
+        raise PredictedOutOfMemory(str(error)) from error
+
+
+def _step(cell: StreamingCell, choice: Choice, device: torch.device) -> tuple[StreamedStep, Tensor, Tensor]:
+    """With fresh weights, and random ids and targets, on the host as a loader gives them."""
+    plan = choice.plan
+    chunks = Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds)
+    names = ("fused", "hopper") if device.type == "cuda" else ("reference", "reference")
+    torch.manual_seed(cell.seed)
+    step = StreamedStep(cell.config, choice.schedule, chunks, block_ops(*names), device, torch.bfloat16, max_norm=1.0)
+    step.reset_parameters()
+    generator = torch.Generator().manual_seed(cell.seed + 1)
+    shape = (2, chunks.n_sequences, chunks.seq_len)
+    ids, targets = torch.randint(cell.config.vocab_size, shape, generator=generator)
+    return step, ids, targets
+
+
+def simulated(choice: Choice, hardware: Hardware) -> list[Metric]:
+    """What the plan is, and what it should cost."""
+    plan, times = choice.plan, choice.times
+    peak = hardware.peak("bf16")
+    assert peak is not None
+    rows = [
+        ("simulated_step", "ms", 1e3 * times.span),
+        ("simulated_tokens_per_s", "1/s", choice.tokens_per_s),
+        ("simulated_model_tflops", "TFLOP/s", choice.model_flops_per_s / 1e12),
+        ("simulated_mfu", "% of datasheet peak, causal", 100 * choice.model_flops_per_s / peak),
+        ("simulated_hfu", "% of datasheet peak, executed", 100 * choice.hardware_flops_per_s / peak),
+        *((f"simulated_{name}", "% of the step", share) for name, share in shares(choice, times).items()),
+        ("planned_device", "GiB", sum(choice.device_parts.values()) / GIB),
+        ("planned_host", "GiB", sum(choice.host_parts.values()) / GIB),
+        ("planned_tokens_per_step", "tokens", plan.tokens),
+        ("planned_chunk", "tokens", plan.work.chunk),
+        ("planned_rounds", "rounds", plan.rounds),
+    ]
+    return [Metric(name, unit, [float(value)]) for name, unit, value in rows]
+
+
+def shares(choice: Choice, times: LaneTimes) -> dict[str, float]:
+    """Of a step's time: the link's two ways at work, kernels that wait, and what is computed again."""
+    busy = {lane: 100 * seconds / times.span for lane, seconds in times.busy.items()}
+    again = sum(
+        end - start
+        for operation, start, end in zip(choice.schedule.operations, times.starts, times.ends, strict=True)
+        if operation.kind in (Kind.RECOMPUTE, Kind.KEYS)
+    )
+    return {
+        "link_in": busy["in"],
+        "link_out": busy["out"],
+        "compute_idle": 100 - busy["compute"],
+        "recompute": 100 * again / times.span,
+    }
+
+
+def measured(choice: Choice, hardware: Hardware | None, step_ms: list[float]) -> list[Metric]:
+    """Times and rates; shares of a peak and of the simulation where the device is the simulated one."""
+    tokens, flops = choice.plan.tokens, choice.model_flops_per_s / choice.tokens_per_s
+    executed = choice.hardware_flops_per_s * choice.times.span
+
+    def rate(name: str, unit: str, amount: float) -> Metric:
+        return Metric(name, unit, [amount / (ms / 1e3) for ms in step_ms], derived=True)
+
+    metrics = [
+        Metric(WHOLE, "ms", step_ms),
+        rate("tokens_per_s", "1/s", tokens),
+        rate("model_tflops", "TFLOP/s", tokens * flops / 1e12),
+    ]
+    if hardware is None:
+        return metrics
+    peak = hardware.peak("bf16")
+    assert peak is not None
+    ratios = [1e3 * choice.times.span / ms for ms in step_ms]
+    return [
+        *metrics,
+        rate("mfu", "% of datasheet peak, causal", 100 * tokens * flops / peak),
+        rate("hfu", "% of datasheet peak, executed", 100 * executed / peak),
+        Metric("simulated_over_measured", "", ratios, derived=True),
+    ]

@@ -1,0 +1,82 @@
+"""The benchmark of steps under caps: its grid, what it refuses, a simulation, and a tiny model that really runs."""
+
+import json
+
+import pandas as pd
+import pytest
+
+from cs336_systems.case import Unsupported
+from cs336_systems.experiments.streaming.cells import Options, hardware_named, make_cells
+from cs336_systems.experiments.streaming.figure import heatmaps
+from cs336_systems.experiments.streaming.measure import measure
+from cs336_systems.harness.record import read_rows
+from tests.benchmarks.commands import cells_of, run
+
+
+def test_caps_make_a_grid():
+    options = Options(size=("llama3-8b",), device_gib=(16, 24), host_gib=(60, 96), context_length=(8192, 32_768))
+    found = [(cell.context_length, cell.device_gib, cell.host_gib) for cell in make_cells(options)]
+    assert found == [(length, gib, host) for length in (8192, 32_768) for gib in (16, 24) for host in (60, 96)]
+    assert make_cells(options)[-1].config.context_length == 32_768
+
+
+def test_a_tiny_model_has_defaults_of_its_own():
+    tiny, resident, large = make_cells(Options(size=("tiny", "llama3-8b")))
+    assert (tiny.context_length, tiny.chunk, tiny.tokens_per_step) == (64, 32, 512)
+    assert tiny.device_gib < resident.device_gib < 0.01
+    assert (large.context_length, large.device_gib, large.host_gib, large.chunk) == (8192, 24, 75, 0)
+
+
+def test_devices_are_named_as_they_are_typed():
+    assert hardware_named("h200").name == "H200"
+    assert hardware_named("a100-sxm-80gb").name == "A100 SXM 80GB"
+    assert hardware_named("B2").name == "B200"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--device-gib", "0"), "--device-gib must be positive and finite, got 0"),
+        (("--host-gib", "inf"), "--host-gib must be positive and finite, got inf"),
+        (("--chunk", "0"), "--chunk must be positive and finite, got 0"),
+        (("--gpu", "abacus"), "--gpu abacus: known are .*h200"),
+        (("--size", "huge"), "unknown model size 'huge'"),
+    ],
+)
+def test_bad_values_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        cells_of("streaming", *arguments)
+
+
+def test_a_large_model_is_not_run_on_a_cpu():
+    (cell,) = cells_of("streaming", "--size", "llama3-1b", "--device-gib", "16")
+    with pytest.raises(Unsupported, match="llama3-1b runs on a GPU alone: --gpu h200 simulates it here"):
+        measure(cell)
+
+
+@pytest.mark.slow
+def test_a_tiny_model_runs_under_caps_on_a_cpu(tmp_path, capsys):
+    code, out, _ = run("benchmark_streaming", capsys, "--out", tmp_path)
+    assert code == 0
+    assert {cell["status"] for cell in json.loads(out.splitlines()[-1])["cells"]} == {"ok"}
+    rows = read_rows(tmp_path / "benchmark_streaming.csv")
+    for _, cell in rows.groupby("device_gib"):
+        found = cell.set_index("metric")["median"]
+        assert found["device_in_use"] <= cell["device_gib"].iloc[0]
+        assert found["host_in_use"] <= cell["host_gib"].iloc[0]
+        assert found["tokens_per_s"] > 0
+    assert rows.loc[rows["metric"] == "host_in_use", "median"].nunique() == 2
+    assert [path.name for path in tmp_path.glob("*.png")] == ["benchmark_streaming_tiny_64.png"]
+
+
+def test_heatmaps_of_measured_cells_stand_apart_from_simulated_ones():
+    shared = {"gpu": "H", "device": "cuda", "size": "s", "context_length": 8, "order": "auto", "chunk": 0}
+    shared |= {"tokens_per_step": 0, "clipping": True, "status": "ok", "argv": "", "commit": "", "host": ""}
+    shared |= {"timestamp": "2026-01-01T00:00:00"}
+    metrics = ("tokens_per_s", "model_tflops", "mfu", "hfu", "simulated_over_measured")
+    measured = [shared | {"simulated_device": "", "device_gib": gib, "host_gib": 9, "median": gib} for gib in (1, 2)]
+    rows = [cell | {"metric": metric} for cell in measured for metric in metrics]
+    simulated = shared | {"simulated_device": "H200", "device_gib": 1, "host_gib": 9, "median": 1}
+    rows += [simulated | {"metric": f"simulated_{metric}"} for metric in metrics[:4]]
+    drawn = list(heatmaps(pd.DataFrame(rows)))
+    assert [(name, len(figure.axes)) for name, figure in drawn] == [("s_8", 5), ("s_8_H200", 4)]
