@@ -32,8 +32,8 @@ from cs336_systems.costs.ledger import Ledger
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PeakMemory, cuda_block_bytes, rotary_bytes
 from cs336_systems.costs.offload import BATCH_ELEMENTS, BATCHES_ON_DEVICE, IN_FLIGHT_BYTES
 
-NORM_PROGRAMS = 264
-"""Of the backward of a norm, each with a row of fp32 sums: two per multiprocessor of an H200."""
+MULTIPROCESSORS = 132
+"""Of an H200; the backward of a norm runs three programs on each, or one where rows are long, with fp32 sums each."""
 FEW_TOKENS = 3072
 """Up to so many torch adds up an embedding's gradient without sorting (aten/src/ATen/native/cuda/Embedding.cu)."""
 TOKENS_PER_PARTIAL = 10
@@ -139,8 +139,9 @@ class _Sizes:
         self.of = of
         self.stream, self.row, self.inner = of["x"], of["rstd1"], of["product"]
         self.gain = config.d_model * width
-        rows = min(32, max(1, 4096 >> (config.d_model - 1).bit_length()))  # that a program of a norm holds at once
-        self.gain_sums = min(-(-tokens // rows), NORM_PROGRAMS) * config.d_model * WIDE
+        rows = min(32, max(1, 2048 >> (config.d_model - 1).bit_length()))  # that a program of a norm holds at once
+        programs = MULTIPROCESSORS * (3 if config.d_model <= 2048 else 1)
+        self.gain_sums = min(-(-tokens // rows), programs) * config.d_model * WIDE
         self.head = config.vocab_size * config.d_model * width
         words = -(-config.vocab_size // 16) * 16
         self.logits = min(chunk, tokens) * words * width
