@@ -281,7 +281,7 @@ def tile_for(d: int) -> Tile:
 
 
 def launch_forward(
-    x_RD: Tensor, branch_RD: Tensor | None, gain_D: Tensor, eps: float, absmax: Tensor | None
+    x_RD: Tensor, branch_RD: Tensor | None, gain_D: Tensor, eps: float, absmax: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(residual, y, rstd); without a branch, residual is x."""
     check_absmax(absmax, x_RD)
@@ -314,7 +314,7 @@ def launch_backward(
     rstd_R: Tensor | None,
     dresidual_RD: Tensor | None,
     eps: float | None,
-    absmax: Tensor | None,
+    absmax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dx, dgain)."""
     if rstd_R is None and eps is None:
