@@ -20,6 +20,7 @@ Method. A program holds whole rows in registers, so that each element crosses th
   into its row of an fp32 buffer (programs, D); a second kernel, which is launched while the first still runs and waits
   for its end, adds those up. No atomics: the same bits in every run on one device. rstd is read, or computed again to
   the same bits, by the same reduction of equal blocks.
+* absmax, where it is asked for, is raised to the largest magnitude of y or of dx (``absmax.py``).
 * rows longer than ``MAX_BLOCK_D`` are read twice, the second time most likely from the L2 cache, and backward keeps its
   sums for dgain in its row of the buffer.
 
@@ -159,16 +160,20 @@ def _statistics(squares, products, rstd, exists, eps, D: tl.constexpr, RECOMPUTE
 
 
 @triton.jit
-def _store_dx(
-    dn, x_block, inverse_rms, along_x, dresidual, dx, inside, HAS_DRESIDUAL: tl.constexpr, FOLD: tl.constexpr
-):
-    """Returns the magnitude bits of dx, the largest of each FOLD columns: those that a thread holds."""
+def _largest_of_threads(bits):
+    """Of each 8 columns, which a thread holds: registers for all of them would be missed."""
+    FOLD: tl.constexpr = 8 if bits.shape[1] >= 8 else bits.shape[1]
+    return tl.max(tl.reshape(bits, (bits.shape[0], bits.shape[1] // FOLD, FOLD)), axis=2)
+
+
+@triton.jit
+def _store_dx(dn, x_block, inverse_rms, along_x, dresidual, dx, inside, HAS_DRESIDUAL: tl.constexpr):
+    """Returns the largest magnitude bits of dx."""
     gradient = inverse_rms * (dn - x_block * along_x)
     if HAS_DRESIDUAL:
         gradient += _load(dresidual, inside)
     tl.store(dx, gradient, mask=inside)
-    bits = tl.where(inside, magnitude_bits(gradient), 0)  # with eps = 0, NaN elsewhere
-    return tl.max(tl.reshape(bits, (bits.shape[0], bits.shape[1] // FOLD, FOLD)), axis=2)
+    return _largest_of_threads(tl.where(inside, magnitude_bits(gradient), 0))
 
 
 @triton.jit
@@ -199,8 +204,7 @@ def rms_norm_backward_kernel(
     partial_dgain += program.to(tl.int64) * D
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     n_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
-    FOLD: tl.constexpr = 8 if BLOCK_D >= 8 else BLOCK_D
-    largest = tl.zeros((BLOCK_ROWS, BLOCK_D // FOLD), dtype=tl.int32)
+    largest = _largest_of_threads(tl.zeros((BLOCK_ROWS, BLOCK_D), dtype=tl.int32))
     if D <= BLOCK_D:
         at, columns = _block_at(0, D, BLOCK_ROWS, BLOCK_D)
         gain_block = _load(gain + columns, columns < D)
@@ -213,19 +217,8 @@ def rms_norm_backward_kernel(
             dn = dy_block * gain_block
             squares, products = x_block * x_block, dn * x_block
             inverse_rms, along_x = _statistics(squares, products, rstd + first_row + rows, exists, eps, D, RECOMPUTE)
-            bits = _store_dx(
-                *(
-                    dn,
-                    x_block,
-                    inverse_rms,
-                    along_x,
-                    dresidual + first + at,
-                    dx + first + at,
-                    inside,
-                    HAS_DRESIDUAL,
-                    FOLD,
-                )
-            )
+            residual_at, dx_at = dresidual + first + at, dx + first + at
+            bits = _store_dx(dn, x_block, inverse_rms, along_x, residual_at, dx_at, inside, HAS_DRESIDUAL)
             largest = tl.maximum(largest, bits)
             dgain += dy_block * (x_block * inverse_rms)
         existing = tl.arange(0, BLOCK_D)
@@ -248,11 +241,8 @@ def rms_norm_backward_kernel(
                 inside = exists & (columns < D)
                 x_block, dy_block = _load(x + first + at, inside), _load(dy + first + at, inside)
                 dn = dy_block * _load(gain + columns, inside)
-                bits = _store_dx(
-                    *(dn, x_block, inverse_rms, along_x, dresidual + first + at, dx + first + at, inside),
-                    HAS_DRESIDUAL,
-                    FOLD,
-                )
+                residual_at, dx_at = dresidual + first + at, dx + first + at
+                bits = _store_dx(dn, x_block, inverse_rms, along_x, residual_at, dx_at, inside, HAS_DRESIDUAL)
                 largest = tl.maximum(largest, bits)
                 dgain = _load(partial_dgain + columns, inside & (block > program)) + dy_block * (x_block * inverse_rms)
                 tl.store(partial_dgain + columns, dgain, mask=inside)
@@ -297,7 +287,7 @@ def tile_for(d: int) -> Tile:
 
 
 def launch_forward(
-    x_RD: Tensor, branch_RD: Tensor | None, gain_D: Tensor, eps: float, absmax: Tensor | None
+    x_RD: Tensor, branch_RD: Tensor | None, gain_D: Tensor, eps: float, absmax: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(residual, y, rstd); without a branch, residual is x."""
     check_absmax(absmax, x_RD)
@@ -330,7 +320,7 @@ def launch_backward(
     rstd_R: Tensor | None,
     dresidual_RD: Tensor | None,
     eps: float | None,
-    absmax: Tensor | None,
+    absmax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dx, dgain)."""
     if rstd_R is None and eps is None:
