@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from cs336_systems.costs.fsdp import model_units, state_bytes
-from cs336_systems.costs.kept import LEVELS
+from cs336_systems.costs.kept import LEVELS, keep_of_blocks
 from cs336_systems.costs.memory import parameter_bytes
 from cs336_systems.costs.offload import STATES, host_bytes, offloaded
 from cs336_systems.costs.offload import state_bytes as state_bytes_of
@@ -82,7 +82,7 @@ def actual_segments(step: TrainStep, predicted: dict[str, int], total: int) -> d
 
 def hint(case: TrainerCase, total: int | None) -> str:
     """What would use memory that is free, or save what is short, with its predicted sum; empty if nothing would."""
-    if total is None or not (case.written_out and is_predictable(case)):
+    if total is None or not (case.written_out and is_predictable(case)) or offloaded(case):
         return ""
 
     def needs(**changes: object) -> int:
@@ -91,15 +91,16 @@ def hint(case: TrainerCase, total: int | None) -> str:
     def fits(n_bytes: int) -> bool:
         return n_bytes <= (1 - _SPARED) * total
 
-    now, level = needs(), LEVELS.index(case.keep.split("-")[0])
+    levels = [LEVELS.index(keep.split("-")[0]) for keep in keep_of_blocks(case.keep, case.config.n_layers)]
+    now = needs()
     if not fits(now):
-        for keep in reversed(LEVELS[:level]):
+        for keep in reversed(LEVELS[: max(levels)]):
             if fits(needed := needs(keep=keep)):
                 return f"It is more than fits: --keep {keep} would take {needed / GIB:.1f} GiB in all"
         return "It is more than fits: take a smaller --batch-size, and more --accumulate"
     if total - now < _MUCH * total:
         return ""
-    found = [(f"--keep {keep}", needs(keep=keep)) for keep in LEVELS[level + 1 :]][::-1]
+    found = [(f"--keep {keep}", needs(keep=keep)) for keep in LEVELS[min(levels) + 1 :]][::-1]
     larger = 2 * case.batch_size
     found.append((f"--batch-size {larger}", needs(batch_size=larger, accumulate=max(1, case.accumulate // 2))))
     fitting = [f"{option} would take {needed / GIB:.1f} GiB in all" for option, needed in found if fits(needed)]

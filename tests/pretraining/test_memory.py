@@ -68,10 +68,12 @@ def test_states_alone_where_the_peak_is_not_predicted():
 
 def test_masters_and_what_is_in_host_memory():
     weights = predicted_segments(case_of(), H200)["weights"]
-    assert predicted_segments(case_of(master="fp32"), H200)["master"] == 2 * weights
+    assert predicted_segments(case_of(master="fp32"), H200)["master"] == pytest.approx(2 * weights, rel=2e-3)
     away = predicted_segments(case_of(master="fp32", offload=("m", "v", "gradients")), H200)
-    assert [name for name, n_bytes in away.items() if n_bytes == 0] == ["gradients", "m", "v"]
-    assert away["master"] == pytest.approx(2 * away["weights"])
+    on_host = {name for name in away if name.endswith("on the host")}
+    assert on_host == {"gradients on the host", "m on the host", "v on the host"}
+    assert away["gradients"] == 0 and not away.keys() & {"m", "v"}
+    assert away["master"] == pytest.approx(2 * away["weights"], rel=2e-3)
     assert hint(case_of(offload=("m",)), H200) == ""
 
 
