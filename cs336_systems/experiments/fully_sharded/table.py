@@ -1,5 +1,6 @@
 """The rows of ``benchmark_fsdp.py`` as a table: a line per implementation, memory by kind, waits, ratio to FSDP2."""
 
+from cs336_systems.experiments.options import RECIPE
 from cs336_systems.experiments.ranked import SENT, sent_mib
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
@@ -48,8 +49,8 @@ def _fastest(line: Line, implementation: str) -> Line | None:
 FULLY_SHARDED = ResultTable(
     settings=(
         *("gpu", "device", "size", "dtype", "attention", "checkpoint", "compile", "optimizer", "batch_size"),
-        *("accumulate", "kernels", "keep", "context_length", "warmup", "steps", "world_size", "fsdp", "prefetch"),
-        *("communicate", "update", "do_bench"),
+        *("accumulate", "kernels", "keep", *RECIPE, "context_length", "warmup", "steps", "world_size", "fsdp"),
+        *("prefetch", "communicate", "update", "do_bench"),
     ),
     always=("size", "world_size", "fsdp", "prefetch"),
     labels={"batch_size": "batch per rank", "world_size": "ranks", "fsdp": "implementation"},
