@@ -44,7 +44,7 @@ print(json.dumps({"ptx": ptx, "metadata": wide}))
         ("float32 bfloat16 bfloat16", 96, 5, 5),
         ("float32 float32 float32", 64, 8, 8),
         ("bfloat16 bfloat16 float32 master", 96, 7, 8),
-        ("bfloat16 bfloat16 bfloat16 absmax", 96, 4, 4),
+        ("bfloat16 bfloat16 bfloat16 absmax", 144, 4, 4),  # 80 where gradients are not cleared
         ("sum_of_squares", 128, 6, 0),  # 16 elements: 2 of bf16, 4 of fp32
     ],
 )
