@@ -40,8 +40,10 @@ class PeerModel(nn.Module):
         return loss
 
 
-def peer_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, *, liger: bool) -> PeerModel:
-    """The shape with random weights.
+def peer_model(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, *, liger: bool, weights: Path | None = None
+) -> PeerModel:
+    """The shape with random weights, or with those of a Hugging Face folder.
 
     Raises:
         Unsupported: transformers or Liger is not installed.
@@ -55,10 +57,13 @@ def peer_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, *,
             (apply_liger_kernel_to_qwen2 if config.qkv_bias else apply_liger_kernel_to_llama)()
     except ImportError as error:
         raise Unsupported(f"a peer is not there ({error}): uv sync") from error
+    how: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
+    if weights is not None:
+        return PeerModel(AutoModelForCausalLM.from_pretrained(weights, **how).train()).to(device)
     fields = config_to_hf(config)
     shape = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.device(device):
-        return PeerModel(AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="sdpa").train())
+        return PeerModel(AutoModelForCausalLM.from_config(shape, **how).train())
 
 
 def peer_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
@@ -103,8 +108,7 @@ def train_peer(prepared: Prepared, weights: Path, rank: Rank, log: RunLog) -> fl
     if prepared.evaluation is None:
         raise ValueError(f"{prepared.dataset.folder} holds out nothing to compare losses on")
     dtype = options.dtype if options.dtype in ("fp32", "tf32") else "autocast-bf16"
-    model = peer_model(config, rank.device, torch.float32, liger=False)
-    model.model = type(model.model).from_pretrained(weights, dtype=torch.float32).to(rank.device).train()
+    model = peer_model(config, rank.device, torch.float32, liger=False, weights=weights)
     optimizer, deferred = peer_optimizer(model, options), Deferred(rank.device, ("loss", "norm"))
     log.write(Options({"model": "transformers", "dtype": dtype}, {}, prepared.n_steps))
     log.write(Model(f"{config.name}, transformers", config.n_parameters, config.context_length))
@@ -116,8 +120,8 @@ def train_peer(prepared: Prepared, weights: Path, rank: Rank, log: RunLog) -> fl
         else:
             done = deferred.flush()
         if done is not None:
-            rate = prepared.schedule(step - 1)
-            log.write(Step(step - 1, done.seconds, prepared.tokens_per_step, *done.values.values(), rate))
+            loss, norm, rate = done.values["loss"], done.values["norm"], prepared.schedule(step - 1)
+            log.write(Step(step - 1, done.seconds, prepared.tokens_per_step, loss, norm, rate))
     loss, tokens = evaluate(
         TrainStep(model, optimizer, PRECISIONS[dtype], None),
         prepared.evaluation,

@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from cs336_systems.config import resolve_size
 from cs336_systems.experiments.options import RunOptions, cell_of
@@ -71,9 +71,11 @@ class TrainingRunCell:
     @property
     def train_options(self) -> TrainOptions:
         """The run as train.py would be asked for it, without its folders."""
-        on_cpu = TrainOptions.CPU_DEFAULTS if self.device == "cpu" else {}
-        plain = {name: on_cpu[name] for name in ("optimizer", "kernels") if name in on_cpu}
-        ours = {"keep": self.keep, "attention": self.attention, "cuda_graph": self.cuda_graph} if self.keep else {}
+        ours: dict[str, Any] = {}
+        if self.device == "cpu":
+            ours = {name: TrainOptions.CPU_DEFAULTS[name] for name in ("optimizer", "kernels")}
+        if self.keep:
+            ours |= {"keep": self.keep, "attention": self.attention, "cuda_graph": self.cuda_graph}
         return TrainOptions(
             device=self.device,  # type: ignore[arg-type]
             size=self.size,
@@ -86,7 +88,7 @@ class TrainingRunCell:
             export=False,
             steps=1_000_000,
             seed=self.seed,
-            **{**plain, **ours},  # type: ignore[arg-type]
+            **ours,
         )
 
     def __str__(self) -> str:
