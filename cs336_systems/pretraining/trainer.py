@@ -132,8 +132,8 @@ def _resume(prepared: Prepared) -> int:
 
 def _saver(prepared: Prepared) -> BackgroundSaver:
     step, options = prepared.step, prepared.options
-    kept = {"keep_last": options.keep_last, "keep_every": options.keep_every}
-    return BackgroundSaver(options.out, step.model, step.optimizer, **kept)
+    keep_last, keep_every = options.keep_last, options.keep_every
+    return BackgroundSaver(options.out, step.model, step.optimizer, keep_last=keep_last, keep_every=keep_every)
 
 
 def _open_log(options: TrainOptions, first_step: int, sinks: Sequence[Sink]) -> RunLog:
