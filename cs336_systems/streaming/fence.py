@@ -47,7 +47,7 @@ class Fence:
         torch.cuda.init()
         torch.empty(1, device=device)
         torch.cuda.reset_peak_memory_stats(device)
-        total, context = torch.cuda.mem_get_info(device)[1], self._context()
+        total, context = torch.cuda.get_device_properties(device).total_memory, self._context()
         self.overhead = context + LATER
         left = device_bytes - self.overhead
         if left <= 0:
