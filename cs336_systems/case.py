@@ -125,6 +125,11 @@ class TrainingCase:
         return 0.0
 
     @property
+    def moment_bytes(self) -> int:
+        """Of an element of each of AdamW's moments; a trainer may say so."""
+        return self.precision.parameter_bytes
+
+    @property
     def head_chunk(self) -> int | None:
         """Tokens whose logits a written-out model has at a time; None where its operation chooses."""
         return None

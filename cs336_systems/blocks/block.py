@@ -29,10 +29,6 @@ from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import KEPT
 
 
-def _linear(x_RD: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    return torch.mm(x_RD, weight.T, out=out) if bias is None else torch.addmm(bias, x_RD, weight.T, out=out)
-
-
 @dataclass(frozen=True)
 class _Stages:
     """The forward of one block in steps, from activations to activations; backward runs some of them again."""
@@ -45,6 +41,10 @@ class _Stages:
     places: Mapping[str, Tensor]
     """Where results of products go, as of ``Saved``."""
 
+    def place(self, name: str, like: Tensor, width: int) -> Tensor:
+        """Memory for a result of a product: the caller's, or new."""
+        return self.places[name] if name in self.places else like.new_empty(like.shape[0], width)
+
     def norm1(self, x_RD: Tensor) -> tuple[Tensor, Tensor]:
         return self.ops.rms_norm_forward(x_RD, self.weights.ln1, self.config.rms_norm_eps)
 
@@ -53,7 +53,12 @@ class _Stages:
 
     def project(self, normed1_RD: Tensor) -> Tensor:
         """Rotated q | k | v (R, P)."""
-        qkv = _linear(normed1_RD, self.weights.qkv, self.weights.qkv_bias, self.places.get("qkv"))
+        weight, bias = self.weights.qkv, self.weights.qkv_bias
+        qkv = self.place("qkv", normed1_RD, weight.shape[0])
+        if bias is None:
+            self.ops.product_(qkv, normed1_RD, weight)
+        else:
+            torch.addmm(bias, normed1_RD, weight.T, out=qkv)
         self.rotate_(qkv, inverse=False)
         return qkv
 
@@ -80,11 +85,19 @@ class _Stages:
 
     def add(self, x_RD: Tensor, attended_RD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The residual stream after attention, its norm and the norm's statistic."""
-        branch = _linear(attended_RD, self.weights.output)
+        branch = torch.empty_like(x_RD)
+        self.ops.product_(branch, attended_RD, self.weights.output)
         return self.ops.add_rms_norm_forward(x_RD, branch, self.weights.ln2, self.config.rms_norm_eps)
 
     def gate_up(self, normed2_RD: Tensor) -> Tensor:
-        return _linear(normed2_RD, self.weights.gate_up, out=self.places.get("gate_up"))
+        gate_up = self.place("gate_up", normed2_RD, self.weights.gate_up.shape[0])
+        self.ops.product_(gate_up, normed2_RD, self.weights.gate_up)
+        return gate_up
+
+    def feed(self, normed2_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """gate | up and SwiGLU's product of it."""
+        gate_up = self.place("gate_up", normed2_RD, self.weights.gate_up.shape[0])
+        return gate_up, self.ops.swiglu_product_(gate_up, normed2_RD, self.weights.gate_up)
 
 
 class _Recalled:
@@ -163,17 +176,14 @@ def forward(
     residual, normed2, rstd2 = stages.add(x, attended)
     del attended, lse
     saved.keep(residual=residual, normed2=normed2, rstd2=rstd2)
-    gate_up = stages.gate_up(normed2)
-    del normed2
-    saved.keep(gate_up=gate_up)
-    product = ops.swiglu_forward(gate_up)
-    del gate_up
-    saved.keep(product=product)
+    gate_up, product = stages.feed(normed2)
+    saved.keep(gate_up=gate_up, product=product)
+    del normed2, gate_up
     if out is not None:
         y = out.view_as(residual)
     else:
         y = residual if "residual" not in saved.names else torch.empty_like(residual)
-    torch.addmm(residual, product, weights.down.T, out=y)
+    ops.add_product_(y, residual, product, weights.down)
     return y.view_as(x_BSD)
 
 
@@ -189,12 +199,13 @@ def recall(saved: Saved, weights: BlockWeights, ops: BlockOps, config: ModelConf
 class _Writer:
     """Writes gradients of weights, or adds to them."""
 
+    ops: BlockOps
     accumulate: bool
 
     def product(self, gradient: Tensor | None, dy_RN: Tensor, x_RM: Tensor) -> None:
-        """Of y = x W^T: dy^T x, by the product itself, which overwrites whatever is there with beta = 0."""
+        """Of y = x W^T: dy^T x."""
         if gradient is not None:
-            gradient.addmm_(dy_RN.T, x_RM, beta=int(self.accumulate))
+            self.ops.weight_backward_(gradient, dy_RN, x_RM, self.accumulate)
 
     def vector(self, gradient: Tensor | None, value: Tensor) -> None:
         """Of a gain or a bias."""
@@ -224,18 +235,18 @@ def backward(
         consume: take what ``saved`` holds, write over it and free it once it has been read; no other backward can come
             then. Otherwise ``saved`` stays as it is.
     """
-    stages, write = _Stages(weights, ops, config, cos, sin, {}), _Writer(accumulate)
+    stages, write = _Stages(weights, ops, config, cos, sin, {}), _Writer(ops, accumulate)
     recalled, dy = _Recalled(stages, saved, consume=consume), dy_BSD.view(-1, dy_BSD.shape[-1])
 
     dgate_up, with_product = recalled.take("gate_up"), "product" not in recalled.there
-    dproduct = dy @ weights.down
+    dproduct = ops.product_backward(dy, weights.down)
     ops.swiglu_backward_(dproduct, dgate_up, with_product=with_product)
     write.product(grads.down, dy, dproduct if with_product else recalled["product"])
     del dproduct
     recalled.forget("product")
     residual = recalled["residual"]  # before its norm, which it brings with it if it has to be computed again
     write.product(grads.gate_up, dgate_up, recalled["normed2"])
-    dnormed2 = dgate_up @ weights.gate_up
+    dnormed2 = ops.product_backward(dgate_up, weights.gate_up)
     del dgate_up
     recalled.forget("normed2")
     dresidual, dgain = ops.rms_norm_backward(dnormed2, residual, weights.ln2, recalled["rstd2"], dy)
@@ -244,7 +255,7 @@ def backward(
     recalled.forget("residual")
 
     write.product(grads.output, dresidual, recalled["attended"])
-    dattended, dqkv = dresidual @ weights.output, torch.empty_like(recalled["qkv"])
+    dattended, dqkv = ops.product_backward(dresidual, weights.output), torch.empty_like(recalled["qkv"])
     ops.attention_backward(
         stages.heads(dattended),
         *stages.qkv_heads(recalled["qkv"]),
@@ -258,7 +269,7 @@ def backward(
     write.product(grads.qkv, dqkv, recalled["normed1"])
     if grads.qkv_bias is not None:
         write.vector(grads.qkv_bias, dqkv.sum(0))
-    dnormed1 = dqkv @ weights.qkv
+    dnormed1 = ops.product_backward(dqkv, weights.qkv)
     del dqkv
     recalled.forget("normed1")
     dx, dgain = ops.rms_norm_backward(dnormed1, recalled["x"], weights.ln1, recalled["rstd1"], dresidual)

@@ -1,4 +1,4 @@
-"""The fused kernels as a written-out block calls them: every operation between its matrix products is one launch.
+"""The fused kernels as a written-out block calls them: every operation is one launch, products included.
 
 forward(x, weights, saved, fused(HOPPER_ATTENTION), config, cos, sin)
 """
@@ -11,7 +11,13 @@ from cs336_systems.kernels import (
     rms_norm_forward,
     rotate_,
     swiglu_backward_,
-    swiglu_forward,
+)
+from cs336_systems.kernels.products import (
+    add_product_,
+    product_,
+    product_backward,
+    swiglu_product_,
+    weight_backward_,
 )
 
 
@@ -21,7 +27,11 @@ def fused(attention: AttentionOps) -> BlockOps:
         rms_norm_forward=rms_norm_forward,
         add_rms_norm_forward=add_rms_norm_forward,
         rms_norm_backward=rms_norm_backward,
-        swiglu_forward=swiglu_forward,
+        product_=product_,
+        add_product_=add_product_,
+        product_backward=product_backward,
+        weight_backward_=weight_backward_,
+        swiglu_product_=swiglu_product_,
         swiglu_backward_=swiglu_backward_,
         rotate_=rotate_,
         **attention,

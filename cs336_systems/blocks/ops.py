@@ -1,19 +1,23 @@
-"""The operations that a written-out block calls between its matrix products, as values: plain tensors, no autograd.
+"""The operations that a written-out block calls, as values: plain tensors, no autograd.
 
 Every set of them (``reference.py`` in plain PyTorch, others of fused kernels) must be deterministic, and agree with
 itself to the bit where one value can be had in two ways, since a block may keep the one or compute the other:
 
 * ``add_rms_norm_forward`` norms the residual that it returns, rounded, as ``rms_norm_forward`` of it would;
-* ``swiglu_backward_`` finds the product that ``swiglu_forward`` returned.
+* ``swiglu_backward_`` finds the product that ``swiglu_product_`` returned;
+* ``swiglu_product_`` finds the gate | up that ``product_`` would.
 
 Shape legend: B batch, S sequence, R = B S rows, D d_model, F d_ff, H query heads, K key/value heads, E d_head,
-P = (H + 2 K) E. Statistics (``rstd``, ``lse``) are at least fp32.
+P = (H + 2 K) E; N and K also a weight's rows and columns. Statistics (``rstd``, ``lse``) are at least fp32.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
+
+PRODUCTS = frozenset({"product_", "add_product_", "product_backward", "weight_backward_"})
+"""Those that are a matrix product and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,16 @@ class BlockOps:
     """(x_RD, branch_RD, gain_D, eps) -> (x + branch, its norm, rstd_R)."""
     rms_norm_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     """(dy_RD, x_RD, gain_D, rstd_R, dresidual_RD) -> (dx_RD, dgain_D); dresidual is added to dx."""
-    swiglu_forward: Callable[[Tensor], Tensor]
-    """gate | up (R, 2F) -> silu(gate) * up (R, F)."""
+    product_: Callable[[Tensor, Tensor, Tensor], object]
+    """(out_RN, x_RK, weight_NK): out becomes x weight^T."""
+    add_product_: Callable[[Tensor, Tensor, Tensor, Tensor], object]
+    """(out_RN, addend_RN, x_RK, weight_NK): out becomes addend + x weight^T, rounded once; out may be addend."""
+    product_backward: Callable[[Tensor, Tensor], Tensor]
+    """(dy_RN, weight_NK) -> dy weight (R, K), the gradient of x."""
+    weight_backward_: Callable[[Tensor, Tensor, Tensor, bool], object]
+    """(gradient_NK, dy_RN, x_RK, accumulate): gradient becomes dy^T x, or that and what it was."""
+    swiglu_product_: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(gate | up (R, 2F), x_RD, weight (2F, D)) -> silu(gate) * up (R, F); gate | up becomes x weight^T."""
     swiglu_backward_: Callable[..., object]
     """(dproduct_RF, gate | up (R, 2F), with_product=), in place: gate | up becomes its gradient, and with_product
     dproduct becomes silu(gate) * up again."""

@@ -39,10 +39,36 @@ def rms_norm_backward(
     return dx.to(x_RD.dtype), (dy * normalised).sum(0).to(gain_D.dtype)
 
 
-def swiglu_forward(gate_up: Tensor) -> Tensor:
+def product_(out_RN: Tensor, x_RK: Tensor, weight_NK: Tensor) -> None:
+    """out = x weight^T."""
+    torch.mm(x_RK, weight_NK.T, out=out_RN)
+
+
+def add_product_(out_RN: Tensor, addend_RN: Tensor, x_RK: Tensor, weight_NK: Tensor) -> None:
+    """out = addend + x weight^T."""
+    torch.addmm(addend_RN, x_RK, weight_NK.T, out=out_RN)
+
+
+def product_backward(dy_RN: Tensor, weight_NK: Tensor) -> Tensor:
+    """dy weight."""
+    return dy_RN @ weight_NK
+
+
+def weight_backward_(gradient_NK: Tensor, dy_RN: Tensor, x_RK: Tensor, accumulate: bool) -> None:
+    """dy^T x; beta = 0 overwrites whatever was there."""
+    gradient_NK.addmm_(dy_RN.T, x_RK, beta=int(accumulate))
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of merged gate | up (R, 2F)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def swiglu_product_(gate_up: Tensor, x_RD: Tensor, weight: Tensor) -> Tensor:
+    """gate | up = x weight^T; silu(gate) * up."""
+    product_(gate_up, x_RD, weight)
+    return swiglu(gate_up)
 
 
 def swiglu_backward_(dproduct: Tensor, gate_up: Tensor, *, with_product: bool) -> None:
@@ -52,7 +78,7 @@ def swiglu_backward_(dproduct: Tensor, gate_up: Tensor, *, with_product: bool) -
     s = torch.sigmoid(gate)
     gradients = dproduct_wide * up * s * (1 + gate * (1 - s)), dproduct_wide * gate * s
     if with_product:
-        dproduct.copy_(swiglu_forward(gate_up))
+        dproduct.copy_(swiglu(gate_up))
     gate_up.copy_(torch.cat(gradients, dim=-1))
 
 
@@ -111,7 +137,11 @@ REFERENCE = BlockOps(
     rms_norm_forward=rms_norm_forward,
     add_rms_norm_forward=add_rms_norm_forward,
     rms_norm_backward=rms_norm_backward,
-    swiglu_forward=swiglu_forward,
+    product_=product_,
+    add_product_=add_product_,
+    product_backward=product_backward,
+    weight_backward_=weight_backward_,
+    swiglu_product_=swiglu_product_,
     swiglu_backward_=swiglu_backward_,
     rotate_=rotate_,
     attention_forward=attention_forward,

@@ -1,4 +1,4 @@
-"""Parameters, gradients and moments of a step as they come and go on a rank's ledger: all of them whole, or sharded.
+"""Parameters, gradients and moments of a step as they come and go on a rank's ledger: whole, sharded, or on the host.
 
 Units are numbered in the order of forward: 0 the embedding, 1 to n the blocks, n + 1 norm and head. A step says which
 it begins, ends, and comes to in backward, and makes whole gradients itself, as ``"{unit} gradient of {piece}"``;
@@ -6,6 +6,7 @@ it begins, ends, and comes to in backward, and makes whole gradients itself, as 
 those of an element.
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from math import prod
 
@@ -43,12 +44,15 @@ class Whole:
         self.pieces = [{"embedding": embedding}, *[block] * config.n_layers, head]
         """Of the embedding, of the blocks in order, and of the head."""
 
-    def make(self, *, moments: bool) -> None:
+    def make(self, states: Mapping[str, int]) -> None:
+        """Those that are there all the time; ``states`` of the optimizer by name, with their bytes per element."""
         self._make("parameters", "weight of", self.pieces)
-        if moments:  # which follow the parameters as they are named, not as they lie
-            for i, shape in enumerate(shape for unit in model_units(self.config) for shape in unit):
-                n_bytes = prod(shape) * self.width
-                self.ledger.make("optimizer state", **{f"exp_avg {i}": n_bytes, f"exp_avg_sq {i}": n_bytes})
+        for i, shape in enumerate(shape for unit in model_units(self.config) for shape in unit):
+            self._make_states(i, prod(shape), states)
+
+    def _make_states(self, i: int, n_elements: int, states: Mapping[str, int]) -> None:
+        """Of a parameter: they follow the parameters as they are named, not as they lie."""
+        self.ledger.make("optimizer state", **{f"{name} {i}": n_elements * width for name, width in states.items()})
 
     def _make(self, part: str, what: str, pieces: Iterable[Mapping[str, int]]) -> None:
         for unit, sizes in enumerate(pieces):
@@ -70,8 +74,8 @@ class Whole:
 class Accumulated(Whole):
     """Those of a rank that has gradients of an earlier micro-batch, to which autograd adds what backward makes."""
 
-    def make(self, *, moments: bool) -> None:
-        super().make(moments=moments)
+    def make(self, states: Mapping[str, int]) -> None:
+        super().make(states)
         self._make("gradients", "earlier gradient of", self.pieces)
 
     def come_to(self, unit: int) -> None:
@@ -83,6 +87,41 @@ class Accumulated(Whole):
     def _add(self, unit: int) -> None:
         if unit < self.n_units:  # a tied head's gradient has become a part of the embedding's
             self.ledger.free(*(f"{unit} gradient of {name}" for name in self.pieces[unit]))
+
+
+class Leaving(Whole):
+    """Those of a rank whose gradients leave for the host as backward makes them (``training/host_gradients.py``).
+
+    Where they accumulate, what has come from the host leaves as the sum, and the first of the next unit is on its way.
+    """
+
+    def __init__(
+        self, config: ModelConfig, width: int, ledger: Ledger, *, accumulates: bool, in_flight_bytes: int
+    ) -> None:
+        super().__init__(config, width, ledger)
+        self.accumulates, self.in_flight_bytes = accumulates, in_flight_bytes
+        self.leaving: deque[tuple[str, int]] = deque()
+
+    def come_to(self, unit: int) -> None:
+        self._send(unit + 1)
+
+    def finish(self) -> None:
+        self._send(0)
+        while self.leaving:
+            self.ledger.free(self.leaving.popleft()[0])
+
+    def _send(self, unit: int) -> None:
+        if unit >= self.n_units:
+            return
+        for name, n_bytes in reversed(self.pieces[unit].items()):
+            gradient = f"{unit} gradient of {name}"
+            if self.accumulates:
+                self.ledger.make("gradients", **{f"{unit} sum of {name}": n_bytes})
+                self.ledger.free(gradient)
+                gradient = f"{unit} sum of {name}"
+            self.leaving.append((gradient, n_bytes))
+            while len(self.leaving) > 1 and sum(n for _, n in list(self.leaving)[:-1]) > self.in_flight_bytes:
+                self.ledger.free(self.leaving.popleft()[0])
 
 
 class Sharded(Whole):
@@ -103,16 +142,14 @@ class Sharded(Whole):
         self.updating: int | None = None
         """Whose shards are updated under backward, and have their gradients until the next ones are."""
 
-    def make(self, *, moments: bool) -> None:
+    def make(self, states: Mapping[str, int]) -> None:
         vectors = [{name: size for name, size in unit.items() if self._is_vector(name)} for unit in self.pieces]
         self._make("parameters", "weight of", vectors)
         for unit, matrices in enumerate(self.matrices):
             shards = sum(self._slot(shape, 1) for shape in matrices)
             self.ledger.make("parameters", **{f"{unit} shards": shards * self.width})
-        if moments:
-            for i, shape in enumerate(shape for unit in model_units(self.config) for shape in unit):
-                n_bytes = shard_elements(shape, self.n_shards) * self.width
-                self.ledger.make("optimizer state", **{f"exp_avg {i}": n_bytes, f"exp_avg_sq {i}": n_bytes})
+        for i, shape in enumerate(shape for unit in model_units(self.config) for shape in unit):
+            self._make_states(i, shard_elements(shape, self.n_shards), states)
 
     @staticmethod
     def _is_vector(piece: str) -> bool:

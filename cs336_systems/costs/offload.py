@@ -9,12 +9,20 @@
 """
 
 from cs336_systems.case import TrainingCase
+from cs336_systems.costs.activations import WIDE
 from cs336_systems.costs.kept import check_known
 
 STATES = {"m": "exp_avg", "v": "exp_avg_sq", "master": "master"}
 """What the optimizer calls them."""
 OFFLOADS = (*STATES, "gradients", "residual")
 MASTERS = ("none", "fp32")
+
+BATCH_ELEMENTS = 2**25
+"""That the optimizer fetches together: 64 MiB of a bf16 state take 1.2 ms at 55 GB/s, a hundred times a launch."""
+BATCHES_ON_DEVICE = 3
+"""One that comes, one that is updated, one that goes."""
+IN_FLIGHT_BYTES = 2**30
+"""Of gradients, on their way out while the device goes on: a block of 14B has 0.5 GiB, all made at once."""
 
 
 def offloaded(case: TrainingCase) -> frozenset[str]:
@@ -27,6 +35,24 @@ def offloaded(case: TrainingCase) -> frozenset[str]:
     for name in names:
         check_known("offload", name, OFFLOADS, f" in {case.offload!r}")
     return names
+
+
+def state_bytes(case: TrainingCase) -> dict[str, int]:
+    """Of the optimizer's states, per parameter."""
+    moments = dict.fromkeys(("m", "v"), case.moment_bytes)
+    return moments if case.master == "none" else moments | {"master": WIDE}
+
+
+def host_bytes(case: TrainingCase, world_size: int = 1) -> dict[str, int]:
+    """Of host memory on each of so many ranks, by what is there; of shards the mean."""
+    names, (config, batch_size, seq_len) = offloaded(case), case.work
+    width = case.precision.parameter_bytes
+    sharded = case.parallel.wrapper == "fsdp" or case.parallel.optimizer_state != "replicated"
+    n_states = config.n_parameters // (world_size if sharded else 1)
+    found = {name: n_states * n_bytes for name, n_bytes in state_bytes(case).items()}
+    found["gradients"] = config.n_parameters * width
+    found["residual"] = config.n_layers * batch_size * seq_len * config.d_model * width
+    return {name: found[name] for name in OFFLOADS if name in names}
 
 
 def offload_reason(case: TrainingCase) -> str | None:

@@ -10,25 +10,30 @@ goes. What is alive, block by block:
     head          the gradients of its input and its weight are made in forward beside one chunk of logits; backward
                   multiplies them where they lie
     accumulation  gradients of earlier micro-batches are there all the time, and a unit's new ones until they are added
+    host          what ``costs/offload.py`` says: gradients for as long as they take to leave, the input of a block that
+                  runs and of the one before it in backward, and what the optimizer fetches, three batches
     fully sharded whole weights of the block that runs and of the next ones, whole gradients of the block that runs and
                   of the one that is being reduced, and this rank's shards of all else
 
     written_out_peak(config, 1, 8192, PRECISIONS["bf16"], "step", keep="products", chunk=4096)
 
 The operations are the fused kernels, whose buffers are counted: partial sums of norms' gains, attention's statistics
-and its fp32 sums. Limits: eager execution, no accumulation where states are sharded, ranks that divide all rows evenly
-(FSDP copies otherwise), and those of ``costs/memory.py``. Sizes are in bytes.
+and its fp32 sums. Limits: eager execution, where states are sharded no accumulation and no gradients on the host, ranks
+that divide all rows evenly (FSDP copies otherwise), and those of ``costs/memory.py``. Sizes are in bytes.
 """
+
+from collections.abc import Collection, Mapping
 
 from cs336_systems.config import MODES, OPTIMIZERS, WRITTEN_OUT_ATTENTIONS, ModelConfig, Precision
 from cs336_systems.costs.activations import WIDE
-from cs336_systems.costs.held_states import Accumulated, Sharded, Whole, block_pieces
+from cs336_systems.costs.held_states import Accumulated, Leaving, Sharded, Whole, block_pieces
 from cs336_systems.costs.kept import keep_of_blocks, kept_names, kept_tensors
 from cs336_systems.costs.ledger import Ledger
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PeakMemory, cuda_block_bytes, rotary_bytes
+from cs336_systems.costs.offload import BATCH_ELEMENTS, BATCHES_ON_DEVICE, IN_FLIGHT_BYTES
 
-NORM_PROGRAMS = 264
-"""Of the backward of a norm, each with a row of fp32 sums: two per multiprocessor of an H200."""
+MULTIPROCESSORS = 132
+"""Of an H200; the backward of a norm runs three programs on each, or one where rows are long, with fp32 sums each."""
 FEW_TOKENS = 3072
 """Up to so many torch adds up an embedding's gradient without sorting (aten/src/ATen/native/cuda/Embedding.cu)."""
 TOKENS_PER_PARTIAL = 10
@@ -50,6 +55,8 @@ def written_out_peak(
     prefetch: int = 1,
     accumulates: bool = False,
     update: str = "after-backward",
+    states: Mapping[str, int] | None = None,
+    away: Collection[str] = (),
     device_type: str = "cuda",
     workspace_bytes: int = CUBLAS_WORKSPACE_BYTES,
 ) -> PeakMemory:
@@ -65,6 +72,9 @@ def written_out_peak(
         prefetch: units whose weights are gathered ahead.
         accumulates: whether gradients of an earlier micro-batch are there.
         update: of fully sharded parameters, one of ``case.UPDATES``.
+        states: of the optimizer, bytes per parameter by their names in ``costs.offload.STATES``; moments in the
+            parameters' dtype if None.
+        away: what is in host memory, names of ``costs.offload.OFFLOADS``.
         device_type: ``cuda`` counts the allocator's blocks and workspaces; ``cpu`` counts tensors.
         workspace_bytes: cuBLAS's, per thread that multiplies; ignored on the CPU.
 
@@ -72,8 +82,8 @@ def written_out_peak(
         ValueError: no such mode, optimizer, attention, device type, level or switch, a precision with autocast, or
             accumulation of sharded gradients.
     """
-    if accumulates and n_shards > 1:
-        raise ValueError(f"gradients that accumulate over {n_shards} shards are not predicted")
+    if n_shards > 1 and (accumulates or "gradients" in away):
+        raise ValueError(f"gradients that accumulate over {n_shards} shards, or on the host, are not predicted")
     for name, value, known in (
         ("mode", mode, MODES),
         ("optimizer", optimizer, OPTIMIZERS),
@@ -92,13 +102,20 @@ def written_out_peak(
         )
     keeps = keep_of_blocks(keep, config.n_layers)
     kept = [frozenset(kept_names(each) if mode != "forward" else ()) for each in keeps]
+    widths = {"m": sizes.width, "v": sizes.width} if states is None else states
     of = config, sizes.width, ledger
     if n_shards > 1:
-        states: Whole = Sharded(*of, n_shards, prefetch, update)
+        held: Whole = Sharded(*of, n_shards, prefetch, update)
+    elif "gradients" in away:
+        held = Leaving(*of, accumulates=accumulates, in_flight_bytes=IN_FLIGHT_BYTES)
     else:
-        states = Accumulated(*of) if accumulates else Whole(*of)
-    states.make(moments=mode == "step")
-    _Step(sizes, ledger, states, kept).run(mode, largest_temporary=optimizer == "reference")
+        held = Accumulated(*of) if accumulates else Whole(*of)
+    held.make({name: width for name, width in widths.items() if name not in away} if mode == "step" else {})
+    step = _Step(sizes, ledger, held, kept, inputs_away="residual" in away and mode != "forward")
+    step.run(mode, largest_temporary=optimizer == "reference")
+    if mode == "step" and (fetched := [sizes.width] * ("gradients" in away) + [widths.get(name, 0) for name in away]):
+        n_elements = min(config.n_parameters // n_shards, BATCHES_ON_DEVICE * BATCH_ELEMENTS)
+        ledger.make("temporaries", fetched=n_elements * sum(fetched))
     return ledger.peak()
 
 
@@ -122,8 +139,9 @@ class _Sizes:
         self.of = of
         self.stream, self.row, self.inner = of["x"], of["rstd1"], of["product"]
         self.gain = config.d_model * width
-        rows = min(32, max(1, 4096 >> (config.d_model - 1).bit_length()))  # that a program of a norm holds at once
-        self.gain_sums = min(-(-tokens // rows), NORM_PROGRAMS) * config.d_model * WIDE
+        rows = min(32, max(1, 2048 >> (config.d_model - 1).bit_length()))  # that a program of a norm holds at once
+        programs = MULTIPROCESSORS * (3 if config.d_model <= 2048 else 1)
+        self.gain_sums = min(-(-tokens // rows), programs) * config.d_model * WIDE
         self.head = config.vocab_size * config.d_model * width
         words = -(-config.vocab_size // 16) * 16
         self.logits = min(chunk, tokens) * words * width
@@ -146,8 +164,11 @@ class _Sizes:
 class _Step:
     """Goes through forward, backward and optimizer as ``model/transformer.py`` and ``blocks/`` do."""
 
-    def __init__(self, sizes: _Sizes, ledger: Ledger, states: Whole, kept: list[frozenset[str]]) -> None:
+    def __init__(
+        self, sizes: _Sizes, ledger: Ledger, states: Whole, kept: list[frozenset[str]], *, inputs_away: bool
+    ) -> None:
         self.sizes, self.ledger, self.states, self.kept = sizes, ledger, states, kept
+        self.inputs_away = inputs_away
         self.n_layers = sizes.config.n_layers
 
     def run(self, mode: str, *, largest_temporary: bool) -> None:
@@ -199,6 +220,8 @@ class _Step:
     def _block_forward(self, i: int) -> None:
         ledger = self.ledger
         ledger.at(f"block {i}, attention")
+        if self.inputs_away and i:
+            ledger.free(f"{i - 1} x")
         self._make(i, "normed1", "rstd1")
         self._make(i, "qkv")
         self._drop(i, "normed1")
@@ -222,6 +245,8 @@ class _Step:
     def _block_backward(self, i: int) -> None:
         """From ``dy`` to ``dy`` of the block before."""
         ledger, sizes = self.ledger, self.sizes
+        if self.inputs_away and i:
+            ledger.make("activations", **{f"{i - 1} x": sizes.stream})
         stream, recalled = sizes.stream, _Recalled(sizes, ledger, i, self.kept[i])
         ledger.at(f"block {i}, feed-forward backward")
         ledger.make(

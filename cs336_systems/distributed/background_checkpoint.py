@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import nn
 
 from cs336_systems.distributed.checkpoint import Collected, check_kept, collect, group_of, write
-from cs336_systems.distributed.host_copies import HostSlab, n_bytes_of
+from cs336_systems.distributed.host_copies import copies_in, n_bytes_of
+from cs336_systems.operators.pinned import Slab, host_slab
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class BackgroundSaver:
         if (size := self._group.size()) != (all_ranks := dist.get_world_size()):
             raise ValueError(f"a model of {size} of {all_ranks} ranks cannot be saved meanwhile, one of all ranks can")
         self._own_group = dist.new_group(backend="gloo")
-        self._slab: HostSlab | None = None
+        self._slab: Slab | None = None
         self._short: str | None = None
         self._thread: threading.Thread | None = None
         self._finished: list[Saved] = []
@@ -92,10 +93,7 @@ class BackgroundSaver:
             return self._short
 
         def get() -> None:
-            try:
-                self._slab = HostSlab(n_bytes, self._device)
-            except OSError as error:
-                self._short = str(error)
+            self._get_slab(n_bytes)
 
         self._start(get)
         return None
@@ -146,19 +144,17 @@ class BackgroundSaver:
         """In host memory; None where that is short."""
         if self._short is not None:
             return None
-        if self._slab is None or not self._slab.holds(collected.tensors):
-            self._free()
-            try:
-                self._slab = HostSlab.like(collected.tensors, self._device)
-            except OSError as error:
-                self._short = str(error)
-                return None
-        return Collected(self._slab.copies_of(collected.tensors), collected.marker)
+        n_bytes = n_bytes_of(collected.tensors)
+        if self._slab is None or self._slab.n_bytes < n_bytes:
+            self._get_slab(n_bytes)
+        return self._slab and Collected(copies_in(self._slab, collected.tensors), collected.marker)
 
-    def _free(self) -> None:
-        if self._slab is not None:
-            self._slab.free()
-            self._slab = None
+    def _get_slab(self, n_bytes: int) -> None:
+        self._slab = None  # the one before, whose tensors are written by now
+        try:
+            self._slab = host_slab(n_bytes, self._device)
+        except RuntimeError as error:
+            self._short = str(error)
 
     def _start(self, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -185,5 +181,4 @@ class BackgroundSaver:
         if isinstance(error, KeyboardInterrupt):
             return
         self._join()
-        self._free()
         dist.destroy_process_group(self._own_group)

@@ -13,7 +13,9 @@ import torch.distributed as dist
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.costs.fsdp import is_sharded, model_units, state_bytes
-from cs336_systems.costs.memory import PeakMemory, adamw_state_bytes, parameter_bytes, peak_memory
+from cs336_systems.costs.memory import PeakMemory, parameter_bytes, peak_memory
+from cs336_systems.costs.offload import offloaded
+from cs336_systems.costs.offload import state_bytes as state_bytes_of
 from cs336_systems.costs.written_out import written_out_peak
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.harness.memory import cublas_workspace_bytes, free_bytes
@@ -25,10 +27,11 @@ GIB = 1024**3
 def is_predictable(case: TrainingCase) -> bool:
     """Whether ``costs`` predicts the peak of this case, and does not only bound it from below."""
     whole = case.parallel.wrapper not in ("fsdp", "fsdp2") and case.parallel.optimizer_state == "replicated"
+    plain = case.offload == case.master == "none"
     if case.written_out:
         sharded = case.parallel.wrapper == "fsdp" and case.parallel.compute_dtype == "same" and case.accumulate == 1
         return case.kernels == "fused" and (whole or sharded)
-    return whole and case.accumulate == 1 and not case.compiled and case.attention == "reference"
+    return plain and whole and case.accumulate == 1 and not case.compiled and case.attention == "reference"
 
 
 def head_chunk(case: TrainingCase) -> int:
@@ -45,10 +48,13 @@ def predicted_bytes(case: TrainingCase, mode: str = "step", *, world_size: int =
         return predicted_peak(case, mode, world_size=world_size).n_bytes
     if case.parallel.wrapper in ("fsdp", "fsdp2"):
         return predicted_states(case, world_size)
-    weights, moments = parameter_bytes(case.config, case.precision), adamw_state_bytes(case.config, case.precision)
+    weights, away = parameter_bytes(case.config, case.precision), offloaded(case)
+    states = case.config.n_parameters * sum(n for name, n in state_bytes_of(case).items() if name not in away)
     if case.parallel.optimizer_state != "replicated":
-        moments //= world_size
-    return {"forward": weights, "backward": 2 * weights, "step": 2 * weights + moments}[mode]
+        states //= world_size
+    gradients = weights // (world_size if case.parallel.optimizer_state == "scattered-gradients" else 1)
+    gradients = 0 if "gradients" in away else gradients
+    return {"forward": weights, "backward": weights + gradients, "step": weights + gradients + states}[mode]
 
 
 def predicted_peak(case: TrainingCase, mode: str = "step", *, world_size: int = 1) -> PeakMemory:
@@ -67,6 +73,8 @@ def predicted_peak(case: TrainingCase, mode: str = "step", *, world_size: int = 
             prefetch=case.parallel.prefetch,
             accumulates=case.accumulate > 1,
             update=case.parallel.update,
+            states=state_bytes_of(case),
+            away=offloaded(case),
             device_type=device.type,
             workspace_bytes=cublas_workspace_bytes(device),
         )

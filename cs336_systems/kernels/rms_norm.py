@@ -15,10 +15,12 @@ as it was before it was rounded.
 Method. A program holds whole rows in registers, so that each element crosses the memory bus once.
 
 * forward: a program for each block of rows.
-* backward: two programs per multiprocessor, or one where rows are long, walk over all blocks of rows, and copies of the
-  next blocks to shared memory are under way meanwhile (``num_stages``). Each keeps its sum for dgain in registers and
-  writes it once, into its row of an fp32 buffer (programs, D); a second kernel adds those up. No atomics: the same bits
-  in every run on one device. rstd is read, or computed again to the same bits, by the same reduction of equal blocks.
+* backward: one to three programs per multiprocessor walk over all blocks of rows, and copies of the next blocks to
+  shared memory are under way meanwhile (``num_stages``). Each keeps its sum for dgain in registers and writes it once,
+  into its row of an fp32 buffer (programs, D); a second kernel, which is launched while the first still runs and waits
+  for its end, adds those up. No atomics: the same bits in every run on one device. rstd is read, or computed again to
+  the same bits, by the same reduction of equal blocks.
+* absmax, where it is asked for, is raised to the largest magnitude of y or of dx (``absmax.py``).
 * rows longer than ``MAX_BLOCK_D`` are read twice, the second time most likely from the L2 cache, and backward keeps its
   sums for dgain in its row of the buffer.
 
@@ -43,18 +45,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
 from cs336_systems.kernels.checks import check_alike, check_runnable
-from cs336_systems.operators.launching import ceil_div, launch, n_multiprocessors, next_power_of_2
+from cs336_systems.operators.launching import ceil_div, launch, n_multiprocessors, next_power_of_2, overlaps
 from cs336_systems.operators.registration import operator
 
 MAX_BLOCK_D = 8192
 ALLOW_FMA = False
 """The compiler fuses x0^2 + x1^2 otherwise in forward than in backward: in fp32 the last bit of rstd would differ."""
-SUM_BLOCK_PARTS, SUM_BLOCK_D = 128, 32
-INTERPRETED_PROGRAMS = 3
-"""Of the persistent backward where there are no multiprocessors to fill."""
+SUM_BLOCK, SUM_BLOCK_PARTS = 4096, 512
+"""Elements and, of them, rows at most that a program of the second kernel has under way at once."""
+INTERPRETED_MULTIPROCESSORS = 1
+"""Where there are none."""
 
 
 @triton.jit
@@ -156,16 +160,20 @@ def _statistics(squares, products, rstd, exists, eps, D: tl.constexpr, RECOMPUTE
 
 
 @triton.jit
-def _store_dx(
-    dn, x_block, inverse_rms, along_x, dresidual, dx, inside, HAS_DRESIDUAL: tl.constexpr, FOLD: tl.constexpr
-):
-    """Returns the magnitude bits of dx, the largest of each FOLD columns: those that a thread holds."""
+def _largest_of_threads(bits):
+    """Of each 8 columns, which a thread holds: registers for all of them would be missed."""
+    FOLD: tl.constexpr = 8 if bits.shape[1] >= 8 else bits.shape[1]
+    return tl.max(tl.reshape(bits, (bits.shape[0], bits.shape[1] // FOLD, FOLD)), axis=2)
+
+
+@triton.jit
+def _store_dx(dn, x_block, inverse_rms, along_x, dresidual, dx, inside, HAS_DRESIDUAL: tl.constexpr):
+    """Returns the largest magnitude bits of dx."""
     gradient = inverse_rms * (dn - x_block * along_x)
     if HAS_DRESIDUAL:
         gradient += _load(dresidual, inside)
     tl.store(dx, gradient, mask=inside)
-    bits = tl.where(inside, magnitude_bits(gradient), 0)  # with eps = 0, NaN elsewhere
-    return tl.max(tl.reshape(bits, (bits.shape[0], bits.shape[1] // FOLD, FOLD)), axis=2)
+    return _largest_of_threads(tl.where(inside, magnitude_bits(gradient), 0))
 
 
 @triton.jit
@@ -187,14 +195,16 @@ def rms_norm_backward_kernel(
     HAS_DRESIDUAL: tl.constexpr,
     WITH_ABSMAX: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """dx (n_rows, D) and this program's row of the fp32 partial_dgain (programs, D); all contiguous."""
+    if OVERLAP:
+        gdc_launch_dependents()
     program, n_programs = tl.program_id(0), tl.num_programs(0)
     partial_dgain += program.to(tl.int64) * D
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     n_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
-    FOLD: tl.constexpr = 8 if BLOCK_D >= 8 else BLOCK_D
-    largest = tl.zeros((BLOCK_ROWS, BLOCK_D // FOLD), dtype=tl.int32)
+    largest = _largest_of_threads(tl.zeros((BLOCK_ROWS, BLOCK_D), dtype=tl.int32))
     if D <= BLOCK_D:
         at, columns = _block_at(0, D, BLOCK_ROWS, BLOCK_D)
         gain_block = _load(gain + columns, columns < D)
@@ -207,19 +217,8 @@ def rms_norm_backward_kernel(
             dn = dy_block * gain_block
             squares, products = x_block * x_block, dn * x_block
             inverse_rms, along_x = _statistics(squares, products, rstd + first_row + rows, exists, eps, D, RECOMPUTE)
-            bits = _store_dx(
-                *(
-                    dn,
-                    x_block,
-                    inverse_rms,
-                    along_x,
-                    dresidual + first + at,
-                    dx + first + at,
-                    inside,
-                    HAS_DRESIDUAL,
-                    FOLD,
-                )
-            )
+            residual_at, dx_at = dresidual + first + at, dx + first + at
+            bits = _store_dx(dn, x_block, inverse_rms, along_x, residual_at, dx_at, inside, HAS_DRESIDUAL)
             largest = tl.maximum(largest, bits)
             dgain += dy_block * (x_block * inverse_rms)
         existing = tl.arange(0, BLOCK_D)
@@ -242,11 +241,8 @@ def rms_norm_backward_kernel(
                 inside = exists & (columns < D)
                 x_block, dy_block = _load(x + first + at, inside), _load(dy + first + at, inside)
                 dn = dy_block * _load(gain + columns, inside)
-                bits = _store_dx(
-                    *(dn, x_block, inverse_rms, along_x, dresidual + first + at, dx + first + at, inside),
-                    HAS_DRESIDUAL,
-                    FOLD,
-                )
+                residual_at, dx_at = dresidual + first + at, dx + first + at
+                bits = _store_dx(dn, x_block, inverse_rms, along_x, residual_at, dx_at, inside, HAS_DRESIDUAL)
                 largest = tl.maximum(largest, bits)
                 dgain = _load(partial_dgain + columns, inside & (block > program)) + dy_block * (x_block * inverse_rms)
                 tl.store(partial_dgain + columns, dgain, mask=inside)
@@ -255,10 +251,14 @@ def rms_norm_backward_kernel(
 
 
 @triton.jit
-def sum_rows_kernel(parts, total, n_parts, D: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_D: tl.constexpr):
+def sum_rows_kernel(
+    parts, total, n_parts, D: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr
+):
     """total (D) = the sum over the rows of contiguous parts (n_parts, D); program i owns columns i * BLOCK_D and on."""
     columns = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     sums = tl.zeros((BLOCK_PARTS, BLOCK_D), dtype=tl.float32)
+    if OVERLAP:
+        gdc_wait()
     for start in range(0, n_parts, BLOCK_PARTS):
         rows = start + tl.arange(0, BLOCK_PARTS)[:, None]
         sums += tl.load(parts + rows.to(tl.int64) * D + columns, mask=(rows < n_parts) & (columns < D), other=0.0)
@@ -271,17 +271,23 @@ class Tile(NamedTuple):
     block_rows: int
     block_d: int
     num_warps: int
+    n_programs: int
+    """Of backward, per multiprocessor."""
+    stages: int
+    """Of backward, in 2-byte dtypes: the block in work and those under way."""
 
 
 def tile_for(d: int) -> Tile:
-    """32 elements for each thread: on an H200 3 % slower to 9 % faster than 16, forward at d 5120 a sixth (LOG.md)."""
+    """16 elements for each thread, or 32 of the longest rows; of some twenty ways on an H200 (LOG.md)."""
     block_d = min(MAX_BLOCK_D, next_power_of_2(d))
-    block_rows = min(32, max(1, 4096 // block_d))
-    return Tile(block_rows, block_d, max(1, block_rows * block_d // 1024))
+    if block_d > 2048:
+        return Tile(1, block_d, 8, n_programs=1, stages=4)
+    block_rows = min(32, 2048 // block_d)
+    return Tile(block_rows, block_d, max(1, block_rows * block_d // 512), n_programs=3, stages=4)
 
 
 def launch_forward(
-    x_RD: Tensor, branch_RD: Tensor | None, gain_D: Tensor, eps: float, absmax: Tensor | None
+    x_RD: Tensor, branch_RD: Tensor | None, gain_D: Tensor, eps: float, absmax: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(residual, y, rstd); without a branch, residual is x."""
     check_absmax(absmax, x_RD)
@@ -290,7 +296,7 @@ def launch_forward(
     branch, residual = (x, x) if branch_RD is None else (branch_RD.contiguous(), torch.empty_like(x))
     y, rstd = torch.empty_like(x), torch.empty(n_rows, dtype=torch.float32, device=x.device)
     if x.numel():
-        block_rows, block_d, num_warps = tile_for(d)
+        block_rows, block_d, num_warps, *_ = tile_for(d)
         with torch.cuda.device_of(x):  # Triton launches on the current device, which may be another
             launch(
                 rms_norm_forward_kernel,
@@ -314,7 +320,7 @@ def launch_backward(
     rstd_R: Tensor | None,
     dresidual_RD: Tensor | None,
     eps: float | None,
-    absmax: Tensor | None,
+    absmax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dx, dgain)."""
     if rstd_R is None and eps is None:
@@ -325,9 +331,10 @@ def launch_backward(
     rstd, dresidual = (x if optional is None else optional.contiguous() for optional in (rstd_R, dresidual_RD))
     if not x.numel():
         return torch.empty_like(x), torch.zeros_like(gain)
-    block_rows, block_d, num_warps = tile_for(d)
-    resident = n_multiprocessors(x.device) * (2 if num_warps <= 4 else 1) if x.is_cuda else INTERPRETED_PROGRAMS
-    n_programs = min(ceil_div(n_rows, block_rows), resident)
+    block_rows, block_d, num_warps, n_programs, stages = tile_for(d)
+    n_programs *= n_multiprocessors(x.device) if x.is_cuda else INTERPRETED_MULTIPROCESSORS
+    n_programs = min(ceil_div(n_rows, block_rows), n_programs)
+    block_parts, overlap = min(SUM_BLOCK_PARTS, next_power_of_2(n_programs)), overlaps(sum_rows_kernel)
     dx, dgain = torch.empty_like(x), torch.empty_like(gain)
     partial_dgain = torch.empty(n_programs, d, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
@@ -342,17 +349,20 @@ def launch_backward(
             RECOMPUTE=rstd_R is None,
             HAS_DRESIDUAL=dresidual_RD is not None,
             WITH_ABSMAX=absmax is not None,
-            STAGES=1 + 4 // x.element_size(),  # rows under way are as many bytes in every dtype, 96 KiB at most
+            STAGES=max(2, 2 * stages // x.element_size()),  # as many bytes under way in every dtype
+            OVERLAP=overlap,
             num_warps=num_warps,
             enable_fp_fusion=ALLOW_FMA,
         )
         launch(
             sum_rows_kernel,
-            (ceil_div(d, SUM_BLOCK_D),),
+            (ceil_div(d, SUM_BLOCK // block_parts),),
             *(partial_dgain, dgain, n_programs),
             D=d,
-            BLOCK_PARTS=SUM_BLOCK_PARTS,
-            BLOCK_D=SUM_BLOCK_D,
+            BLOCK_PARTS=block_parts,
+            BLOCK_D=SUM_BLOCK // block_parts,
+            OVERLAP=overlap,
+            launch_pdl=overlap,
         )
     return dx, dgain
 

@@ -10,6 +10,7 @@ Backward is the rotation back: the same kernel with -sin. It needs no activation
 Method: the heads of all tokens are one list, token by token; a program turns a block of it, wherever the strides say
 that a head lies. So one kernel serves x (B, H, S, E) of any layout, and q and k side by side in a merged (q | k | v)
 matrix, which it rotates in place without touching v. The heads of a token in one program fetch its angles once.
+In place the largest magnitude of q, k and v comes along where it is asked for (``absmax.py``); then v is read too.
 
 Rounding: as in the reference, to the bit: in fp32, products and sum rounded each (no fused multiply-add), then once to
 the dtype. In backward the reference in bf16 also rounds each of the two products that autograd adds; here it is once.

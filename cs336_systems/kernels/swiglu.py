@@ -9,7 +9,8 @@ Formula (Shazeer 2020, eq. 6), with s = 1 / (1 + exp(-gate)) and the gradient dz
 Method: elementwise, one program per block of rows and columns. Nothing but gate_up is kept for backward: the product of
 the next weights with z needs z again for the weights' gradient, and backward, which reads gate and up anyway, can write
 it on the way (``with_product``). ``swiglu_backward_`` writes over what it read: dgate_up over gate_up and z over dz, so
-that a whole backward takes no further memory.
+that a whole backward takes no further memory. The largest magnitude of z, or of dgate_up, comes along where it is asked
+for (``absmax.py``).
 
 Rounding: all in fp32 and rounded once, where bf16 eager code rounds silu(gate) before it multiplies, and in backward
 its gradient too; so results differ from eager ones by a rounding or two, and are closer to the exact ones.

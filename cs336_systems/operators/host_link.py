@@ -27,7 +27,7 @@ class Coming:
     """Tensors on the device whose values are on their way."""
 
     tensors: list[Tensor]
-    done: torch.cuda.Event | None = None
+    done: torch.cuda.Event | None
     """None where they are there."""
 
     def wait(self) -> list[Tensor]:
@@ -37,15 +37,20 @@ class Coming:
         return self.tensors
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Leaving:
+    """Tensors on their way out; ``done`` as for ``Coming``."""
+
     tensors: list[Tensor]
     hosts: list[Tensor]
-    done: torch.cuda.Event
+    done: torch.cuda.Event | None
 
     @property
     def n_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    def goes_to(self, hosts: Sequence[Tensor]) -> bool:
+        return list(map(id, hosts)) == list(map(id, self.hosts))
 
 
 class HostLink:
@@ -57,38 +62,22 @@ class HostLink:
 
     def __init__(self, device: torch.device, in_flight_bytes: int = 0) -> None:
         self.device, self.in_flight_bytes = device, in_flight_bytes
-        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+        self._inward, self._outward = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
         self._leaving: deque[_Leaving] = deque()
 
     def fetch(self, hosts: Sequence[Tensor]) -> Coming:
-        """Start bringing copies to the device; what has not left it yet is brought back as it is."""
-        for leaving in self._leaving:
-            if all(map(_same, leaving.hosts, hosts)) and len(leaving.hosts) == len(hosts):
+        """Start bringing copies to the device; what has not left it yet, to these very tensors, is what was sent."""
+        for leaving in reversed(self._leaving):  # the newest, if several went to the same place
+            if leaving.goes_to(hosts):
+                self._leaving.remove(leaving)
                 return Coming(leaving.tensors, leaving.done)
         tensors = [torch.empty_like(host, device=self.device) for host in hosts]
-        if not self._streams:
-            for tensor, host in zip(tensors, hosts, strict=True):
-                tensor.copy_(host)
-            return Coming(tensors)
-        inward = self._streams[0]
-        inward.wait_stream(torch.cuda.current_stream(self.device))  # until then the memory may have another use
-        with torch.cuda.stream(inward):
-            for tensor, host in zip(tensors, hosts, strict=True):
-                tensor.copy_(host, non_blocking=True)
-        return Coming(tensors, inward.record_event())
+        return Coming(tensors, self._copy(self._inward, tensors, hosts))
 
     def send(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
         """Start copying to the host what is there now, which nobody may change any more."""
-        if not self._streams:
-            for tensor, host in zip(tensors, hosts, strict=True):
-                host.copy_(tensor)
-            return
-        outward = self._streams[1]
-        outward.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(outward):
-            for tensor, host in zip(tensors, hosts, strict=True):
-                host.copy_(tensor, non_blocking=True)
-        self._leaving.append(_Leaving(list(tensors), list(hosts), outward.record_event()))
+        done = self._copy(self._outward, hosts, tensors)
+        self._leaving.append(_Leaving(list(tensors), list(hosts), done))
         while len(self._leaving) > 1 and sum(one.n_bytes for one in list(self._leaving)[:-1]) > self.in_flight_bytes:
             self._release_oldest()
 
@@ -97,9 +86,20 @@ class HostLink:
         while self._leaving:
             self._release_oldest()
 
+    def _copy(
+        self, stream: torch.cuda.Stream | None, targets: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> torch.cuda.Event | None:
+        if stream is None:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+            return None
+        # Until then the device computes what is to be sent, and uses the memory of what is to come for something else.
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
     def _release_oldest(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self._leaving.popleft().done)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
+        leaving = self._leaving.popleft()
+        Coming(leaving.tensors, leaving.done).wait()

@@ -46,6 +46,18 @@ def needs_other_device(kernel: Any, device: torch.device) -> bool:
     return device.type != "cuda" and isinstance(kernel, triton.JITFunction)
 
 
+@cache
+def overlaps(kernel: Any) -> bool:
+    """Whether ``launch_pdl`` lets ``kernel`` begin before the one in front of it has ended: from Hopper on.
+
+    It must call ``gdc_wait`` then before it reads what that one writes.
+    """
+    if not isinstance(kernel, triton.JITFunction):
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 90  # type: ignore[no-any-return]
+
+
 class Form:
     """A kernel compiled for one form of its arguments, and called without the Python that Triton has around that.
 

@@ -4,11 +4,11 @@
     actual = actual_segments(step, predicted, total)     # after the second step, of which the peak is
     hint(case, total)                                    # one line, or nothing to say
 
-Segments are what is alive at the step's peak: weights (masters too, if they are fp32), gradients, m and v of AdamW,
-activations, and what head and loss have, which is a chunk of logits most of all; ``in all`` is their sum. The allocator
-tells the sum and the states apart, and no more: what is measured of gradients and of head and loss is their size as
-predicted, so that whatever is off shows in the activations. ``other`` are the allocator's reserves, the CUDA context
-and other processes. Sizes are in bytes.
+Segments are what is alive at the step's peak: weights (masters too, if they are the parameters), gradients, m, v and
+masters of AdamW, activations, and what head and loss have, which is a chunk of logits most of all; ``in all`` is their
+sum. The allocator tells the sum and the states apart, and no more: what is measured of gradients and of head and loss
+is their size as predicted, so that whatever is off shows in the activations. ``other`` are the allocator's reserves,
+the CUDA context and other processes. What is kept in host memory comes last. Sizes are in bytes.
 """
 
 from dataclasses import replace
@@ -16,8 +16,10 @@ from dataclasses import replace
 import torch
 
 from cs336_systems.costs.fsdp import model_units, state_bytes
-from cs336_systems.costs.kept import LEVELS
+from cs336_systems.costs.kept import LEVELS, keep_of_blocks
 from cs336_systems.costs.memory import parameter_bytes
+from cs336_systems.costs.offload import STATES, host_bytes, offloaded
+from cs336_systems.costs.offload import state_bytes as state_bytes_of
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.fit import is_predictable, predicted_peak
 from cs336_systems.pretraining.options import TrainerCase
@@ -35,42 +37,52 @@ def predicted_segments(case: TrainerCase, total: int | None) -> dict[str, int]:
     Args:
         total: of the device; None if it has no memory of its own, and none is free.
     """
-    width = case.precision.parameter_bytes
+    width, away = case.precision.parameter_bytes, offloaded(case)
+    states = {name: n_bytes for name, n_bytes in state_bytes_of(case).items() if name not in away}
+    on_host = {f"{name} on the host": n_bytes for name, n_bytes in host_bytes(case, case.world_size).items()}
     if not is_predictable(case):
         held = parameter_bytes(case.config, case.precision)
         if case.parallel.wrapper == "fsdp":
             held = state_bytes(model_units(case.config), case.world_size, width).parameters
-        moments = held // case.world_size if case.parallel.optimizer_state == "scattered" else held
-        moments = moments * case.moment_bytes // width
-        return {"weights": held, "gradients": held, "m": moments, "v": moments}
+        divided = {"scattered": 1, "scattered-gradients": case.world_size}.get(case.parallel.optimizer_state)
+        gradients = 0 if "gradients" in away else held // (divided or 1)
+        of_state = held if divided is None else held // case.world_size
+        shares = {name: of_state * n_bytes // width for name, n_bytes in states.items()}
+        return {"weights": held, "gradients": gradients, **shares, **on_host}
     peak = predicted_peak(case, world_size=case.world_size)
     parts = dict(peak.parts)
-    moment = parts.pop("optimizer state") // 2 * case.moment_bytes // width
-    segments = {"weights": parts.pop("parameters"), "gradients": parts.pop("gradients", 0), "m": moment, "v": moment}
+    of_states = parts.pop("optimizer state", 0)
+    shares = {name: of_states * n_bytes // sum(states.values()) for name, n_bytes in states.items()}
+    segments = {"weights": parts.pop("parameters"), "gradients": parts.pop("gradients", 0), **shares}
     loss = parts.pop("loss", 0)
     segments |= {"activations": sum(parts.values()), "head and loss": loss}
     segments["in all"] = sum(segments.values())
-    return segments if total is None else segments | {"free": max(0, total - segments["in all"])}
+    free = {} if total is None else {"free": max(0, total - segments["in all"])}
+    return segments | free | on_host
 
 
 def actual_segments(step: TrainStep, predicted: dict[str, int], total: int) -> dict[str, int]:
     """Of a CUDA device, whose peak since it was reset is a step's."""
-    states = [state for state in step.optimizer.state.values() if "exp_avg" in state]
     segments = {
         "weights": sum(parameter.nbytes for parameter in step.model.parameters()),
         "gradients": predicted["gradients"],
-        "m": sum(state["exp_avg"].nbytes for state in states),
-        "v": sum(state["exp_avg_sq"].nbytes for state in states),
     }
+    on_host = {}
+    for name, key in STATES.items():
+        for state in step.optimizer.state.values():
+            if key in state:
+                here = segments if state[key].device == step.device else on_host
+                segment = name if here is segments else f"{name} on the host"
+                here[segment] = here.get(segment, 0) + state[key].nbytes
     peak, free = torch.cuda.max_memory_allocated(step.device), torch.cuda.mem_get_info(step.device)[0]
     loss = predicted.get("head and loss", 0)
     segments |= {"activations": peak - sum(segments.values()) - loss, "head and loss": loss, "in all": peak}
-    return segments | {"other": max(0, total - free - peak), "free": free}
+    return segments | {"other": max(0, total - free - peak), "free": free} | on_host
 
 
 def hint(case: TrainerCase, total: int | None) -> str:
     """What would use memory that is free, or save what is short, with its predicted sum; empty if nothing would."""
-    if total is None or not (case.written_out and is_predictable(case)):
+    if total is None or not (case.written_out and is_predictable(case)) or offloaded(case):
         return ""
 
     def needs(**changes: object) -> int:
@@ -79,15 +91,16 @@ def hint(case: TrainerCase, total: int | None) -> str:
     def fits(n_bytes: int) -> bool:
         return n_bytes <= (1 - _SPARED) * total
 
-    now, level = needs(), LEVELS.index(case.keep.split("-")[0])
+    levels = [LEVELS.index(keep.split("-")[0]) for keep in keep_of_blocks(case.keep, case.config.n_layers)]
+    now = needs()
     if not fits(now):
-        for keep in reversed(LEVELS[:level]):
+        for keep in reversed(LEVELS[: max(levels)]):
             if fits(needed := needs(keep=keep)):
                 return f"It is more than fits: --keep {keep} would take {needed / GIB:.1f} GiB in all"
         return "It is more than fits: take a smaller --batch-size, and more --accumulate"
     if total - now < _MUCH * total:
         return ""
-    found = [(f"--keep {keep}", needs(keep=keep)) for keep in LEVELS[level + 1 :]][::-1]
+    found = [(f"--keep {keep}", needs(keep=keep)) for keep in LEVELS[min(levels) + 1 :]][::-1]
     larger = 2 * case.batch_size
     found.append((f"--batch-size {larger}", needs(batch_size=larger, accumulate=max(1, case.accumulate // 2))))
     fitting = [f"{option} would take {needed / GIB:.1f} GiB in all" for option, needed in found if fits(needed)]

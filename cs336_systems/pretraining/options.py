@@ -120,14 +120,18 @@ class TrainOptions:
     """Steps between evaluations on held-out tokens, and one at the end; None for no evaluation."""
     evaluation_sequences: int | None = 512
     """Held-out sequences, the first so many; None for all."""
-    save_every: int = 1000
-    """Steps between checkpoints; there is one at the end in any case."""
+    save_every: int | None = 1000
+    """Steps between checkpoints, and one at the end, whatever ends the run; None for no checkpoint at all."""
     keep_last: int = 2
     """Checkpoints that stay."""
     keep_every: int | None = None
     """Checkpoints of steps that are multiples of it stay for ever."""
     log_every: int = 1
     """Of so many steps the console shows one; the log has all."""
+    tensorboard: bool = False
+    """Write event files into --out, too: needs the extra tensorboard."""
+    wandb: str | None = None
+    """Project of Weights & Biases to which the run is told, too: needs the extra wandb."""
     export: bool = True
     """At the end, to a Hugging Face folder in --out."""
     walltime: float | None = None
@@ -163,6 +167,8 @@ class TrainOptions:
         if self.lmhead_chunks is not None and self.keep == "autograd":
             asked = f"--lmhead-chunks {self.lmhead_chunks}"
             raise ValueError(f"{asked} needs a head that is written out, not --keep autograd")
+        if self.save_every is None and self.export:
+            raise ValueError("--save-every None leaves no checkpoint to be exported: --no-export does without")
         if self.init is None:
             resolve_size(self.size)
         canonical_policy(self.recompute)

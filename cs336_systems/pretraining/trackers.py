@@ -1,6 +1,7 @@
 """A run's numbers in TensorBoard and in Weights & Biases: further sinks of its log, for who has them.
 
     RunLog(LogFile.open(folder / LOG, resume=False), TensorBoard(folder), WeightsAndBiases(folder, "my-project"))
+    trackers_of(options, first_step)                       # those that a run's options ask for
 
 Each is an extra: ``uv sync --extra tensorboard`` or ``--extra wandb``.
 """
@@ -8,6 +9,8 @@ Each is an extra: ``uv sync --extra tensorboard`` or ``--extra wandb``.
 import uuid
 from pathlib import Path
 
+from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.run_log import Sink
 from cs336_systems.pretraining.run_records import Evaluation, GpuState, Options, Record, Step
 
 WANDB_ID = "wandb_id.txt"
@@ -27,6 +30,20 @@ def scalars(record: Record) -> dict[str, float]:
             names = ("sm_mhz", "power_w", "temperature_c", "memory_used_bytes")
             values = {f"gpu/{name}": getattr(record, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def trackers_of(options: TrainOptions, first_step: int) -> list[Sink]:
+    """What ``--tensorboard`` and ``--wandb`` ask for, for a run that begins or goes on at this step.
+
+    Raises:
+        ValueError: one is not installed, or nobody is logged in.
+    """
+    sinks: list[Sink] = []
+    if options.tensorboard:
+        sinks.append(TensorBoard(options.out, first_step))
+    if options.wandb is not None:
+        sinks.append(WeightsAndBiases(options.out, options.wandb, resume=first_step > 0))
+    return sinks
 
 
 class TensorBoard:

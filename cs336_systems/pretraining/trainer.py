@@ -59,6 +59,7 @@ from cs336_systems.pretraining.run_records import (
     Step,
 )
 from cs336_systems.pretraining.signals import REASONS, StopRequests
+from cs336_systems.pretraining.trackers import trackers_of
 
 _VALUES = ("loss", "norm", *REASONS)
 """Of each step, read a step late; a reason to stop is the number of ranks that have it."""
@@ -104,7 +105,7 @@ def train(options: TrainOptions, rank: Rank, *sinks: Sink) -> Outcome:
     with ExitStack() as stack:
         stack.enter_context(prepared.loader)
         first_step = _resume(prepared)
-        log = stack.enter_context(_open_log(options.out / LOG, first_step, sinks))
+        log = stack.enter_context(_open_log(options, first_step, sinks))
         _introduce(prepared, rank, log, first_step)
         stop = stack.enter_context(StopRequests(ends_at))
         told = rank.device if rank.rank == 0 else torch.device("cpu")  # of which there is nothing to tell
@@ -135,14 +136,15 @@ def _saver(prepared: Prepared) -> BackgroundSaver:
     return BackgroundSaver(options.out, step.model, step.optimizer, **kept)
 
 
-def _open_log(path: Path, first_step: int, sinks: Sequence[Sink]) -> RunLog:
+def _open_log(options: TrainOptions, first_step: int, sinks: Sequence[Sink]) -> RunLog:
     """The first rank's log, to which the others have nothing to say; a collective, as it may fail there."""
-    logs = [RunLog()]
+    logs, path = [RunLog()], options.out / LOG
 
     def open_it() -> None:
         made = read_run(path).all(Step) if path.exists() else ()
         earlier = [step for step in made if step.step < first_step]
-        logs[0] = RunLog(LogFile.open(path, resume=True), *sinks, earlier=earlier)
+        trackers = trackers_of(options, first_step)
+        logs[0] = RunLog(LogFile.open(path, resume=True), *sinks, *trackers, earlier=earlier)
 
     on_rank_0(open_it)
     return logs[0]
@@ -233,7 +235,7 @@ class _Run:
     def _look_at_memory(self) -> None:
         """Of the device, what the second step takes, which finds all states in place: the host knows it once that is
         queued. Of the host, room for copies of these states."""
-        if self._made == self._first_step:
+        if self._made == self._first_step and self._options.save_every is not None:
             free = free_bytes(torch.device("cpu")) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             if short := self._saver.reserve(int(_COPIES * free)):
                 self._log.say(f"{short}: training will wait for checkpoints to be written", "warning")
@@ -276,7 +278,8 @@ class _Run:
         done = self._made == self._prepared.n_steps
         if self._prepared.evaluation is not None and (done or self._is_due(self._options.evaluate_every)):
             self._evaluate()
-        if done or self._reason is not None or self._is_due(self._options.save_every):
+        ends = done or self._reason is not None
+        if self._options.save_every is not None and (ends or self._is_due(self._options.save_every)):
             self._save()
 
     def _evaluate(self) -> None:

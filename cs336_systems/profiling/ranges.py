@@ -47,6 +47,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from cs336_systems.blocks import BlockOps, WrittenOutBlock
+from cs336_systems.blocks.ops import PRODUCTS
 from cs336_systems.config import phase_of
 from cs336_systems.model import ModelOps
 
@@ -268,7 +269,7 @@ def ranged_block_ops(ops: BlockOps, block: str) -> BlockOps:
     """The same operations of a written-out block, each in a range of its name behind the block's."""
 
     def wrap(operation: str) -> Callable[..., Any]:
-        function, stage = getattr(ops, operation), re.sub("(_forward|_backward)?_?$", "", operation)
+        function, stage = getattr(ops, operation), re.sub("(_forward|_backward|_product)?_?$", "", operation)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             back = operation.endswith(("_backward", "_backward_")) or kwargs.get("inverse", False)
@@ -277,7 +278,8 @@ def ranged_block_ops(ops: BlockOps, block: str) -> BlockOps:
 
         return run
 
-    return BlockOps(**{field.name: wrap(field.name) for field in fields(BlockOps)})
+    names = {field.name for field in fields(BlockOps)}
+    return replace(ops, **{name: wrap(name) for name in names - PRODUCTS})
 
 
 def ranged_phases(phases: Mapping[str, Callable[[], None]], *, warmup: int) -> dict[str, Callable[[], None]]:

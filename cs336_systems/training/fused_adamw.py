@@ -174,6 +174,8 @@ class FusedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.host_gradients is not None:
+            self.host_gradients.settle()
         together: defaultdict[Any, list[Update]] = defaultdict(list)
         self._make_states([p for group in self.param_groups for p in group["params"] if self._gradient(p) is not None])
         for group in self.param_groups:
@@ -194,9 +196,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, of tensors that are there."""
-        for device in self._links:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        self._synchronize()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -211,7 +211,14 @@ class FusedAdamW(torch.optim.Optimizer):
                 if name in state:
                     ours.copy_(torch.as_tensor(state[name]))
 
+    def _synchronize(self) -> None:
+        """With those devices that write to host memory."""
+        for device in self._links:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
     def __getstate__(self) -> dict[str, Any]:
+        self._synchronize()
         own = ("state_dtype", "master", "offload", "_places")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 

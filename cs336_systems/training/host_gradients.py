@@ -17,13 +17,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from cs336_systems.costs.offload import IN_FLIGHT_BYTES
 from cs336_systems.kernels.grad_norm import norm_of_sums, norm_table, sums_of_squares
 from cs336_systems.kernels.tensor_table import TensorTable
 from cs336_systems.operators.host_link import Coming, HostLink
 from cs336_systems.training.host_states import place
-
-IN_FLIGHT_BYTES = 2**30
-"""On their way out while the device goes on: a block of 14B has gradients of 0.5 GiB, all made at once."""
 
 
 class HostGradients:
@@ -61,6 +59,10 @@ class HostGradients:
     def norm(self) -> Tensor:
         """Of all gradients together, fp32, shape (), on the device."""
         return norm_of_sums([self._sums[parameter] for parameter in self._hosts if parameter in self._sums])
+
+    def settle(self) -> None:
+        """Let what the device does from here on find all gradients on the host."""
+        self._link.release()
 
     def forget(self) -> None:
         """There are no gradients any more."""

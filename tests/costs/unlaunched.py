@@ -11,10 +11,10 @@ from torch import Tensor
 from cs336_systems.attention.flash import backward as flash_backward
 from cs336_systems.attention.flash import forward as flash_forward
 from cs336_systems.attention.flash import preprocess as flash_preprocess
-from cs336_systems.blocks import BlockOps, write_out
+from cs336_systems.blocks import BlockOps, reference, write_out
 from cs336_systems.blocks.attention import _through
 from cs336_systems.config import PRECISIONS, ModelConfig
-from cs336_systems.costs.written_out import NORM_PROGRAMS
+from cs336_systems.costs.written_out import MULTIPROCESSORS
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
 from cs336_systems.training.precision import parameter_dtype
 
@@ -33,7 +33,7 @@ def leave_out_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "launch", lambda *args, **kwargs: None)
     for module in (rms_norm, swiglu, linear_cross_entropy):
         monkeypatch.setattr(module, "check_runnable", lambda *args: None)
-    monkeypatch.setattr(rms_norm, "INTERPRETED_PROGRAMS", NORM_PROGRAMS)
+    monkeypatch.setattr(rms_norm, "INTERPRETED_MULTIPROCESSORS", MULTIPROCESSORS)
     monkeypatch.setattr(rms_norm, "rms_norm_forward", rms_norm_forward)
     monkeypatch.setattr(rms_norm, "rms_norm_backward", rms_norm_backward)
     monkeypatch.setattr(linear_cross_entropy, "linear_cross_entropy_op", linear_cross_entropy_op)
@@ -67,22 +67,33 @@ ATTENTIONS = {
 }
 
 
+def swiglu_product_(gate_up: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    reference.product_(gate_up, x, weight)
+    return swiglu._product_like(gate_up)
+
+
 def unlaunched_ops(attention: str) -> BlockOps:
     return BlockOps(
         rms_norm_forward=rms_norm_forward,
         add_rms_norm_forward=partial(rms_norm.launch_forward, absmax=None),
         rms_norm_backward=rms_norm_backward,
-        swiglu_forward=swiglu._product_like,
+        product_=reference.product_,
+        add_product_=reference.add_product_,
+        product_backward=reference.product_backward,
+        weight_backward_=reference.weight_backward_,
+        swiglu_product_=swiglu_product_,
         swiglu_backward_=lambda *args, **kwargs: None,
         rotate_=lambda *args, **kwargs: None,
         **ATTENTIONS[attention],
     )
 
 
-def unlaunched_model(config: ModelConfig, precision: str, keep: str, attention: str) -> TransformerLM:
+def unlaunched_model(
+    config: ModelConfig, precision: str, keep: str, attention: str, *, inputs_on_host: bool = False
+) -> TransformerLM:
     """With blocks written out; called with targets, it computes its loss."""
     loss_in_chunks = partial(linear_cross_entropy.linear_cross_entropy, chunk=CHUNK)
     ops = replace(REFERENCE_OPS, rms_norm=rms_norm.rms_norm, linear_cross_entropy=loss_in_chunks)
     model = TransformerLM(config, ops, dtype=parameter_dtype(PRECISIONS[precision]))
-    write_out(model, unlaunched_ops(attention), keep)
+    write_out(model, unlaunched_ops(attention), keep, inputs_on_host=inputs_on_host)
     return model

@@ -28,7 +28,8 @@ def case_of(world_size: int = 1, **changes):
 
 
 def test_segments_add_up_to_the_device():
-    for changes in ({}, {"accumulate": 4}, {"keep": "input", "lmhead_chunks": 2}, {"moments": "fp32"}):
+    several = ({}, {"master": "fp32"}, {"accumulate": 4}, {"keep": "input", "lmhead_chunks": 2}, {"moments": "fp32"})
+    for changes in several:
         segments = predicted_segments(case_of(**changes), H200)
         *parts, whole, free = segments.values()
         assert sum(parts) == whole == H200 - free
@@ -53,10 +54,27 @@ def test_more_chunks_of_the_head_take_less():
 
 
 def test_states_alone_where_the_peak_is_not_predicted():
-    for changes, moments in ({"kernels": "reference"}, 1), ({"zero": 1}, 2), ({"zero": 3, "accumulate": 2}, 1):
+    for changes, moments in (
+        ({"kernels": "reference"}, 1),
+        ({"zero": 1}, 2),
+        ({"zero": 2}, 2),
+        ({"zero": 3, "accumulate": 2}, 1),
+    ):
         segments = predicted_segments(case_of(2, **changes), H200)
         assert list(segments) == ["weights", "gradients", "m", "v"]
+        assert segments["gradients"] == segments["weights"] // (2 if changes.get("zero") == 2 else 1)
         assert segments["weights"] == pytest.approx(moments * segments["m"], rel=0.01)
+
+
+def test_masters_and_what_is_in_host_memory():
+    weights = predicted_segments(case_of(), H200)["weights"]
+    assert predicted_segments(case_of(master="fp32"), H200)["master"] == pytest.approx(2 * weights, rel=2e-3)
+    away = predicted_segments(case_of(master="fp32", offload=("m", "v", "gradients")), H200)
+    on_host = {name for name in away if name.endswith("on the host")}
+    assert on_host == {"gradients on the host", "m on the host", "v on the host"}
+    assert away["gradients"] == 0 and not away.keys() & {"m", "v"}
+    assert away["master"] == pytest.approx(2 * away["weights"], rel=2e-3)
+    assert hint(case_of(offload=("m",)), H200) == ""
 
 
 def test_hints_name_options_that_fit():
@@ -68,6 +86,7 @@ def test_hints_name_options_that_fit():
     full = predicted_segments(case_of(), None)["in all"]
     assert hint(case_of(), int(1.1 * full)) == ""
     assert hint(case_of(), int(0.9 * full)).startswith("It is more than fits: --keep ")
+    assert "--keep all would" in hint(case_of(batch_size=4, keep="8xall+products"), H200)
     assert hint(case_of(), GIB) == "It is more than fits: take a smaller --batch-size, and more --accumulate"
     assert hint(case_of(), None) == hint(case_of(kernels="reference"), H200) == ""
 

@@ -1,13 +1,16 @@
 """Which numbers go to TensorBoard and to Weights & Biases, by stand-ins for both."""
 
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from cs336_systems.pretraining import trackers
+from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.run_log import RunLog
 from cs336_systems.pretraining.run_records import Evaluation, GpuState, Step
-from cs336_systems.pretraining.trackers import TensorBoard, WeightsAndBiases
+from cs336_systems.pretraining.trackers import TensorBoard, WeightsAndBiases, trackers_of
 from tests.pretraining.runs import opening
 
 RECORDS = [
@@ -47,6 +50,19 @@ def test_tensorboard(monkeypatch, tmp_path):
     assert calls[0] == (str(tmp_path), 4)
     assert sorted(calls[1:-1]) == EXPECTED
     assert calls[-1] == "closed"
+
+
+def test_those_that_options_ask_for(monkeypatch, tmp_path):
+    made = []
+    monkeypatch.setattr(trackers, "TensorBoard", lambda folder, first_step: made.append((folder, first_step)))
+    monkeypatch.setattr(
+        trackers, "WeightsAndBiases", lambda folder, project, resume: made.append((folder, project, resume))
+    )
+    plain = replace(TrainOptions.default("cpu"), out=tmp_path)
+    assert trackers_of(plain, 3) == made == []
+    both = replace(plain, tensorboard=True, wandb="project")
+    assert len(trackers_of(both, 0) + trackers_of(both, 3)) == 4
+    assert made == [(tmp_path, 0), (tmp_path, "project", False), (tmp_path, 3), (tmp_path, "project", True)]
 
 
 class Wandb(ModuleType):

@@ -3,6 +3,7 @@
 import math
 import random
 import shutil
+import sys
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -24,6 +25,7 @@ from cs336_systems.pretraining.run_reader import read_run
 from cs336_systems.pretraining.run_records import Data, End, Evaluation, Memory, Message, Model, Options, Step
 from cs336_systems.pretraining.trainer import train
 from cs336_systems.training import TrainStep
+from tests.pretraining.runs import Kept
 from tests.pretraining.trained import EXPLODING, losses_and_norms, options, write_dataset
 
 
@@ -185,6 +187,25 @@ def test_a_z_loss_is_part_of_what_is_learned_and_not_of_what_is_evaluated(whole,
     more = with_it.last(Step).loss - without.last(Step).loss
     assert more == pytest.approx(0.5 * lse**2, rel=0.1)
     assert with_it.last(Evaluation).loss == without.last(Evaluation).loss
+
+
+def test_a_tracker_that_is_missing_is_said_and_one_that_is_there_is_told(whole, alone, tmp_path, monkeypatch):
+    asked = options(tmp_path, data=whole / "data", save_every=None, export=False, steps=2, warmup_steps=0)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="Weights & Biases needs its client: uv sync --extra wandb"):
+        train(replace(asked, wandb="project"), alone)
+    assert not (tmp_path / "run" / LOG).exists()
+    kept = Kept()
+    monkeypatch.setattr(trainer, "trackers_of", lambda options, first_step: [kept])
+    train(asked, alone)
+    assert [record.step for record in kept if isinstance(record, Step)] == [0, 1]
+
+
+def test_a_run_that_saves_nothing(whole, alone, tmp_path):
+    outcome = train(options(tmp_path, data=whole / "data", save_every=None, export=False), alone)
+    assert (outcome.steps, outcome.saved, outcome.complaint) == (10, None, None)
+    assert not complete_checkpoints(tmp_path / "run")
+    assert losses_and_norms(tmp_path / "run") == losses_and_norms(whole / "run")
 
 
 def test_chunks_of_the_head_are_as_many_as_asked(whole, alone, tmp_path, monkeypatch):

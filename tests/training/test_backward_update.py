@@ -73,6 +73,17 @@ def stochastic_rounding_draws_the_same(rank: Rank) -> None:
     assert all(map(torch.equal, *found))
 
 
+def shards_are_the_wholes_bits(rank: Rank) -> None:
+    """Ranks that see the same batch average to its gradient, exactly: five bf16 steps are those of one process."""
+    interpret_without_gpu()
+    case = Sharded.of(CONFIG, dtype="bf16", keep="products", optimizer="fused", update="under-backward")
+    alone, ours = assemble(replace(case, how="none", update="after-backward")), assemble(case, rank)
+    for seed in range(STEPS):
+        batch = random_batch(replace(case, seed=seed))
+        assert alone(*batch).item() == ours(*batch).item()
+    assert all(map(torch.equal, alone.model.parameters(), ours.model.gather_full_params().values()))
+
+
 def shards_are_updated_while_backward_runs(rank: Rank) -> None:
     step = assemble(Sharded.of(CONFIG, update="under-backward"), rank)
     stepped, most = [], 0
@@ -125,6 +136,7 @@ def what_needs_all_gradients_is_refused(rank: Rank) -> None:
 CHECKS = (
     same_bits_as_after_backward,
     stochastic_rounding_draws_the_same,
+    shards_are_the_wholes_bits,
     shards_are_updated_while_backward_runs,
     a_second_gradient_is_refused_on_every_rank,
     what_needs_all_gradients_is_refused,

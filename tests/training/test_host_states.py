@@ -135,3 +135,7 @@ def test_what_is_on_its_way_out_is_what_comes_back():
         link.send([torch.full((1000,), float(i), device=DEVICE)], [host])
     found = [link.fetch([host]).wait()[0].mean().item() for host in reversed(hosts)]
     assert found == [5, 4, 3, 2, 1, 0]
+    patient = HostLink(torch.device(DEVICE), in_flight_bytes=2**20)
+    for value in (1.0, 2.0):
+        patient.send([torch.full((1000,), value, device=DEVICE)], hosts[:1])
+    assert patient.fetch(hosts[:1]).wait()[0].mean().item() == 2

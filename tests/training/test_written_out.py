@@ -136,9 +136,11 @@ def test_ten_steps_of_fused_kernels_agree_with_the_reference(config, attention, 
 
 # --- two ranks, each with half of the batch ---------------------------------------------------------------------------
 
+LEADERBOARD = Parallel("fsdp", communicate="beside-attention", update="under-backward")
 SHARED = (
     *((config, "products", way) for config in (LLAMA, QWEN) for way in WAYS),
     *((LLAMA, keep, Parallel(wrapper)) for wrapper in ("fsdp", "fsdp2") for keep in ("input", "all")),
+    *((config, "1xall+products-residual", LEADERBOARD) for config in (LLAMA, QWEN)),
     *((QWEN, "attention", Parallel(wrapper, compute_dtype="bf16")) for wrapper in ("fsdp", "fsdp2")),
 )
 

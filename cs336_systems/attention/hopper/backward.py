@@ -28,20 +28,19 @@ from cs336_systems.attention.hopper.plans import KeyPlan
 from cs336_systems.attention.hopper.primitives import (
     LOG2_E,
     ROWS,
-    Ring,
-    aggregate,
     announce,
     announced,
     finish_adds,
     make_items,
-    make_ring,
     take_item,
     tma_add,
     visible,
 )
 from cs336_systems.attention.hopper.schedules import BACKWARD, MAX_REGISTERS_WITH, BackwardSchedule, padded_head_dim
+from cs336_systems.operators.copy_engine import can_be_copied, descriptor, example
 from cs336_systems.operators.launching import MAX_REMEMBERED, ceil_div, n_multiprocessors
 from cs336_systems.operators.prepared import Prepared
+from cs336_systems.operators.rings import Ring, aggregate, make_ring
 
 
 @aggregate
@@ -329,7 +328,7 @@ def _prepared(
     like_q, like_k = shape_BHQD, shape_BKND
     shapes = like_q, like_k, like_k, like_q, like_q, like_q, like_k, like_k
     tensors = [(shape, of, dtype) for shape, of in zip(shapes, strides, strict=True)]
-    if not all(host.can_be_copied(*tensor) for tensor in tensors):
+    if not all(can_be_copied(*tensor) for tensor in tensors):
         return None
     q, k, v, _, do, dq, dk, dv = tensors
     batch, n_heads, n_queries, d_head = shape_BHQD
@@ -347,16 +346,16 @@ def _prepared(
     main = Prepared(
         hopper_backward_kernel,
         min(items, n_multiprocessors(device)),
-        host.descriptor(*q, queries),
-        host.descriptor(*k, keys),
-        host.descriptor(*v, keys),
-        host.descriptor(*do, queries),
-        host.descriptor(stats_shape, (padded, 1), torch.float32, (2, schedule.block_q)),
-        host.descriptor(sums_shape, (block_d, 1), torch.float32, dq_box),
-        host.descriptor(*dk, half_keys),
-        host.descriptor(*dv, half_keys),
-        host.example(torch.int32),
-        host.example(torch.int32),
+        descriptor(*q, queries),
+        descriptor(*k, keys),
+        descriptor(*v, keys),
+        descriptor(*do, queries),
+        descriptor(stats_shape, (padded, 1), torch.float32, (2, schedule.block_q)),
+        descriptor(sums_shape, (block_d, 1), torch.float32, dq_box),
+        descriptor(*dk, half_keys),
+        descriptor(*dv, half_keys),
+        example(torch.int32),
+        example(torch.int32),
         group,
         host.section_heads(queries_bytes, batch * n_kv_heads),
         padded,

@@ -27,18 +27,17 @@ from cs336_systems.attention.hopper.primitives import (
     LOG2_E,
     NEVER,
     ROWS,
-    Ring,
-    aggregate,
     announce,
     announced,
     make_items,
-    make_ring,
     take_item,
     visible,
 )
 from cs336_systems.attention.hopper.schedules import FORWARD, MAX_REGISTERS_WITH, ForwardSchedule, padded_head_dim
+from cs336_systems.operators.copy_engine import can_be_copied, descriptor, example
 from cs336_systems.operators.launching import MAX_REMEMBERED, ceil_div, n_multiprocessors
 from cs336_systems.operators.prepared import Prepared
+from cs336_systems.operators.rings import Ring, aggregate, make_ring
 
 
 @aggregate
@@ -267,7 +266,7 @@ def _prepared(
     All that a launch depends on but for the addresses, q, k and v being aligned; ``strides`` are theirs in this order.
     """
     operands = [(shape, of, dtype) for shape, of in zip((shape_BHQD, shape_BKND, shape_BKND), strides, strict=True)]
-    if not all(host.can_be_copied(*operand) for operand in operands):
+    if not all(can_be_copied(*operand) for operand in operands):
         return None
     q, k, v = operands
     o = (shape_BHQD, host.result_strides(*q), dtype)
@@ -282,12 +281,12 @@ def _prepared(
     return Prepared(
         hopper_forward_kernel,
         min(items, n_multiprocessors(device)),
-        host.descriptor(*q, rows),
-        host.descriptor(*k, keys),
-        host.descriptor(*v, keys),
-        host.descriptor(*o, rows),
-        host.example(torch.float32),
-        host.example(torch.int32),
+        descriptor(*q, rows),
+        descriptor(*k, keys),
+        descriptor(*v, keys),
+        descriptor(*o, rows),
+        example(torch.float32),
+        example(torch.int32),
         group,
         host.section_heads(keys_and_values, batch * n_kv_heads) * group,
         scale * LOG2_E.value,

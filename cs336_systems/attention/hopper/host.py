@@ -1,9 +1,4 @@
-"""What the launchers do on the host: tensors that the copy engine can read, their descriptors, the order of work.
-
-A descriptor says where a tensor lies, in up to five dimensions with strides of whole 16 bytes, and which box of it one
-copy moves. Boxes that reach past an end are filled with zeros on the way in and cut on the way out: no kernel checks
-rows or columns of what is copied so.
-"""
+"""What the launchers do on the host: tensors that the copy engine can read, the order of work."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -12,32 +7,16 @@ from functools import cache
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-ALIGNMENT_BYTES = 16
-"""Of the first element and of every stride but the last."""
-MAX_STRIDE_BYTES = 2**40
+from cs336_systems.operators.copy_engine import ALIGNMENT_BYTES, can_be_copied
 
 L2_BUDGET_BYTES = 32 * 1024**2
 """What the heads of one section may read again and again; the L2 cache has 50 MiB, in two halves."""
-
-_ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 def has_copyable_strides(x: Tensor) -> bool:
     """Whether the copy engine can read ``x`` where it lies, but for the alignment of its first element."""
     return can_be_copied(x.shape, x.stride(), x.dtype)
-
-
-def can_be_copied(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether the copy engine can read an aligned tensor so laid out."""
-    step = ALIGNMENT_BYTES // dtype.itemsize
-    limit = MAX_STRIDE_BYTES // dtype.itemsize
-    for size, stride in zip(shape[:-1], strides[:-1], strict=True):
-        if size != 1 and (stride <= 0 or stride % step or stride >= limit):
-            return False
-    return strides[-1] == 1
 
 
 def copyable(x: Tensor) -> Tensor:
@@ -64,21 +43,6 @@ def empty_result(x: Tensor) -> Tensor:
 def result_strides(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
     """Of ``torch.empty_like`` of a tensor so laid out."""
     return torch.empty_like(torch.empty_strided(shape, strides, dtype=dtype, device="meta")).stride()
-
-
-def example(dtype: torch.dtype) -> Tensor:
-    """Stands for aligned memory of that type where a launch is prepared."""
-    return torch.empty(0, dtype=dtype, device="meta")
-
-
-def descriptor(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]
-) -> TensorDescriptor:
-    """How the copy engine moves boxes of a tensor, two- or four-dimensional, to and from swizzled shared memory."""
-    layout = gl.NVMMASharedLayout.get_default_for(list(box), _ELEMENT[dtype])
-    # The stride of a dimension of one is never used, but must be aligned.
-    used = [stride if size > 1 else ALIGNMENT_BYTES for size, stride in zip(shape[:-1], strides[:-1], strict=True)]
-    return TensorDescriptor(example(dtype), list(shape), [*used, 1], list(box), layout)
 
 
 _ON_IT = nullcontext()

@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cs336_systems.attention.hopper import host
 from cs336_systems.attention.hopper.primitives import LOG2_E
+from cs336_systems.operators.copy_engine import example
 from cs336_systems.operators.launching import ceil_div
 from cs336_systems.operators.prepared import Prepared
 
@@ -111,7 +111,7 @@ def prepare_preprocess(
     return Prepared(
         hopper_preprocess_kernel,
         padded // PASS_ROWS * batch * n_heads,
-        *(host.example(of) for of in (dtype, dtype, torch.float32, torch.float32, torch.float32)),
+        *(example(of) for of in (dtype, dtype, torch.float32, torch.float32, torch.float32)),
         *o_strides[:3],
         *do_strides[:3],
         n_heads,
@@ -137,8 +137,8 @@ def prepare_postprocess(
     return Prepared(
         hopper_postprocess_kernel,
         ceil_div(n_queries, PASS_ROWS) * batch * n_heads,
-        host.example(torch.float32),
-        host.example(dtype),
+        example(torch.float32),
+        example(dtype),
         *dq_strides[:3],
         n_heads,
         n_queries,

@@ -24,7 +24,10 @@ _PATTERNS = (
     (ELEMENTWISE, r"^triton_poi_"),
     (COMMUNICATION, r"nccl|gloo|c10d::|all_?reduce|all_?gather|reduce_?scatter"),
     (ATTENTION, r"flash|fmha|sdpa|scaled_dot_product|attention|\battn_(fwd|bwd)|flex_|^hopper_"),
-    (MATMUL, r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|aten::(add|b|badd)?mm\b|aten::(matmul|linear|dot)"),
+    (
+        MATMUL,
+        r"gemm|gemv|^product_kernel|cutlass|cublas|nvjet|xmma|splitk|aten::(add|b|badd)?mm\b|aten::(matmul|linear|dot)",
+    ),
     (SOFTMAX, r"softmax|^cross_entropy_rows"),
     (OPTIMIZER, r"multi_tensor_apply|fused_?adam|_foreach_|^(advance|update)_kernel$"),
     (COPY, r"^mem(cpy|set)$|copy|CatArray|aten::(cat|clone|contiguous|_to_copy|zero_|fill_)|FillFunctor"),

@@ -39,6 +39,7 @@ MUL = "at::native::BinaryFunctor<float, float, float, at::native::binary_interna
         ("rms_norm_backward_kernel", "reduction"),
         ("sum_rows_kernel", "reduction"),
         ("swiglu_forward_kernel", "elementwise"),
+        ("product_kernel", "matmul"),
         ("rotary_kernel", "elementwise"),
         ("update_kernel", "optimizer"),
         ("something_new", "other"),
