@@ -13,6 +13,7 @@ import resource
 import sys
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 GIB = 2**30
@@ -46,7 +47,7 @@ class Fence:
         torch.cuda.init()
         torch.empty(1, device=device)
         torch.cuda.reset_peak_memory_stats(device)
-        total, context = torch.cuda.mem_get_info(device)[1], self._context()
+        total, context = torch.cuda.get_device_properties(device).total_memory, self._context()
         self.overhead = context + LATER
         left = device_bytes - self.overhead
         if left <= 0:
@@ -60,7 +61,8 @@ class Fence:
     def in_use(self) -> InUse:
         """Since the fence is up."""
         unit = 1 if sys.platform == "darwin" else 1024
-        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        host = max(highest, psutil.Process().memory_info().rss)  # of which some sandboxes know the second alone
         if self.device.type != "cuda":
             return InUse(0, host, 0)
         context = self._context()

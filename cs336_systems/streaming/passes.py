@@ -11,7 +11,8 @@ rounds are taken in the schedule's order of one layer, which plans do not change
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,6 +70,7 @@ class Passes:
         """Whether layers' norms have been taken in this step."""
         self.norm: Tensor | None = None
         """Of the last step's gradients before clipping, where it was taken; ()."""
+        self._norm_tables: dict[int, Any] = {}
         self.scale: Tensor | None = None
         step_dtype = torch.int64 if device.type == "cuda" else torch.float32
         n_parameters = config.n_layers * len(self.block_parameters) + len(fixed.weights)
@@ -238,7 +240,7 @@ class Passes:
 
     def _norm(self, operation: Operation) -> None:
         self.clipping = True
-        self.norms[operation.layer].copy_(_norm_of(list(self._of(operation, "gradients").values())))
+        self.norms[operation.layer].copy_(self._norm_of(operation.layer, self._of(operation, "gradients").values()))
 
     def _optimizer(self, operation: Operation) -> None:
         if operation.layer < 0:
@@ -251,9 +253,18 @@ class Passes:
         steps = self.steps[first : first + len(parameters)].unbind()
         self.optimizer(first, parameters, gradients, exp_avg, exp_avg_sq, steps, self.scale)
 
-    def _clip(self, fixed_gradients: Sequence[Tensor]) -> None:
+    def _norm_of(self, layer: int, gradients: Iterable[Tensor]) -> Tensor:
+        """L2, of all elements of one layer's gradients, or of the fixed ones for -1; ()."""
+        tensors = list(gradients)
+        if tensors[0].device.type != "cuda":
+            return torch.stack([torch.linalg.vector_norm(one, dtype=_wide(one.dtype)) for one in tensors]).norm()
+        from cs336_systems.kernels.grad_norm import grad_norm, norm_table  # brings Triton along
+
+        return grad_norm(tensors, self._norm_tables.setdefault(layer, norm_table()))
+
+    def _clip(self, fixed_gradients: Iterable[Tensor]) -> None:
         """Norm and scale, as ``training/clipping.py`` has them; all layers' norms are there."""
-        self.norms[-1].copy_(_norm_of(fixed_gradients))
+        self.norms[-1].copy_(self._norm_of(-1, fixed_gradients))
         norm = self.norms.norm()
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         self.norm, self.scale = norm, torch.where(norm.isfinite(), scale, math.nan)
@@ -261,7 +272,7 @@ class Passes:
     def _update_fixed(self, gradients: Mapping[str, Tensor]) -> None:
         fixed = self.fixed
         if self.clipping:
-            self._clip(list(gradients.values()))
+            self._clip(gradients.values())
         numbers = {EMBEDDING: 0, NORM: len(self.steps) - (1 if fixed.tied else 2), HEAD: len(self.steps) - 1}
         for name, weight in fixed.weights.items():
             number = numbers[name]
@@ -286,8 +297,3 @@ _OF_CHUNKS = frozenset({"input", "context", "attention", "products", "dy", "dcon
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _norm_of(tensors: Sequence[Tensor]) -> Tensor:
-    """L2, of all elements of all tensors; ()."""
-    return torch.stack([torch.linalg.vector_norm(one, dtype=_wide(one.dtype)) for one in tensors]).norm()

@@ -4,6 +4,7 @@
     step.load(model.state_dict())
     loss = step(token_ids, targets)              # a whole step: rounds and optimizer; () on the device
     step.state_dict()                            # weights, on the CPU
+    save_checkpoint(folder, step.model(), None, n_steps)         # distributed/checkpoint.py; loaded likewise
 
 On a CPU the same schedule runs with a pretended link (``lanes.py``).
 """
@@ -11,6 +12,7 @@ On a CPU the same schedule runs with a pretended link (``lanes.py``).
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -68,6 +70,7 @@ class StreamedStep:
 
     def clear_moments(self) -> None:
         """Of all parameters, as before the first step."""
+        self.passes.steps.zero_()
         for what in ("exp_avg", "exp_avg_sq"):
             for _, moment in self._named(what):
                 moment.zero_()
@@ -127,8 +130,30 @@ class StreamedStep:
             for name, weight in self._layer("weights", layer).items():
                 weight.copy_(block.get_parameter(name))
 
+    def model(self) -> TransformerLM:
+        """Weights as the model's parameters, moments and steps as buffers, all where they lie; waits for the device.
+
+        A checkpoint of it holds the whole state, may be loaded under any other plan, and takes no copy of it.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self._model
+
+    @cached_property
+    def _model(self) -> TransformerLM:
+        model = TransformerLM(self.config, device="meta", dtype=self.fixed.embedding.dtype)
+        model.load_state_dict(dict(self._named("weights")), strict=False, assign=True)
+        if self.fixed.tied:
+            model.lm_head.weight = model.token_embeddings.weight
+        for what in ("exp_avg", "exp_avg_sq"):
+            for name, moment in self._named(what):
+                owner, _, own = name.rpartition(".")
+                model.get_submodule(owner).register_buffer(f"{own}_{what}", moment)
+        model.register_buffer("steps", self.passes.steps)
+        return model
+
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take a model's weights, and moments of zero.
+        """Take a model's weights, moments of zero, and no steps made.
 
         Raises:
             KeyError: one is missing.

@@ -29,8 +29,7 @@ in a slot, what was not kept having been computed again by the ``recompute`` jus
 chunks or for none: a layer's backward needs that of whole sequences, so that ``keys`` of all their chunks come first.
 Embedding, head and final norm never move and have no slots.
 
-Where a sequence is longer than a chunk, q and k | v are two products, in forward as well: those that run again alone
-must round as they did.
+Where k and v alone are computed again, all of the product of q | k | v runs: they must round as they did in forward.
 
 Slots of ``context`` and ``dcontext`` come in groups, one after the other in memory, as many as a sequence has chunks:
 chunk c of a sequence lies in slot g G + c, so that a sequence's keys are one tensor.

@@ -1,10 +1,12 @@
 """A sequence in chunks through a block, against the sequence in one piece."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.blocks import REFERENCE, BlockGradients, BlockWeights, Saved, backward, forward
+from cs336_systems.blocks import REFERENCE, BlockGradients, BlockWeights, Saved, backward, block_ops, forward
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import kept_names
 from cs336_systems.streaming.context import Sums, attending
@@ -58,3 +60,16 @@ def test_what_is_kept_changes_no_bit(dtype):
     for keep in ("input", "attention", "products", "all-attention"):
         got = in_chunks(QWEN, dtype, 3, keep)
         assert all(torch.equal(got[name], value) for name, value in expected.items()), keep
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_the_kernels_attend_over_chunks(monkeypatch):
+    """Triton's, interpreted in fp32: as near to fp64 as the reference is, and the same bits whatever is kept."""
+    config = replace(LLAMA, d_model=64, n_heads=4, n_kv_heads=2, d_ff=64)
+    exact, eager = (in_chunks(config, dtype, 3, "products") for dtype in (torch.float64, torch.float32))
+    monkeypatch.setitem(globals(), "REFERENCE", block_ops("fused", "flash"))
+    found = {keep: in_chunks(config, torch.float32, 3, keep) for keep in ("products", "input")}
+    for name, value in exact.items():
+        error, budget = ((tensors[name] - value).abs().max().item() for tensors in (found["products"], eager))
+        assert error <= 4 * budget + 8 * torch.finfo(torch.float32).eps * value.abs().max().item(), name
+        assert torch.equal(found["products"][name], found["input"][name]), name

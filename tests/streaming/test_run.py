@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cs336_systems.blocks import REFERENCE, head_ops, write_out
 from cs336_systems.config import PRECISIONS, ModelConfig
-from cs336_systems.costs.streaming import MOMENTS, StreamedWork
+from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, StreamedWork
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
 from cs336_systems.streaming.build import build
 from cs336_systems.streaming.lanes import Lanes, PretendedLink
@@ -232,3 +232,28 @@ def test_fresh_weights_are_those_of_a_new_model(config):
         assert got.shape == expected.shape
         assert (got.mean() - expected.mean()).abs() <= 8 * deviation / expected.numel() ** 0.5, name
         torch.testing.assert_close(got.std(), expected.std(), rtol=0.25, atol=0, msg=name)
+
+
+def test_state_that_no_optimizer_here_keeps_is_refused():
+    plan = plan_of(replace(work(16, 32, dtype="bf16"), moments=tuple(MASTER_MOMENTS.items())))
+    with pytest.raises(ValueError, match="a step keeps weights, gradients, exp_avg, .* the schedule has master"):
+        StreamedStep(CONFIG, build(plan), chunks_of(plan), REFERENCE, CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [(3, 32), (4, 16)])
+def test_batches_of_another_size_are_refused(shape):
+    step = resident_step(plan_of(work(16, 32)))
+    with pytest.raises(ValueError, match=r"a step takes \(2, 16\) token ids and targets, got"):
+        step(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ((8, 20, 8, 1), "a chunk of 8 tokens and sequences of 20 do not divide one another"),
+        ((8, 32, 6, 1), "a round of 6 chunks ends within a sequence of 4 chunks"),
+    ],
+)
+def test_chunks_that_do_not_divide_are_refused(numbers, message):
+    with pytest.raises(ValueError, match=message):
+        Chunks(*numbers)

@@ -37,6 +37,8 @@ class Options(RunOptions):
     """By the global norm of gradients, for which the optimizer waits."""
     gpu: str | None = None
     """Simulate this device and measure nothing: h200, h100, b200, a100-80gb, rtx-5090 ... (hardware.py)."""
+    timeline: bool = False
+    """Draw what each lane does, in the folder of --out: as measured on a GPU, else as simulated."""
     warmup: int = 1
     """Steps before the recorded ones: they are long, and clocks have settled after one."""
     steps: int = 3
@@ -116,6 +118,8 @@ def make_cells(options: Options) -> list[StreamingCell]:
         for value in given if isinstance(given, tuple) else () if given is None else (given,):
             if not 0 < value < math.inf:
                 raise ValueError(f"{flag(name)} must be positive and finite, got {value:g}")
+    if options.timeline and options.out is None:
+        raise ValueError("--timeline draws in the folder of --out, which is not given")
     simulated = hardware_named(options.gpu).name if options.gpu else ""
     cells = []
     for size in options.size:

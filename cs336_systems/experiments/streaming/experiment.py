@@ -1,8 +1,10 @@
 """``benchmark_streaming``: training steps under caps on device and host memory."""
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from cs336_systems.experiments.driver import Experiment, one_stage
+from cs336_systems.experiments.driver import Experiment, Stage
 from cs336_systems.experiments.streaming.cells import Options, StreamingCell, make_cells
 from cs336_systems.experiments.streaming.figure import heatmaps
 from cs336_systems.experiments.streaming.measure import measure
@@ -11,6 +13,11 @@ from cs336_systems.harness.record import read_rows
 from cs336_systems.harness.sweep import Outcome, outcome_rows
 from cs336_systems.report.figures import save
 from cs336_systems.report.show import show
+
+
+def stages(options: Options, cells: Sequence[StreamingCell], outcomes: list[Outcome]) -> list[Stage]:
+    """All cells, with pictures beside the rows if they are asked for."""
+    return [Stage(cells, partial(measure, pictures=options.out if options.timeline else None))]
 
 
 def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None:
@@ -24,7 +31,7 @@ EXPERIMENT = Experiment(
     "benchmark_streaming",
     StreamingCell,
     make_cells,
-    one_stage(measure),
+    stages,
     present,
     ("tokens_per_s", "simulated_tokens_per_s", "mfu", "simulated_mfu", "simulated_over_measured", "device_in_use"),
 )

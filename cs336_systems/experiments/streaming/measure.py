@@ -5,6 +5,8 @@ measured at the end and compared. On a CPU, which has no link, the same schedule
 copies; the plan is then made for an H200, and its simulation is of that, as is said.
 """
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,8 @@ from cs336_systems.hardware import GIB, Hardware, find_hardware
 from cs336_systems.harness.clock import WHOLE, time_phases
 from cs336_systems.harness.process import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
+from cs336_systems.report.figures import save
+from cs336_systems.report.streaming_timeline import streaming_figure
 from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice, choose
 from cs336_systems.streaming.fence import Fence
 from cs336_systems.streaming.lanes import Streams
@@ -32,8 +36,11 @@ FRAGMENTS = 2**28
 """Bytes of the device that torch may reserve and not use."""
 
 
-def measure(cell: StreamingCell) -> list[Metric]:
+def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
     """The plan's simulation, and unless it is all that is asked for, the step's times, rates and memory.
+
+    Args:
+        pictures: folder in which the step's timeline is drawn, as measured on a GPU, else as simulated.
 
     Raises:
         PredictedOutOfMemory: the caps hold no plan; the message says what is short.
@@ -57,6 +64,8 @@ def measure(cell: StreamingCell) -> list[Metric]:
         caps = Caps(device_bytes, host_bytes, *(() if cell.simulated_device else none))
     choice = _chosen(cell, hardware, caps)
     metrics = simulated(choice, hardware)
+    if pictures is not None and not on_gpu:
+        _draw(pictures, cell, choice, choice.times, f"simulated for {hardware.name}")
     if cell.simulated_device:
         return metrics
     step, ids, targets = _step(cell, choice, device)
@@ -72,7 +81,10 @@ def measure(cell: StreamingCell) -> list[Metric]:
     if times.warmup_ms:
         metrics.append(Metric("warmup_step", "ms", times.warmup_ms))
     if isinstance(step.lanes, Streams):
-        found = shares(choice, step.lanes.times(choice.schedule))
+        lanes = step.lanes.times(choice.schedule)
+        if pictures is not None:
+            _draw(pictures, cell, choice, lanes, f"measured on {hardware.name}")
+        found = shares(choice, lanes)
         metrics += [Metric(name, "% of the step", [share]) for name, share in found.items()]
     if fence is not None:
         used = fence.check()
@@ -120,6 +132,12 @@ def _step(cell: StreamingCell, choice: Choice, device: torch.device) -> tuple[St
     shape = (2, chunks.n_sequences, chunks.seq_len)
     ids, targets = torch.randint(cell.config.vocab_size, shape, generator=generator)
     return step, ids, targets
+
+
+def _draw(folder: Path, cell: StreamingCell, choice: Choice, times: LaneTimes, how: str) -> None:
+    title = f"{cell}: {choice.plan.tokens:,} tokens in {times.span:.1f} s, {how}"
+    name = f"timeline_{cell.size}_{cell.context_length}_{cell.device_gib:g}_{cell.host_gib:g}.png"
+    save(streaming_figure(choice.schedule.operations, times, title), folder / name)
 
 
 def simulated(choice: Choice, hardware: Hardware) -> list[Metric]:

@@ -39,6 +39,7 @@ def test_devices_are_named_as_they_are_typed():
         (("--device-gib", "0"), "--device-gib must be positive and finite, got 0"),
         (("--host-gib", "inf"), "--host-gib must be positive and finite, got inf"),
         (("--chunk", "0"), "--chunk must be positive and finite, got 0"),
+        (("--timeline",), "--timeline draws in the folder of --out"),
         (("--gpu", "abacus"), "--gpu abacus: known are .*h200"),
         (("--size", "huge"), "unknown model size 'huge'"),
     ],
@@ -56,7 +57,7 @@ def test_a_large_model_is_not_run_on_a_cpu():
 
 @pytest.mark.slow
 def test_a_tiny_model_runs_under_caps_on_a_cpu(tmp_path, capsys):
-    code, out, _ = run("benchmark_streaming", capsys, "--out", tmp_path)
+    code, out, _ = run("benchmark_streaming", capsys, "--timeline", "--out", tmp_path)
     assert code == 0
     assert {cell["status"] for cell in json.loads(out.splitlines()[-1])["cells"]} == {"ok"}
     rows = read_rows(tmp_path / "benchmark_streaming.csv")
@@ -66,7 +67,9 @@ def test_a_tiny_model_runs_under_caps_on_a_cpu(tmp_path, capsys):
         assert found["host_in_use"] <= cell["host_gib"].iloc[0]
         assert found["tokens_per_s"] > 0
     assert rows.loc[rows["metric"] == "host_in_use", "median"].nunique() == 2
-    assert [path.name for path in tmp_path.glob("*.png")] == ["benchmark_streaming_tiny_64.png"]
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [
+        *("benchmark_streaming_tiny_64.png", "timeline_tiny_64_0.001_0.001.png", "timeline_tiny_64_0.002_0.001.png")
+    ]
 
 
 def test_heatmaps_of_measured_cells_stand_apart_from_simulated_ones():

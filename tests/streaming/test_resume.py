@@ -1,0 +1,47 @@
+"""A streamed run that is taken up from a checkpoint, under other caps, is the run that was not interrupted."""
+
+import pytest
+import torch
+
+from cs336_systems.blocks import REFERENCE
+from cs336_systems.distributed.checkpoint import load_checkpoint, save_checkpoint
+from cs336_systems.distributed.process_group import joined
+from cs336_systems.distributed.whole_checkpoint import find_checkpoint, load_whole_model
+from cs336_systems.model import TransformerLM
+from cs336_systems.streaming.build import build
+from cs336_systems.streaming.layout import Chunks
+from cs336_systems.streaming.plan import Plan
+from cs336_systems.streaming.run import StreamedStep
+from tests.streaming.test_run import batches, model_of, random_plan_of_adamw
+
+
+def step_of(plan: Plan) -> StreamedStep:
+    chunks = Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds)
+    return StreamedStep(plan.work.config, build(plan), chunks, REFERENCE, torch.device("cpu"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("seed", [3, 10])
+def test_resumed_under_other_caps(tmp_path, seed):
+    plan, _ = random_plan_of_adamw(seed)
+    work = plan.work
+    roomy = Plan(work, plan.chunks, plan.rounds, "sequential", plan.levels, (), clipping=plan.clipping)
+    straight = step_of(plan)
+    data = batches(straight.chunks, 4, work.config)
+    straight.load(model_of(work.config, torch.bfloat16).state_dict())
+    with joined("cpu"):
+        for i, batch in enumerate(data):
+            straight(*batch)
+            if i == 1:
+                save_checkpoint(tmp_path, straight.model(), None, 2)
+        resumed = step_of(roomy)
+        resumed.reset_parameters()
+        assert load_checkpoint(tmp_path, resumed.model(), None) == 2
+        for batch in data[2:]:
+            resumed(*batch)
+    expected, got = straight.model().state_dict(), resumed.model().state_dict()
+    assert expected.keys() == got.keys()
+    assert len(expected) > 3 * len(list(straight.model().parameters()))
+    assert [name for name, tensor in expected.items() if not torch.equal(got[name], tensor)] == []
+    stored, _ = find_checkpoint(tmp_path)
+    weights = load_whole_model(stored, dict(TransformerLM(work.config, device="meta").named_parameters()))
+    assert weights.keys() == dict(straight.model().named_parameters()).keys()
