@@ -26,9 +26,6 @@ from cs336_systems.config import (
 COMPILED = {"on": "compiled", "whole-model": "whole model compiled"}
 """Ways to compile a step, each in words: every block by itself, or the model as one graph; the loss in both."""
 
-COMMUNICATES = ("at-once", "beside-attention")
-"""When our FSDP starts collectives."""
-
 UPDATES = ("after-backward", "under-backward")
 """When the optimizer steps."""
 
@@ -56,8 +53,6 @@ class Parallel:
     """In which FSDP gathers weights and computes: same as the masters, or bf16."""
     prefetch: int = 1
     """Units whose weights our FSDP gathers ahead."""
-    communicate: str = "at-once"
-    """at-once; or beside-attention: our FSDP starts collectives just before a written-out block's attention."""
     update: str = "after-backward"
     """after-backward; or under-backward: our FSDP's shards are updated as soon as their gradients are averages."""
 
@@ -196,25 +191,21 @@ class TrainingCase:
         ]
 
 
-def sharding_reason(case: TrainingCase) -> str | None:
-    """Why FSDP cannot communicate or update when it is asked to, in one sentence, or None if it can.
+def update_reason(case: TrainingCase) -> str | None:
+    """Why the case's optimizer cannot update when it is asked to, in one sentence, or None if it can.
 
     Raises:
-        ValueError: ``communicate`` or ``update`` is none of the known ones.
+        ValueError: ``update`` is neither after-backward nor under-backward.
     """
-    parallel = case.parallel
-    for name, value, known in (
-        ("communicate", parallel.communicate, COMMUNICATES),
-        ("update", parallel.update, UPDATES),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} must be {' or '.join(known)}, got {value!r}")
-        if value != known[0] and parallel.wrapper != "fsdp":
-            return f"{name} {value} works on the shards of wrapper fsdp, got {parallel.wrapper}"
-    if parallel.communicate == "beside-attention" and not case.written_out:
-        return "communicate beside-attention needs written-out blocks, which can tell: keep other than autograd"
-    if parallel.update == "under-backward" and case.precision.name == "autocast-fp16":
-        return "update under-backward cannot wait for loss scaling of autocast-fp16, which decides if a step counts"
+    update = case.parallel.update
+    if update not in UPDATES:
+        raise ValueError(f"update must be {' or '.join(UPDATES)}, got {update!r}")
+    if update == "after-backward":
+        return None
+    if case.parallel.wrapper != "fsdp":
+        return f"update {update} works on the shards of wrapper fsdp, got {case.parallel.wrapper}"
+    if case.precision.name == "autocast-fp16":
+        return f"update {update} cannot wait for loss scaling of autocast-fp16, which decides whether a step counts"
     return None
 
 

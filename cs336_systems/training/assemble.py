@@ -29,7 +29,7 @@ from torch import Tensor
 from cs336_systems.attention.dispatch import attention_op
 from cs336_systems.attention.dispatch import unsupported_reason as attention_reason
 from cs336_systems.blocks import block_ops, block_products, head_ops, write_out
-from cs336_systems.case import TrainingCase, Unsupported, cuda_graph_reason, sharding_reason
+from cs336_systems.case import TrainingCase, Unsupported, cuda_graph_reason, update_reason
 from cs336_systems.costs.checkpointing import SELECTIVE
 from cs336_systems.costs.kept import unserved_reason
 from cs336_systems.costs.offload import STATES, offload_reason, offloaded
@@ -153,7 +153,7 @@ def check_supported(case: TrainingCase, device: torch.device) -> None:
     reason = reason or recipe_unsupported_reason(case.recipe, case.precision, device)
     reason = reason or checkpointing_reason(case.checkpoint, case.attention)
     reason = reason or _whole_model_reason(case) or optimizer_reason(case.optimizer, device) or cuda_graph_reason(case)
-    reason = reason or sharding_reason(case)
+    reason = reason or update_reason(case)
     if reason is None:
         q, k, v = (
             torch.empty(1, heads, case.context_length, config.d_head, device=device, dtype=dtype, requires_grad=True)

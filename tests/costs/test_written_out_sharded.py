@@ -119,7 +119,7 @@ def test_peak_of_a_rank_is_what_is_alive_there(one_of_two, config, seq_len, keep
 
 
 @pytest.mark.parametrize("keep", ["products", "input"])
-def test_shards_that_are_updated_under_backward_have_their_gradients_until_the_next_ones_are(one_of_two, keep):
+def test_shards_that_are_updated_under_backward_have_no_gradients_after_it(one_of_two, keep):
     early = compare(one_of_two, CONFIGS["deep"], 16, keep, "hopper", 0, "under-backward")
     late = written_out_peak(CONFIGS["deep"], 2, 16, PRECISIONS["bf16"], "backward", keep=keep, chunk=CHUNK, n_shards=2)
     assert early.n_bytes < late.n_bytes
