@@ -9,9 +9,7 @@ from cs336_systems.config import MODEL_SIZES
 from cs336_systems.training import TrainingCase, assemble, random_batch
 from tests.kernels.interpreter import interpret_without_gpu
 
-CONFIG = replace(
-    MODEL_SIZES["tiny"], name="tinier", d_model=64, d_ff=160, n_layers=3, vocab_size=97, context_length=64
-)
+CONFIG = replace(MODEL_SIZES["tiny"], name="tinier", d_model=64, d_ff=160, n_layers=3, vocab_size=97, context_length=64)
 STEPS = 20
 
 
