@@ -138,6 +138,7 @@ MODEL_SIZES: dict[str, ModelConfig] = {
         _qwen25_tied("qwen2.5-3b", 2048, 11_008, 36, 16, max_context_length=32_768),
         _qwen25("qwen2.5-7b", 3584, 18_944, 28, 28, n_kv_heads=4, max_context_length=131_072),
         _qwen25("qwen2.5-14b", 5120, 13_824, 48, 40, n_kv_heads=8, max_context_length=131_072, rms_norm_eps=1e-5),
+        _qwen25("qwen2.5-32b", 5120, 27_648, 64, 40, n_kv_heads=8, max_context_length=131_072, rms_norm_eps=1e-5),
     )
 }
 

@@ -27,6 +27,7 @@ N_PARAMETERS = {
     "qwen2.5-3b": 3_085_938_688,
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
 }
 
 VALID = ModelConfig(name="valid", d_model=48, d_ff=64, n_layers=1, n_heads=4)

@@ -29,7 +29,7 @@ from cs336_systems.config import PRECISIONS, ModelConfig, Precision
 from cs336_systems.costs.activations import WIDE
 from cs336_systems.costs.flops import model_flops
 from cs336_systems.costs.kept import flops_again, kept_tensors
-from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, rotary_bytes
+from cs336_systems.costs.memory import rotary_bytes
 from cs336_systems.costs.recomputed import recomputed
 from cs336_systems.hardware import Hardware
 
@@ -184,7 +184,7 @@ class StreamedWork:
 
     @property
     def temporary_bytes(self) -> int:
-        """The most that the kernels of one operation need besides slots, cuBLAS's workspaces included."""
+        """The most that the kernels of one operation need besides slots."""
         config, width, tokens = self.config, self.precision.parameter_bytes, self.chunk
         d_model, wide_queries = config.d_model, 4 * config.d_model  # attention's fp32 sums of dq
         query_key_value = d_model + 2 * config.d_kv
@@ -192,7 +192,7 @@ class StreamedWork:
         attention = (2 * d_model + (2 if self.is_long else 1) * query_key_value) * width + wide_queries
         head = 3 * d_model * width  # norm, its gradient, and x
         logits = min(tokens, HEAD_TOKENS) * config.vocab_size * width
-        return max(tokens * max(feed_forward, attention), tokens * head + logits) + 2 * CUBLAS_WORKSPACE_BYTES
+        return max(tokens * max(feed_forward, attention), tokens * head + logits)
 
     # operations
 

@@ -4,9 +4,10 @@
     schedule_times(plan, schedule, rates)   # simulated: costs/lanes.py
 
 A copy out of a slot follows the last write there. A copy into one stands where the slot is left and the item is on the
-host, each ``lag`` operations after a copy out was enqueued: one that stood there earlier would hold up those behind it
-on its lane. Of several, the one that is needed first goes first. What an operation waits for are conflicts
-in its slots and places: who wrote what it reads, who still reads what it writes over; what that implies is left out.
+host; where that takes a copy out first, it stands behind the operations that this one is taken to last, for on its lane
+it would hold up those behind it. Of several, the one that is needed first goes first. What an operation waits for are
+conflicts in its slots and places: who wrote what it reads, who still reads what it writes over; what that implies is
+left out.
 """
 
 from collections import defaultdict, deque
@@ -184,7 +185,7 @@ class _Builder:
                     self.fetches_left[item] += 1
                     begin = min(need - 1, max(slot_left.get(slot, -1), item_left.get(item, -1)))
                     fetches[begin].append(_Copy(need, item, slot))
-                lag = self.plan.lag if stay.leaves else 0
+                lag = self.plan.lag(item.what) if stay.leaves else 0
                 slot_left[slot] = item_left[item] = last[item] + lag
                 holds[slot], lies_in[item] = item, slot
             for item, t in written.items():

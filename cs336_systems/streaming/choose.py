@@ -35,12 +35,12 @@ OPTIMIZER_SHARE = 0.02
 """Of a step, at most, where its tokens are not given."""
 SIMULATED = 12
 """Kinds of layouts of which a schedule is built."""
-MOST_OPERATIONS = 60_000
-"""That are simulated of them, and again on the way from the best one to better neighbours."""
+EFFORT = 60_000
+"""Operations that are simulated of them, and again on the way from the best one of each order to better neighbours."""
 LEAST_GAIN = 3e-4
 """For which a step is taken."""
-DEVICE_OVERHEAD = int(0.75 * GIB)
-"""Of the CUDA context, kernels and what torch reserves beside slots: an assumption, measured by the benchmark."""
+DEVICE_OVERHEAD = int(0.8 * GIB)
+"""Of the CUDA context, kernels, cuBLAS's workspaces and what else torch reserves: an assumption."""
 HOST_OVERHEAD = 3 * GIB
 """By which the process grows beside its slab: the same."""
 
@@ -119,6 +119,7 @@ def choose(
     precision: Precision = PRECISIONS["bf16"],
     moments: dict[str, int] = MOMENTS,
     least_chunk: int = LEAST_CHUNK,
+    effort: int = EFFORT,
 ) -> Choice:
     """The plan whose simulated step has the most tokens per second.
 
@@ -126,12 +127,13 @@ def choose(
         tokens_per_step: of all rounds; None to take as many as hide the optimizer.
         chunk: tokens, if they shall be those; likewise ``order``.
         least_chunk: tokens, where chunks are to be chosen.
+        effort: operations to simulate in each part of the search.
 
     Raises:
         CapsTooSmallError: nothing fits.
         ValueError: a chunk that does not divide, or tokens of a step that no chunks make up.
     """
-    search = _Search(config, context_length, caps, rates, tokens_per_step, clipping, order)
+    search = _Search(config, context_length, caps, rates, tokens_per_step, clipping, order, effort)
     works = [
         StreamedWork(config, context_length, tokens, precision, tuple(moments.items()))
         for tokens in ([chunk] if chunk else chunk_sizes(context_length, least_chunk))
@@ -165,7 +167,8 @@ class _Candidate:
     ring_bytes: int
     tokens_per_s: float = field(compare=False)
     """Estimated."""
-    lag: int = 2
+    copied_meanwhile: float = 1.0
+    """Of what the link moves in the mean time of an operation."""
 
     def plan(self, clipping: bool) -> Plan:
         layout, n_layers = self.layout, self.layout.work.config.n_layers
@@ -185,7 +188,7 @@ class _Candidate:
             spread(self.edges) if self.edges != self.levels else None,
             layout.keep_context,
             clipping,
-            self.lag,
+            int(self.copied_meanwhile * layout.copied_meanwhile),
         )
 
 
@@ -198,16 +201,19 @@ class _Search:
     tokens_per_step: int | None
     clipping: bool
     order: Order | None
+    effort: int
 
     def best(self, works: list[StreamedWork]) -> Choice:
         """By estimates first, then by simulation, then by small steps from the best ones."""
-        estimated = sorted((c for work in works for c in self._candidates(work)), key=lambda c: -c.tokens_per_s)
+        candidates = (candidate for work in works for candidate in self._candidates(work))
+        estimated = _ranked((candidate, candidate.tokens_per_s) for candidate in candidates)
         tried = _Tried(self)
         for candidate in islice(_different(estimated), SIMULATED):
-            if tried.operations < MOST_OPERATIONS:
+            if tried.operations < self.effort:
                 tried.rate(candidate)
-        if tried.ranking():
-            tried.climb(tried.ranking()[0])
+        for order in ORDERS:
+            if start := next((candidate for candidate in tried.ranking() if candidate.layout.order == order), None):
+                tried.climb(start)
         for candidate in tried.ranking():
             if (choice := self.choice(candidate)) is not None:
                 return choice
@@ -328,12 +334,12 @@ class _Tried:
 
     def ranking(self) -> list[_Candidate]:
         """Those that fit, the fastest first."""
-        return sorted((c for c, rate in self.rates.items() if rate), key=lambda c: -self.rates[c])
+        return _ranked((candidate, rate) for candidate, rate in self.rates.items() if rate)
 
     def climb(self, best: _Candidate) -> None:
         """Step by step, large ones first, as long as one is faster."""
-        most = self.operations + MOST_OPERATIONS
-        for parts in (8, 32):
+        most = self.operations + self.search.effort
+        for parts in (8, 32, best.layout.pairs):
             improved = True
             while improved:
                 improved = False
@@ -354,8 +360,8 @@ def _steps(layout: Layout, parts: int) -> Iterator[Callable[[_Candidate], _Candi
         yield partial(_with_residents, what=what, more=sign * n_layers)
     for ring in layout.least_slots:
         yield partial(_with_slots, ring=ring)
-    for sign in (1, -1):
-        yield partial(_with_lag, more=sign)
+    for factor in (2.0, 0.5):
+        yield partial(_with_lag, factor=factor)
 
 
 def _with_levels(candidate: _Candidate, edge: bool | None, attention: int, products: int) -> _Candidate | None:
@@ -385,9 +391,18 @@ def _with_slots(candidate: _Candidate, ring: str) -> _Candidate | None:
     return replace(candidate, layout=replace(candidate.layout, more_slots=tuple(sorted(more.items()))))
 
 
-def _with_lag(candidate: _Candidate, more: int) -> _Candidate | None:
-    after = candidate.lag + more
-    return replace(candidate, lag=after) if 0 <= after <= 4 else None
+def _with_lag(candidate: _Candidate, factor: float) -> _Candidate | None:
+    after = candidate.copied_meanwhile * factor
+    return replace(candidate, copied_meanwhile=after) if 0.25 <= after <= 4 else None
+
+
+def _ranked(rated: Iterable[tuple[_Candidate, float]]) -> list[_Candidate]:
+    """The fastest first; of equals sequential ones, which are simpler."""
+
+    def speed(pair: tuple[_Candidate, float]) -> float:
+        return pair[1] * (1 + LEAST_GAIN * (pair[0].layout.order == "sequential"))
+
+    return [candidate for candidate, _ in sorted(rated, key=speed, reverse=True)]
 
 
 def _different(candidates: Iterable[_Candidate]) -> Iterator[_Candidate]:

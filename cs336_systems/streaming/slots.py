@@ -114,7 +114,7 @@ def find_stays(plan: Plan, steps: Sequence[Step]) -> tuple[list[Stay], dict[str,
     stays, sizes = [], {}
     for ring, of_ring in uses.items():
         found = _Sweep(plan, steps, ring, of_ring).run(given.get(ring))
-        assigned, sizes[ring] = _assign(ring, found, given.get(ring), plan.lag)
+        assigned, sizes[ring] = _assign(plan, ring, found)
         stays += assigned
     return sorted(stays, key=lambda stay: stay.first), sizes
 
@@ -225,10 +225,11 @@ class _Slot:
     """The last one there."""
 
 
-def _assign(ring: str, stays: list[Stay], slots: int | None, lag: int) -> tuple[list[Stay], int]:
+def _assign(plan: Plan, ring: str, stays: list[Stay]) -> tuple[list[Stay], int]:
     """Gives each stay the slot that has been free the longest, or the one where its unit still lies, which makes one
     stay of two; returns these, and how many slots there are.
     """
+    slots = dict(plan.slots).get(ring)
     found: list[Stay] = []
     free: list[_Slot] = []
     for stay in sorted(stays, key=lambda stay: stay.first):
@@ -250,5 +251,6 @@ def _assign(ring: str, stays: list[Stay], slots: int | None, lag: int) -> tuple[
             stay.slot = chosen.index
             found.append(stay)
         free.remove(chosen)
-        free.append(_Slot(stay.last + (lag if stay.leaves else 0), stay.last, chosen.index, stay))
+        lag = plan.lag(stay.unit.item.what) if stay.leaves else 0
+        free.append(_Slot(stay.last + lag, stay.last, chosen.index, stay))
     return found, len(free) if slots is None else slots

@@ -1,0 +1,96 @@
+"""Why a plan is as it is, in sentences: which lane binds, what is computed again, what more memory would bring.
+
+for sentence in reasons(choice): print(sentence)
+for sentence in next_gib(choice, lambda caps: choose(config, length, caps, rates)): print(sentence)
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from cs336_systems.costs.streaming import LEVELS
+from cs336_systems.hardware import GIB
+from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice
+from cs336_systems.streaming.schedule import Kind
+
+_COPIES = {"in": "copies to the device", "out": "copies to the host"}
+
+
+def seconds_by_kind(choice: Choice) -> dict[Kind, float]:
+    """Of kernels, in one step."""
+    found: Counter[Kind] = Counter()
+    for operation, start, end in zip(choice.schedule.operations, choice.times.starts, choice.times.ends, strict=True):
+        if operation.lane == "compute":
+            found[operation.kind] += end - start
+    return dict(found)
+
+
+def end_seconds(choice: Choice) -> float:
+    """From the last kernel of backward to the end of the step: what is left of the optimizer then."""
+    ends = zip(choice.schedule.operations, choice.times.ends, strict=True)
+    return choice.times.span - max(end for operation, end in ends if operation.kind is Kind.EMBED_BACKWARD)
+
+
+def recomputed_share(choice: Choice) -> float:
+    """Of the step's time, in which kernels compute again."""
+    seconds = seconds_by_kind(choice)
+    return (seconds.get(Kind.RECOMPUTE, 0.0) + seconds.get(Kind.KEYS, 0.0)) / choice.times.span
+
+
+def binds(choice: Choice) -> str:
+    """What the time goes into: ``kernels``, ``computing again``, or the copies that kernels wait for the longest."""
+    times = choice.times
+    waited = max(times.waited_for, key=times.waited_for.__getitem__)
+    if times.waited_for[waited] > 0.05 * times.span:
+        return _COPIES[waited]
+    return "computing again" if recomputed_share(choice) > 0.05 else "kernels"
+
+
+def levels_in_words(choice: Choice) -> str:
+    """How many pairs of (layer, chunk) are kept at which level."""
+    counts = Counter(level for levels in choice.plan.levels for level in levels)
+    return ", ".join(f"{counts[level]} at {level}" for level in LEVELS if counts[level])
+
+
+def reasons(choice: Choice) -> Iterator[str]:
+    """One sentence for each decision and each bound."""
+    plan, times, caps = choice.plan, choice.times, choice.caps
+    work, n_layers = plan.work, plan.work.config.n_layers
+    share = {lane: 100 * seconds / times.span for lane, seconds in times.busy.items()}
+    yield (
+        f"A step is {plan.rounds} {plan.order} rounds of {plan.chunks} chunks of {work.chunk:,} tokens: kernels run "
+        f"{share['compute']:.0f} % of it, copies in {share['in']:.0f} %, copies out {share['out']:.0f} %; "
+        f"{binds(choice)} bind."
+    )
+    kept = f"Of {n_layers * plan.chunks} pairs of layer and chunk {levels_in_words(choice)} are kept"
+    yield f"{kept}; {100 * recomputed_share(choice):.1f} % of the time computes again."
+    streamed = [
+        f"{what} of {n_layers - n}"
+        for what in ("weights", "gradients", "moments")
+        if (n := dict(plan.resident).get(what, 0)) < n_layers
+    ]
+    yield f"Of {n_layers} layers, {', '.join(streamed) or 'none'} stream; the others' stay on the device."
+    if waits := [f"{s:.2f} s for {_COPIES[lane]}" for lane, s in times.waited_for.items() if s > 0.005 * times.span]:
+        yield f"Kernels wait {' and '.join(waits)}, {end_seconds(choice):.2f} s of that after backward."
+    if plan.clipping and end_seconds(choice) > 0.001 * times.span:
+        rest = 100 * end_seconds(choice) / times.span
+        yield f"Clipping by the global norm puts the optimizer behind backward: {rest:.1f} % of the step."
+    for what, parts, cap in (("device", choice.device_parts, caps.device), ("host", choice.host_parts, caps.host)):
+        used = sum(parts.values())
+        yield f"The {what} holds {used / GIB:.1f} of {cap / GIB:.1f} GiB, {_largest(parts)} most of all."
+
+
+def _largest(parts: dict[str, int]) -> str:
+    return max(parts, key=parts.__getitem__)
+
+
+def next_gib(choice: Choice, again: Callable[[Caps], Choice]) -> Iterator[str]:
+    """What one more GiB on either side would bring; ``again`` chooses for other caps."""
+    for what in ("device", "host"):
+        more = replace(choice.caps, **{what: getattr(choice.caps, what) + GIB})
+        try:
+            gain = again(more).tokens_per_s / choice.tokens_per_s - 1
+        except CapsTooSmallError:
+            continue
+        brings = f"{100 * gain:.1f} % more tokens per second" if gain > 0.0005 else "nothing"
+        yield f"One more GiB of {what} memory would bring {brings}."

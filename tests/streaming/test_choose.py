@@ -1,0 +1,124 @@
+"""Plans that are chosen: within the caps, faster with more memory, explained; and what is said where nothing fits."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems.config import ModelConfig, resolve_size
+from cs336_systems.costs.lanes import simulate
+from cs336_systems.costs.streaming import Rates
+from cs336_systems.hardware import GIB, find_hardware
+from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice, choose, chunk_sizes
+from cs336_systems.streaming.explain import binds, end_seconds, next_gib, reasons
+from tests.streaming.memory_model import check
+
+H200 = find_hardware("NVIDIA H200")
+assert H200 is not None
+RATES = Rates.of(H200)
+MIB = 1024**2
+SMALL = ModelConfig("small", 64, 192, 6, 4, vocab_size=256, context_length=128)
+SLOW = Rates(1e11, 1e11, 1e11, 1e10, link_alone=3e8, link_both=2.5e8)
+"""Of a CPU with a narrow link."""
+
+
+def small(device: float, host: float, length: int = 64, **options) -> Choice:
+    """Of a small model; caps in MiB."""
+    caps = Caps(int(device * MIB), int(host * MIB), 0, 0)
+    return choose(SMALL, length, caps, SLOW, least_chunk=32, tokens_per_step=768, effort=1500, **options)
+
+
+@pytest.mark.parametrize(("device", "host", "length"), [(64, 64, 64), (2.5, 3, 64), (2.5, 3, 128), (2.2, 9, 128)])
+def test_a_choice_fits_and_runs(device: float, host: float, length: int) -> None:
+    choice = small(device, host, length)
+    assert choice.fits
+    assert choice.plan.tokens == 768
+    check(choice.plan, choice.schedule)
+    assert 0 < choice.model_flops_per_s <= choice.hardware_flops_per_s
+
+
+def test_with_all_the_memory_nothing_is_copied_or_computed_again() -> None:
+    choice = small(64, 64)
+    assert {str(operation.kind) for operation in choice.schedule.operations}.isdisjoint({"fetch", "evict", "recompute"})
+    assert choice.plan.order == "sequential"
+
+
+def test_more_memory_is_never_slower() -> None:
+    speeds = [[small(device, host).tokens_per_s for host in (2.5, 5)] for device in (2.3, 4)]
+    for line in (*speeds, *zip(*speeds, strict=True)):
+        assert line[1] >= line[0] * 0.999, speeds
+
+
+def test_orders_and_chunks_can_be_asked_for() -> None:
+    for order in ("sequential", "interleaved"):
+        assert small(3, 5, order=order).plan.order == order
+    assert small(3, 5, chunk=64).plan.work.chunk == 64
+    with pytest.raises(ValueError, match="48 tokens does not divide"):
+        small(3, 5, chunk=48)
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "short"), [(0.3, 64, ("device",)), (2.5, 0.1, ("host",)), (0.3, 0.1, ("device", "host"))]
+)
+def test_where_nothing_fits_it_says_what_would(device: float, host: float, short: tuple[str, ...]) -> None:
+    """Caps of 1 GiB, of which so many MiB are left for slots."""
+    left = GIB - int(device * MIB), GIB - int(host * MIB)
+    with pytest.raises(CapsTooSmallError, match=re.escape("small on sequences of 64 tokens does not fit 1 GiB")) as no:
+        choose(SMALL, 64, Caps(GIB, GIB, *left), SLOW, least_chunk=32)
+    message = str(no.value)
+    assert [what for what in ("device", "host") if f"the {what} is" in message] == list(short)
+    would = re.search(r"; ([\d.]+) GiB of device and ([\d.]+) GiB of host", message)
+    assert would is not None
+    device_cap, host_cap = (int(float(n) * GIB) for n in would.groups())
+    assert choose(SMALL, 64, Caps(device_cap, host_cap, *left), SLOW, least_chunk=32, effort=1).fits
+
+
+def test_it_says_why() -> None:
+    choice = small(2.5, 3)
+    said = " ".join(reasons(choice))
+    assert binds(choice) in said
+    assert "interleaved rounds" in said or "sequential rounds" in said
+    assert "Clipping by the global norm" in said
+    assert end_seconds(choice) > 0
+    more = list(next_gib(choice, lambda caps: small(caps.device / MIB, caps.host / MIB)))
+    assert len(more) == 2
+    assert "of device memory would bring" in more[0]
+
+
+def test_chunk_sizes() -> None:
+    assert chunk_sizes(512) == [8192, 16_384]
+    assert chunk_sizes(8192) == [8192, 16_384]
+    assert chunk_sizes(32_768) == [32_768, 16_384, 8192, 65_536]
+    assert chunk_sizes(524_288) == [32_768, 16_384]
+    assert chunk_sizes(6000, least=4000) == [6000, 12_000]
+
+
+def llama(size: str, device: int, host: int, length: int, effort: int) -> Choice:
+    config = replace(resolve_size(size), max_context_length=None, context_length=length)
+    return choose(config, length, Caps(device * GIB, host * GIB), RATES, effort=effort)
+
+
+@pytest.mark.slow
+def test_a_gib_less_changes_the_plan_of_an_h200() -> None:
+    caps = (8, 12), (7, 12), (8, 11)
+    plans = [llama("llama3-1b", device, host, 8192, 10_000).plan for device, host in caps]
+    assert plans[0] not in plans[1:]
+
+
+@pytest.mark.slow
+def test_more_host_memory_is_not_slower_on_long_sequences() -> None:
+    speeds = [llama("llama3-8b", 24, host, 32_768, 6000).tokens_per_s for host in (80, 120, 144)]
+    assert speeds == sorted(speeds)
+
+
+def test_a_schedule_survives_other_speeds() -> None:
+    """Events order it, whatever the times are: at any rates all lanes come to their ends."""
+    schedule = small(2.5, 3).schedule
+    for amount in (0.0, 1.0):
+        times = simulate(
+            [str(operation.lane) for operation in schedule.operations],
+            [amount] * len(schedule.operations),
+            [operation.waits for operation in schedule.operations],
+            SLOW,
+        )
+        assert all(end >= start for start, end in zip(times.starts, times.ends, strict=True))
