@@ -12,13 +12,19 @@ parsed before torch is loaded.
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from cs336_systems.config import PRECISIONS, ModelConfig, Precision, resolve_size
+from cs336_systems.config import (
+    GRADIENT_DTYPES,
+    MATMUL_DTYPES,
+    PRECISIONS,
+    SCALINGS,
+    ModelConfig,
+    Precision,
+    Recipe,
+    resolve_size,
+)
 
 COMPILED = {"on": "compiled", "whole-model": "whole model compiled"}
 """Ways to compile a step, each in words: every block by itself, or the model as one graph; the loss in both."""
-
-COMMUNICATES = ("at-once", "beside-attention")
-"""When our FSDP starts collectives."""
 
 UPDATES = ("after-backward", "under-backward")
 """When the optimizer steps."""
@@ -47,8 +53,6 @@ class Parallel:
     """In which FSDP gathers weights and computes: same as the masters, or bf16."""
     prefetch: int = 1
     """Units whose weights our FSDP gathers ahead."""
-    communicate: str = "at-once"
-    """at-once; or beside-attention: our FSDP starts collectives just before a written-out block's attention."""
     update: str = "after-backward"
     """after-backward; or under-backward: our FSDP's shards are updated as soon as their gradients are averages."""
 
@@ -86,6 +90,12 @@ class TrainingCase:
     """fp32: weights that the optimizer keeps besides those in bf16."""
     offload: str = "none"
     """What is kept in host memory, names of ``costs/offload.py`` by hyphens."""
+    matmul_dtype: str = "same"
+    """Of the products of written-out blocks, as of ``config.Recipe``, whose fields these five are."""
+    gradient_dtype: str = "e4m3"
+    scaling: str = "tensor"
+    fp8_skip_first: int = 0
+    fp8_skip_last: int = 0
     seed: int = 0
     """Of parameters and tokens."""
 
@@ -113,6 +123,11 @@ class TrainingCase:
     def written_out(self) -> bool:
         """Whether the blocks' backward is written out, and head and loss run in chunks."""
         return self.keep != "autograd"
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the products of blocks are quantized, if they are."""
+        return Recipe(self.matmul_dtype, self.gradient_dtype, self.scaling, self.fp8_skip_first, self.fp8_skip_last)
 
     @property
     def parallel(self) -> Parallel:
@@ -170,31 +185,56 @@ class TrainingCase:
             *(["CUDA graph"] if self.cuda_graph == "on" else []),
             *([f"{self.kernels} kernels"] if self.kernels != "reference" else []),
             *([f"keep {self.keep}"] if self.written_out else []),
+            *([str(self.recipe)] if self.recipe.quantized else []),
             *([f"masters in {self.master}"] if self.master != "none" else []),
             *([f"offload {self.offload}"] if self.offload != "none" else []),
         ]
 
 
-def sharding_reason(case: TrainingCase) -> str | None:
-    """Why FSDP cannot communicate or update when it is asked to, in one sentence, or None if it can.
+def update_reason(case: TrainingCase) -> str | None:
+    """Why the case's optimizer cannot update when it is asked to, in one sentence, or None if it can.
 
     Raises:
-        ValueError: ``communicate`` or ``update`` is none of the known ones.
+        ValueError: ``update`` is neither after-backward nor under-backward.
     """
-    parallel = case.parallel
+    update = case.parallel.update
+    if update not in UPDATES:
+        raise ValueError(f"update must be {' or '.join(UPDATES)}, got {update!r}")
+    if update == "after-backward":
+        return None
+    if case.parallel.wrapper != "fsdp":
+        return f"update {update} works on the shards of wrapper fsdp, got {case.parallel.wrapper}"
+    if case.precision.name == "autocast-fp16":
+        return f"update {update} cannot wait for loss scaling of autocast-fp16, which decides whether a step counts"
+    return None
+
+
+def recipe_reason(case: TrainingCase) -> str | None:
+    """Why the case's products cannot be quantized as it says, in one sentence, or None if they can, or need not.
+
+    That is what can be said without looking at the device.
+    """
+    recipe, config = case.recipe, case.config
     for name, value, known in (
-        ("communicate", parallel.communicate, COMMUNICATES),
-        ("update", parallel.update, UPDATES),
+        ("matmul_dtype", recipe.matmul, MATMUL_DTYPES),
+        ("gradient_dtype", recipe.gradient, GRADIENT_DTYPES),
+        ("scaling", recipe.scaling, SCALINGS),
     ):
         if value not in known:
-            raise ValueError(f"{name} must be {' or '.join(known)}, got {value!r}")
-        if value != known[0] and parallel.wrapper != "fsdp":
-            return f"{name} {value} works on the shards of wrapper fsdp, got {parallel.wrapper}"
-    if parallel.communicate == "beside-attention" and not case.written_out:
-        return "communicate beside-attention needs written-out blocks, which can tell: keep other than autograd"
-    if parallel.update == "under-backward" and case.precision.name == "autocast-fp16":
-        return "update under-backward cannot wait for loss scaling of autocast-fp16, which decides if a step counts"
-    return None
+            return f"unknown {name} {value!r}: known are {', '.join(known)}"
+    if not recipe.quantized:
+        return None
+    asked = f"matmul_dtype {recipe.matmul}"
+    if not case.written_out:
+        return f"{asked} with keep autograd: quantized products are those of blocks whose backward is written out"
+    if recipe.skip_first < 0 or recipe.skip_last < 0:
+        return f"{asked} skips blocks, of which there cannot be {min(recipe.skip_first, recipe.skip_last)}"
+    if recipe.skip_first + recipe.skip_last >= config.n_layers:
+        skipped = f"the first {recipe.skip_first} and the last {recipe.skip_last} are skipped"
+        return f"{asked} quantizes none of {config.n_layers} blocks: {skipped}"
+    sizes = {"d_model": config.d_model, "d_kv": config.d_kv, "d_ff": config.d_ff, "context": case.context_length}
+    odd = [f"{name} {size}" for name, size in sizes.items() if size % 16]
+    return f"{asked}: products in fp8 take sizes that 16 divides, not {', '.join(odd)}" if odd else None
 
 
 def cuda_graph_reason(case: TrainingCase) -> str | None:

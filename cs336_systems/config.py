@@ -133,6 +133,7 @@ MODEL_SIZES: dict[str, ModelConfig] = {
         ModelConfig("leaderboard-8b", 4096, 11_008, 34, 32, vocab_size=151_936, context_length=32_768),
         _llama3_2("llama3-1b", 2048, 8192, 16, max_context_length=131_072),
         _llama3("llama3-8b", 4096, 14_336, 32, max_context_length=8192),
+        _qwen25_tied("qwen-100m", 768, 3072, 12, 12, vocab_size=16_384),  # of Qwen2.5's shape, for runs from scratch
         _qwen25_tied("qwen2.5-0.5b", 896, 4864, 24, 14, max_context_length=32_768),
         _qwen25_tied("qwen2.5-1.5b", 1536, 8960, 28, 12, max_context_length=131_072),
         _qwen25_tied("qwen2.5-3b", 2048, 11_008, 36, 16, max_context_length=32_768),
@@ -198,6 +199,49 @@ PRECISIONS: dict[str, Precision] = {
         Precision("autocast-fp16", parameter_bytes=4, matmul_bytes=2, matmul_dtype="fp16", softmax_bytes=4),
     )
 }
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the four products of a block multiply: as its tensors are stored, or quantized to eight-bit floats.
+
+    A quantized tensor is multiplied by the largest scale that fits its largest magnitude into the format (current
+    scaling), rounded to nearest even, and saturates. Embedding, head, attention, norms and residuals stay as they are.
+    """
+
+    matmul: str = "same"
+    """Of activations and weights: same, as they are stored, or e4m3, with three bits of mantissa."""
+    gradient: str = "e4m3"
+    """Of gradients of activations, where products are quantized: e4m3, or e5m2, with more range and less precision."""
+    scaling: str = "tensor"
+    """What shares a scale: all of a tensor; row, what one sum of a product reads of it; or block, 128 numbers of that,
+    and 128 x 128 of a weight."""
+    skip_first: int = 0
+    """Blocks at the input that are not quantized."""
+    skip_last: int = 0
+    """Blocks at the output that are not quantized."""
+    fast_accumulation: bool = True
+    """Whether forward's products add up in the tensor cores' own registers, whose 14 bits lose less than e4m3 has
+    lost, and are 4 to 7 % faster on an H200. Backward's, whose sums over all tokens are longest, add up in fp32."""
+
+    @property
+    def quantized(self) -> bool:
+        return self.matmul != "same"
+
+    def quantizes(self, block: int, n_blocks: int) -> bool:
+        """Whether the products of this block are quantized."""
+        return self.quantized and self.skip_first <= block < n_blocks - self.skip_last
+
+    def __str__(self) -> str:
+        """In a few words, for people."""
+        skipped = f" skip {self.skip_first} and {self.skip_last}" if self.skip_first or self.skip_last else ""
+        gradient = f" gradients {self.gradient}" if self.gradient != self.matmul else ""
+        return f"{self.matmul}{gradient} by {self.scaling}{skipped}" if self.quantized else ""
+
+
+MATMUL_DTYPES = ("same", "e4m3")
+GRADIENT_DTYPES = ("e4m3", "e5m2")
+SCALINGS = ("tensor", "row", "block")
 
 ATTENTIONS = (
     "reference",

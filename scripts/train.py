@@ -9,7 +9,7 @@
 
 The same command again goes on from the newest checkpoint of --out. Ctrl-C and SIGTERM finish the step, save and exit,
 with 130 and 0; a second Ctrl-C ends at once. --config FILE.toml has options by their names, and what is typed counts
-more; --print-config prints such a file and does nothing else.
+more; --print-config prints such a file and does nothing else, --print-memory what is predicted of device and host.
 """
 
 import json
@@ -26,7 +26,7 @@ from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with, n_gpus
 
 NAME = "train"
-_PRINT = "--print-config"
+_PRINT, _PRINT_MEMORY = "--print-config", "--print-memory"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,10 +34,13 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     first = os.environ.get("RANK", "0") == "0"
     try:
-        options = parse([one for one in given if one != _PRINT])
+        options = parse([one for one in given if one not in (_PRINT, _PRINT_MEMORY)])
         options.check()
         if _PRINT in given:
             print(to_toml(options))
+            return 0
+        if _PRINT_MEMORY in given:
+            _print_memory(options)
             return 0
         return _train(options)
     except (ValueError, OSError) as error:
@@ -57,6 +60,21 @@ def parse(arguments: list[str]) -> TrainOptions:
         if options.device == device:
             break
     return options
+
+
+def _print_memory(options: TrainOptions) -> None:
+    """Of each rank, as many as a launcher has started; with the vocabulary of --data if that is given."""
+    from cs336_systems.pretraining.memory import predicted_segments
+    from cs336_systems.pretraining.preparation import config_of
+    from cs336_systems.pretraining.run_records import Memory
+    from cs336_systems.pretraining.token_stream import Dataset
+    from cs336_systems.report.run_tables import record_table
+    from cs336_systems.report.show import show
+
+    config = config_of(options, None if options.data is None else Dataset.open(options.data))
+    segments = predicted_segments(options.training_case(config, int(os.environ.get("WORLD_SIZE", "1"))), None)
+    if (table := record_table(Memory(segments))) is not None:
+        show(table, "auto")
 
 
 def _train(options: TrainOptions) -> int:

@@ -24,6 +24,8 @@ from torch.autograd.function import once_differentiable
 from cs336_systems.blocks.block import backward, forward
 from cs336_systems.blocks.host_inputs import HostInputs
 from cs336_systems.blocks.ops import BlockOps
+from cs336_systems.blocks.products import STORED, Products
+from cs336_systems.blocks.quantized import QuantizedProducts
 from cs336_systems.blocks.saved import Saved
 from cs336_systems.blocks.weights import BlockGradients, BlockWeights, merge_
 from cs336_systems.config import ModelConfig
@@ -37,6 +39,7 @@ class _Call:
     """What a block's forward and its backward have in common besides tensors."""
 
     ops: BlockOps
+    products: Products
     config: ModelConfig
     kept: tuple[str, ...]
     parameters: tuple[str, ...]
@@ -53,7 +56,8 @@ class _BlockFunction(torch.autograd.Function):
         ctx.away = None
         if call.host_inputs is not None and call.kept:
             saved, ctx.away = Saved(name for name in call.kept if name != "x"), call.host_inputs.send(x)
-        y = forward(x, weights, saved, call.ops, call.config, cos, sin)
+        call.products.at(parameters)
+        y = forward(x, weights, saved, call.ops, call.config, cos, sin, products=call.products)
         ctx.call, ctx.saved_names = call, tuple(saved.tensors)
         ctx.save_for_backward(cos, sin, *parameters, *saved.tensors.values())
         return y
@@ -77,7 +81,9 @@ class _BlockFunction(torch.autograd.Function):
         _, wants_dx, _, _, *wanted = ctx.needs_input_grad
         grads = BlockGradients.empty(parameters, (name for name, want in zip(parameters, wanted, strict=True) if want))
         weights = BlockWeights.of(parameters)
-        dx = backward(dy.contiguous(), weights, saved, grads, call.ops, call.config, cos, sin, consume=once)
+        call.products.at(tuple(parameters.values()))
+        how = call.ops, call.config, cos, sin
+        dx = backward(dy.contiguous(), weights, saved, grads, *how, products=call.products, consume=once)
         by_parameter = grads.by_parameter(parameters)
         gradients = (by_parameter[name] if want else None for name, want in zip(parameters, wanted, strict=True))
         return None, dx if wants_dx else None, None, None, *gradients
@@ -90,6 +96,7 @@ class WrittenOutBlock(TransformerBlock):
         block_ops: the operations between products; they must serve the device and the dtype.
         keep: what is kept for backward, a level and switches of ``costs/kept.py``.
         host_inputs: where the input is kept; on the device if None.
+        products: of matrices as they are stored, or quantized; the latter are this block's own if they remember.
 
     Raises:
         ValueError: no such level or switch; in forward, x or a parameter has another dtype than the rest, or autocast
@@ -102,17 +109,19 @@ class WrittenOutBlock(TransformerBlock):
         block_ops: BlockOps,
         keep: str,
         host_inputs: HostInputs | None = None,
+        products: Products = STORED,
         **placement: Unpack[Placement],
     ) -> None:
         super().__init__(config, **placement)
-        self.config, self.block_ops, self.kept = config, block_ops, kept_names(keep)
-        self.host_inputs = host_inputs
+        self.config, self.block_ops, self.products = config, block_ops, products
+        self.kept, self.host_inputs = kept_names(keep, quantized=products.quantized), host_inputs
         merge_(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "WrittenOutBlock":
         """``nn.Module._apply``, which ``to`` and ``to_empty`` call: it moves every parameter by itself."""
         super()._apply(fn, recurse)
         merge_(self)
+        self.products.at(())
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -130,16 +139,24 @@ class WrittenOutBlock(TransformerBlock):
                 raise ValueError(f"x is {x.dtype} and {name} {parameter.dtype}: a written-out block has one dtype")
         recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters.values()))
         kept = self.kept if recorded else ()
-        call = _Call(self.block_ops, self.config, kept, tuple(parameters), self.host_inputs)
+        call = _Call(self.block_ops, self.products, self.config, kept, tuple(parameters), self.host_inputs)
         return _BlockFunction.apply(call, x, cos, sin, *parameters.values())
 
 
-def write_out(model: TransformerLM, block_ops: BlockOps, keep: str, *, inputs_on_host: bool = False) -> None:
+def write_out(
+    model: TransformerLM,
+    block_ops: BlockOps,
+    keep: str,
+    products: Products = STORED,
+    *,
+    inputs_on_host: bool = False,
+) -> None:
     """Exchange the model's blocks for written-out ones with the same parameters; do so before anything wraps it.
 
     Args:
         inputs_on_host: keep the blocks' inputs in host memory.
         keep: of all blocks, or of each as ``costs.kept.keep_of_blocks`` reads it.
+        products: of those blocks that their recipe quantizes, if they are quantized.
 
     Raises:
         ValueError: no such level or switch.
@@ -147,7 +164,11 @@ def write_out(model: TransformerLM, block_ops: BlockOps, keep: str, *, inputs_on
     host_inputs = HostInputs(len(model.layers)) if inputs_on_host else None
     keeps = keep_of_blocks(keep, len(model.layers))
     for i, (block, keep) in enumerate(zip(model.layers, keeps, strict=True)):
-        written_out = WrittenOutBlock(model.config, block_ops, keep, host_inputs, device="meta")
+        own = products
+        if isinstance(products, QuantizedProducts):
+            quantizes = products.recipe.quantizes(i, len(model.layers))
+            own = products.for_another_block() if quantizes else STORED
+        written_out = WrittenOutBlock(model.config, block_ops, keep, host_inputs, own, device="meta")
         for name, child in block.named_children():
             setattr(written_out, name, child)
         merge_(written_out)

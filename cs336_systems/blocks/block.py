@@ -4,8 +4,9 @@
     residual -> norm -> gate | up (one product) -> SwiGLU -> down product -> + residual
 
 Written out, backward can be told what it may keep (``saved.py``), where gradients go (``grads``, in place, so that
-micro-batches accumulate without a second buffer), and which operations it calls (``ops.py``). What was not kept is
-computed again by the functions that computed it first, so gradients are the same bits whatever is kept.
+micro-batches accumulate without a second buffer), which operations it calls (``ops.py``), and how its matrix products
+are computed (``products.py``). What was not kept is computed again by the functions that computed it first, so
+gradients are the same bits whatever is kept.
 
     weights, saved = BlockWeights.of(dict(block.named_parameters())), Saved(kept_names("products"))
     y = forward(x, weights, saved, REFERENCE, config, cos, sin)
@@ -13,16 +14,19 @@ computed again by the functions that computed it first, so gradients are the sam
 
 ``recall`` computes what was not kept before backward, into memory of the caller's, where backward is to find it there.
 
-All tensors share one dtype, but for statistics and the rotary tables. Shape legend: ``ops.py``.
+All tensors share one dtype, but for statistics, the rotary tables and what quantized products read. Shape legend:
+``ops.py``.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cs336_systems.blocks.ops import BlockOps
+from cs336_systems.blocks.products import NONE, OPERANDS, STORED, Maxima, Operand, Products
 from cs336_systems.blocks.saved import Saved
 from cs336_systems.blocks.weights import BlockGradients, BlockWeights
 from cs336_systems.config import ModelConfig
@@ -35,6 +39,8 @@ class _Stages:
 
     weights: BlockWeights
     ops: BlockOps
+    products: Products
+    maxima: Maxima
     config: ModelConfig
     cos: Tensor
     sin: Tensor
@@ -45,26 +51,35 @@ class _Stages:
         """Memory for a result of a product: the caller's, or new."""
         return self.places[name] if name in self.places else like.new_empty(like.shape[0], width)
 
+    def rows_of(self, name: str) -> Any:
+        return self.products.read_weight(name, getattr(self.weights, name), rows=True).rows
+
+    def columns_of(self, name: str) -> Any:
+        return self.products.read_weight(name, getattr(self.weights, name), columns=True).columns
+
+    def read(self, name: str, x: Tensor, *, rows: bool = True, columns: bool = True) -> Operand:
+        """An activation, by its name among ``Saved``'s, as products read it."""
+        return self.products.read(x, self.maxima.of(name, x), rows=rows, columns=columns)
+
     def norm1(self, x_RD: Tensor) -> tuple[Tensor, Tensor]:
-        return self.ops.rms_norm_forward(x_RD, self.weights.ln1, self.config.rms_norm_eps)
+        how = self.weights.ln1, self.config.rms_norm_eps
+        return self.ops.rms_norm_forward(x_RD, *how, **self.maxima.raised("normed1"))
 
     def norm2(self, residual_RD: Tensor) -> tuple[Tensor, Tensor]:
-        return self.ops.rms_norm_forward(residual_RD, self.weights.ln2, self.config.rms_norm_eps)
+        how = self.weights.ln2, self.config.rms_norm_eps
+        return self.ops.rms_norm_forward(residual_RD, *how, **self.maxima.raised("normed2"))
 
-    def project(self, normed1_RD: Tensor) -> Tensor:
+    def project(self, x_RD: Tensor, normed1_RD: Operand) -> Tensor:
         """Rotated q | k | v (R, P)."""
-        weight, bias = self.weights.qkv, self.weights.qkv_bias
-        qkv = self.place("qkv", normed1_RD, weight.shape[0])
-        if bias is None:
-            self.ops.product_(qkv, normed1_RD, weight)
-        else:
-            torch.addmm(bias, normed1_RD, weight.T, out=qkv)
+        qkv = self.place("qkv", x_RD, self.weights.qkv.shape[0])
+        self.products.forward_(self.ops, qkv, normed1_RD.rows, self.rows_of("qkv"), self.weights.qkv_bias)
         self.rotate_(qkv, inverse=False)
         return qkv
 
-    def rotate_(self, qkv_RP: Tensor, *, inverse: bool) -> None:
+    def rotate_(self, qkv_RP: Tensor, *, inverse: bool, **absmax: Tensor) -> None:
         qkv_BSP = qkv_RP.view(-1, self.cos.shape[0], qkv_RP.shape[-1])
-        self.ops.rotate_(qkv_BSP, self.cos, self.sin, self.config.n_heads, self.config.kv_heads, inverse=inverse)
+        heads = self.config.n_heads, self.config.kv_heads
+        self.ops.rotate_(qkv_BSP, self.cos, self.sin, *heads, inverse=inverse, **absmax)
 
     def heads(self, rows: Tensor) -> Tensor:
         """Rows of heads (R, n E) as attention takes them: a view (B, n, S, E)."""
@@ -86,26 +101,33 @@ class _Stages:
     def add(self, x_RD: Tensor, attended_RD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The residual stream after attention, its norm and the norm's statistic."""
         branch = torch.empty_like(x_RD)
-        self.ops.product_(branch, attended_RD, self.weights.output)
-        return self.ops.add_rms_norm_forward(x_RD, branch, self.weights.ln2, self.config.rms_norm_eps)
+        attended = self.read("attended", attended_RD, columns=False)
+        self.products.forward_(self.ops, branch, attended.rows, self.rows_of("output"))
+        del attended
+        how = self.weights.ln2, self.config.rms_norm_eps
+        return self.ops.add_rms_norm_forward(x_RD, branch, *how, **self.maxima.raised("normed2"))
 
-    def gate_up(self, normed2_RD: Tensor) -> Tensor:
-        gate_up = self.place("gate_up", normed2_RD, self.weights.gate_up.shape[0])
-        self.ops.product_(gate_up, normed2_RD, self.weights.gate_up)
+    def gate_up(self, x_RD: Tensor, normed2_RD: Operand) -> Tensor:
+        gate_up = self.place("gate_up", x_RD, self.weights.gate_up.shape[0])
+        self.products.forward_(self.ops, gate_up, normed2_RD.rows, self.rows_of("gate_up"))
         return gate_up
 
-    def feed(self, normed2_RD: Tensor) -> tuple[Tensor, Tensor]:
+    def feed(self, x_RD: Tensor, normed2_RD: Operand) -> tuple[Tensor, Tensor]:
         """gate | up and SwiGLU's product of it."""
-        gate_up = self.place("gate_up", normed2_RD, self.weights.gate_up.shape[0])
-        return gate_up, self.ops.swiglu_product_(gate_up, normed2_RD, self.weights.gate_up)
+        gate_up, absmax = self.place("gate_up", x_RD, self.weights.gate_up.shape[0]), self.maxima.raised("product")
+        weight = self.rows_of("gate_up")
+        return gate_up, self.products.swiglu_forward_(self.ops, gate_up, normed2_RD.rows, weight, **absmax)
 
 
 class _Recalled:
     """A block's activations by name: what was kept, and the rest computed again when it is first asked for."""
 
     def __init__(self, stages: _Stages, saved: Saved, *, consume: bool) -> None:
-        x = saved.tensors["x"]
+        x, products = saved.tensors["x"], stages.products
         self.stages, self.there = stages, saved.tensors | {"x": x.view(-1, x.shape[-1])}
+        self.operands = {name: products.recall(name, self.there) for name in OPERANDS if name in self.there}
+        for name in self.operands:
+            del self.there[name]
         if consume:
             saved.tensors.clear()
         self.stay = frozenset(saved.tensors)
@@ -115,10 +137,19 @@ class _Recalled:
             self.there |= self._again(name)
         return self.there[name]
 
+    def operand(self, name: str, *, rows: bool = False) -> Operand:
+        """As products read it: by its columns, and by its rows where what follows it is computed again."""
+        found = self.operands.get(name)
+        if found is None or (rows and found.rows is None):
+            found = self.operands[name] = self.stages.read(name, self[name], rows=rows)
+            del self.there[name]
+        return found
+
     def forget(self, *names: str) -> None:
         """Free what backward needs no longer, unless ``saved`` still has it."""
         for name in names:
             self.there.pop(name, None)
+            self.operands.pop(name, None)
 
     def take(self, name: str) -> Tensor:
         """What backward may write over, and has no longer here."""
@@ -131,19 +162,20 @@ class _Recalled:
             case "normed1":
                 return {"normed1": self.stages.norm1(self["x"])[0]}
             case "qkv":
-                return {"qkv": self.stages.project(self["normed1"])}
+                return {"qkv": self.stages.project(self["x"], self.operand("normed1", rows=True))}
             case "attended" | "lse":
                 attended, lse = self.stages.attend(self["qkv"])
                 return {"attended": attended, "lse": lse}
             case "residual":
                 residual, normed2, _ = self.stages.add(self["x"], self["attended"])
+                self.operands.pop("normed2", None)
                 return {"residual": residual, "normed2": normed2}
             case "normed2":
                 residual = self["residual"]  # which brings its norm, if it had to be computed again
                 return {} if "normed2" in self.there else {"normed2": self.stages.norm2(residual)[0]}
             case _:
                 assert name == "gate_up", name
-                return {"gate_up": self.stages.gate_up(self["normed2"])}
+                return {"gate_up": self.stages.gate_up(self["x"], self.operand("normed2", rows=True))}
 
 
 def forward(
@@ -156,6 +188,7 @@ def forward(
     sin: Tensor,
     *,
     out: Tensor | None = None,
+    products: Products = STORED,
 ) -> Tensor:
     """The block's output (B, S, D) for contiguous x (B, S, D); fills ``saved``, and writes into no argument besides.
 
@@ -163,49 +196,61 @@ def forward(
         cos: of the angles of every position, (S, E/2), as ``model.layers.RotaryEmbedding`` gives them; sin likewise.
         out: contiguous memory for the output, which none of the arguments has.
     """
-    stages = _Stages(weights, ops, config, cos, sin, saved.places)
+    stages = _Stages(weights, ops, products, products.maxima(x_BSD), config, cos, sin, saved.places)
     x = x_BSD.view(-1, x_BSD.shape[-1])
-    normed1, rstd1 = stages.norm1(x)
-    saved.keep(x=x_BSD, normed1=normed1, rstd1=rstd1)
-    qkv = stages.project(normed1)
-    del normed1  # each is freed once it has been read, unless it is kept
+    y, rstd1 = stages.norm1(x)
+    normed1 = stages.read("normed1", y, columns="normed1" in saved.names)
+    del y  # each is freed once it has been read, unless it is kept
+    saved.keep(x=x_BSD, rstd1=rstd1, **products.kept("normed1", normed1))
+    qkv = stages.project(x, normed1)
+    del normed1
     saved.keep(qkv=qkv)
     attended, lse = stages.attend(qkv)
     del qkv
     saved.keep(attended=attended, lse=lse)
-    residual, normed2, rstd2 = stages.add(x, attended)
+    residual, y, rstd2 = stages.add(x, attended)
     del attended, lse
-    saved.keep(residual=residual, normed2=normed2, rstd2=rstd2)
-    gate_up, product = stages.feed(normed2)
-    saved.keep(gate_up=gate_up, product=product)
+    normed2 = stages.read("normed2", y, columns="normed2" in saved.names)
+    del y
+    saved.keep(residual=residual, rstd2=rstd2, **products.kept("normed2", normed2))
+    gate_up, y = stages.feed(residual, normed2)
+    saved.keep(gate_up=gate_up)
     del normed2, gate_up
+    product = stages.read("product", y, columns="product" in saved.names)
+    del y
+    saved.keep(**products.kept("product", product), **stages.maxima.kept())
     if out is not None:
         y = out.view_as(residual)
     else:
         y = residual if "residual" not in saved.names else torch.empty_like(residual)
-    ops.add_product_(y, residual, product, weights.down)
+    products.add_forward_(ops, y, residual, product.rows, stages.rows_of("down"))
     return y.view_as(x_BSD)
 
 
 def recall(saved: Saved, weights: BlockWeights, ops: BlockOps, config: ModelConfig, cos: Tensor, sin: Tensor) -> None:
-    """Compute again what ``saved`` names but does not hold, as ``forward`` did, from what it holds, and keep it."""
-    again = _Recalled(_Stages(weights, ops, config, cos, sin, saved.places), saved, consume=False)
+    """Compute again what ``saved`` names but does not hold, as ``forward`` did, from what it holds, and keep it.
+
+    Products are of matrices as they are stored.
+    """
+    stages = _Stages(weights, ops, STORED, NONE, config, cos, sin, saved.places)
+    again = _Recalled(stages, saved, consume=False)
     for row in KEPT:
         if row.name in saved.names and row.name not in saved.tensors:
-            saved.keep(**{row.name: again[row.name]})
+            saved.keep(**{row.name: again.operand(row.name, rows=True).rows if row.operand else again[row.name]})
 
 
 @dataclass(frozen=True)
 class _Writer:
     """Writes gradients of weights, or adds to them."""
 
+    products: Products
     ops: BlockOps
     accumulate: bool
 
-    def product(self, gradient: Tensor | None, dy_RN: Tensor, x_RM: Tensor) -> None:
-        """Of y = x W^T: dy^T x."""
+    def product(self, gradient: Tensor | None, dy_RN: Operand, x_RM: Operand) -> None:
+        """Of y = x W^T."""
         if gradient is not None:
-            self.ops.weight_backward_(gradient, dy_RN, x_RM, self.accumulate)
+            self.products.backward_weight_(self.ops, gradient, dy_RN.columns, x_RM.columns, self.accumulate)
 
     def vector(self, gradient: Tensor | None, value: Tensor) -> None:
         """Of a gain or a bias."""
@@ -225,37 +270,51 @@ def backward(
     cos: Tensor,
     sin: Tensor,
     *,
+    products: Products = STORED,
     accumulate: bool = False,
     consume: bool = False,
 ) -> Tensor:
     """The gradient of x (B, S, D), for contiguous dy (B, S, D); those of weights are written into ``grads``.
 
     Args:
+        products: those of forward.
         accumulate: add to what ``grads`` holds, as for every micro-batch but the first.
         consume: take what ``saved`` holds, write over it and free it once it has been read; no other backward can come
             then. Otherwise ``saved`` stays as it is.
     """
-    stages, write = _Stages(weights, ops, config, cos, sin, {}), _Writer(ops, accumulate)
+    stages = _Stages(weights, ops, products, products.maxima(dy_BSD, saved.tensors), config, cos, sin, {})
+    maxima, write = products.gradient_maxima(dy_BSD), _Writer(products, ops, accumulate)
     recalled, dy = _Recalled(stages, saved, consume=consume), dy_BSD.view(-1, dy_BSD.shape[-1])
 
-    dgate_up, with_product = recalled.take("gate_up"), "product" not in recalled.there
-    dproduct = ops.product_backward(dy, weights.down)
-    ops.swiglu_backward_(dproduct, dgate_up, with_product=with_product)
-    write.product(grads.down, dy, dproduct if with_product else recalled["product"])
+    gate_up, with_product = recalled.take("gate_up"), "product" not in recalled.operands
+    dy_read = products.read_gradient(dy, maxima.of("dy", dy), columns=grads.down is not None)
+    dproduct = products.backward(ops, dy_read.rows, stages.columns_of("down"))
+    ops.swiglu_backward_(dproduct, gate_up, with_product=with_product, **maxima.raised("dgate_up"))
+    product = stages.read("product", dproduct, rows=False) if with_product else recalled.operand("product")
     del dproduct
+    write.product(grads.down, dy_read, product)
+    del dy_read, product
     recalled.forget("product")
+    absmax = maxima.of("dgate_up", gate_up)
+    dgate_up = products.read_gradient(gate_up, absmax, columns=grads.gate_up is not None)
+    del gate_up
     residual = recalled["residual"]  # before its norm, which it brings with it if it has to be computed again
-    write.product(grads.gate_up, dgate_up, recalled["normed2"])
-    dnormed2 = ops.product_backward(dgate_up, weights.gate_up)
+    write.product(grads.gate_up, dgate_up, recalled.operand("normed2"))
+    dnormed2 = products.backward(ops, dgate_up.rows, stages.columns_of("gate_up"))
     del dgate_up
     recalled.forget("normed2")
-    dresidual, dgain = ops.rms_norm_backward(dnormed2, residual, weights.ln2, recalled["rstd2"], dy)
+    how = weights.ln2, recalled["rstd2"], dy
+    dresidual, dgain = ops.rms_norm_backward(dnormed2, residual, *how, **maxima.raised("dresidual"))
     write.vector(grads.ln2, dgain)
-    del dnormed2, residual
+    del dnormed2, residual, how
     recalled.forget("residual")
 
-    write.product(grads.output, dresidual, recalled["attended"])
-    dattended, dqkv = ops.product_backward(dresidual, weights.output), torch.empty_like(recalled["qkv"])
+    absmax = maxima.of("dresidual", dresidual)
+    dy_read = products.read_gradient(dresidual, absmax, columns=grads.output is not None)
+    write.product(grads.output, dy_read, stages.read("attended", recalled["attended"], rows=False))
+    dattended = products.backward(ops, dy_read.rows, stages.columns_of("output"))
+    del dy_read
+    dqkv = torch.empty_like(recalled["qkv"])
     ops.attention_backward(
         stages.heads(dattended),
         *stages.qkv_heads(recalled["qkv"]),
@@ -265,12 +324,14 @@ def backward(
     )
     del dattended
     recalled.forget("qkv", "attended", "lse")
-    stages.rotate_(dqkv, inverse=True)
-    write.product(grads.qkv, dqkv, recalled["normed1"])
+    stages.rotate_(dqkv, inverse=True, **maxima.raised("dqkv"))
     if grads.qkv_bias is not None:
         write.vector(grads.qkv_bias, dqkv.sum(0))
-    dnormed1 = ops.product_backward(dqkv, weights.qkv)
+    dy_read = products.read_gradient(dqkv, maxima.of("dqkv", dqkv), columns=grads.qkv is not None)
     del dqkv
+    write.product(grads.qkv, dy_read, recalled.operand("normed1"))
+    dnormed1 = products.backward(ops, dy_read.rows, stages.columns_of("qkv"))
+    del dy_read
     recalled.forget("normed1")
     dx, dgain = ops.rms_norm_backward(dnormed1, recalled["x"], weights.ln1, recalled["rstd1"], dresidual)
     write.vector(grads.ln1, dgain)

@@ -1,12 +1,17 @@
-"""The operations of a written-out block by the names under which a command or a case asks for them.
+"""The operations and products of a written-out block by the names under which a command or a case asks for them.
 
 Triton comes with all but plain PyTorch, and is imported where it is asked for: not every machine has it.
 """
 
 from dataclasses import replace
+from typing import Any
 
+from cs336_systems.blocks import reference
 from cs336_systems.blocks.ops import BlockOps
+from cs336_systems.blocks.products import STORED, Products
+from cs336_systems.blocks.quantized import QuantizedProducts, Quantizers
 from cs336_systems.blocks.reference import REFERENCE
+from cs336_systems.config import Recipe
 
 
 def block_ops(kernels: str, attention: str) -> BlockOps:
@@ -24,3 +29,20 @@ def block_ops(kernels: str, attention: str) -> BlockOps:
 
     own = {"flash": FLASH_ATTENTION, "hopper": HOPPER_ATTENTION}[attention]
     return fused(own) if kernels == "fused" else replace(REFERENCE, **own)
+
+
+def block_products(kernels: str, recipe: Recipe, *, remember: bool = False) -> Products:
+    """By a recipe, whose quantization is that of a name in ``config.KERNELS``.
+
+    Args:
+        remember: keep weights quantized until they change.
+    """
+    if not recipe.quantized:
+        return STORED
+    from cs336_systems import kernels as by_kernels
+    from cs336_systems.kernels import quantize_reference
+
+    own: Any = quantize_reference if kernels == "reference" else by_kernels
+    swiglu = reference.swiglu if kernels == "reference" else by_kernels.swiglu_forward
+    functions = own.absmax, own.row_and_column_absmax, own.quantize, own.quantize_blocks, swiglu
+    return QuantizedProducts(recipe, Quantizers(*functions, raised=kernels != "reference"), remember=remember)

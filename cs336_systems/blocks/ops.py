@@ -7,6 +7,9 @@ itself to the bit where one value can be had in two ways, since a block may keep
 * ``swiglu_backward_`` finds the product that ``swiglu_product_`` returned;
 * ``swiglu_product_`` finds the gate | up that ``product_`` would.
 
+Operations that write what products read, the norm's backward among them, take ``absmax=`` where products are quantized
+by kernels: one fp32 element, which they raise to the largest magnitude of what they write.
+
 Shape legend: B batch, S sequence, R = B S rows, D d_model, F d_ff, H query heads, K key/value heads, E d_head,
 P = (H + 2 K) E; N and K also a weight's rows and columns. Statistics (``rstd``, ``lse``) are at least fp32.
 """

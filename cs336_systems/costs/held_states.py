@@ -139,8 +139,6 @@ class Sharded(Whole):
         ]
         self.gathered: set[int] = set()
         self.reducing: int | None = None
-        self.updating: int | None = None
-        """Whose shards are updated under backward, and have their gradients until the next ones are."""
 
     def make(self, states: Mapping[str, int]) -> None:
         vectors = [{name: size for name, size in unit.items() if self._is_vector(name)} for unit in self.pieces]
@@ -203,16 +201,10 @@ class Sharded(Whole):
             matrices = (name for name in self.pieces[self.reducing] if not self._is_vector(name))
             self.ledger.free(*(f"{self.reducing} gradient of {name}" for name in matrices))
             if self.updates_early:
-                self._finish_update()
-                self.updating = self.reducing
-
-    def _finish_update(self) -> None:
-        if self.updating is not None:
-            self.ledger.free(f"{self.updating} gradients of shards")
+                self.ledger.free(f"{self.reducing} gradients of shards")
 
     def finish(self) -> None:
         for group in list(self.gathered):
             self._free(group)
         self._reduce(0)
         self._finish_reduction()
-        self._finish_update()

@@ -27,9 +27,14 @@ import re
 from dataclasses import dataclass
 from math import prod
 
-from cs336_systems.case import TrainingCase
-from cs336_systems.config import KERNELS, WRITTEN_OUT_ATTENTIONS, ModelConfig, Precision
+from cs336_systems.case import TrainingCase, recipe_reason
+from cs336_systems.config import KERNELS, WRITTEN_OUT_ATTENTIONS, ModelConfig, Precision, Recipe
 from cs336_systems.costs.activations import WIDE, SavedTensor, total_bytes
+
+STORED = Recipe()
+"""Products of tensors as they are stored."""
+SCALED_BLOCK = 128
+"""Numbers that share a scale by block."""
 
 LEVELS = ("input", "attention", "products", "all")
 
@@ -61,6 +66,9 @@ class KeptTensor:
     """Sizes (m, k, n) of the matrix product that this takes, if any; attention's two are counted elsewhere."""
     statistic: bool = False
     """At least fp32, whatever the block's dtype."""
+    operand: bool = False
+    """Read by products alone: where these are quantized, kept as they read it, transposed, a byte each, and its scale
+    beside it."""
 
 
 KEPT = (
@@ -72,15 +80,22 @@ KEPT = (
     KeptTensor("qkv", ("R", "P"), "products", ("qkv",), "product of normed1, rotated", ("R", "D", "P")),
     KeptTensor("residual", ("R", "D"), "products", ("residual",), "x and the product of attended", ("R", "D", "D")),
     KeptTensor("gate_up", ("R", "2F"), "products", ("ffn",), "product of normed2", ("R", "D", "2F")),
-    KeptTensor("normed1", ("R", "D"), "all", ("norm",), "norm of x"),
-    KeptTensor("normed2", ("R", "D"), "all", ("norm",), "norm of residual"),
-    KeptTensor("product", ("R", "F"), "all", ("swiglu", "ffn"), "SwiGLU of gate_up, in the pass of its backward"),
+    KeptTensor("normed1", ("R", "D"), "all", ("norm",), "norm of x", operand=True),
+    KeptTensor("normed2", ("R", "D"), "all", ("norm",), "norm of residual", operand=True),
+    KeptTensor(
+        *("product", ("R", "F"), "all", ("swiglu", "ffn"), "SwiGLU of gate_up, in the pass of its backward"),
+        operand=True,
+    ),
 )
 """In the order of their levels."""
 
 
-def kept_names(keep: str) -> tuple[str, ...]:
+def kept_names(keep: str, *, quantized: bool = False) -> tuple[str, ...]:
     """The names in ``KEPT`` that a block keeps, for a level with any switches after it: ``all-norm-swiglu``.
+
+    Args:
+        quantized: whether the block's products are; with an operand they keep its scale, ``normed1_scale``, and always,
+            as small as a number each, ``absmax`` of all that they read in forward.
 
     Raises:
         ValueError: no such level or switch; the message has the nearest names.
@@ -90,7 +105,9 @@ def kept_names(keep: str) -> tuple[str, ...]:
     for switch in switches:
         check_known("switch", switch, tuple(SWITCHES), f" in what to keep, {keep!r}")
     levels = LEVELS[: LEVELS.index(level) + 1]
-    return tuple(row.name for row in KEPT if row.level in levels and not set(row.switches) & set(switches))
+    rows = [row for row in KEPT if row.level in levels and not set(row.switches) & set(switches)]
+    scales = [f"{row.name}_scale" for row in rows if row.operand and quantized]
+    return (*(row.name for row in rows), *scales, *(["absmax"] if quantized else []))
 
 
 _COUNTED = re.compile(r"([1-9]\d{0,8})x(.*)")
@@ -124,8 +141,13 @@ def check_known(what: str, value: str, known: tuple[str, ...], where: str = "") 
         raise ValueError(f"unknown {what} {value!r}{where}: {hint}known are {', '.join(known)}")
 
 
+def default_keep(kernels: str, matmul_dtype: str) -> str:
+    """What is kept unless it is said: products, where blocks must be written out."""
+    return "autograd" if (kernels, matmul_dtype) == ("reference", "same") else "products"
+
+
 def unserved_reason(case: TrainingCase) -> str | None:
-    """Why no step has the case's ``kernels`` and ``keep`` together with the rest of it, or None if one has.
+    """Why no step has the case's ``kernels``, ``keep`` and recipe together with the rest of it, or None if one has.
 
     That is what can be said without looking at the device: one sentence.
 
@@ -133,6 +155,8 @@ def unserved_reason(case: TrainingCase) -> str | None:
         ValueError: a name is unknown; the message has the nearest.
     """
     check_known("kernels", case.kernels, KERNELS)
+    if reason := recipe_reason(case):
+        return reason
     if not case.written_out:
         need = f"kernels {case.kernels} with keep autograd: they need a backward written out, {', '.join(LEVELS)}"
         return None if case.kernels == "reference" else need
@@ -181,9 +205,12 @@ def flops_again(config: ModelConfig, batch_size: int, seq_len: int, keep: str, a
 
 
 def kept_tensors(
-    config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, keep: str
+    config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, keep: str, recipe: Recipe = STORED
 ) -> list[SavedTensor]:
     """What one block keeps, with shapes and bytes.
+
+    Args:
+        recipe: of its products; one of a block that the recipe skips is without.
 
     Raises:
         ValueError: no such level or switch, or a precision with autocast, in which these blocks do not run.
@@ -192,14 +219,22 @@ def kept_tensors(
         raise ValueError(f"blocks with a written backward run in one dtype: {precision.name} is not served")
     sizes = _sizes(config, batch_size, seq_len)
     names, narrow = kept_names(keep), precision.parameter_bytes
-    return [
-        SavedTensor(row.name, row.level, tuple(sizes[letter] for letter in row.shape), n_bytes)
-        for row in KEPT
-        if row.name in names
-        for n_bytes in [max(narrow, WIDE) if row.statistic else narrow]
-    ]
+    found = [SavedTensor("absmax", "input", (4,), WIDE)] if recipe.scaling == "tensor" and recipe.quantized else []
+    for row in (row for row in KEPT if row.name in names):
+        shape = tuple(sizes[letter] for letter in row.shape)
+        if not (row.operand and recipe.quantized):
+            n_bytes = max(narrow, WIDE) if row.statistic else narrow
+            found.append(SavedTensor(row.name, row.level, shape, n_bytes))
+            continue
+        tokens, width = shape
+        scale = {"tensor": (), "row": (width, 1), "block": (width, -(-tokens // SCALED_BLOCK))}[recipe.scaling]
+        found.append(SavedTensor(row.name, row.level, (width, tokens), 1))
+        found.append(SavedTensor(f"{row.name}_scale", row.level, scale, WIDE))
+    return found
 
 
-def bytes_kept(config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, keep: str) -> int:
-    """Bytes that one block keeps; raises what ``kept_tensors`` does."""
-    return total_bytes(kept_tensors(config, batch_size, seq_len, precision, keep))
+def bytes_kept(
+    config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, keep: str, recipe: Recipe = STORED
+) -> int:
+    """Bytes that one block keeps; arguments and errors as of ``kept_tensors``."""
+    return total_bytes(kept_tensors(config, batch_size, seq_len, precision, keep, recipe))

@@ -180,6 +180,7 @@ def cheapest_keep(
             chunk=chunk,
             attention=case.attention,
             optimizer=case.optimizer,
+            recipe=case.recipe,
             device_type=case.device,
             workspace_bytes=workspace_bytes,
         )

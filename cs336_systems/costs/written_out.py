@@ -7,6 +7,8 @@ goes. What is alive, block by block:
     kept          what ``costs/kept.py`` says, of every block that backward has not reached; of the one that it is in,
                   what it has still to read
     gradients     of a whole block from the beginning of its backward on; q, k, v in one piece, gate and up in another
+    quantized     of weights two copies of a byte; what products read in one or two, as they are made and dropped; the
+                  few bytes of scales are left out
     head          the gradients of its input and its weight are made in forward beside one chunk of logits; backward
                   multiplies them where they lie
     accumulation  gradients of earlier micro-batches are there all the time, and a unit's new ones until they are added
@@ -22,22 +24,18 @@ and its fp32 sums. Limits: eager execution, where states are sharded no accumula
 that divide all rows evenly (FSDP copies otherwise), and those of ``costs/memory.py``. Sizes are in bytes.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
-from cs336_systems.config import MODES, OPTIMIZERS, WRITTEN_OUT_ATTENTIONS, ModelConfig, Precision
-from cs336_systems.costs.activations import WIDE
+from cs336_systems.config import MODES, OPTIMIZERS, WRITTEN_OUT_ATTENTIONS, ModelConfig, Precision, Recipe
 from cs336_systems.costs.held_states import Accumulated, Leaving, Sharded, Whole, block_pieces
-from cs336_systems.costs.kept import keep_of_blocks, kept_names, kept_tensors
+from cs336_systems.costs.kept import KEPT, STORED, keep_of_blocks, kept_names
 from cs336_systems.costs.ledger import Ledger
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PeakMemory, cuda_block_bytes, rotary_bytes
 from cs336_systems.costs.offload import BATCH_ELEMENTS, BATCHES_ON_DEVICE, IN_FLIGHT_BYTES
+from cs336_systems.costs.written_out_sizes import Sizes
 
-MULTIPROCESSORS = 132
-"""Of an H200; the backward of a norm runs three programs on each, or one where rows are long, with fp32 sums each."""
-FEW_TOKENS = 3072
-"""Up to so many torch adds up an embedding's gradient without sorting (aten/src/ATen/native/cuda/Embedding.cu)."""
-TOKENS_PER_PARTIAL = 10
-"""Of equal ones, which a partial sum takes (NROWS_PER_THREAD in EmbeddingBackwardKernel.cu)."""
+OPERANDS = tuple(row.name for row in KEPT if row.operand)
 
 
 def written_out_peak(
@@ -51,6 +49,7 @@ def written_out_peak(
     chunk: int,
     attention: str = "hopper",
     optimizer: str = "fused",
+    recipe: Recipe = STORED,
     n_shards: int = 1,
     prefetch: int = 1,
     accumulates: bool = False,
@@ -67,6 +66,7 @@ def written_out_peak(
         chunk: tokens whose logits the head has at a time.
         attention: flash or hopper.
         optimizer: ``reference`` holds one temporary as large as the largest parameter.
+        recipe: of the blocks' products; weights that are quantized stay so, and are made at each use if sharded.
         n_shards: ranks of fully sharded data parallelism, blocks and head a unit each; 1 without. Its steps after the
             first are predicted, which know what comes next.
         prefetch: units whose weights are gathered ahead.
@@ -93,7 +93,8 @@ def written_out_peak(
         if value not in known:
             raise ValueError(f"unknown {name} {value!r}: known are {', '.join(known)}")
     on_cuda = device_type == "cuda"
-    sizes = _Sizes(config, batch_size, seq_len, precision, attention, chunk, sorts=on_cuda and mode != "forward")
+    sizes = Sizes(config, batch_size, seq_len, precision, attention, chunk, sorts=on_cuda and mode != "forward")
+    quantized = [recipe.quantizes(i, config.n_layers) for i in range(config.n_layers)]
     ledger = Ledger(cuda_block_bytes if on_cuda else int)
     ledger.make("tables and workspaces", tables=rotary_bytes(config))
     if on_cuda:
@@ -111,7 +112,11 @@ def written_out_peak(
     else:
         held = Accumulated(*of) if accumulates else Whole(*of)
     held.make({name: width for name, width in widths.items() if name not in away} if mode == "step" else {})
-    step = _Step(sizes, ledger, held, kept, inputs_away="residual" in away and mode != "forward")
+    for i in (i for i in range(config.n_layers) if quantized[i] and n_shards == 1):
+        for name, n in sizes.matrices.items():
+            ledger.make("parameters", **{f"{i} quantized {name}": n, f"{i} quantized {name}, transposed": n})
+    inputs_away = "residual" in away and mode != "forward"
+    step = _Step(sizes, ledger, held, kept, quantized, inputs_away=inputs_away, made_at_use=n_shards > 1)
     step.run(mode, largest_temporary=optimizer == "reference")
     if mode == "step" and (fetched := [sizes.width] * ("gradients" in away) + [widths.get(name, 0) for name in away]):
         n_elements = min(config.n_parameters // n_shards, BATCHES_ON_DEVICE * BATCH_ELEMENTS)
@@ -119,57 +124,24 @@ def written_out_peak(
     return ledger.peak()
 
 
-class _Sizes:
-    """Bytes of every tensor of a step by its name in the code, and of every parameter."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        batch_size: int,
-        seq_len: int,
-        precision: Precision,
-        attention: str,
-        chunk: int,
-        *,
-        sorts: bool,
-    ) -> None:
-        self.config, self.width = config, precision.parameter_bytes
-        tokens, width = batch_size * seq_len, self.width
-        of = {tensor.name: tensor.n_bytes for tensor in kept_tensors(config, batch_size, seq_len, precision, "all")}
-        self.of = of
-        self.stream, self.row, self.inner = of["x"], of["rstd1"], of["product"]
-        self.gain = config.d_model * width
-        rows = min(32, max(1, 2048 >> (config.d_model - 1).bit_length()))  # that a program of a norm holds at once
-        programs = MULTIPROCESSORS * (3 if config.d_model <= 2048 else 1)
-        self.gain_sums = min(-(-tokens // rows), programs) * config.d_model * WIDE
-        self.head = config.vocab_size * config.d_model * width
-        words = -(-config.vocab_size // 16) * 16
-        self.logits = min(chunk, tokens) * words * width
-        self.attention_buffers = self._attention_buffers(attention, batch_size, seq_len)
-        partial_rows = tokens // TOKENS_PER_PARTIAL + min(tokens, config.vocab_size)
-        indices = {f"embedding indices {i}": 8 * tokens for i in range(4)}
-        self.embedding_buffers = (
-            {"embedding sums": partial_rows * config.d_model * WIDE, **indices} if sorts and tokens > FEW_TOKENS else {}
-        )
-
-    def _attention_buffers(self, attention: str, batch_size: int, seq_len: int) -> dict[str, int]:
-        """Of its backward, which writes into the gradient of q | k | v: statistics, and fp32 sums for dq."""
-        config, heads = self.config, batch_size * self.config.n_heads
-        if attention == "flash":
-            return {"lse in base 2": heads * seq_len * WIDE, "delta": heads * seq_len * WIDE}
-        padded, columns = -(-seq_len // 128) * 128, 64 if config.d_head <= 64 else 128
-        return {"statistics": heads * 2 * padded * WIDE, "sums of dq": heads * padded * columns * WIDE}
-
-
 class _Step:
     """Goes through forward, backward and optimizer as ``model/transformer.py`` and ``blocks/`` do."""
 
     def __init__(
-        self, sizes: _Sizes, ledger: Ledger, states: Whole, kept: list[frozenset[str]], *, inputs_away: bool
+        self,
+        sizes: Sizes,
+        ledger: Ledger,
+        states: Whole,
+        kept: list[frozenset[str]],
+        quantized: list[bool],
+        *,
+        inputs_away: bool,
+        made_at_use: bool,
     ) -> None:
         self.sizes, self.ledger, self.states, self.kept = sizes, ledger, states, kept
         self.inputs_away = inputs_away
         self.n_layers = sizes.config.n_layers
+        self.quantized, self.made_at_use = quantized, made_at_use
 
     def run(self, mode: str, *, largest_temporary: bool) -> None:
         config, ledger, states, sizes = self.sizes.config, self.ledger, self.states, self.sizes
@@ -213,6 +185,43 @@ class _Step:
             part = "activations" if name in self.kept[block] else "temporaries"
             self.ledger.make(part, **{f"{block} {name}": self.sizes.of[name]})
 
+    def _make_operand(self, block: int, name: str) -> None:
+        """What products read; quantized, its rows and, if it is kept, its columns."""
+        if not self.quantized[block]:
+            self._make(block, name)
+            return
+        self.ledger.make("temporaries", stored=self.sizes.of[name])
+        self.ledger.make("temporaries", **{f"{block} {name} rows": self.sizes.elements[name]})
+        if name in self.kept[block]:
+            self.ledger.make("activations", **{f"{block} {name}": self.sizes.elements[name]})
+        self.ledger.free("stored")
+
+    def _drop_operand(self, block: int, name: str) -> None:
+        if self.quantized[block]:
+            self.ledger.free(f"{block} {name} rows")
+        else:
+            self._drop(block, name)
+
+    @contextmanager
+    def _product(self, block: int, weight: str, **beside: int) -> Iterator[None]:
+        """While a quantized product runs: the weight where it is made at each use, and what else it reads."""
+        if self.quantized[block]:
+            read = beside | ({"quantized weight": self.sizes.matrices[weight]} if self.made_at_use else {})
+            self.ledger.make("temporaries", **read)
+            yield
+            self.ledger.free(*read)
+        else:
+            yield
+
+    def _read_gradient(self, block: int, elements: int, *made_from: str) -> None:
+        """Both ways of a gradient of an activation, out of what is freed then; ``_read`` says until when."""
+        if self.quantized[block]:
+            self.ledger.make("temporaries", **{"gradient rows": elements, "gradient columns": elements})
+            self.ledger.free(*made_from)
+
+    def _done_with_gradient(self, block: int, *stored: str) -> None:
+        self.ledger.free(*(("gradient rows", "gradient columns") if self.quantized[block] else stored))
+
     def _drop(self, block: int, *names: str) -> None:
         """Unless they are kept."""
         self.ledger.free(*(f"{block} {name}" for name in names if name not in self.kept[block]))
@@ -222,60 +231,102 @@ class _Step:
         ledger.at(f"block {i}, attention")
         if self.inputs_away and i:
             ledger.free(f"{i - 1} x")
-        self._make(i, "normed1", "rstd1")
-        self._make(i, "qkv")
-        self._drop(i, "normed1")
+        sizes = self.sizes
+        self._make(i, "rstd1")
+        self._make_operand(i, "normed1")
+        with self._product(i, "qkv"):
+            self._make(i, "qkv")
+        self._drop_operand(i, "normed1")
         self._make(i, "attended", "lse")
         self._drop(i, "qkv")
-        ledger.make("temporaries", branch=self.sizes.stream)
-        self._make(i, "residual", "normed2", "rstd2")
-        ledger.free("branch")
-        self._drop(i, "attended", "lse")
+        with self._product(i, "output", **{"attended rows": sizes.elements["attended"]}):
+            ledger.make("temporaries", branch=sizes.stream)
+        self._make(i, "residual", "rstd2")
+        if self.quantized[i]:
+            ledger.make("temporaries", **{"norm": sizes.stream})
+            ledger.free("branch", "norm")
+            self._drop(i, "attended", "lse")
+            self._make_operand(i, "normed2")
+        else:
+            self._make(i, "normed2")
+            ledger.free("branch")
+            self._drop(i, "attended", "lse")
         ledger.at(f"block {i}, feed-forward")
-        self._make(i, "gate_up")
-        self._drop(i, "normed2")
-        self._make(i, "product")
-        self._drop(i, "gate_up")
+        if self.quantized[i]:
+            with self._product(i, "gate_up"):
+                self._make(i, "gate_up")
+                ledger.make("temporaries", product=sizes.inner)
+            self._drop_operand(i, "normed2")
+            self._drop(i, "gate_up")
+            ledger.free("product")
+            self._make_operand(i, "product")
+        else:
+            self._make(i, "gate_up")
+            self._drop(i, "normed2")
+            self._make(i, "product")
+            self._drop(i, "gate_up")
         if "residual" in self.kept[i]:
-            ledger.make("activations", **{f"{i + 1} x": self.sizes.stream})
+            ledger.make("activations", **{f"{i + 1} x": sizes.stream})
         else:  # the down projection is added to it where it lies
             ledger.become(f"{i} residual", "activations", f"{i + 1} x")
-        self._drop(i, "product", "rstd1", "rstd2", "x")
+        with self._product(i, "down", branch=sizes.stream):
+            pass
+        self._drop_operand(i, "product")
+        self._drop(i, "rstd1", "rstd2", "x")
 
     def _block_backward(self, i: int) -> None:
         """From ``dy`` to ``dy`` of the block before."""
         ledger, sizes = self.ledger, self.sizes
         if self.inputs_away and i:
             ledger.make("activations", **{f"{i - 1} x": sizes.stream})
-        stream, recalled = sizes.stream, _Recalled(sizes, ledger, i, self.kept[i])
+        stream, recalled = sizes.stream, _Recalled(self, i)
         ledger.at(f"block {i}, feed-forward backward")
         ledger.make(
             "gradients",
             **{f"{i + 1} gradient of {name}": n for name, n in block_pieces(sizes.config, sizes.width).items()},
         )
         recalled.want("gate_up")
-        ledger.make("temporaries", dproduct=sizes.inner)  # and then the product again; gate_up becomes its gradient
+        self._read_gradient(i, sizes.elements["x"])
+        with self._product(i, "down"):
+            ledger.make("temporaries", dproduct=sizes.inner)  # and then the product again; gate_up becomes its gradient
+        if self.quantized[i] and "product" not in self.kept[i]:
+            ledger.make("temporaries", **{"product columns": sizes.elements["product"]})
+            ledger.free("product columns")
         ledger.free("dproduct")
+        self._done_with_gradient(i)
         recalled.forget("product")
+        self._read_gradient(i, sizes.elements["gate_up"])
+        if self.quantized[i]:
+            recalled.forget("gate_up")
         recalled.want("residual")
-        recalled.want("normed2")
-        ledger.make("temporaries", dnormed2=stream)
+        recalled.want_operand("normed2")
+        with self._product(i, "gate_up"):
+            ledger.make("temporaries", dnormed2=stream)
+        self._done_with_gradient(i)
         recalled.forget("gate_up", "normed2")
         ledger.make("temporaries", dresidual=stream, dgain=sizes.gain, sums=sizes.gain_sums)
         ledger.free("sums", "dnormed2")
         recalled.forget("residual")
 
         ledger.at(f"block {i}, attention backward")
+        self._read_gradient(i, sizes.elements["x"])
         recalled.want("attended")
-        ledger.make("temporaries", dattended=stream)
+        if self.quantized[i]:
+            ledger.make("temporaries", **{"attended columns": sizes.elements["attended"]})
+            ledger.free("attended columns")
+        with self._product(i, "output"):
+            ledger.make("temporaries", dattended=stream)
+        self._done_with_gradient(i)
         recalled.want("qkv")
         ledger.make("temporaries", dqkv=sizes.of["qkv"])
         ledger.make("temporaries", **sizes.attention_buffers)
         ledger.free(*sizes.attention_buffers, "dattended")
         recalled.forget("qkv", "attended", "lse")
-        recalled.want("normed1")
-        ledger.make("temporaries", dnormed1=stream)
-        ledger.free("dqkv")
+        self._read_gradient(i, sizes.elements["qkv"], "dqkv")
+        recalled.want_operand("normed1")
+        with self._product(i, "qkv"):
+            ledger.make("temporaries", dnormed1=stream)
+        self._done_with_gradient(i, "dqkv")
         recalled.forget("normed1")
         ledger.make("temporaries", dx=stream, sums=sizes.gain_sums, **{"dgain of ln1": sizes.gain})
         ledger.free("sums", "dnormed1", "dresidual", "dgain", "dgain of ln1", "dy")
@@ -305,10 +356,28 @@ class _Step:
 class _Recalled:
     """A block's activations in its backward, kept or computed again: as ``blocks.block._Recalled``."""
 
-    def __init__(self, sizes: _Sizes, ledger: Ledger, block: int, kept: frozenset[str]) -> None:
-        self.sizes, self.ledger = sizes, ledger
-        self.there = {name: f"{block} {name}" for name in kept}
+    def __init__(self, step: _Step, block: int) -> None:
+        self.step, self.sizes, self.ledger, self.block = step, step.sizes, step.ledger, block
+        self.there = {name: f"{block} {name}" for name in step.kept[block]}
         """Names on the ledger."""
+        self.quantized = step.quantized[block]
+        self.operands = {name: self.there.pop(name) for name in OPERANDS if self.quantized and name in self.there}
+        """Names on the ledger of quantized columns."""
+        self.rows: set[str] = set()
+        """Of which there are quantized rows, too."""
+
+    def want_operand(self, name: str, *, rows: bool = False) -> None:
+        """As products read it; quantized, its columns, and its rows where what follows it is computed again."""
+        if not self.quantized:
+            self.want(name)
+        elif rows or name not in self.operands:
+            self.want(name)
+            again = {f"again {name} columns": self.sizes.elements[name]}
+            again |= {f"again {name} rows": self.sizes.elements[name]} if rows else {}
+            self.ledger.make("temporaries", **again)
+            self.ledger.free(*([self.operands[name]] if name in self.operands else []), self.there.pop(name))
+            self.operands[name] = f"again {name} columns"
+            self.rows |= {name} if rows else set()
 
     def want(self, name: str) -> None:
         if name in self.there:
@@ -318,29 +387,40 @@ class _Recalled:
             case "normed1":
                 self._make("normed1", again_rstd=row)
             case "qkv":
-                self.want("normed1")
-                self._make("qkv")
+                self.want_operand("normed1", rows=True)
+                with self.step._product(self.block, "qkv"):
+                    self._make("qkv")
             case "attended" | "lse":
                 self.want("qkv")
                 self._make("attended", "lse")
             case "residual":
                 self.want("attended")
-                self._make("residual", "normed2", branch=stream, again_rstd=row)
+                with self.step._product(self.block, "output", **{"attended rows": self.sizes.elements["attended"]}):
+                    self.ledger.make("temporaries", branch=stream)
+                self._make("residual", "normed2", again_rstd=row)
+                self.ledger.free("branch")
             case "normed2":
                 self.want("residual")
                 if name not in self.there:
                     self._make("normed2", again_rstd=row)
             case _:
                 assert name == "gate_up", name
-                self.want("normed2")
-                self._make("gate_up")
+                self.want_operand("normed2", rows=True)
+                with self.step._product(self.block, "gate_up"):
+                    self._make("gate_up")
 
     def _make(self, *names: str, **beside: int) -> None:
         """Those names, beside what lives no longer than that takes."""
         self.ledger.make("temporaries", **beside, **{f"again {name}": self.sizes.of[name] for name in names})
         self.ledger.free(*beside)
-        self.forget(*names)  # a norm that was kept, where its residual brings it anew
+        # A norm that was kept, where its residual brings it anew.
+        self.ledger.free(*(self.there.pop(name) for name in names if name in self.there))
+        if "residual" in names and "normed2" in self.operands:
+            self.ledger.free(self.operands.pop("normed2"))
         self.there |= {name: f"again {name}" for name in names}
 
     def forget(self, *names: str) -> None:
         self.ledger.free(*(self.there.pop(name) for name in names if name in self.there))
+        self.ledger.free(*(self.operands.pop(name) for name in names if name in self.operands))
+        self.ledger.free(*(f"again {name} rows" for name in names if name in self.rows))
+        self.rows -= set(names)

@@ -147,7 +147,9 @@ class BackgroundSaver:
         n_bytes = n_bytes_of(collected.tensors)
         if self._slab is None or self._slab.n_bytes < n_bytes:
             self._get_slab(n_bytes)
-        return self._slab and Collected(copies_in(self._slab, collected.tensors), collected.marker)
+        if self._slab is None:
+            return None
+        return Collected(copies_in(self._slab, collected.tensors), collected.marker)
 
     def _get_slab(self, n_bytes: int) -> None:
         self._slab = None  # the one before, whose tensors are written by now

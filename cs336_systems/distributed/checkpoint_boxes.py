@@ -27,7 +27,7 @@ class Boxes(torch.Tensor):
     """Of a stretch."""
 
     def __new__(cls, shape: torch.Size, dtype: torch.dtype, boxes: Mapping[Offsets, Tensor]) -> "Boxes":
-        whole = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)  # type: ignore[attr-defined]
+        whole = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
         whole.boxes, whole.flat = dict(boxes), None
         return whole
 
@@ -47,7 +47,7 @@ class Boxes(torch.Tensor):
         return stretch
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(f"{func} of a tensor that is boxes in a checkpoint")
 
     # what torch.distributed.checkpoint asks of tensors that are not whole

@@ -117,6 +117,7 @@ class NamedState:
         """This rank's share; what is one for a whole parameter is told by the rank that has the first element."""
         tensors: dict[str, Tensor] = {}
         for parameter, piece, state in optimizer.shares():
+            assert piece.tensor is not None
             name = self._name_of[parameter]
             for key, value in state.items():
                 entry = _entry(name, key)
@@ -205,7 +206,10 @@ def _pieces(optimizer: torch.optim.Optimizer) -> dict[Tensor, Piece]:
 
 def _of_piece(value: Any, tensor: Tensor) -> Any:
     """A stretch that was filled as a state of a piece of a parameter; anything else as it is."""
-    return in_memory_order(value.flat, tensor) if isinstance(value, Boxes) else value
+    if not isinstance(value, Boxes):
+        return value
+    assert value.flat is not None
+    return in_memory_order(value.flat, tensor)
 
 
 def _entry(name: str, key: str) -> str:

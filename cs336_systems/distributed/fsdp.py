@@ -145,15 +145,6 @@ class FSDP(NotCopied, nn.Module):
         self._schedule.finish()
 
     @torch.no_grad()
-    def start_communication(self) -> None:
-        """Called by a unit while it runs, forward and backward: start its gathers ahead and the reductions now.
-
-        For a unit whose kernels suffer differently from NCCL's beside them, which take multiprocessors. A unit that has
-        called this once is waited for in later passes; one that then does not call it lets the next unit begin with it.
-        """
-        self._schedule.start_communication()
-
-    @torch.no_grad()
     def gather_full_params(self) -> dict[str, Tensor]:
         """Every parameter whole, in the shards' dtype, under its names in the wrapped module; a collective.
 

@@ -41,12 +41,11 @@ class Gradients:
             self._accumulated[group] = None
             return
         # Only one is under way: with the group that backward fills, no more than two have whole gradients in memory.
-        self.finish_reduction()
+        self._finish_reduction()
         self._accumulated.pop(group, None)
         self._reduction = group.reduce()
 
-    def finish_reduction(self) -> None:
-        """Let the reduction that is under way come to its end, and the gradients to where they belong."""
+    def _finish_reduction(self) -> None:
         if self._reduction is not None:
             self._reduction.finish()
             self._missing += self._reduction.missing
@@ -70,7 +69,7 @@ class Gradients:
         """
         for group in list(self._accumulated):
             self.reduce(group)
-        self.finish_reduction()
+        self._finish_reduction()
         sharded = [parameter for group in self.groups for parameter in group.trainable]
         # The last message of a step, and sent even where nothing is replicated: it also counts who has a gradient.
         counts = self.replicated.all_reduce(self.device, sharded)

@@ -11,9 +11,6 @@ Backward walks the list whole. A run that this rank's gradient passes by is gath
 same, as other ranks may compute with it. A group that several runs use stays between the first and the last of them, in
 either direction: a tied embedding is gathered once.
 
-A unit may say, while it runs, when it is best to communicate (``start_communication``). From then on the gathers ahead
-and the reductions that come with it wait for that, in either direction, at the latest until the next unit.
-
 Each backward ends with its gradients averaged, as the call of ``backward`` returns. One that an error has ended leaves
 nothing behind but what the parameters' ``grad`` hold by then.
 
@@ -111,11 +108,6 @@ class Schedule:
         self._n_to_come = 0
         """Forwards since the last backward that one may come to."""
         self._backward: _Backward | None = None
-        self._running: list[Unit] = []
-        self._telling: set[Unit] = set()
-        """Units that say when to communicate."""
-        self._held: list[Callable[[], None]] = []
-        """Collectives that wait to be started, in order."""
         self.gradients = Gradients(layout.groups, layout.replicated, device)
         slots = dict.fromkeys(slot for unit in layout.units for slot in unit.param_slots)
         guards = {parameter: Elsewhere(parameter) for group in self.groups for parameter in group.parameters}
@@ -143,7 +135,6 @@ class Schedule:
             yield
             return
         self._forget_failed_backward()
-        self._held.clear()
         self._agree("begins a forward")
         self._free_idle()
         self._forward = Forward(self._complete)
@@ -167,7 +158,6 @@ class Schedule:
         for slot in unit.param_slots:
             slot.check()
         recomputing = inside_backward()
-        self._start_held()
         if recomputing:
             forward = self._recomputed()
             ahead = []
@@ -182,18 +172,15 @@ class Schedule:
             ahead = forward.begin(unit, self.prefetch)
             stays = set()
         position, started = len(forward.units) - 1, len(forward.runs)
-        for group in unit.groups:
-            group.gather()
-        for each in ahead:
+        for each in (unit, *ahead):
             for group in each.groups:
-                self._start(group.gather, unit)
+                group.gather()
         for group in unit.groups:
             group.wait()
             group.users += 1
         if not recomputing:
             self.replicated.refresh(slot.parameter for slot in unit.param_slots)
         unit.to_unsharded()
-        self._running.append(unit)
         returned = False
         try:
             output = call(*args, **kwargs)
@@ -201,7 +188,6 @@ class Schedule:
                 group.check_in_place()
             returned = True
         finally:
-            self._running.pop()
             unit.to_sharded()
             for group in unit.groups:
                 group.users -= 1
@@ -223,7 +209,6 @@ class Schedule:
         """
         forward = self._forward
         if left := forward.left():
-            self._start_held()
             what += f" before {left[0].name}"
             for position, unit in enumerate(left, len(forward.units)):
                 for group in unit.groups:
@@ -318,25 +303,21 @@ class Schedule:
 
     def _come_to(self, run: Run) -> None:
         """Gather what the run needs for its backward, free and reduce what is needed no more."""
-        self._start_held()
         backward, forward, number = self._current_backward(), run.forward, run.number
         window = forward.runs[max(0, number - self.prefetch) : number + 1][::-1]
         needed = {group for each in (*window, *backward.open) for group in each.unit.groups}
         for group in self._gathered():
             if group not in needed and not group.users and not forward.uses(group, number):
                 group.free()
-        for group in run.unit.groups:
-            group.gather()
-        for each in window[1:]:
+        for each in window:
             for group in each.unit.groups:
-                self._start(group.gather, run.unit)
+                group.gather()
         # Which groups are reduced, and in which order, follows from the order of the runs alone, never from which
         # parameters received a gradient: ranks may differ in that, and their collectives must not.
         for group in list(backward.producing):
             if group not in needed and not forward.uses(group, number):
                 del backward.producing[group]
-                self.gradients.finish_reduction()
-                self._start(partial(self.gradients.reduce, group), run.unit)
+                self.gradients.reduce(group)
         for group in run.unit.groups:
             backward.producing[group] = None
 
@@ -345,7 +326,6 @@ class Schedule:
         """The end of a backward pass: what it has not come to, and whatever is still to be reduced or freed."""
         backward = self._current_backward()
         self._walk_out(0)
-        self._start_held()
         if self._n_to_come > 1:
             self._agree("ends a backward")
         self._n_to_come = 0
@@ -371,29 +351,8 @@ class Schedule:
         for run in self._backward.open:
             run.unit.to_sharded()
         self._backward, self._n_to_come = None, 0
-        self._held.clear()
         self.gradients.drop()
         self._free_idle()
-
-    # what waits to be started
-
-    def start_communication(self) -> None:
-        """Start what has waited for this moment; the unit that runs says so in each of its runs."""
-        if self._running and not inside_backward():
-            self._telling.add(self._running[-1])
-        self._start_held()
-
-    def _start(self, start: Callable[[], None], unit: Unit) -> None:
-        """Start a collective now, or when the unit that is about to run says so."""
-        if unit in self._telling:
-            self._held.append(start)
-        else:
-            start()
-
-    def _start_held(self) -> None:
-        held, self._held = self._held, []
-        for start in held:
-            start()
 
     # groups
 

@@ -4,7 +4,8 @@ Stage 1: each bucket is one flat buffer, whose gradients lie in a flat buffer of
 reduced: reducing needs no memory beyond the gradients, and ``.grad`` is scratch memory from then until it is cleared.
 
 Stage 2: that buffer lives from the moment that a bucket is complete until the next one is, when its reduction has had
-the time of a bucket to end. What stays is the shard, in which the backwards of a step add up; ``.grad`` is None.
+the time of a bucket to end. What stays is the shard, in which the backwards of a step add up; ``.grad`` is None. (This
+stage has been run on CPUs alone so far.)
 """
 
 import weakref

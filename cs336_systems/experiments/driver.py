@@ -11,6 +11,7 @@ not suffice and requests that are unsupported are answers as long as something w
 """
 
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -20,14 +21,14 @@ from typing import Any
 
 import torch
 
-from cs336_systems.config import PRECISIONS
+from cs336_systems.config import PRECISIONS, Recipe
 from cs336_systems.experiments.options import RunOptions, check_options, small_defaults_note
 from cs336_systems.harness.process import Cell
 from cs336_systems.harness.ranks import one_rank_per_gpu, reports, resolve_world_sizes
 from cs336_systems.harness.record import RowFile
 from cs336_systems.harness.sweep import Outcome, cell_columns, run_sweep
 from cs336_systems.report.command_line import INTERRUPTED, complain, os_error
-from cs336_systems.training.precision import unsupported_reason
+from cs336_systems.training.precision import recipe_unsupported_reason, unsupported_reason
 
 _MOST_CELLS = 8
 """In the line of JSON; the rows on disk hold all."""
@@ -147,11 +148,17 @@ def check_device(device: str) -> None:
 
 
 def check_dtypes(options: Any) -> None:
-    """Raise ValueError if the device cannot multiply in one of ``--dtype``, where they are training precisions."""
-    given = getattr(options, "dtype", ()) if options.MULTIPLIES else ()
-    for dtype in (given,) if isinstance(given, str) else given:
-        if dtype in PRECISIONS and (reason := unsupported_reason(PRECISIONS[dtype], torch.device(options.device))):
+    """Raise ValueError if the device cannot multiply in one of ``--dtype``, where they are training precisions, or
+    quantized as ``--matmul-dtype`` and ``--scaling`` say."""
+    given, device = getattr(options, "dtype", ()) if options.MULTIPLIES else (), torch.device(options.device)
+    dtypes = [dtype for dtype in ((given,) if isinstance(given, str) else given) if dtype in PRECISIONS]
+    for dtype in dtypes:
+        if reason := unsupported_reason(PRECISIONS[dtype], device):
             raise ValueError(f"--dtype {dtype}: {reason}")
+    recipes = itertools.product(dtypes, getattr(options, "matmul_dtype", ()), getattr(options, "scaling", ()))
+    for dtype, name, scaling in recipes:
+        if reason := recipe_unsupported_reason(Recipe(name, scaling=scaling), PRECISIONS[dtype], device):
+            raise ValueError(f"--matmul-dtype {name}: {reason}")
 
 
 def finish(experiment: Experiment, outcomes: Sequence[Outcome], csv: Path | None, figures: Mapping[str, Any]) -> int:

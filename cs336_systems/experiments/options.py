@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 from cs336_systems.case import UNCAPTURED_STEPS, TrainingCase, cuda_graph_reason
 from cs336_systems.config import ATTENTIONS, resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
-from cs336_systems.costs.kept import unserved_reason
+from cs336_systems.costs.kept import default_keep, unserved_reason
 from cs336_systems.costs.offload import offload_reason
 from cs336_systems.report.command_line import Format
 
@@ -26,6 +26,9 @@ Compile = Literal["off", "on", "whole-model"]
 OptimizerName = Literal["reference", "torch-fused", "fused"]
 Kernels = Literal["reference", "fused"]
 Master = Literal["none", "fp32"]
+MatmulDtype = Literal["same", "e4m3"]
+GradientDtype = Literal["e4m3", "e5m2"]
+Scaling = Literal["tensor", "row", "block"]
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 MAX_TIMEOUT_S = 1e6
@@ -34,7 +37,7 @@ _POSITIVE = (
     *("context_length", "batch_size", "steps", "recorded_steps", "repeat", "bucket_size_mb", "calls", "rounds"),
     *("accumulate", "length", "d_head", "samples", "rows", "width", "layers"),
 )
-_NOT_NEGATIVE = ("warmup", "prefetch")
+_NOT_NEGATIVE = ("warmup", "prefetch", "fp8_skip_first", "fp8_skip_last")
 
 
 @dataclass(frozen=True)
@@ -93,12 +96,22 @@ class TrainingOptions(RunOptions):
     keep: tuple[str, ...] | None = None
     """What blocks with a written-out backward keep for it: input; attention (and its output); products (and results of
     matrix products); all; less what switches drop, as in all-norm-swiglu (norm, qkv, attention, residual, ffn, swiglu).
-    autograd: backward is autograd's. By default autograd for reference kernels, products for fused."""
+    autograd: backward is autograd's. By default products for fused kernels and quantized products, else autograd."""
     master: tuple[Master, ...] = ("none",)
     """fp32: with --dtype bf16 and --optimizer fused, weights in fp32 that the optimizer keeps besides."""
     offload: tuple[str, ...] = ("none",)
     """What is kept in host memory: m, v, master, gradients (all with --optimizer fused), residual (inputs of blocks
     whose backward is written out); several with hyphens, as in m-v."""
+    matmul_dtype: tuple[MatmulDtype, ...] = ("same",)
+    """Of the products of blocks with a written-out backward: same, as tensors are stored; or e4m3, quantized to fp8."""
+    gradient_dtype: tuple[GradientDtype, ...] = ("e4m3",)
+    """Of gradients of activations in quantized products: e4m3; or e5m2, with more range and less precision."""
+    scaling: tuple[Scaling, ...] = ("tensor",)
+    """What shares a scale where products are quantized: a tensor; a row of what is summed; or a block of 128 of it."""
+    fp8_skip_first: int = 0
+    """Blocks at the input whose products are not quantized."""
+    fp8_skip_last: int = 0
+    """Blocks at the output whose products are not quantized."""
     accumulate: tuple[int, ...] = (1,)
     """Micro-batches per optimizer step; their gradients add up in place."""
     cuda_graph: tuple[Switch, ...] = ("off",)
@@ -146,8 +159,8 @@ _SETS = (
     *("size", "batch_size", "context_length", "dtype", "attention", "compile", "checkpoint", "optimizer"),
     *("master", "offload", "accumulate", "cuda_graph"),
 )
-_KEEP = {"reference": "autograd", "fused": "products"}
-"""Unless it is said."""
+RECIPE = ("matmul_dtype", "gradient_dtype", "scaling", "fp8_skip_first", "fp8_skip_last")
+"""Columns that are a recipe of quantized products."""
 
 
 def training_cells(
@@ -177,7 +190,10 @@ def training_cells(
     if "fused" in options.optimizer and options.device != "cuda":
         raise ValueError(f"--optimizer fused needs --device cuda, got {options.device}: Triton kernels run on GPUs")
     blocks = [
-        {"kernels": kernels, "keep": keep} for kernels in options.kernels for keep in options.keep or (_KEEP[kernels],)
+        {"kernels": kernels, "keep": keep} | recipe
+        for kernels in options.kernels
+        for recipe in _recipes(options)
+        for keep in options.keep or (default_keep(kernels, recipe["matmul_dtype"]),)
     ]
     grid = [
         cell_of(cell_type, options, repeat=0, **dict(zip(sets, values, strict=True)), **kind, **own)
@@ -193,6 +209,21 @@ def training_cells(
             raise ValueError(f"--cuda-graph on captures step {least}, in --warmup {least} or more, got {cell.warmup}")
     turns = (grid, grid[::-1])
     return [replace(cell, repeat=repeat) for repeat in range(options.repeat) for cell in turns[repeat % 2]]
+
+
+def _recipes(options: TrainingOptions) -> list[dict[str, Any]]:
+    """Of all matmul dtypes, the quantized ones with each gradient and scaling."""
+    plain = {name: getattr(TrainingCase, name) for name in RECIPE}
+    quantized = [
+        {"gradient_dtype": gradient, "scaling": scaling}
+        for gradient, scaling in itertools.product(options.gradient_dtype, options.scaling)
+    ]
+    skips = {"fp8_skip_first": options.fp8_skip_first, "fp8_skip_last": options.fp8_skip_last}
+    return [
+        recipe
+        for name in options.matmul_dtype
+        for recipe in ([plain] if name == "same" else [{"matmul_dtype": name} | one | skips for one in quantized])
+    ]
 
 
 def cell_of(cell_type: type[AnyCell], options: Any, **own: Any) -> AnyCell:

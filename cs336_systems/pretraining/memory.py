@@ -67,7 +67,7 @@ def actual_segments(step: TrainStep, predicted: dict[str, int], total: int) -> d
         "weights": sum(parameter.nbytes for parameter in step.model.parameters()),
         "gradients": predicted["gradients"],
     }
-    on_host = {}
+    on_host: dict[str, int] = {}
     for name, key in STATES.items():
         for state in step.optimizer.state.values():
             if key in state:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Self
 from cs336_systems.case import Parallel, TrainingCase
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
-from cs336_systems.costs.kept import unserved_reason
+from cs336_systems.costs.kept import default_keep, unserved_reason
 from cs336_systems.costs.offload import offload_reason
 from cs336_systems.pretraining.schedules import Schedule, ScheduleKind
 
@@ -21,7 +21,16 @@ _POSITIVE = (
     *("evaluate_every", "evaluation_sequences", "save_every", "keep_last", "keep_every", "log_every"),
     "lmhead_chunks",
 )
-_NOT_NEGATIVE = ("learning_rate", "z_loss", "weight_decay", "eps", "seed", "warmup_steps")
+_NOT_NEGATIVE = (
+    "learning_rate",
+    "z_loss",
+    "weight_decay",
+    "eps",
+    "seed",
+    "warmup_steps",
+    "fp8_skip_first",
+    "fp8_skip_last",
+)
 _MOST_WARMUP = 100
 """Steps, unless it is said."""
 
@@ -33,7 +42,7 @@ class TrainOptions:
     CPU_DEFAULTS: ClassVar[dict[str, Any]] = {
         **{"size": "tiny", "context_length": 128, "batch_size": 8, "steps": 800},
         **{"learning_rate": 3e-3, "dtype": "fp32", "optimizer": "torch-fused"},
-        **{"attention": "reference", "kernels": "reference", "keep": "autograd"},
+        **{"attention": "reference", "kernels": "reference"},
         **{"evaluate_every": 200, "evaluation_sequences": 512, "save_every": 200, "log_every": 50, "walltime": 70.0},
     }
     """Where there is no GPU defaults shrink, so that a bare command ends in a minute and a half."""
@@ -101,12 +110,23 @@ class TrainOptions:
     """Between matrix products: plain PyTorch; or a Triton kernel each, on CUDA devices."""
     attention: str = "flash"
     """reference, flash, hopper, sdpa-flash, ..."""
-    keep: str = "products"
+    keep: str | None = None
     """What blocks with a written-out backward keep: input, attention, products, all, less switches as in all-norm;
-    autograd: backward is autograd's."""
+    autograd: backward is autograd's. By default products for fused kernels and quantized products, else autograd."""
     lmhead_chunks: int | None = None
     """In which a micro-batch's tokens go through head and loss, one after the other; None leaves it to the kernel. Not
     with --keep autograd."""
+    matmul_dtype: Literal["same", "e4m3"] = "same"
+    """Of the products of blocks: same, as tensors are stored; or e4m3, quantized to fp8, which a CPU emulates; not with
+    --keep autograd."""
+    gradient_dtype: Literal["e4m3", "e5m2"] = "e4m3"
+    """Of gradients of activations in quantized products; e5m2 has more range and less precision."""
+    scaling: Literal["tensor", "row", "block"] = "tensor"
+    """What shares a scale where products are quantized: a tensor; a row of what is summed; or a block of 128 of it."""
+    fp8_skip_first: int = 0
+    """Blocks at the input whose products are not quantized."""
+    fp8_skip_last: int = 0
+    """Blocks at the output whose products are not quantized."""
     recompute: str = "none"
     """With --keep autograd, which activations are computed a second time: none, full, every-K, ..."""
     compile: Literal["off", "on"] = "off"
@@ -162,9 +182,9 @@ class TrainOptions:
             raise ValueError("--total-batch-tokens and --accumulate: give one of them")
         if self.moments != "same" and self.optimizer != "fused":
             raise ValueError(f"--moments {self.moments} needs --optimizer fused, got {self.optimizer}")
-        if self.z_loss and self.keep == "autograd":
+        if self.z_loss and self.kept == "autograd":
             raise ValueError(f"--z-loss {self.z_loss:g} needs a head that is written out, not --keep autograd")
-        if self.lmhead_chunks is not None and self.keep == "autograd":
+        if self.lmhead_chunks is not None and self.kept == "autograd":
             asked = f"--lmhead-chunks {self.lmhead_chunks}"
             raise ValueError(f"{asked} needs a head that is written out, not --keep autograd")
         if self.save_every is None and self.export:
@@ -172,9 +192,15 @@ class TrainOptions:
         if self.init is None:
             resolve_size(self.size)
         canonical_policy(self.recompute)
-        case = self.training_case(ModelConfig("any", 64, 192, 2, 4), 1)
+        any_depth = 1 + max(self.fp8_skip_first, 0) + max(self.fp8_skip_last, 0)
+        case = self.training_case(ModelConfig("any", 64, 192, any_depth, 4), 1)
         if reason := unserved_reason(case) or offload_reason(case):
             raise ValueError(reason)
+
+    @property
+    def kept(self) -> str:
+        """What blocks keep, said or not."""
+        return self.keep or default_keep(self.kernels, self.matmul_dtype)
 
     def micro_batches(self, world_size: int) -> int:
         """Per step.
@@ -225,7 +251,12 @@ class TrainOptions:
             accumulate=self.micro_batches(world_size),
             cuda_graph=self.cuda_graph,
             kernels=self.kernels,
-            keep=self.keep,
+            keep=self.kept,
+            matmul_dtype=self.matmul_dtype,
+            gradient_dtype=self.gradient_dtype,
+            scaling=self.scaling,
+            fp8_skip_first=self.fp8_skip_first,
+            fp8_skip_last=self.fp8_skip_last,
             master=self.master,
             offload="-".join(self.offload) or "none",
             seed=self.seed,

@@ -60,7 +60,7 @@ def prepare(options: TrainOptions, rank: Rank) -> Prepared:
         if evaluation is None:
             raise ValueError(f"{dataset.folder} holds out nothing to evaluate on: --evaluate-every None does without")
         count_sequences(evaluation, options.context_length)
-    config = _config(options, dataset)
+    config = config_of(options, dataset)
     n_steps = options.n_steps(count_sequences(dataset.train, options.context_length), rank.world_size)
     schedule = options.schedule_of(n_steps)
     tokens_per_step = options.tokens_per_step(rank.world_size)
@@ -94,10 +94,12 @@ def default_data() -> Path:
     return folder if folder.exists() else tokenize(options).folder
 
 
-def _config(options: TrainOptions, dataset: Dataset) -> ModelConfig:
-    """The model's shape: that of the weights, or a named size with the data's vocabulary."""
+def config_of(options: TrainOptions, dataset: Dataset | None) -> ModelConfig:
+    """The model's shape: that of the weights, or a named size with the data's vocabulary, its own without data."""
     if options.init is not None:
         return config_from_hf(options.init).at_context(options.context_length)
+    if dataset is None:
+        return resolve_size(options.size).at_context(options.context_length)
     rounded = -(-dataset.vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
     return replace(resolve_size(options.size).at_context(options.context_length), vocab_size=rounded)
 

@@ -132,8 +132,8 @@ def _resume(prepared: Prepared) -> int:
 
 def _saver(prepared: Prepared) -> BackgroundSaver:
     step, options = prepared.step, prepared.options
-    kept = {"keep_last": options.keep_last, "keep_every": options.keep_every}
-    return BackgroundSaver(options.out, step.model, step.optimizer, **kept)
+    keep_last, keep_every = options.keep_last, options.keep_every
+    return BackgroundSaver(options.out, step.model, step.optimizer, keep_last=keep_last, keep_every=keep_every)
 
 
 def _open_log(options: TrainOptions, first_step: int, sinks: Sequence[Sink]) -> RunLog:
@@ -164,11 +164,12 @@ def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> 
     described = (str(dataset.folder), dataset.manifest["corpus"], tokenizer["name"], dataset.vocab_size)
     log.write(Data(*described, split["train"]["tokens"], held_out, prepared.tokens_per_step))
     products = prepared.step.precision.matmul_dtype
+    quantized = options.matmul_dtype != "same"
     light = speed_of_light(
         config,
         options.context_length,
         find_hardware(name),
-        block_dtype=products,
+        block_dtype="fp8" if quantized else products,
         dtype=products,
         n_devices=rank.world_size,
     )

@@ -5,7 +5,8 @@ Optimisations are applied from outside, in one order:
 1. the operations are chosen, attention by name and the stack of blocks by checkpointing policy, and handed to the model
    as a value;
 2. the model is built in the precision's parameter dtype, on its device (on ``meta`` for our FSDP, which never holds it
-   whole), and if asked for, its blocks are written out, each with what it keeps; the model then computes its own loss;
+   whole), and if asked for, its blocks are written out, each with what it keeps and how its products are quantized; the
+   model then computes its own loss;
 3. blocks and loss are compiled, if asked: each block by itself, as torchtitan does, because equal blocks then share one
    compilation and the time to compile does not grow with depth (the whole model as one graph can be had for
    comparison); checkpointed segments run compiled blocks, but a selective policy is compiled with its block, because it
@@ -27,8 +28,8 @@ from torch import Tensor
 
 from cs336_systems.attention.dispatch import attention_op
 from cs336_systems.attention.dispatch import unsupported_reason as attention_reason
-from cs336_systems.blocks import block_ops, head_ops, write_out
-from cs336_systems.case import TrainingCase, Unsupported, cuda_graph_reason, sharding_reason
+from cs336_systems.blocks import block_ops, block_products, head_ops, write_out
+from cs336_systems.case import TrainingCase, Unsupported, cuda_graph_reason, update_reason
 from cs336_systems.costs.checkpointing import SELECTIVE
 from cs336_systems.costs.kept import unserved_reason
 from cs336_systems.costs.offload import STATES, offload_reason, offloaded
@@ -43,7 +44,7 @@ from cs336_systems.training.cuda_graph import CapturedStep
 from cs336_systems.training.loss import cross_entropy
 from cs336_systems.training.optimizer import unsupported_reason as optimizer_reason
 from cs336_systems.training.parallel import make_parallel_optimizer, wrap
-from cs336_systems.training.precision import matmul_dtype, parameter_dtype
+from cs336_systems.training.precision import matmul_dtype, parameter_dtype, recipe_unsupported_reason
 from cs336_systems.training.precision import unsupported_reason as precision_reason
 from cs336_systems.training.step import TrainStep
 
@@ -71,8 +72,10 @@ def build_model(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps =
     place = torch.device("meta") if case.parallel.wrapper == "fsdp" else device
     model = TransformerLM(case.config, ops, device=place, dtype=parameter_dtype(case.precision))
     if case.written_out:
+        remember = case.parallel.wrapper not in ("fsdp", "fsdp2")  # which fill the same parameters again and again
+        products = block_products(case.kernels, case.recipe, remember=remember)
         away = "residual" in offloaded(case)
-        write_out(model, block_ops(case.kernels, case.attention), case.keep, inputs_on_host=away)
+        write_out(model, block_ops(case.kernels, case.attention), case.keep, products, inputs_on_host=away)
     if case.compile == "whole-model":
         model.compile(fullgraph=True, dynamic=False)
     elif case.compiled and case.checkpoint not in SELECTIVE:
@@ -147,9 +150,10 @@ def check_supported(case: TrainingCase, device: torch.device) -> None:
     config, gathered = case.config, case.parallel.compute_dtype  # FSDP casts weights to the latter
     dtype = torch.bfloat16 if gathered == "bf16" else matmul_dtype(case.precision)
     reason = unserved_reason(case) or offload_reason(case) or precision_reason(case.precision, device)
+    reason = reason or recipe_unsupported_reason(case.recipe, case.precision, device)
     reason = reason or checkpointing_reason(case.checkpoint, case.attention)
     reason = reason or _whole_model_reason(case) or optimizer_reason(case.optimizer, device) or cuda_graph_reason(case)
-    reason = reason or sharding_reason(case)
+    reason = reason or update_reason(case)
     if reason is None:
         q, k, v = (
             torch.empty(1, heads, case.context_length, config.d_head, device=device, dtype=dtype, requires_grad=True)

@@ -2,12 +2,14 @@
 
     update = BackwardUpdate(fsdp, optimizer)
     loss.backward()                        # updates each group after its reduction, and gives its gradients up
-    update.finish()                        # what came last, replicated parameters, and wait
+    update.finish()                        # what came last: what is replicated
 
 Each parameter's update reads nothing but its own gradient and state, so the bits are those of a step after backward.
-Gradients of shards then never exist together, and on a GPU updates run on a stream of their own beside backward's
-products, one group at a time. Nothing that needs all gradients before the first update goes with it: no clipping, no
-step that is passed over, no scaled loss. A backward that an error ends has updated some parameters already.
+What it buys is memory: gradients of shards never exist together. Not time: AdamW runs between the kernels of backward
+and not beside them, on a stream of their own too (12.2 of 13.8 ms of an 8B step on two H200s stayed exposed, LOG.md).
+
+Nothing that needs all gradients before the first update goes with it: no clipping, no step that is passed over, no
+scaled loss. A backward that an error ends has updated some parameters already.
 """
 
 from collections.abc import Iterable
@@ -27,17 +29,12 @@ class BackwardUpdate:
 
     def __init__(self, fsdp: FSDP, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self._device = fsdp.device
-        self._stream = torch.cuda.Stream(fsdp.device) if fsdp.device.type == "cuda" else None
-        self._parameters = [each.sharded_param for each in fsdp.managed_parameters()]
         self._names = {each.sharded_param: each.names[0] for each in fsdp.managed_parameters()}
         self._group_of = {p.sharded_param: group for group in fsdp.groups for p in group.parameters}
         self._arrived: dict[Tensor, None] = {}
         """Parameters whose gradients are averages, to be updated together."""
         self._updated: set[Tensor] = set()
-        self._in_use: list[Tensor] = []
-        """Gradients that the stream may still be reading."""
-        for parameter in self._parameters:
+        for parameter in self._names:
             parameter.register_post_accumulate_grad_hook(self._arrive)
 
     def _arrive(self, parameter: Tensor) -> None:
@@ -61,36 +58,21 @@ class BackwardUpdate:
     def _update(self, parameters: Iterable[Tensor]) -> None:
         """Step the optimizer as if no others had gradients."""
         chosen = dict.fromkeys(parameters)
-        aside = [(p, p.grad) for p in self._parameters if p.grad is not None and p not in chosen]
+        aside = [(p, p.grad) for p in self._names if p.grad is not None and p not in chosen]
         for parameter, _ in aside:
             parameter.grad = None
-        self._wait()
         try:
-            if self._stream is None:
-                self.optimizer.step()
-            else:
-                self._stream.wait_stream(torch.cuda.current_stream(self._device))
-                with torch.cuda.stream(self._stream):
-                    self.optimizer.step()
+            self.optimizer.step()
         finally:
             for parameter, gradient in aside:
                 parameter.grad = gradient
         for parameter in chosen:
             self._arrived.pop(parameter, None)
             self._updated.add(parameter)
-            if parameter.grad is not None:
-                self._in_use.append(parameter.grad)
             parameter.grad = None
 
-    def _wait(self) -> None:
-        """Let the current stream wait for the last update, whose gradients may then be other tensors' memory."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._in_use.clear()
-
     def finish(self) -> None:
-        """Update what has not been, and let the current stream wait: all parameters are the next step's then."""
+        """Update what has not been; all parameters are the next step's then."""
         if self._arrived:
             self._update(list(self._arrived))
-        self._wait()
         self._updated.clear()

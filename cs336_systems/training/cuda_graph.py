@@ -99,6 +99,7 @@ class CapturedStep(TrainStep):
             if _uploaded(self.optimizer):
                 self.optimizer.upload_hyperparameters()  # type: ignore[attr-defined]
             self._update_graph.replay()
+            self._weights_changed()
         self.loss = self._captured_loss.clone()
 
     def _capture_passes(self, batch: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
@@ -106,6 +107,7 @@ class CapturedStep(TrainStep):
         self._inputs = tuple(tensor.clone() for tensor in batch)
         passes = super().phases("step", *self._inputs)
         del passes["optimizer"]
+        self._weights_changed()  # what is made of them is part of every step
         try:
             graph = _captured(lambda: [phase() for phase in passes.values()], self._stream)
             parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])

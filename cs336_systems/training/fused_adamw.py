@@ -183,8 +183,8 @@ class FusedAdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if (gradient := self._gradient(parameter)) is not None:
                     update = self._update(parameter, gradient, group)
-                    staged = () if parameter.grad is not None else ("gradient",)
-                    staged += tuple(name for name in self.offload if name in update.tensors)
+                    staged = tuple(name for name in self.offload if name in update.tensors)
+                    staged += () if parameter.grad is not None else ("gradient",)
                     together[parameter.device, update.dtypes, staged, *how].append(update)
         for (device, _, staged, stochastic_rounding, clear_gradients), updates in together.items():
             rest = {"stochastic_rounding": stochastic_rounding, "clear_gradients": clear_gradients}

@@ -8,10 +8,12 @@ bf16. A piece is a stretch of one tensor; as AdamW goes element by element and c
     hosts = place({p: {"exp_avg": torch.bfloat16} for p in parameters}, device)      # one slab for all of them
     staged_adamw_(updates, {"exp_avg"}, link, scale, stochastic_rounding=True)
 
-Bytes over the link per parameter: the states once in and once out, gradients once in.
+Bytes over the link per parameter: the states once in and once out, gradients once in. On an H200 a step with moments in
+bf16 took 145 ms for Qwen2.5-1.5B and 766 ms for 7B, where 51 GB/s each way take 121 and 597 (before batches were full).
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +74,8 @@ def staged_adamw_(
         here = coming or _fetch(batch, staged, link)
         coming = _fetch(batches[i + 1], staged, link) if i + 1 < len(batches) else None
         tensors = iter(here.wait())
-        ready = [update._replace(**{name: next(tensors) for name in staged}) for update in batch]
+        arrived: list[dict[str, Any]] = [{name: next(tensors) for name in staged} for _ in batch]
+        ready = [update._replace(**own) for update, own in zip(batch, arrived, strict=True)]
         adamw_(ready, scale, stochastic_rounding=stochastic_rounding, clear_gradients=clear_gradients)
         sent = [
             (getattr(now, name), getattr(host, name)) for now, host in zip(ready, batch, strict=True) for name in back
@@ -104,7 +107,7 @@ def _batches(updates: Sequence[Update]) -> list[list[Update]]:
 
 def _piece(update: Update, begin: int, end: int) -> Update:
     """Elements of an update in memory order; each piece counts the step for itself, the first for all."""
-    stretches = {
+    stretches: dict[str, Any] = {
         name: tensor.detach().as_strided((end - begin,), (1,), tensor.storage_offset() + begin)
         for name, tensor in update.tensors.items()
     }

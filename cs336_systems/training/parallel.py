@@ -23,7 +23,6 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER, SHARD, ShardedOptimizer
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.transformer import TransformerBlock
-from cs336_systems.training.communication_place import place_beside_attention
 from cs336_systems.training.optimizer import make_optimizer, optimizer_class
 
 _DTYPES = {"same": None, "bf16": torch.bfloat16}
@@ -50,16 +49,13 @@ def _torch_ddp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Modul
 
 
 def _fsdp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
-    fsdp = FSDP(
+    return FSDP(
         model,
         _DTYPES[parallel.compute_dtype],
         prefetch=parallel.prefetch,
         units=lambda module: isinstance(module, TransformerBlock),
         device=rank.device,
     )
-    if parallel.communicate == "beside-attention":
-        place_beside_attention(fsdp)
-    return fsdp
 
 
 def _fsdp2(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from cs336_systems.config import Precision
+from cs336_systems.config import Precision, Recipe
 
 _AUTOCAST_DTYPES = {"autocast-bf16": torch.bfloat16, "autocast-fp16": torch.float16}
 
@@ -60,3 +60,19 @@ def unsupported_reason(precision: Precision, device: torch.device) -> str | None
         return None
     name = torch.cuda.get_device_name(device)
     return f"{precision.name} needs compute capability {wanted}.0 or newer, {name} has {major}.{minor}"
+
+
+def recipe_unsupported_reason(recipe: Recipe, precision: Precision, device: torch.device) -> str | None:
+    """Why ``device`` cannot quantize products so, in one sentence, or None if it can; a CPU emulates every recipe."""
+    if not recipe.quantized or device.type == "cpu":
+        return None
+    asked = f"matmul dtype {recipe.matmul}"
+    if precision.name != "bf16":
+        return f"{asked} on CUDA devices returns bf16: it goes with dtype bf16, got {precision.name}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        name, has = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+        return f"{asked} needs compute capability 8.9 or newer, {name} has {has}"
+    if recipe.scaling != "tensor" and capability[0] != 9:
+        return f"{asked} with scaling {recipe.scaling} needs Hopper, {torch.cuda.get_device_name(device)} is another"
+    return None

@@ -69,7 +69,8 @@ class TrainStep:
         self.accumulate = accumulate
         self.guard = guard
         self.update = update
-        self.device = next(model.parameters()).device
+        self._parameters = tuple(model.parameters())
+        self.device = self._parameters[0].device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=needs_loss_scaling(precision))
         self.loss: Tensor | None = None
         """Loss of the last batch, detached, on the device; of its micro-batches so far, what they add to it."""
@@ -154,6 +155,11 @@ class TrainStep:
             return
         if self.guard is not None:
             self.guard(self.model, self.optimizer, self.loss)
-            return
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        """What was made of the weights is made anew, also where they were written behind autograd's back."""
+        torch.autograd.graph.increment_version(self._parameters)

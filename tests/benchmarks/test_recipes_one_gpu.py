@@ -13,21 +13,24 @@ from cs336_systems.experiments.blocks import cells as blocks
 from cs336_systems.experiments.kernels import cells as kernels
 from cs336_systems.experiments.model import cells as model
 from cs336_systems.experiments.profile import cells as profile
+from cs336_systems.experiments.training import cells as training
 from cs336_systems.report.command_line import parse
 from tests.benchmarks.commands import ROOT
 
-ATTENTION, KERNELS, MODELS, PROFILES = (
-    ROOT / "scripts" / f"measure_{name}.sh" for name in ("attention", "kernels", "models", "profiles")
+ATTENTION, KERNELS, MODELS, PROFILES, TRAINING = (
+    ROOT / "scripts" / f"measure_{name}.sh" for name in ("attention", "kernels", "models", "profiles", "training")
 )
 QUESTIONS = {
     "benchmark_attention": attention,
     "benchmark_blocks": blocks,
     "benchmark_kernels": kernels,
     "benchmark_model": model,
+    "benchmark_training": training,
     "profile_model": profile,
 }
 PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+  ", ATTENTION.read_text(), re.MULTILINE)
 KERNEL_PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+  ", KERNELS.read_text(), re.MULTILINE)
+TRAINING_PARTS = re.findall(r"^#   ([a-z0-9.-]+)  +\d+  ", TRAINING.read_text(), re.MULTILINE)
 CLOCKS = {"harness", "do-bench"}
 
 
@@ -49,9 +52,9 @@ def grids(script: Path, folder: Path, *parts: str, **environment: str) -> dict[s
     return found
 
 
-@pytest.mark.parametrize(("script", "parts"), [(ATTENTION, PARTS), (KERNELS, KERNEL_PARTS)])
+@pytest.mark.parametrize(("script", "parts"), [(ATTENTION, PARTS), (KERNELS, KERNEL_PARTS), (TRAINING, TRAINING_PARTS)])
 def test_the_head_names_every_part(script, parts):
-    branches = re.findall(r"^    ([a-z][a-z0-9|-]*)\)$", script.read_text(), re.MULTILINE)
+    branches = re.findall(r"^    ([a-z0-9][a-z0-9.|-]*)\)$", script.read_text(), re.MULTILINE)
     assert sorted(parts) == sorted(part for branch in branches for part in branch.split("|"))
 
 
@@ -147,3 +150,16 @@ def test_every_digest_is_recorded_in_both_modes(tmp_path):
     parts = ("nsys", "nsys-autocast", "kineto", "memory")
     for part, cells in grids(PROFILES, tmp_path, *parts).items():
         assert {cell.mode for cell in cells} == {"forward", "step"}, part
+
+
+def test_runs_are_measured_beside_the_peer_at_the_tokens_of_the_goals(tmp_path):
+    ((folder, cells),) = grids(TRAINING, tmp_path, *TRAINING_PARTS).items()
+    assert folder == "training" and len(set(cells)) == len(cells)
+    assert {(cell.context_length, cell.total_batch_tokens, cell.dtype) for cell in cells} == {(1024, 524_288, "bf16")}
+    assert min(cell.seconds for cell in cells) >= 60
+    assert {cell.data for cell in cells} == {"random tokens"}
+    ways: dict[tuple, set] = {}
+    for cell in cells:
+        ways.setdefault((cell.size, cell.batch_size), set()).add(cell.how)
+    assert [size for size, _ in ways] == [f"qwen2.5-{size}" for size in ("0.5b", "1.5b", "3b", "7b")]
+    assert all(hows == {"ours", "transformers"} for hows in ways.values())

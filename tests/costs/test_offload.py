@@ -39,6 +39,10 @@ class Sharing(TrainingCase):
     parallel = Parallel(optimizer_state="scattered")
 
 
+class Early(TrainingCase):
+    parallel = Parallel("fsdp", update="under-backward")
+
+
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
@@ -51,6 +55,8 @@ class Sharing(TrainingCase):
         (replace(CASE, keep="autograd", offload="residual"), "offload residual needs blocks whose backward is written"),
         (replace(CASE, cuda_graph="on", offload="m"), "offload m copies beside the step, which a CUDA graph does not"),
         (Sharing("cuda", optimizer="fused", offload="gradients"), "offload gradients is for one rank"),
+        (Early("cuda", optimizer="fused", offload="m-v"), "offload m-v with update under-backward: states on the host"),
+        (Early("cuda", optimizer="fused", keep="input", offload="residual"), None),
     ],
 )
 def test_where_it_cannot_be(case, reason):

@@ -12,8 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems.case import Unsupported
-from cs336_systems.config import MODES, PRECISIONS, ModelConfig, resolve_size
-from cs336_systems.costs.kept import LEVELS, SWITCHES
+from cs336_systems.config import MODES, PRECISIONS, ModelConfig, Recipe, resolve_size
+from cs336_systems.costs.kept import LEVELS, STORED, SWITCHES
 from cs336_systems.costs.memory import PARTS, PeakMemory
 from cs336_systems.costs.written_out import written_out_peak
 from cs336_systems.harness.fit import predicted_bytes
@@ -23,7 +23,7 @@ from cs336_systems.training import TrainingCase, assemble, random_batch
 from .test_memory import LiveBytes
 from .unlaunched import CHUNK, leave_out_launches, unlaunched_model
 
-PLAIN = ModelConfig("plain", d_model=128, d_ff=352, n_layers=3, n_heads=2, vocab_size=500, context_length=300)
+PLAIN = ModelConfig("plain", d_model=128, d_ff=352, n_layers=3, n_heads=2, vocab_size=500, context_length=304)
 CONFIGS = {
     "plain": PLAIN,
     "grouped-biases": replace(PLAIN, n_heads=4, n_kv_heads=2, qkv_bias=True),
@@ -57,6 +57,9 @@ WHERE = [
 ]
 SCALARS = 32
 """Bytes of the loss and what goes with it."""
+SCALES = 128
+"""Bytes of a block's scales and largest magnitudes."""
+QUANTIZED = (Recipe("e4m3"), Recipe("e4m3", skip_first=1, skip_last=1))
 
 
 @pytest.fixture
@@ -73,13 +76,17 @@ def alive_at_peak(
     keep: str,
     attention: str,
     micro_batches: int = 1,
+    recipe: Recipe = STORED,
 ) -> int:
     """Peak of live bytes of the last forward, or forward and backward; token ids and targets left out."""
     with FakeTensorMode(), LiveBytes() as live:
-        model = unlaunched_model(config, precision, keep, attention)
+        model = unlaunched_model(config, precision, keep, attention, recipe)
         ids, targets = (torch.zeros(batch_size, seq_len, dtype=torch.int64) for _ in range(2))
         for _ in range(micro_batches - 1):
             model(ids, targets).backward()
+        if recipe.quantized:  # weights stay quantized from then on
+            with torch.no_grad():
+                model(ids)
         live.peak = live.now
         with torch.set_grad_enabled(mode != "forward"):
             loss = model(ids, targets)
@@ -89,18 +96,26 @@ def alive_at_peak(
 
 
 def compare(
-    config: ModelConfig, seq_len: int, precision: str, mode: str, keep: str, attention: str, micro_batches: int = 1
+    config: ModelConfig,
+    seq_len: int,
+    precision: str,
+    mode: str,
+    keep: str,
+    attention: str,
+    micro_batches: int = 1,
+    recipe: Recipe = STORED,
 ) -> str:
     """The moment of the predicted peak, which is what is alive but for a few scalars."""
     how = (config, 2, seq_len, PRECISIONS[precision], mode)
-    counted = {"device_type": "cpu", "accumulates": micro_batches > 1}
+    counted = {"device_type": "cpu", "accumulates": micro_batches > 1, "recipe": recipe}
     peak = written_out_peak(*how, keep=keep, chunk=CHUNK, attention=attention, **counted)
-    alive = alive_at_peak(config, 2, seq_len, precision, mode, keep, attention, micro_batches)
+    alive = alive_at_peak(config, 2, seq_len, precision, mode, keep, attention, micro_batches, recipe)
     if config.tie_embeddings and peak.moment == "embedding backward":
         # Under a dispatch mode torch adds the gradients of a tied matrix into a third one, after the embedding's input
         # gradient has gone; else in place.
         alive -= (config.vocab_size - 2 * seq_len) * config.d_model * PRECISIONS[precision].parameter_bytes
-    assert 0 <= alive - peak.n_bytes <= SCALARS, (peak, alive)
+    scales = SCALES * config.n_layers if recipe.quantized else 0
+    assert 0 <= alive - peak.n_bytes <= SCALARS + scales, (peak, alive)
     return peak.moment
 
 
@@ -110,6 +125,15 @@ def test_backward_peaks_where_it_is_predicted_at_every_level_and_switch(keep):
     for config in (PLAIN, CONFIGS["grouped-biases"]):
         compare(config, 300, "bf16", "backward", keep, "hopper")
         compare(config, 300, "fp32", "backward", keep, "flash")
+
+
+@pytest.mark.usefixtures("unlaunched")
+@pytest.mark.parametrize("keep", KEEPS)
+def test_the_peak_of_quantized_blocks_is_predicted_at_every_level_and_switch(keep):
+    for recipe in QUANTIZED:
+        for name in ("grouped-biases", "broad"):
+            compare(CONFIGS[name], 304, "bf16", "backward", keep, "hopper", recipe=recipe)
+        compare(PLAIN, 304, "bf16", "forward", keep, "hopper", recipe=recipe)
 
 
 @pytest.mark.usefixtures("unlaunched")

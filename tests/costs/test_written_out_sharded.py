@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend
 
-from cs336_systems.config import PRECISIONS, ModelConfig
+from cs336_systems.config import PRECISIONS, ModelConfig, Recipe
+from cs336_systems.costs.kept import STORED
 from cs336_systems.costs.memory import PeakMemory
 from cs336_systems.costs.written_out import written_out_peak
 from cs336_systems.distributed import FSDP, fsdp_agreement, fsdp_parameters
@@ -19,7 +20,7 @@ from cs336_systems.model import TransformerBlock
 from cs336_systems.training.backward_update import BackwardUpdate
 
 from .test_memory import LiveBytes
-from .test_written_out import CONFIGS, SCALARS
+from .test_written_out import CONFIGS, QUANTIZED, SCALARS, SCALES
 from .unlaunched import CHUNK, leave_out_launches, unlaunched_model
 
 
@@ -76,13 +77,14 @@ def compare(
     attention: str,
     prefetch: int,
     update: str = "after-backward",
+    recipe: Recipe = STORED,
 ) -> PeakMemory:
     """The prediction, which is what is alive in the second step, but for a few scalars."""
-    how = {"keep": keep, "chunk": CHUNK, "attention": attention, "device_type": "cpu"}
+    how = {"keep": keep, "chunk": CHUNK, "attention": attention, "recipe": recipe, "device_type": "cpu"}
     bf16 = PRECISIONS["bf16"]
     peak = written_out_peak(config, 2, seq_len, bf16, "backward", **how, n_shards=2, prefetch=prefetch, update=update)
     with live:
-        model = unlaunched_model(config, "bf16", keep, attention)
+        model = unlaunched_model(config, "bf16", keep, attention, recipe, remember=False)
         fsdp = FSDP(model, units=lambda module: isinstance(module, TransformerBlock), prefetch=prefetch)
         early = update == "under-backward"
         updates = BackwardUpdate(fsdp, torch.optim.SGD(fsdp.parameters(), lr=0.0, foreach=False)) if early else None
@@ -94,7 +96,8 @@ def compare(
             if updates:
                 updates.finish()
         alive = live.peak - 2 * 8 * ids.numel()
-    assert 0 <= alive - peak.n_bytes <= SCALARS, (peak, alive)
+    scales = SCALES * config.n_layers if recipe.quantized else 0
+    assert 0 <= alive - peak.n_bytes <= SCALARS + scales, (peak, alive)
     return peak
 
 
@@ -116,7 +119,14 @@ def test_peak_of_a_rank_is_what_is_alive_there(one_of_two, config, seq_len, keep
 
 
 @pytest.mark.parametrize("keep", ["products", "input"])
-def test_shards_that_are_updated_under_backward_have_their_gradients_until_the_next_ones_are(one_of_two, keep):
+def test_shards_that_are_updated_under_backward_have_no_gradients_after_it(one_of_two, keep):
     early = compare(one_of_two, CONFIGS["deep"], 16, keep, "hopper", 0, "under-backward")
     late = written_out_peak(CONFIGS["deep"], 2, 16, PRECISIONS["bf16"], "backward", keep=keep, chunk=CHUNK, n_shards=2)
     assert early.n_bytes < late.n_bytes
+
+
+@pytest.mark.parametrize("keep", ["input", "products", "all-residual-ffn"])
+@pytest.mark.parametrize(("config", "recipe"), [("grouped-biases", QUANTIZED[0]), ("broad", QUANTIZED[1])])
+def test_the_peak_of_quantized_blocks_is_what_is_alive_there(one_of_two, config, recipe, keep):
+    """Their weights are quantized at each use."""
+    compare(one_of_two, CONFIGS[config], 304, keep, "hopper", 1, recipe=recipe)

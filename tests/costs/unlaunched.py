@@ -11,15 +11,17 @@ from torch import Tensor
 from cs336_systems.attention.flash import backward as flash_backward
 from cs336_systems.attention.flash import forward as flash_forward
 from cs336_systems.attention.flash import preprocess as flash_preprocess
-from cs336_systems.blocks import BlockOps, reference, write_out
+from cs336_systems.blocks import BlockOps, block_products, quantized, reference, write_out
 from cs336_systems.blocks.attention import _through
-from cs336_systems.config import PRECISIONS, ModelConfig
-from cs336_systems.costs.written_out import MULTIPROCESSORS
+from cs336_systems.config import PRECISIONS, ModelConfig, Recipe
+from cs336_systems.costs.kept import STORED
+from cs336_systems.costs.written_out_sizes import MULTIPROCESSORS
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
 from cs336_systems.training.precision import parameter_dtype
 
-linear_cross_entropy, rms_norm, swiglu = (
-    import_module(f"cs336_systems.kernels.{name}") for name in ("linear_cross_entropy", "rms_norm", "swiglu")
+linear_cross_entropy, rms_norm, swiglu, absmax, quantize = (
+    import_module(f"cs336_systems.kernels.{name}")
+    for name in ("linear_cross_entropy", "rms_norm", "swiglu", "absmax", "quantize")
 )  # the package has functions of these names
 
 CHUNK = 256
@@ -28,22 +30,35 @@ CHUNK = 256
 
 def leave_out_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers that allocate and do not launch, on devices that Triton does not know."""
-    modules = (rms_norm, swiglu, linear_cross_entropy, flash_forward, flash_backward, flash_preprocess)
+    modules = (rms_norm, swiglu, linear_cross_entropy, absmax, quantize)
+    modules += (flash_forward, flash_backward, flash_preprocess)
     for module in modules:
         monkeypatch.setattr(module, "launch", lambda *args, **kwargs: None)
-    for module in (rms_norm, swiglu, linear_cross_entropy):
+    for module in (rms_norm, swiglu, linear_cross_entropy, absmax, quantize):
         monkeypatch.setattr(module, "check_runnable", lambda *args: None)
     monkeypatch.setattr(rms_norm, "INTERPRETED_MULTIPROCESSORS", MULTIPROCESSORS)
     monkeypatch.setattr(rms_norm, "rms_norm_forward", rms_norm_forward)
     monkeypatch.setattr(rms_norm, "rms_norm_backward", rms_norm_backward)
     monkeypatch.setattr(linear_cross_entropy, "linear_cross_entropy_op", linear_cross_entropy_op)
+    monkeypatch.setattr(quantized, "_emulated", scaled_mm)
 
 
-def rms_norm_forward(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def scaled_mm(a, b, bias, fast, out, *, by) -> Tensor:
+    """What a GPU's product allocates."""
+    return torch.empty(len(a.values), len(b.values), dtype=a.dtype) if out is None else out
+
+
+def rms_norm_forward(x: Tensor, gain: Tensor, eps: float, absmax: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return rms_norm.launch_forward(x, None, gain, eps, None)[1:]
 
 
-def rms_norm_backward(dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor, dresidual: Tensor | None = None):
+def add_rms_norm_forward(x, branch, gain, eps, absmax=None) -> tuple[Tensor, Tensor, Tensor]:
+    return rms_norm.launch_forward(x, branch, gain, eps, None)
+
+
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor, dresidual: Tensor | None = None, absmax: Tensor | None = None
+):
     return rms_norm.launch_backward(dy, x, gain, rstd, dresidual, None, None)
 
 
@@ -75,7 +90,7 @@ def swiglu_product_(gate_up: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 def unlaunched_ops(attention: str) -> BlockOps:
     return BlockOps(
         rms_norm_forward=rms_norm_forward,
-        add_rms_norm_forward=partial(rms_norm.launch_forward, absmax=None),
+        add_rms_norm_forward=add_rms_norm_forward,
         rms_norm_backward=rms_norm_backward,
         product_=reference.product_,
         add_product_=reference.add_product_,
@@ -89,11 +104,19 @@ def unlaunched_ops(attention: str) -> BlockOps:
 
 
 def unlaunched_model(
-    config: ModelConfig, precision: str, keep: str, attention: str, *, inputs_on_host: bool = False
+    config: ModelConfig,
+    precision: str,
+    keep: str,
+    attention: str,
+    recipe: Recipe = STORED,
+    *,
+    inputs_on_host: bool = False,
+    remember: bool = True,
 ) -> TransformerLM:
     """With blocks written out; called with targets, it computes its loss."""
     loss_in_chunks = partial(linear_cross_entropy.linear_cross_entropy, chunk=CHUNK)
     ops = replace(REFERENCE_OPS, rms_norm=rms_norm.rms_norm, linear_cross_entropy=loss_in_chunks)
     model = TransformerLM(config, ops, dtype=parameter_dtype(PRECISIONS[precision]))
-    write_out(model, unlaunched_ops(attention), keep, inputs_on_host=inputs_on_host)
+    products = block_products("fused", recipe, remember=remember)
+    write_out(model, unlaunched_ops(attention), keep, products, inputs_on_host=inputs_on_host)
     return model

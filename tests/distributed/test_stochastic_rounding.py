@@ -1,4 +1,6 @@
-"""Stochastic rounding of shards: every rank draws for its share what one rank draws for the whole."""
+"""Stochastic rounding of shards: every rank draws for its share what one rank draws for the whole; states anywhere."""
+
+from itertools import product
 
 import pytest
 import torch
@@ -31,6 +33,9 @@ class Products(nn.Module):
         return sum((p * w).sum() for p, w in zip(self.own, weights, strict=True))
 
 
+OFFLOADS = ((), ("exp_avg", "exp_avg_sq"))
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Ranks see the same gradients, whose average is what one rank has."""
     for step in range(3):
@@ -51,22 +56,24 @@ def sharded_optimizer(rank: Rank) -> None:
     interpret_without_gpu()
     from cs336_systems.training.fused_adamw import FusedAdamW
 
-    for form in FORMS:
+    for form, offload in product(FORMS, OFFLOADS):
         model = Products()
         *first, last = model.parameters()
-        optimizer = ShardedOptimizer(first, FusedAdamW, reduce_gradients=form, **TINY_BUCKETS, lr=0.1)
+        options = {**TINY_BUCKETS, "lr": 0.1, "offload": offload}
+        optimizer = ShardedOptimizer(first, FusedAdamW, reduce_gradients=form, **options)
         optimizer.add_param_group({"params": [last]})
         train(model, optimizer)
-        assert all(map(torch.equal, model.parameters(), alone())), form
+        assert all(map(torch.equal, model.parameters(), alone())), (form, offload)
 
 
 def fsdp(rank: Rank) -> None:
     interpret_without_gpu()
     from cs336_systems.training.fused_adamw import FusedAdamW
 
-    model = FSDP(Products())
-    train(model, FusedAdamW(model.parameters(), lr=0.1))
-    assert all(map(torch.equal, model.gather_full_params().values(), alone()))
+    for offload in OFFLOADS:
+        model = FSDP(Products())
+        train(model, FusedAdamW(model.parameters(), lr=0.1, offload=offload))
+        assert all(map(torch.equal, model.gather_full_params().values(), alone())), offload
 
 
 CHECKS = (sharded_optimizer, fsdp)

@@ -23,7 +23,7 @@ else:
     num_warps = adamw.WARPS
     dtypes = dict(zip("PGM", (getattr(tl, dtype) for dtype in name.split())))
     constants = {"STOCHASTIC": "bfloat16" in name, "CLEAR": True, "CHUNK": adamw.CHUNK, "BLOCK": adamw.BLOCK} | dtypes
-    constants["HAS_MASTER"] = name.endswith("master")
+    constants |= {"HAS_MASTER": name.endswith("master"), "WITH_ABSMAX": name.endswith("absmax")}
 signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
 aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in types}
 compiled = triton.compile(
@@ -44,6 +44,7 @@ print(json.dumps({"ptx": ptx, "metadata": wide}))
         ("float32 bfloat16 bfloat16", 96, 5, 5),
         ("float32 float32 float32", 64, 8, 8),
         ("bfloat16 bfloat16 float32 master", 96, 7, 8),
+        ("bfloat16 bfloat16 bfloat16 absmax", 144, 4, 4),  # 80 where gradients are not cleared
         ("sum_of_squares", 128, 6, 0),  # 16 elements: 2 of bf16, 4 of fp32
     ],
 )

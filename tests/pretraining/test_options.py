@@ -97,7 +97,13 @@ def test_a_file_must_be_named_and_there(tmp_path):
         ({"save_every": None}, "--save-every None leaves no checkpoint to be exported: --no-export does without"),
         ({"recompute": "some"}, "unknown checkpoint policy 'some'"),
         ({"keep": "everything"}, "unknown level"),
-        ({"kernels": "fused"}, "kernels fused with keep autograd"),
+        ({"kernels": "fused", "keep": "autograd"}, "kernels fused with keep autograd"),
+        ({"matmul_dtype": "e4m3", "keep": "autograd"}, "matmul_dtype e4m3 with keep autograd: quantized products are"),
+        (
+            {"matmul_dtype": "e4m3", "context_length": 100},
+            "fp8 take sizes that 16 divides, not context 100",
+        ),
+        ({"fp8_skip_last": -1}, "--fp8-skip-last must not be negative, got -1"),
     ],
 )
 def test_what_does_not_go_is_said(changes, message):

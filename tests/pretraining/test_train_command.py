@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -142,6 +143,19 @@ def test_a_printed_config_is_a_config(main, tmp_path):
     (tmp_path / "run.toml").write_text(out)
     assert main("--config", "run.toml", "--print-config") == (0, out, "")
     assert "seed = 3\n" in out
+
+
+def test_memory_is_printed_without_training(main, tmp_path):
+    offload = ["m", "v", "residual"]
+    options = ["--device", "cuda", "--size", "qwen2.5-14b", "--keep", "input", "--offload", *offload, "--print-memory"]
+    code, out, err = main(*options)
+    assert (code, err) == (0, "")
+    said = dict(re.findall(r"^\| (.+?) +\| +([\d.]+) +\|$", out, flags=re.MULTILINE))
+    for name, billions in (("weights", 2 * 14.77), ("m on the host", 2 * 14.77), ("v on the host", 2 * 14.77)):
+        assert float(said[name]) == pytest.approx(billions * 1e9 / 2**30, rel=0.01)
+    assert float(said["residual on the host"]) == 48 * 16 * 1024 * 5120 * 2 / 2**30
+    assert "m" not in said
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

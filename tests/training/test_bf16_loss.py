@@ -9,14 +9,14 @@ from cs336_systems.config import MODEL_SIZES
 from cs336_systems.training import TrainingCase, assemble, random_batch
 from tests.kernels.interpreter import interpret_without_gpu
 
-CONFIG = replace(MODEL_SIZES["tiny"], name="tinier", d_model=64, d_ff=160, n_layers=3, vocab_size=97, context_length=64)
+CONFIG = replace(MODEL_SIZES["tiny"], name="tinier", n_layers=1, d_model=64, d_ff=96, vocab_size=61, context_length=64)
 STEPS = 20
 
 
 @pytest.mark.slow
 def test_twenty_steps_on_one_batch_lose_what_fp32_loses_within_half_a_percent() -> None:
     interpret_without_gpu()
-    case = TrainingCase.of(CONFIG, batch_size=4, seed=3)
+    case = TrainingCase.of(CONFIG, batch_size=1, seed=3)
     narrow = replace(case, dtype="bf16", keep="products")
     steps = [assemble(case), *(assemble(replace(narrow, optimizer=name)) for name in ("fused", "reference"))]
     for step in steps[1:]:
@@ -26,5 +26,5 @@ def test_twenty_steps_on_one_batch_lose_what_fp32_loses_within_half_a_percent() 
     wide, stochastic, nearest = losses.T
     off, off_nearest = ((found / wide - 1).abs().max().item() for found in (stochastic, nearest))
     print(f"stochastic {100 * off:.2f} %, to nearest {100 * off_nearest:.2f} %, {wide[0]:.2f} -> {wide[-1]:.2f}")
-    assert wide[-1] < wide[0] / 2, "it learns"
+    assert wide[-1] < 0.7 * wide[0], "it learns"
     assert off < 0.005 < off_nearest

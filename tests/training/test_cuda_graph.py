@@ -21,6 +21,7 @@ from cs336_systems.training.cuda_graph import CapturedStep
 from tests.training.emulated_graph import emulate
 
 CONFIG = replace(MODEL_SIZES["tiny"], name="tiniest", d_model=16, d_ff=32, n_layers=1, vocab_size=31, context_length=8)
+QUANTIZED = replace(CONFIG, d_model=64, d_ff=96, context_length=16)
 
 
 def batches(n: int, case: TrainingCase) -> list[tuple[Tensor, Tensor]]:
@@ -50,7 +51,7 @@ def train_both(captured: TrainStep, plain: TrainStep, case: TrainingCase, n_step
 def pair(monkeypatch: pytest.MonkeyPatch, **fields: object) -> tuple[CapturedStep, TrainStep, TrainingCase]:
     """A step whose graphs are emulated, and a plain one."""
     emulate(monkeypatch)
-    case = TrainingCase.of(CONFIG, batch_size=2, **{"optimizer": "torch-fused"} | fields)
+    case = replace(TrainingCase.of(CONFIG, batch_size=2, optimizer="torch-fused"), **fields)
     step, plain = assemble(case), assemble(case)
     captured = CapturedStep(step.model, step.optimizer, step.precision, step.loss_function, step.accumulate)
     return captured, plain, case
@@ -72,6 +73,16 @@ def test_replayed_steps_are_the_uncaptured_ones(monkeypatch, accumulate, tied):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_written_out_blocks_are_replayed(monkeypatch, accumulate):
     train_both(*pair(monkeypatch, accumulate=accumulate, keep="products"))
+
+
+def test_quantized_weights_are_those_of_the_step(monkeypatch):
+    """Also where an evaluation has read them before the capture, or between replays."""
+    captured, plain, case = pair(monkeypatch, keep="products", matmul_dtype="e4m3", size=QUANTIZED, context_length=16)
+    for i, batch in enumerate(batches(8, case)):
+        assert torch.equal(captured(*batch), plain(*batch)), i
+        with torch.no_grad():
+            assert torch.equal(captured.model(*batch), plain.model(*batch)), i
+    assert same_bits(captured, plain)
 
 
 def test_one_phase_is_the_whole_step(monkeypatch):

@@ -105,7 +105,8 @@ def test_masters_take_updates_that_are_lost_to_rounding():
     for _ in range(32):
         theta.grad = torch.ones_like(theta)
         optimizer.step()
-    torch.testing.assert_close(optimizer.state[theta]["master"].cpu(), torch.full((64,), 1 - 2**-7), rtol=1e-6, atol=0)
+    expected = torch.full((64,), 1 - 2**-7)  # within an ulp of fp32 for each update
+    torch.testing.assert_close(optimizer.state[theta]["master"].cpu(), expected, rtol=0, atol=32 * 2**-24)
     assert (theta - (1 - 2**-7)).abs().max() <= 2**-8  # Triton's interpreter cuts off where a GPU rounds to nearest
 
 

@@ -136,7 +136,7 @@ def test_ten_steps_of_fused_kernels_agree_with_the_reference(config, attention, 
 
 # --- two ranks, each with half of the batch ---------------------------------------------------------------------------
 
-LEADERBOARD = Parallel("fsdp", communicate="beside-attention", update="under-backward")
+LEADERBOARD = Parallel("fsdp", update="under-backward")
 SHARED = (
     *((config, "products", way) for config in (LLAMA, QWEN) for way in WAYS),
     *((LLAMA, keep, Parallel(wrapper)) for wrapper in ("fsdp", "fsdp2") for keep in ("input", "all")),

@@ -1,5 +1,6 @@
 """The rows of ``benchmark_ddp.py`` as a table: a line per rung, the step beside the one without communication."""
 
+from cs336_systems.experiments.options import RECIPE
 from cs336_systems.experiments.ranked import SENT, sent_mib
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
@@ -26,7 +27,7 @@ def _scaling(line: Line) -> float | None:
 DATA_PARALLEL = ResultTable(
     settings=(
         *("gpu", "device", "size", "dtype", "attention", "compile", "checkpoint", "optimizer", "batch_size"),
-        *("accumulate", "kernels", "keep", "context_length", "warmup", "steps", "communication_dtype", "ddp"),
+        *("accumulate", "kernels", "keep", *RECIPE, "context_length", "warmup", "steps", "communication_dtype", "ddp"),
         *("bucket_size_mb", "world_size"),
     ),
     always=("size", "ddp", "bucket_size_mb", "world_size"),

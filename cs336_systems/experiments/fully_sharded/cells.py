@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from cs336_systems.case import Parallel, sharding_reason
+from cs336_systems.case import Parallel
 from cs336_systems.config import PRECISIONS, Precision
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.experiments.options import RankedCase, RankedOptions, Switch, training_cells
@@ -29,8 +29,6 @@ class Options(RankedOptions):
     """ours; torch: fully_shard of every block; ddp: our bucketed data parallelism, where it fits."""
     prefetch: tuple[int, ...] = (1,)
     """Units whose weights ours gathers ahead."""
-    communicate: tuple[Literal["at-once", "beside-attention"], ...] = ("at-once",)
-    """When ours starts collectives: as soon as it can, or just before the attention of written-out blocks."""
     update: tuple[Literal["after-backward", "under-backward"], ...] = ("after-backward",)
     """When ours steps the optimizer: after backward, or each unit's shards as soon as their gradients are reduced."""
     peer_checkpoint: tuple[str, ...] = ()
@@ -49,7 +47,6 @@ class FullyShardedCell(RankedCase):
     fsdp: str = OURS
     prefetch: int | None = None
     """Of ours, else None."""
-    communicate: str = "at-once"
     update: str = "after-backward"
     do_bench: str = "off"
 
@@ -73,13 +70,7 @@ class FullyShardedCell(RankedCase):
     def parallel(self) -> Parallel:
         compute_dtype = "bf16" if self.dtype == BF16_COMPUTE else "same"
         prefetch = 1 if self.prefetch is None else self.prefetch
-        return Parallel(
-            _WRAPPERS[self.fsdp],
-            compute_dtype=compute_dtype,
-            prefetch=prefetch,
-            communicate=self.communicate,
-            update=self.update,
-        )
+        return Parallel(_WRAPPERS[self.fsdp], compute_dtype=compute_dtype, prefetch=prefetch, update=self.update)
 
     @property
     def name(self) -> str:
@@ -87,24 +78,21 @@ class FullyShardedCell(RankedCase):
         compiled = "-compiled" if self.compiled else f"-{self.kernels}-keep-{self.keep}" if self.written_out else ""
         several = f"-{self.accumulate}x" if self.accumulate != 1 else ""
         ahead = "" if self.prefetch is None else f"-ahead{self.prefetch}"
-        beside = "" if self.communicate == "at-once" else f"-{self.communicate}"
         under = "" if self.update == "after-backward" else f"-{self.update}"
         return (
-            f"{self.size}-{self.dtype}-{self.checkpoint}{compiled}{several}-{self.fsdp}{ahead}{beside}{under}-{self.world_size}ranks"
+            f"{self.size}-{self.dtype}-{self.checkpoint}{compiled}{several}-{self.fsdp}{ahead}{under}-{self.world_size}ranks"
             f"-{self.repeat}"
         )
 
     def __str__(self) -> str:
         ahead = "" if self.prefetch is None else f" {self.prefetch} ahead"
-        beside = "" if self.communicate == "at-once" else f" communicating {self.communicate.replace('-', ' ')}"
         under = "" if self.update == "after-backward" else f" updated {self.update.replace('-', ' ')}"
-        return f"{self.fsdp}{ahead}{beside}{under} on {self.world_size} ranks: {super().__str__()}"
+        return f"{self.fsdp}{ahead}{under} on {self.world_size} ranks: {super().__str__()}"
 
 
 _PEER: dict[str, Any] = {
     "fsdp": TORCH,
     "prefetch": None,
-    "communicate": "at-once",
     "update": "after-backward",
     "kernels": "reference",
     "keep": "autograd",
@@ -118,16 +106,12 @@ _PEER: dict[str, Any] = {
 def make_cells(options: Options) -> list[FullyShardedCell]:
     """The grid; raises ValueError for a value that no cell can have."""
     sides = [
-        {"fsdp": name, "prefetch": ahead, "communicate": communicate, "update": update}
+        {"fsdp": name, "prefetch": ahead, "update": update}
         for name in options.fsdp
         for ahead in (options.prefetch if name == OURS else (None,))
-        for communicate in (options.communicate if name == OURS else ("at-once",))
         for update in (options.update if name == OURS else ("after-backward",))
     ]
     cells = training_cells(FullyShardedCell, options, inner=sides)
-    for cell in cells:
-        if reason := sharding_reason(cell):
-            raise ValueError(f"--{reason}")
     policies = [canonical_policy(policy) for policy in options.peer_checkpoint]
     turns = []
     for repeat in range(options.repeat):

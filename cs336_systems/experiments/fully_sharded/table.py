@@ -1,5 +1,6 @@
 """The rows of ``benchmark_fsdp.py`` as a table: a line per implementation, memory by kind, waits, ratio to FSDP2."""
 
+from cs336_systems.experiments.options import RECIPE
 from cs336_systems.experiments.ranked import SENT, sent_mib
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
@@ -8,7 +9,7 @@ _PEER = "torch"
 
 _WORK = ("gpu", "device", "size", "dtype", "batch_size", "accumulate", "context_length", "world_size")
 """What the fastest ways to do the same work agree in."""
-_OURS_ALONE = ("fsdp", "prefetch", "communicate", "update", "do_bench")
+_OURS_ALONE = ("fsdp", "prefetch", "update", "do_bench")
 
 
 def _over_fsdp2(line: Line) -> Spread | None:
@@ -48,8 +49,8 @@ def _fastest(line: Line, implementation: str) -> Line | None:
 FULLY_SHARDED = ResultTable(
     settings=(
         *("gpu", "device", "size", "dtype", "attention", "checkpoint", "compile", "optimizer", "batch_size"),
-        *("accumulate", "kernels", "keep", "context_length", "warmup", "steps", "world_size", "fsdp", "prefetch"),
-        *("communicate", "update", "do_bench"),
+        *("accumulate", "kernels", "keep", *RECIPE, "context_length", "warmup", "steps", "world_size", "fsdp"),
+        *("prefetch", "update", "do_bench"),
     ),
     always=("size", "world_size", "fsdp", "prefetch"),
     labels={"batch_size": "batch per rank", "world_size": "ranks", "fsdp": "implementation"},

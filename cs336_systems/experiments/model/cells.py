@@ -68,6 +68,9 @@ def make_cells(options: Options) -> list[ModelCell]:
         if options.accumulate != (1,):
             given = " ".join(map(str, options.accumulate))
             raise ValueError(f"--memory-budget-gib plans for steps of one micro-batch, got --accumulate {given}")
+        if "e4m3" in options.matmul_dtype and options.scaling != ("tensor",):
+            given = f"--scaling {' '.join(options.scaling)}"
+            raise ValueError(f"--memory-budget-gib plans for quantized products with --scaling tensor, got {given}")
     if "on" in options.cuda_graph and options.mode != ("step",):
         raise ValueError(f"--cuda-graph on captures whole steps, --mode step, got --mode {' '.join(options.mode)}")
     own = [{"mode": mode, "warmup": warmup} for mode in options.mode for warmup in options.warmup]
@@ -79,6 +82,7 @@ def ceiling_cells(options: Options) -> list[CeilingCell]:
     blank = {"batch_size": 0, "context_length": 0, "attention": "", "compile": "", "checkpoint": "", "optimizer": ""}
     blank |= {"accumulate": 0, "cuda_graph": ""}
     blank |= {"kernels": "", "keep": "", "master": "", "offload": ""}
+    blank |= {"matmul_dtype": "", "gradient_dtype": "", "scaling": ""}
     return [
         CeilingCell(device=options.device, size="", dtype=dtype, seed=options.seed, warmup=0, steps=0, mode="", **blank)  # type: ignore[arg-type]
         for dtype in dict.fromkeys(options.dtype)

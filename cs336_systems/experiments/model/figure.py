@@ -15,6 +15,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from cs336_systems.case import COMPILED
 from cs336_systems.config import MODES
 from cs336_systems.experiments.model.cells import CEILING
+from cs336_systems.experiments.options import RECIPE
 from cs336_systems.harness.runs import newest
 from cs336_systems.report.figures import OKABE_ITO, WITH_COMMAS, dress
 
@@ -41,7 +42,8 @@ def step_figure(rows: pd.DataFrame) -> Figure | None:
     captured = rows["cuda_graph"].map({"on": ", CUDA graph"}).fillna("")
     kernels = rows["kernels"].map({"reference": ""}).fillna(", " + rows["kernels"] + " kernels")
     keep = rows["keep"].map({"autograd": ""}).fillna(", keep " + rows["keep"])
-    rows = rows.assign(how=rows["dtype"] + compiled + kernels + keep + captured)
+    quantized = rows["matmul_dtype"].map({"same": ""}).fillna(", " + rows["matmul_dtype"] + " by " + rows["scaling"])
+    rows = rows.assign(how=rows["dtype"] + compiled + kernels + keep + quantized + captured)
     x = "context_length" if rows["context_length"].nunique() > 1 else "size"
     share = next((metric for metric in _SHARES if (rows["metric"] == metric).any()), None)
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -79,7 +81,7 @@ def _one_setting(rows: pd.DataFrame) -> pd.DataFrame:
         chosen = "none" if (most == "none").any() else most.iloc[0]
         chosen = max(ran["mode"].unique(), key=MODES.index) if column == "mode" else chosen
         ran, rows = (side[side[column] == chosen] for side in (ran, rows))
-    found = newest(rows, ["size", "context_length", "dtype", "compile", "kernels", "keep", "cuda_graph"])
+    found = newest(rows, ["size", "context_length", "dtype", "compile", "kernels", "keep", *RECIPE, "cuda_graph"])
     return found[found["status"] == "ok"]
 
 

@@ -6,6 +6,7 @@ and bytes a rate counts, and of which limit it is a share, stands in its unit; `
 
 from cs336_systems.costs.flops import model_flops
 from cs336_systems.costs.memory import adamw_traffic_bytes
+from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.experiments.model.cells import ModelCell
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.clock import WHOLE
@@ -48,6 +49,16 @@ def step_rates(
         metrics.append(rate("mfu", "% of datasheet peak, causal", 100 * needed[WHOLE] / peak))
         metrics.append(rate("mfu_palm", "% of datasheet peak, full attention", 100 * palm / peak))
         metrics.append(rate("hfu", "% of datasheet peak, executed", 100 * executed_flops / peak))
+    light = speed_of_light(
+        cell.config,
+        cell.context_length,
+        hardware,
+        block_dtype="fp8" if cell.recipe.quantized else cell.precision.matmul_dtype,
+        dtype=cell.precision.matmul_dtype,
+    )
+    if light.seconds_per_token is not None and whole == "step":
+        least = light.seconds_per_token * cell.tokens_per_step
+        metrics.append(rate("light", "% of speed of light", 100 * least))
     if "matmul_ceiling" in ceilings:
         share = needed[WHOLE] / (ceilings["matmul_ceiling"] * 1e12)
         metrics.append(rate("matmul_ceiling_share", "% of measured matmul, causal", 100 * share))

@@ -3,12 +3,13 @@
 import pandas as pd
 
 from cs336_systems.experiments.model.cells import CEILING
+from cs336_systems.experiments.options import RECIPE
 from cs336_systems.report.results import MAIN, Column, ResultTable
 from cs336_systems.report.tables import Table
 
 SETTINGS = (
     *("device", "size", "batch_size", "context_length", "dtype", "attention", "compile", "checkpoint", "optimizer"),
-    *("kernels", "keep", "master", "offload", "accumulate", "cuda_graph", "mode", "warmup", "steps"),
+    *("kernels", "keep", *RECIPE, "master", "offload", "accumulate", "cuda_graph", "mode", "warmup", "steps"),
 )
 """Columns that tell one cell of a model benchmark from another."""
 
@@ -28,6 +29,7 @@ STEPS = ResultTable(
         Column("tokens/s", "tokens_per_s"),
         Column("TFLOP/s", "model_tflops", rank=3),
         Column("MFU %", "mfu", ".1f"),
+        Column("light %", "light", ".1f", rank=2, note="of products at their dtypes' peaks", optional=True),
         Column("% of ceiling", "matmul_ceiling_share", ".1f", rank=2),
         Column("peak GiB", "peak_memory"),
         Column("predicted GiB", "predicted_peak_memory", rank=2),

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cs336_systems.blocks import WrittenOutBlock, block_ops
+from cs336_systems.blocks import WrittenOutBlock, block_ops, block_products
 from cs336_systems.case import COMPILED, TrainingCase
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.activations import block_saved_tensors, total_bytes
@@ -110,7 +110,8 @@ def account_block(case: TrainingCase, *, compile: bool) -> BlockAccount:
 
 
 def _written_out_block(case: TrainingCase, config: ModelConfig, _: ModelOps, **placement: Any) -> TransformerBlock:
-    return WrittenOutBlock(config, block_ops(case.kernels, case.attention), case.keep, **placement)
+    products = block_products(case.kernels, case.recipe)
+    return WrittenOutBlock(config, block_ops(case.kernels, case.attention), case.keep, products=products, **placement)
 
 
 def main_figures(profile: MemoryProfile | None, accounts: list[BlockAccount]) -> dict[str, float]:
@@ -146,7 +147,7 @@ def digest(
     ]
     if case.written_out or case.attention == "reference":
         if case.written_out:
-            listed = kept_tensors(*case.work, case.precision, case.keep)
+            listed = kept_tensors(*case.work, case.precision, case.keep, case.recipe)
         else:
             listed = block_saved_tensors(*case.work, case.precision.on(torch.device(case.device).type))
         parts.append(f"Predicted for the eager block: {total_bytes(listed) / MIB:,.2f} MiB.")

@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from cs336_systems.experiments.options import RECIPE
 from cs336_systems.experiments.sharded_optimizer.measure import CATEGORIES, MOMENTS
 from cs336_systems.harness.runs import newest
 from cs336_systems.report.figures import OKABE_ITO
@@ -17,7 +18,8 @@ from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 
 _SETTINGS = (
     *("gpu", "device", "world_size", "size", "batch_size", "context_length", "dtype", "attention", "compile"),
-    *("checkpoint", "optimizer", "accumulate", "kernels", "keep", "bucket_size_mb", "warmup", "steps", "sharding"),
+    *("checkpoint", "optimizer", "accumulate", "kernels", "keep", *RECIPE, "bucket_size_mb", "warmup", "steps"),
+    "sharding",
 )
 _COLOURS = dict(zip(CATEGORIES, OKABE_ITO, strict=False))
 _MOST_PANEL_ROWS = 3

@@ -1,0 +1,16 @@
+"""How fast does a run train? Steady tokens per second of train.py's trainer, and of transformers with Liger, compiled.
+
+    uv run benchmarks/benchmark_training.py                                      # a tiny model on a CPU, five seconds
+    uv run benchmarks/benchmark_training.py --size qwen2.5-0.5b --batch-size 32 --keep all --out results/
+
+Sequences are of random tokens: what is learned is not asked here. The first steps compile, allocate and capture, and
+are left out. On an H200 a run takes a minute and a half; ours and the other follow each other, each in its own process.
+"""
+
+from cs336_systems.experiments.training.cells import Options
+from cs336_systems.report.command_line import exit_with, experiment_command
+
+main = experiment_command(Options, "training.experiment", __doc__)
+
+if __name__ == "__main__":
+    exit_with("benchmark_training", main)

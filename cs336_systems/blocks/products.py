@@ -1,0 +1,112 @@
+"""The four products of a block, and what they read: as tensors are stored here, quantized in ``quantized.py``.
+
+Each product is y = x W^T. Forward and the two products of its backward sum over another dimension each:
+
+    y  = x W^T        over columns of x and of W       rows of x       times rows of W
+    dx = dy W         over columns of dy, rows of W    rows of dy      times columns of W
+    dW = dy^T x       over rows of dy and of x         columns of dy   times columns of x
+
+So a matrix is read by its rows or by its columns, and an ``Operand`` holds it in the one or two ways in which it will
+be read. As it is stored it serves both, to the products among a block's operations (``ops.py``).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs336_systems.blocks.ops import BlockOps
+
+OPERANDS = ("normed1", "normed2", "product")
+"""Of what a block may keep, those that nothing but products reads."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A matrix (R, K) as products read it: by rows, by columns, or both; None where they do not."""
+
+    rows: Any = None
+    columns: Any = None
+
+
+class Maxima:
+    """The largest magnitudes of what products read, by name, for those that need them; these need none."""
+
+    def raised(self, name: str) -> dict[str, Tensor]:
+        """What to give to the operation that writes the tensor of this name, so that it notes the largest magnitude."""
+        return {}
+
+    def of(self, name: str, x: Tensor) -> Tensor | None:
+        """That of x, noted before or found now."""
+        return None
+
+    def kept(self) -> dict[str, Tensor]:
+        """What is kept for backward, by names in ``costs.kept.KEPT``."""
+        return {}
+
+
+class Products:
+    """Products of matrices as they are stored. Quantized ones override everything, and read other operands."""
+
+    quantized = False
+    """Whether operands are kept as ``costs/kept.py`` says of quantized blocks."""
+
+    def maxima(self, x: Tensor, kept: Mapping[str, Tensor] | None = None) -> Maxima:
+        """Of activations: to be found in forward, on the device of x, or those that forward kept."""
+        return NONE
+
+    def gradient_maxima(self, dy: Tensor) -> Maxima:
+        """Of gradients, to be found in backward."""
+        return NONE
+
+    def read(self, x_RK: Tensor, absmax: Tensor | None, *, rows: bool = True, columns: bool = True) -> Operand:
+        """An activation and its largest magnitude; ``rows`` and ``columns`` say how it will be read."""
+        return Operand(x_RK, x_RK)
+
+    def read_gradient(self, dy_RN: Tensor, absmax: Tensor | None, *, columns: bool = True) -> Operand:
+        """A gradient of an activation, always read by its rows."""
+        return Operand(dy_RN, dy_RN)
+
+    def read_weight(self, name: str, weight_NK: Tensor, *, rows: bool = False, columns: bool = False) -> Operand:
+        """A weight, by its name in ``BlockWeights``."""
+        return Operand(weight_NK, weight_NK)
+
+    def at(self, parameters: Sequence[Tensor]) -> None:
+        """Before any weight is read in a pass: the parameters that hold the weights; none where they move."""
+
+    def forward_(self, ops: BlockOps, out: Tensor, x: Any, weight: Any, bias: Tensor | None = None) -> None:
+        """x W^T, and a bias for each column, of rows."""
+        if bias is None:
+            ops.product_(out, x, weight)
+        else:
+            torch.addmm(bias, x, weight.T, out=out)
+
+    def add_forward_(self, ops: BlockOps, out: Tensor, base: Tensor, x: Any, weight: Any) -> None:
+        """base + x W^T of rows; ``out`` may be ``base``."""
+        ops.add_product_(out, base, x, weight)
+
+    def swiglu_forward_(self, ops: BlockOps, gate_up: Tensor, x: Any, weight: Any, **absmax: Tensor) -> Tensor:
+        """SwiGLU of gate | up = x W^T, of rows, which is written besides."""
+        return ops.swiglu_product_(gate_up, x, weight)
+
+    def backward(self, ops: BlockOps, dy: Any, weight: Any) -> Tensor:
+        """dy W, of rows of dy and columns of W."""
+        return ops.product_backward(dy, weight)
+
+    def backward_weight_(self, ops: BlockOps, gradient: Tensor, dy: Any, x: Any, accumulate: bool) -> None:
+        """dy^T x, of columns; written into ``gradient``, or added to it."""
+        ops.weight_backward_(gradient, dy, x, accumulate)
+
+    def kept(self, name: str, operand: Operand) -> dict[str, Tensor]:
+        """What is kept of one of ``OPERANDS``, by names in ``costs.kept.KEPT``."""
+        return {name: operand.rows}
+
+    def recall(self, name: str, tensors: Mapping[str, Tensor]) -> Operand:
+        """The operand of what was kept, to be read by its columns."""
+        return Operand(tensors[name], tensors[name])
+
+
+NONE = Maxima()
+STORED = Products()

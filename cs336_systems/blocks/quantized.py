@@ -1,0 +1,238 @@
+"""The four products of a block in fp8: what they read is quantized, what they return has the block's dtype.
+
+    products = QuantizedProducts(Recipe("e4m3"), REFERENCE_QUANTIZERS)
+    y = forward(x, weights, saved, REFERENCE, config, cos, sin, products=products)
+
+Scales are current: of the tensor at hand. Fp8 products on Hopper sum over the last dimension of both operands, so a
+matrix that is read both ways is stored both ways, in one pass; with one scale for all of it the second is the transpose
+of the first. A bias is added to the product before it is rounded. On CUDA devices a product is ``torch._scaled_mm``;
+elsewhere it is emulated: the same quantized values, multiplied and added up in fp32, so that a recipe can be judged
+without a GPU. The two differ by the rounding of sums, and where forward accumulates fast by that.
+
+Gradients of weights that add to earlier ones: the product is rounded to the gradient's dtype, then the sum is, where a
+product in bf16 rounds the sum alone; ``_scaled_mm`` adds to nothing.
+
+Weights are quantized each time they are read, or, with ``remember``, once until they change. A change is seen by their
+version, which operations in place raise. Fused optimizers, collectives into flat memory and replayed graphs write
+without raising it, so who lets them must (``torch.autograd.graph.increment_version``), as ``training.TrainStep`` does.
+FSDP, which fills and frees the same parameters again and again, must not remember.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs336_systems.blocks.ops import BlockOps
+from cs336_systems.blocks.products import NONE, Maxima, Operand, Products
+from cs336_systems.config import Recipe
+
+ACTIVATIONS = ("normed1", "attended", "normed2", "product")
+GRADIENTS = ("dy", "dgate_up", "dresidual", "dqkv")
+"""What products read, beside weights."""
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@dataclass(frozen=True)
+class Quantizers:
+    """The functions of ``kernels/quantize_reference.py`` and SwiGLU of gate | up, these or kernels."""
+
+    absmax: Callable[[Tensor], Tensor]
+    row_and_column_absmax: Callable[[Tensor], tuple[Tensor, Tensor]]
+    quantize: Callable[..., Any]
+    quantize_blocks: Callable[..., Any]
+    swiglu: Callable[..., Tensor]
+    raised: bool
+    """Whether the block's operations note the largest magnitudes of what they write."""
+
+
+class FoundMaxima(Maxima):
+    """Largest magnitudes in fp32, (4,), in the order of ``names``.
+
+    Args:
+        known: whether they are there already.
+    """
+
+    def __init__(self, values: Tensor, names: Sequence[str], quantizers: Quantizers, *, known: bool) -> None:
+        self._values, self._quantizers = values, quantizers
+        self._each = dict(zip(names, values.unbind(), strict=True))
+        self._known = set(names if known else ())
+
+    def raised(self, name: str) -> dict[str, Tensor]:
+        if name in self._known or not self._quantizers.raised:
+            return {}
+        self._known.add(name)
+        return {"absmax": self._each[name]}
+
+    def of(self, name: str, x: Tensor) -> Tensor:
+        if name not in self._known:
+            self._known.add(name)
+            self._each[name].copy_(self._quantizers.absmax(x))
+        return self._each[name]
+
+    def kept(self) -> dict[str, Tensor]:
+        return {"absmax": self._values}
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A matrix (M, K) in fp8, to be multiplied by its scales."""
+
+    values: Tensor
+    scale: Tensor
+    """fp32: (), (M, 1), or (M, K / 128), rounded up."""
+    dtype: torch.dtype
+    """Of what was quantized."""
+
+
+class QuantizedProducts(Products):
+    """Products in fp8 by a recipe.
+
+    Args:
+        remember: keep weights quantized until they change.
+    """
+
+    quantized = True
+
+    def __init__(self, recipe: Recipe, quantizers: Quantizers, *, remember: bool = False) -> None:
+        self.recipe, self.quantizers, self.remember = recipe, quantizers, remember
+        self._weights: dict[str, Operand] = {}
+        self._versions: list[tuple[Any, ...]] = []
+
+    def for_another_block(self) -> "QuantizedProducts":
+        """The same, with weights of its own to remember."""
+        return QuantizedProducts(self.recipe, self.quantizers, remember=self.remember)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a block remembers nothing."""
+        return _make, (self.recipe, self.quantizers, self.remember)
+
+    def maxima(self, x: Tensor, kept: Mapping[str, Tensor] | None = None) -> Maxima:
+        return self._maxima(x, ACTIVATIONS, None if kept is None else kept.get("absmax"))
+
+    def gradient_maxima(self, dy: Tensor) -> Maxima:
+        return self._maxima(dy, GRADIENTS, None)
+
+    def _maxima(self, x: Tensor, names: Sequence[str], known: Tensor | None) -> Maxima:
+        if self.recipe.scaling != "tensor":
+            return NONE
+        values = torch.zeros(len(names), device=x.device) if known is None else known
+        return FoundMaxima(values, names, self.quantizers, known=known is not None)
+
+    def read(self, x_RK: Tensor, absmax: Tensor | None, *, rows: bool = True, columns: bool = True) -> Operand:
+        return self._quantize(x_RK, self.recipe.matmul, rows, columns, absmax)
+
+    def read_gradient(self, dy_RN: Tensor, absmax: Tensor | None, *, columns: bool = True) -> Operand:
+        return self._quantize(dy_RN, self.recipe.gradient, True, columns, absmax)
+
+    def read_weight(self, name: str, weight_NK: Tensor, *, rows: bool = False, columns: bool = False) -> Operand:
+        if not self.remember:
+            return self._quantize(weight_NK, self.recipe.matmul, rows, columns)
+        if name not in self._weights:
+            self._weights[name] = self._quantize(weight_NK, self.recipe.matmul, True, True)
+        return self._weights[name]
+
+    def at(self, parameters: Sequence[Tensor]) -> None:
+        if not self.remember:
+            return
+        versions: list[tuple[Any, ...]] = [
+            (p.untyped_storage()._cdata, p.storage_offset(), p._version) for p in parameters
+        ]
+        if versions != self._versions:
+            self._versions = versions
+            self._weights.clear()
+
+    def forward_(self, ops: BlockOps, out: Tensor, x: Quantized, weight: Quantized, bias: Tensor | None = None) -> None:
+        self._multiply(x, weight, bias, fast=self.recipe.fast_accumulation, out=out)
+
+    def add_forward_(self, ops: BlockOps, out: Tensor, base: Tensor, x: Quantized, weight: Quantized) -> None:
+        torch.add(base, self._multiply(x, weight, fast=self.recipe.fast_accumulation), out=out)
+
+    def swiglu_forward_(
+        self, ops: BlockOps, gate_up: Tensor, x: Quantized, weight: Quantized, **absmax: Tensor
+    ) -> Tensor:
+        self.forward_(ops, gate_up, x, weight)
+        product: Tensor = self.quantizers.swiglu(gate_up, **absmax)
+        return product
+
+    def backward(self, ops: BlockOps, dy: Quantized, weight: Quantized) -> Tensor:
+        return self._multiply(dy, weight)
+
+    def backward_weight_(self, ops: BlockOps, gradient: Tensor, dy: Quantized, x: Quantized, accumulate: bool) -> None:
+        if accumulate:
+            gradient.add_(self._multiply(dy, x))
+        else:
+            self._multiply(dy, x, out=gradient)
+
+    def kept(self, name: str, operand: Operand) -> dict[str, Tensor]:
+        if operand.columns is None:
+            return {}
+        return {name: operand.columns.values, f"{name}_scale": operand.columns.scale}
+
+    def recall(self, name: str, tensors: Mapping[str, Tensor]) -> Operand:
+        return Operand(columns=Quantized(tensors[name], tensors[f"{name}_scale"], tensors["x"].dtype))
+
+    def _quantize(self, x_RK: Tensor, name: str, rows: bool, columns: bool, absmax: Tensor | None = None) -> Operand:
+        quantizers, dtype = self.quantizers, FORMATS[name]
+        asked: dict[str, Any] = {"rows": rows, "transposed": columns}
+        match self.recipe.scaling:
+            case "tensor":
+                absmax = quantizers.absmax(x_RK) if absmax is None else absmax
+                found = quantizers.quantize(x_RK, absmax, dtype, **asked)
+            case "row":
+                by_row, by_column = quantizers.row_and_column_absmax(x_RK)
+                if columns:
+                    asked["absmax_t"] = by_column
+                found = quantizers.quantize(x_RK, by_row, dtype, **asked)
+            case _:
+                assert self.recipe.scaling == "block", self.recipe
+                found = quantizers.quantize_blocks(x_RK, dtype, **asked)
+        return Operand(
+            Quantized(found.q, found.inverse_scale, x_RK.dtype) if rows else None,
+            Quantized(found.q_t, found.inverse_scale_t, x_RK.dtype) if columns else None,
+        )
+
+    def _multiply(
+        self, a: Quantized, b: Quantized, bias: Tensor | None = None, *, fast: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        """a b^T + bias, of (M, K), (N, K) and (N,)."""
+        multiply = _scaled_mm if a.values.is_cuda else _emulated
+        return multiply(a, b, bias, fast, out, by=self.recipe.scaling)
+
+
+def _make(recipe: Recipe, quantizers: Quantizers, remember: bool) -> QuantizedProducts:
+    return QuantizedProducts(recipe, quantizers, remember=remember)
+
+
+def _scaled_mm(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor | None, *, by: str) -> Tensor:
+    """By the library's product, which adds a bias itself where there is one scale."""
+    scale_a, scale_b = a.scale, b.scale
+    if by == "row":
+        scale_b = scale_b.T
+    if by == "block":  # along M and N first
+        scale_a, scale_b = scale_a.T.contiguous().T, scale_b.T.contiguous()
+    added = bias if by == "tensor" else None
+    how: dict[str, Any] = {"bias": added, "out_dtype": a.dtype, "use_fast_accum": fast}
+    if out is not None:
+        how["out"] = out
+    product: Tensor = torch._scaled_mm(a.values, b.values.T, scale_a, scale_b, **how)
+    return product if bias is None or by == "tensor" else product.add_(bias)
+
+
+def _emulated(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor | None, *, by: str) -> Tensor:
+    """The same of quantized values in at least fp32."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    if by == "block":
+        product = _unscaled(a, wide) @ _unscaled(b, wide).T
+    else:
+        product = a.values.to(wide) @ b.values.to(wide).T * (a.scale.view(-1, 1) * b.scale.view(1, -1))
+    if bias is not None:
+        product += bias
+    return product.to(a.dtype) if out is None else out.copy_(product)
+
+
+def _unscaled(x: Quantized, dtype: torch.dtype) -> Tensor:
+    """Values times the scale of their 128 numbers."""
+    return x.values.to(dtype) * x.scale.repeat_interleave(128, dim=1)[:, : x.values.shape[1]]

@@ -1,0 +1,1 @@
+"""How fast does a run train?"""

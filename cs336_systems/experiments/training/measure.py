@@ -1,0 +1,119 @@
+"""A run on random tokens until it has been steady for long enough: its steps after the first few, and its memory.
+
+Ours is ``pretraining.trainer.train`` as a user has it, with loader, log and clipping, and without evaluations and
+checkpoints; its steps are timed by the device. The other is a plain loop over transformers' model with Liger's kernels,
+compiled as a whole, parameters and AdamW's moments in the same dtype; the host waits for each of its steps.
+"""
+
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from cs336_systems.config import resolve_size
+from cs336_systems.distributed.process_group import Rank, joined
+from cs336_systems.experiments.training.cells import TrainingRunCell
+from cs336_systems.harness.memory import PeakMeter
+from cs336_systems.harness.record import Metric
+from cs336_systems.pretraining.loader import Loader
+from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.peer import peer_model, peer_optimizer, peer_step
+from cs336_systems.pretraining.run_records import Light, Memory, Record, Step
+from cs336_systems.pretraining.synthetic import write_random_tokens
+from cs336_systems.pretraining.token_stream import Dataset
+from cs336_systems.pretraining.trainer import train
+from cs336_systems.training.precision import parameter_dtype
+
+GIB = 1024**3
+_STEPS_OF_DATA = 4
+"""After which tokens come again."""
+
+
+class Enough(Exception):
+    """The run has been steady for long enough."""
+
+
+class Watch:
+    """A sink that ends the run after its first steps and so many seconds of others."""
+
+    def __init__(self, warmup: int, seconds: float) -> None:
+        self._warmup, self._seconds = warmup, seconds
+        self.steps: list[Step] = []
+        self.light: Light | None = None
+        self.memory: Memory | None = None
+
+    def write(self, record: Record) -> None:
+        if isinstance(record, Light):
+            self.light = record
+        elif isinstance(record, Memory):
+            self.memory = record
+        elif isinstance(record, Step):
+            self.steps.append(record)
+            if sum(step.seconds for step in self.steady) >= self._seconds:
+                raise Enough
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def steady(self) -> list[Step]:
+        return self.steps[self._warmup :]
+
+
+def measure(cell: TrainingRunCell) -> list[Metric]:
+    """Tokens per second, seconds and share of the speed of light of each steady step; peak memory, and as predicted.
+
+    Raises:
+        Unsupported: the device cannot do it, or the peer is not installed.
+    """
+    with tempfile.TemporaryDirectory() as name, joined(cell.device) as rank:
+        vocab_size, tokens = resolve_size(cell.size).vocab_size, _STEPS_OF_DATA * cell.total_batch_tokens + 1
+        data = write_random_tokens(Path(name) / "data", tokens, max(vocab_size, 264), cell.seed)
+        options = replace(cell.train_options, data=data, out=Path(name) / "run")
+        meter = PeakMeter(rank.device)
+        watch = Watch(cell.warmup, cell.seconds)
+        with suppress(Enough):
+            train(options, rank, watch) if cell.how == "ours" else _train_peer(options, rank, watch)
+        metrics = [
+            Metric("step", "ms", [1000 * step.seconds for step in watch.steady]),
+            Metric("tokens_per_s", "1/s", [step.tokens / step.seconds for step in watch.steady]),
+        ]
+        bound = watch.light.seconds_per_token if watch.light else None
+        if bound is not None:
+            shares = [100 * bound * step.tokens / step.seconds for step in watch.steady]
+            metrics.append(Metric("speed_of_light", "%", shares, derived=True))
+        if (peak := meter.peak_bytes()) is not None:
+            metrics.append(Metric("peak_memory", "GiB", [peak / GIB]))
+        if watch.memory is not None and "in all" in watch.memory.predicted_bytes:
+            metrics.append(Metric("predicted_peak_memory", "GiB", [watch.memory.predicted_bytes["in all"] / GIB]))
+        return metrics
+
+
+def _train_peer(options: TrainOptions, rank: Rank, watch: Watch) -> None:
+    assert options.data is not None
+    dataset = Dataset.open(options.data)
+    assert dataset.train is not None
+    config = replace(resolve_size(options.size).at_context(options.context_length), vocab_size=dataset.vocab_size)
+    precision = options.training_case(config, 1).precision
+    torch.manual_seed(options.seed)
+    model = peer_model(config, rank.device, parameter_dtype(precision), liger=rank.device.type == "cuda")
+    optimizer = peer_optimizer(model, options)
+    if rank.device.type == "cuda":
+        model.compile()
+    tokens = options.tokens_per_step(1)
+    loader = Loader(
+        dataset.train,
+        context_length=options.context_length,
+        batch_size=tokens // options.context_length,
+        seed=options.seed,
+        vocab_size=config.vocab_size,
+        device=rank.device,
+    )
+    with loader:
+        for step in range(options.steps or 0):
+            began = time.perf_counter()
+            loss, norm = (value.item() for value in peer_step(model, optimizer, next(loader), options, options.dtype))
+            watch.write(Step(step, time.perf_counter() - began, tokens, loss, norm, options.learning_rate))

@@ -1,0 +1,237 @@
+"""The block with quantized products: the same bits at every choice of what to keep, and gradients that are right."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from cs336_systems.blocks import (
+    REFERENCE,
+    BlockGradients,
+    BlockWeights,
+    QuantizedProducts,
+    Saved,
+    backward,
+    block_products,
+    forward,
+    write_out,
+)
+from cs336_systems.config import ModelConfig, Recipe
+from cs336_systems.costs.kept import kept_names, kept_tensors
+from cs336_systems.model import REFERENCE_OPS, TransformerLM
+
+from .cases import KEEPS, QWEN, block_of, inputs, tables
+from .test_saved import DTYPES
+
+CONFIG = replace(QWEN, d_model=32, d_ff=48, n_heads=4, n_kv_heads=2, context_length=16)
+SMALL = replace(CONFIG, n_layers=4, vocab_size=64)
+RECIPES = {
+    "tensor": Recipe("e4m3"),
+    "e5m2": Recipe("e4m3", "e5m2"),
+    "row": Recipe("e4m3", scaling="row"),
+    "block": Recipe("e4m3", scaling="block"),
+}
+
+
+def products_of(recipe: Recipe, **how) -> QuantizedProducts:
+    products = block_products("reference", recipe, **how)
+    assert isinstance(products, QuantizedProducts)
+    return products
+
+
+def quantized(dtype: torch.dtype, keep: str, recipe: Recipe, *, consume=False, accumulate=False):
+    """Output and gradients, and what was kept between."""
+    parameters, (x, dy) = dict(block_of(CONFIG, dtype).named_parameters()), inputs(CONFIG, 16, dtype)
+    weights, saved = BlockWeights.of(parameters), Saved(kept_names(keep, quantized=True))
+    grads = BlockGradients.empty(parameters, parameters)
+    how = REFERENCE, CONFIG, *tables(CONFIG, 16, dtype)
+    products = products_of(recipe)
+    y = forward(x, weights, saved, *how, products=products)
+    held = dict(saved.tensors)
+    for gradient in grads.by_parameter(parameters).values():
+        gradient.fill_(1.0 if accumulate else float("nan"))
+    dx = backward(dy, weights, saved, grads, *how, products=products, consume=consume, accumulate=accumulate)
+    return {"y": y, "dx": dx, **grads.by_parameter(parameters)}, held
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_choice_gives_the_same_bits(recipe):
+    """Whether backward may write over what was kept, too."""
+    expected, _ = quantized(torch.bfloat16, "all", RECIPES[recipe])
+    for i, keep in enumerate(KEEPS):
+        got, _ = quantized(torch.bfloat16, keep, RECIPES[recipe], consume=i % 2 == 0)
+        for name, value in expected.items():
+            assert torch.equal(got[name], value), (keep, name)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_held_bytes_are_the_predicted_ones(recipe):
+    for keep in KEEPS:
+        _, held = quantized(torch.bfloat16, keep, RECIPES[recipe])
+        predicted = kept_tensors(CONFIG, 2, 16, DTYPES[torch.bfloat16], keep, RECIPES[recipe])
+        found = {name: (tuple(tensor.shape), tensor.element_size()) for name, tensor in held.items()}
+        assert found == {tensor.name: (tensor.shape, tensor.bytes_per_element) for tensor in predicted}, keep
+
+
+class FakeQuantizedLinear(torch.autograd.Function):
+    """The oracle: a linear layer of a recipe, by the definition of quantization alone, in the dtype of x."""
+
+    @staticmethod
+    def forward(ctx, x, weight, recipe):
+        ctx.save_for_backward(x, weight)
+        ctx.recipe = recipe
+        rows, columns = (rounded(tensor.flatten(0, -2), recipe.matmul, recipe.scaling)[0] for tensor in (x, weight))
+        return (rows @ columns.T).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dy_rows, dy_columns = rounded(dy.flatten(0, -2), ctx.recipe.gradient, ctx.recipe.scaling)
+        _, x_columns = rounded(x.flatten(0, -2), ctx.recipe.matmul, ctx.recipe.scaling)
+        _, weight_columns = rounded(weight, ctx.recipe.matmul, ctx.recipe.scaling)
+        return (dy_rows @ weight_columns.T).view_as(x), dy_columns @ x_columns.T, None
+
+
+def rounded(x: torch.Tensor, name: str, scaling: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and its transpose, each rounded to fp8 where its last dimension is summed over, in x's dtype."""
+    dtype, largest = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}[name]
+    found = []
+    for matrix in (x, x.T):
+        groups = matrix.float().split(128 if scaling == "block" else matrix.shape[1], dim=1)
+        absmax = [group.abs().amax(None if scaling == "tensor" else 1, keepdim=True) for group in groups]
+        scales = [torch.full_like(largest_one, largest) / largest_one.clamp(min=1e-10) for largest_one in absmax]
+        parts = [(group * scale).to(dtype).to(x.dtype) for group, scale in zip(groups, scales, strict=True)]
+        found.append(torch.cat([part / scale for part, scale in zip(parts, scales, strict=True)], dim=1))
+    return found[0], found[1]
+
+
+def by_definition(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """Output and gradients in fp64 by autograd through the oracle, q | k | v and gate | up in one product."""
+    parameters = {name: p.detach().requires_grad_() for name, p in block_of(CONFIG, torch.float64).named_parameters()}
+    x, dy = inputs(CONFIG, 16, torch.float64)
+    x.requires_grad_()
+    cos, sin = tables(CONFIG, 16, torch.float64)
+    ops = REFERENCE_OPS
+
+    def linear(x, *names):
+        weight = torch.cat([parameters[f"{name}.weight"] for name in names])
+        return FakeQuantizedLinear.apply(x, weight, recipe)
+
+    normed = ops.rms_norm(x, parameters["ln1.weight"], CONFIG.rms_norm_eps)
+    projections = tuple(f"attn.{name}_proj" for name in "qkv")
+    qkv = linear(normed, *projections) + torch.cat([parameters[f"{name}.bias"] for name in projections])
+    sizes = CONFIG.d_model, CONFIG.d_kv, CONFIG.d_kv
+    q, k, v = (part.unflatten(-1, (-1, CONFIG.d_head)).transpose(1, 2) for part in qkv.split(sizes, -1))
+    attended = ops.attention(ops.rotary(q, cos, sin), ops.rotary(k, cos, sin), v, causal=True)
+    residual = x + linear(attended.transpose(1, 2).flatten(2), "attn.output_proj")
+    normed = ops.rms_norm(residual, parameters["ln2.weight"], CONFIG.rms_norm_eps)
+    y = residual + linear(ops.swiglu(*linear(normed, "ffn.w1", "ffn.w3").chunk(2, -1)), "ffn.w2")
+    dx, *gradients = torch.autograd.grad(y, (x, *parameters.values()), dy)
+    return {"y": y.detach(), "dx": dx, **dict(zip(parameters, gradients, strict=True))}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_output_and_gradients_are_those_of_the_definition(recipe):
+    """In fp64, where both round the same numbers: to the fp32 of the scales, and a few hundred roundings."""
+    expected, (got, _) = by_definition(RECIPES[recipe]), quantized(torch.float64, "products", RECIPES[recipe])
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        size = max(1.0, value.abs().max().item())
+        assert (got[name] - value).abs().max() <= 16 * torch.finfo(torch.float32).eps * size, name
+
+
+def test_gradients_add_to_earlier_ones():
+    """The product is rounded, then the sum."""
+    fresh, _ = quantized(torch.bfloat16, "products", RECIPES["tensor"])
+    added, _ = quantized(torch.bfloat16, "products", RECIPES["tensor"], accumulate=True)
+    for name in block_of(CONFIG, torch.bfloat16).state_dict():
+        assert torch.equal(added[name], fresh[name] + 1), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_what_is_not_finite_stays_to_be_seen_and_zero_is_zero(recipe, value):
+    products = products_of(RECIPES[recipe])
+    x, weight = torch.randn(2, 16, 32)
+    x = torch.zeros_like(x) if value == 0 else x.index_put((torch.tensor(3), torch.tensor(5)), torch.tensor(value))
+    maxima = products.maxima(x)
+    read, weight = products.read(x, maxima.of("normed1", x)), products.read_weight("qkv", weight, rows=True)
+    y = torch.empty(16, 16)
+    products.forward_(REFERENCE, y, read.rows, weight.rows)
+    assert torch.equal(y, torch.zeros_like(y)) if value == 0 else not y[3].isfinite().any()
+
+
+def small_model(recipe: Recipe, config: ModelConfig = SMALL, **how) -> TransformerLM:
+    torch.manual_seed(0)
+    model = TransformerLM(config)
+    write_out(model, REFERENCE, "products", block_products("reference", recipe, **how))
+    return model
+
+
+def gradients_of(model: TransformerLM) -> dict[str, torch.Tensor]:
+    """Of sequences that can be learnt: each goes up by steps of its own."""
+    generator, words = torch.Generator().manual_seed(1), model.config.vocab_size
+    first, step = (torch.randint(1, most, (8, 1), generator=generator) for most in (words, 9))
+    ids = (first + torch.arange(model.config.context_length + 1) * step) % words
+    loss = model(ids[:, :-1], ids[:, 1:])
+    gradients = torch.autograd.grad(loss, tuple(model.parameters()))
+    return dict(zip(dict(model.named_parameters()), gradients, strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_of_a_model_point_where_those_of_fp32_do(recipe):
+    config = replace(SMALL, d_model=128, d_ff=384, n_layers=2, qkv_bias=False, vocab_size=256, context_length=64)
+    exact, got = (gradients_of(small_model(r, config)) for r in (Recipe(), RECIPES[recipe]))
+    cosines = {name: nn.functional.cosine_similarity(got[name].flatten(), exact[name].flatten(), 0) for name in exact}
+    assert min(cosines.values()) >= 0.98, min(cosines.items(), key=lambda item: item[1])
+    assert sum(cosines.values()) / len(cosines) >= (0.99 if recipe == "e5m2" else 0.995)
+
+
+def test_skipped_blocks_are_those_of_no_recipe():
+    model = small_model(Recipe("e4m3", skip_first=1, skip_last=2))
+    assert [block.products.quantized for block in model.layers] == [False, True, False, False]
+    assert ["absmax" in block.kept for block in model.layers] == [False, True, False, False]
+
+
+def counting(function, calls: list[int]):
+    def counted(x, *arguments, **options):
+        calls.append(len(x))
+        return function(x, *arguments, **options)
+
+    return counted
+
+
+def test_remembered_weights_are_quantized_once_until_they_change():
+    """By an optimizer, by loading, by moving; a copy quantizes its own."""
+    model, plain = (small_model(Recipe("e4m3"), remember=remember) for remember in (True, False))
+    counted: list[int] = []
+    for block in model.layers:
+        quantizers = block.products.quantizers
+        block.products.quantizers = replace(quantizers, quantize=counting(quantizers.quantize, counted))
+    everything = 4 * len(model.layers)
+
+    def run() -> int:
+        """How many weights were quantized."""
+        counted.clear()
+        results = [gradients_of(each) for each in (model, plain)]
+        assert all(map(torch.equal, *(found.values() for found in results)))
+        activations = len(model.layers) * (4 + 4 + 4)  # in forward; operands of dW and gradients in backward
+        return len(counted) - activations
+
+    assert run() == everything
+    assert run() == 0
+    for each in (model, plain):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for name, gradient in gradients_of(each).items():
+            each.get_parameter(name).grad = gradient
+        optimizer.step()
+    assert run() == everything
+    for each in (model, plain):
+        each.load_state_dict({name: value + 1 for name, value in each.state_dict().items()})
+    assert run() == everything
+    copied = copy.deepcopy(model.layers[0])
+    assert copied.products is not model.layers[0].products
+    assert not copied.products._weights
+    assert run() == 0

@@ -1,0 +1,116 @@
+"""Quantized products by kernels, where Triton's interpreter or a GPU can run them; and the GPU's product itself."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cs336_systems.blocks import BlockGradients, BlockWeights, Saved, backward, block_ops, block_products, forward
+from cs336_systems.blocks.quantized import QuantizedProducts, _emulated, _scaled_mm
+from cs336_systems.config import ModelConfig, Recipe
+from cs336_systems.costs.kept import LEVELS, kept_names
+from cs336_systems.training import TrainingCase, assemble, random_batch
+
+from .cases import block_of, inputs, tables
+from .test_kernels import CPU, CUDA
+
+CONFIG = ModelConfig("32", d_model=64, d_ff=96, n_layers=1, n_heads=4, n_kv_heads=2, qkv_bias=True, context_length=32)
+RECIPES = {
+    "tensor": Recipe("e4m3"),
+    "e5m2": Recipe("e4m3", "e5m2"),
+    "row": Recipe("e4m3", scaling="row"),
+    "block": Recipe("e4m3", scaling="block"),
+}
+on_a_gpu_with_fp8 = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with fp8"
+)
+
+
+def run(device: str, kernels: str, keep: str, recipe: Recipe, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A block's output and gradients."""
+    parameters = {name: p.detach().to(device) for name, p in block_of(CONFIG, dtype).named_parameters()}
+    x, dy, cos, sin = (t.to(device) for t in (*inputs(CONFIG, 32, dtype), *tables(CONFIG, 32, dtype)))
+    weights, saved = BlockWeights.of(parameters), Saved(kept_names(keep, quantized=recipe.quantized))
+    grads = BlockGradients.empty(parameters, parameters)
+    ops = block_ops(kernels, "flash" if kernels == "fused" else "reference")
+    products = block_products(kernels, recipe)
+    y = forward(x, weights, saved, ops, CONFIG, cos, sin, products=products)
+    dx = backward(dy, weights, saved, grads, ops, CONFIG, cos, sin, products=products)
+    return {"y": y, "dx": dx, **grads.by_parameter(parameters)}
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return torch.nn.functional.cosine_similarity(a.double().cpu().flatten(), b.double().cpu().flatten(), 0).item()
+
+
+@pytest.mark.parametrize("device", [CUDA, CPU])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_block_of_kernels_is_that_of_the_reference(device, recipe):
+    """The same bits at every level; and what the reference gives but for the few numbers that round another way."""
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU with fp8")
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    results = [run(device, "fused", level, RECIPES[recipe], dtype) for level in LEVELS]
+    expected = run("cpu", "reference", "all", RECIPES[recipe], dtype)
+    for name, value in expected.items():
+        assert all(torch.equal(result[name], results[0][name]) for result in results), name
+        assert cosine(results[0][name], value) >= (0.9 if name == "attn.k_proj.bias" else 0.995), name
+
+
+@pytest.mark.gpu
+@on_a_gpu_with_fp8
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_emulation_is_the_gpus_product_within_its_rounding(recipe):
+    """Of all three products: rounded to bf16, after sums in fp32 in another order; forward may add up in 14 bits."""
+    m, n, k = 256, 384, 640
+    products = block_products("fused", RECIPES[recipe])
+    assert isinstance(products, QuantizedProducts)
+    x, dy, weight, bias = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((m, k), (m, n), (n, k), (n,))
+    )
+    maxima, gradients = products.maxima(x), products.gradient_maxima(dy)
+    x_read = products.read(x, maxima.of("normed1", x))
+    dy_read = products.read_gradient(dy, gradients.of("dy", dy))
+    weight_read = products.read_weight("qkv", weight, rows=True, columns=True)
+    pairs = {
+        "forward": (x_read.rows, weight_read.rows, bias),
+        "backward": (dy_read.rows, weight_read.columns, None),
+        "weight": (dy_read.columns, x_read.columns, None),
+    }
+    by = RECIPES[recipe].scaling
+    for name, (a, b, added) in pairs.items():
+        for fast in (False, True):
+            wide = (replace(operand, dtype=torch.float64) for operand in (a, b))
+            exact = _emulated(*wide, added, fast, None, by=by)
+            got = _scaled_mm(a, b, added, fast, None, by=by)
+            bound = exact.abs() * 2**-8 + exact.abs().max() * (2**-9 if fast else 2**-16)
+            assert ((got.double() - exact).abs() <= bound).all(), (name, fast)
+        out = torch.full_like(got, float("nan"))
+        _scaled_mm(a, b, None, False, out, by=by)
+        assert torch.equal(out, _scaled_mm(a, b, None, False, None, by=by))
+
+
+@pytest.mark.gpu
+@on_a_gpu_with_fp8
+@pytest.mark.parametrize("cuda_graph", ["off", "on"])
+def test_steps_on_a_gpu_see_weights_change(cuda_graph):
+    """With our optimizer, whose kernels write the weights: as with weights that are quantized at each use."""
+    case = TrainingCase(
+        *("cuda", "tiny"),
+        context_length=64,
+        dtype="bf16",
+        attention="flash",
+        optimizer="fused",
+        kernels="fused",
+        keep="products",
+        matmul_dtype="e4m3",
+        cuda_graph=cuda_graph,
+    )
+    step, plain = assemble(case), assemble(replace(case, cuda_graph="off"))
+    for block in plain.model.layers:
+        block.products.remember = False
+    batch = random_batch(case)
+    for i in range(8):
+        assert torch.equal(step(*batch), plain(*batch)), i
+        with torch.no_grad():
+            assert torch.equal(step.model(*batch), plain.model(*batch)), i

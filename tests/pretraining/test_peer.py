@@ -1,0 +1,35 @@
+"""A plain loop over transformers' model learns what our trainer does."""
+
+import json
+
+import pytest
+
+from cs336_systems.pretraining.run_log import LOG
+from cs336_systems.pretraining.run_reader import read_run
+from cs336_systems.pretraining.run_records import Step
+from tests.pretraining.trained import write_dataset
+
+pytest.importorskip("transformers")
+
+SMALL = "--data data --steps 12 --context-length 16 --batch-size 4 --accumulate 2 --warmup-steps 2 --out compared"
+
+
+@pytest.mark.slow
+def test_both_runs_learn_the_same(load_script, tmp_path, monkeypatch, capfd):
+    script = load_script("scripts/compare_with_transformers.py")
+    monkeypatch.setattr(script, "n_gpus", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    write_dataset(tmp_path / "data")
+    arguments = [*SMALL.split(), "--learning-rate", "1e-2", "--no-export"]
+    assert script.main(arguments) == 0
+    out = capfd.readouterr().out
+    said = json.loads(out.splitlines()[-1])
+    assert said["steps"] == 12 and abs(said["off_percent"]) < 1e-3
+    ours, theirs = (read_run(tmp_path / "compared" / name / LOG).all(Step) for name in ("ours", "transformers"))
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.step, one.learning_rate, one.tokens) == (other.step, other.learning_rate, other.tokens)
+        assert one.loss == pytest.approx(other.loss, rel=1e-5)
+        assert one.norm == pytest.approx(other.norm, rel=1e-4)
+    assert ours[-1].loss < ours[0].loss
+    assert script.main(arguments) == 2
+    assert "compared is there: both runs begin from the beginning" in capfd.readouterr().err

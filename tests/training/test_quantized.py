@@ -1,0 +1,109 @@
+"""Steps whose blocks multiply in fp8, emulated: they train as others do, alone and among ranks, or say why not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.case import TrainingCase, Unsupported
+from cs336_systems.config import MODEL_SIZES, PRECISIONS, Recipe
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.spawn import spawn
+from cs336_systems.training import TrainStep, assemble, random_batch
+from cs336_systems.training.precision import recipe_unsupported_reason
+
+from .test_parallel import WAYS, Shared, whole
+
+CONFIG = replace(MODEL_SIZES["tiny"], name="sixteens", d_model=64, d_ff=96, vocab_size=97, context_length=32)
+E4M3 = {"matmul_dtype": "e4m3", "keep": "products", "optimizer": "torch-fused"}
+
+
+def losses_of(case: TrainingCase, n_steps: int, **fields: object) -> Tensor:
+    step, batch = assemble(replace(case, **fields)), random_batch(case)
+    return torch.stack([step(*batch) for _ in range(n_steps)])
+
+
+@pytest.mark.parametrize("recipe", [{}, {"gradient_dtype": "e5m2"}, {"scaling": "row"}, {"fp8_skip_last": 1}], ids=str)
+def test_losses_are_near_those_of_products_that_are_not_quantized(recipe):
+    """Within a percent or two over ten steps on one batch, which add differences up; the loss falls by a third."""
+    case = TrainingCase.of(CONFIG, batch_size=4, dtype="bf16", **E4M3, **recipe)
+    got, stored = losses_of(case, 10), losses_of(case, 10, matmul_dtype="same")
+    assert not torch.equal(got, stored)
+    assert got[-1] < 0.7 * got[0]
+    torch.testing.assert_close(got, stored, rtol=0.02 if recipe.get("gradient_dtype") else 0.01, atol=0)
+
+
+def test_what_is_kept_and_micro_batches_change_no_bit():
+    case = TrainingCase.of(CONFIG, batch_size=2, accumulate=2, dtype="bf16", **E4M3)
+    expected = losses_of(case, 3)
+    for keep in ("input", "all"):
+        assert torch.equal(losses_of(case, 3, keep=keep), expected), keep
+
+
+def forgetful(step: TrainStep) -> TrainStep:
+    """The same step with weights that are quantized each time they are read."""
+    for module in step.model.modules():
+        if (products := getattr(module, "products", None)) is not None:
+            products.remember = False
+    return step
+
+
+def train_all(rank: Rank) -> list[tuple[Tensor, bool]]:
+    """Of each way the losses of four steps, and whether weights that are remembered made no difference."""
+    found = []
+    for how in WAYS:
+        case = Shared.of(CONFIG, how=how, batch_size=2, seed=3, accumulate=2, **E4M3)
+        steps = assemble(case, rank), forgetful(assemble(case, rank))
+        losses = [torch.stack([step(*random_batch(case, rank)) for _ in range(4)]) for step in steps]
+        weights = [[weight.clone() for weight in whole(step.model)] for step in steps]
+        found.append((losses[0], torch.equal(*losses) and all(map(torch.equal, *weights))))
+    return found
+
+
+@pytest.mark.slow
+def test_every_wrapper_and_optimizer_has_the_weights_of_its_step():
+    """Also those that write parameters where no version counts it."""
+    for of_rank in spawn(train_all, 2, timeout_s=200):
+        first, _ = of_rank[0]
+        for how, (losses, equal) in zip(WAYS, of_rank, strict=True):
+            assert equal, how
+            torch.testing.assert_close(losses, first, rtol=2e-3, atol=0, msg=str(how))
+            assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("capability", "recipe", "dtype", "message"),
+    [
+        ((8, 6), Recipe("e4m3"), "bf16", "e4m3 needs compute capability 8.9 or newer, an old one has 8.6"),
+        ((9, 0), Recipe("e4m3"), "fp32", "e4m3 on CUDA devices returns bf16: it goes with dtype bf16, got fp32"),
+        ((8, 9), Recipe("e4m3", scaling="row"), "bf16", "e4m3 with scaling row needs Hopper, an old one is another"),
+        ((9, 0), Recipe("e4m3", scaling="row"), "bf16", None),
+        ((8, 9), Recipe("e4m3"), "bf16", None),
+        ((8, 0), Recipe(), "bf16", None),
+    ],
+)
+def test_devices_without_fp8_are_told_in_a_sentence(monkeypatch, capability, recipe, dtype, message):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old one")
+    reason = recipe_unsupported_reason(recipe, PRECISIONS[dtype], torch.device("cuda"))
+    assert reason == message if message is None else message in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"keep": "autograd"}, "matmul_dtype e4m3 with keep autograd: quantized products are those of blocks whose"),
+        ({"matmul_dtype": "e4m4"}, "unknown matmul_dtype 'e4m4': known are same, e4m3"),
+        ({"gradient_dtype": "e5m3"}, "unknown gradient_dtype 'e5m3': known are e4m3, e5m2"),
+        ({"scaling": "rows"}, "unknown scaling 'rows': known are tensor, row, block"),
+        ({"fp8_skip_first": 2}, "e4m3 quantizes none of 2 blocks: the first 2 and the last 0 are skipped"),
+        ({"fp8_skip_last": -1}, "e4m3 skips blocks, of which there cannot be -1"),
+        ({"size": replace(CONFIG, d_ff=100)}, "products in fp8 take sizes that 16 divides, not d_ff 100"),
+        ({"context_length": 30}, "products in fp8 take sizes that 16 divides, not context 30"),
+    ],
+)
+def test_what_no_block_can_multiply_is_told_in_a_sentence(fields, message):
+    with pytest.raises(Unsupported) as refusal:
+        assemble(replace(TrainingCase.of(CONFIG, **E4M3), **fields))
+    assert message in str(refusal.value)
