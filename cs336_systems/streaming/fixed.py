@@ -5,6 +5,7 @@ the sums still have the same bits.
 """
 
 from collections.abc import Mapping
+from math import prod
 
 import torch
 from torch import Tensor
@@ -17,19 +18,33 @@ EMBEDDING, NORM, HEAD = "token_embeddings.weight", "ln_final.weight", "lm_head.w
 
 
 class Fixed:
-    """State of embedding, final norm and head by name, and the rotary tables of ``seq_len`` positions."""
+    """State of embedding, final norm and head by name, and the rotary tables of ``seq_len`` positions.
 
-    def __init__(self, config: ModelConfig, seq_len: int, dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        states: what the optimizer keeps of each, and in which dtype.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        seq_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        states: Mapping[str, torch.dtype],
+    ) -> None:
         matrix = config.vocab_size, config.d_model
         shapes = {EMBEDDING: matrix, NORM: (config.d_model,), HEAD: matrix}
         self.tied = config.tie_embeddings
         owned = {name: shape for name, shape in shapes.items() if not (self.tied and name == HEAD)}
-        sizes = [aligned(torch.Size(shape).numel() * dtype.itemsize) for shape in (*owned.values(), *shapes.values())]
-        kept = len(owned)
-        self.slab: Slab = device_slab(3 * sum(sizes[:kept]) + sum(sizes[kept:]), device)
-        self.weights, self.exp_avg, self.exp_avg_sq = (
-            {name: self.slab.take(shape, dtype) for name, shape in owned.items()} for _ in range(3)
-        )
+        kept = {"weights": dtype, **states}
+        n_bytes = sum(_bytes(shape, of) for of in kept.values() for shape in owned.values())
+        n_bytes += sum(_bytes(shape, dtype) for shape in shapes.values())
+        self.slab: Slab = device_slab(n_bytes, device)
+        self.states = {
+            what: {name: self.slab.take(shape, of) for name, shape in owned.items()} for what, of in kept.items()
+        }
+        """``weights`` and what the optimizer keeps, by the names of parameters."""
+        self.weights = self.states["weights"]
         self.gradients = {name: self.slab.take(shape, dtype) for name, shape in shapes.items()}
         rotary = RotaryEmbedding(config.at_context(seq_len), device=device, dtype=dtype)
         rotary.reset_parameters()
@@ -55,3 +70,7 @@ class Fixed:
         if self.tied:
             self.gradients[EMBEDDING].add_(self.gradients[HEAD])
         return {name: self.gradients[name] for name in self.weights}
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return aligned(prod(shape) * dtype.itemsize)

@@ -4,21 +4,22 @@
     layout.parts["products"]                       # q, residual, gate_up with shapes and dtypes
     layout.n_bytes("weights")
 
-Weights, gradients and moments have the tensors of ``blocks.BlockWeights``. Keys and values of a token are neighbours,
-so that those of chunks in neighbouring slots are one tensor. Their gradients are summed in at least fp32, as are
-statistics. Sizes: n tokens of a chunk, D d_model, F d_ff, P = (H + 2 K) E the width of q | k | v.
+Weights, gradients, moments and masters have the tensors of ``blocks.BlockWeights``. Keys and values of a token are
+neighbours, so that those of chunks in neighbouring slots are one tensor. Their gradients are summed in at least fp32,
+as are statistics. Sizes: n tokens of a chunk, D d_model, F d_ff, P = (H + 2 K) E the width of q | k | v.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 
 from cs336_systems.config import ModelConfig
 
-STATE = ("weights", "gradients", "exp_avg", "exp_avg_sq")
-"""Of a layer, from step to step; gradients only within one."""
+MASTER = "master"
+"""fp32 weights that the optimizer keeps beside bf16 ones."""
+KEPT_BY_OPTIMIZERS = ("exp_avg", "exp_avg_sq", MASTER)
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,26 @@ class Layout:
     """The parts of every kind of item."""
 
     parts: Mapping[str, tuple[Part, ...]]
+    states: Mapping[str, torch.dtype]
+    """What the optimizer keeps of each parameter."""
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: torch.dtype, chunks: Chunks) -> "Layout":
-        """For parameters, gradients, moments and activations of one dtype."""
+    def of(
+        cls, config: ModelConfig, dtype: torch.dtype, chunks: Chunks, moments: Mapping[str, int] | None = None
+    ) -> "Layout":
+        """For weights, gradients and activations of one dtype.
+
+        Args:
+            moments: bytes a parameter of what the optimizer keeps, the dtype's or those of fp32; two moments of the
+                dtype if None.
+
+        Raises:
+            ValueError: the optimizer keeps no such thing, or in no such dtype.
+        """
+        states = {
+            name: _state_dtype(name, size, dtype)
+            for name, size in (moments or dict.fromkeys(("exp_avg", "exp_avg_sq"), dtype.itemsize)).items()
+        }
         n, d, wide = chunks.n_tokens, config.d_model, torch.promote_types(dtype, torch.float32)
         d_qkv = d + 2 * config.d_kv
         weights = (
@@ -106,7 +123,8 @@ class Layout:
         long = chunks.per_sequence > 1
         keys_values = (n, 2, config.kv_heads, config.d_head)
         parts = {
-            **dict.fromkeys(STATE, weights),
+            **dict.fromkeys(("weights", "gradients"), weights),
+            **{name: tuple(replace(part, dtype=kept) for part in weights) for name, kept in states.items()},
             "input": (
                 Part("x", (sequences, positions, d), dtype),
                 Part("rstd1", (n,), wide),
@@ -122,7 +140,7 @@ class Layout:
             "dy": (Part("dy", (sequences, positions, d), dtype),),
             "dcontext": (Part("keys_values", keys_values, wide),),
         }
-        return cls(parts)
+        return cls(parts, states)
 
     def offsets(self, what: str) -> list[int]:
         """The byte at which each part of an item begins."""
@@ -135,3 +153,9 @@ class Layout:
     def n_bytes(self, what: str) -> int:
         """Of an item."""
         return sum(part.n_bytes for part in self.parts[what])
+
+
+def _state_dtype(name: str, size: int, dtype: torch.dtype) -> torch.dtype:
+    if name not in KEPT_BY_OPTIMIZERS or size not in (dtype.itemsize, torch.float32.itemsize):
+        raise ValueError(f"the optimizer keeps no {name} of {size} bytes a parameter beside {dtype} weights")
+    return dtype if size == dtype.itemsize else torch.float32

@@ -1,19 +1,20 @@
 """AdamW of one layer at a time, on tensors that are only there while it runs.
 
     optimizer = LayerAdamW(lr=3e-4)
-    optimizer(7, parameters, gradients, exp_avg, exp_avg_sq, steps, scale)
+    optimizer(7, {"weights": ..., "gradients": ..., "exp_avg": ..., "exp_avg_sq": ...}, steps, scale)
 
 On a GPU this is ``kernels/adamw.py``: one pass, bf16 rounded stochastically, bits that depend on a parameter's number
-among all and not on where it lies. Elsewhere it is torch's fused AdamW.
+among all and not on where it lies; or, with masters in fp32, nothing. Elsewhere it is torch's fused AdamW.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cs336_systems.streaming.layout import MASTER
 from cs336_systems.training.optimizer import check_hyperparameters
 
 
@@ -37,35 +38,30 @@ class LayerAdamW:
         check_hyperparameters(self.lr, self.betas, self.eps, self.weight_decay)
 
     def __call__(
-        self,
-        first_number: int,
-        parameters: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        exp_avg: Sequence[Tensor],
-        exp_avg_sq: Sequence[Tensor],
-        steps: Sequence[Tensor],
-        scale: Tensor | None,
+        self, first_number: int, state: Mapping[str, Sequence[Tensor]], steps: Sequence[Tensor], scale: Tensor | None
     ) -> None:
         """One step, in place.
 
         Args:
             first_number: of the first of these parameters, among all of the model.
+            state: their ``weights``, ``gradients``, ``exp_avg``, ``exp_avg_sq`` and, if it is kept, ``master``.
             steps: taken by each so far; () on the device, int64 on a GPU and fp32 elsewhere.
             scale: by which gradients are multiplied, () in fp32; where it is not finite, nothing is updated; 1 if None.
         """
-        if parameters[0].device.type == "cuda":
-            self._in_one_pass(first_number, parameters, gradients, exp_avg, exp_avg_sq, steps, scale)
+        if steps[0].device.type == "cuda":
+            self._in_one_pass(first_number, state, steps, scale)
             return
         skipped = None if scale is None else scale.isfinite().logical_not().float()
-        for step, gradient in zip(steps, gradients, strict=True):
+        for step, gradient in zip(steps, state["gradients"], strict=True):
             step.add_(1 if skipped is None else 1 - skipped)
             if scale is not None:
                 gradient.mul_(scale)
+        updated = state.get(MASTER, state["weights"])
         torch._fused_adamw_(
-            list(parameters),
-            list(gradients),
-            list(exp_avg),
-            list(exp_avg_sq),
+            list(updated),
+            [gradient.to(one.dtype) for gradient, one in zip(state["gradients"], updated, strict=True)],
+            list(state["exp_avg"]),
+            list(state["exp_avg_sq"]),
             [],
             list(steps),
             lr=self.lr,
@@ -78,23 +74,21 @@ class LayerAdamW:
             grad_scale=None,
             found_inf=skipped,
         )
+        if MASTER in state:
+            for weight, master in zip(state["weights"], state[MASTER], strict=True):
+                weight.copy_(master)
 
     def _in_one_pass(
-        self,
-        first_number: int,
-        parameters: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        exp_avg: Sequence[Tensor],
-        exp_avg_sq: Sequence[Tensor],
-        steps: Sequence[Tensor],
-        scale: Tensor | None,
+        self, first_number: int, state: Mapping[str, Sequence[Tensor]], steps: Sequence[Tensor], scale: Tensor | None
     ) -> None:
         from cs336_systems.kernels.adamw import Update, UpdateTable, adamw_  # brings Triton along
 
         how = self.lr, self.betas, self.eps, self.weight_decay
+        named = (state[name] for name in ("weights", "gradients", "exp_avg", "exp_avg_sq"))
+        masters = state.get(MASTER, [None] * len(steps))
         updates = [
-            Update(*tensors, *how, first_number + i, 0, self.seed)
-            for i, tensors in enumerate(zip(parameters, gradients, exp_avg, exp_avg_sq, steps, strict=True))
+            Update(weight, gradient, m, v, step, *how, number=first_number + i, seed=self.seed, master=master)
+            for i, (weight, gradient, m, v, step, master) in enumerate(zip(*named, steps, masters, strict=True))
         ]
         table = self._tables.setdefault(first_number, UpdateTable())
         adamw_(updates, scale, stochastic_rounding=True, table=table)

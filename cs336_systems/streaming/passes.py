@@ -24,16 +24,14 @@ from cs336_systems.costs.streaming import HEAD_TOKENS
 from cs336_systems.model import TransformerBlock
 from cs336_systems.streaming.context import Sums, attending
 from cs336_systems.streaming.fixed import EMBEDDING, HEAD, NORM, Fixed
-from cs336_systems.streaming.layout import STATE, Chunks
+from cs336_systems.streaming.layout import Chunks
 from cs336_systems.streaming.schedule import Kind, Operation
 from cs336_systems.streaming.slabs import Memory
 
 HeadPass = Callable[..., tuple[Tensor, ...]]
 """(x, weight, targets, grad_weight=, denominator=) -> (loss, dx, ...): ``blocks/head.py`` or the kernel."""
 
-LayerOptimizer = Callable[
-    [int, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Tensor | None], None
-]
+LayerOptimizer = Callable[[int, Mapping[str, Sequence[Tensor]], Sequence[Tensor], Tensor | None], None]
 """``optimizer.LayerAdamW``, or what is called as it is."""
 
 IGNORED = -100
@@ -246,12 +244,13 @@ class Passes:
         if operation.layer < 0:
             self._update_fixed(self.fixed.whole_gradients())
             return
-        parameters, gradients, exp_avg, exp_avg_sq = (
-            list(self.by_parameter(self._of(operation, what)).values()) for what in STATE
-        )
-        first = 1 + operation.layer * len(parameters)
-        steps = self.steps[first : first + len(parameters)].unbind()
-        self.optimizer(first, parameters, gradients, exp_avg, exp_avg_sq, steps, self.scale)
+        state = {
+            what: list(self.by_parameter(self._of(operation, what)).values())
+            for what in ("weights", "gradients", *self.memory.layout.states)
+        }
+        n = len(self.block_parameters)
+        first = 1 + operation.layer * n
+        self.optimizer(first, state, self.steps[first : first + n].unbind(), self.scale)
 
     def _norm_of(self, layer: int, gradients: Iterable[Tensor]) -> Tensor:
         """L2, of all elements of one layer's gradients, or of the fixed ones for -1; ()."""
@@ -274,17 +273,10 @@ class Passes:
         if self.clipping:
             self._clip(gradients.values())
         numbers = {EMBEDDING: 0, NORM: len(self.steps) - (1 if fixed.tied else 2), HEAD: len(self.steps) - 1}
-        for name, weight in fixed.weights.items():
+        for name in fixed.weights:
             number = numbers[name]
-            self.optimizer(
-                number,
-                [weight],
-                [gradients[name]],
-                [fixed.exp_avg[name]],
-                [fixed.exp_avg_sq[name]],
-                [self.steps[number]],
-                self.scale,
-            )
+            state = {what: [own[name]] for what, own in fixed.states.items()} | {"gradients": [gradients[name]]}
+            self.optimizer(number, state, [self.steps[number]], self.scale)
 
     def by_parameter(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Views by the names of the reference block's parameters, in their order."""

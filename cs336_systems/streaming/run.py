@@ -22,7 +22,7 @@ from cs336_systems.config import ModelConfig
 from cs336_systems.model import TransformerLM
 from cs336_systems.streaming.fixed import EMBEDDING, HEAD, Fixed
 from cs336_systems.streaming.lanes import Lanes, PretendedLink, Streams
-from cs336_systems.streaming.layout import Chunks, Layout
+from cs336_systems.streaming.layout import MASTER, Chunks, Layout
 from cs336_systems.streaming.optimizer import LayerAdamW
 from cs336_systems.streaming.passes import HeadPass, LayerOptimizer, Passes
 from cs336_systems.streaming.schedule import Item, Lane, Operation, Schedule
@@ -35,13 +35,14 @@ class StreamedStep:
     Args:
         chunks: how the schedule's chunks cut the tokens.
         ops: of blocks; must serve device and dtype.
+        moments: bytes a parameter of what the optimizer keeps, as the plan has them (``Plan.work``).
         optimizer: of one layer at a time; AdamW if None.
         max_norm: that gradients are clipped to, if the schedule takes norms.
         lanes: what runs the operations; streams on a GPU and a pretended link elsewhere if None.
         temporary_bytes: that kernels need besides slots, set aside on a GPU.
 
     Raises:
-        ValueError: an item is larger than its slot or place.
+        ValueError: an item is larger than its slot or place, or the optimizer keeps no such moments.
         RuntimeError: the host has not as much memory, or it cannot be pinned.
     """
 
@@ -54,26 +55,28 @@ class StreamedStep:
         device: torch.device,
         dtype: torch.dtype,
         *,
+        moments: Mapping[str, int] | None = None,
         optimizer: LayerOptimizer | None = None,
         max_norm: float = math.inf,
         lanes: Lanes | None = None,
         temporary_bytes: int = 0,
     ) -> None:
         self.config, self.schedule, self.chunks, self.device = config, schedule, chunks, device
-        self.memory = Memory(schedule, Layout.of(config, dtype, chunks), device)
-        self.fixed = Fixed(config, chunks.seq_len, dtype, device)
+        layout = Layout.of(config, dtype, chunks, moments)
+        self.memory = Memory(schedule, layout, device)
+        self.fixed = Fixed(config, chunks.seq_len, dtype, device, layout.states)
         self.optimizer = optimizer or LayerAdamW()
         self.passes = Passes(config, chunks, self.memory, self.fixed, ops, _head_of(device), self.optimizer, max_norm)
         self.lanes = lanes or (Streams(device) if device.type == "cuda" else PretendedLink())
         # One piece, which torch keeps and cuts: pieces of many sizes would not be reused for each other.
         torch.empty(temporary_bytes, dtype=torch.uint8, device=device)
 
-    def clear_moments(self) -> None:
-        """Of all parameters, as before the first step."""
+    def _begin_training(self) -> None:
+        """Moments of zero, no steps made, and masters that are the weights."""
         self.passes.steps.zero_()
-        for what in ("exp_avg", "exp_avg_sq"):
-            for _, moment in self._named(what):
-                moment.zero_()
+        for what in self.memory.layout.states:
+            for (_, kept), (_, weight) in zip(self._named(what), self._named("weights"), strict=True):
+                kept.copy_(weight) if what == MASTER else kept.zero_()
 
     @torch.no_grad()
     def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
@@ -101,7 +104,7 @@ class StreamedStep:
 
     def _named(self, what: str) -> Iterator[tuple[str, Tensor]]:
         """Weights or moments by the names of the model's parameters, in their order, where they are between steps."""
-        fixed: Mapping[str, Tensor] = getattr(self.fixed, what)
+        fixed = self.fixed.states[what]
         first, *last = fixed
         yield first, fixed[first]
         for layer in range(self.config.n_layers):
@@ -115,7 +118,6 @@ class StreamedStep:
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Random weights, as a new model's, made on the device a layer at a time; moments become zero."""
-        self.clear_moments()
         shell = TransformerLM(replace(self.config, n_layers=1), device="meta", dtype=self.fixed.embedding.dtype)
         tied = {HEAD: self.fixed.head} if self.fixed.tied else {}
         shell.load_state_dict(self.fixed.weights | tied, strict=False, assign=True)
@@ -129,6 +131,7 @@ class StreamedStep:
                     reset()
             for name, weight in self._layer("weights", layer).items():
                 weight.copy_(block.get_parameter(name))
+        self._begin_training()
 
     def model(self) -> TransformerLM:
         """Weights as the model's parameters, moments and steps as buffers, all where they lie; waits for the device.
@@ -145,10 +148,10 @@ class StreamedStep:
         model.load_state_dict(dict(self._named("weights")), strict=False, assign=True)
         if self.fixed.tied:
             model.lm_head.weight = model.token_embeddings.weight
-        for what in ("exp_avg", "exp_avg_sq"):
-            for name, moment in self._named(what):
+        for what in self.memory.layout.states:
+            for name, kept in self._named(what):
                 owner, _, own = name.rpartition(".")
-                model.get_submodule(owner).register_buffer(f"{own}_{what}", moment)
+                model.get_submodule(owner).register_buffer(f"{own}_{what}", kept)
         model.register_buffer("steps", self.passes.steps)
         return model
 
@@ -158,9 +161,9 @@ class StreamedStep:
         Raises:
             KeyError: one is missing.
         """
-        self.clear_moments()
         for name, weight in self._named("weights"):
             weight.copy_(weights[name])
+        self._begin_training()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the weights on the CPU as the model's own state dict has them; waits for the device."""

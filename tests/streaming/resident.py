@@ -33,5 +33,5 @@ def resident(plan: Plan, layout: Layout) -> Schedule:
         for step in steps
     )
     rings = {what: Ring(n, layout.n_bytes(what)) for what, n in counts.items()}
-    state = ("weights", "exp_avg", "exp_avg_sq")
+    state = ("weights", *layout.states)
     return Schedule(operations, rings, {}, {item: slot for item, slot in slots.items() if item.what in state}, {})

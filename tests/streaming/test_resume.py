@@ -12,17 +12,19 @@ from cs336_systems.streaming.build import build
 from cs336_systems.streaming.layout import Chunks
 from cs336_systems.streaming.plan import Plan
 from cs336_systems.streaming.run import StreamedStep
-from tests.streaming.test_run import batches, model_of, random_plan_of_adamw
+from tests.streaming.plans import random_plan
+from tests.streaming.test_run import batches, model_of
 
 
 def step_of(plan: Plan) -> StreamedStep:
     chunks = Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds)
-    return StreamedStep(plan.work.config, build(plan), chunks, REFERENCE, torch.device("cpu"), torch.bfloat16)
+    place, moments = (torch.device("cpu"), torch.bfloat16), dict(plan.work.moments)
+    return StreamedStep(plan.work.config, build(plan), chunks, REFERENCE, *place, moments=moments)
 
 
 @pytest.mark.parametrize("seed", [3, 10])
 def test_resumed_under_other_caps(tmp_path, seed):
-    plan, _ = random_plan_of_adamw(seed)
+    plan, _ = random_plan(seed)
     work = plan.work
     roomy = Plan(work, plan.chunks, plan.rounds, "sequential", plan.levels, (), clipping=plan.clipping)
     straight = step_of(plan)

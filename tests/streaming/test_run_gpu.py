@@ -9,7 +9,6 @@ from torch import Tensor
 
 from cs336_systems.blocks import block_ops
 from cs336_systems.config import ModelConfig
-from cs336_systems.costs.streaming import MOMENTS
 from cs336_systems.streaming.build import build
 from cs336_systems.streaming.fence import GIB, Fence
 from cs336_systems.streaming.layout import Chunks, Layout
@@ -44,7 +43,6 @@ def on_gpu(plan: Plan) -> Plan:
         config=config,
         context_length=config.context_length,
         chunk=CHUNK * SCALE,
-        moments=tuple(MOMENTS.items()),
     )
     return replace(plan, work=work)
 
@@ -60,6 +58,7 @@ def trained(plan: Plan, schedule: Schedule, attention: str, n: int = 5) -> dict[
         block_ops("fused", attention),
         device,
         torch.bfloat16,
+        moments=dict(plan.work.moments),
         optimizer=optimizer,
         max_norm=0.1,
     )
@@ -81,6 +80,7 @@ def test_every_plan_gives_the_same_bits(seed, attention):
         plan.work.config,
         torch.bfloat16,
         Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds),
+        dict(plan.work.moments),
     )
     levels = (("products",) * plan.chunks,) * plan.work.config.n_layers
     plain = Plan(plan.work, plan.chunks, plan.rounds, "sequential", levels, (), clipping=plan.clipping)

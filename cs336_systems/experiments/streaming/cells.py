@@ -35,6 +35,8 @@ class Options(RunOptions):
     """By default as many as make the optimizer's part of a step small, and 512 for tiny."""
     clipping: bool = True
     """By the global norm of gradients, for which the optimizer waits."""
+    master: Literal["none", "fp32"] = "none"
+    """fp32: weights and moments in fp32 that the optimizer keeps beside bf16 ones, 16 bytes a parameter in all."""
     gpu: str | None = None
     """Simulate this device and measure nothing: h200, h100, b200, a100-80gb, rtx-5090 ... (hardware.py)."""
     timeline: bool = False
@@ -61,6 +63,7 @@ class StreamingCell:
     """0 for what is fastest; likewise the next."""
     tokens_per_step: int
     clipping: bool
+    master: str
     warmup: int
     steps: int
     seed: int

@@ -26,7 +26,7 @@ _OF = ["gpu", "simulated_device", "size", "context_length"]
 def heatmaps(rows: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
     """(name, figure) for every model and length; of several settings of a cell the fastest is drawn."""
     settings = ["gpu", "device", "simulated_device", "size", "context_length", "device_gib", "host_gib", "order"]
-    found = newest(rows, [*settings, "chunk", "tokens_per_step", "clipping"])
+    found = newest(rows, [*settings, "chunk", "tokens_per_step", "clipping", "master"])
     for _, own in found.groupby(_OF, sort=False, dropna=False):
         gpu, simulated, size, length = (own.iloc[0][name] for name in _OF)
         prefix = "" if (own["metric"] == "tokens_per_s").any() else "simulated_"

@@ -14,7 +14,7 @@ from cs336_systems.blocks import block_ops
 from cs336_systems.case import Unsupported
 from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES
-from cs336_systems.costs.streaming import Rates
+from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, Rates
 from cs336_systems.experiments.streaming.cells import StreamingCell, hardware_named
 from cs336_systems.hardware import GIB, Hardware, find_hardware
 from cs336_systems.harness.clock import WHOLE, time_phases
@@ -115,6 +115,7 @@ def _chosen(cell: StreamingCell, hardware: Hardware, caps: Caps) -> Choice:
             chunk=cell.chunk or None,
             order=None if cell.order == "auto" else cell.order,  # type: ignore[arg-type]
             clipping=cell.clipping,
+            moments=MASTER_MOMENTS if cell.master == "fp32" else MOMENTS,
         )
     except CapsTooSmallError as error:
         raise PredictedOutOfMemory(str(error)) from error

@@ -74,7 +74,15 @@ def test_a_tiny_model_runs_under_caps_on_a_cpu(tmp_path, capsys):
 
 def test_heatmaps_of_measured_cells_stand_apart_from_simulated_ones():
     shared = {"gpu": "H", "device": "cuda", "size": "s", "context_length": 8, "order": "auto", "chunk": 0}
-    shared |= {"tokens_per_step": 0, "clipping": True, "status": "ok", "argv": "", "commit": "", "host": ""}
+    shared |= {
+        "tokens_per_step": 0,
+        "clipping": True,
+        "master": "none",
+        "status": "ok",
+        "argv": "",
+        "commit": "",
+        "host": "",
+    }
     shared |= {"timestamp": "2026-01-01T00:00:00"}
     metrics = ("tokens_per_s", "model_tflops", "mfu", "hfu", "simulated_over_measured")
     measured = [shared | {"simulated_device": "", "device_gib": gib, "host_gib": 9, "median": gib} for gib in (1, 2)]
