@@ -45,7 +45,7 @@ DATA_PARALLEL = ResultTable(
             ".3f",
             rank=0,
             optional=True,
-            note="the step over torch's, round by round",
+            note="median step over torch's, by repeat",
         ),
         Column("forward ms", "forward", rank=3),
         Column("backward ms", "backward", spread=True, rank=3),

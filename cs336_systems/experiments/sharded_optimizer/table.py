@@ -45,7 +45,7 @@ TIMES = ResultTable(
             ".3f",
             rank=0,
             optional=True,
-            note="of the step, round by round",
+            note="of the median step, by repeat",
         ),
         Column(
             "GiB per link",
