@@ -61,7 +61,7 @@ FULLY_SHARDED = ResultTable(
             _over_fsdp2,
             ".3f",
             rank=0,
-            note="the step over FSDP2's, round by round; its fastest's, where none has the same settings",
+            note="the step over FSDP2's, round by round",
         ),
         Column(
             "/ ours",
