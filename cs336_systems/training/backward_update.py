@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.fsdp_parameters import ShardedGroup
 
 
 class BackwardUpdate:
@@ -29,8 +30,10 @@ class BackwardUpdate:
 
     def __init__(self, fsdp: FSDP, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self._names = {each.sharded_param: each.names[0] for each in fsdp.managed_parameters()}
-        self._group_of = {p.sharded_param: group for group in fsdp.groups for p in group.parameters}
+        self._names: dict[Tensor, str] = {each.sharded_param: each.names[0] for each in fsdp.managed_parameters()}
+        self._group_of: dict[Tensor, ShardedGroup] = {
+            p.sharded_param: group for group in fsdp.groups for p in group.parameters
+        }
         self._arrived: dict[Tensor, None] = {}
         """Parameters whose gradients are averages, to be updated together."""
         self._updated: set[Tensor] = set()

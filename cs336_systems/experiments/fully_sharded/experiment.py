@@ -31,7 +31,7 @@ def make_cells(options: Options) -> list[FullyShardedCell]:
     cells = grid.make_cells(options)
     if options.memory_budget_gib is None:
         return cells
-    budget, notes = int(options.memory_budget_gib * GIB), {}
+    budget, notes = int(options.memory_budget_gib * GIB), list[str]()
     for i, cell in enumerate(cells):
         if cell.fsdp == OURS and cell.written_out:
             choice = cheapest_keep(
@@ -45,9 +45,9 @@ def make_cells(options: Options) -> list[FullyShardedCell]:
             )
             cells[i] = replace(cell, keep=choice.keep)
             what = str(cell).removesuffix(f" keep {cell.keep}")
-            notes[f"{what} within {options.memory_budget_gib:g} GiB, least recomputation: {choice}"] = None
+            notes.append(f"{what} within {options.memory_budget_gib:g} GiB, least recomputation: {choice}")
     if reports():
-        print(*notes, sep="\n", file=sys.stderr)
+        print(*dict.fromkeys(notes), sep="\n", file=sys.stderr)
     return cells
 
 

@@ -61,7 +61,7 @@ FULLY_SHARDED = ResultTable(
             _over_fsdp2,
             ".3f",
             rank=0,
-            note="median step over FSDP2's, by repeat; its fastest's, where none has the same settings",
+            note="median step over FSDP2's, by repeat",
         ),
         Column(
             "/ ours",
