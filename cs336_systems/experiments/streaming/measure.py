@@ -77,7 +77,8 @@ def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
     times = time_phases({WHOLE: whole}, device=device, warmup=cell.warmup, steps=cell.steps)
     if not loss[0].isfinite():
         raise FloatingPointError(f"loss is {loss[0].item()}")
-    metrics += measured(choice, hardware if on_gpu else None, times.samples_ms[WHOLE])
+    step_ms = times.samples_ms[WHOLE]
+    metrics += measured(choice, hardware if on_gpu else None, step_ms)
     if times.warmup_ms:
         metrics.append(Metric("warmup_step", "ms", times.warmup_ms))
     if isinstance(step.lanes, Streams):
@@ -87,7 +88,10 @@ def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
         found = shares(choice, lanes)
         metrics += [Metric(name, "% of the step", [share]) for name, share in found.items()]
     if fence is not None:
-        used = fence.check()
+        try:
+            used = fence.check()
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}; steps took {', '.join(f'{ms:,.0f}' for ms in step_ms)} ms") from error
         in_use = {"device_in_use": used.device, "host_in_use": used.host, "context": used.context}
     else:
         slabs = step.memory.device_slab.n_bytes + step.fixed.slab.n_bytes
