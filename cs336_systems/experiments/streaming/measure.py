@@ -13,11 +13,11 @@ from torch import Tensor
 from cs336_systems.blocks import block_ops
 from cs336_systems.case import Unsupported
 from cs336_systems.costs.lanes import LaneTimes
-from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES
 from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, Rates
 from cs336_systems.experiments.streaming.cells import StreamingCell, hardware_named
 from cs336_systems.hardware import GIB, Hardware, find_hardware
 from cs336_systems.harness.clock import WHOLE, time_phases
+from cs336_systems.harness.memory import cublas_workspace_bytes
 from cs336_systems.harness.process import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
 from cs336_systems.report.figures import save
@@ -58,10 +58,9 @@ def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
     fence = Fence(device, device_bytes, host_bytes) if on_gpu else None
     hardware = _hardware(cell, device)
     if fence is not None:
-        caps = Caps(device_bytes, host_bytes, fence.overhead + FRAGMENTS)
+        caps = Caps(device_bytes, host_bytes, fence.overhead + FRAGMENTS + 2 * cublas_workspace_bytes(device))
     else:
-        none = -2 * CUBLAS_WORKSPACE_BYTES, 0  # on a CPU, where slabs alone count
-        caps = Caps(device_bytes, host_bytes, *(() if cell.simulated_device else none))
+        caps = Caps(device_bytes, host_bytes, *(() if cell.simulated_device else (0, 0)))  # on a CPU slabs alone count
     choice = _chosen(cell, hardware, caps)
     metrics = simulated(choice, hardware)
     if pictures is not None and not on_gpu:
