@@ -4,10 +4,9 @@
     schedule_times(plan, schedule, rates)   # simulated: costs/lanes.py
 
 A copy out of a slot follows the last write there. A copy into one stands where the slot is left and the item is on the
-host; where that takes a copy out first, it stands two operations of kernels later, for on its lane it would hold up those
-behind it. Of several, the one that is needed first goes first. What an operation waits for are
-conflicts in its slots and places: who wrote what it reads, who still reads what it writes over; what that implies is
-left out.
+host; where that takes a copy out first, it stands two operations of kernels later: on its lane it would hold up those
+behind it. Of several, the one that is needed first goes first. What an operation waits for are conflicts in its slots
+and places: who wrote what it reads, who still reads what it writes over; what that implies is left out.
 """
 
 from collections import defaultdict, deque
