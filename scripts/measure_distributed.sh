@@ -78,11 +78,14 @@ for part in "$@"; do
       ranks benchmark_fsdp "${leaderboard[@]}" --fsdp torch --attention sdpa-cudnn ;;
     leaderboard)
       step=(--size leaderboard-8b --context-length 32768 --batch-size 1 --dtype bf16)
-      ours=(--fsdp ours --kernels fused --attention hopper --optimizer fused --keep products --update under-backward)
+      ours=(--fsdp ours --kernels fused --attention hopper --optimizer fused --update under-backward
+        --memory-budget-gib 134)
       peer=(--fsdp torch --compile --attention sdpa-cudnn)
+      export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True # 6 GiB of the card are left
       turns benchmark_fsdp "${step[@]}" "${ours[@]}" --peer-checkpoint full
       ranks benchmark_fsdp "${step[@]}" "${peer[@]}" --checkpoint keep-attention first-16
-      ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --do-bench on --trace "$folder/leaderboard" ;;
+      ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --do-bench on --trace "$folder/leaderboard"
+      unset PYTORCH_CUDA_ALLOC_CONF ;;
     *)
       echo "unknown part '$part': see the head of scripts/measure_distributed.sh" >&2
       exit 2 ;;

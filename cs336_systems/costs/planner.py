@@ -12,20 +12,23 @@ predicted peak is within the budget, the one that runs the fewest matrix product
 without recomputation, then the lower peak. Limits: the peak is predicted for eager execution of the reference model;
 time that is not matrix products (norms, softmax, casts, which ``keep-matmuls`` runs again) is not weighed.
 
-Levels. Every level with every set of switches is a candidate (``costs/kept.py``), the same for all blocks. Of those
-that fit, the one wins whose second computations take the least time at an H200's published peaks, products at that of
-the dtype and norms, rotation and SwiGLU at that of memory; between equals the lower peak. The order is what counts:
-real kernels reach 70 to 95 % of both.
+Levels. Every level with every set of switches is a candidate (``costs/kept.py``), the same for all blocks. Where they
+may be mixed, so is any two of them, the one too large for all blocks in as many of the first ones as fit. Of those that
+fit, the one wins whose second computations take the least time at an H200's published peaks, products at that of the
+dtype and norms, rotation and SwiGLU at that of memory; between equals the lower peak. The order is what counts: real
+kernels reach 70 to 95 % of both.
 """
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.costs.checkpointing import SELECTIVE
 from cs336_systems.costs.flops import hardware_flops
-from cs336_systems.costs.kept import LEVELS, SWITCHES, kept_names
+from cs336_systems.costs.kept import LEVELS, SWITCHES, keep_of_blocks, kept_names
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, peak_memory
 from cs336_systems.costs.recomputed import WORDS, recomputed
 from cs336_systems.costs.written_out import written_out_peak
@@ -154,12 +157,16 @@ def cheapest_keep(
     *,
     chunk: int,
     workspace_bytes: int = CUBLAS_WORKSPACE_BYTES,
+    n_shards: int = 1,
+    mixed: bool = False,
 ) -> KeepChoice:
     """What blocks with a written-out backward must keep so that the predicted peak is at most ``budget_bytes`` and the
     least is computed a second time; the case's own choice is not looked at.
 
     Args:
         chunk: tokens whose logits the head has at a time.
+        n_shards: ranks of fully sharded data parallelism, as in ``written_out_peak``.
+        mixed: whether the first blocks may keep more than the others, as many as fit.
 
     Raises:
         ValueError: no choice fits, and the message names the smallest predicted peak; or an unknown mode, optimizer or
@@ -169,9 +176,9 @@ def cheapest_keep(
     assert hardware is not None
     config = case.config
     step_flops = hardware_flops(*case.work, mode, attention="flash")
-    n_blocks = config.n_layers if mode != "forward" else 0
-    choices = []
-    for keep in candidate_keeps():
+    backward = mode != "forward"
+
+    def choice_of(keep: str) -> KeepChoice:
         peak = written_out_peak(
             *case.work,
             case.precision,
@@ -181,22 +188,27 @@ def cheapest_keep(
             attention=case.attention,
             optimizer=case.optimizer,
             recipe=case.recipe,
+            n_shards=n_shards,
+            prefetch=case.parallel.prefetch,
+            update=case.parallel.update,
             device_type=case.device,
             workspace_bytes=workspace_bytes,
         )
-        again = recomputed(*case.work, case.precision, keep)
-        choices.append(
-            KeepChoice(
-                keep,
-                peak.n_bytes,
-                peak.moment,
-                again.names if n_blocks else (),
-                n_blocks * again.flops,
-                step_flops,
-                n_blocks * again.traffic_bytes,
-                n_blocks * again.seconds(hardware, case.precision.matmul_dtype),
-            )
+        blocks = Counter(keep_of_blocks(keep, config.n_layers)) if backward else Counter()
+        again = {each: recomputed(*case.work, case.precision, each) for each in blocks}
+        names = {name for each in again.values() for name in each.names}
+        return KeepChoice(
+            keep,
+            peak.n_bytes,
+            peak.moment,
+            tuple(name for name in WORDS if name in names),
+            sum(n * again[each].flops for each, n in blocks.items()),
+            step_flops,
+            sum(n * again[each].traffic_bytes for each, n in blocks.items()),
+            sum(n * again[each].seconds(hardware, case.precision.matmul_dtype) for each, n in blocks.items()),
         )
+
+    choices = [choice_of(keep) for keep in candidate_keeps()]
     fitting = [choice for choice in choices if choice.peak_bytes <= budget_bytes]
     if not fitting:
         least = min(choices, key=lambda choice: choice.peak_bytes)
@@ -205,4 +217,20 @@ def cheapest_keep(
             f"{case.batch_size}, context {case.context_length}, {case.dtype}, {mode}: the smallest predicted peak is "
             f"{least.peak_bytes / GIB:.4g} GiB ({least.moment}), with keep {least.keep}"
         )
+    if mixed and backward:
+        best = _best_of_their_size(choices)
+        for more, less in product(best, best):
+            if more.peak_bytes > budget_bytes >= less.peak_bytes:
+                mixes = [f"{n}x{more.keep}+{less.keep}" for n in range(1, config.n_layers)]
+                n_fit = bisect_right(mixes, budget_bytes, key=lambda keep: choice_of(keep).peak_bytes)
+                fitting += [choice_of(keep) for keep in mixes[max(0, n_fit - 1) : n_fit]]
     return min(fitting, key=lambda choice: (choice.seconds, choice.peak_bytes))
+
+
+def _best_of_their_size(choices: list[KeepChoice]) -> list[KeepChoice]:
+    """Those than which none takes less time in as little memory."""
+    best: list[KeepChoice] = []
+    for choice in sorted(choices, key=lambda choice: (choice.peak_bytes, choice.seconds)):
+        if not best or choice.seconds < best[-1].seconds:
+            best.append(choice)
+    return best

@@ -134,3 +134,28 @@ def test_a_budget_that_nothing_fits_names_the_smallest_peak():
         cheapest_keep(LLAMA, "step", 40 * GIB, chunk=2048)
     assert f"the smallest predicted peak is {smallest / GIB:.4g} GiB (" in str(error.value)
     assert cheapest_keep(LLAMA, "forward", 40 * GIB, chunk=2048).again == ()
+
+
+def test_mixes_keep_more_in_as_many_blocks_as_fit():
+    every = keep_costs()
+    smallest, largest = min(peak for _, peak in every.values()), every["all"][1]
+    for part in range(1, 6):
+        budget = smallest + (largest - smallest) * part // 5 - 1
+        alike = cheapest_keep(LLAMA, "step", budget, chunk=2048)
+        mixed = cheapest_keep(LLAMA, "step", budget, chunk=2048, mixed=True)
+        assert mixed.peak_bytes <= budget
+        assert mixed.seconds < alike.seconds
+        more, less = mixed.keep.split("+")
+        number, more = more.split("x", 1)
+        assert every[more][1] > budget >= every[less][1]
+        one_more = f"{int(number) + 1}x{more}+{less}" if int(number) + 1 < LLAMA.config.n_layers else more
+        peak = written_out_peak(*LLAMA.work, LLAMA.precision, "step", keep=one_more, chunk=2048)
+        assert peak.n_bytes > budget, "one block more does not fit"
+        seconds = int(number) * every[more][0] + (LLAMA.config.n_layers - int(number)) * every[less][0]
+        assert mixed.seconds == pytest.approx(seconds / LLAMA.config.n_layers)
+    assert cheapest_keep(LLAMA, "step", largest, chunk=2048, mixed=True).keep == "all"
+
+
+def test_shards_leave_room_to_keep_more():
+    whole, sharded = (cheapest_keep(LLAMA, "step", 90 * GIB, chunk=2048, n_shards=n, mixed=True) for n in (1, 2))
+    assert sharded.seconds < whole.seconds

@@ -1,5 +1,6 @@
 """What ``benchmark_fsdp.py`` is asked, and its grid; the implementations of one model follow each other. No torch."""
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -34,6 +35,9 @@ class Options(RankedOptions):
     peer_checkpoint: tuple[str, ...] = ()
     """Policies with which FSDP2 takes turns with every cell besides, as fast as it can be: compiled, with cuDNN's
     attention and torch's fused AdamW."""
+    memory_budget_gib: float | None = None
+    """Choose what written-out blocks of ours keep: the least recomputation whose predicted peak fits, the first blocks
+    perhaps keeping more than the rest."""
     do_bench: Switch = "off"
     """on: time the whole step by triton.testing.do_bench too, which takes twice the warm-up and eleven steps more."""
     trace: Path | None = None
@@ -112,6 +116,10 @@ def make_cells(options: Options) -> list[FullyShardedCell]:
         for update in (options.update if name == OURS else ("after-backward",))
     ]
     cells = training_cells(FullyShardedCell, options, inner=sides)
+    if (budget := options.memory_budget_gib) is not None and not 0 < budget < math.inf:
+        raise ValueError(f"--memory-budget-gib must be positive and finite, got {budget:g}")
+    if budget is not None and (options.keep is not None or not any(cell.written_out for cell in cells)):
+        raise ValueError("--memory-budget-gib chooses what blocks of --kernels fused keep, without --keep")
     policies = [canonical_policy(policy) for policy in options.peer_checkpoint]
     turns = []
     for repeat in range(options.repeat):

@@ -1,17 +1,55 @@
 """``benchmark_fsdp``: the implementations in one table, with earlier rows of the file; pictures of recordings."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from cs336_systems.costs.planner import cheapest_keep
+from cs336_systems.experiments.fully_sharded import cells as grid
 from cs336_systems.experiments.fully_sharded.breakdown import breakdown_figure, breakdown_table, recorded_lines
-from cs336_systems.experiments.fully_sharded.cells import FullyShardedCell, make_cells
+from cs336_systems.experiments.fully_sharded.cells import OURS, FullyShardedCell, Options
 from cs336_systems.experiments.fully_sharded.measure import measure_fully_sharded
 from cs336_systems.experiments.fully_sharded.table import FULLY_SHARDED
 from cs336_systems.experiments.ranked import traced_experiment
+from cs336_systems.harness.fit import GIB, head_chunk
+from cs336_systems.harness.memory import cublas_workspace_bytes
+from cs336_systems.harness.ranks import reports
 from cs336_systems.harness.sweep import Outcome, outcome_rows
 from cs336_systems.report.figures import save
 from cs336_systems.report.show import show
+
+
+def make_cells(options: Options) -> list[FullyShardedCell]:
+    """The grid; under a memory budget with what blocks are to keep, which is told on stderr.
+
+    Raises:
+        ValueError: a value that no cell can have, or a budget that nothing fits.
+    """
+    cells = grid.make_cells(options)
+    if options.memory_budget_gib is None:
+        return cells
+    budget, notes = int(options.memory_budget_gib * GIB), {}
+    for i, cell in enumerate(cells):
+        if cell.fsdp == OURS and cell.written_out:
+            choice = cheapest_keep(
+                cell,
+                "step",
+                budget,
+                chunk=head_chunk(cell),
+                workspace_bytes=cublas_workspace_bytes(torch.device(cell.device)),
+                n_shards=cell.world_size,
+                mixed=True,
+            )
+            cells[i] = replace(cell, keep=choice.keep)
+            what = str(cell).removesuffix(f" keep {cell.keep}")
+            notes[f"{what} within {options.memory_budget_gib:g} GiB, least recomputation: {choice}"] = None
+    if reports():
+        print(*notes, sep="\n", file=sys.stderr)
+    return cells
+
 
 _TRACED = traced_experiment(
     "benchmark_fsdp",

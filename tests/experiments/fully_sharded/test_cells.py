@@ -1,0 +1,46 @@
+"""What the FSDP benchmark's grid chooses itself."""
+
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems.experiments.fully_sharded import experiment
+from cs336_systems.experiments.fully_sharded.cells import Options
+
+LEADERBOARD = Options(
+    size=("leaderboard-8b",),
+    context_length=(32_768,),
+    batch_size=(1,),
+    dtype=("bf16",),
+    attention=("hopper",),
+    optimizer=("fused",),
+    kernels=("fused",),
+    fsdp=("ours",),
+    world_size=(2,),
+)
+
+
+def test_a_budget_decides_what_blocks_keep_and_says_why(monkeypatch, capsys):
+    monkeypatch.setattr(experiment, "cublas_workspace_bytes", lambda device: 2**25)
+    (cell,) = experiment.make_cells(replace(LEADERBOARD, memory_budget_gib=133.0, peer_checkpoint=()))
+    assert cell.keep.endswith("+products")
+    told = capsys.readouterr().err
+    assert f"within 133 GiB, least recomputation: keep {cell.keep}: predicted peak 13" in told
+    assert "SwiGLU run again" in told
+    (alone, peer) = experiment.make_cells(replace(LEADERBOARD, memory_budget_gib=60.0, peer_checkpoint=("full",)))
+    assert (peer.keep, peer.checkpoint) == ("autograd", "full")
+    assert alone.keep != cell.keep
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"memory_budget_gib": float("inf")}, "--memory-budget-gib must be positive and finite, got inf"),
+        ({"memory_budget_gib": 100.0, "keep": ("all",)}, "--memory-budget-gib chooses what blocks of --kernels fused"),
+        ({"memory_budget_gib": 10.0}, "nothing that blocks may keep fits 10 GiB for leaderboard-8b"),
+    ],
+)
+def test_budgets_that_cannot_be_met_are_told(fault, message, monkeypatch):
+    monkeypatch.setattr(experiment, "cublas_workspace_bytes", lambda device: 2**25)
+    with pytest.raises(ValueError, match=message):
+        experiment.make_cells(replace(LEADERBOARD, **fault))
