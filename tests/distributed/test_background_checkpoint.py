@@ -187,3 +187,34 @@ def test_a_stretch_of_elements_is_boxes_whatever_the_layout():
             place.copy_(box)
         assert torch.equal(got, whole)
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_goes_on_while_its_state_is_written(tmp_path, monkeypatch):
+    write, hold = background_checkpoint.write, threading.Event()
+    monkeypatch.setattr(background_checkpoint, "write", lambda *arguments: hold.wait(60) and write(*arguments))
+    with joined("cuda"):
+        torch.manual_seed(0)
+        model, x = torch.nn.Linear(1024, 1024, device="cuda"), torch.randn(8, 1024, device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def step():
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        with BackgroundSaver(tmp_path, model, optimizer) as saver:
+            assert saver.reserve(2**30) is None
+            saver.save(1)
+            assert saver._slab is not None and saver._slab.memory.is_pinned()
+            expected = [parameter.detach().clone() for parameter in model.parameters()]
+            for _ in range(3):
+                step()
+            torch.cuda.synchronize()
+            hold.set()
+            (saved,) = saver.wait()
+        assert saved.error is None
+        assert load_checkpoint(tmp_path, model, optimizer) == 1
+        assert all(map(torch.equal, model.parameters(), expected))
