@@ -4,10 +4,9 @@
     schedule_times(plan, schedule, rates)   # simulated: costs/lanes.py
 
 A copy out of a slot follows the last write there. A copy into one stands where the slot is left and the item is on the
-host; where that takes a copy out first, it stands behind the operations that this one is taken to last, for on its lane
-it would hold up those behind it. Of several, the one that is needed first goes first. What an operation waits for are
-conflicts in its slots and places: who wrote what it reads, who still reads what it writes over; what that implies is
-left out.
+host; where that takes a copy out first, it stands two operations of kernels later: on its lane it would hold up those
+behind it. Of several, the one that is needed first goes first. What an operation waits for are conflicts in its slots
+and places: who wrote what it reads, who still reads what it writes over; what that implies is left out.
 """
 
 from collections import defaultdict, deque
@@ -21,6 +20,7 @@ from cs336_systems.streaming.order import Step, compute_order
 from cs336_systems.streaming.plan import STATE_RINGS, Plan
 from cs336_systems.streaming.schedule import Held, Item, Kind, Operation, Place, Region, Ring, Schedule, Slot
 from cs336_systems.streaming.slots import (
+    EVICTION_LAG,
     GROUPED,
     Stay,
     find_stays,
@@ -185,8 +185,7 @@ class _Builder:
                     self.fetches_left[item] += 1
                     begin = min(need - 1, max(slot_left.get(slot, -1), item_left.get(item, -1)))
                     fetches[begin].append(_Copy(need, item, slot))
-                lag = self.plan.lag(item.what) if stay.leaves else 0
-                slot_left[slot] = item_left[item] = last[item] + lag
+                slot_left[slot] = item_left[item] = last[item] + (EVICTION_LAG if stay.leaves else 0)
                 holds[slot], lies_in[item] = item, slot
             for item, t in written.items():
                 changes[item] = _Copy(t, item, self._slot(stay, item))

@@ -167,8 +167,6 @@ class _Candidate:
     ring_bytes: int
     tokens_per_s: float = field(compare=False)
     """Estimated."""
-    copied_meanwhile: float = 1.0
-    """Of what the link moves in the mean time of an operation."""
 
     def plan(self, clipping: bool) -> Plan:
         layout, n_layers = self.layout, self.layout.work.config.n_layers
@@ -188,7 +186,6 @@ class _Candidate:
             spread(self.edges) if self.edges != self.levels else None,
             layout.keep_context,
             clipping,
-            int(self.copied_meanwhile * layout.copied_meanwhile),
         )
 
 
@@ -360,8 +357,6 @@ def _steps(layout: Layout, parts: int) -> Iterator[Callable[[_Candidate], _Candi
         yield partial(_with_residents, what=what, more=sign * n_layers)
     for ring in layout.least_slots:
         yield partial(_with_slots, ring=ring)
-    for factor in (2.0, 0.5):
-        yield partial(_with_lag, factor=factor)
 
 
 def _with_levels(candidate: _Candidate, edge: bool | None, attention: int, products: int) -> _Candidate | None:
@@ -389,11 +384,6 @@ def _with_slots(candidate: _Candidate, ring: str) -> _Candidate | None:
         return None
     more[ring] = more.get(ring, 0) + 1
     return replace(candidate, layout=replace(candidate.layout, more_slots=tuple(sorted(more.items()))))
-
-
-def _with_lag(candidate: _Candidate, factor: float) -> _Candidate | None:
-    after = candidate.copied_meanwhile * factor
-    return replace(candidate, copied_meanwhile=after) if 0.25 <= after <= 4 else None
 
 
 def _ranked(rated: Iterable[tuple[_Candidate, float]]) -> list[_Candidate]:

@@ -163,12 +163,6 @@ class Layout:
             return _together(forward, link(weights, kept)) + ends + back
         return _together(forward + backward, link(2 * weights + kept + gradients, kept + gradients)) + ends
 
-    @property
-    def copied_meanwhile(self) -> float:
-        """Bytes of one direction of the link in the mean time of a forward or a backward of one layer and chunk."""
-        seconds = (self.seconds.forward + self.seconds.backward) / (2 * self.work.config.n_layers)
-        return seconds * self.seconds.rates.link_both
-
     @cached_property
     def optimizer_seconds(self) -> float:
         """Of the step's end, if it waits for that of backward."""

@@ -4,7 +4,7 @@ for sentence in reasons(choice): print(sentence)
 for sentence in next_gib(choice, lambda caps: choose(config, length, caps, rates)): print(sentence)
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -18,11 +18,11 @@ _COPIES = {"in": "copies to the device", "out": "copies to the host"}
 
 def seconds_by_kind(choice: Choice) -> dict[Kind, float]:
     """Of kernels, in one step."""
-    found: Counter[Kind] = Counter()
+    found: dict[Kind, float] = defaultdict(float)
     for operation, start, end in zip(choice.schedule.operations, choice.times.starts, choice.times.ends, strict=True):
         if operation.lane == "compute":
             found[operation.kind] += end - start
-    return dict(found)
+    return found
 
 
 def end_seconds(choice: Choice) -> float:

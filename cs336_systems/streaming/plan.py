@@ -8,7 +8,6 @@ layers lie spread over the model, so that the link's work is even. What forward 
 pairs of (layer, chunk) that backward needs soonest stay in their slots, as many as there are.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,8 +44,6 @@ class Plan:
     """Of sequences longer than a chunk: k and v are kept; else their product runs again."""
     clipping: bool = True
     """By the global norm: the optimizer waits for the end of backward."""
-    copied_meanwhile: int = 0
-    """Bytes that a copy is taken to move while one operation of kernels runs; 0 for as many as there are."""
 
     def __post_init__(self) -> None:
         n_layers = self.work.config.n_layers
@@ -78,10 +75,6 @@ class Plan:
         """At which a (layer, chunk) is kept in a round."""
         edge = self.edge_levels if round in (0, self.rounds - 1) else None
         return (edge or self.levels)[layer][chunk]
-
-    def lag(self, what: str) -> int:
-        """Operations of kernels that a copy of an item is taken to last."""
-        return math.ceil(self.work.item_bytes(what) / self.copied_meanwhile) if self.copied_meanwhile else 1
 
     def resident_layers(self, what: str) -> tuple[int, ...]:
         """Which layers' ``weights``, ``gradients`` or ``moments`` are resident, spread evenly."""

@@ -34,7 +34,7 @@ def random_plan(seed: int) -> tuple[Plan, Schedule]:
     order, edges = rng.choice(ORDERS), levels() if rng.random() < 0.3 else None
     keep_context, clipping = rng.random() < 0.6, rng.random() < 0.5
     rounds = rng.randint(1, 4)
-    options = resident, edges, keep_context, clipping, rng.choice((0, 200, 1000))
+    options = resident, edges, keep_context, clipping
     plan = Plan(work, chunks, rounds, order, levels(), tuple(slots.items()), *options)
     while True:
         try:

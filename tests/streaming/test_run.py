@@ -198,6 +198,7 @@ def test_every_plan_gives_the_same_bits(seed):
         assert not differing(capped(plan, schedule, lanes, 5), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_a_dependency_that_is_dropped_shows(seed):
     """Not under every order of copies, but under one of a few."""

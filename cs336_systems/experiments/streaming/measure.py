@@ -13,11 +13,11 @@ from torch import Tensor
 from cs336_systems.blocks import block_ops
 from cs336_systems.case import Unsupported
 from cs336_systems.costs.lanes import LaneTimes
-from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES
 from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, Rates
 from cs336_systems.experiments.streaming.cells import StreamingCell, hardware_named
 from cs336_systems.hardware import GIB, Hardware, find_hardware
 from cs336_systems.harness.clock import WHOLE, time_phases
+from cs336_systems.harness.memory import cublas_workspace_bytes
 from cs336_systems.harness.process import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
 from cs336_systems.report.figures import save
@@ -58,10 +58,9 @@ def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
     fence = Fence(device, device_bytes, host_bytes) if on_gpu else None
     hardware = _hardware(cell, device)
     if fence is not None:
-        caps = Caps(device_bytes, host_bytes, fence.overhead + FRAGMENTS)
+        caps = Caps(device_bytes, host_bytes, fence.overhead + FRAGMENTS + 2 * cublas_workspace_bytes(device))
     else:
-        none = -2 * CUBLAS_WORKSPACE_BYTES, 0  # on a CPU, where slabs alone count
-        caps = Caps(device_bytes, host_bytes, *(() if cell.simulated_device else none))
+        caps = Caps(device_bytes, host_bytes, *(() if cell.simulated_device else (0, 0)))  # on a CPU slabs alone count
     choice = _chosen(cell, hardware, caps)
     metrics = simulated(choice, hardware)
     if pictures is not None and not on_gpu:
@@ -77,7 +76,8 @@ def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
     times = time_phases({WHOLE: whole}, device=device, warmup=cell.warmup, steps=cell.steps)
     if not loss[0].isfinite():
         raise FloatingPointError(f"loss is {loss[0].item()}")
-    metrics += measured(choice, hardware if on_gpu else None, times.samples_ms[WHOLE])
+    step_ms = times.samples_ms[WHOLE]
+    metrics += measured(choice, hardware if on_gpu else None, step_ms)
     if times.warmup_ms:
         metrics.append(Metric("warmup_step", "ms", times.warmup_ms))
     if isinstance(step.lanes, Streams):
@@ -87,7 +87,10 @@ def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
         found = shares(choice, lanes)
         metrics += [Metric(name, "% of the step", [share]) for name, share in found.items()]
     if fence is not None:
-        used = fence.check()
+        try:
+            used = fence.check()
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}; steps took {', '.join(f'{ms:,.0f}' for ms in step_ms)} ms") from error
         in_use = {"device_in_use": used.device, "host_in_use": used.host, "context": used.context}
     else:
         slabs = step.memory.device_slab.n_bytes + step.fixed.slab.n_bytes

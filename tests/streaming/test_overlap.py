@@ -1,0 +1,38 @@
+"""What a schedule is for: simulated on an H200, kernels seldom wait, and interleaved rounds use the link both ways."""
+
+import pytest
+
+from cs336_systems.config import resolve_size
+from cs336_systems.costs.lanes import LaneTimes
+from cs336_systems.costs.streaming import Rates, StreamedWork
+from cs336_systems.hardware import find_hardware
+from cs336_systems.streaming.build import build, schedule_times
+from cs336_systems.streaming.plan import Order, Plan, spread_levels
+
+H200 = find_hardware("NVIDIA H200")
+assert H200 is not None
+WORK = StreamedWork(resolve_size("llama3-8b"), 8192, 8192)
+CHUNKS = 3
+PAIRS = CHUNKS * WORK.config.n_layers
+
+
+def times(order: Order, products: int = 5) -> tuple[Plan, LaneTimes]:
+    """Everything kept, through so many slots; 20 of 32 layers have resident weights."""
+    slots = {"weights": 4, "gradients": 2, "input": 9, "attention": 5, "products": products}
+    kept = spread_levels(WORK.config.n_layers, CHUNKS, PAIRS, 0)
+    half = spread_levels(WORK.config.n_layers, CHUNKS, PAIRS // 2, PAIRS // 2)
+    plan = Plan(WORK, CHUNKS, 4, order, kept, tuple(slots.items()), (("weights", 20),), edge_levels=half)
+    return plan, schedule_times(plan, build(plan), Rates.of(H200))
+
+
+def test_interleaved_rounds_use_both_directions_at_once() -> None:
+    (_, apart), (_, together) = times("sequential"), times("interleaved")
+    assert together.span < 0.93 * apart.span
+    assert min(together.busy["in"], together.busy["out"]) > 0.55 * together.span
+    assert together.waited_for["out"] < 0.03 * together.span
+
+
+@pytest.mark.parametrize("products", [4, 5, 6, 7])
+def test_more_slots_are_not_slower(products: int) -> None:
+    """Wherever copies in stand that wait for copies out, they must not hold up those behind them."""
+    assert times("interleaved", products + 1)[1].span <= 1.005 * times("interleaved", products)[1].span
