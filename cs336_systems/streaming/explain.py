@@ -60,7 +60,7 @@ def reasons(choice: Choice) -> Iterator[str]:
     yield (
         f"A step is {plan.rounds} {plan.order} rounds of {plan.chunks} chunks of {work.chunk:,} tokens: kernels run "
         f"{share['compute']:.0f} % of it, copies in {share['in']:.0f} %, copies out {share['out']:.0f} %; "
-        f"{binds(choice)} bind."
+        f"it is bound by {binds(choice)}."
     )
     kept = f"Of {n_layers * plan.chunks} pairs of layer and chunk {levels_in_words(choice)} are kept"
     yield f"{kept}; {100 * recomputed_share(choice):.1f} % of the time computes again."

@@ -43,6 +43,7 @@ def test_with_all_the_memory_nothing_is_copied_or_computed_again() -> None:
     assert choice.plan.order == "sequential"
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower() -> None:
     speeds = [[small(device, host).tokens_per_s for host in (2.5, 5)] for device in (2.3, 4)]
     for line in (*speeds, *zip(*speeds, strict=True)):
@@ -73,6 +74,7 @@ def test_where_nothing_fits_it_says_what_would(device: float, host: float, short
     assert choose(SMALL, 64, Caps(device_cap, host_cap, *left), SLOW, least_chunk=32, effort=1).fits
 
 
+@pytest.mark.slow
 def test_it_says_why() -> None:
     choice = small(2.5, 3)
     said = " ".join(reasons(choice))
