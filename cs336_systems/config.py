@@ -214,8 +214,7 @@ class Recipe:
     gradient: str = "e4m3"
     """Of gradients of activations, where products are quantized: e4m3, or e5m2, with more range and less precision."""
     scaling: str = "tensor"
-    """What shares a scale: all of a tensor; row, what one sum of a product reads of it; or block, 128 numbers of that,
-    and 128 x 128 of a weight."""
+    """What shares a scale: all of a tensor; row, what one sum of a product reads; or block, 128 numbers of that."""
     skip_first: int = 0
     """Blocks at the input that are not quantized."""
     skip_last: int = 0
@@ -231,6 +230,11 @@ class Recipe:
     def quantizes(self, block: int, n_blocks: int) -> bool:
         """Whether the products of this block are quantized."""
         return self.quantized and self.skip_first <= block < n_blocks - self.skip_last
+
+    @property
+    def n_skipped(self) -> int:
+        """Blocks whose products are as stored, of a model whose others are quantized."""
+        return self.skip_first + self.skip_last if self.quantized else 0
 
     def __str__(self) -> str:
         """In a few words, for people."""

@@ -61,6 +61,7 @@ def speed_of_light(
     *,
     block_dtype: str = "bf16",
     dtype: str = "bf16",
+    n_stored_blocks: int = 0,
     n_devices: int = 1,
 ) -> SpeedOfLight:
     """The bound of training on sequences of ``context_length`` tokens.
@@ -69,6 +70,8 @@ def speed_of_light(
         hardware: None for a device without published peaks: the operations are counted, the times unknown.
         block_dtype: of the blocks' products, where those are quantized "fp8".
         dtype: of attention and head.
+        n_stored_blocks: whose products are of ``dtype`` all the same, as a recipe that skips blocks leaves them; a part
+            of its own.
 
     Raises:
         ValueError: no such dtype, or no device.
@@ -76,8 +79,11 @@ def speed_of_light(
     if n_devices < 1:
         raise ValueError(f"n_devices must be positive, got {n_devices}")
     forward = forward_flops(config, 1, context_length)
+    products = forward.projections + forward.feed_forward
+    stored = products * n_stored_blocks / config.n_layers
     counted = {
-        "blocks": (block_dtype, forward.projections + forward.feed_forward),
+        "blocks": (block_dtype, products - stored),
+        **({"stored blocks": (dtype, stored)} if n_stored_blocks else {}),
         "attention": (dtype, forward.attention),
         "head": (dtype, forward.head),
     }

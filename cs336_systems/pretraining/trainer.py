@@ -164,13 +164,14 @@ def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> 
     described = (str(dataset.folder), dataset.manifest["corpus"], tokenizer["name"], dataset.vocab_size)
     log.write(Data(*described, split["train"]["tokens"], held_out, prepared.tokens_per_step))
     products = prepared.step.precision.matmul_dtype
-    quantized = options.matmul_dtype != "same"
+    recipe = prepared.case.recipe
     light = speed_of_light(
         config,
         options.context_length,
         find_hardware(name),
-        block_dtype="fp8" if quantized else products,
+        block_dtype="fp8" if recipe.quantized else products,
         dtype=products,
+        n_stored_blocks=recipe.n_skipped,
         n_devices=rank.world_size,
     )
     log.write(Memory(predicted_segments(prepared.case, memory), hint=hint(prepared.case, memory)))

@@ -308,7 +308,7 @@ def test_a_file_from_before_checkpointing_can_be_compared_with_but_not_continued
     cell |= {"accumulate": 1, "cuda_graph": "off"}
     cell |= {"kernels": "reference", "keep": "autograd"}
     cell |= {"matmul_dtype": "same", "gradient_dtype": "e4m3", "scaling": "tensor"}
-    cell |= {"fp8_skip_first": 0, "fp8_skip_last": 0}
+    cell |= {"fp8_skip_first": 0, "fp8_skip_last": 0, "master": "none", "offload": "none"}
     file.append([cell | {"schema_version": 1, "status": "ok"} | Metric("step", "ms", [1.0, 2.0]).statistics()])
     message = refused("--size", "tiny", "--out", tmp_path)
     assert "missing ['checkpoint']" in message

@@ -66,3 +66,11 @@ def test_bad_input_is_named():
         speed_of_light(QWEN, 1024, H200, block_dtype="fp4")
     with pytest.raises(ValueError, match="n_devices must be positive, got 0"):
         speed_of_light(QWEN, 1024, H200, n_devices=0)
+
+
+def test_blocks_that_a_recipe_skips_are_a_part_at_the_models_peak():
+    whole, some = (speed_of_light(QWEN, 1024, H200, block_dtype="fp8", n_stored_blocks=n) for n in (0, 6))
+    assert some.parts["stored blocks"].dtype == "bf16"
+    assert some.parts["stored blocks"].flops_per_token == whole.parts["blocks"].flops_per_token / 4
+    each = whole.parts["blocks"].seconds_per_token / 24
+    assert some.seconds_per_token - whole.seconds_per_token == pytest.approx(6 * each * (1978.9 / 989.4 - 1))

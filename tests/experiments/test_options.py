@@ -160,6 +160,22 @@ def test_kernels_say_what_is_kept_unless_keep_does():
     assert kinds == [(kernels, keep) for kernels in ("reference", "fused") for keep in ("input", "all")]
 
 
+def test_recipes_are_a_grid_of_quantized_products_beside_those_that_are_not():
+    options = replace(Options(), world_size=(1,), size=("tiny",), matmul_dtype=("same", "e4m3"), fp8_skip_first=1)
+    options = replace(options, gradient_dtype=("e4m3", "e5m2"), scaling=("tensor", "row"))
+    cells = training_cells(RankedCase, options)
+    assert [(cell.keep, str(cell.recipe)) for cell in cells] == [
+        ("autograd", ""),
+        ("products", "e4m3 by tensor skip 1 and 0"),
+        ("products", "e4m3 by row skip 1 and 0"),
+        ("products", "e4m3 gradients e5m2 by tensor skip 1 and 0"),
+        ("products", "e4m3 gradients e5m2 by row skip 1 and 0"),
+    ]
+    assert [cell.fp8_skip_first for cell in cells] == [0, 1, 1, 1, 1]
+    with pytest.raises(ValueError, match="e4m3 quantizes none of 2 blocks: the first 2 and the last 0 are skipped"):
+        training_cells(RankedCase, replace(options, fp8_skip_first=2))
+
+
 def test_kernels_and_what_is_kept_are_named():
     assert TrainingCase(size="tiny", kernels="fused", keep="all-norm").extras == ["fused kernels", "keep all-norm"]
     assert [TrainingCase(keep=keep).written_out for keep in ("autograd", "input")] == [False, True]

@@ -17,6 +17,8 @@ SETTINGS = {
     "keep": "autograd",
     "optimizer": "reference",
     "accumulate": 1,
+    "master": "none",
+    "offload": "none",
     "matmul_dtype": "same",
     "gradient_dtype": "e4m3",
     "scaling": "tensor",

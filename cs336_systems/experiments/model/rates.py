@@ -55,6 +55,7 @@ def step_rates(
         hardware,
         block_dtype="fp8" if cell.recipe.quantized else cell.precision.matmul_dtype,
         dtype=cell.precision.matmul_dtype,
+        n_stored_blocks=cell.recipe.n_skipped,
     )
     if light.seconds_per_token is not None and whole == "step":
         least = light.seconds_per_token * cell.tokens_per_step
