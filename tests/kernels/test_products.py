@@ -10,9 +10,9 @@ from cs336_systems.kernels.products import (
     Tile,
     add_product_,
     launch_product,
-    product,
+    product_,
     product_backward,
-    swiglu_product,
+    swiglu_product_,
     weight_backward_,
 )
 from cs336_systems.kernels.swiglu import forward_op
@@ -36,9 +36,10 @@ def make(shape: tuple[int, int, int], device: str, dtype: torch.dtype) -> tuple[
 def test_products(device: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     x, weight, dy = make(shape, device, dtype)
     wide_x, wide_weight, wide_dy = (t.double() for t in (x, weight, dy))
-    check("product", product(x, weight), x @ weight.T, wide_x @ wide_weight.T)
-    check("product_backward", product_backward(dy, weight), dy @ weight, wide_dy @ wide_weight)
     out, gradient = torch.full_like(dy, torch.nan), torch.full_like(weight, torch.nan)
+    product_(out, x, weight)
+    check("product_", out, x @ weight.T, wide_x @ wide_weight.T)
+    check("product_backward", product_backward(dy, weight), dy @ weight, wide_dy @ wide_weight)
     add_product_(out, dy, x, weight)
     check("add_product_", out, torch.addmm(dy, x, weight.T), wide_dy + wide_x @ wide_weight.T)
     again = dy.clone()
@@ -56,8 +57,10 @@ def test_products(device: str, dtype: torch.dtype, shape: tuple[int, int, int]) 
 def test_swiglu_product(d_ff: int, device: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     """The bits of the separate operations, whether a tile of gates ends where those of ups begin or not."""
     x, weight, _ = make((*shape[:2], 2 * d_ff), device, dtype)
-    gate_up, z = swiglu_product(x, weight)
-    assert torch.equal(gate_up, product(x, weight))
+    gate_up, alone = (torch.empty(shape[0], 2 * d_ff, device=device, dtype=dtype) for _ in "12")
+    z = swiglu_product_(gate_up, x, weight)
+    product_(alone, x, weight)
+    assert torch.equal(gate_up, alone)
     assert torch.equal(z, forward_op(gate_up))
     check("gate_up", gate_up, x @ weight.T, x.double() @ weight.double().T)
 
