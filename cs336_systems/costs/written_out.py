@@ -261,10 +261,8 @@ class _Step:
             ledger.free("product")
             self._make_operand(i, "product")
         else:
-            self._make(i, "gate_up")
-            self._drop(i, "normed2")
-            self._make(i, "product")
-            self._drop(i, "gate_up")
+            self._make(i, "gate_up", "product")  # in one launch
+            self._drop(i, "normed2", "gate_up")
         if "residual" in self.kept[i]:
             ledger.make("activations", **{f"{i + 1} x": sizes.stream})
         else:  # the down projection is added to it where it lies
