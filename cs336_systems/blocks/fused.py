@@ -1,10 +1,15 @@
-"""The fused kernels as a written-out block calls them: every operation is one launch, products included.
+"""The fused kernels as a written-out block calls them: every operation between its matrix products is one launch.
 
-forward(x, weights, saved, fused(HOPPER_ATTENTION), config, cos, sin)
+Products forward are one launch, too, SwiGLU included; those that ``REFERENCE`` is left with are torch's.
+
+    forward(x, weights, saved, fused(HOPPER_ATTENTION), config, cos, sin)
 """
+
+from dataclasses import replace
 
 from cs336_systems.blocks.attention import AttentionOps
 from cs336_systems.blocks.ops import BlockOps
+from cs336_systems.blocks.reference import REFERENCE
 from cs336_systems.kernels import (
     add_rms_norm_forward,
     rms_norm_backward,
@@ -12,25 +17,17 @@ from cs336_systems.kernels import (
     rotate_,
     swiglu_backward_,
 )
-from cs336_systems.kernels.products import (
-    add_product_,
-    product_,
-    product_backward,
-    swiglu_product_,
-    weight_backward_,
-)
+from cs336_systems.kernels.products import product_, swiglu_product_
 
 
 def fused(attention: AttentionOps) -> BlockOps:
     """The kernels, with ``FLASH_ATTENTION`` or ``HOPPER_ATTENTION`` (``attention.py``)."""
-    return BlockOps(
+    return replace(
+        REFERENCE,
         rms_norm_forward=rms_norm_forward,
         add_rms_norm_forward=add_rms_norm_forward,
         rms_norm_backward=rms_norm_backward,
         product_=product_,
-        add_product_=add_product_,
-        product_backward=product_backward,
-        weight_backward_=weight_backward_,
         swiglu_product_=swiglu_product_,
         swiglu_backward_=swiglu_backward_,
         rotate_=rotate_,

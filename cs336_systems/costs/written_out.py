@@ -261,7 +261,7 @@ class _Step:
             ledger.free("product")
             self._make_operand(i, "product")
         else:
-            self._make(i, "gate_up", "product")
+            self._make(i, "gate_up", "product")  # in one launch
             self._drop(i, "normed2", "gate_up")
         if "residual" in self.kept[i]:
             ledger.make("activations", **{f"{i + 1} x": sizes.stream})

@@ -55,7 +55,7 @@ def overlaps(kernel: Any) -> bool:
     if not isinstance(kernel, triton.JITFunction):
         return False
     target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch >= 90  # type: ignore[no-any-return]
+    return target.backend == "cuda" and target.arch >= 90
 
 
 class Form:

@@ -17,13 +17,13 @@ from cs336_systems.attention.hopper.host import (
     L2_BUDGET_BYTES,
     copyable,
     counter,
-    descriptor,
     empty_result,
     has_copyable_strides,
     section_heads,
 )
 from cs336_systems.attention.hopper.schedules import BACKWARD, FORWARD, MAX_REGISTERS_WITH, padded_head_dim
 from cs336_systems.attention.shapes import hopper_limits
+from cs336_systems.operators.copy_engine import descriptor
 from tests.attention.error_budget import make
 
 
