@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property, partial
-from itertools import islice, product
+from itertools import chain, product
 
 from cs336_systems.config import PRECISIONS, ModelConfig, Precision
 from cs336_systems.costs.lanes import LaneTimes
@@ -205,9 +205,11 @@ class _Search:
         candidates = (candidate for work in works for candidate in self._candidates(work))
         estimated = _ranked((candidate, candidate.tokens_per_s) for candidate in candidates)
         tried = _Tried(self)
-        for candidate in islice(_different(estimated), SIMULATED):
-            if tried.operations < self.effort:
-                tried.rate(candidate)
+        least = (replace(candidate, levels=Levels(0, 0), edges=Levels(0, 0)) for candidate in _different(estimated))
+        for n, candidate in enumerate(chain(_different(estimated), least)):  # estimates of the host's memory can be low
+            if tried.ranking() and (n >= SIMULATED or tried.operations >= self.effort):
+                break
+            tried.rate(candidate)
         for order in ORDERS:
             if start := next((candidate for candidate in tried.ranking() if candidate.layout.order == order), None):
                 tried.climb(start)
@@ -268,7 +270,7 @@ class _Search:
         layout = candidate.layout
         if layout.least_ring_bytes > candidate.ring_bytes:
             return 0.0, 0
-        rounds = min(candidate.rounds, 2 if layout.order == "sequential" else 3)
+        rounds = min(candidate.rounds, 2 if layout.order == "sequential" else 4)
         plan = replace(candidate, rounds=rounds).plan(self.clipping)
         try:
             schedule = build(plan)
