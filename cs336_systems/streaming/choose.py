@@ -35,7 +35,7 @@ OPTIMIZER_SHARE = 0.02
 """Of a step, at most, where its tokens are not given."""
 SIMULATED = 12
 """Kinds of layouts of which a schedule is built."""
-EFFORT = 60_000
+EFFORT = 80_000
 """Operations that are simulated of them, and again on the way from the best one of each order to better neighbours."""
 LEAST_GAIN = 3e-4
 """For which a step is taken."""
