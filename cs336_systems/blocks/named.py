@@ -28,7 +28,9 @@ def block_ops(kernels: str, attention: str) -> BlockOps:
     from cs336_systems.blocks.fused import fused
 
     own = {"flash": FLASH_ATTENTION, "hopper": HOPPER_ATTENTION}[attention]
-    return fused(own) if kernels == "fused" else replace(REFERENCE, **own)
+    if kernels == "reference":
+        return replace(REFERENCE, **own)
+    return fused(own, own_products=kernels == "fused-products")
 
 
 def block_products(kernels: str, recipe: Recipe, *, remember: bool = False) -> Products:

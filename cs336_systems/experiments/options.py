@@ -24,7 +24,7 @@ Mode = Literal["forward", "backward", "step"]
 Switch = Literal["off", "on"]
 Compile = Literal["off", "on", "whole-model"]
 OptimizerName = Literal["reference", "torch-fused", "fused"]
-Kernels = Literal["reference", "fused"]
+Kernels = Literal["reference", "fused", "fused-products"]
 Master = Literal["none", "fp32"]
 MatmulDtype = Literal["same", "e4m3"]
 GradientDtype = Literal["e4m3", "e5m2"]
@@ -92,7 +92,8 @@ class TrainingOptions(RunOptions):
     """AdamW written out; torch's fused kernel; or fused: ours, with stochastic rounding of bf16, on CUDA devices."""
     kernels: tuple[Kernels, ...] = ("reference",)
     """Of what lies between matrix products: plain PyTorch; or fused, a Triton kernel each, on CUDA devices, with
-    --attention flash or hopper, in blocks whose backward is written out; the loss then never has all logits."""
+    --attention flash or hopper, in blocks whose backward is written out; the loss then never has all logits.
+    fused-products: those, and on Hopper a kernel of our own for the products of forward."""
     keep: tuple[str, ...] | None = None
     """What blocks with a written-out backward keep for it: input; attention (and its output); products (and results of
     matrix products); all; less what switches drop, as in all-norm-swiglu (norm, qkv, attention, residual, ffn, swiglu).

@@ -31,7 +31,7 @@ def is_predictable(case: TrainingCase) -> bool:
     if case.written_out:
         sharded = case.parallel.wrapper == "fsdp" and case.parallel.compute_dtype == "same" and case.accumulate == 1
         by_tensor = not case.recipe.quantized or case.recipe.scaling == "tensor"
-        return case.kernels == "fused" and by_tensor and (whole or sharded)
+        return case.kernels != "reference" and by_tensor and (whole or sharded)
     return plain and whole and case.accumulate == 1 and not case.compiled and case.attention == "reference"
 
 

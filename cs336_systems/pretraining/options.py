@@ -106,7 +106,7 @@ class TrainOptions:
     --keep autograd)."""
     optimizer: Literal["torch-fused", "fused"] = "fused"
     """torch's fused AdamW; or ours, with stochastic rounding of bf16, on CUDA devices."""
-    kernels: Literal["reference", "fused"] = "fused"
+    kernels: Literal["reference", "fused", "fused-products"] = "fused"
     """Between matrix products: plain PyTorch; or a Triton kernel each, on CUDA devices."""
     attention: str = "flash"
     """reference, flash, hopper, sdpa-flash, ..."""
