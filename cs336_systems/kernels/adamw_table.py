@@ -1,0 +1,146 @@
+"""What AdamW's kernels are told of each tensor: an update, checked, and its rows in tables on the device.
+
+One table (``tensor_table.py``) holds addresses and what random bits are drawn for; another hyperparameters, which may
+change from step to step; a third has room for the coefficients that the first launch computes of them.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from cs336_systems.kernels.absmax import check_absmax
+from cs336_systems.kernels.tensor_table import TensorTable, is_aligned, is_dense, to_device
+
+CHUNK = 4096
+"""Elements per program: 64 KiB of traffic, against a microsecond or two to find them."""
+
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+# A row of the table of tensors, int64.
+COLUMNS = tl.constexpr(14)
+NUMEL = tl.constexpr(0)
+FIRST_CHUNK = tl.constexpr(1)
+PARAMETER = tl.constexpr(2)
+GRADIENT = tl.constexpr(3)
+FIRST_MOMENT = tl.constexpr(4)
+SECOND_MOMENT = tl.constexpr(5)
+STEP = tl.constexpr(6)
+NUMBER = tl.constexpr(7)
+OFFSET = tl.constexpr(8)
+SEED = tl.constexpr(9)
+ALIGNED = tl.constexpr(10)
+STEP_NOW = tl.constexpr(11)  # written by the first launch
+MASTER = tl.constexpr(12)  # the parameter itself, if it has none
+ABSMAX = tl.constexpr(13)  # 0 if not wanted
+
+HYPERPARAMETERS = tl.constexpr(5)
+"""lr, beta1, beta2, eps, weight_decay of a tensor, fp64."""
+COEFFICIENTS = tl.constexpr(8)
+"""beta1, 1 - beta1, beta2, 1 - beta2, 1 / sqrt(1 - beta2^t), eps, 1 - lr weight_decay, lr / (1 - beta1^t), fp32."""
+
+
+class Update(NamedTuple):
+    """One tensor's part in a step: parameter, gradient and moments of one shape and layout, dense."""
+
+    parameter: Tensor
+    gradient: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+    """int64, one element: the steps taken so far."""
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    number: int = 0
+    """Of the tensor, among those that share a seed."""
+    offset: int = 0
+    """Of the first element within the whole tensor, whose shard this may be."""
+    seed: int = 0
+    master: Tensor | None = None
+    """fp32, of a bf16 parameter, which it then replaces but for what is written there."""
+    absmax: Tensor | None = None
+    """fp32, one element: set to the largest magnitude of the written parameter; updates of one call may share it."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameter, gradient, moments and the master if there is one, by their names here."""
+        names = ("parameter", "gradient", "exp_avg", "exp_avg_sq", "master")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of ``tensors``: what one launch has in common."""
+        return tuple(tensor.dtype for tensor in self.tensors.values())
+
+
+def _row(update: Update) -> tuple[int, ...]:
+    """Number of elements, and the columns after FIRST_CHUNK."""
+    addresses = [tensor.data_ptr() for tensor in update[:4]]
+    aligned = is_aligned(*update.tensors.values()) and update.offset % 2 == 0  # random bits are drawn for pairs
+    exact = (update.parameter if update.master is None else update.master).data_ptr()
+    absmax = 0 if update.absmax is None else update.absmax.data_ptr()
+    rest = (update.step.data_ptr(), update.number, update.offset, update.seed, int(aligned), 0, exact, absmax)
+    return (update.parameter.numel(), *addresses, *rest)
+
+
+class UpdateTable:
+    """What ``adamw_`` keeps on the device between calls for the same tensors."""
+
+    def __init__(self) -> None:
+        self.tensors = TensorTable(CHUNK)
+        self._described: list[tuple[float, ...]] = []
+        self._device: torch.device | None = None
+
+    def describe(self, updates: Sequence[Update], device: torch.device) -> None:
+        """Copy to the device what changed; raises RuntimeError while a CUDA graph is captured."""
+        self.tensors.describe([_row(update) for update in updates], device)
+        if len(updates) != len(self._described) or device != self._device:
+            self.hyperparameters = torch.empty(len(updates), HYPERPARAMETERS.value, dtype=torch.float64, device=device)
+            self.unit = torch.ones((), device=device)
+            self.coefficients = torch.empty(len(updates), COEFFICIENTS.value, dtype=torch.float32, device=device)
+            self._described, self._device = [], device
+        self.set_hyperparameters([(u.lr, *u.betas, u.eps, u.weight_decay) for u in updates])
+
+    def set_hyperparameters(self, rows: Sequence[tuple[float, ...]]) -> None:
+        """Copy those of each tensor (lr, both betas, eps, weight_decay), if any changed, to where kernels read them.
+
+        Raises:
+            RuntimeError: they changed while a CUDA graph is captured.
+        """
+        if rows != self._described:
+            assert self._device is not None
+            self.hyperparameters.copy_(to_device(torch.tensor(rows, dtype=torch.float64), self._device))
+            self._described = list(rows)
+
+
+def check_updates(updates: Sequence[Update], device: torch.device, staged: Collection[str] = ()) -> None:
+    """Raise ValueError as ``adamw_`` does for tensors; the fields named in ``staged`` may be on another device."""
+    for update in updates:
+        _check(update, updates[0].dtypes, device, staged)
+
+
+def _check(update: Update, dtypes: tuple[torch.dtype, ...], device: torch.device, staged: Collection[str]) -> None:
+    parameter = update.parameter
+    if update.dtypes != dtypes or dtypes[2] != dtypes[3] or any(dtype not in TRITON_DTYPES for dtype in dtypes):
+        raise ValueError(
+            "parameters, gradients and moments must be bf16 or fp32, and each the same for all tensors of a launch; "
+            f"tensor {update.number} has {', '.join(map(str, update.dtypes))}, the first {', '.join(map(str, dtypes))}"
+        )
+    if update.master is not None and dtypes[4:] != (torch.float32,):
+        raise ValueError(f"the master of tensor {update.number} must be fp32, got {update.master.dtype}")
+    for name, tensor in update.tensors.items():
+        same = (tensor.is_contiguous() and parameter.is_contiguous()) or tensor.stride() == parameter.stride()
+        there = tensor.device == device or name in staged
+        if tensor.shape != parameter.shape or not (there and same and is_dense(tensor)):
+            raise ValueError(
+                f"{name} of tensor {update.number} must lie densely on {device} as its parameter does, "
+                f"{tuple(parameter.shape)} with strides {parameter.stride()}, but is "
+                f"{tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+            )
+    if update.step.dtype != torch.int64 or update.step.numel() != 1 or update.step.device != device:
+        raise ValueError(f"step of tensor {update.number} must be one int64 element on {device}, got {update.step!r}")
+    check_absmax(update.absmax, parameter)
