@@ -9,9 +9,9 @@ a step that what the optimizer adds stays below 2 % of it, unless the tokens of 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import astuple, dataclass, field, replace
-from functools import cached_property, partial
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, product
 
 from cs336_systems.config import PRECISIONS, ModelConfig, Precision
@@ -19,8 +19,9 @@ from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.costs.streaming import MOMENTS, Rates, StreamedWork
 from cs336_systems.hardware import GIB
 from cs336_systems.streaming.build import build, schedule_times
+from cs336_systems.streaming.candidate import Candidate, steps
 from cs336_systems.streaming.estimate import Layout, Levels, WorkSeconds, level_steps
-from cs336_systems.streaming.plan import ORDERS, Order, Plan, spread_levels
+from cs336_systems.streaming.plan import ORDERS, Order, Plan
 from cs336_systems.streaming.schedule import Kind, Schedule
 from cs336_systems.streaming.slots import TooFewSlotsError
 
@@ -159,37 +160,6 @@ def _gib(n_bytes: float) -> str:
 
 
 @dataclass(frozen=True)
-class _Candidate:
-    layout: Layout
-    levels: Levels
-    edges: Levels
-    rounds: int
-    ring_bytes: int
-    tokens_per_s: float = field(compare=False)
-    """Estimated."""
-
-    def plan(self, clipping: bool) -> Plan:
-        layout, n_layers = self.layout, self.layout.work.config.n_layers
-
-        def spread(levels: Levels) -> tuple[tuple[str, ...], ...]:
-            return spread_levels(n_layers, layout.chunks, levels.products, levels.attention - levels.products)
-
-        largest = Levels(*(max(pair) for pair in zip(astuple(self.levels), astuple(self.edges), strict=True)))
-        return Plan(
-            layout.work,
-            layout.chunks,
-            self.rounds,
-            layout.order,
-            spread(self.levels),
-            tuple(layout.slots(largest, self.ring_bytes).items()),
-            (("weights", layout.weights), ("gradients", layout.gradients), ("moments", layout.moments)),
-            spread(self.edges) if self.edges != self.levels else None,
-            layout.keep_context,
-            clipping,
-        )
-
-
-@dataclass(frozen=True)
 class _Search:
     config: ModelConfig
     context_length: int
@@ -237,7 +207,7 @@ class _Search:
                 for resident in residents:
                     yield Layout(work, seconds, chunks, order, *resident, keep_context=kept)
 
-    def _candidates(self, work: StreamedWork) -> Iterator[_Candidate]:
+    def _candidates(self, work: StreamedWork) -> Iterator[Candidate]:
         ring_bytes, host_bytes = self._ring_bytes(work), self.caps.host - self.caps.host_overhead
         for layout in self._layouts(work):
             if layout.least_ring_bytes > ring_bytes or layout.host_state_bytes > host_bytes:
@@ -258,14 +228,14 @@ class _Search:
             if layout.order == "interleaved" and rounds < 3:
                 continue
             step = layout.optimizer_seconds + (rounds - 1) * seconds + alone[edges]
-            yield _Candidate(layout, levels, edges, rounds, ring_bytes, rounds * layout.tokens / step)
+            yield Candidate(layout, levels, edges, rounds, ring_bytes, rounds * layout.tokens / step)
 
     def _rounds(self, layout: Layout, seconds: float) -> int:
         if self.tokens_per_step:
             return self.tokens_per_step // layout.tokens
         return math.ceil(layout.optimizer_seconds / seconds * (1 - OPTIMIZER_SHARE) / OPTIMIZER_SHARE)
 
-    def simulate(self, candidate: _Candidate) -> tuple[float, int]:
+    def simulate(self, candidate: Candidate) -> tuple[float, int]:
         """Tokens per second, from as few rounds as show them all, or 0 if it does not fit; and operations simulated."""
         layout = candidate.layout
         if layout.least_ring_bytes > candidate.ring_bytes:
@@ -287,7 +257,7 @@ class _Search:
             seconds += more * (ends[1] - ends[0])
         return choice.fits * candidate.rounds * layout.tokens / seconds, len(schedule.operations)
 
-    def choice(self, candidate: _Candidate) -> Choice | None:
+    def choice(self, candidate: Candidate) -> Choice | None:
         """None if it does not fit after all."""
         plan = candidate.plan(self.clipping)
         schedule = build(plan)
@@ -322,82 +292,43 @@ class _Tried:
 
     def __init__(self, search: _Search) -> None:
         self.search = search
-        self.rates: dict[_Candidate, float] = {}
+        self.rates: dict[Candidate, float] = {}
         self.operations = 0
 
-    def rate(self, candidate: _Candidate) -> float:
+    def rate(self, candidate: Candidate) -> float:
         if candidate not in self.rates:
             self.rates[candidate], operations = self.search.simulate(candidate)
             self.operations += operations
         return self.rates[candidate]
 
-    def ranking(self) -> list[_Candidate]:
+    def ranking(self) -> list[Candidate]:
         """Those that fit, the fastest first."""
         return _ranked((candidate, rate) for candidate, rate in self.rates.items() if rate)
 
-    def climb(self, best: _Candidate) -> None:
+    def climb(self, best: Candidate) -> None:
         """Step by step, large ones first, as long as one is faster."""
         most = self.operations + self.search.effort
         for parts in (8, 32, best.layout.pairs):
             improved = True
             while improved:
                 improved = False
-                for step in _steps(best.layout, parts):
+                for step in steps(best.layout, parts):
                     while self.operations < most and (after := step(best)) is not None:
                         if self.rate(after) <= self.rates[best] * (1 + LEAST_GAIN):
                             break
                         best, improved = after, True
 
 
-def _steps(layout: Layout, parts: int) -> Iterator[Callable[[_Candidate], _Candidate | None]]:
-    """To neighbours of a candidate: levels and residents by a part of them, slots one by one; None beyond the ends."""
-    pairs, n_layers = max(1, layout.pairs // parts), max(1, layout.work.config.n_layers // parts)
-    edges = (False, True) if layout.order == "interleaved" else (None,)
-    for edge, (attention, products), sign in product(edges, ((1, 0), (0, 1), (1, 1)), (1, -1)):
-        yield partial(_with_levels, edge=edge, attention=sign * attention * pairs, products=sign * products * pairs)
-    for what, sign in product(("weights", "gradients", "moments"), (1, -1)):
-        yield partial(_with_residents, what=what, more=sign * n_layers)
-    for ring in layout.least_slots:
-        yield partial(_with_slots, ring=ring)
-
-
-def _with_levels(candidate: _Candidate, edge: bool | None, attention: int, products: int) -> _Candidate | None:
-    """Of edge rounds, of the others, or (None) of all."""
-    levels, pairs = candidate.edges if edge else candidate.levels, candidate.layout.pairs
-    n_products = max(0, min(pairs, levels.products + products))
-    after = Levels(max(n_products, min(pairs, levels.attention + attention)), n_products)
-    if after == levels:
-        return None
-    return replace(
-        candidate, edges=candidate.edges if edge is False else after, levels=candidate.levels if edge else after
-    )
-
-
-def _with_residents(candidate: _Candidate, what: str, more: int) -> _Candidate | None:
-    now = getattr(candidate.layout, what)
-    after = max(0, min(candidate.layout.work.config.n_layers, now + more))
-    return None if after == now else replace(candidate, layout=replace(candidate.layout, **{what: after}))
-
-
-def _with_slots(candidate: _Candidate, ring: str) -> _Candidate | None:
-    """One more of a ring."""
-    more = dict(candidate.layout.more_slots)
-    if more.get(ring, 0) == 3:
-        return None
-    more[ring] = more.get(ring, 0) + 1
-    return replace(candidate, layout=replace(candidate.layout, more_slots=tuple(sorted(more.items()))))
-
-
-def _ranked(rated: Iterable[tuple[_Candidate, float]]) -> list[_Candidate]:
+def _ranked(rated: Iterable[tuple[Candidate, float]]) -> list[Candidate]:
     """The fastest first; of equals sequential ones, which are simpler."""
 
-    def speed(pair: tuple[_Candidate, float]) -> float:
+    def speed(pair: tuple[Candidate, float]) -> float:
         return pair[1] * (1 + LEAST_GAIN * (pair[0].layout.order == "sequential"))
 
     return [candidate for candidate, _ in sorted(rated, key=speed, reverse=True)]
 
 
-def _different(candidates: Iterable[_Candidate]) -> Iterator[_Candidate]:
+def _different(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
     """The first of each kind."""
     seen: set[tuple] = set()
     for candidate in candidates:

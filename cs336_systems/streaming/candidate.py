@@ -1,0 +1,81 @@
+"""A plan as the search of ``choose.py`` holds it, before a schedule is built, and the small steps to its neighbours."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass, field, replace
+from functools import partial
+from itertools import product
+
+from cs336_systems.streaming.estimate import Layout, Levels
+from cs336_systems.streaming.plan import Plan, spread_levels
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its levels and rounds, and what they should reach."""
+
+    layout: Layout
+    levels: Levels
+    edges: Levels
+    rounds: int
+    ring_bytes: int
+    tokens_per_s: float = field(compare=False)
+    """Estimated."""
+
+    def plan(self, clipping: bool) -> Plan:
+        layout, n_layers = self.layout, self.layout.work.config.n_layers
+
+        def spread(levels: Levels) -> tuple[tuple[str, ...], ...]:
+            return spread_levels(n_layers, layout.chunks, levels.products, levels.attention - levels.products)
+
+        largest = Levels(*(max(pair) for pair in zip(astuple(self.levels), astuple(self.edges), strict=True)))
+        return Plan(
+            layout.work,
+            layout.chunks,
+            self.rounds,
+            layout.order,
+            spread(self.levels),
+            tuple(layout.slots(largest, self.ring_bytes).items()),
+            (("weights", layout.weights), ("gradients", layout.gradients), ("moments", layout.moments)),
+            spread(self.edges) if self.edges != self.levels else None,
+            layout.keep_context,
+            clipping,
+        )
+
+
+def steps(layout: Layout, parts: int) -> Iterator[Callable[[Candidate], Candidate | None]]:
+    """To neighbours of a candidate: levels and residents by a part of them, slots one by one; None beyond the ends."""
+    pairs, n_layers = max(1, layout.pairs // parts), max(1, layout.work.config.n_layers // parts)
+    edges = (False, True) if layout.order == "interleaved" else (None,)
+    for edge, (attention, products), sign in product(edges, ((1, 0), (0, 1), (1, 1)), (1, -1)):
+        yield partial(_with_levels, edge=edge, attention=sign * attention * pairs, products=sign * products * pairs)
+    for what, sign in product(("weights", "gradients", "moments"), (1, -1)):
+        yield partial(_with_residents, what=what, more=sign * n_layers)
+    for ring in layout.least_slots:
+        yield partial(_with_slots, ring=ring)
+
+
+def _with_levels(candidate: Candidate, edge: bool | None, attention: int, products: int) -> Candidate | None:
+    """Of edge rounds, of the others, or (None) of all."""
+    levels, pairs = candidate.edges if edge else candidate.levels, candidate.layout.pairs
+    n_products = max(0, min(pairs, levels.products + products))
+    after = Levels(max(n_products, min(pairs, levels.attention + attention)), n_products)
+    if after == levels:
+        return None
+    return replace(
+        candidate, edges=candidate.edges if edge is False else after, levels=candidate.levels if edge else after
+    )
+
+
+def _with_residents(candidate: Candidate, what: str, more: int) -> Candidate | None:
+    now = getattr(candidate.layout, what)
+    after = max(0, min(candidate.layout.work.config.n_layers, now + more))
+    return None if after == now else replace(candidate, layout=replace(candidate.layout, **{what: after}))
+
+
+def _with_slots(candidate: Candidate, ring: str) -> Candidate | None:
+    """One more of a ring."""
+    more = dict(candidate.layout.more_slots)
+    if more.get(ring, 0) == 3:
+        return None
+    more[ring] = more.get(ring, 0) + 1
+    return replace(candidate, layout=replace(candidate.layout, more_slots=tuple(sorted(more.items()))))
