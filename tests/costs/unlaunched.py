@@ -16,6 +16,7 @@ from cs336_systems.blocks.attention import _through
 from cs336_systems.config import PRECISIONS, ModelConfig, Recipe
 from cs336_systems.costs.kept import STORED
 from cs336_systems.costs.written_out_sizes import MULTIPROCESSORS
+from cs336_systems.kernels import rms_norm_kernels, sum_rows
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
 from cs336_systems.training.precision import parameter_dtype
 
@@ -30,13 +31,13 @@ CHUNK = 256
 
 def leave_out_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers that allocate and do not launch, on devices that Triton does not know."""
-    modules = (rms_norm, swiglu, linear_cross_entropy, absmax, quantize)
+    modules = (rms_norm_kernels, sum_rows, swiglu, linear_cross_entropy, absmax, quantize)
     modules += (flash_forward, flash_backward, flash_preprocess)
     for module in modules:
         monkeypatch.setattr(module, "launch", lambda *args, **kwargs: None)
     for module in (rms_norm, swiglu, linear_cross_entropy, absmax, quantize):
         monkeypatch.setattr(module, "check_runnable", lambda *args: None)
-    monkeypatch.setattr(rms_norm, "INTERPRETED_MULTIPROCESSORS", MULTIPROCESSORS)
+    monkeypatch.setattr(rms_norm_kernels, "INTERPRETED_MULTIPROCESSORS", MULTIPROCESSORS)
     monkeypatch.setattr(rms_norm, "rms_norm_forward", rms_norm_forward)
     monkeypatch.setattr(rms_norm, "rms_norm_backward", rms_norm_backward)
     monkeypatch.setattr(linear_cross_entropy, "linear_cross_entropy_op", linear_cross_entropy_op)
@@ -49,17 +50,17 @@ def scaled_mm(a, b, bias, fast, out, *, by) -> Tensor:
 
 
 def rms_norm_forward(x: Tensor, gain: Tensor, eps: float, absmax: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    return rms_norm.launch_forward(x, None, gain, eps, None)[1:]
+    return rms_norm_kernels.launch_forward(x, None, gain, eps, None)[1:]
 
 
 def add_rms_norm_forward(x, branch, gain, eps, absmax=None) -> tuple[Tensor, Tensor, Tensor]:
-    return rms_norm.launch_forward(x, branch, gain, eps, None)
+    return rms_norm_kernels.launch_forward(x, branch, gain, eps, None)
 
 
 def rms_norm_backward(
     dy: Tensor, x: Tensor, gain: Tensor, rstd: Tensor, dresidual: Tensor | None = None, absmax: Tensor | None = None
 ):
-    return rms_norm.launch_backward(dy, x, gain, rstd, dresidual, None, None)
+    return rms_norm_kernels.launch_backward(dy, x, gain, rstd, dresidual, None, None)
 
 
 def linear_cross_entropy_op(x, weight, targets, denominator, grad_weight, accumulate, wants_dx, *rest):

@@ -1,6 +1,5 @@
 """The largest magnitude, by a kernel of its own and by those that write the tensor: exact, and nothing else changes."""
 
-import importlib
 import math
 from collections.abc import Callable
 
@@ -13,13 +12,13 @@ from torch import Tensor
 from cs336_systems.kernels import quantize_reference as reference
 from cs336_systems.kernels.absmax import absmax, absmax_op, row_and_column_absmax, row_and_column_absmax_op
 from cs336_systems.kernels.quantize import quantize
-from cs336_systems.kernels.rms_norm import MAX_BLOCK_D, add_rms_norm_forward, rms_norm_backward, rms_norm_forward
+from cs336_systems.kernels.rms_norm import add_rms_norm_forward, rms_norm_backward, rms_norm_forward
+from cs336_systems.kernels.rms_norm_kernels import MAX_BLOCK_D
 from cs336_systems.kernels.rotary import rotate_, rotate_in_place_op
 from cs336_systems.kernels.swiglu import backward_in_place_op, forward_op, swiglu_backward_, swiglu_forward
 from tests.attention.offline import ON_HOPPER, report
 from tests.kernels.against_fp64 import INTERPRETED, PLACES, random
 
-RMS_NORM = importlib.import_module("cs336_systems.kernels.rms_norm")
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 EPS = 1e-5
 ABSMAX_PLACES = [*PLACES, pytest.param("cpu", BF16, marks=INTERPRETED, id="interpreted-bf16")]
@@ -214,10 +213,11 @@ COMPILE = (
     ON_HOPPER
     + """
 import importlib, json, re, sys
+from cs336_systems.kernels import rms_norm_kernels
 norm, swiglu, rotary, own = (
     importlib.import_module("cs336_systems.kernels." + name) for name in ("rms_norm", "swiglu", "rotary", "absmax")
 )
-norm.n_multiprocessors = lambda device: 132
+rms_norm_kernels.n_multiprocessors = lambda device: 132
 
 name, d, bf16 = sys.argv[1], int(sys.argv[2]), torch.bfloat16
 x, gain, slot = torch.zeros(512, d, dtype=bf16), torch.zeros(d, dtype=bf16), torch.zeros(())

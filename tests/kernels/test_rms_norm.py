@@ -1,6 +1,5 @@
 """RMSNorm, with and without the add in front: against fp64, its written-out interface, operators, and compiled code."""
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,19 +9,14 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from cs336_systems.kernels import rms_norm_kernels
 from cs336_systems.kernels.add_rms_norm import add_rms_norm
-from cs336_systems.kernels.rms_norm import (
-    MAX_BLOCK_D,
-    add_rms_norm_forward,
-    rms_norm,
-    rms_norm_backward,
-    rms_norm_forward,
-)
+from cs336_systems.kernels.rms_norm import add_rms_norm_forward, rms_norm, rms_norm_backward, rms_norm_forward
+from cs336_systems.kernels.rms_norm_kernels import MAX_BLOCK_D
 from cs336_systems.model import ops
 from tests.attention.offline import ON_HOPPER, report
 from tests.kernels.against_fp64 import INTERPRETED, ON_GPU, PLACES, check, random
 
-MODULE = importlib.import_module("cs336_systems.kernels.rms_norm")
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 EPS = 1e-5
 SHAPES = [(1, 2), (1, 40), (70, 2), (7, 3), (2, 3, 37), (33, 256), (130, 300), (5,), (0, 8), (4, 0)]
@@ -111,7 +105,7 @@ def test_random_shapes(n_rows: int, d: int, scale: float, in_parts: bool) -> Non
     x, branch = x * scale, branch * scale
     with pytest.MonkeyPatch.context() as monkeypatch:
         if in_parts:
-            monkeypatch.setattr(MODULE, "tile_for", lambda d: MODULE.Tile(1, 64, 1, 3, 4))
+            monkeypatch.setattr(rms_norm_kernels, "tile_for", lambda d: rms_norm_kernels.Tile(1, 64, 1, 3, 4))
         residual, y, rstd = add_rms_norm_forward(x, branch, weight, EPS)
         assert torch.equal(residual, x + branch)
         for found, expected in zip((y, rstd), rms_norm_forward(residual, weight, EPS), strict=True):

@@ -1,0 +1,310 @@
+"""Kernels of RMSNorm and their launchers; formula, roundings, traffic and limits: ``rms_norm.py``.
+
+Method. A program holds whole rows in registers, so that each element crosses the memory bus once.
+
+* forward: a program for each block of rows.
+* backward: one to three programs per multiprocessor walk over all blocks of rows, and copies of the next blocks to
+  shared memory are under way meanwhile (``num_stages``). Each keeps its sum for dgain in registers and writes it once,
+  into its row of an fp32 buffer (programs, D); a second kernel, which is launched while the first still runs and waits
+  for its end, adds those up. No atomics: the same bits in every run on one device. rstd is read, or computed again to
+  the same bits, by the same reduction of equal blocks.
+* absmax, where it is asked for, is raised to the largest magnitude of y or of dx (``absmax.py``).
+* rows longer than ``MAX_BLOCK_D`` are read twice, the second time most likely from the L2 cache, and backward keeps its
+  sums for dgain in its row of the buffer.
+"""
+
+# mypy: allow-untyped-defs
+# A kernel's arguments are Triton values; the host functions below are typed.
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from cs336_systems.kernels.absmax import check_absmax, largest_of_threads, magnitude_bits, raise_absmax
+from cs336_systems.kernels.sum_rows import sum_rows, sum_rows_kernel
+from cs336_systems.operators.launching import ceil_div, launch, n_multiprocessors, next_power_of_2, overlaps
+
+MAX_BLOCK_D = 8192
+ALLOW_FMA = False
+"""The compiler fuses x0^2 + x1^2 otherwise in forward than in backward: in fp32 the last bit of rstd would differ."""
+INTERPRETED_MULTIPROCESSORS = 1
+"""Where there are none."""
+
+
+@triton.jit
+def _block_at(start, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Columns start to start + BLOCK_D of some rows: offsets from the first row, and from the gain's first element."""
+    # As a whole block, though its rows are equal: then the gain is loaded into the threads that hold x.
+    columns = start + tl.broadcast_to(tl.arange(0, BLOCK_D)[None, :], (BLOCK_ROWS, BLOCK_D))
+    return tl.arange(0, BLOCK_ROWS)[:, None] * D + columns, columns
+
+
+@triton.jit
+def _load(pointers, inside):
+    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_sum(x, branch, inside, ADD: tl.constexpr):
+    """x, or x + branch rounded to x's dtype, in fp32."""
+    total = _load(x, inside)
+    if ADD:
+        total = (total + _load(branch, inside)).to(x.dtype.element_ty).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _inverse_rms(squares, eps, D: tl.constexpr):
+    """rstd (BLOCK_ROWS, 1); forward and backward call it on equal blocks, for equal bits."""
+    return tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / D + eps)
+
+
+@triton.jit
+def _store_output(total, inverse_rms, gain_block, residual, y, inside, ADD: tl.constexpr):
+    """Returns the magnitude bits of y."""
+    normed = (total * inverse_rms).to(y.dtype.element_ty)
+    output = normed.to(tl.float32) * gain_block
+    tl.store(y, output, mask=inside)  # a store rounds to the tensor's dtype
+    if ADD:
+        tl.store(residual, total, mask=inside)
+    return tl.where(inside, magnitude_bits(output), 0)  # with eps = 0, NaN elsewhere
+
+
+@triton.jit
+def rms_norm_forward_kernel(
+    x,
+    branch,
+    gain,
+    residual,
+    y,
+    rstd,
+    absmax,
+    n_rows,
+    eps,
+    D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ADD: tl.constexpr,
+    WITH_ABSMAX: tl.constexpr,
+):
+    """y, rstd (n_rows) and, with ADD, residual of contiguous (n_rows, D); program i owns rows i * BLOCK_ROWS and on."""
+    first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    first = first_row * D  # may pass 2^31; what is inside a block does not
+    rows = tl.arange(0, BLOCK_ROWS)[:, None]
+    exists = first_row + rows < n_rows
+    if D <= BLOCK_D:
+        at, columns = _block_at(0, D, BLOCK_ROWS, BLOCK_D)
+        inside = exists & (columns < D)
+        total = _load_sum(x + first + at, branch + first + at, inside, ADD)
+        gain_block = _load(gain + columns, columns < D)
+        inverse_rms = _inverse_rms(total * total, eps, D)
+        bits = _store_output(total, inverse_rms, gain_block, residual + first + at, y + first + at, inside, ADD)
+    else:
+        squares = tl.zeros((BLOCK_ROWS, BLOCK_D), dtype=tl.float32)
+        for start in range(0, D, BLOCK_D):
+            at, columns = _block_at(start, D, BLOCK_ROWS, BLOCK_D)
+            total = _load_sum(x + first + at, branch + first + at, exists & (columns < D), ADD)
+            squares += total * total
+        inverse_rms = _inverse_rms(squares, eps, D)
+        bits = tl.zeros((BLOCK_ROWS, BLOCK_D), dtype=tl.int32)
+        for start in range(0, D, BLOCK_D):
+            at, columns = _block_at(start, D, BLOCK_ROWS, BLOCK_D)
+            inside = exists & (columns < D)
+            total = _load_sum(x + first + at, branch + first + at, inside, ADD)
+            gain_block = _load(gain + columns, columns < D)
+            block_bits = _store_output(
+                total, inverse_rms, gain_block, residual + first + at, y + first + at, inside, ADD
+            )
+            bits = tl.maximum(bits, block_bits)
+    tl.store(rstd + first_row + rows, inverse_rms, mask=exists)
+    if WITH_ABSMAX:
+        raise_absmax(absmax, bits, y.dtype.element_ty)
+
+
+@triton.jit
+def _statistics(squares, products, rstd, exists, eps, D: tl.constexpr, RECOMPUTE: tl.constexpr):
+    """rstd and rstd^2 mean_d(dy gain x), both (BLOCK_ROWS, 1)."""
+    # With eps = 0, rows that do not exist would send infinities to dgain.
+    inverse_rms = tl.where(exists, _inverse_rms(squares, eps, D), 0.0) if RECOMPUTE else _load(rstd, exists)
+    return inverse_rms, inverse_rms * inverse_rms * (tl.sum(products, axis=1, keep_dims=True) / D)
+
+
+@triton.jit
+def _store_dx(dn, x_block, inverse_rms, along_x, dresidual, dx, inside, HAS_DRESIDUAL: tl.constexpr):
+    """Returns the largest magnitude bits of dx."""
+    gradient = inverse_rms * (dn - x_block * along_x)
+    if HAS_DRESIDUAL:
+        gradient += _load(dresidual, inside)
+    tl.store(dx, gradient, mask=inside)
+    return largest_of_threads(tl.where(inside, magnitude_bits(gradient), 0))
+
+
+@triton.jit
+def rms_norm_backward_kernel(
+    dy,
+    x,
+    gain,
+    rstd,
+    dresidual,
+    dx,
+    partial_dgain,
+    absmax,
+    n_rows,
+    eps,
+    D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    RECOMPUTE: tl.constexpr,
+    HAS_DRESIDUAL: tl.constexpr,
+    WITH_ABSMAX: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """dx (n_rows, D) and this program's row of the fp32 partial_dgain (programs, D); all contiguous."""
+    if OVERLAP:
+        gdc_launch_dependents()
+    program, n_programs = tl.program_id(0), tl.num_programs(0)
+    partial_dgain += program.to(tl.int64) * D
+    rows = tl.arange(0, BLOCK_ROWS)[:, None]
+    n_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
+    largest = largest_of_threads(tl.zeros((BLOCK_ROWS, BLOCK_D), dtype=tl.int32))
+    if D <= BLOCK_D:
+        at, columns = _block_at(0, D, BLOCK_ROWS, BLOCK_D)
+        gain_block = _load(gain + columns, columns < D)
+        dgain = tl.zeros((BLOCK_ROWS, BLOCK_D), dtype=tl.float32)
+        for block in tl.range(program, n_blocks, n_programs, num_stages=STAGES):
+            first_row = tl.cast(block, tl.int64) * BLOCK_ROWS
+            first, exists = first_row * D, first_row + rows < n_rows
+            inside = exists & (columns < D)
+            x_block, dy_block = _load(x + first + at, inside), _load(dy + first + at, inside)
+            dn = dy_block * gain_block
+            squares, products = x_block * x_block, dn * x_block
+            inverse_rms, along_x = _statistics(squares, products, rstd + first_row + rows, exists, eps, D, RECOMPUTE)
+            residual_at, dx_at = dresidual + first + at, dx + first + at
+            bits = _store_dx(dn, x_block, inverse_rms, along_x, residual_at, dx_at, inside, HAS_DRESIDUAL)
+            largest = tl.maximum(largest, bits)
+            dgain += dy_block * (x_block * inverse_rms)
+        existing = tl.arange(0, BLOCK_D)
+        tl.store(partial_dgain + existing, tl.sum(dgain, axis=0), mask=existing < D)
+    else:
+        for block in range(program, n_blocks, n_programs):
+            first_row = tl.cast(block, tl.int64) * BLOCK_ROWS
+            first, exists = first_row * D, first_row + rows < n_rows
+            squares = tl.zeros((BLOCK_ROWS, BLOCK_D), dtype=tl.float32)
+            products = tl.zeros((BLOCK_ROWS, BLOCK_D), dtype=tl.float32)
+            for start in range(0, D, BLOCK_D):
+                at, columns = _block_at(start, D, BLOCK_ROWS, BLOCK_D)
+                inside = exists & (columns < D)
+                x_block, dy_block = _load(x + first + at, inside), _load(dy + first + at, inside)
+                squares += x_block * x_block
+                products += dy_block * _load(gain + columns, inside) * x_block
+            inverse_rms, along_x = _statistics(squares, products, rstd + first_row + rows, exists, eps, D, RECOMPUTE)
+            for start in range(0, D, BLOCK_D):
+                at, columns = _block_at(start, D, BLOCK_ROWS, BLOCK_D)
+                inside = exists & (columns < D)
+                x_block, dy_block = _load(x + first + at, inside), _load(dy + first + at, inside)
+                dn = dy_block * _load(gain + columns, inside)
+                residual_at, dx_at = dresidual + first + at, dx + first + at
+                bits = _store_dx(dn, x_block, inverse_rms, along_x, residual_at, dx_at, inside, HAS_DRESIDUAL)
+                largest = tl.maximum(largest, bits)
+                dgain = _load(partial_dgain + columns, inside & (block > program)) + dy_block * (x_block * inverse_rms)
+                tl.store(partial_dgain + columns, dgain, mask=inside)
+    if WITH_ABSMAX:
+        raise_absmax(absmax, largest, dx.dtype.element_ty)
+
+
+class Tile(NamedTuple):
+    """What a program holds at once, the same forward and backward, so that both find the same bits of rstd."""
+
+    block_rows: int
+    block_d: int
+    num_warps: int
+    n_programs: int
+    """Of backward, per multiprocessor."""
+    stages: int
+    """Of backward, in 2-byte dtypes: the block in work and those under way."""
+
+
+def tile_for(d: int) -> Tile:
+    """16 elements for each thread, or 32 of the longest rows; of some twenty ways on an H200 (LOG.md)."""
+    block_d = min(MAX_BLOCK_D, next_power_of_2(d))
+    if block_d > 2048:
+        return Tile(1, block_d, 8, n_programs=1, stages=4)
+    block_rows = min(32, 2048 // block_d)
+    return Tile(block_rows, block_d, max(1, block_rows * block_d // 512), n_programs=3, stages=4)
+
+
+def launch_forward(
+    x_RD: Tensor, branch_RD: Tensor | None, gain_D: Tensor, eps: float, absmax: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(residual, y, rstd); without a branch, residual is x."""
+    check_absmax(absmax, x_RD)
+    n_rows, d = x_RD.shape
+    x, gain = x_RD.contiguous(), gain_D.contiguous()
+    branch, residual = (x, x) if branch_RD is None else (branch_RD.contiguous(), torch.empty_like(x))
+    y, rstd = torch.empty_like(x), torch.empty(n_rows, dtype=torch.float32, device=x.device)
+    if x.numel():
+        block_rows, block_d, num_warps, *_ = tile_for(d)
+        with torch.cuda.device_of(x):  # Triton launches on the current device, which may be another
+            launch(
+                rms_norm_forward_kernel,
+                (ceil_div(n_rows, block_rows),),
+                *(x, branch, gain, residual, y, rstd, x if absmax is None else absmax, n_rows, eps),
+                D=d,
+                BLOCK_ROWS=block_rows,
+                BLOCK_D=block_d,
+                ADD=branch_RD is not None,
+                WITH_ABSMAX=absmax is not None,
+                num_warps=num_warps,
+                enable_fp_fusion=ALLOW_FMA,
+            )
+    return residual, y, rstd
+
+
+def launch_backward(
+    dy_RD: Tensor,
+    x_RD: Tensor,
+    gain_D: Tensor,
+    rstd_R: Tensor | None,
+    dresidual_RD: Tensor | None,
+    eps: float | None,
+    absmax: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(dx, dgain)."""
+    if rstd_R is None and eps is None:
+        raise ValueError("rms_norm_backward needs rstd, or eps to compute it again")
+    check_absmax(absmax, x_RD)
+    n_rows, d = x_RD.shape
+    dy, x, gain = dy_RD.contiguous(), x_RD.contiguous(), gain_D.contiguous()
+    rstd, dresidual = (x if optional is None else optional.contiguous() for optional in (rstd_R, dresidual_RD))
+    if not x.numel():
+        return torch.empty_like(x), torch.zeros_like(gain)
+    block_rows, block_d, num_warps, n_programs, stages = tile_for(d)
+    n_programs *= n_multiprocessors(x.device) if x.is_cuda else INTERPRETED_MULTIPROCESSORS
+    n_programs = min(ceil_div(n_rows, block_rows), n_programs)
+    overlap = overlaps(sum_rows_kernel)
+    dx, dgain = torch.empty_like(x), torch.empty_like(gain)
+    partial_dgain = torch.empty(n_programs, d, dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        launch(
+            rms_norm_backward_kernel,
+            (n_programs,),
+            *(dy, x, gain, rstd, dresidual, dx, partial_dgain, x if absmax is None else absmax),
+            *(n_rows, 0.0 if eps is None else eps),
+            D=d,
+            BLOCK_ROWS=block_rows,
+            BLOCK_D=block_d,
+            RECOMPUTE=rstd_R is None,
+            HAS_DRESIDUAL=dresidual_RD is not None,
+            WITH_ABSMAX=absmax is not None,
+            STAGES=max(2, 2 * stages // x.element_size()),  # as many bytes under way in every dtype
+            OVERLAP=overlap,
+            num_warps=num_warps,
+            enable_fp_fusion=ALLOW_FMA,
+        )
+        sum_rows(partial_dgain, dgain, overlap=overlap)
+    return dx, dgain
