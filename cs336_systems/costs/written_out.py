@@ -1,8 +1,8 @@
 """Peak memory of a step whose blocks have their backward written out.
 
 A block that says line by line what it makes and drops (``blocks/block.py``) can be predicted line by line: a ledger
-goes through the step as the code does, adds every tensor where it is made and takes it off where its last reference
-goes. What is alive, block by block:
+goes through the step as the code does (``written_out_step.py``), adds every tensor where it is made and takes it off
+where its last reference goes. What is alive, block by block:
 
     kept          what ``costs/kept.py`` says, of every block that backward has not reached; of the one that it is in,
                   what it has still to read

@@ -1,4 +1,4 @@
-"""Fused Triton kernels, one file each, beside the formula it computes."""
+"""Fused Triton kernels, each beside the formula it computes."""
 
 from cs336_systems.kernels.absmax import absmax, row_and_column_absmax
 from cs336_systems.kernels.add_rms_norm import AddRMSNorm, add_rms_norm

@@ -23,7 +23,7 @@ counter: (element's pair, 64 bits; step; tensor's number). Its 128 bits serve th
 element is counted in the whole tensor, of which what is here may be a shard that begins at ``offset``: so neither
 shards, alignment, chunks nor the order of programs change a bit.
 
-How. Two launches, for any number of tensors of one combination of dtypes (``tensor_table.py``). The first, one lane
+How. Two launches, for any number of tensors of one combination of dtypes (``adamw_table.py``). The first, one lane
 per tensor, counts the step and computes its coefficients in fp64: steps are counted on the device, as only there it is
 known whether one is skipped. Hyperparameters lie on the device too, and later ones are copied to the same place. So a
 CUDA graph may hold both launches, and a schedule change the learning rate. In the second each program updates a chunk

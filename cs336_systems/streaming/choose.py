@@ -1,8 +1,8 @@
 """Chooses the plan of a step under memory caps: of all that fit, the one whose simulated step is the fastest.
 
 Every layout (``estimate.py``: chunks, order, residents, levels) that fits both caps is estimated; schedules are built
-of the best ones and simulated, small steps are taken from the best of these, and the fastest wins. So many rounds make
-a step that what the optimizer adds stays below 2 % of it, unless the tokens of a step are given.
+of the best ones and simulated, small steps (``candidate.py``) are taken from the best of these, and the fastest wins.
+So many rounds make a step that what the optimizer adds stays below 2 % of it, unless the tokens of a step are given.
 
     choice = choose(config, 8192, Caps(24 * GIB, 75 * GIB), Rates.of(hardware))
     choice.plan, choice.tokens_per_s, choice.reasons
