@@ -176,14 +176,15 @@ class _Search:
         estimated = _ranked((candidate, candidate.tokens_per_s) for candidate in candidates)
         tried = _Tried(self)
         least = (replace(candidate, levels=Levels(0, 0), edges=Levels(0, 0)) for candidate in _different(estimated))
-        for n, candidate in enumerate(chain(_different(estimated), least)):  # estimates of the host's memory can be low
+        queue = chain(_different(estimated), least)  # estimates of the host's memory can be low
+        for n, candidate in enumerate(queue):
             if tried.ranking() and (n >= SIMULATED or tried.operations >= self.effort):
                 break
             tried.rate(candidate)
         for order in ORDERS:
             if start := next((candidate for candidate in tried.ranking() if candidate.layout.order == order), None):
                 tried.climb(start)
-        for candidate in tried.ranking():
+        for candidate in chain(tried.ranking(), (late for late in queue if tried.rate(late))):
             if (choice := self.choice(candidate)) is not None:
                 return choice
         raise CapsTooSmallError(self._shortage(works))

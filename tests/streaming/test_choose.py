@@ -9,7 +9,8 @@ from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.costs.lanes import simulate
 from cs336_systems.costs.streaming import Rates
 from cs336_systems.hardware import GIB, find_hardware
-from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice, choose, chunk_sizes
+from cs336_systems.streaming.candidate import Candidate
+from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice, _Search, choose, chunk_sizes
 from cs336_systems.streaming.explain import binds, end_seconds, next_gib, reasons
 from tests.streaming.memory_model import check
 
@@ -35,6 +36,18 @@ def test_a_choice_fits_and_runs(device: float, host: float, length: int) -> None
     assert choice.plan.tokens == 768
     check(choice.plan, choice.schedule)
     assert 0 < choice.model_flops_per_s <= choice.hardware_flops_per_s
+
+
+def test_where_the_best_do_not_fit_after_all_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, seen = _Search.choice, []
+
+    def refuse_the_best(search: _Search, candidate: Candidate) -> Choice | None:
+        seen.append(candidate)
+        return None if len(seen) <= 30 else whole(search, candidate)
+
+    monkeypatch.setattr(_Search, "choice", refuse_the_best)
+    assert small(2.5, 3).fits
+    assert len(seen) == 31
 
 
 def test_with_all_the_memory_nothing_is_copied_or_computed_again() -> None:
