@@ -7,8 +7,11 @@ memory, a ring of 48 KB steps of 64 along the sum; two warpgroups multiply half 
 fp32) and send them to memory, a half of the columns at a time, while the next tile's operands arrive. Tiles go column
 by column within bands of rows, so that what the running programs read stays in the L2 cache.
 
-A GPU that multiplies without pause is bound by its power limit: an H200 runs these at 1.4 of its 2.0 GHz, and energy
-is what counts (LOG.md). Results were cuBLAS's to the bit wherever both were compared.
+This form has not run on a GPU. Its prototypes have, on an H200: what is said here of speed and bits is of them. It is
+compiled for Hopper offline, and reached by ``--kernels fused-products`` only; ``fused`` keeps torch's products.
+
+A GPU that multiplies without pause is bound by its power limit: an H200 ran the prototypes at 1.4 of its 2.0 GHz, and
+energy is what counts (LOG.md). Their results were cuBLAS's to the bit wherever both were compared.
 
 Limits: bf16 and fp16, compute capability 9.0, rows that begin at multiples of 16 bytes, columns of the result a
 multiple of 256, and enough tiles to fill the device twice; other tensors go to torch.
@@ -60,7 +63,7 @@ class Buffering(NamedTuple):
 
 
 PLAIN, GATED = Buffering(3, 2), Buffering(4, 1)
-"""At 32,768 x 9728 x 896: plain 761 TFLOP/s, and 731 in the other way; with SwiGLU 645, and 613 (LOG.md)."""
+"""Of prototypes at 32,768 x 9728 x 896: plain 761 TFLOP/s, and 731 in the other way; with SwiGLU 645, and 613."""
 
 
 @aggregate

@@ -107,7 +107,8 @@ class TrainOptions:
     optimizer: Literal["torch-fused", "fused"] = "fused"
     """torch's fused AdamW; or ours, with stochastic rounding of bf16, on CUDA devices."""
     kernels: Literal["reference", "fused", "fused-products"] = "fused"
-    """Between matrix products: plain PyTorch; or a Triton kernel each, on CUDA devices."""
+    """Between matrix products: plain PyTorch; or fused, a Triton kernel each, on CUDA devices. fused-products: those,
+    and on Hopper a kernel of our own for the products of forward."""
     attention: str = "flash"
     """reference, flash, hopper, sdpa-flash, ..."""
     keep: str | None = None
