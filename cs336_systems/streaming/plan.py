@@ -17,7 +17,6 @@ Order = Literal["sequential", "interleaved"]
 ORDERS: tuple[Order, ...] = ("sequential", "interleaved")
 
 STATE_RINGS = ("weights", "gradients")
-SAVED_RINGS = ("input", "context", "attention", "products")
 
 
 @dataclass(frozen=True)

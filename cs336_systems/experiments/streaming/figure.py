@@ -67,8 +67,3 @@ def _heatmap(axes: Axes, rows: pd.DataFrame, metric: str, form: str) -> None:
             )
     dress(axes)
     axes.grid(visible=False)
-
-
-def _on(bright: bool) -> str:
-    """The colour of text on a cell."""
-    return "black" if bright else "white"
