@@ -220,6 +220,10 @@ def _recipes(options: TrainingOptions) -> list[dict[str, Any]]:
         for gradient, scaling in itertools.product(options.gradient_dtype, options.scaling)
     ]
     skips = {"fp8_skip_first": options.fp8_skip_first, "fp8_skip_last": options.fp8_skip_last}
+    for name, usual in plain.items():
+        given = getattr(options, name)
+        if set(options.matmul_dtype) == {"same"} and given not in (usual, (usual,)):
+            raise ValueError(f"{flag(name)} is for quantized products, and --matmul-dtype is same")
     return [
         recipe
         for name in options.matmul_dtype

@@ -188,6 +188,10 @@ class TrainOptions:
         if self.lmhead_chunks is not None and self.kept == "autograd":
             asked = f"--lmhead-chunks {self.lmhead_chunks}"
             raise ValueError(f"{asked} needs a head that is written out, not --keep autograd")
+        for name in ("gradient_dtype", "scaling", "fp8_skip_first", "fp8_skip_last"):
+            if self.matmul_dtype == "same" and getattr(self, name) != getattr(TrainingCase, name):
+                asked = f"{_flag(name)} {getattr(self, name)}"
+                raise ValueError(f"{asked} is for quantized products, and --matmul-dtype is same")
         if self.save_every is None and self.export:
             raise ValueError("--save-every None leaves no checkpoint to be exported: --no-export does without")
         if self.init is None:

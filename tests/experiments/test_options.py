@@ -55,6 +55,8 @@ def test_each_fault_is_named(fault, message):
     ("fault", "message"),
     [
         ({"attention": ("flash", "magic")}, "--attention magic: known are reference"),
+        ({"scaling": ("row",)}, "--scaling is for quantized products, and --matmul-dtype is same"),
+        ({"fp8_skip_last": 1}, "--fp8-skip-last is for quantized products"),
         ({"size": ("tiny", "huge")}, "unknown model size 'huge'"),
         ({"checkpoint": ("every-0",)}, "every-0"),
         ({"device": "cpu", "optimizer": ("reference", "fused")}, "--optimizer fused needs --device cuda, got cpu"),

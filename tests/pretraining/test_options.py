@@ -104,6 +104,8 @@ def test_a_file_must_be_named_and_there(tmp_path):
             "fp8 take sizes that 16 divides, not context 100",
         ),
         ({"fp8_skip_last": -1}, "--fp8-skip-last must not be negative, got -1"),
+        ({"fp8_skip_last": 1}, "--fp8-skip-last 1 is for quantized products, and --matmul-dtype is same"),
+        ({"scaling": "row"}, "--scaling row is for quantized products, and --matmul-dtype is same"),
     ],
 )
 def test_what_does_not_go_is_said(changes, message):
