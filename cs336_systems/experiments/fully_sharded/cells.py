@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from cs336_systems.case import Parallel
 from cs336_systems.config import PRECISIONS, Precision
 from cs336_systems.costs.checkpointing import canonical_policy
-from cs336_systems.experiments.options import RankedCase, RankedOptions, Switch, training_cells
+from cs336_systems.experiments.options import RankedCase, RankedOptions, Switch, flag, training_cells
 
 Implementation = Literal["ours", "torch", "ddp"]
 OURS, TORCH, DDP = get_args(Implementation)
@@ -109,6 +109,9 @@ _PEER: dict[str, Any] = {
 
 def make_cells(options: Options) -> list[FullyShardedCell]:
     """The grid; raises ValueError for a value that no cell can have."""
+    for name in ("prefetch", "update"):
+        if OURS not in options.fsdp and getattr(options, name) != getattr(Options, name):
+            raise ValueError(f"{flag(name)} is of --fsdp {OURS}, which is not among {', '.join(options.fsdp)}")
     sides = [
         {"fsdp": name, "prefetch": ahead, "update": update}
         for name in options.fsdp

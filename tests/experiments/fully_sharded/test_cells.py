@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.experiments.fully_sharded import experiment
-from cs336_systems.experiments.fully_sharded.cells import Options
+from cs336_systems.experiments.fully_sharded.cells import Options, make_cells
 
 LEADERBOARD = Options(
     size=("leaderboard-8b",),
@@ -44,3 +44,9 @@ def test_budgets_that_cannot_be_met_are_told(fault, message, monkeypatch):
     monkeypatch.setattr(experiment, "cublas_workspace_bytes", lambda device: 2**25)
     with pytest.raises(ValueError, match=message):
         experiment.make_cells(replace(LEADERBOARD, **fault))
+
+
+@pytest.mark.parametrize("own", [{"prefetch": (2,)}, {"update": ("under-backward",)}], ids=lambda own: next(iter(own)))
+def test_what_is_ours_alone_is_refused_without_ours(own):
+    with pytest.raises(ValueError, match=f"--{next(iter(own))} is of --fsdp ours, which is not among torch, ddp"):
+        make_cells(replace(Options.default("cpu"), fsdp=("torch", "ddp"), **own))
