@@ -134,8 +134,19 @@ def make_cells(options: Options) -> list[StreamingCell]:
         sets = {key: value for key, value in of_size.items() if isinstance(value, tuple)} | {"order": options.order}
         own = {key: value for key, value in of_size.items() if key not in sets}
         own |= {"size": name, "simulated_device": simulated}
+        for length in of_size["context_length"]:
+            _check_tokens(length, of_size["chunk"], of_size["tokens_per_step"])
         cells += [
             cell_of(StreamingCell, options, **own, **dict(zip(sets, values, strict=True)))
             for values in itertools.product(*sets.values())
         ]
     return cells
+
+
+def _check_tokens(context_length: int, chunk: int, tokens_per_step: int) -> None:
+    """Raise ValueError unless steps are of whole sequences, and these of whole chunks or the other way round."""
+    round_tokens = max(context_length, chunk)
+    if chunk and round_tokens % min(context_length, chunk):
+        raise ValueError(f"--chunk {chunk}: neither divides sequences of {context_length} tokens nor holds whole ones")
+    if tokens_per_step % round_tokens:
+        raise ValueError(f"--tokens-per-step {tokens_per_step} is no multiple of {round_tokens}, the least of a round")

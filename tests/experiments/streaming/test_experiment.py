@@ -39,6 +39,8 @@ def test_devices_are_named_as_they_are_typed():
         (("--device-gib", "0"), "--device-gib must be positive and finite, got 0"),
         (("--host-gib", "inf"), "--host-gib must be positive and finite, got inf"),
         (("--chunk", "0"), "--chunk must be positive and finite, got 0"),
+        (("--chunk", "7"), "--chunk 7: neither divides sequences of 64 tokens nor holds whole ones"),
+        (("--tokens-per-step", "32"), "--tokens-per-step 32 is no multiple of 64, the least of a round"),
         (("--timeline",), "--timeline draws in the folder of --out"),
         (("--gpu", "abacus"), "--gpu abacus: known are .*h200"),
         (("--size", "huge"), "unknown model size 'huge'"),
