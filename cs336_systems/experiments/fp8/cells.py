@@ -134,6 +134,10 @@ def make_cells(options: Options) -> list[Fp8Cell]:
     """
     assert options.attention in WRITTEN_OUT_ATTENTIONS
     kept_names(options.keep)
+    if options.attention != "reference" and options.device != "cuda":
+        raise ValueError(f"--attention {options.attention} needs --device cuda, got {options.device}")
+    if "product" not in options.part and options.product != get_args(Product):
+        raise ValueError(f"--product {' '.join(options.product)} is of --part product, which is not asked for")
     sizes = resolved_sizes(options.size, options.context_length)
     parts = [(part, product) for part in options.part for product in (options.product if part == "product" else ("",))]
     cells = []

@@ -31,6 +31,18 @@ def test_sizes_that_fp8_does_not_take_are_refused():
     assert make_cells(replace(TINY, context_length=(15,), how=("stored",)))
 
 
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"attention": "hopper"}, "--attention hopper needs --device cuda, got cpu"),
+        ({"part": ("block",), "product": ("qkv",)}, "--product qkv is of --part product, which is not asked for"),
+    ],
+)
+def test_what_cannot_be_asked_is_told(fault, message):
+    with pytest.raises(ValueError, match=message):
+        make_cells(replace(TINY, **fault))
+
+
 def test_rows_hold_times_and_cosines(tmp_path, capsys):
     options = replace(TINY, product=("output",), how=("stored", "e4m3"), out=tmp_path)
     assert EXPERIMENT.run(options) == 0
