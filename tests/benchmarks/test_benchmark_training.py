@@ -38,7 +38,9 @@ def test_ours_alone_has_keep_and_graph_and_bad_input_is_said():
     cells = cells_of("training", "--how", "ours", "transformers", "--keep", "autograd", "all")
     assert [(cell.how, cell.keep) for cell in cells] == [("ours", "autograd"), ("ours", "all"), ("transformers", "")]
     for arguments, message in (
-        (["--seconds", "0"], "--seconds must be positive, got 0"),
+        (["--seconds", "0"], "--seconds must be positive and finite, got 0"),
+        (["--seconds", "inf"], "--seconds must be positive and finite, got inf"),
+        (["--attention", "magic"], "unknown attention 'magic'"),
         (["--size", "tinny"], "unknown model size 'tinny'"),
         (["--total-batch-tokens", "1000"], "--total-batch-tokens 1,000 is no multiple of 512"),
         (["--keep", "everything"], "unknown level"),

@@ -1,10 +1,12 @@
 """What ``benchmark_training.py`` is asked, and its runs. Imports no torch."""
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from cs336_systems.config import resolve_size
+from cs336_systems.config import ATTENTIONS, resolve_size
+from cs336_systems.costs.kept import check_known
 from cs336_systems.experiments.options import RunOptions, cell_of
 from cs336_systems.pretraining.options import TrainOptions
 
@@ -103,8 +105,10 @@ def make_cells(options: Options) -> list[TrainingRunCell]:
     Raises:
         ValueError: a value that no run can have.
     """
-    if not options.seconds > 0:
-        raise ValueError(f"--seconds must be positive, got {options.seconds:g}")
+    if not 0 < options.seconds < math.inf:
+        raise ValueError(f"--seconds must be positive and finite, got {options.seconds:g}")
+    for name in options.attention:
+        check_known("attention", name, ATTENTIONS)
     cells = []
     for size, how in itertools.product(options.size, options.how):
         resolve_size(size)

@@ -16,6 +16,7 @@ import torch
 from cs336_systems.config import resolve_size
 from cs336_systems.distributed.process_group import Rank, joined
 from cs336_systems.experiments.training.cells import TrainingRunCell
+from cs336_systems.hardware import GIB
 from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.harness.record import Metric
 from cs336_systems.pretraining.loader import Loader
@@ -27,7 +28,6 @@ from cs336_systems.pretraining.token_stream import Dataset
 from cs336_systems.pretraining.trainer import train
 from cs336_systems.training.precision import parameter_dtype
 
-GIB = 1024**3
 _STEPS_OF_DATA = 4
 """After which tokens come again."""
 
