@@ -3,12 +3,14 @@
     uv run scripts/compare_with_transformers.py                                     # tiny, on a CPU; 100M on a GPU
     uv run scripts/compare_with_transformers.py --steps 2000 --total-batch-tokens 131072 --out runs/compared
 
-Options are those of train.py. Both begin with the same weights and see the same tokens in the same order; the other
-run has fp32 parameters and torch's AdamW. The losses on held-out tokens are to agree within one percent, or the command
-ends with 1. --out gets a folder for each run, which plot_run.py draws together.
+Options are those of train.py, but for what the other run does not have: a z-loss, a walltime, steps passed over, ranks.
+Both begin with the same weights and see the same tokens in the same order; the other run has fp32 parameters and
+torch's AdamW. The losses on held-out tokens are to agree within one percent, or the command ends with 1. --out gets a
+folder for each run, which plot_run.py draws together.
 """
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +49,11 @@ def _compare(options: TrainOptions) -> int:
     from cs336_systems.pretraining.trainer import train
     from cs336_systems.report.run_console import RunConsole
 
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(f"the other run is of one rank, got {os.environ['WORLD_SIZE']}")
+    for name in ("z_loss", "walltime", "skip_nonfinite"):
+        if value := getattr(options, name):
+            raise ValueError(f"--{name.replace('_', '-')} {value} is what the other run does not have")
     folder = options.out
     if folder.exists():
         raise ValueError(f"{folder} is there: both runs begin from the beginning, name another")

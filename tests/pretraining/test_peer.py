@@ -14,6 +14,17 @@ pytest.importorskip("transformers")
 SMALL = "--data data --steps 12 --context-length 16 --batch-size 4 --accumulate 2 --warmup-steps 2 --out compared"
 
 
+@pytest.mark.parametrize("own", ["--z-loss 1e-4 --keep all", "--walltime 60", "--skip-nonfinite"])
+def test_what_the_other_run_does_not_have_is_refused(own, load_script, tmp_path, monkeypatch, capsys):
+    script = load_script("scripts/compare_with_transformers.py")
+    monkeypatch.setattr(script, "n_gpus", lambda: 0)
+    assert script.main([*own.split(), "--out", str(tmp_path / "out")]) == 2
+    assert f"{own.split()[0]} " in (said := capsys.readouterr().err) and "the other run does not have" in said
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert script.main(["--out", str(tmp_path / "out")]) == 2
+    assert "the other run is of one rank, got 2" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_both_runs_learn_the_same(load_script, tmp_path, monkeypatch, capfd):
     script = load_script("scripts/compare_with_transformers.py")
