@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-GIB = 2**30
+from cs336_systems.hardware import GIB
+
 LATER = 256 * 2**20
 """Bytes by which the context may grow after the fence is up, as kernels are loaded."""
 
