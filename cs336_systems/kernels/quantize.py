@@ -12,6 +12,9 @@ bytes would take. Both sides of memory see 16 bytes of a thread at a time.
 
 Traffic per element of bf16: reads 2 bytes and writes 1, or 2 with both.
 
+Transposed copies in this form, whose conversions are inline assembly, have not run on a GPU: shares of the ceiling are
+of the form before, whose bytes ptxas got wrong (LOG.md).
+
 Limits: fp32, bf16 and fp16 to e4m3 and e5m2; matrices whose dimensions 16 divides, as products ask for; no autograd.
 
     quantized = quantize(x, absmax(x), torch.float8_e4m3fn, transposed=True)     # q (T, D), q_t (D, T), one scale
@@ -61,7 +64,8 @@ class Tile(NamedTuple):
 TILE = Tile(32, 256, 4)
 """At 16,384 x 14,336 on an H200 99 % of the copy ceiling; six others 98 to 99 %."""
 TILE_TRANSPOSED = Tile(128, 128, 8)
-"""90 %, and 87 at 16,384 x 4096; eight others up to 2 % behind, and 32 columns, 64 bytes of a row of x, 7 %."""
+"""In the form before 90 %, and 87 at 16,384 x 4096; eight others up to 2 % behind, and 32 columns, 64 bytes of a row
+of x, 7 %."""
 
 
 @triton.jit
