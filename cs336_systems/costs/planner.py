@@ -32,9 +32,7 @@ from cs336_systems.costs.kept import LEVELS, SWITCHES, keep_of_blocks, kept_name
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, peak_memory
 from cs336_systems.costs.recomputed import WORDS, recomputed
 from cs336_systems.costs.written_out import written_out_peak
-from cs336_systems.hardware import find_hardware
-
-GIB = 1024**3
+from cs336_systems.hardware import GIB, find_hardware
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,9 @@ from cs336_systems.costs.offload import offloaded
 from cs336_systems.costs.offload import state_bytes as state_bytes_of
 from cs336_systems.costs.written_out import written_out_peak
 from cs336_systems.distributed.process_group import Rank
+from cs336_systems.hardware import GIB
 from cs336_systems.harness.memory import cublas_workspace_bytes, free_bytes
 from cs336_systems.harness.process import PredictedOutOfMemory
-
-GIB = 1024**3
 
 
 def is_predictable(case: TrainingCase) -> bool:

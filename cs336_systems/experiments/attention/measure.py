@@ -24,13 +24,12 @@ from cs336_systems.attention.oracle import oracle_attention
 from cs336_systems.attention.shapes import AttentionShape, validate
 from cs336_systems.case import Unsupported
 from cs336_systems.experiments.attention.cells import MATERIALISED, AttentionCell
-from cs336_systems.hardware import find_hardware
+from cs336_systems.hardware import GIB, find_hardware
 from cs336_systems.harness.clock import time_kernel
 from cs336_systems.harness.memory import PeakMeter, allocated_bytes, free_bytes
 from cs336_systems.harness.process import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
 
-GIB = 1024**3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TILE = "tile "
 """How the names of metrics begin that time one tile of one kernel."""

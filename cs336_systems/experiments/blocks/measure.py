@@ -19,13 +19,13 @@ from cs336_systems.config import PRECISIONS
 from cs336_systems.costs.flops import forward_flops
 from cs336_systems.costs.kept import bytes_kept
 from cs336_systems.experiments.blocks.cells import REFERENCE_BLOCKS, BlockCell
+from cs336_systems.hardware import GIB
 from cs336_systems.harness.clock import WHOLE, time_phases
 from cs336_systems.harness.memory import PeakMeter, allocated_bytes
 from cs336_systems.harness.record import Metric
 from cs336_systems.model import REFERENCE_OPS, TransformerBlock, TransformerLM
 from cs336_systems.training.precision import parameter_dtype
 
-GIB = 1024**3
 COMPARED_TOKENS = 512
 """Of one sequence, at most, whose results are compared with those in fp64."""
 

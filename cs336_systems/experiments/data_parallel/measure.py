@@ -27,6 +27,7 @@ from cs336_systems.distributed.buckets import broadcast_from_rank_0
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.data_parallel.cells import DataParallelCell
 from cs336_systems.experiments.ranked import PreparedStep, check_losses, largest, sent_metric, time_metrics
+from cs336_systems.hardware import GIB
 from cs336_systems.harness.clock import WHOLE, PhaseTimes
 from cs336_systems.harness.fit import check_fit
 from cs336_systems.harness.memory import PeakMeter
@@ -34,8 +35,6 @@ from cs336_systems.harness.ranks import time_phases_of_ranks
 from cs336_systems.harness.record import Metric
 from cs336_systems.profiling.rank_traces import communication_metrics, record_phases_of_ranks
 from cs336_systems.profiling.traces import kineto
-
-GIB = 1024**3
 
 LOCAL = "local"
 """Prefix of the metrics of the step without communication."""

@@ -23,6 +23,7 @@ from cs336_systems.config import PRECISIONS, Recipe
 from cs336_systems.costs.flops import forward_flops
 from cs336_systems.experiments.fp8.cells import Fp8Cell, product_shape
 from cs336_systems.experiments.kernels.peers import installed
+from cs336_systems.hardware import GIB
 from cs336_systems.harness.clock import WHOLE, time_phases
 from cs336_systems.harness.memory import PeakMeter, allocated_bytes
 from cs336_systems.harness.record import Metric
@@ -30,7 +31,6 @@ from cs336_systems.model import REFERENCE_OPS, TransformerBlock, TransformerLM
 from cs336_systems.model.layers import Linear
 from cs336_systems.training.precision import parameter_dtype, recipe_unsupported_reason
 
-GIB = 1024**3
 COMPARED_TOKENS = 512
 """Of one sequence, at most, on which gradients are compared with those of fp32."""
 

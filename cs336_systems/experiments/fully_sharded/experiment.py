@@ -14,7 +14,8 @@ from cs336_systems.experiments.fully_sharded.cells import OURS, FullyShardedCell
 from cs336_systems.experiments.fully_sharded.measure import measure_fully_sharded
 from cs336_systems.experiments.fully_sharded.table import FULLY_SHARDED
 from cs336_systems.experiments.ranked import traced_experiment
-from cs336_systems.harness.fit import GIB, head_chunk
+from cs336_systems.hardware import GIB
+from cs336_systems.harness.fit import head_chunk
 from cs336_systems.harness.memory import cublas_workspace_bytes
 from cs336_systems.harness.ranks import reports
 from cs336_systems.harness.sweep import Outcome, outcome_rows

@@ -20,6 +20,7 @@ from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.fully_sharded.cells import DDP, OURS, FullyShardedCell
 from cs336_systems.experiments.ranked import MIB, PreparedStep, check_losses, largest, sent_metric, time_metrics
+from cs336_systems.hardware import GIB
 from cs336_systems.harness.clock import WHOLE, PhaseTimes, synchronize
 from cs336_systems.harness.fit import check_fit, predicted_states
 from cs336_systems.harness.memory import PeakMeter
@@ -31,7 +32,6 @@ from cs336_systems.profiling.gather_waits import GatherWaits
 from cs336_systems.profiling.rank_traces import breakdown_metrics, communication_metrics, record_phases_of_ranks
 from cs336_systems.profiling.traces import kineto
 
-GIB = 1024**3
 _WATCHED_STEPS = 3
 """In which waits for weights are timed; no more than are timed as a whole."""
 

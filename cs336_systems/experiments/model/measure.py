@@ -14,6 +14,7 @@ from cs336_systems.costs.flops import hardware_flops
 from cs336_systems.costs.planner import Choice, KeepChoice, cheapest_keep, cheapest_policy
 from cs336_systems.experiments.model.cells import CeilingCell, ModelCell
 from cs336_systems.experiments.model.rates import step_rates
+from cs336_systems.hardware import GIB
 from cs336_systems.harness.ceilings import measure_ceilings
 from cs336_systems.harness.clock import time_phases
 from cs336_systems.harness.fit import check_fit, head_chunk, is_predictable, predicted_bytes
@@ -21,8 +22,6 @@ from cs336_systems.harness.memory import PeakMeter, cublas_workspace_bytes, free
 from cs336_systems.harness.record import Metric
 from cs336_systems.training import assemble, random_batch
 from cs336_systems.training.activation_checkpointing import unsupported_reason as checkpointing_reason
-
-GIB = 1024**3
 
 Ceilings = dict[str, dict[str, float]]
 """Medians of ``matmul_ceiling``, ``copy_ceiling`` and ``free_memory`` by dtype, as far as they were measured."""
