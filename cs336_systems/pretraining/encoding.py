@@ -107,7 +107,7 @@ def _receive(process: FreshProcess) -> EncodedBatch:
 def _serve(connection: Connection, tokenizer: Tokenizer, fraction: float) -> None:
     """A process's work, until the other side hangs up: texts come, tokens go."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores have processes of their own
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    with suppress(EOFError, OSError):  # the latter where the other side went in the middle of a message
         while True:
             connection.send(_encode(connection.recv(), tokenizer, fraction))
 

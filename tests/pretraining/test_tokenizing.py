@@ -4,6 +4,7 @@ import filecmp
 import json
 import os
 import signal
+import struct
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -187,5 +188,12 @@ def test_a_process_ends_quietly_when_nobody_listens(asked):
     ours, theirs = Pipe()
     if asked:
         ours.send(asked)
+    ours.close()
+    encoding._serve(theirs, ByteTokenizer(), 0.5)
+
+
+def test_a_process_whose_other_side_goes_in_the_middle_of_a_message_ends_without_a_word():
+    ours, theirs = Pipe()
+    os.write(ours.fileno(), struct.pack("!i", 100) + b"torn")  # a length, and not so many bytes
     ours.close()
     encoding._serve(theirs, ByteTokenizer(), 0.5)
