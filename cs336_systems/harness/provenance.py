@@ -101,8 +101,13 @@ def versions(device: torch.device) -> dict[str, Any]:
         "triton": triton_version,
         "commit": commit,
         "dirty": dirty,
-        "argv": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "argv": shlex.join([Path(sys.argv[0]).name, *map(_without_folders, sys.argv[1:])]),
     }
+
+
+def _without_folders(argument: str) -> str:
+    """A path from the root by its last part: where a machine keeps things is told to nobody."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def nccl_version() -> str:

@@ -93,13 +93,13 @@ def test_without_git_or_variable_nothing_is_claimed(tmp_path, monkeypatch):
 
 
 def test_every_provenance_column_is_filled(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/long/path/benchmark_x.py", "--size", "two words"])
+    monkeypatch.setattr(sys, "argv", ["/long/path/benchmark_x.py", "--size", "two words", "--out", "/home/me/out"])
     row = provenance.versions(CPU)
     columns = schema_columns(())
     by_the_sweep = {"seed", "timestamp", "state_before", "state_after"}
     assert set(row) == set(columns[columns.index("gpu") :]) - by_the_sweep
     assert {name for name, value in row.items() if value == ""} == {"gpu", "driver", "cuda", "nccl"}
-    assert row["argv"] == "benchmark_x.py --size 'two words'"
+    assert row["argv"] == "benchmark_x.py --size 'two words' --out out"
     assert row["torch"] == torch.__version__
     assert row["gpu_count"] == 0
     assert row["host"].endswith("cores")
