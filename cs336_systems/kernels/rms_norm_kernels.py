@@ -230,7 +230,10 @@ class Tile(NamedTuple):
 
 
 def tile_for(d: int) -> Tile:
-    """16 elements for each thread, or 32 of the longest rows; of some twenty ways on an H200 (LOG.md)."""
+    """16 elements for each thread, or 32 of the longest rows.
+
+    Chosen among variants that ran on an H200 (LOG.md); these kernels with these tiles have not run there yet.
+    """
     block_d = min(MAX_BLOCK_D, next_power_of_2(d))
     if block_d > 2048:
         return Tile(1, block_d, 8, n_programs=1, stages=4)

@@ -18,6 +18,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from cs336_systems.hardware import GIB
 from cs336_systems.operators.host_memory import allowed_host_bytes
 
 ALIGNMENT = 256
@@ -103,4 +104,4 @@ def _pin(pages: mmap.mmap, address: int, n_bytes: int, device: torch.device) -> 
 
 
 def _gib(n_bytes: int) -> str:
-    return f"{n_bytes / 2**30:.2f}"
+    return f"{n_bytes / GIB:.2f}"

@@ -80,8 +80,3 @@ class Fence:
             if n_bytes > cap:
                 raise RuntimeError(f"{n_bytes / GIB:.2f} GiB of the {what} were in use, the cap is {cap / GIB:.2f} GiB")
         return used
-
-    def lift(self) -> None:
-        """Let torch have the whole device again."""
-        if self.device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(1.0, self.device)

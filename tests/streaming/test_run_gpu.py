@@ -103,4 +103,4 @@ def test_a_cap_on_the_device_holds():
         with pytest.raises(RuntimeError, match="GiB of the host were in use, the cap is 0.00 GiB"):
             Fence(device, 4 * GIB, 1).check()
     finally:
-        fence.lift()
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
