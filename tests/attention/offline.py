@@ -116,7 +116,7 @@ def run_apart(script: str, *arguments: object) -> str:
         stdin.write(json.dumps([str(path), *map(str, arguments)]) + "\n")
         stdin.flush()
         code = stdout.readline().strip()
-        assert code == "0", Path(folder, "stderr").read_text()
+        assert code == "0", f"exit code {code}\n{Path(folder, 'stderr').read_text()}"
         return Path(folder, "stdout").read_text()
 
 
