@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Generator
+from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
 
@@ -29,6 +30,18 @@ if n_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
     n_threads = max(1, (os.cpu_count() or 1) // n_workers)
     os.environ.setdefault("OMP_NUM_THREADS", str(n_threads))  # of the processes that tests start
     torch.set_num_threads(n_threads)
+
+
+set_preload = forkserver.set_forkserver_preload
+
+
+def preload_for_all_tests(modules: list[str]) -> None:
+    """What any test's processes need, whichever test starts the fork server: it serves all that come after."""
+    ours = sorted(name for name in sys.modules if name.startswith("cs336_systems."))
+    set_preload([*modules, *ours, "torch._dynamo", "pytest"])
+
+
+forkserver.set_forkserver_preload = preload_for_all_tests
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

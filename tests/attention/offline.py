@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,27 +69,64 @@ what they would say.
 """
 
 
-def without_interpreter() -> dict[str, str]:
-    """The environment of a process that compiles kernels, whatever the one that runs the tests does with them."""
-    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+SERVER = """
+import json, os, runpy, sys, traceback
+import torch, triton
+
+for order in sys.stdin:
+    script, *sys.argv[1:] = json.loads(order)
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(os.path.join(os.path.dirname(script), name), os.O_WRONLY | os.O_CREAT), number)
+    try:
+        runpy.run_path(script, run_name="__main__")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)
+"""
+
+
+@cache
+def server() -> subprocess.Popen[str]:
+    """A process without the interpreter that forks one per script, so that torch and Triton are imported only once."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+    )
+
+
+def run_apart(script: str, *arguments: object) -> str:
+    """What a script prints in a process of its own, whatever the one that runs the tests does with kernels."""
+    stdin, stdout = server().stdin, server().stdout
+    assert stdin is not None
+    assert stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "script.py")  # a file, as Triton reads the sources of kernels
+        path.write_text(script)
+        stdin.write(json.dumps([str(path), *map(str, arguments)]) + "\n")
+        stdin.flush()
+        code = stdout.readline().strip()
+        assert code == "0", f"exit code {code}\n{Path(folder, 'stderr').read_text()}"
+        return Path(folder, "stdout").read_text()
 
 
 def report(script: str, *arguments: object) -> dict[str, Any]:
     """Run a script that prints ``{"ptx": ..., "metadata": {...}}`` of a kernel, by its arguments, and assemble it.
 
-    In a process of its own (``without_interpreter``). Returns the metadata and ``spill_stores``, ``stack_frame``
-    (bytes), ``registers`` (per thread), ``serialised`` and ``wgmma`` (how many).
+    By ``run_apart``. Returns the metadata and ``spill_stores``, ``stack_frame`` (bytes), ``registers`` (per thread),
+    ``serialised`` and ``wgmma`` (how many).
     """
-    result = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=without_interpreter(),
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    compiled = json.loads(result.stdout)
+    compiled = json.loads(run_apart(script, *arguments))
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
         ptx.write(compiled["ptx"])
         ptx.flush()

@@ -1,13 +1,9 @@
 """What a launch remembers is what Triton would choose, for every kind of argument by which it chooses."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from cs336_systems.operators.launching import ceil_div, next_power_of_2
-from tests.attention.offline import ON_HOPPER, without_interpreter
+from tests.attention.offline import ON_HOPPER, run_apart
 
 SCRIPT = """
 import triton.language as tl
@@ -112,13 +108,8 @@ except RuntimeError as error:
 
 
 @pytest.mark.slow
-def test_what_is_remembered_is_what_triton_chooses(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"  # Triton reads the sources of its kernels
-    script.write_text(ON_HOPPER + SCRIPT)
-    result = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, env=without_interpreter(), check=False
-    )
-    assert result.returncode == 0, result.stderr
+def test_what_is_remembered_is_what_triton_chooses() -> None:
+    run_apart(ON_HOPPER + SCRIPT)
 
 
 def test_host_arithmetic() -> None:

@@ -3,8 +3,6 @@
 import copy
 import io
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 from cs336_systems.kernels.grad_norm import clip_scale, grad_norm
 from cs336_systems.training import AdamW, TrainingCase, assemble
 from cs336_systems.training.fused_adamw import FusedAdamW
-from tests.attention.offline import without_interpreter
+from tests.attention.offline import run_apart
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -243,10 +241,7 @@ for make in (lambda: FusedAdamW([torch.ones(1)]), lambda: assemble(TrainingCase(
     except ValueError as error:
         print(error)
 """
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=without_interpreter(), check=True
-    )
-    assert result.stdout == "optimizer fused is a Triton kernel and needs a CUDA device, got cpu\n" * 2
+    assert run_apart(code) == "optimizer fused is a Triton kernel and needs a CUDA device, got cpu\n" * 2
 
 
 @pytest.mark.gpu
