@@ -22,7 +22,7 @@ from cs336_systems.harness.process import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
 from cs336_systems.report.figures import save
 from cs336_systems.report.streaming_timeline import streaming_figure
-from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice, choose
+from cs336_systems.streaming.choose import HOST_OVERHEAD, Caps, CapsTooSmallError, Choice, choose
 from cs336_systems.streaming.fence import Fence
 from cs336_systems.streaming.lanes import Streams
 from cs336_systems.streaming.layout import Chunks
@@ -34,6 +34,8 @@ MOST_CPU_PARAMETERS = 2_000_000
 CPU_PLANS_FOR = "h200"
 FRAGMENTS = 2**28
 """Bytes of the device that torch may reserve and not use."""
+HOST_LATER = GIB
+"""Bytes by which the process may grow beside its slab, as libraries are loaded and kernels compiled."""
 
 
 def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
@@ -58,7 +60,8 @@ def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
     fence = Fence(device, device_bytes, host_bytes) if on_gpu else None
     hardware = _hardware(cell, device)
     if fence is not None:
-        caps = Caps(device_bytes, host_bytes, fence.overhead + FRAGMENTS + 2 * cublas_workspace_bytes(device))
+        beside = fence.overhead + FRAGMENTS + 2 * cublas_workspace_bytes(device)
+        caps = Caps(device_bytes, host_bytes, beside, max(HOST_OVERHEAD, fence.in_use().host + HOST_LATER))
     else:
         caps = Caps(device_bytes, host_bytes, *(() if cell.simulated_device else (0, 0)))  # on a CPU slabs alone count
     choice = _chosen(cell, hardware, caps)
@@ -73,6 +76,8 @@ def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
     def whole() -> None:
         loss[:] = [step(ids, targets)]
 
+    if on_gpu:
+        step.rehearse(ids, targets)
     times = time_phases({WHOLE: whole}, device=device, warmup=cell.warmup, steps=cell.steps)
     if not loss[0].isfinite():
         raise FloatingPointError(f"loss is {loss[0].item()}")
@@ -128,9 +133,21 @@ def _step(cell: StreamingCell, choice: Choice, device: torch.device) -> tuple[St
     """With fresh weights, and random ids and targets, on the host as a loader gives them."""
     plan = choice.plan
     chunks = Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds)
-    names = ("fused", "hopper") if device.type == "cuda" else ("reference", "reference")
+    on_gpu = device.type == "cuda"
+    names = ("fused", "hopper") if on_gpu else ("reference", "reference")
     torch.manual_seed(cell.seed)
-    step = StreamedStep(cell.config, choice.schedule, chunks, block_ops(*names), device, torch.bfloat16, max_norm=1.0)
+    step = StreamedStep(
+        cell.config,
+        choice.schedule,
+        chunks,
+        block_ops(*names),
+        device,
+        torch.bfloat16,
+        moments=dict(plan.work.moments),
+        max_norm=1.0,
+        lanes=Streams(device, timed=True) if on_gpu else None,
+        temporary_bytes=plan.work.temporary_bytes + FRAGMENTS if on_gpu else 0,
+    )
     step.reset_parameters()
     generator = torch.Generator().manual_seed(cell.seed + 1)
     shape = (2, chunks.n_sequences, chunks.seq_len)
