@@ -5,6 +5,7 @@ measured at the end and compared. On a CPU, which has no link, the same schedule
 copies; the plan is then made for an H200, and its simulation is of that, as is said.
 """
 
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -91,6 +92,7 @@ def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
             _draw(pictures, cell, choice, lanes, f"measured on {hardware.name}")
         found = shares(choice, lanes)
         metrics += [Metric(name, "% of the step", [share]) for name, share in found.items()]
+        metrics += operations(choice, lanes)
     if fence is not None:
         try:
             used = fence.check()
@@ -179,7 +181,8 @@ def simulated(choice: Choice, hardware: Hardware) -> list[Metric]:
         ("planned_chunk", "tokens", plan.work.chunk),
         ("planned_rounds", "rounds", plan.rounds),
     ]
-    return [Metric(name, unit, [float(value)]) for name, unit, value in rows]
+    found = [Metric(name, unit, [float(value)]) for name, unit, value in rows]
+    return found + operations(choice, times, "simulated_")
 
 
 def shares(choice: Choice, times: LaneTimes) -> dict[str, float]:
@@ -196,6 +199,23 @@ def shares(choice: Choice, times: LaneTimes) -> dict[str, float]:
         "compute_idle": 100 - busy["compute"],
         "recompute": 100 * again / times.span,
     }
+
+
+def operations(choice: Choice, times: LaneTimes, prefix: str = "") -> list[Metric]:
+    """Mean milliseconds of each kind of kernel, and the link's rate each way while it is at work."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    n_bytes: dict[str, int] = defaultdict(int)
+    for operation, start, end in zip(choice.schedule.operations, times.starts, times.ends, strict=True):
+        copies = operation.kind in (Kind.FETCH, Kind.EVICT)
+        name = f"link_{operation.lane}_rate" if copies else f"{str(operation.kind).replace(' ', '_')}_operation"
+        seconds[name].append(end - start)
+        n_bytes[name] += operation.n_bytes
+    return [
+        Metric(prefix + name, "GB/s", [n_bytes[name] / sum(own) / 1e9])
+        if n_bytes[name]
+        else Metric(prefix + name, "ms", [1e3 * sum(own) / len(own)])
+        for name, own in seconds.items()
+    ]
 
 
 def measured(choice: Choice, hardware: Hardware | None, step_ms: list[float]) -> list[Metric]:
