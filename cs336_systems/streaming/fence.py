@@ -48,12 +48,13 @@ class Fence:
         torch.cuda.init()
         torch.empty(1, device=device)
         torch.cuda.reset_peak_memory_stats(device)
+        index = torch.cuda.current_device() if device.index is None else device.index  # the next call wants one
         total, context = torch.cuda.get_device_properties(device).total_memory, self._context()
         self.overhead = context + LATER
         left = device_bytes - self.overhead
         if left <= 0:
             raise ValueError(f"a cap of {device_bytes / GIB:.2f} GiB is below the context's {context / GIB:.2f} GiB")
-        torch.cuda.set_per_process_memory_fraction(min(1.0, left / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, left / total), index)
 
     def _context(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)

@@ -25,7 +25,7 @@ from cs336_systems.streaming.lanes import Lanes, PretendedLink, Streams
 from cs336_systems.streaming.layout import MASTER, Chunks, Layout
 from cs336_systems.streaming.optimizer import LayerAdamW
 from cs336_systems.streaming.passes import HeadPass, LayerOptimizer, Passes
-from cs336_systems.streaming.schedule import Item, Lane, Operation, Schedule
+from cs336_systems.streaming.schedule import Item, Kind, Lane, Operation, Schedule
 from cs336_systems.streaming.slabs import Memory
 
 
@@ -68,6 +68,8 @@ class StreamedStep:
         self.optimizer = optimizer or LayerAdamW()
         self.passes = Passes(config, chunks, self.memory, self.fixed, ops, _head_of(device), self.optimizer, max_norm)
         self.lanes = lanes or (Streams(device) if device.type == "cuda" else PretendedLink())
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # of what made the rotary tables
         # One piece, which torch keeps and cuts: pieces of many sizes would not be reused for each other.
         torch.empty(temporary_bytes, dtype=torch.uint8, device=device)
 
@@ -88,6 +90,16 @@ class StreamedStep:
         self.passes.begin(token_ids, targets)
         self.lanes.run(self.schedule, self.passes.run, self._copy)
         return self.passes.loss()
+
+    @torch.no_grad()
+    def rehearse(self, token_ids: Tensor, targets: Tensor) -> None:
+        """Begin a step and leave it after the first backward of a layer, so that kernels are compiled and clocks have
+        risen; weights and what the optimizer keeps stay as they are.
+        """
+        operations = self.schedule.operations
+        first = next(i for i, operation in enumerate(operations) if operation.kind is Kind.BACKWARD)
+        self.passes.begin(token_ids, targets)
+        self.lanes.run(replace(self.schedule, operations=operations[: first + 1]), self.passes.run, self._copy)
 
     def _copy(self, operation: Operation) -> tuple[Tensor, Tensor]:
         held = (operation.writes if operation.lane is Lane.IN else operation.reads)[0]

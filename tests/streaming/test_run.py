@@ -198,6 +198,21 @@ def test_every_plan_gives_the_same_bits(seed):
         assert not differing(capped(plan, schedule, lanes, 5), expected)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_rehearsal_leaves_no_trace(seed):
+    plan, schedule = random_plan(seed)
+    steps = [resident_step(plan, torch.bfloat16, max_norm=0.1)]
+    steps += [StreamedStep(plan.work.config, schedule, steps[0].chunks, REFERENCE, CPU, torch.bfloat16,
+                           moments=dict(plan.work.moments), optimizer=Recorded(), max_norm=0.1)]  # fmt: skip
+    first, *rest = batches(steps[0].chunks, 3, plan.work.config)
+    for step in steps:
+        step.load(model_of(step.config, torch.bfloat16).state_dict())
+    steps[1].rehearse(*first)
+    for ids, targets in rest:
+        assert torch.equal(steps[1](ids, targets), steps[0](ids, targets))
+    assert not differing(steps[1].state_dict(), steps[0].state_dict())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_a_dependency_that_is_dropped_shows(seed):

@@ -90,17 +90,14 @@ def test_every_plan_gives_the_same_bits(seed, attention):
     assert [name for name, tensor in expected.items() if not torch.equal(got[name], tensor)] == []
 
 
-def test_a_cap_on_the_device_holds():
-    device = torch.device("cuda", torch.cuda.current_device())
-    torch.cuda.empty_cache()
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_a_cap_on_the_device_holds(name, device_to_itself):
+    device = torch.device(name)
     fence = Fence(device, 4 * GIB, 2**40)
-    try:
-        with pytest.raises(torch.cuda.OutOfMemoryError):
-            torch.empty(4 * GIB, dtype=torch.uint8, device=device)
-        held = torch.empty(2 * GIB, dtype=torch.uint8, device=device)
-        assert 2 * GIB < fence.check().device <= 4 * GIB
-        del held
-        with pytest.raises(RuntimeError, match="GiB of the host were in use, the cap is 0.00 GiB"):
-            Fence(device, 4 * GIB, 1).check()
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        torch.empty(4 * GIB, dtype=torch.uint8, device=device)
+    held = torch.empty(2 * GIB, dtype=torch.uint8, device=device)
+    assert 2 * GIB < fence.check().device <= 4 * GIB
+    del held
+    with pytest.raises(RuntimeError, match="GiB of the host were in use, the cap is 0.00 GiB"):
+        Fence(device, 4 * GIB, 1).check()

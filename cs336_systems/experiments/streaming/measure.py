@@ -5,6 +5,7 @@ measured at the end and compared. On a CPU, which has no link, the same schedule
 copies; the plan is then made for an H200, and its simulation is of that, as is said.
 """
 
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from cs336_systems.harness.process import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
 from cs336_systems.report.figures import save
 from cs336_systems.report.streaming_timeline import streaming_figure
-from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice, choose
+from cs336_systems.streaming.choose import HOST_OVERHEAD, Caps, CapsTooSmallError, Choice, choose
 from cs336_systems.streaming.fence import Fence
 from cs336_systems.streaming.lanes import Streams
 from cs336_systems.streaming.layout import Chunks
@@ -34,6 +35,8 @@ MOST_CPU_PARAMETERS = 2_000_000
 CPU_PLANS_FOR = "h200"
 FRAGMENTS = 2**28
 """Bytes of the device that torch may reserve and not use."""
+HOST_LATER = GIB
+"""Bytes by which the process may grow beside its slab, as libraries are loaded and kernels compiled."""
 
 
 def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
@@ -58,7 +61,8 @@ def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
     fence = Fence(device, device_bytes, host_bytes) if on_gpu else None
     hardware = _hardware(cell, device)
     if fence is not None:
-        caps = Caps(device_bytes, host_bytes, fence.overhead + FRAGMENTS + 2 * cublas_workspace_bytes(device))
+        beside = fence.overhead + FRAGMENTS + 2 * cublas_workspace_bytes(device)
+        caps = Caps(device_bytes, host_bytes, beside, max(HOST_OVERHEAD, fence.in_use().host + HOST_LATER))
     else:
         caps = Caps(device_bytes, host_bytes, *(() if cell.simulated_device else (0, 0)))  # on a CPU slabs alone count
     choice = _chosen(cell, hardware, caps)
@@ -73,6 +77,8 @@ def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
     def whole() -> None:
         loss[:] = [step(ids, targets)]
 
+    if on_gpu:
+        step.rehearse(ids, targets)
     times = time_phases({WHOLE: whole}, device=device, warmup=cell.warmup, steps=cell.steps)
     if not loss[0].isfinite():
         raise FloatingPointError(f"loss is {loss[0].item()}")
@@ -86,6 +92,7 @@ def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
             _draw(pictures, cell, choice, lanes, f"measured on {hardware.name}")
         found = shares(choice, lanes)
         metrics += [Metric(name, "% of the step", [share]) for name, share in found.items()]
+        metrics += operations(choice, lanes)
     if fence is not None:
         try:
             used = fence.check()
@@ -128,9 +135,21 @@ def _step(cell: StreamingCell, choice: Choice, device: torch.device) -> tuple[St
     """With fresh weights, and random ids and targets, on the host as a loader gives them."""
     plan = choice.plan
     chunks = Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds)
-    names = ("fused", "hopper") if device.type == "cuda" else ("reference", "reference")
+    on_gpu = device.type == "cuda"
+    names = ("fused", "hopper") if on_gpu else ("reference", "reference")
     torch.manual_seed(cell.seed)
-    step = StreamedStep(cell.config, choice.schedule, chunks, block_ops(*names), device, torch.bfloat16, max_norm=1.0)
+    step = StreamedStep(
+        cell.config,
+        choice.schedule,
+        chunks,
+        block_ops(*names),
+        device,
+        torch.bfloat16,
+        moments=dict(plan.work.moments),
+        max_norm=1.0,
+        lanes=Streams(device, timed=True) if on_gpu else None,
+        temporary_bytes=plan.work.temporary_bytes + FRAGMENTS if on_gpu else 0,
+    )
     step.reset_parameters()
     generator = torch.Generator().manual_seed(cell.seed + 1)
     shape = (2, chunks.n_sequences, chunks.seq_len)
@@ -162,7 +181,8 @@ def simulated(choice: Choice, hardware: Hardware) -> list[Metric]:
         ("planned_chunk", "tokens", plan.work.chunk),
         ("planned_rounds", "rounds", plan.rounds),
     ]
-    return [Metric(name, unit, [float(value)]) for name, unit, value in rows]
+    found = [Metric(name, unit, [float(value)]) for name, unit, value in rows]
+    return found + operations(choice, times, "simulated_")
 
 
 def shares(choice: Choice, times: LaneTimes) -> dict[str, float]:
@@ -179,6 +199,23 @@ def shares(choice: Choice, times: LaneTimes) -> dict[str, float]:
         "compute_idle": 100 - busy["compute"],
         "recompute": 100 * again / times.span,
     }
+
+
+def operations(choice: Choice, times: LaneTimes, prefix: str = "") -> list[Metric]:
+    """Mean milliseconds of each kind of kernel, and the link's rate each way while it is at work."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    n_bytes: dict[str, int] = defaultdict(int)
+    for operation, start, end in zip(choice.schedule.operations, times.starts, times.ends, strict=True):
+        copies = operation.kind in (Kind.FETCH, Kind.EVICT)
+        name = f"link_{operation.lane}_rate" if copies else f"{str(operation.kind).replace(' ', '_')}_operation"
+        seconds[name].append(end - start)
+        n_bytes[name] += operation.n_bytes
+    return [
+        Metric(prefix + name, "GB/s", [n_bytes[name] / sum(own) / 1e9])
+        if n_bytes[name]
+        else Metric(prefix + name, "ms", [1e3 * sum(own) / len(own)])
+        for name, own in seconds.items()
+    ]
 
 
 def measured(choice: Choice, hardware: Hardware | None, step_ms: list[float]) -> list[Metric]:

@@ -4,11 +4,13 @@ import json
 
 import pandas as pd
 import pytest
+import torch
 
 from cs336_systems.case import Unsupported
 from cs336_systems.experiments.streaming.cells import Options, hardware_named, make_cells
 from cs336_systems.experiments.streaming.figure import heatmaps
 from cs336_systems.experiments.streaming.measure import measure
+from cs336_systems.hardware import GIB
 from cs336_systems.harness.record import read_rows
 from tests.benchmarks.commands import cells_of, run
 
@@ -55,6 +57,29 @@ def test_a_large_model_is_not_run_on_a_cpu():
     (cell,) = cells_of("streaming", "--size", "llama3-1b", "--device-gib", "16")
     with pytest.raises(Unsupported, match="llama3-1b runs on a GPU alone: --gpu h200 simulates it here"):
         measure(cell)
+
+
+def test_what_the_optimizer_keeps_is_what_was_asked_for():
+    (cell,) = cells_of("streaming", "--master", "fp32", "--device-gib", "0.004", "--steps", "1")
+    found = {metric.name: metric.samples[0] for metric in measure(cell)}
+    (cell,) = cells_of("streaming", "--device-gib", "0.004", "--steps", "1")
+    plain = {metric.name: metric.samples[0] for metric in measure(cell)}
+    state = 8 * cell.config.n_parameters / GIB
+    assert found["device_in_use"] + found["host_in_use"] > plain["device_in_use"] + plain["host_in_use"] + 0.9 * state
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_small_model_runs_under_caps_on_a_gpu(tmp_path, device_to_itself):
+    """With all that a large one needs: caps, a pinned slab, streams with times, the picture."""
+    (cell,) = cells_of("streaming", "--size", "small", "--context-length", "2048", "--device-gib", "2.5", "--host-gib",
+                       "16", "--tokens-per-step", "65536", "--steps", "2", device="cuda")  # fmt: skip
+    found = {metric.name: metric.samples for metric in measure(cell, tmp_path)}
+    assert found["device_in_use"][0] <= 2.5
+    assert found["host_in_use"][0] <= 16
+    assert len(found["tokens_per_s"]) == 2
+    assert 0 < found["link_in"][0] < 100
+    assert list(tmp_path.glob("timeline_small_2048_2.5_16.png"))
 
 
 @pytest.mark.slow
