@@ -46,5 +46,6 @@ def test_runs_end_once_they_have_been_steady_for_long_enough():
         assert outcome.status == "ok", outcome.message
         found = {metric.name: metric.samples for metric in outcome.metrics}
         assert len(found["step"]) == len(found["tokens_per_s"]) >= 4
-        assert all(ms * rate == pytest.approx(1000 * 1024) for ms, rate in zip(found["step"], found["tokens_per_s"]))
+        each = zip(found["step"], found["tokens_per_s"], strict=True)
+        assert all(ms * rate == pytest.approx(1000 * 1024) for ms, rate in each)
     assert (other.status, other.message) == ("unsupported", "Liger's kernels need a GPU, got cpu")
