@@ -5,7 +5,7 @@
 #
 # Parts, with minutes on one H200 by arithmetic, at sequences of 1,024 and 524,288 tokens a step:
 #
-#   0.5b             6  Qwen2.5-0.5B at 32 sequences: ours keeping products and all, transformers with Liger, compiled
+#   0.5b             6  Qwen2.5-0.5B at 32 sequences: ours keeping products and all, transformers compiled, and with Liger
 #   1.5b             6  Qwen2.5-1.5B at 16
 #   3b               6  Qwen2.5-3B at 16
 #   7b              10  Qwen2.5-7B at 8: few and long steps

@@ -8,7 +8,8 @@
 
 What is written, and how a kill at any moment loses nothing, is as in ``checkpoint.py``, by a thread of each rank; these
 talk to each other over a gloo group of their own. A save that fails is told, leaves the older checkpoints as they are,
-and training goes on. Where host memory is short of the copies, saves wait for the disk.
+and training goes on. A save that comes while the one before is still being written waits for it, as what was
+asked for is to be had, and tells how long. Where host memory is short of the copies, saves wait for the disk.
 """
 
 import os
@@ -38,6 +39,7 @@ class Saved:
         error: why.
         n_bytes: of this rank's part.
         stall_seconds: that the caller of ``save`` waited.
+        waited_seconds: of these, until the save before was written.
         seconds: until all ranks were done.
     """
 
@@ -46,6 +48,7 @@ class Saved:
     error: str | None
     n_bytes: int
     stall_seconds: float
+    waited_seconds: float
     seconds: float
 
 
@@ -79,6 +82,8 @@ class BackgroundSaver:
         self._slab: Slab | None = None
         self._short: str | None = None
         self._thread: threading.Thread | None = None
+        self._saves = False
+        """Whether the thread is one that writes, and none that gets host memory."""
         self._finished: list[Saved] = []
 
     def reserve(self, budget_bytes: int) -> str | None:
@@ -105,8 +110,9 @@ class BackgroundSaver:
             ValueError: as ``save_checkpoint``.
         """
         check_kept(step, *self._kept)
-        began = time.perf_counter()
+        began, saves = time.perf_counter(), self._saves
         self._join()
+        waited, self._saves = time.perf_counter() - began if saves else 0.0, True
         collected = self._collect(step, extra)
         n_bytes = n_bytes_of(collected.tensors)
         copied = self._copied(collected)
@@ -119,7 +125,7 @@ class BackgroundSaver:
             except Exception as raised:  # nothing that goes wrong here is to end the training
                 error = str(raised)
             seconds = time.perf_counter() - began
-            self._finished.append(Saved(step, path, error, n_bytes, stall if copied else seconds, seconds))
+            self._finished.append(Saved(step, path, error, n_bytes, stall if copied else seconds, waited, seconds))
 
         if copied is None:
             finish()

@@ -142,7 +142,8 @@ class TrainOptions:
     evaluation_sequences: int | None = 512
     """Held-out sequences, the first so many; None for all."""
     save_every: int | None = 1000
-    """Steps between checkpoints, and one at the end, whatever ends the run; None for no checkpoint at all."""
+    """Steps between checkpoints, and one at the end, whatever ends the run; one that is due while the one before is
+    written waits for it. None for no checkpoint at all."""
     keep_last: int = 2
     """Checkpoints that stay."""
     keep_every: int | None = None

@@ -35,6 +35,10 @@ class PeerModel(nn.Module):
         super().__init__()
         self.model = model
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.model.model.layers)  # type: ignore[union-attr, arg-type]
+
     def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.model(input_ids=token_ids, labels=targets, shift_labels=targets, use_cache=False).loss
         return loss

@@ -153,6 +153,8 @@ class Checkpoint(Record):
     """That training waited for it."""
     seconds: float
     """Until it was written."""
+    waited_seconds: float = 0.0
+    """Of the stall, until the checkpoint before was written."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ model, moments and the place in the data are in the checkpoint, and the learning
       run.json, tokenizer.json  what is trained (``checkpoint.py``)
       step-00000200/            checkpoints (``distributed/checkpoint.py``)
 
+Checkpoints are written while training goes on. One that is due while the one before is still being written waits for
+that, and training with it: no checkpoint that was asked for is left out.
+
 A run stops at the first step whose loss or gradient is not finite; no such step changes the model.
 """
 
@@ -63,6 +66,9 @@ from cs336_systems.pretraining.trackers import trackers_of
 
 _VALUES = ("loss", "norm", *REASONS)
 """Of each step, read a step late; a reason to stop is the number of ranks that have it."""
+
+_LONG_WAIT_S = 1.0
+"""Of a save for the one before, which is said."""
 
 _COPIES = 0.8
 """Of the host memory that is free, which copies of what is saved may take."""
@@ -312,6 +318,9 @@ class _Run:
             if one.path is None:
                 self._complaint = f"no checkpoint of step {one.step}: {one.error}"
                 self._log.say(self._complaint, "error")
-            else:
-                self._saved, self._complaint = one.path, None
-                self._log.write(Checkpoint(one.step, one.n_bytes, one.stall_seconds, one.seconds))
+                continue
+            self._saved, self._complaint = one.path, None
+            self._log.write(Checkpoint(one.step, one.n_bytes, one.stall_seconds, one.seconds, one.waited_seconds))
+            if one.waited_seconds >= _LONG_WAIT_S and one.step < self._prepared.n_steps:
+                waited = f"step {one.step} waited {one.waited_seconds:.1f} s for the checkpoint before to be written"
+                self._log.say(f"{waited}: --save-every {self._options.save_every} is too often", "warning")

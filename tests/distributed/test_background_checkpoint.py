@@ -138,6 +138,8 @@ def test_a_save_that_fails_is_told_and_the_next_one_waits_for_it(alone, tmp_path
         (3, "[Errno 28] No space left on device"),
         (4, None),
     ]
+    assert told[0].waited_seconds == 0
+    assert 0.1 < told[2].waited_seconds < told[2].stall_seconds < told[2].seconds
     assert told[1].path is None
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000002", "step-00000004"]
 

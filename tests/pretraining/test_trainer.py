@@ -4,6 +4,7 @@ import math
 import random
 import shutil
 import sys
+import threading
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -22,7 +23,17 @@ from cs336_systems.pretraining.nonfinite import NonFiniteStep
 from cs336_systems.pretraining.preparation import prepare
 from cs336_systems.pretraining.run_log import LOG
 from cs336_systems.pretraining.run_reader import read_run
-from cs336_systems.pretraining.run_records import Data, End, Evaluation, Memory, Message, Model, Options, Step
+from cs336_systems.pretraining.run_records import (
+    Checkpoint,
+    Data,
+    End,
+    Evaluation,
+    Memory,
+    Message,
+    Model,
+    Options,
+    Step,
+)
 from cs336_systems.pretraining.trainer import train
 from cs336_systems.training import TrainStep
 from tests.pretraining.runs import Kept
@@ -241,6 +252,36 @@ def test_a_full_disk_costs_a_checkpoint_and_no_step(whole, alone, tmp_path, monk
     outcome = train(replace(asked, out=tmp_path / "other"), alone)
     assert outcome.saved is None
     assert outcome.complaint.startswith("no checkpoint of step 10")
+
+
+def test_a_checkpoint_waits_for_the_one_before_and_a_long_wait_is_said(whole, alone, tmp_path, monkeypatch):
+    """Each is written a tenth of a second after the next one, or the end, has come to wait for it."""
+    written, saver, n_saves = threading.Semaphore(0), trainer.BackgroundSaver, count()
+
+    def slowly(*arguments, write=background_checkpoint.write):
+        assert written.acquire(timeout=60)
+        return write(*arguments)
+
+    def save(self, *arguments, save=saver.save):
+        threading.Timer(0.1, written.release).start() if next(n_saves) else None
+        save(self, *arguments)
+
+    def wait(self, wait=saver.wait):
+        written.release()
+        return wait(self)
+
+    monkeypatch.setattr(background_checkpoint, "write", slowly)
+    monkeypatch.setattr(saver, "save", save)
+    monkeypatch.setattr(saver, "wait", wait)
+    monkeypatch.setattr(trainer, "_LONG_WAIT_S", 0.05)
+    train(options(tmp_path, data=whole / "data", save_every=3, keep_last=9), alone)
+    assert [path.name[-2:] for path in complete_checkpoints(tmp_path / "run")] == ["03", "06", "09", "10"]
+    run = read_run(tmp_path / "run" / LOG)
+    saves = run.all(Checkpoint)
+    assert saves[0].waited_seconds == 0 and all(0.09 < one.waited_seconds < one.stall_seconds for one in saves[1:])
+    said = [message.text.split(" waited ") for message in run.all(Message)]
+    assert [step for step, _ in said] == ["step 6", "step 9"]  # the last one has to wait
+    assert said[0][1].endswith(" s for the checkpoint before to be written: --save-every 3 is too often")
 
 
 @pytest.mark.parametrize(

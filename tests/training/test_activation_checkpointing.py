@@ -1,5 +1,6 @@
 """Checkpointed steps against plain ones: the same bits, the same parameter names, and the blocks that run again."""
 
+import gc
 from collections import Counter
 from dataclasses import replace
 
@@ -241,6 +242,7 @@ def test_on_a_gpu_the_peak_is_the_predicted_one_and_the_bits_are_the_same(policy
     config, precision = MODEL_SIZES["small"], PRECISIONS["autocast-bf16"]
     generator = torch.Generator().manual_seed(0)
     ids, targets = torch.randint(config.vocab_size, (2, 4, 512), generator=generator).cuda()
+    gc.collect()  # models of earlier tests, which would go at some time in this one
     before = torch.cuda.memory_allocated()
 
     def measured(checkpoint: str) -> tuple[list[Tensor], int]:

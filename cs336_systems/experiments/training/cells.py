@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Literal
 
 from cs336_systems.config import ATTENTIONS, resolve_size
 from cs336_systems.costs.kept import check_known
-from cs336_systems.experiments.options import RunOptions, cell_of
+from cs336_systems.experiments.options import Kernels, RunOptions, Switch, cell_of
 from cs336_systems.pretraining.options import TrainOptions
 
-How = Literal["ours", "transformers"]
+How = Literal["ours", "transformers", "transformers-liger"]
 
 
 @dataclass(frozen=True)
@@ -19,27 +19,36 @@ class Options(RunOptions):
 
     CPU_DEFAULTS: ClassVar = {
         **{"size": ("tiny",), "how": ("ours",), "context_length": 128, "batch_size": 4, "total_batch_tokens": 1024},
-        **{"dtype": "fp32", "keep": ("autograd",), "attention": ("reference",), "cuda_graph": ("off",)},
-        **{"warmup": 3, "seconds": 5.0},
+        **{"dtype": "fp32", "kernels": ("reference",), "keep": ("autograd",), "attention": ("reference",)},
+        **{"cuda_graph": ("off",), "warmup": 3, "seconds": 5.0},
     }
     size: tuple[str, ...] = ("qwen2.5-0.5b",)
     """Named model sizes."""
-    how: tuple[How, ...] = ("ours", "transformers")
-    """The trainer of train.py; or transformers' model with Liger's kernels, compiled, in a plain loop."""
+    how: tuple[How, ...] = ("ours", "transformers", "transformers-liger")
+    """The trainer of train.py; or a plain loop over transformers' model, on a GPU compiled as a whole; or the same with
+    Liger's kernels, blocks compiled one by one, as its loss in chunks does not compile."""
     context_length: int = 1024
     """Tokens per sequence."""
     batch_size: int = 32
     """Sequences per micro-batch."""
     total_batch_tokens: int = 524_288
-    """Tokens per step."""
+    """Tokens per step, of all ranks."""
+    world_size: tuple[int, ...] | None = None
+    """Ranks, of ours; under torchrun those that it has started. [default: 1]"""
+    zero: tuple[Literal[0, 1, 2, 3], ...] = (0,)
+    """What ranks divide, as for train.py."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Of parameters, gradients, moments and products."""
+    kernels: tuple[Kernels, ...] = ("fused",)
+    """Of ours, as for train.py."""
     keep: tuple[str, ...] = ("products",)
     """Of ours: what blocks keep for backward, as for train.py."""
     attention: tuple[str, ...] = ("hopper",)
     """Of ours."""
-    cuda_graph: tuple[Literal["off", "on"], ...] = ("on",)
+    cuda_graph: tuple[Switch, ...] = ("on",)
     """Of ours."""
+    lmhead_chunks: int | None = None
+    """Of ours, as for train.py."""
     warmup: int = 6
     """Steps before those that are recorded."""
     seconds: float = 60.0
@@ -56,10 +65,14 @@ class TrainingRunCell:
     context_length: int
     batch_size: int
     total_batch_tokens: int
+    world_size: int
+    zero: int
     dtype: str
+    kernels: str
     keep: str
     attention: str
     cuda_graph: str
+    lmhead_chunks: int | None
     warmup: int
     seconds: float
     seed: int
@@ -76,8 +89,9 @@ class TrainingRunCell:
         ours: dict[str, Any] = {}
         if self.device == "cpu":
             ours = {name: TrainOptions.CPU_DEFAULTS[name] for name in ("optimizer", "kernels")}
-        if self.keep:
-            ours |= {"keep": self.keep, "attention": self.attention, "cuda_graph": self.cuda_graph}
+        if self.how == "ours":
+            names = ("zero", "kernels", "keep", "attention", "cuda_graph", "lmhead_chunks")
+            ours |= {name: getattr(self, name) for name in names}
         return TrainOptions(
             device=self.device,  # type: ignore[arg-type]
             size=self.size,
@@ -96,11 +110,12 @@ class TrainingRunCell:
     def __str__(self) -> str:
         shape = f"{self.size} {self.batch_size} x {self.context_length} {self.dtype}"
         graph = " CUDA graph" if self.cuda_graph == "on" else ""
-        return f"{shape} {self.how} {self.keep} {self.attention}{graph}".rstrip()
+        ranks = f" on {self.world_size} ranks, ZeRO {self.zero}" if self.world_size > 1 else ""
+        return " ".join(filter(None, (shape, self.how, self.kernels, self.keep, self.attention))) + graph + ranks
 
 
 def make_cells(options: Options) -> list[TrainingRunCell]:
-    """Each size in each way; keep, attention and graph are ours.
+    """Each size in each way; what others do not have is asked of ours alone.
 
     Raises:
         ValueError: a value that no run can have.
@@ -109,15 +124,22 @@ def make_cells(options: Options) -> list[TrainingRunCell]:
         raise ValueError(f"--seconds must be positive and finite, got {options.seconds:g}")
     for name in options.attention:
         check_known("attention", name, ATTENTIONS)
+    of_ours = {
+        name: getattr(options, name) for name in ("world_size", "zero", "kernels", "keep", "attention", "cuda_graph")
+    }
+    of_others = {"world_size": (1,), "zero": (0,)} | dict.fromkeys(
+        ("kernels", "keep", "attention", "cuda_graph"), ("",)
+    )
     cells = []
     for size, how in itertools.product(options.size, options.how):
         resolve_size(size)
-        ways = list(itertools.product(options.keep, options.attention, options.cuda_graph))
-        for keep, attention, cuda_graph in ways if how == "ours" else [("", "", "")]:
-            own = {"size": size, "how": how, "keep": keep, "attention": attention, "cuda_graph": cuda_graph}
+        ways = of_ours if how == "ours" else of_others
+        chunks = options.lmhead_chunks if how == "ours" else None
+        for values in itertools.product(*ways.values()):
+            own = {"size": size, "how": how, "lmhead_chunks": chunks} | dict(zip(ways, values, strict=True))
             cell = cell_of(TrainingRunCell, options, data=TrainingRunCell.data, **own)
             if how == "ours":
                 cell.train_options.check()
-            cell.train_options.micro_batches(1)
+            cell.train_options.micro_batches(cell.world_size)
             cells.append(cell)
     return cells

@@ -11,8 +11,9 @@ from cs336_systems.report.show import show
 
 TRAINING_TABLE = ResultTable(
     settings=(
-        *("gpu", "device", "size", "batch_size", "context_length", "total_batch_tokens", "dtype", "how", "keep"),
-        *("attention", "cuda_graph", "data", "warmup", "seconds"),
+        *("gpu", "device", "size", "batch_size", "context_length", "total_batch_tokens", "dtype", "how"),
+        *("world_size", "zero"),
+        *("kernels", "keep", "attention", "cuda_graph", "lmhead_chunks", "data", "warmup", "seconds"),
     ),
     always=("size", "how"),
     columns=(
@@ -36,4 +37,5 @@ EXPERIMENT = Experiment(
     one_stage(measure, lambda cell: cell.seconds + 30.0),
     present,
     ("tokens_per_s", "step", "speed_of_light", "peak_memory"),
+    default_worlds=lambda device: (1,),
 )

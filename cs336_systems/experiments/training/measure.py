@@ -1,20 +1,22 @@
 """A run on random tokens until it has been steady for long enough: its steps after the first few, and its memory.
 
 Ours is ``pretraining.trainer.train`` as a user has it, with loader, log and clipping, and without evaluations and
-checkpoints; its steps are timed by the device. The other is a plain loop over transformers' model with Liger's kernels,
-compiled as a whole, parameters and AdamW's moments in the same dtype; the host waits for each of its steps.
+checkpoints; its steps are timed by the device. The others are a plain loop over transformers' model, parameters and
+AdamW's moments in the same dtype; the host waits for each of their steps.
 """
 
+import signal
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from cs336_systems.case import Unsupported
 from cs336_systems.config import resolve_size
-from cs336_systems.distributed.process_group import Rank, joined
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.experiments.ranked import largest
 from cs336_systems.experiments.training.cells import TrainingRunCell
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.memory import PeakMeter
@@ -23,6 +25,7 @@ from cs336_systems.pretraining.loader import Loader
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.peer import peer_model, peer_optimizer, peer_step
 from cs336_systems.pretraining.run_records import Light, Memory, Record, Step
+from cs336_systems.pretraining.signals import StopRequests
 from cs336_systems.pretraining.synthetic import write_random_tokens
 from cs336_systems.pretraining.token_stream import Dataset
 from cs336_systems.pretraining.trainer import train
@@ -30,17 +33,20 @@ from cs336_systems.training.precision import parameter_dtype
 
 _STEPS_OF_DATA = 4
 """After which tokens come again."""
-
-
-class Enough(Exception):
-    """The run has been steady for long enough."""
+_N_LEFT = 3
+"""Steps that our trainer makes once it is asked to end by who was told of one: the next is queued, the one after it is
+the first that all ranks know it of, and that is read a step late."""
 
 
 class Watch:
-    """A sink that ends the run after its first steps and so many seconds of others."""
+    """A sink that ends the run once its steps after the first ones take so many seconds.
 
-    def __init__(self, warmup: int, seconds: float) -> None:
-        self._warmup, self._seconds = warmup, seconds
+    It asks the run to end as a user would, so that all ranks end at the same step, ``n_left`` from then on.
+    """
+
+    def __init__(self, warmup: int, seconds: float, n_left: int) -> None:
+        self._warmup, self._seconds, self._n_left = warmup, seconds, n_left
+        self._asked = False
         self.steps: list[Step] = []
         self.light: Light | None = None
         self.memory: Memory | None = None
@@ -52,8 +58,10 @@ class Watch:
             self.memory = record
         elif isinstance(record, Step):
             self.steps.append(record)
-            if sum(step.seconds for step in self.steady) >= self._seconds:
-                raise Enough
+            to_come = self._n_left * record.seconds
+            if self.steady and not self._asked and sum(step.seconds for step in self.steady) + to_come >= self._seconds:
+                self._asked = True
+                signal.raise_signal(signal.SIGTERM)
 
     def close(self) -> None:
         pass
@@ -63,20 +71,26 @@ class Watch:
         return self.steps[self._warmup :]
 
 
-def measure(cell: TrainingRunCell) -> list[Metric]:
+def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
     """Tokens per second, seconds and share of the speed of light of each steady step; peak memory, and as predicted.
+
+    Returns:
+        Nothing on ranks but the first.
 
     Raises:
         Unsupported: the device cannot do it, or the peer is not installed.
     """
-    with tempfile.TemporaryDirectory() as name, joined(cell.device) as rank:
+    with tempfile.TemporaryDirectory() as name:
         vocab_size, tokens = resolve_size(cell.size).vocab_size, _STEPS_OF_DATA * cell.total_batch_tokens + 1
         data = write_random_tokens(Path(name) / "data", tokens, max(vocab_size, 264), cell.seed)
         options = replace(cell.train_options, data=data, out=Path(name) / "run")
         meter = PeakMeter(rank.device)
-        watch = Watch(cell.warmup, cell.seconds)
-        with suppress(Enough):
-            train(options, rank, watch) if cell.how == "ours" else _train_peer(options, rank, watch)
+        watch = Watch(cell.warmup, cell.seconds, _N_LEFT if cell.how == "ours" else 0)
+        train(options, rank, watch) if cell.how == "ours" else _train_peer(cell.how, options, rank, watch)
+        peak = meter.peak_bytes()
+        of_all = None if peak is None else largest(peak, rank)
+        if rank.rank:
+            return []  # the first rank has the log
         metrics = [
             Metric("step", "ms", [1000 * step.seconds for step in watch.steady]),
             Metric("tokens_per_s", "1/s", [step.tokens / step.seconds for step in watch.steady]),
@@ -85,24 +99,27 @@ def measure(cell: TrainingRunCell) -> list[Metric]:
         if bound is not None:
             shares = [100 * bound * step.tokens / step.seconds for step in watch.steady]
             metrics.append(Metric("speed_of_light", "%", shares, derived=True))
-        if (peak := meter.peak_bytes()) is not None:
-            metrics.append(Metric("peak_memory", "GiB", [peak / GIB]))
+        if of_all is not None:
+            metrics.append(Metric("peak_memory", "GiB", [of_all / GIB]))
         if watch.memory is not None and "in all" in watch.memory.predicted_bytes:
             metrics.append(Metric("predicted_peak_memory", "GiB", [watch.memory.predicted_bytes["in all"] / GIB]))
         return metrics
 
 
-def _train_peer(options: TrainOptions, rank: Rank, watch: Watch) -> None:
+def _train_peer(how: str, options: TrainOptions, rank: Rank, watch: Watch) -> None:
     assert options.data is not None
     dataset = Dataset.open(options.data)
     assert dataset.train is not None
     config = replace(resolve_size(options.size).at_context(options.context_length), vocab_size=dataset.vocab_size)
     precision = options.training_case(config, 1).precision
     torch.manual_seed(options.seed)
-    model = peer_model(config, rank.device, parameter_dtype(precision), liger=rank.device.type == "cuda")
+    with_liger, on_gpu = how == "transformers-liger", rank.device.type == "cuda"
+    if with_liger and not on_gpu:
+        raise Unsupported(f"Liger's kernels need a GPU, got {rank.device.type}")
+    model = peer_model(config, rank.device, parameter_dtype(precision), liger=with_liger)
     optimizer = peer_optimizer(model, options)
-    if rank.device.type == "cuda":
-        model.compile()
+    for part in (model.blocks if with_liger else [model]) if on_gpu else ():
+        part.compile()
     tokens = options.tokens_per_step(1)
     loader = Loader(
         dataset.train,
@@ -112,8 +129,8 @@ def _train_peer(options: TrainOptions, rank: Rank, watch: Watch) -> None:
         vocab_size=config.vocab_size,
         device=rank.device,
     )
-    with loader:
-        for step in range(options.steps or 0):
+    with loader, StopRequests() as stop:
+        while stop.asked is None:
             began = time.perf_counter()
             loss, norm = (value.item() for value in peer_step(model, optimizer, next(loader), options, options.dtype))
-            watch.write(Step(step, time.perf_counter() - began, tokens, loss, norm, options.learning_rate))
+            watch.write(Step(len(watch.steps), time.perf_counter() - began, tokens, loss, norm, options.learning_rate))
