@@ -5,9 +5,13 @@
 
 Scales are current: of the tensor at hand. Fp8 products on Hopper sum over the last dimension of both operands, so a
 matrix that is read both ways is stored both ways, in one pass; with one scale for all of it the second is the transpose
-of the first. A bias is added to the product before it is rounded. On CUDA devices a product is ``torch._scaled_mm``;
-elsewhere it is emulated: the same quantized values, multiplied and added up in fp32, so that a recipe can be judged
-without a GPU. The two differ by the rounding of sums, and where forward accumulates fast by that.
+of the first. A bias is added to the product before it is rounded; to one with scales by block, afterwards.
+
+On CUDA devices a product is ``torch._scaled_mm``; elsewhere it is emulated: the same quantized values, multiplied and
+added up in fp32, so that a recipe can be judged without a GPU. What the emulation leaves out is how Hopper adds up
+(measured by DeepSeek-V3, arXiv 2412.19437, and SageAttention2, arXiv 2411.10958): 32 products and the sum so far are
+shifted to the largest exponent among them, and keep 13 bits behind its point; the rest is cut off, of the new sum too.
+With fast accumulation a whole product is summed so, without it sums of 128 are, which then add up in fp32.
 
 Gradients of weights that add to earlier ones: the product is rounded to the gradient's dtype, then the sum is, where a
 product in bf16 rounds the sum alone; ``_scaled_mm`` adds to nothing.
@@ -207,25 +211,25 @@ def _make(recipe: Recipe, quantizers: Quantizers, remember: bool) -> QuantizedPr
 
 
 def _scaled_mm(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor | None, *, by: str) -> Tensor:
-    """By the library's product, which adds a bias itself where there is one scale."""
+    """By the library's product."""
     scale_a, scale_b = a.scale, b.scale
     if by == "row":
         scale_b = scale_b.T
     if by == "block":  # along M and N first
         scale_a, scale_b = scale_a.T.contiguous().T, scale_b.T.contiguous()
-    added = bias if by == "tensor" else None
+    added = None if by == "block" else bias
     how: dict[str, Any] = {"bias": added, "out_dtype": a.dtype, "use_fast_accum": fast}
     if out is not None:
         how["out"] = out
     product: Tensor = torch._scaled_mm(a.values, b.values.T, scale_a, scale_b, **how)
-    return product if bias is None or by == "tensor" else product.add_(bias)
+    return product if bias is added else product.add_(bias)
 
 
 def _emulated(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor | None, *, by: str) -> Tensor:
     """The same of quantized values in at least fp32."""
     wide = torch.promote_types(a.dtype, torch.float32)
     if by == "block":
-        product = _unscaled(a, wide) @ _unscaled(b, wide).T
+        product = (_unscaled(a, wide) @ _unscaled(b, wide).T).to(wide if bias is None else a.dtype)
     else:
         product = a.values.to(wide) @ b.values.to(wide).T * (a.scale.view(-1, 1) * b.scale.view(1, -1))
     if bias is not None:
