@@ -70,9 +70,9 @@ def test_a_block_of_kernels_is_that_of_the_reference(device, recipe):
 def sums_may_lose(a_MK: torch.Tensor, b_NK: torch.Tensor, promoted_every: int) -> torch.Tensor:
     """How far Hopper's sums of a b^T (M, N) can be from exact ones, for fp64 operands of fp8's precision.
 
-    One instruction adds 32 products to the sum so far. It shifts these 33 numbers to the largest exponent among them and
-    cuts each off 13 bits behind that point, then the new sum 13 bits behind its own. So it loses less than 33 units of
-    2^-13 times the largest magnitude and one of the new sum's. Every ``promoted_every`` products the sum is added to
+    One instruction adds 32 products to the sum so far. It shifts these 33 numbers to the largest exponent among them
+    and cuts each off 13 bits behind that point, then the new sum 13 bits behind its own. So it loses less than 33 units
+    of 2^-13 times the largest magnitude and one of the new sum's. Every ``promoted_every`` products the sum is added to
     others in fp32. Sources: ``blocks/quantized.py``; promotion after 128 is CUTLASS's, cuBLAS says periodically.
     """
     lost = torch.zeros(a_MK.shape[0], b_NK.shape[0], dtype=a_MK.dtype, device=a_MK.device)
@@ -86,6 +86,32 @@ def sums_may_lose(a_MK: torch.Tensor, b_NK: torch.Tensor, promoted_every: int) -
         lost_of_total, lost = lost_of_total + cut_off, lost + cut_off
     in_fp32 = 2**-23 * (2 + a_MK.shape[1] / promoted_every) * (a_MK.abs() @ b_NK.abs().T)
     return lost + in_fp32
+
+
+def hopper_sums(a_MK: torch.Tensor, b_NK: torch.Tensor, promoted_every: int) -> torch.Tensor:
+    """a b^T by the arithmetic that ``sums_may_lose`` describes, of fp64 operands of fp8's precision without zeros."""
+    result, total = (torch.zeros(a_MK.shape[0], b_NK.shape[0], dtype=torch.float64) for _ in range(2))
+    for first in range(0, a_MK.shape[1], 32):
+        if first % promoted_every == 0:
+            result, total = (result + total).float().double(), torch.zeros_like(total)
+        a, b = a_MK[:, None, first : first + 32], b_NK[None, :, first : first + 32]
+        exponent = (a.abs().log2().floor() + b.abs().log2().floor()).amax(dim=2)
+        unit = 2 ** (torch.maximum(exponent, total.abs().log2().floor()) - 13)
+        total = ((a * b / unit[..., None]).trunc().sum(dim=2) + (total / unit).trunc()) * unit
+        unit = 2 ** ((total.abs() + torch.finfo(torch.float64).tiny).log2().floor() - 13)
+        total = (total / unit).trunc() * unit
+    return (result + total).float().double()
+
+
+@pytest.mark.parametrize("promoted_every", [128, 640])
+def test_sums_by_that_arithmetic_lose_no_more(promoted_every):
+    """And enough that fp32's rounding would not do as a bound."""
+    torch.manual_seed(0)
+    a, b = (torch.randn(shape, dtype=torch.bfloat16).to(torch.float8_e4m3fn) for shape in ((48, 640), (32, 640)))
+    a, b = (torch.where(x.double() == 0, 2**-9, x.double()) for x in (a, b))
+    lost = (hopper_sums(a, b, promoted_every) - a @ b.T).abs()
+    assert (lost <= sums_may_lose(a, b, promoted_every)).all()
+    assert lost.max() > 100 * 2**-24 * (a.abs() @ b.abs().T).max()
 
 
 @pytest.mark.gpu
