@@ -5,9 +5,13 @@
 
 Scales are current: of the tensor at hand. Fp8 products on Hopper sum over the last dimension of both operands, so a
 matrix that is read both ways is stored both ways, in one pass; with one scale for all of it the second is the transpose
-of the first. A bias is added to the product before it is rounded. On CUDA devices a product is ``torch._scaled_mm``;
-elsewhere it is emulated: the same quantized values, multiplied and added up in fp32, so that a recipe can be judged
-without a GPU. The two differ by the rounding of sums, and where forward accumulates fast by that.
+of the first. A bias is added to the product before it is rounded; to one with scales by block, afterwards.
+
+On CUDA devices a product is ``torch._scaled_mm``; elsewhere it is emulated: the same quantized values, multiplied and
+added up in fp32, so that a recipe can be judged without a GPU. What the emulation leaves out is how Hopper adds up
+(measured by DeepSeek-V3, arXiv 2412.19437, and SageAttention2, arXiv 2411.10958): 32 products and the sum so far are
+shifted to the largest exponent among them, and keep 13 bits behind its point; the rest is cut off, of the new sum too.
+With fast accumulation a whole product is summed so, without it sums of 128 are, which then add up in fp32.
 
 Gradients of weights that add to earlier ones: the product is rounded to the gradient's dtype, then the sum is, where a
 product in bf16 rounds the sum alone; ``_scaled_mm`` adds to nothing.
@@ -15,7 +19,8 @@ product in bf16 rounds the sum alone; ``_scaled_mm`` adds to nothing.
 Weights are quantized each time they are read, or, with ``remember``, once until they change. A change is seen by their
 version, which operations in place raise. Fused optimizers, collectives into flat memory and replayed graphs write
 without raising it, so who lets them must (``torch.autograd.graph.increment_version``), as ``training.TrainStep`` does.
-FSDP, which fills and frees the same parameters again and again, must not remember.
+FSDP, which fills and frees the same parameters again and again, must not remember. Who writes weights may find their
+largest magnitudes on the way (``maxima_of_weights``), and they are read once less.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +37,7 @@ from cs336_systems.config import Recipe
 ACTIVATIONS = ("normed1", "attended", "normed2", "product")
 GRADIENTS = ("dy", "dgate_up", "dresidual", "dqkv")
 """What products read, beside weights."""
+WEIGHTS = ("qkv", "output", "gate_up", "down")
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -99,7 +105,9 @@ class QuantizedProducts(Products):
     def __init__(self, recipe: Recipe, quantizers: Quantizers, *, remember: bool = False) -> None:
         self.recipe, self.quantizers, self.remember = recipe, quantizers, remember
         self._weights: dict[str, Operand] = {}
-        self._versions: list[tuple[Any, ...]] = []
+        self._versions: _Versions = []
+        self._maxima_of_weights: dict[str, Tensor] = {}
+        self._noted: _Versions = []
 
     def for_another_block(self) -> "QuantizedProducts":
         """The same, with weights of its own to remember."""
@@ -131,18 +139,35 @@ class QuantizedProducts(Products):
         if not self.remember:
             return self._quantize(weight_NK, self.recipe.matmul, rows, columns)
         if name not in self._weights:
-            self._weights[name] = self._quantize(weight_NK, self.recipe.matmul, True, True)
+            right = self._noted and self._noted == self._versions
+            absmax = self._maxima_of_weights.get(name) if right else None
+            self._weights[name] = self._quantize(weight_NK, self.recipe.matmul, True, True, absmax)
         return self._weights[name]
 
     def at(self, parameters: Sequence[Tensor]) -> None:
         if not self.remember:
             return
-        versions: list[tuple[Any, ...]] = [
-            (p.untyped_storage()._cdata, p.storage_offset(), p._version) for p in parameters
-        ]
+        versions = _versions(parameters)
         if versions != self._versions:
             self._versions = versions
             self._weights.clear()
+
+    def maxima_of_weights(self, device: torch.device) -> dict[str, Tensor]:
+        """Where the largest magnitudes of weights may be written, () each, in fp32; empty if nobody would read them.
+
+        They are read of weights as they are at ``note``.
+        """
+        if self.remember and self.recipe.scaling == "tensor":
+            self._maxima_of_weights = dict(zip(WEIGHTS, torch.zeros(len(WEIGHTS), device=device).unbind(), strict=True))
+        return self._maxima_of_weights
+
+    def note(self, parameters: Sequence[Tensor]) -> None:
+        """The largest magnitudes are those of the weights as they are; of none without parameters, as for ``at``."""
+        self._noted = _versions(parameters)
+
+    def noted(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether they are."""
+        return self._noted == _versions(parameters)
 
     def forward_(self, ops: BlockOps, out: Tensor, x: Quantized, weight: Quantized, bias: Tensor | None = None) -> None:
         self._multiply(x, weight, bias, fast=self.recipe.fast_accumulation, out=out)
@@ -202,30 +227,38 @@ class QuantizedProducts(Products):
         return multiply(a, b, bias, fast, out, by=self.recipe.scaling)
 
 
+_Versions = list[tuple[Any, ...]]
+
+
+def _versions(parameters: Sequence[Tensor]) -> _Versions:
+    """What differs when one of them has moved or changed."""
+    return [(p.untyped_storage()._cdata, p.storage_offset(), p._version) for p in parameters]
+
+
 def _make(recipe: Recipe, quantizers: Quantizers, remember: bool) -> QuantizedProducts:
     return QuantizedProducts(recipe, quantizers, remember=remember)
 
 
 def _scaled_mm(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor | None, *, by: str) -> Tensor:
-    """By the library's product, which adds a bias itself where there is one scale."""
+    """By the library's product."""
     scale_a, scale_b = a.scale, b.scale
     if by == "row":
         scale_b = scale_b.T
     if by == "block":  # along M and N first
         scale_a, scale_b = scale_a.T.contiguous().T, scale_b.T.contiguous()
-    added = bias if by == "tensor" else None
+    added = None if by == "block" else bias
     how: dict[str, Any] = {"bias": added, "out_dtype": a.dtype, "use_fast_accum": fast}
     if out is not None:
         how["out"] = out
     product: Tensor = torch._scaled_mm(a.values, b.values.T, scale_a, scale_b, **how)
-    return product if bias is None or by == "tensor" else product.add_(bias)
+    return product if bias is None or by != "block" else product.add_(bias)
 
 
 def _emulated(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor | None, *, by: str) -> Tensor:
     """The same of quantized values in at least fp32."""
     wide = torch.promote_types(a.dtype, torch.float32)
     if by == "block":
-        product = _unscaled(a, wide) @ _unscaled(b, wide).T
+        product = (_unscaled(a, wide) @ _unscaled(b, wide).T).to(wide if bias is None else a.dtype)
     else:
         product = a.values.to(wide) @ b.values.to(wide).T * (a.scale.view(-1, 1) * b.scale.view(1, -1))
     if bias is not None:

@@ -47,6 +47,7 @@ from cs336_systems.training.parallel import make_parallel_optimizer, wrap
 from cs336_systems.training.precision import matmul_dtype, parameter_dtype, recipe_unsupported_reason
 from cs336_systems.training.precision import unsupported_reason as precision_reason
 from cs336_systems.training.step import TrainStep
+from cs336_systems.training.weight_maxima import NotingOptimizer, WeightMaxima
 
 
 def assemble(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps = REFERENCE_OPS) -> TrainStep:
@@ -117,7 +118,8 @@ def finish(
     if case.parallel.update == "under-backward":
         assert isinstance(wrapped, FSDP)
         update = BackwardUpdate(wrapped, optimizer)
-    return kind(wrapped, optimizer, case.precision, loss_function, case.accumulate, guard, update)
+    maxima = WeightMaxima(model, optimizer) if isinstance(optimizer, NotingOptimizer) else None
+    return kind(wrapped, optimizer, case.precision, loss_function, case.accumulate, guard, update, maxima)
 
 
 def case_ops(case: TrainingCase, ops: ModelOps = REFERENCE_OPS) -> ModelOps:

@@ -20,6 +20,9 @@ a replay. Of torch's optimizers they are numbers in the captured launches. A ste
 optimizer's state, is another than in the last one runs the optimizer uncaptured, so a schedule is right, and launches
 the optimizer's kernels; once they stay the optimizer is captured again.
 
+Weights that are quantized are so in every replay, by maxima that the optimizer finds (``weight_maxima.py``): if someone
+else has changed the weights, they are found before it.
+
 Memory: capturing allocates what a step does, in the same order, from a pool of its own; what the uncaptured steps had
 cached for that is given back before.
 
@@ -89,6 +92,8 @@ class CapturedStep(TrainStep):
                 shapes = f"{tuple(static.shape)}, got {tuple(given.shape)}"
                 raise ValueError(f"the captured step takes token ids and targets of shape {shapes}")
             static.copy_(given)
+        if self.maxima is not None:
+            self.maxima.find_changed()
         self._passes_graph.replay()
         self.loss = self._captured_loss
         settings = _settings(self.optimizer)
@@ -99,7 +104,7 @@ class CapturedStep(TrainStep):
             if _uploaded(self.optimizer):
                 self.optimizer.upload_hyperparameters()  # type: ignore[attr-defined]
             self._update_graph.replay()
-            self._weights_changed()
+            self._weights_updated()
         self.loss = self._captured_loss.clone()
 
     def _capture_passes(self, batch: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
@@ -108,6 +113,8 @@ class CapturedStep(TrainStep):
         passes = super().phases("step", *self._inputs)
         del passes["optimizer"]
         self._weights_changed()  # what is made of them is part of every step
+        if self.maxima is not None:
+            self.maxima.find_changed()
         try:
             graph = _captured(lambda: [phase() for phase in passes.values()], self._stream)
             parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])

@@ -8,6 +8,7 @@ The formula is that of ``optimizer.AdamW``; with fp32 states the two agree withi
   without waiting for the device; a skipped step is not counted;
 * ``master`` keeps fp32 weights of bf16 parameters, which are then what these round to;
 * ``offload`` keeps states in host memory (``host_states.py``), to the bit without any other effect;
+* ``note_maxima`` has steps find the largest magnitudes of what they write;
 * ``clear_gradients`` sets gradients to zero in the same pass, for those that stay where they are.
 
     optimizer = FusedAdamW(model.parameters(), lr=3e-4)
@@ -27,7 +28,7 @@ holds the whole does: those of FSDP say themselves at which element of the whole
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, overload
 
@@ -109,6 +110,9 @@ class FusedAdamW(torch.optim.Optimizer):
         self._links: dict[torch.device, HostLink] = {}
         self._places: dict[Tensor, tuple[int, int]] = {}
         self._tables: dict[tuple[int, ...], UpdateTable] = {}
+        self._maxima: dict[Tensor, frozenset[Tensor]] = {}
+        self.noted: frozenset[Tensor] = frozenset()
+        """Places of ``note_maxima`` that the last step set."""
         hyperparameters = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         options = {"stochastic_rounding": stochastic_rounding, "seed": seed, "clear_gradients": clear_gradients}
         super().__init__(params, hyperparameters | options)
@@ -155,6 +159,14 @@ class FusedAdamW(torch.optim.Optimizer):
             raise ValueError(f"number and offset must lie in 0..2^32-1 and 0..2^63-1, got {number} and {offset}")
         self._places[parameter] = (number, offset)
 
+    def note_maxima(self, parameters_of: Mapping[Tensor, Sequence[Tensor]]) -> None:
+        """Have steps set each of these places, one fp32 element, to the largest magnitude of its parameters together.
+
+        One launch must have all of a place's parameters: if some have no gradient, or states or gradients in host
+        memory, the place stays as it is and is not among ``noted``.
+        """
+        self._maxima = {place: frozenset(parameters) for place, parameters in parameters_of.items()}
+
     @overload
     def step(self, closure: None = None, *, grad_scale: Tensor | None = None) -> None: ...
     @overload
@@ -186,12 +198,13 @@ class FusedAdamW(torch.optim.Optimizer):
                     staged = tuple(name for name in self.offload if name in update.tensors)
                     staged += () if parameter.grad is not None else ("gradient",)
                     together[parameter.device, update.dtypes, staged, *how].append(update)
+        self.noted = frozenset()
         for (device, _, staged, stochastic_rounding, clear_gradients), updates in together.items():
             rest = {"stochastic_rounding": stochastic_rounding, "clear_gradients": clear_gradients}
             if staged:
                 staged_adamw_(updates, staged, self._link(device), grad_scale, **rest)
             else:
-                adamw_(updates, grad_scale, **rest, table=self._table(updates))
+                adamw_(self._noting(updates), grad_scale, **rest, table=self._table(updates))
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -225,6 +238,7 @@ class FusedAdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._tables, self._links = {}, {}  # addresses and streams are of one process and one time
+        self._maxima, self.noted = {}, frozenset()
         self.__dict__.setdefault("host_gradients", None)
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
@@ -276,6 +290,14 @@ class FusedAdamW(torch.optim.Optimizer):
             group["seed"],
             state.get("master"),
         )
+
+    def _noting(self, updates: list[Update]) -> list[Update]:
+        """The updates of one launch, with places for the largest magnitudes of what they write."""
+        here = frozenset(update.parameter for update in updates)
+        places = {place: parameters for place, parameters in self._maxima.items() if parameters <= here}
+        self.noted = self.noted.union(places)
+        place_of = {parameter: place for place, parameters in places.items() for parameter in parameters}
+        return [update._replace(absmax=place_of.get(update.parameter)) for update in updates]
 
     def _table(self, updates: list[Update]) -> UpdateTable:
         key = tuple(id(update.parameter) for update in updates)

@@ -24,6 +24,7 @@ from cs336_systems.training.backward_update import BackwardUpdate
 from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.loss import cross_entropy
 from cs336_systems.training.precision import autocast, matmul_precision, needs_loss_scaling
+from cs336_systems.training.weight_maxima import WeightMaxima
 
 Phase = Callable[[], None]
 
@@ -40,6 +41,7 @@ class TrainStep:
         accumulate: micro-batches per optimizer step, into which a batch is dealt out.
         guard: steps the optimizer, if that is to clip, or to pass over gradients that are not finite.
         update: steps the optimizer under backward.
+        maxima: of weights that are quantized, which the optimizer finds.
 
     Raises:
         ValueError: ``accumulate`` is not positive, or a guard, a scaled loss and an update under backward meet.
@@ -54,6 +56,7 @@ class TrainStep:
         accumulate: int = 1,
         guard: GradientGuard | None = None,
         update: BackwardUpdate | None = None,
+        maxima: WeightMaxima | None = None,
     ) -> None:
         if accumulate < 1:
             raise ValueError(f"accumulate must be positive, got {accumulate}")
@@ -69,6 +72,7 @@ class TrainStep:
         self.accumulate = accumulate
         self.guard = guard
         self.update = update
+        self.maxima = maxima
         self._parameters = tuple(model.parameters())
         self.device = self._parameters[0].device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=needs_loss_scaling(precision))
@@ -158,7 +162,13 @@ class TrainStep:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        self._weights_updated()
+
+    def _weights_updated(self) -> None:
+        """By the optimizer."""
         self._weights_changed()
+        if self.maxima is not None:
+            self.maxima.note_updated()
 
     def _weights_changed(self) -> None:
         """What was made of the weights is made anew, also where they were written behind autograd's back."""

@@ -1,12 +1,13 @@
 """Quantized products by kernels, where Triton's interpreter or a GPU can run them; and the GPU's product itself."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from cs336_systems.blocks import BlockGradients, BlockWeights, Saved, backward, block_ops, block_products, forward
-from cs336_systems.blocks.quantized import QuantizedProducts, _emulated, _scaled_mm
+from cs336_systems.blocks.quantized import Quantized, QuantizedProducts, _emulated, _scaled_mm, _unscaled
 from cs336_systems.config import ModelConfig, Recipe
 from cs336_systems.costs.kept import LEVELS, kept_names
 from cs336_systems.training import TrainingCase, assemble, random_batch
@@ -46,22 +47,78 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize("device", [CUDA, CPU])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_block_of_kernels_is_that_of_the_reference(device, recipe):
-    """The same bits at every level; and what the reference gives but for the few numbers that round another way."""
+    """The same bits at every level; and what the reference gives but for numbers that round another way.
+
+    Kernels and reference differ by bf16's rounding before they quantize, which turns some of fp8's roundings, and after
+    a product or two all of them might. A number with b bits of mantissa that is rounded to nearest is off by 2^-b /
+    sqrt(12) of its power of two, with mantissas m spread as 1 / m by a share of 2^-2b / 12 / (3 / (2 ln 2)) of its
+    energy. A gradient has at most four quantized gradients behind it and four activations; so independent roundings
+    turn it to a cosine of 1 less their shares.
+    """
     if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU with fp8")
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     results = [run(device, "fused", level, RECIPES[recipe], dtype) for level in LEVELS]
     expected = run("cpu", "reference", "all", RECIPES[recipe], dtype)
+    share = {bits: 2 ** (-2 * bits) / 12 / (3 / (2 * math.log(2))) for bits in (2, 3)}
+    least = 1 - 4 * share[2 if recipe == "e5m2" else 3] - 4 * share[3]
     for name, value in expected.items():
         assert all(torch.equal(result[name], results[0][name]) for result in results), name
-        assert cosine(results[0][name], value) >= (0.9 if name == "attn.k_proj.bias" else 0.995), name
+        assert cosine(results[0][name], value) >= (0.9 if name == "attn.k_proj.bias" else least), name
+
+
+def sums_may_lose(a_MK: torch.Tensor, b_NK: torch.Tensor, promoted_every: int) -> torch.Tensor:
+    """How far Hopper's sums of a b^T (M, N) can be from exact ones, for fp64 operands of fp8's precision.
+
+    One instruction adds 32 products to the sum so far. It shifts these 33 numbers to the largest exponent among them
+    and cuts each off 13 bits behind that point, then the new sum 13 bits behind its own. So it loses less than 33 units
+    of 2^-13 times the largest magnitude and one of the new sum's. Every ``promoted_every`` products the sum is added to
+    others in fp32. Sources: ``blocks/quantized.py``; promotion after 128 is CUTLASS's, cuBLAS says periodically.
+    """
+    lost = torch.zeros(a_MK.shape[0], b_NK.shape[0], dtype=a_MK.dtype, device=a_MK.device)
+    for first in range(0, a_MK.shape[1], 32):
+        if first % promoted_every == 0:
+            total, lost_of_total = torch.zeros_like(lost), torch.zeros_like(lost)
+        products = a_MK[:, None, first : first + 32] * b_NK[None, :, first : first + 32]
+        largest = torch.maximum(products.abs().amax(dim=2), total.abs() + lost_of_total)
+        total = total + products.sum(dim=2)
+        cut_off = 2**-13 * (33 * largest + total.abs() + lost_of_total)
+        lost_of_total, lost = lost_of_total + cut_off, lost + cut_off
+    in_fp32 = 2**-23 * (2 + a_MK.shape[1] / promoted_every) * (a_MK.abs() @ b_NK.abs().T)
+    return lost + in_fp32
+
+
+def hopper_sums(a_MK: torch.Tensor, b_NK: torch.Tensor, promoted_every: int) -> torch.Tensor:
+    """a b^T by the arithmetic that ``sums_may_lose`` describes, of fp64 operands of fp8's precision without zeros."""
+    result, total = (torch.zeros(a_MK.shape[0], b_NK.shape[0], dtype=torch.float64) for _ in range(2))
+    for first in range(0, a_MK.shape[1], 32):
+        if first % promoted_every == 0:
+            result, total = (result + total).float().double(), torch.zeros_like(total)
+        a, b = a_MK[:, None, first : first + 32], b_NK[None, :, first : first + 32]
+        exponent = (a.abs().log2().floor() + b.abs().log2().floor()).amax(dim=2)
+        unit = 2 ** (torch.maximum(exponent, total.abs().log2().floor()) - 13)
+        total = ((a * b / unit[..., None]).trunc().sum(dim=2) + (total / unit).trunc()) * unit
+        unit = 2 ** ((total.abs() + torch.finfo(torch.float64).tiny).log2().floor() - 13)
+        total = (total / unit).trunc() * unit
+    return (result + total).float().double()
+
+
+@pytest.mark.parametrize("promoted_every", [128, 640])
+def test_sums_by_that_arithmetic_lose_no_more(promoted_every):
+    """And enough that fp32's rounding would not do as a bound."""
+    torch.manual_seed(0)
+    a, b = (torch.randn(shape, dtype=torch.bfloat16).to(torch.float8_e4m3fn) for shape in ((48, 640), (32, 640)))
+    a, b = (torch.where(x.double() == 0, 2**-9, x.double()) for x in (a, b))
+    lost = (hopper_sums(a, b, promoted_every) - a @ b.T).abs()
+    assert (lost <= sums_may_lose(a, b, promoted_every)).all()
+    assert lost.max() > 100 * 2**-24 * (a.abs() @ b.abs().T).max()
 
 
 @pytest.mark.gpu
 @on_a_gpu_with_fp8
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_emulation_is_the_gpus_product_within_its_rounding(recipe):
-    """Of all three products: rounded to bf16, after sums in fp32 in another order; forward may add up in 14 bits."""
+    """Of all three products: what sums may lose by the magnitudes in them, and then half a unit of bf16."""
     m, n, k = 256, 384, 640
     products = block_products("fused", RECIPES[recipe])
     assert isinstance(products, QuantizedProducts)
@@ -79,15 +136,22 @@ def test_the_emulation_is_the_gpus_product_within_its_rounding(recipe):
     }
     by = RECIPES[recipe].scaling
     for name, (a, b, added) in pairs.items():
+        wide = [replace(operand, dtype=torch.float64) for operand in (a, b)]
+        product, exact = (_emulated(*wide, each, False, None, by=by) for each in (None, added))
+        rounded = exact.abs() if added is None or by != "block" else exact.abs() + 1.01 * product.abs()
         for fast in (False, True):
-            wide = (replace(operand, dtype=torch.float64) for operand in (a, b))
-            exact = _emulated(*wide, added, fast, None, by=by)
+            every = a.values.shape[1] if fast and by != "block" else 128  # where scales are by block
+            bound = 2**-8 * rounded + 1.01 * sums_may_lose(*(unscaled(each, by) for each in (a, b)), every)
             got = _scaled_mm(a, b, added, fast, None, by=by)
-            bound = exact.abs() * 2**-8 + exact.abs().max() * (2**-9 if fast else 2**-16)
             assert ((got.double() - exact).abs() <= bound).all(), (name, fast)
         out = torch.full_like(got, float("nan"))
         _scaled_mm(a, b, None, False, out, by=by)
         assert torch.equal(out, _scaled_mm(a, b, None, False, None, by=by))
+
+
+def unscaled(x: Quantized, by: str) -> torch.Tensor:
+    """What x stands for, fp64."""
+    return _unscaled(x, torch.float64) if by == "block" else x.values.double() * x.scale
 
 
 @pytest.mark.gpu

@@ -254,3 +254,32 @@ def test_a_model_in_bf16_learns_like_one_in_fp32() -> None:
         losses[dtype] = [step(*ids).item() for _ in range(30)]
     drop = {dtype: series[0] - series[-1] for dtype, series in losses.items()}
     assert drop["bf16"] == pytest.approx(drop["fp32"], rel=0.1)
+
+
+def test_steps_note_the_largest_magnitudes_of_what_they_write() -> None:
+    """Where one launch has all who share a place."""
+    params = parameters(BF16)
+    places = {torch.full((), 1e6, device=DEVICE): shared for shared in (params[:2], params[4:])}
+    optimizer = FusedAdamW(groups(params), lr=0.1)
+    optimizer.note_maxima(places)
+    assert not optimizer.noted
+    for step in range(2):
+        run(optimizer, params, range(step, step + 1))
+        assert optimizer.noted == places.keys()
+        for place, shared in places.items():
+            assert place == max(parameter.abs().max().item() for parameter in shared)
+    set_gradients(params, 2)
+    params[1].grad = None
+    optimizer.step()
+    assert optimizer.noted == {place for place, shared in places.items() if shared[0] is params[4]}
+    plain = parameters(BF16)
+    without = FusedAdamW(groups(plain), lr=0.1)
+    run(without, plain, range(2))
+    set_gradients(plain, 2)
+    plain[1].grad = None
+    without.step()
+    assert same_bits(params, plain)
+    away = FusedAdamW(params, lr=0.1, offload=("exp_avg",))
+    away.note_maxima(places)
+    run(away, params, range(1))
+    assert not away.noted

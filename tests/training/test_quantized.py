@@ -1,6 +1,8 @@
 """Steps whose blocks multiply in fp8, emulated: they train as others do, alone and among ranks, or say why not."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +41,47 @@ def test_what_is_kept_and_micro_batches_change_no_bit():
     expected = losses_of(case, 3)
     for keep in ("input", "all"):
         assert torch.equal(losses_of(case, 3, keep=keep), expected), keep
+
+
+def counting(function: Callable[..., Any], n_rows: list[int]) -> Callable[..., Any]:
+    def counted(x: Tensor, *arguments: object, **options: object) -> Any:
+        n_rows.append(len(x))
+        return function(x, *arguments, **options)
+
+    return counted
+
+
+@pytest.mark.slow
+def test_weights_are_quantized_once_a_step_and_read_for_that_alone():
+    """Whatever the number of micro-batches; the optimizer has found their maxima, unless someone else writes them."""
+    n_tokens, everything = CONFIG.context_length, 4 * CONFIG.n_layers  # no weight has as many rows
+    case = TrainingCase.of(CONFIG, batch_size=1, accumulate=4, dtype="bf16", **E4M3 | {"optimizer": "fused"})
+    step, plain = assemble(case), assemble(case)
+    plain.maxima = None
+    counts: list[tuple[list[int], list[int]]] = [([], []), ([], [])]
+    for each, (read, quantized) in zip((step, plain), counts, strict=True):
+        for block in each.model.layers:
+            own = block.products.quantizers
+            counted = {"absmax": counting(own.absmax, read), "quantize": counting(own.quantize, quantized)}
+            block.products.quantizers = replace(own, **counted)
+    batch = random_batch(case)
+
+    def run() -> list[tuple[int, ...]]:
+        """Of both the weights that were read for their maxima, and that were quantized."""
+        for read, quantized in counts:
+            read.clear()
+            quantized.clear()
+        assert torch.equal(step(*batch), plain(*batch))
+        return [tuple(sum(n != n_tokens for n in n_rows) for n_rows in each) for each in counts]
+
+    assert run() == [(everything, everything)] * 2
+    assert run() == [(0, everything), (everything, everything)]
+    for each in (step, plain):
+        with torch.no_grad():
+            each.model.layers[0].attn.k_proj.weight.mul_(3)
+    assert run() == [(4, everything), (everything, everything)]
+    assert run() == [(0, everything), (everything, everything)]
+    assert all(map(torch.equal, step.model.parameters(), plain.model.parameters()))
 
 
 def forgetful(step: TrainStep) -> TrainStep:
