@@ -1,65 +1,120 @@
 #!/usr/bin/env bash
-# Measure what profiles/results/<gpu>/kernels and fused hold for benchmark_kernels.py and benchmark_blocks.py: one GPU.
+# Measure what profiles/results/<gpu>/kernels, fused and fused-steps hold, on one GPU.
 #
 #   scripts/measure_kernels.sh FOLDER PART...
 #
-# Parts, with minutes on one H200 by arithmetic (most are torch.compile's):
+# Parts, with seconds on one H200 by arithmetic where `compile` has run before. Nearly all of the time without it is
+# compiling: torch.compile takes 2 to 9 s for a shape, a Triton kernel 0.5 s; on 16 cores at once all shapes take 45 s.
 #
-#   norms            5  RMSNorm, with and without the residual add, 4k to 64k tokens, widths of six models
-#   elementwise      6  SwiGLU and RoPE at the same
-#   optimizer        3  AdamW, gradient norm
-#   quantize         5  quantization to fp8 and the largest magnitudes that it asks for
-#   head             4  loss of a head: 32,768 x 4096 x 151,936
-#   head-widths      6  the same at 16,384 tokens, widths of six models
-#   leaderboard      5  a block of leaderboard-8b at 1 x 32,768, at each level and compiled, also with cuDNN's attention
-#   llama            4  the same of llama3-8b at 2 x 8,192
-#   qwen             6  blocks of Qwen2.5 at sequences of 1,024
-#   stacks           6  six blocks of leaderboard-8b and llama3-8b: their peak
+#   compile          45  compiles, on all cores, what widths, tokens, head, leaderboard and llama will run
+#   widths           75  RMSNorm, with and without the residual add, SwiGLU, RoPE, AdamW, gradient norm: 16,384 tokens,
+#                        widths of six models
+#   tokens           30  the first four at 4,096 and 65,536 tokens, widths of llama3-8b
+#   head             45  loss of a head beside compiled chunks and Liger's: 32,768 x 4096 x 151,936
+#   head-peers       60  the same with all logits at once, and Apple's cut cross entropy
+#   head-widths     400  all ways at 16,384 tokens, widths of six models
+#   quantize        150  quantization to fp8 and the largest magnitudes that it asks for
+#   leaderboard      45  a block of leaderboard-8b at 1 x 32,768, at each level and compiled
+#   llama            25  the same of llama3-8b at 2 x 8,192
+#   qwen            100  blocks of Qwen2.5 at sequences of 1,024
+#   cudnn            60  both 8B blocks compiled, with cuDNN's attention
+#   stacks           90  six blocks of leaderboard-8b and llama3-8b: their peak
+#   steps           170  forward and backward of Qwen2.5 0.5B to 7B at sequences of 1,024: fused, with products of our
+#                        own and compiled, all kept, in turns
+#   steps-products  170  the same keeping products
+#   accumulate       50  a step of llama3-8b at 8,192 tokens, the optimizer once per 16 sequences
 #
-# Peers need liger-kernel and cut-cross-entropy (uv sync, or pip install); without them their rows say so. The first six
-# append to FOLDER/kernels, the others to FOLDER/fused; uv run scripts/report.py --adopt FOLDER moves the rows to
-# profiles/results/<gpu>/. PYTHON picks the interpreter (default: uv run). Ways that are compared follow each other in
-# one process; blocks take turns, since a long one runs at the power cap. Run nothing else on the host.
+# Peers need liger-kernel and cut-cross-entropy (uv sync, or pip install); without them their rows say so. Parts up to
+# quantize append to FOLDER/kernels, those with blocks to FOLDER/fused, steps and accumulate to FOLDER/fused-steps,
+# steps-products to a folder of its own; uv run scripts/report.py --adopt FOLDER moves the rows to
+# profiles/results/<gpu>/. PYTHON picks the interpreter (default: uv run). Ways that are compared follow each other,
+# kernels in one process; blocks and steps take turns, since what is long runs at the power cap. Run nothing else on the
+# host.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_kernels.sh FOLDER PART...}
 shift
 read -r -a python <<<"${PYTHON:-uv run}"
 kernels() { "${python[@]}" benchmarks/benchmark_kernels.py --format csv --out "$folder/kernels" "$@"; }
-blocks() { "${python[@]}" benchmarks/benchmark_blocks.py --format csv --out "$folder/fused" "$@"; }
-tokens=(4096 16384 65536)
+blocks() { "${python[@]}" benchmarks/benchmark_blocks.py --format csv --out "$folder/fused" --warmup 3 "$@"; }
+model() { "${python[@]}" benchmarks/benchmark_model.py --format csv --dtype bf16 --attention hopper "$@"; }
+in_background() { timeout 60 "${python[@]}" "benchmarks/benchmark_$1.py" "${@:2}" >"$log" 2>&1 & }
+tokens=(4096 65536)
+norms_and_passes=(rms_norm add_rms_norm swiglu rotary)
 levels=(input attention products all)
+leaderboard=(--size leaderboard-8b --context-length 32768)
+llama=(--size llama3-8b --context-length 8192 --batch-size 2)
+steps=("0.5b 32" "1.5b 16" "3b 8" "7b 4") # sizes of Qwen2.5, and sequences
+turns() { # folder, and what blocks keep
+  for step in "${steps[@]}"; do
+    read -r size batch <<<"$step"
+    model --out "$folder/$1" --size "qwen2.5-$size" --batch-size "$batch" --context-length 1024 --mode backward \
+      --kernels fused fused-products --keep "$2" --peer-compile on --warmup 3 --steps 6 --repeat 2
+  done
+}
+# Both caches at one place, whether torch.compile runs in a process or not.
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/torchinductor_$(id -un)}
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$TORCHINDUCTOR_CACHE_DIR/triton/0}
 
 for part in "$@"; do
   case "$part" in
-    norms)
-      kernels --kernel rms_norm add_rms_norm --rows "${tokens[@]}" ;;
-    elementwise)
-      kernels --kernel swiglu rotary --rows "${tokens[@]}" ;;
-    optimizer)
-      kernels --kernel adamw grad_norm --rows 4096 16384 ;;
+    compile)
+      log=${COMPILE_LOG:-/dev/null}
+      export TORCHINDUCTOR_COMPILE_THREADS=1
+      for kernel in "${norms_and_passes[@]}"; do
+        for models in "qwen2.5-0.5b qwen2.5-1.5b" "qwen2.5-3b qwen2.5-7b" "llama3-8b qwen2.5-14b"; do
+          # shellcheck disable=SC2086 # several words
+          in_background kernels --how ours compiled liger --samples 1 --kernel "$kernel" --size $models
+        done
+        in_background kernels --how compiled --samples 1 --kernel "$kernel" --size llama3-8b --rows "${tokens[@]}"
+      done
+      in_background kernels --how ours compiled --samples 1 --kernel adamw grad_norm
+      in_background kernels --how ours compiled liger --samples 1 --kernel linear_cross_entropy --rows 32768 \
+        --size llama3-8b
+      in_background blocks "${leaderboard[@]}" --how compiled --warmup 0 --steps 1 --repeat 1
+      in_background blocks "${llama[@]}" --how compiled --warmup 0 --steps 1 --repeat 1
+      wait
+      unset TORCHINDUCTOR_COMPILE_THREADS
+      # Where torch.compile chose between kernels by their times, those were not alone: it chooses again.
+      find "$TORCHINDUCTOR_CACHE_DIR" -name '*.best_config' -delete ;;
+    widths)
+      kernels --kernel "${norms_and_passes[@]}" adamw grad_norm ;;
+    tokens)
+      kernels --kernel "${norms_and_passes[@]}" --size llama3-8b --rows "${tokens[@]}" ;;
+    head)
+      kernels --kernel linear_cross_entropy --rows 32768 --size llama3-8b --samples 20 \
+        --how ours compiled liger liger-large-chunks ;;
+    head-peers)
+      kernels --kernel linear_cross_entropy --rows 32768 --size llama3-8b --samples 20 \
+        --how eager cut-cross-entropy cut-cross-entropy-filtered ;;
+    head-widths)
+      kernels --kernel linear_cross_entropy --rows 16384 --samples 20 ;;
     quantize)
       kernels --kernel absmax rms_norm.absmax swiglu.absmax adamw.absmax quantize quantize.transposed quantize_blocks ;;
-    head)
-      kernels --kernel linear_cross_entropy --rows 32768 --size llama3-8b --samples 30 ;;
-    head-widths)
-      kernels --kernel linear_cross_entropy --rows 16384 --samples 30 ;;
     leaderboard)
-      blocks --size leaderboard-8b --context-length 32768 --how compiled "${levels[@]}" products-residual
-      blocks --size leaderboard-8b --context-length 32768 --attention sdpa-cudnn --how compiled ;;
+      blocks "${leaderboard[@]}" --how compiled "${levels[@]}" --steps 10 ;;
     llama)
-      blocks --size llama3-8b --context-length 8192 --batch-size 2 --how compiled "${levels[@]}"
-      blocks --size llama3-8b --context-length 8192 --batch-size 2 --attention sdpa-cudnn --how compiled ;;
+      blocks "${llama[@]}" --how compiled "${levels[@]}" --steps 10 ;;
     qwen)
-      blocks --size qwen2.5-0.5b --context-length 1024 --batch-size 32 --how compiled "${levels[@]}"
-      blocks --size qwen2.5-1.5b --context-length 1024 --batch-size 16 --how compiled "${levels[@]}"
-      blocks --size qwen2.5-3b --context-length 1024 --batch-size 8 --how compiled "${levels[@]}"
-      blocks --size qwen2.5-7b --context-length 1024 --batch-size 4 --how compiled "${levels[@]}" ;;
+      for step in "${steps[@]}"; do
+        read -r size batch <<<"$step"
+        blocks --size "qwen2.5-$size" --context-length 1024 --batch-size "$batch" --how compiled "${levels[@]}" \
+          --steps 10
+      done ;;
+    cudnn)
+      blocks "${leaderboard[@]}" --attention sdpa-cudnn --how compiled --steps 10
+      blocks "${llama[@]}" --attention sdpa-cudnn --how compiled --steps 10 ;;
     stacks)
-      blocks --size leaderboard-8b --context-length 32768 --layers 6 --how compiled products all --repeat 2
-      blocks --size llama3-8b --context-length 8192 --batch-size 2 --layers 6 --how compiled products all --repeat 2 ;;
+      blocks "${leaderboard[@]}" --layers 6 --how compiled products all --steps 10 --repeat 2
+      blocks "${llama[@]}" --layers 6 --how compiled products all --steps 10 --repeat 2 ;;
+    steps)
+      turns fused-steps all ;;
+    steps-products)
+      turns fused-steps-products products ;;
+    accumulate)
+      model --out "$folder/fused-steps" --size llama3-8b --batch-size 1 --context-length 8192 --mode step \
+        --accumulate 16 --optimizer fused --kernels fused --keep products --warmup 1 --steps 2 ;;
     *)
-      echo "unknown part '$part': parts are norms, elementwise, optimizer, quantize, head, head-widths, leaderboard," \
-        "llama, qwen, stacks" >&2
+      echo "unknown part '$part': see the head of scripts/measure_kernels.sh" >&2
       exit 2 ;;
   esac
 done

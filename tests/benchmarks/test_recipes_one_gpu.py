@@ -3,6 +3,8 @@
 import os
 import re
 import subprocess
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,12 +68,12 @@ def test_no_part_measures_a_cell_twice(part, tmp_path):
 
 def test_kernels_and_blocks_are_measured_at_the_shapes_of_the_models(tmp_path):
     found = grids(KERNELS, tmp_path, *KERNEL_PARTS)
-    assert set(found) == {"kernels", "fused"}
+    assert set(found) == {"kernels", "fused", "fused-steps", "fused-steps-products"}
     assert all(len(set(cells)) == len(cells) for cells in found.values())
     assert {cell.kernel for cell in found["kernels"]} == {*kernels.KERNELS} - {"weighted_sum"}
     assert {cell.how for cell in found["kernels"]} == {"ours", "eager", "compiled", *kernels.PEERS}
     assert {cell.dtype for cell in found["kernels"]} == {"bf16"}
-    assert min(cell.n_samples for cell in found["kernels"]) >= 30
+    assert all(cell.n_samples >= (20 if cell.kernel in kernels.BY_FLOPS else 50) for cell in found["kernels"])
     norms = [cell for cell in found["kernels"] if cell.kernel == "rms_norm"]
     assert {cell.rows for cell in norms} == {4096, 16_384, 65_536}
     assert {cell.width for cell in norms} == {896, 1536, 2048, 3584, 4096, 5120}
@@ -87,7 +89,26 @@ def test_kernels_and_blocks_are_measured_at_the_shapes_of_the_models(tmp_path):
     for cell in single:
         ways[cell.shape, cell.repeat].add(cell.how)
     assert all({"compiled", "input", "attention", "products", "all"} <= hows for hows in ways.values())
-    assert all(cell.steps >= 30 for cell in found["fused"])
+    turns = Counter(replace(cell, repeat=0) for cell in found["fused"])
+    assert all(cell.steps * n >= 20 for cell, n in turns.items())
+    assert all(cell.steps * turns[cell] >= 30 for cell in turns if cell.layers == 1)
+
+
+def test_whole_steps_take_turns_with_the_compiled_reference(tmp_path):
+    for folder, keep in (("fused-steps", "all"), ("fused-steps-products", "products")):
+        found = grids(KERNELS, tmp_path, "steps", "steps-products")[folder]
+        ways: dict[tuple, list] = {(cell.size, cell.batch_size, cell.repeat): [] for cell in found}
+        for cell in found:
+            assert (cell.mode, cell.context_length, cell.dtype, cell.attention) == ("backward", 1024, "bf16", "hopper")
+            ways[cell.size, cell.batch_size, cell.repeat].append((cell.kernels, cell.keep, cell.compile))
+        assert list(ways) == [
+            (f"qwen2.5-{size}", batch, repeat)
+            for size, batch in (("0.5b", 32), ("1.5b", 16), ("3b", 8), ("7b", 4))
+            for repeat in range(2)
+        ]
+        ours = [(kernels, keep, "off") for kernels in ("fused", "fused-products")]
+        turn = [*ours, ("reference", "autograd", "on")]
+        assert all(hows == (turn[::-1] if repeat else turn) for (_, _, repeat), hows in ways.items())
 
 
 def test_eager_and_compiled_attention_take_turns_until_memory_ends(tmp_path):

@@ -40,9 +40,10 @@ def kept_figure(rows: pd.DataFrame) -> Figure | None:
         line = own[written_out].assign(ms=ms).sort_values("kept")
         axes.plot(line["kept"], line["ms"], color=_OURS, marker="o", markersize=5, linewidth=1.2)
         axes.plot(own["kept"][~written_out], ms[~written_out], color=_THEIRS, marker="*", markersize=9, linestyle="")
-        for how, kept, height in zip(own["how"], own["kept"], ms, strict=True):
+        for how, kept, height, ours in zip(own["how"], own["kept"], ms, written_out, strict=True):
             side = "right" if kept > 0.85 * own["kept"].max() else "left"
-            axes.annotate(how, (kept, height), xytext=(0, 6), textcoords="offset points", fontsize=8, ha=side)
+            above = 6 if side == "left" or not ours else -13  # what keeps most stands beside the reference
+            axes.annotate(how, (kept, height), xytext=(0, above), textcoords="offset points", fontsize=8, ha=side)
         first = own.iloc[0]
         axes.set_title(f"{first['size']}, {first['batch_size']} x {first['context_length']:,} tokens", fontsize=10)
         axes.set_xlim(left=0)

@@ -23,7 +23,7 @@ EXPERIMENT = Experiment(
     "benchmark_kernels",
     KernelCell,
     make_cells,
-    lambda options, cells, outcomes: [Stage(cells, measure, share=lambda cell: cell.kernel)],
+    lambda options, cells, outcomes: [Stage(cells, measure, share=lambda cell: cell.device)],
     present,
     ("forward", "forward_copy_share", "forward_extra", "backward", "backward_copy_share"),
 )

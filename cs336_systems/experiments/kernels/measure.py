@@ -68,14 +68,15 @@ def measure(cell: KernelCell) -> list[Metric]:
         out, arriving = _outputs(function(*inputs)), [gradient.clone() for gradient in gradients]
         backward = functools.partial(torch.autograd.grad, out, leaves, arriving, retain_graph=True)
         passes["backward"] = (backward, functools.partial(_restore, arriving, gradients), subject.backward_bytes)
-    copy = Metric("copy", "GB/s", measure_copy(device))
+    copy, long = Metric("copy", "GB/s", measure_copy(device)), cell.kernel in BY_FLOPS
     for name, (run, prepare, n_bytes) in passes.items():
         samples_ms = time_kernel(
             run,
             device=device,
+            warmup=3 if long else 10,
             samples=cell.n_samples,
             # Some wait for the device: it would spin as long as they run, and rest from the power that they take.
-            host_first=cell.kernel not in BY_FLOPS,
+            host_first=not long,
             prepare=prepare,
         )
         bandwidth = [n_bytes / ms / 1e6 for ms in samples_ms]

@@ -1,11 +1,21 @@
 """What ``benchmark_model.py`` is asked, and its grid. Imports no torch."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from cs336_systems.experiments.options import MODES, Dtype, Mode, TimedCase, TrainingOptions, training_cells
+from cs336_systems.case import TrainingCase
+from cs336_systems.experiments.options import (
+    MODES,
+    RECIPE,
+    Compile,
+    Dtype,
+    Mode,
+    TimedCase,
+    TrainingOptions,
+    training_cells,
+)
 
 CEILING = "ceiling"
 """Variant of the rows that hold the ceilings measured in the same run."""
@@ -20,6 +30,8 @@ class Options(TrainingOptions):
     warmup: tuple[int, ...] = (5,)
     mode: tuple[Mode, ...] = MODES
     """forward: without gradients; backward: forward and backward; step: forward, backward and optimizer."""
+    peer_compile: tuple[Compile, ...] = ()
+    """Ways in which the reference model's step takes turns with every cell besides: off, on, whole-model."""
     memory_budget_gib: float | None = None
     """Choose each cell's checkpointing, or with --kernels fused what blocks keep: the least recomputation whose
     predicted peak fits."""
@@ -55,6 +67,10 @@ class CeilingCell(ModelCell):
         return f"ceilings of this machine in {self.dtype}"
 
 
+_PEER = {name: getattr(TrainingCase, name) for name in ("kernels", "keep", "checkpoint", "master", "offload", *RECIPE)}
+"""The reference model, whose backward is autograd's."""
+
+
 def make_cells(options: Options) -> list[ModelCell]:
     """The grid; raises ValueError for a value that no cell can have."""
     if (budget := options.memory_budget_gib) is not None:
@@ -74,7 +90,13 @@ def make_cells(options: Options) -> list[ModelCell]:
     if "on" in options.cuda_graph and options.mode != ("step",):
         raise ValueError(f"--cuda-graph on captures whole steps, --mode step, got --mode {' '.join(options.mode)}")
     own = [{"mode": mode, "warmup": warmup} for mode in options.mode for warmup in options.warmup]
-    return training_cells(ModelCell, options, inner=own)
+    cells = training_cells(ModelCell, options, inner=own)
+    turns = []
+    for repeat in range(options.repeat):
+        turn = [cell for cell in cells if cell.repeat == repeat]
+        peers = dict.fromkeys(replace(cell, **_PEER, compile=how) for cell in turn for how in options.peer_compile)
+        turns += [*turn, *peers] if repeat % 2 == 0 else [*reversed(peers), *turn]
+    return turns
 
 
 def ceiling_cells(options: Options) -> list[CeilingCell]:

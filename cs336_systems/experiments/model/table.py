@@ -2,9 +2,10 @@
 
 import pandas as pd
 
+from cs336_systems.case import TrainingCase
 from cs336_systems.experiments.model.cells import CEILING
 from cs336_systems.experiments.options import RECIPE
-from cs336_systems.report.results import MAIN, Column, ResultTable
+from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 from cs336_systems.report.tables import Table
 
 SETTINGS = (
@@ -12,6 +13,15 @@ SETTINGS = (
     *("kernels", "keep", *RECIPE, "master", "offload", "accumulate", "cuda_graph", "mode", "warmup", "steps"),
 )
 """Columns that tell one cell of a model benchmark from another."""
+
+
+def _over_compiled(line: Line) -> Spread | None:
+    """The step's ratio to that of the compiled reference model, turn by turn, where blocks are written out."""
+    if line.settings.get("keep", "autograd") == "autograd":
+        return None
+    reference = {name: getattr(TrainingCase, name) for name in ("kernels", "keep", *RECIPE) if name in line.settings}
+    return line.repeats_over("step", line.peer(**reference, compile="on"))
+
 
 STEPS = ResultTable(
     settings=("gpu", *SETTINGS),
@@ -25,6 +35,11 @@ STEPS = ResultTable(
             spread=True,
             rank=MAIN,
             note="in each step the phases add up to it; their medians need not",
+        ),
+        Column(
+            *("/ compiled", _over_compiled, ".3f"),
+            optional=True,
+            note="total over the compiled reference model's, median of the turns, and their ends",
         ),
         Column("tokens/s", "tokens_per_s"),
         Column("TFLOP/s", "model_tflops", rank=3),
