@@ -94,8 +94,8 @@ class Variant:
             name=f"{self.name} & {other.name}",
             mask_mod=_merge(self.mask_mod, other.mask_mod, and_masks),
             score_mod=_merge(self.score_mod, other.score_mod, _chain_mods),
-            mask_formula=_merge(self.mask_formula, other.mask_formula, _intersection),
-            score_formula=_merge(self.score_formula, other.score_formula, _chain_formulas),
+            mask_formula=_merge(self.mask_formula, other.mask_formula, lambda a, b: lambda *of: a(*of) & b(*of)),
+            score_formula=_merge(self.score_formula, other.score_formula, lambda a, b: lambda scores: b(a(scores))),
             **self._shared(other),
         )
 
@@ -108,11 +108,11 @@ class Variant:
         for variant in (self, other):
             if variant.score_mod is not None:
                 raise ValueError(f"only masks can be joined with |, and {variant.name!r} modifies scores")
-        either = self.mask_mod is not None and other.mask_mod is not None  # else everything is seen
+        a, b = self.mask_formula, other.mask_formula
         return Variant(
-            name=f"({self.name} | {other.name})",
-            mask_mod=_merge(self.mask_mod, other.mask_mod, or_masks) if either else None,
-            mask_formula=_merge(self.mask_formula, other.mask_formula, _union) if either else None,
+            name=f"({self.name} | {other.name})",  # where one has no mask, everything is seen
+            mask_mod=or_masks(self.mask_mod, other.mask_mod) if self.mask_mod and other.mask_mod else None,
+            mask_formula=(lambda *of: a(*of) | b(*of)) if a and b else None,
             **self._shared(other),
         )
 
@@ -381,18 +381,6 @@ def _merge(first: T | None, second: T | None, join: Callable[[T, T], T]) -> T | 
 
 def _chain_mods(first: ScoreMod, second: ScoreMod) -> ScoreMod:
     return lambda score, b, h, q, k: second(first(score, b, h, q, k), b, h, q, k)
-
-
-def _chain_formulas(first: ScoreFormula, second: ScoreFormula) -> ScoreFormula:
-    return lambda scores: second(first(scores))
-
-
-def _intersection(first: MaskFormula, second: MaskFormula) -> MaskFormula:
-    return lambda shape, device: first(shape, device) & second(shape, device)
-
-
-def _union(first: MaskFormula, second: MaskFormula) -> MaskFormula:
-    return lambda shape, device: first(shape, device) | second(shape, device)
 
 
 def _distances(scores: Tensor) -> Tensor:

@@ -1,0 +1,279 @@
+"""FlashAttention backward on Hopper: the kernel. The schedule is in the package's docstring.
+
+Shape legend: B batch, H query heads, K key/value heads, Q queries, N keys, D head dim.
+"""
+
+# mypy: allow-untyped-defs
+# A kernel's arguments are Triton values.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from cs336_systems.attention.hopper.plans import KeyPlan
+from cs336_systems.attention.hopper.primitives import (
+    ROWS,
+    announce,
+    announced,
+    finish_adds,
+    make_items,
+    take_item,
+    tma_add,
+    visible,
+)
+from cs336_systems.operators.rings import Ring, aggregate, make_ring
+
+
+@aggregate
+class Tiles:
+    """The shared memory of a program."""
+
+    items: Ring
+    k: Ring
+    v: Ring
+    q: Ring
+    do: gl.shared_memory_descriptor
+    """Output gradients of the queries in the same slot of ``q``, which come and go with them."""
+    stats: gl.shared_memory_descriptor
+    """Likewise lse and minus delta, (STAGES, 2, BLOCK_Q)."""
+    ds: gl.shared_memory_descriptor
+    """dS^T of two steps, (2, BLOCK_K, BLOCK_Q); each consumer writes its keys and reads all."""
+    ds_full: gl.shared_memory_descriptor
+    dq: gl.shared_memory_descriptor
+    """For each consumer, its part of a dq tile on the way out, and in the end its rows of dk, then dv."""
+
+
+@gluon.jit
+def backward_producer(plan, q, k, v, do, stats, taken, tiles):
+    """One warp: keys and values of a tile once, then each query tile with its statistics and output gradients."""
+    step = 0
+    turn = 0
+    position = gl.program_id(0)
+    while position < plan.n_items():
+        work = plan.key_tile(position)
+        tiles.k.load(turn, k, work.batch, work.kv_head, work.first_key)
+        tiles.v.load(turn, v, work.batch, work.kv_head, work.first_key)
+        head = work.kv_head * plan.group
+        tile = work.first_tile
+        for _ in range(plan.n_steps(work)):
+            row = tile * plan.BLOCK_Q
+            arrived = tiles.q.begin(step, q.block_type.nbytes + stats.block_type.nbytes + do.block_type.nbytes)
+            slot = tiles.q.slot(step)
+            stats_row = 2 * (work.batch * plan.n_heads + head)
+            tma.async_copy_global_to_shared(q, [work.batch, head, row, 0], arrived, tiles.q.tiles.index(slot))
+            tma.async_copy_global_to_shared(stats, [stats_row, row], arrived, tiles.stats.index(slot))
+            tma.async_copy_global_to_shared(do, [work.batch, head, row, 0], arrived, tiles.do.index(slot))
+            head, tile = plan.after(work, head, tile, 1)
+            step += 1
+        position = take_item(taken, plan.n_items())
+        announce(tiles.items, turn, position)
+        turn += 1
+
+
+@gluon.jit
+def dq_product(tiles, keys, step, valid, WHO: gl.constexpr):
+    """Start this consumer's part of dS K, as soon as both consumers have written their dS^T of this step.
+
+    Of 64 queries the consumers take half of the columns each; of 128, half of the queries. Unless ``valid``, nothing is
+    waited for, and nobody looks at the product.
+    """
+    BLOCK_Q: gl.constexpr = tiles.ds.shape[2]
+    COLUMNS: gl.constexpr = tiles.dq.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    nothing = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    slot = step & 1
+    mbarrier.wait(tiles.ds_full.index(slot), step >> 1 & 1, pred=valid)
+    ds = tiles.ds.index(slot).permute((1, 0))
+    if BLOCK_Q == 64:
+        keys = keys.slice(WHO * COLUMNS, COLUMNS, 1)
+    else:
+        ds = ds.slice(WHO * ROWS, ROWS, 0)
+    return warpgroup_mma(ds, keys, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_dq(dq, turns, key_tile, tiles, part, row, WHO: gl.constexpr, ORDERED: gl.constexpr):
+    """Add this consumer's part of a dq tile, whose first query is this row of ``dq``, to global memory."""
+    BLOCK_Q: gl.constexpr = tiles.ds.shape[2]
+    tile = tiles.dq.index(WHO)
+    tma.store_wait(0)  # the part before has left
+    tile.store(part)
+    fence_async_shared()
+    turn = turns + row // BLOCK_Q * 2 + WHO
+    if ORDERED:
+        while gl.load(turn, volatile=True) != key_tile:
+            pass
+    if BLOCK_Q == 64:
+        tma_add(dq, [row, WHO * tiles.dq.shape[2]], tile)
+    else:
+        tma_add(dq, [row + WHO * ROWS, 0], tile)
+    if ORDERED:
+        finish_adds()
+        gl.atomic_add(turn, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def backward_consumer(
+    plan, dq, dk, dv, turns, tiles, scale, scale_log2,
+    WHO: gl.constexpr, ORDERED: gl.constexpr, LATE_DQ: gl.constexpr, LEFT_IN_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: 64 of the program's keys, and half of each dq tile."""
+    BLOCK_Q: gl.constexpr = tiles.q.tiles.shape[1]
+    BLOCK_D: gl.constexpr = tiles.q.tiles.shape[2]
+    BLOCK_K: gl.constexpr = tiles.k.tiles.shape[1]
+    dtype: gl.constexpr = tiles.q.tiles.dtype
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    left_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    columns: gl.constexpr = gl.SliceLayout(0, scores_layout)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+    in_tile = gl.arange(0, BLOCK_Q, columns)
+    no_scores = gl.zeros([ROWS, BLOCK_Q], gl.float32, scores_layout)
+    out_tile = tiles.dq.index(WHO)._reinterpret(dtype, [ROWS, BLOCK_D], tiles.k.tiles.layout)
+
+    first_step = 0
+    turn = 0
+    position = gl.program_id(0)
+    while position < plan.n_items():
+        work = plan.key_tile(position)
+        first_key = work.first_key + WHO * ROWS
+        keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
+        first_clear = plan.first_clear(first_key, ROWS)
+        dk_sum = gl.zeros([ROWS, BLOCK_D], gl.float32, d_layout)
+        dv_sum = gl.zeros([ROWS, BLOCK_D], gl.float32, d_layout)
+        all_keys = tiles.k.wait(turn)
+        own_keys = all_keys.slice(WHO * ROWS, ROWS, 0)
+        own_values = tiles.v.wait(turn).slice(WHO * ROWS, ROWS, 0)
+        if LEFT_IN_REGISTERS:
+            own_keys = own_keys.load(gl.DotOperandLayout(0, scores_layout, 2))
+            own_values = own_values.load(gl.DotOperandLayout(0, scores_layout, 2))
+        head_row = plan.first_row(work)
+        dq_row = head_row
+        tile = work.first_tile
+        end_step = first_step + plan.n_steps(work)
+        gl.assume(end_step > first_step)
+        first_q = tiles.q.wait(first_step)
+        scores_t = warpgroup_mma(own_keys, first_q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        for step in range(first_step, end_step):
+            slot = tiles.q.slot(step)
+            q_tile = tiles.q.tiles.index(slot)
+            stats = tiles.stats.index(slot)._reinterpret(gl.float32, [2 * BLOCK_Q], flat)
+            # dP^T is summed onto -delta, so that no thread holds delta beside it: what arrives is dP^T - delta.
+            minus_delta = stats.slice(BLOCK_Q, BLOCK_Q).load(columns)
+            _, minus_delta = gl.broadcast(no_scores, minus_delta[None, :])
+            do_tile = tiles.do.index(slot)
+
+            s_t = warpgroup_mma_wait(0, (scores_t,))
+            ds_over_p = warpgroup_mma(own_values, do_tile.permute((1, 0)), minus_delta, is_async=True)
+            if LATE_DQ:
+                dq_part = dq_product(tiles, all_keys, step - 1, step > first_step, WHO)
+            lse = stats.slice(0, BLOCK_Q).load(columns)
+            p_t = gl.exp2(s_t * scale_log2 - lse[None, :])
+            if tile < first_clear:
+                queries = tile * BLOCK_Q + in_tile
+                seen = visible(queries[None, :], keys[:, None], plan.n_queries, plan.n_keys, plan.CAUSAL)
+                p_t = gl.where(seen, p_t, 0.0)
+            p_left = gl.convert_layout(p_t.to(dtype), left_layout)
+            dv_next = warpgroup_mma(p_left, do_tile, dv_sum, is_async=True)
+
+            if LATE_DQ:
+                ds_over_p, dq_part = warpgroup_mma_wait(1, (ds_over_p, dq_part))
+            else:
+                ds_over_p = warpgroup_mma_wait(1, (ds_over_p,))
+            ds_t = (p_t * ds_over_p).to(dtype)
+            tiles.ds.index(step & 1).slice(WHO * ROWS, ROWS, 0).store(ds_t)
+            fence_async_shared()
+            mbarrier.arrive(tiles.ds_full.index(step & 1), count=1)
+            ds_left = gl.convert_layout(ds_t, left_layout)
+            dk_next = warpgroup_mma(ds_left, q_tile, dk_sum, is_async=True)
+            if not LATE_DQ:
+                dq_part = dq_product(tiles, all_keys, step, True, WHO)
+                dk_sum, dv_sum = warpgroup_mma_wait(1, (dk_next, dv_next))
+                tiles.q.release(step)
+                dq_row = head_row + tile * BLOCK_Q
+            # After the last step this multiplies whatever the slot holds, and nobody looks at the product.
+            next_q = tiles.q.wait(step + 1, step + 1 < end_step)
+            scores_t = warpgroup_mma(own_keys, next_q.permute((1, 0)), s_t, use_acc=False, is_async=True)
+            if not LATE_DQ:
+                dq_part = warpgroup_mma_wait(1, (dq_part,))
+            if not LATE_DQ or step > first_step:  # before the first step there was none
+                add_dq(dq, turns, work.first_key // BLOCK_K, tiles, dq_part, dq_row, WHO, ORDERED)
+            if LATE_DQ:
+                dk_sum, dv_sum = warpgroup_mma_wait(1, (dk_next, dv_next))
+                tiles.q.release(step)
+                dq_row = head_row + tile * BLOCK_Q
+            head_row, tile = plan.after(work, head_row, tile, plan.padded)
+        warpgroup_mma_wait(0, (scores_t,))
+        if LATE_DQ:
+            dq_part = dq_product(tiles, all_keys, end_step - 1, True, WHO)
+            add_dq(dq, turns, work.first_key // BLOCK_K, tiles, warpgroup_mma_wait(0, (dq_part,)), dq_row, WHO, ORDERED)
+        tiles.k.release(turn)
+        tiles.v.release(turn)
+
+        tma.store_wait(0)
+        out_tile.store((dk_sum * scale).to(dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dk, [work.batch, work.kv_head, first_key, 0], out_tile)
+        tma.store_wait(0)
+        out_tile.store(dv_sum.to(dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(dv, [work.batch, work.kv_head, first_key, 0], out_tile)
+        tma.store_wait(0)
+        first_step = end_step
+        position = announced(tiles.items, turn)
+        turn += 1
+
+
+@gluon.jit(do_not_specialize=["group", "section_heads"])  # a 1 would become a constant, which a Plan cannot hold
+def hopper_backward_kernel(
+    q, k, v, do, stats, dq, dk, dv, turns, taken, group, section_heads, padded, scale, scale_log2, CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr, KEY_STAGES: gl.constexpr, ORDERED: gl.constexpr,
+    LATE_DQ: gl.constexpr, LEFT_IN_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dk, dv (B, K, N, D) and dq (B H padded, BLOCK_D) (fp32, unscaled); each program owns one key tile at a time."""
+    BLOCK_Q: gl.constexpr = q.block_shape[2]
+    BLOCK_K: gl.constexpr = k.block_shape[2]
+    BLOCK_D: gl.constexpr = k.block_shape[3]
+    dtype: gl.constexpr = k.dtype
+    plan = KeyPlan(  # type: ignore[call-arg]
+        q.shape[2], k.shape[2], q.shape[1], k.shape[0] * k.shape[1], group, section_heads,
+        CAUSAL, BLOCK_Q, BLOCK_K, padded,
+    )  # fmt: skip
+    q_tiles = make_ring(dtype, BLOCK_Q, BLOCK_D, STAGES, 2)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], dtype)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(2):
+        mbarrier.init(ds_full.index(slot), count=2)
+    tiles = Tiles(
+        make_items(2),
+        make_ring(dtype, BLOCK_K, BLOCK_D, KEY_STAGES, 2),
+        make_ring(dtype, BLOCK_K, BLOCK_D, KEY_STAGES, 2),
+        q_tiles,
+        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, BLOCK_D], q_tiles.tiles.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 2, BLOCK_Q], stats.layout),
+        gl.allocate_shared_memory(dtype, [2, BLOCK_K, BLOCK_Q], ds_layout),
+        ds_full,
+        gl.allocate_shared_memory(gl.float32, [2, ROWS, dq.block_shape[1]], dq.layout),
+    )
+    gl.warp_specialize(
+        [
+            (
+                backward_consumer,
+                (plan, dq, dk, dv, turns, tiles, scale, scale_log2, 0, ORDERED, LATE_DQ, LEFT_IN_REGISTERS),
+            ),
+            (
+                backward_consumer,
+                (plan, dq, dk, dv, turns, tiles, scale, scale_log2, 1, ORDERED, LATE_DQ, LEFT_IN_REGISTERS),
+            ),
+            (backward_producer, (plan, q, k, v, do, stats, taken, tiles)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
