@@ -221,7 +221,8 @@ class Recipe:
     """Blocks at the output that are not quantized."""
     fast_accumulation: bool = True
     """Whether forward's products add up in the tensor cores' own registers, whose 14 bits lose less than e4m3 has
-    lost, and are 4 to 7 % faster on an H200. Backward's, whose sums over all tokens are longest, add up in fp32."""
+    lost, and are 4 to 7 % faster on an H200. Backward's, whose sums over all tokens are longest, add up in fp32. So do
+    torchao's recipes by tensor and by row; llm.q's sums are all in fp32."""
 
     @property
     def quantized(self) -> bool:

@@ -289,15 +289,12 @@ def backward(
     gate_up, with_product = recalled.take("gate_up"), "product" not in recalled.operands
     dy_read = products.read_gradient(dy, maxima.of("dy", dy), columns=grads.down is not None)
     dproduct = products.backward(ops, dy_read.rows, stages.columns_of("down"))
-    ops.swiglu_backward_(dproduct, gate_up, with_product=with_product, **maxima.raised("dgate_up"))
-    product = stages.read("product", dproduct, rows=False) if with_product else recalled.operand("product")
-    del dproduct
-    write.product(grads.down, dy_read, product)
-    del dy_read, product
+    asked = {"with_product": with_product, "columns": grads.gate_up is not None}
+    again, dgate_up = products.swiglu_backward_(ops, dproduct, gate_up, stages.maxima, maxima, **asked)
+    del dproduct, gate_up
+    write.product(grads.down, dy_read, recalled.operand("product") if again is None else again)
+    del dy_read, again
     recalled.forget("product")
-    absmax = maxima.of("dgate_up", gate_up)
-    dgate_up = products.read_gradient(gate_up, absmax, columns=grads.gate_up is not None)
-    del gate_up
     residual = recalled["residual"]  # before its norm, which it brings with it if it has to be computed again
     write.product(grads.gate_up, dgate_up, recalled.operand("normed2"))
     dnormed2 = products.backward(ops, dgate_up.rows, stages.columns_of("gate_up"))

@@ -46,5 +46,6 @@ def block_products(kernels: str, recipe: Recipe, *, remember: bool = False) -> P
 
     own: Any = quantize_reference if kernels == "reference" else by_kernels
     swiglu = reference.swiglu if kernels == "reference" else by_kernels.swiglu_forward
-    functions = own.absmax, own.row_and_column_absmax, own.quantize, own.quantize_blocks, swiglu
+    backward = None if kernels == "reference" else by_kernels.swiglu_backward_quantize
+    functions = own.absmax, own.row_and_column_absmax, own.quantize, own.quantize_blocks, swiglu, backward
     return QuantizedProducts(recipe, Quantizers(*functions, raised=kernels != "reference"), remember=remember)

@@ -42,6 +42,10 @@ class Maxima:
         """That of x, noted before or found now."""
         return None
 
+    def found(self, name: str) -> Tensor | None:
+        """That which was noted before."""
+        return None
+
     def kept(self) -> dict[str, Tensor]:
         """What is kept for backward, by names in ``costs.kept.KEPT``."""
         return {}
@@ -90,6 +94,25 @@ class Products:
     def swiglu_forward_(self, ops: BlockOps, gate_up: Tensor, x: Any, weight: Any, **absmax: Tensor) -> Tensor:
         """SwiGLU of gate | up = x W^T, of rows, which is written besides."""
         return ops.swiglu_product_(gate_up, x, weight)
+
+    def swiglu_backward_(
+        self,
+        ops: BlockOps,
+        dproduct: Tensor,
+        gate_up: Tensor,
+        maxima: Maxima,
+        gradient_maxima: Maxima,
+        *,
+        with_product: bool,
+        columns: bool,
+    ) -> tuple[Operand | None, Operand]:
+        """(SwiGLU's product again or None, the gradient of gate | up), which may be where the tensors were.
+
+        The product is to be read by its columns; ``columns`` says whether the gradient will be, too.
+        """
+        ops.swiglu_backward_(dproduct, gate_up, with_product=with_product, **gradient_maxima.raised("dgate_up"))
+        product = self.read(dproduct, maxima.of("product", dproduct), rows=False) if with_product else None
+        return product, self.read_gradient(gate_up, gradient_maxima.of("dgate_up", gate_up), columns=columns)
 
     def backward(self, ops: BlockOps, dy: Any, weight: Any) -> Tensor:
         """dy W, of rows of dy and columns of W."""

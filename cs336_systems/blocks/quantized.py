@@ -50,6 +50,8 @@ class Quantizers:
     quantize: Callable[..., Any]
     quantize_blocks: Callable[..., Any]
     swiglu: Callable[..., Tensor]
+    swiglu_backward: Callable[..., Any] | None
+    """With one scale, quantized: as ``kernels.swiglu_backward_quantize``."""
     raised: bool
     """Whether the block's operations note the largest magnitudes of what they write."""
 
@@ -76,6 +78,10 @@ class FoundMaxima(Maxima):
         if name not in self._known:
             self._known.add(name)
             self._each[name].copy_(self._quantizers.absmax(x))
+        return self._each[name]
+
+    def found(self, name: str) -> Tensor:
+        assert name in self._known, name
         return self._each[name]
 
     def kept(self) -> dict[str, Tensor]:
@@ -182,6 +188,28 @@ class QuantizedProducts(Products):
         product: Tensor = self.quantizers.swiglu(gate_up, **absmax)
         return product
 
+    def swiglu_backward_(
+        self,
+        ops: BlockOps,
+        dproduct: Tensor,
+        gate_up: Tensor,
+        maxima: Maxima,
+        gradient_maxima: Maxima,
+        *,
+        with_product: bool,
+        columns: bool,
+    ) -> tuple[Operand | None, Operand]:
+        fused = self.quantizers.swiglu_backward
+        if fused is None or self.recipe.scaling != "tensor":
+            how: dict[str, Any] = {"with_product": with_product, "columns": columns}
+            return super().swiglu_backward_(ops, dproduct, gate_up, maxima, gradient_maxima, **how)
+        how = {"transposed": columns, "z_dtype": FORMATS[self.recipe.matmul]}
+        how |= {"z_absmax": maxima.found("product")} if with_product else {}
+        absmax = gradient_maxima.raised("dgate_up")["absmax"]
+        gradient, product = fused(dproduct, gate_up, absmax, FORMATS[self.recipe.gradient], **how)
+        dtype = gate_up.dtype
+        return None if product is None else _operand(product, dtype), _operand(gradient, dtype)
+
     def backward(self, ops: BlockOps, dy: Quantized, weight: Quantized) -> Tensor:
         return self._multiply(dy, weight)
 
@@ -214,10 +242,7 @@ class QuantizedProducts(Products):
             case _:
                 assert self.recipe.scaling == "block", self.recipe
                 found = quantizers.quantize_blocks(x_RK, dtype, **asked)
-        return Operand(
-            Quantized(found.q, found.inverse_scale, x_RK.dtype) if rows else None,
-            Quantized(found.q_t, found.inverse_scale_t, x_RK.dtype) if columns else None,
-        )
+        return _operand(found, x_RK.dtype)
 
     def _multiply(
         self, a: Quantized, b: Quantized, bias: Tensor | None = None, *, fast: bool = False, out: Tensor | None = None
@@ -233,6 +258,12 @@ _Versions = list[tuple[Any, ...]]
 def _versions(parameters: Sequence[Tensor]) -> _Versions:
     """What differs when one of them has moved or changed."""
     return [(p.untyped_storage()._cdata, p.storage_offset(), p._version) for p in parameters]
+
+
+def _operand(found: Any, dtype: torch.dtype) -> Operand:
+    """What quantizers return, of tensors of this dtype."""
+    rows, columns = (found.q, found.inverse_scale), (found.q_t, found.inverse_scale_t)
+    return Operand(*(None if each[0] is None else Quantized(*each, dtype) for each in (rows, columns)))
 
 
 def _make(recipe: Recipe, quantizers: Quantizers, remember: bool) -> QuantizedProducts:

@@ -174,15 +174,19 @@ class Step:
         self._read_gradient(i, sizes.elements["x"])
         with self._product(i, "down"):
             ledger.make("temporaries", dproduct=sizes.inner)  # and then the product again; gate_up becomes its gradient
-        if self.quantized[i] and "product" not in self.kept[i]:
-            ledger.make("temporaries", **{"product columns": sizes.elements["product"]})
-            ledger.free("product columns")
+        again = {}
+        if self.quantized[i]:
+            again = {"product columns": sizes.elements["product"]} if "product" not in self.kept[i] else {}
+            made = {f"dgate_up {way}": sizes.elements["gate_up"] for way in ("rows", "columns")}
+            ledger.make("temporaries", **again, **made)
+            recalled.forget("gate_up")
         ledger.free("dproduct")
+        ledger.free(*again)
         self._done_with_gradient(i)
         recalled.forget("product")
-        self._read_gradient(i, sizes.elements["gate_up"])
         if self.quantized[i]:
-            recalled.forget("gate_up")
+            for way in ("rows", "columns"):
+                ledger.become(f"dgate_up {way}", "temporaries", f"gradient {way}")
         recalled.want("residual")
         recalled.want_operand("normed2")
         with self._product(i, "gate_up"):

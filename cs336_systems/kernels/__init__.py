@@ -15,6 +15,7 @@ from cs336_systems.kernels.rms_norm import (
 )
 from cs336_systems.kernels.rotary import Rotary, rotary, rotate_
 from cs336_systems.kernels.swiglu import SwiGLU, swiglu, swiglu_backward, swiglu_backward_, swiglu_forward
+from cs336_systems.kernels.swiglu_quantize import swiglu_backward_quantize
 from cs336_systems.kernels.weighted_sum import WeightedSum, weighted_sum
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "swiglu",
     "swiglu_backward",
     "swiglu_backward_",
+    "swiglu_backward_quantize",
     "swiglu_forward",
     "weighted_sum",
 ]

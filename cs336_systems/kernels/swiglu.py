@@ -62,6 +62,14 @@ def own_block(n_rows, d_ff, BLOCK_ROWS: tl.constexpr, BLOCK_F: tl.constexpr):
 
 
 @triton.jit
+def gradients_of(gate, up, dz):
+    """(dgate, dup, z), all in fp32."""
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    return dz * up * (sigmoid + silu * (1 - sigmoid)), dz * silu, silu * up
+
+
+@triton.jit
 def swiglu_forward_kernel(
     gate_up,
     z,
@@ -105,13 +113,11 @@ def swiglu_backward_kernel(
     if IN_PLACE:
         # For rows that are not aligned Triton may give an element's load and its store to different threads.
         tl.debug_barrier()
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    dgate, dup = g * up * (sigmoid + silu * (1 - sigmoid)), g * silu
+    dgate, dup, product = gradients_of(gate, up, g)
     tl.store(dgate_up + gate_at, dgate, mask=inside)
     tl.store(dgate_up + gate_at + d_ff, dup, mask=inside)
     if WITH_PRODUCT:
-        tl.store(z + at, silu * up, mask=inside)
+        tl.store(z + at, product, mask=inside)
     if WITH_ABSMAX:
         raise_absmax(absmax, tl.maximum(magnitude_bits(dgate), magnitude_bits(dup)), dgate_up.dtype.element_ty)
 

@@ -27,14 +27,22 @@ on_a_gpu_with_fp8 = pytest.mark.skipif(
 )
 
 
-def run(device: str, kernels: str, keep: str, recipe: Recipe, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A block's output and gradients."""
+def run(
+    device: str, kernels: str, keep: str, recipe: Recipe, dtype: torch.dtype, **quantizers: object
+) -> dict[str, torch.Tensor]:
+    """A block's output and gradients.
+
+    Args:
+        quantizers: others than the kernels'.
+    """
     parameters = {name: p.detach().to(device) for name, p in block_of(CONFIG, dtype).named_parameters()}
     x, dy, cos, sin = (t.to(device) for t in (*inputs(CONFIG, 32, dtype), *tables(CONFIG, 32, dtype)))
     weights, saved = BlockWeights.of(parameters), Saved(kept_names(keep, quantized=recipe.quantized))
     grads = BlockGradients.empty(parameters, parameters)
     ops = block_ops(kernels, "flash" if kernels == "fused" else "reference")
     products = block_products(kernels, recipe)
+    if quantizers:
+        products.quantizers = replace(products.quantizers, **quantizers)
     y = forward(x, weights, saved, ops, CONFIG, cos, sin, products=products)
     dx = backward(dy, weights, saved, grads, ops, CONFIG, cos, sin, products=products)
     return {"y": y, "dx": dx, **grads.by_parameter(parameters)}
@@ -65,6 +73,18 @@ def test_a_block_of_kernels_is_that_of_the_reference(device, recipe):
     for name, value in expected.items():
         assert all(torch.equal(result[name], results[0][name]) for result in results), name
         assert cosine(results[0][name], value) >= (0.9 if name == "attn.k_proj.bias" else least), name
+
+
+@pytest.mark.parametrize("device", [CUDA, CPU])
+@pytest.mark.parametrize("recipe", ["tensor", "e5m2"])
+@pytest.mark.parametrize("keep", ["products", "all"])
+def test_what_is_quantized_where_it_is_made_has_the_same_bits(device, recipe, keep):
+    """Gate | up's gradient and SwiGLU's product again, whatever the optimizer wants of them."""
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU with fp8")
+    how = device, "fused", keep, RECIPES[recipe], torch.bfloat16 if device == "cuda" else torch.float32
+    got, apart = run(*how), run(*how, swiglu_backward=None)
+    assert all(torch.equal(got[name], value) for name, value in apart.items())
 
 
 def sums_may_lose(a_MK: torch.Tensor, b_NK: torch.Tensor, promoted_every: int) -> torch.Tensor:

@@ -1,0 +1,220 @@
+"""SwiGLU's backward into fp8: dgate | dup as products read it, with one scale, and z again, neither stored in bf16.
+
+Formula: ``swiglu.py``, rounded to the dtype of its operands, then quantized as ``quantize_reference.py`` says. To the
+bit what ``swiglu_backward_`` and ``quantize`` give one after the other.
+
+Method: one scale needs the largest magnitude before anything is quantized, and dgate | dup is as large as anything in a
+block. So it is computed twice, which costs a few instructions: a first pass finds the largest magnitude, a second
+quantizes, in tiles of four rows in each thread as ``quantize.py`` does. The largest magnitude of z is known from
+forward.
+
+Traffic in bytes of bf16 per element of z: both passes read 6, the second writes 4, and 1 for z; 17 in all, where three
+launches that store bf16 between them move 23 (without z 16 and 18).
+
+Limits: as ``quantize.py``; z comes transposed alone, as the gradient of a weight reads it.
+
+    slot = torch.zeros((), device=dz.device)
+    dgate_up, z = swiglu_backward_quantize(dz, gate_up, slot, torch.float8_e4m3fn, z_absmax, torch.float8_e4m3fn)
+"""
+
+# mypy: allow-untyped-defs
+# A kernel's arguments are Triton values; the host functions below are typed.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
+from cs336_systems.kernels.checks import check_alike, check_runnable
+from cs336_systems.kernels.quantize import FORMATS, LANES, Tile, fp8_bytes, packed, scales_of, store_transposed
+from cs336_systems.kernels.quantize_reference import LARGEST, Quantized, check, only
+from cs336_systems.kernels.swiglu import BLOCK_F, BLOCK_ROWS, gradients_of, own_block
+from cs336_systems.operators.launching import ceil_div, launch
+from cs336_systems.operators.registration import operator
+
+TILE = Tile(64, 128, 4)
+"""Three matrices are read: half the rows of ``quantize.TILE_TRANSPOSED`` leave two programs room in registers."""
+
+
+@triton.jit
+def swiglu_backward_absmax_kernel(dz, gate_up, absmax, n_rows, d_ff, BLOCK_ROWS: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Raise absmax to the largest magnitude of dgate | dup in the dtype of gate_up."""
+    at, gate_at, inside = own_block(n_rows, d_ff, BLOCK_ROWS, BLOCK_F)
+    gate = tl.load(gate_up + gate_at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + gate_at + d_ff, mask=inside, other=0.0).to(tl.float32)
+    dgate, dup, _ = gradients_of(gate, up, tl.load(dz + at, mask=inside, other=0.0).to(tl.float32))
+    raise_absmax(absmax, tl.maximum(magnitude_bits(dgate), magnitude_bits(dup)), gate_up.dtype.element_ty)
+
+
+@triton.jit
+def load_lanes(x, at, stride, inside):
+    """Four blocks, of every fourth row; before anything is stored, as the compiler moves no load over a store."""
+    return (
+        tl.load(x + at, mask=inside, other=0.0),
+        tl.load(x + at + stride, mask=inside, other=0.0),
+        tl.load(x + at + 2 * stride, mask=inside, other=0.0),
+        tl.load(x + at + 3 * stride, mask=inside, other=0.0),
+    )
+
+
+@triton.jit
+def quantized_bytes(x, scale, ROUNDED_TO: tl.constexpr, DTYPE: tl.constexpr):
+    """Of fp32 x as it would be stored, times its scale."""
+    return fp8_bytes(x.to(ROUNDED_TO).to(tl.float32) * scale, DTYPE)
+
+
+@triton.jit
+def swiglu_backward_quantize_kernel(
+    dz,
+    gate_up,
+    absmax,
+    z_absmax,
+    q,
+    q_t,
+    z_t,
+    inverse_scale,
+    z_inverse_scale,
+    n_rows,
+    d_ff,
+    DTYPE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    Z_DTYPE: tl.constexpr,
+    Z_LARGEST: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    WITH_PRODUCT: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """q (n_rows, 2 d_ff) of dgate | dup, q_t (2 d_ff, n_rows) and z_t (d_ff, n_rows), of contiguous dz and gate_up."""
+    n_tiles = tl.cdiv(d_ff, TILE_COLUMNS)
+    tile_row, tile_column = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
+    words = tile_row * (TILE_ROWS // LANES) + tl.arange(0, TILE_ROWS // LANES)
+    columns = tile_column * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    inside = (words < n_rows // LANES)[:, None] & (columns < d_ff)[None, :]
+    row_starts = words.to(tl.int64)[:, None] * (LANES * d_ff)
+    gate_at = 2 * row_starts + columns[None, :]
+    gates = load_lanes(gate_up, gate_at, 2 * d_ff, inside)
+    ups = load_lanes(gate_up + d_ff, gate_at, 2 * d_ff, inside)
+    dzs = load_lanes(dz, row_starts + columns[None, :], d_ff, inside)
+    scale, inverse = scales_of(tl.load(absmax), LARGEST)
+    tl.store(inverse_scale, inverse, mask=tl.program_id(0) == 0)
+    if WITH_PRODUCT:
+        z_scale, z_inverse = scales_of(tl.load(z_absmax), Z_LARGEST)
+        tl.store(z_inverse_scale, z_inverse, mask=tl.program_id(0) == 0)
+    gate_word = tl.zeros((TILE_ROWS // LANES, TILE_COLUMNS), tl.uint32)
+    up_word, z_word = gate_word, gate_word
+    ROUNDED_TO: tl.constexpr = gate_up.dtype.element_ty
+    for lane in tl.static_range(LANES):
+        gate, up = gates[lane].to(tl.float32), ups[lane].to(tl.float32)
+        dgate, dup, product = gradients_of(gate, up, dzs[lane].to(tl.float32))
+        gate_bytes = quantized_bytes(dgate, scale, ROUNDED_TO, DTYPE)
+        up_bytes = quantized_bytes(dup, scale, ROUNDED_TO, DTYPE)
+        at = gate_at + lane * (2 * d_ff)
+        tl.store(q + at, gate_bytes.to(DTYPE, bitcast=True), mask=inside)
+        tl.store(q + at + d_ff, up_bytes.to(DTYPE, bitcast=True), mask=inside)
+        if TRANSPOSED:
+            gate_word, up_word = packed(gate_word, gate_bytes, lane), packed(up_word, up_bytes, lane)
+        if WITH_PRODUCT:
+            z_word = packed(z_word, quantized_bytes(product, z_scale, ROUNDED_TO, Z_DTYPE), lane)
+    if TRANSPOSED:
+        store_transposed(q_t, gate_word, words, columns, inside, n_rows)
+        store_transposed(q_t, up_word, words, columns + d_ff, inside, n_rows)
+    if WITH_PRODUCT:
+        store_transposed(z_t, z_word, words, columns, inside, n_rows)
+
+
+def results(
+    dz: Tensor,
+    gate_up: Tensor,
+    absmax: Tensor,
+    dtype: torch.dtype,
+    transposed: bool,
+    z_absmax: Tensor | None,
+    z_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Empty tensors for ``swiglu_backward_quantize_op``; one of no elements stands for what was not asked for."""
+    n_rows, width = gate_up.shape
+    return (
+        torch.empty((n_rows, width), dtype=dtype, device=dz.device),
+        torch.empty((width, n_rows) if transposed else (0,), dtype=dtype, device=dz.device),
+        torch.empty((), device=dz.device),
+        torch.empty((0,) if z_absmax is None else (width // 2, n_rows), dtype=z_dtype, device=dz.device),
+        torch.empty((0,) if z_absmax is None else (), device=dz.device),
+    )
+
+
+@operator("swiglu_backward_quantize", results, mutates=("absmax",))
+def swiglu_backward_quantize_op(
+    dz: Tensor,
+    gate_up: Tensor,
+    absmax: Tensor,
+    dtype: torch.dtype,
+    transposed: bool,
+    z_absmax: Tensor | None,
+    z_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(q, q_t, inverse_scale, z_t, z_inverse_scale) of contiguous tensors."""
+    q, q_t, inverse, z_t, z_inverse = found = results(dz, gate_up, absmax, dtype, transposed, z_absmax, z_dtype)
+    n_rows, d_ff = dz.shape
+    if dz.numel():
+        with torch.cuda.device_of(dz):  # Triton launches on the current device, which may be another
+            launch(
+                swiglu_backward_absmax_kernel,
+                (ceil_div(n_rows, BLOCK_ROWS) * ceil_div(d_ff, BLOCK_F),),
+                *(dz, gate_up, absmax, n_rows, d_ff),
+                BLOCK_ROWS=BLOCK_ROWS,
+                BLOCK_F=BLOCK_F,
+            )
+            launch(
+                swiglu_backward_quantize_kernel,
+                (ceil_div(n_rows, TILE.rows) * ceil_div(d_ff, TILE.columns),),
+                *(dz, gate_up, absmax, absmax if z_absmax is None else z_absmax),
+                *(q, q_t, z_t, inverse, z_inverse, n_rows, d_ff),
+                DTYPE=FORMATS[dtype],
+                LARGEST=LARGEST[dtype],
+                Z_DTYPE=FORMATS[z_dtype],
+                Z_LARGEST=LARGEST[z_dtype],
+                TRANSPOSED=transposed,
+                WITH_PRODUCT=z_absmax is not None,
+                TILE_ROWS=TILE.rows,
+                TILE_COLUMNS=TILE.columns,
+                num_warps=TILE.num_warps,
+            )
+    return found
+
+
+def swiglu_backward_quantize(
+    dz_RF: Tensor,
+    gate_up_R2F: Tensor,
+    absmax: Tensor,
+    dtype: torch.dtype,
+    *,
+    transposed: bool = True,
+    z_absmax: Tensor | None = None,
+    z_dtype: torch.dtype = torch.float8_e4m3fn,
+) -> tuple[Quantized, Quantized | None]:
+    """dgate | dup (R, 2F) in fp8, as it is and transposed, and z (R, F) transposed, or None.
+
+    Args:
+        dz_RF: gradient of z; of it and gate_up, fp32, bf16 or fp16, other than contiguous costs a copy.
+        absmax: () in fp32, zero before; becomes the largest magnitude of dgate | dup.
+        transposed: whether dgate | dup is wanted so, too.
+        z_absmax: the largest magnitude of z, () in fp32, if z is wanted.
+
+    Raises:
+        ValueError: as ``swiglu_backward`` and ``quantize``.
+    """
+    if dz_RF.dim() != 2 or gate_up_R2F.shape != (dz_RF.shape[0], 2 * dz_RF.shape[1]):
+        raise ValueError(f"dz {tuple(dz_RF.shape)} does not match the halves of gate_up {tuple(gate_up_R2F.shape)}")
+    check_alike(dz=dz_RF, gate_up=gate_up_R2F)
+    check(dz_RF, dtype, True, transposed)
+    check(dz_RF, z_dtype, True, transposed)
+    for each in (absmax, z_absmax):
+        check_absmax(each, dz_RF)
+    check_runnable(swiglu_backward_quantize_kernel, dz_RF)
+    q, q_t, inverse, z_t, z_inverse = swiglu_backward_quantize_op(
+        dz_RF.contiguous(), gate_up_R2F.contiguous(), absmax, dtype, transposed, z_absmax, z_dtype
+    )
+    gradients = only(Quantized(q, q_t, inverse, inverse), True, transposed)
+    return gradients, None if z_absmax is None else Quantized(None, z_t, None, z_inverse)
