@@ -107,7 +107,16 @@ def train(options: TrainOptions, rank: Rank, *sinks: Sink) -> Outcome:
         NonFiniteStep: a loss or a gradient is not finite; checkpoints are as they were.
     """
     ends_at = None if options.walltime is None else time.monotonic() + options.walltime
-    prepared = prepare(options, rank)
+    return run_prepared(prepare(options, rank), rank, *sinks, ends_at=ends_at)
+
+
+def run_prepared(prepared: Prepared, rank: Rank, *sinks: Sink, ends_at: float | None = None) -> Outcome:
+    """The same of a run that is prepared, for who looks at its model afterwards.
+
+    Args:
+        ends_at: when to save and end, by ``time.monotonic``.
+    """
+    options = prepared.options
     with ExitStack() as stack:
         stack.enter_context(prepared.loader)
         first_step = _resume(prepared)
