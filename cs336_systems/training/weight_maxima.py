@@ -37,31 +37,29 @@ class WeightMaxima:
 
     def __init__(self, model: nn.Module, optimizer: NotingOptimizer) -> None:
         self._optimizer = optimizer
-        self._places: dict[WrittenOutBlock, dict[str, Tensor]] = {}
+        self._blocks: list[tuple[WrittenOutBlock, QuantizedProducts, dict[str, Tensor]]] = []
         parameters_of: dict[Tensor, list[Tensor]] = {}
         for block in model.modules():
-            if not (isinstance(block, WrittenOutBlock) and isinstance(block.products, QuantizedProducts)):
+            if not (isinstance(block, WrittenOutBlock) and isinstance(products := block.products, QuantizedProducts)):
                 continue
             parameters = dict(block.named_parameters())
-            places = block.products.maxima_of_weights(parameters["ln1.weight"].device)
+            places = products.maxima_of_weights(parameters["ln1.weight"].device)
             if places:
-                self._places[block] = places
+                self._blocks.append((block, products, places))
                 parameters_of |= {place: [parameters[part] for part in PARTS[name]] for name, place in places.items()}
         optimizer.note_maxima(parameters_of)
 
     def note_updated(self) -> None:
         """After the optimizer's step, and a new version of the weights."""
-        for block, places in self._places.items():
-            assert isinstance(block.products, QuantizedProducts)
-            block.products.note(tuple(block.parameters()) if self._optimizer.noted.issuperset(places.values()) else ())
+        for block, products, places in self._blocks:
+            products.note(tuple(block.parameters()) if self._optimizer.noted.issuperset(places.values()) else ())
 
     @torch.no_grad()
     def find_changed(self) -> None:
         """Read the weights of blocks that have changed since the optimizer's step, so that all magnitudes are right."""
-        for block, places in self._places.items():
-            assert isinstance(block.products, QuantizedProducts)
-            if not block.products.noted(tuple(block.parameters())):
+        for block, products, places in self._blocks:
+            if not products.noted(tuple(block.parameters())):
                 weights = BlockWeights.of(dict(block.named_parameters()))
                 for name, place in places.items():
-                    place.copy_(block.products.quantizers.absmax(getattr(weights, name)))
-                block.products.note(tuple(block.parameters()))
+                    place.copy_(products.quantizers.absmax(getattr(weights, name)))
+                products.note(tuple(block.parameters()))
