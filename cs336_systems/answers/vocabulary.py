@@ -22,10 +22,12 @@ from cs336_systems.experiments.attention import table as attention_tables
 from cs336_systems.experiments.blocks.table import BLOCK_TABLE
 from cs336_systems.experiments.collectives.table import collectives_table
 from cs336_systems.experiments.data_parallel.table import DATA_PARALLEL
+from cs336_systems.experiments.fp8 import table as fp8_tables
 from cs336_systems.experiments.fully_sharded.table import FULLY_SHARDED
 from cs336_systems.experiments.kernels.table import KERNEL_TABLE
 from cs336_systems.experiments.leaks import flops_against_time, launch_overhead, matmul_data, roofline_knee
 from cs336_systems.experiments.leaks.findings import Findings
+from cs336_systems.experiments.learning.table import LEARNING_TABLE
 from cs336_systems.experiments.model.table import step_table
 from cs336_systems.experiments.parallelism.answers import found
 from cs336_systems.experiments.parallelism.questions import QUESTIONS
@@ -158,6 +160,9 @@ def vocabulary(committed: Committed) -> dict[str, Any]:
         "sharded_time_table": sharded_tables.TIMES.of,
         "kernel_table": KERNEL_TABLE.of,
         "block_table": BLOCK_TABLE.of,
+        "fp8_block_table": fp8_tables.BLOCK_TABLE.of,
+        "fp8_product_table": fp8_tables.PRODUCT_TABLE.of,
+        "learning_table": LEARNING_TABLE.of,
         "leak_tables": leak_tables,
         "console_of": lambda name, *steps: console_lines(committed.run(name), steps),
     }

@@ -19,7 +19,7 @@ from cs336_systems.pretraining.schedules import Schedule, ScheduleKind
 _POSITIVE = (
     *("context_length", "batch_size", "accumulate", "total_batch_tokens", "steps", "epochs", "clip", "walltime"),
     *("evaluate_every", "evaluation_sequences", "save_every", "keep_last", "keep_every", "log_every"),
-    "lmhead_chunks",
+    *("lmhead_chunks", "quantization_every"),
 )
 _NOT_NEGATIVE = (
     "learning_rate",
@@ -150,6 +150,9 @@ class TrainOptions:
     """Checkpoints of steps that are multiples of it stay for ever."""
     log_every: int = 1
     """Of so many steps the console shows one; the log has all."""
+    quantization_every: int | None = None
+    """Of so many steps the log tells of one what quantization did to each tensor: absmax, underflow, saturation; with
+    --matmul-dtype e4m3, and not with --cuda-graph on. None for none."""
     tensorboard: bool = False
     """Write event files into --out, too: needs the extra tensorboard."""
     wandb: str | None = None
@@ -189,10 +192,14 @@ class TrainOptions:
         if self.lmhead_chunks is not None and self.kept == "autograd":
             asked = f"--lmhead-chunks {self.lmhead_chunks}"
             raise ValueError(f"{asked} needs a head that is written out, not --keep autograd")
-        for name in ("gradient_dtype", "scaling", "fp8_skip_first", "fp8_skip_last"):
-            if self.matmul_dtype == "same" and getattr(self, name) != getattr(TrainingCase, name):
+        for name in ("gradient_dtype", "scaling", "fp8_skip_first", "fp8_skip_last", "quantization_every"):
+            if self.matmul_dtype == "same" and getattr(self, name) != getattr(TrainOptions, name):
                 asked = f"{_flag(name)} {getattr(self, name)}"
                 raise ValueError(f"{asked} is for quantized products, and --matmul-dtype is same")
+        if self.quantization_every is not None and self.cuda_graph == "on":
+            raise ValueError(
+                f"--quantization-every {self.quantization_every} needs --cuda-graph off: replays show nothing"
+            )
         if self.save_every is None and self.export:
             raise ValueError("--save-every None leaves no checkpoint to be exported: --no-export does without")
         if self.init is None:

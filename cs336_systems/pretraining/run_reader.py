@@ -22,6 +22,7 @@ from cs336_systems.pretraining.run_records import (
     Light,
     Options,
     Outlier,
+    Quantization,
     Record,
     Step,
     from_line,
@@ -75,6 +76,18 @@ class Run:
         return frame(self.all(GpuState), GpuState)
 
     @cached_property
+    def quantization(self) -> pd.DataFrame:
+        """One line per step that was looked at, tensor and block: absmax, underflow and saturation, as shares."""
+        columns = ["block", "absmax", "underflow", "saturation"]
+        said = [
+            pd.DataFrame({name: found[name] for name in columns}, dtype=float).assign(step=record.step, tensor=tensor)
+            for record in self.all(Quantization)
+            for tensor, found in record.tensors.items()
+        ]
+        found = pd.concat(said, ignore_index=True) if said else pd.DataFrame(columns=columns, dtype=float)
+        return found.reindex(columns=["step", "tensor", *columns]).astype({"step": "int64", "block": "int64"})
+
+    @cached_property
     def outliers(self) -> pd.DataFrame:
         """One line per outlier."""
         return frame(self.all(Outlier), Outlier)
@@ -117,6 +130,6 @@ def frame(records: Iterable[Record], kind: type[Record]) -> pd.DataFrame:
 
 def _overtaken(record: Record, first_step: int) -> bool:
     """Whether it is of a step that a run resumed at ``first_step`` makes again."""
-    if isinstance(record, Step | GpuState | Outlier):
+    if isinstance(record, Step | GpuState | Quantization | Outlier):
         return record.step >= first_step
     return isinstance(record, Evaluation) and record.step > first_step

@@ -16,7 +16,7 @@ the version goes up when something that is there changes its meaning or goes.
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -175,6 +175,18 @@ class GpuState(Record):
 
 
 @dataclass(frozen=True)
+class Quantization(Record):
+    """What quantization to fp8 did in a step to what the products of blocks read, on the first rank."""
+
+    kind = "quantization"
+    step: int
+    tensors: Mapping[str, Mapping[str, Sequence[float]]]
+    """By tensor, such as normed1, dqkv, qkv weight: block, the numbers of the blocks; and of each of these absmax, the
+    largest magnitude; underflow, the share of elements that became zero and were not; saturation, the share of those
+    that were cut off."""
+
+
+@dataclass(frozen=True)
 class Outlier(Record):
     """A loss or a norm that is far from those just before it."""
 
@@ -206,7 +218,10 @@ class End(Record):
     """Such as done, interrupted, walltime, failed."""
 
 
-_ALL = (Options, Device, Model, Data, Memory, Light, Step, Evaluation, Checkpoint, GpuState, Outlier, Message, End)
+_ALL = (
+    *(Options, Device, Model, Data, Memory, Light, Step, Evaluation, Checkpoint, GpuState, Quantization, Outlier),
+    *(Message, End),
+)
 KINDS: dict[str, type[Record]] = {record.kind: record for record in _ALL}
 
 _FIELDS = {kind: {one.name: one.type in (float, float | None) for one in fields(kind)} for kind in KINDS.values()}

@@ -47,6 +47,7 @@ from cs336_systems.pretraining.memory import actual_segments, hint, predicted_se
 from cs336_systems.pretraining.nonfinite import NonFiniteStep, find_nonfinite
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.preparation import Prepared, prepare
+from cs336_systems.pretraining.quantization_log import QuantizationSampler
 from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog, Sink
 from cs336_systems.pretraining.run_reader import read_run
 from cs336_systems.pretraining.run_records import (
@@ -107,7 +108,16 @@ def train(options: TrainOptions, rank: Rank, *sinks: Sink) -> Outcome:
         NonFiniteStep: a loss or a gradient is not finite; checkpoints are as they were.
     """
     ends_at = None if options.walltime is None else time.monotonic() + options.walltime
-    prepared = prepare(options, rank)
+    return run_prepared(prepare(options, rank), rank, *sinks, ends_at=ends_at)
+
+
+def run_prepared(prepared: Prepared, rank: Rank, *sinks: Sink, ends_at: float | None = None) -> Outcome:
+    """The same of a run that is prepared, for who looks at its model afterwards.
+
+    Args:
+        ends_at: when to save and end, by ``time.monotonic``.
+    """
+    options = prepared.options
     with ExitStack() as stack:
         stack.enter_context(prepared.loader)
         first_step = _resume(prepared)
@@ -195,6 +205,8 @@ class _Run:
         self._saved: Path | None = None
         self._complaint: str | None = None
         self._recent: deque[tuple[int, tuple[Tensor, Tensor]]] = deque(maxlen=2)
+        every = prepared.options.quantization_every if rank.rank == 0 else None
+        self._quantization = QuantizationSampler(log, prepared.step.model, every)
         self._no_reason = torch.zeros(len(REASONS), device=rank.device)
         self._reason: str | None = None
         """Why to end, as all ranks know it."""
@@ -230,7 +242,8 @@ class _Run:
             group["lr"] = rate
         batch = next(self._prepared.loader)
         self._recent.append((self._made, batch))
-        self._step(*batch)
+        with self._quantization.step(self._made):
+            self._step(*batch)
         reasons, asked = self._no_reason, stop.asked
         if asked is not None:
             reasons = torch.tensor([float(reason == asked) for reason in REASONS], device=self._rank.device)
@@ -263,6 +276,7 @@ class _Run:
         loss, norm = done.values["loss"], done.values["norm"]
         rate, tokens = self._prepared.schedule(step), self._prepared.tokens_per_step
         self._log.write(Step(step, done.seconds, tokens, loss, norm, rate))
+        self._quantization.tell(step)
         self._reason = next((reason for reason in reversed(REASONS) if done.values[reason]), self._reason)
         if math.isfinite(loss) and math.isfinite(norm):
             return

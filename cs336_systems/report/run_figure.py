@@ -17,9 +17,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from matplotlib.typing import HashableList
 
+from cs336_systems.blocks.quantized import GRADIENTS
 from cs336_systems.hardware import GIB
 from cs336_systems.pretraining.run_reader import Run
-from cs336_systems.pretraining.run_records import Device, Model, Options
+from cs336_systems.pretraining.run_records import Device, Model, Options, Quantization
 from cs336_systems.report.figures import OKABE_ITO, WITH_COMMAS, dress
 
 XAxis = Literal["step", "tokens", "hours"]
@@ -32,6 +33,7 @@ _LAYOUT: list[HashableList[str]] = [
     ["tokens_per_s", "speed_of_light", "memory_used_bytes"],
     ["sm_mhz", "power_w", "temperature_c"],
 ]
+_QUANTIZATION: list[HashableList[str]] = [["underflow", "gradient_underflow", "absmax"]]
 _SMOOTHED_SHARE = 0.02
 """Of the longest run's steps, over which the running median goes if nobody says."""
 _FEW = 40
@@ -56,6 +58,19 @@ def _gpu(label: str, unit: float = 1.0, *, from_zero: bool = False) -> _Panel:
     return _Panel(label, "no GPU state in the log", unit, from_zero=from_zero, frame=lambda run: run.gpu)
 
 
+def _quantized(label: str, unit: float = 1.0, *, gradients: bool = False) -> _Panel:
+    """Of the tensor and the block where it is most."""
+
+    def frame(run: Run) -> pd.DataFrame:
+        found = run.quantization
+        worst = (
+            found[found["tensor"].isin(GRADIENTS) == gradients].groupby("step", as_index=False).max(numeric_only=True)
+        )
+        return worst.assign(gradient_underflow=worst["underflow"])
+
+    return _Panel(label, "no look at quantization in the log", unit, frame=frame)
+
+
 _NO_STEPS = "no steps yet"
 _NO_LIGHT = "no steps on a device whose peak is known"
 _PANELS: dict[str, _Panel] = {
@@ -68,6 +83,9 @@ _PANELS: dict[str, _Panel] = {
     "sm_mhz": _gpu("GPU clock, MHz"),
     "power_w": _gpu("GPU power, W"),
     "temperature_c": _gpu("GPU temperature, °C"),
+    "underflow": _quantized("most underflow, %", 100),
+    "gradient_underflow": _quantized("most underflow of gradients, %", 100, gradients=True),
+    "absmax": _quantized("largest magnitude but of gradients"),
 }
 
 
@@ -87,12 +105,13 @@ def run_figure(runs: Mapping[str, Run], x: XAxis = "step", smooth: int | None = 
         smooth = max(1, round(_SMOOTHED_SHARE * max(len(run.steps) for run in runs.values())))
     if smooth < 1:
         raise ValueError(f"a median goes over at least one step, got {smooth}")
-    figure = Figure(figsize=(13, 11), layout="constrained")
-    panels = figure.subplot_mosaic(_LAYOUT)
+    layout = _LAYOUT + (_QUANTIZATION if any(run.last(Quantization) for run in runs.values()) else [])
+    figure = Figure(figsize=(13, 2.75 * len(layout)), layout="constrained")
+    panels = figure.subplot_mosaic(layout)
     coloured = [(run, colour) for run, colour in zip(runs.values(), OKABE_ITO, strict=False)]
     end = max(_places(run, pd.Series([_steps_made(run)]), x)[0] for run in runs.values())
-    for column, panel in _PANELS.items():
-        axes = panels[column]
+    for column, axes in panels.items():
+        panel = _PANELS[column]
         drawn = [_draw(axes, run, colour, column, panel, x, smooth) for run, colour in coloured]
         axes.set_ylabel(panel.label)
         dress(axes)

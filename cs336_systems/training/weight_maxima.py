@@ -40,12 +40,12 @@ class WeightMaxima:
         self._blocks: list[tuple[WrittenOutBlock, QuantizedProducts, dict[str, Tensor]]] = []
         parameters_of: dict[Tensor, list[Tensor]] = {}
         for block in model.modules():
-            if not (isinstance(block, WrittenOutBlock) and isinstance(block.products, QuantizedProducts)):
+            if not (isinstance(block, WrittenOutBlock) and isinstance(products := block.products, QuantizedProducts)):
                 continue
             parameters = dict(block.named_parameters())
-            places = block.products.maxima_of_weights(parameters["ln1.weight"].device)
+            places = products.maxima_of_weights(parameters["ln1.weight"].device)
             if places:
-                self._blocks.append((block, block.products, places))
+                self._blocks.append((block, products, places))
                 parameters_of |= {place: [parameters[part] for part in PARTS[name]] for name, place in places.items()}
         optimizer.note_maxima(parameters_of)
 

@@ -12,26 +12,32 @@ import pytest
 from cs336_systems.config import HANDOUT_SIZES
 from cs336_systems.experiments.attention import cells as attention
 from cs336_systems.experiments.blocks import cells as blocks
+from cs336_systems.experiments.fp8 import cells as fp8
 from cs336_systems.experiments.kernels import cells as kernels
+from cs336_systems.experiments.learning import cells as learning
 from cs336_systems.experiments.model import cells as model
 from cs336_systems.experiments.profile import cells as profile
 from cs336_systems.experiments.training import cells as training
 from cs336_systems.report.command_line import parse
 from tests.benchmarks.commands import ROOT
 
-ATTENTION, KERNELS, MODELS, PROFILES, TRAINING = (
-    ROOT / "scripts" / f"measure_{name}.sh" for name in ("attention", "kernels", "models", "profiles", "training")
+ATTENTION, FP8, KERNELS, MODELS, PROFILES, TRAINING = (
+    ROOT / "scripts" / f"measure_{name}.sh"
+    for name in ("attention", "fp8", "kernels", "models", "profiles", "training")
 )
 QUESTIONS = {
     "benchmark_attention": attention,
     "benchmark_blocks": blocks,
+    "benchmark_fp8": fp8,
     "benchmark_kernels": kernels,
+    "benchmark_learning": learning,
     "benchmark_model": model,
     "benchmark_training": training,
     "profile_model": profile,
 }
 PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+  ", ATTENTION.read_text(), re.MULTILINE)
 KERNEL_PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+  ", KERNELS.read_text(), re.MULTILINE)
+FP8_PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+  ", FP8.read_text(), re.MULTILINE)
 TRAINING_PARTS = re.findall(r"^#   ([a-z0-9.-]+)  +\d+  ", TRAINING.read_text(), re.MULTILINE)
 CLOCKS = {"harness", "do-bench"}
 
@@ -54,7 +60,9 @@ def grids(script: Path, folder: Path, *parts: str, **environment: str) -> dict[s
     return found
 
 
-@pytest.mark.parametrize(("script", "parts"), [(ATTENTION, PARTS), (KERNELS, KERNEL_PARTS), (TRAINING, TRAINING_PARTS)])
+@pytest.mark.parametrize(
+    ("script", "parts"), [(ATTENTION, PARTS), (FP8, FP8_PARTS), (KERNELS, KERNEL_PARTS), (TRAINING, TRAINING_PARTS)]
+)
 def test_the_head_names_every_part(script, parts):
     branches = re.findall(r"^    ([a-z0-9][a-z0-9.|-]*)\)$", script.read_text(), re.MULTILINE)
     assert sorted(parts) == sorted(part for branch in branches for part in branch.split("|"))
@@ -184,3 +192,17 @@ def test_runs_are_measured_beside_the_peer_at_the_tokens_of_the_goals(tmp_path):
         ways.setdefault((cell.size, cell.batch_size), set()).add(cell.how)
     assert [size for size, _ in ways] == [f"qwen2.5-{size}" for size in ("0.5b", "1.5b", "3b", "7b")]
     assert all(hows == {"ours", "transformers"} for hows in ways.values())
+
+
+def test_products_in_fp8_are_measured_beside_stored_ones_and_learn_the_same_tokens(tmp_path):
+    found = grids(FP8, tmp_path, *FP8_PARTS)
+    assert set(found) == {*FP8_PARTS}
+    ways: dict[tuple, set] = {}
+    for cell in found["fp8"]:
+        ways.setdefault((cell.part, cell.product, cell.repeat), set()).add(cell.how)
+    assert all({*fp8.RECIPES, "compiled", "torchao-tensorwise", "torchao-rowwise"} == hows for hows in ways.values())
+    seeds: dict[str, list] = {}
+    for cell in found["learning"]:
+        seeds.setdefault(cell.recipe, []).append(cell.seed)
+    assert set(seeds) == set(fp8.RECIPES) and set(map(tuple, seeds.values())) == {(0, 1, 2)}
+    assert len({replace(cell, recipe="", seed=0, repeat=0) for cell in found["learning"]}) == 1

@@ -105,6 +105,12 @@ def test_a_file_must_be_named_and_there(tmp_path):
         ),
         ({"fp8_skip_last": -1}, "--fp8-skip-last must not be negative, got -1"),
         ({"fp8_skip_last": 1}, "--fp8-skip-last 1 is for quantized products, and --matmul-dtype is same"),
+        ({"quantization_every": 9}, "--quantization-every 9 is for quantized products, and --matmul-dtype is same"),
+        ({"quantization_every": 0, "matmul_dtype": "e4m3"}, "--quantization-every must be positive, got 0"),
+        (
+            {"quantization_every": 9, "matmul_dtype": "e4m3", "cuda_graph": "on"},
+            "--quantization-every 9 needs --cuda-graph off: replays show nothing",
+        ),
         ({"scaling": "row"}, "--scaling row is for quantized products, and --matmul-dtype is same"),
     ],
 )

@@ -27,6 +27,7 @@ from cs336_systems.pretraining.run_records import (
     Message,
     Options,
     Outlier,
+    Quantization,
     Step,
     from_line,
     to_line,
@@ -34,6 +35,10 @@ from cs336_systems.pretraining.run_records import (
 from tests.pretraining.runs import Kept, opening, training, write
 
 ROOT = Path(__file__).resolve().parents[2]
+QUANTIZED = {
+    "normed1": {"block": [0, 1], "absmax": [4.5, 5.0], "underflow": [0.25, 0.5], "saturation": [0.0, 0.0]},
+    "dqkv": {"block": [1], "absmax": ["Infinity"], "underflow": [0.125], "saturation": [1.0]},
+}
 STEP = Step(3, 0.5, 1024, 2.5, 1.5, 3e-4)
 
 
@@ -49,6 +54,7 @@ def every_kind():
         *steps,
         Checkpoint(12, 2**30, 0.2, 4.1),
         Outlier(7, "loss", 9.0, 8.0),
+        Quantization(10, QUANTIZED),
         Message("a warning, with [brackets]", "warning"),
     ]
 
@@ -62,6 +68,18 @@ def test_what_is_written_is_read(path):
     assert (run.n_bytes, run.torn) == (path.stat().st_size, 0)
     for line in path.read_text().splitlines():
         json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+def test_a_frame_has_what_quantization_did_to_each_tensor(path):
+    write(path, *opening(20))
+    assert list(read_run(path).quantization) == ["step", "tensor", "block", "absmax", "underflow", "saturation"]
+    write(path.with_name("other.jsonl"), *opening(20), Quantization(10, QUANTIZED))
+    lines = [tuple(line) for line in read_run(path.with_name("other.jsonl")).quantization.itertuples(index=False)]
+    assert lines == [
+        (10, "normed1", 0, 4.5, 0.25, 0.0),
+        (10, "normed1", 1, 5.0, 0.5, 0.0),
+        (10, "dqkv", 1, math.inf, 0.125, 1.0),
+    ]
 
 
 def test_frames_have_the_steps_and_what_follows_from_them(path):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cs336_systems.blocks import head as blocks_head
+from cs336_systems.config import resolve_size
 from cs336_systems.distributed import background_checkpoint
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import joined
@@ -32,6 +33,7 @@ from cs336_systems.pretraining.run_records import (
     Message,
     Model,
     Options,
+    Quantization,
     Step,
 )
 from cs336_systems.pretraining.trainer import train
@@ -340,3 +342,20 @@ def test_a_run_with_states_in_host_memory_is_the_run_without_and_they_take_each_
     for name in ("with", "both"):
         assert losses_and_norms(tmp_path / name) == losses_and_norms(tmp_path / "without")
         assert_equal_weights(tmp_path / name, tmp_path / "without")
+
+
+def test_the_log_tells_on_request_what_quantization_does_and_the_run_is_the_same(whole, alone, tmp_path):
+    fp8 = {"data": whole / "data", "matmul_dtype": "e4m3", "fp8_skip_first": 1, "accumulate": 2}
+    train(options(tmp_path, **fp8, out=tmp_path / "plain"), alone)
+    train(options(tmp_path, **fp8, quantization_every=4), alone)
+    assert losses_and_norms(tmp_path / "run") == losses_and_norms(tmp_path / "plain")
+    assert_equal_weights(tmp_path / "run", tmp_path / "plain")
+    assert read_run(tmp_path / "plain" / LOG).all(Quantization) == ()
+    run = read_run(tmp_path / "run" / LOG)
+    assert [record.step for record in run.all(Quantization)] == [0, 4, 8]
+    found, n_blocks = run.quantization, resolve_size("tiny").n_layers
+    assert len(found) == 3 * 12 * (n_blocks - 1)
+    assert set(found["block"]) == set(range(1, n_blocks))
+    assert (found["absmax"] > 0).all() and found["underflow"].between(0, 0.5).all() and (found["saturation"] == 0).all()
+    kinds = [type(record) for record in run.records if isinstance(record, Step | Quantization)]
+    assert kinds[:3] == [Step, Quantization, Step]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cs336_systems.blocks.watched import watching
 from cs336_systems.case import TrainingCase, Unsupported
 from cs336_systems.config import MODEL_SIZES, PRECISIONS, Recipe
 from cs336_systems.distributed.process_group import Rank
@@ -81,6 +82,19 @@ def test_weights_are_quantized_once_a_step_and_read_for_that_alone():
             each.model.layers[0].attn.k_proj.weight.mul_(3)
     assert run() == [(4, everything), (everything, everything)]
     assert run() == [(0, everything), (everything, everything)]
+    assert all(map(torch.equal, step.model.parameters(), plain.model.parameters()))
+
+
+@pytest.mark.slow
+def test_a_step_that_is_watched_is_the_same_step_where_the_optimizer_finds_maxima():
+    case = TrainingCase.of(CONFIG, batch_size=1, dtype="bf16", **E4M3 | {"optimizer": "fused"})
+    (step, plain), batch = (assemble(case), assemble(case)), random_batch(case)
+    for _ in range(2):
+        with watching(step.model) as watched:
+            loss = step(*batch)
+        assert torch.equal(loss, plain(*batch))
+        assert [one.block for one in watched] == list(range(CONFIG.n_layers))
+    assert torch.equal(step(*batch), plain(*batch))
     assert all(map(torch.equal, step.model.parameters(), plain.model.parameters()))
 
 

@@ -1,0 +1,1 @@
+"""What does a run learn, and how fast, when blocks multiply in fp8?"""

@@ -1,0 +1,55 @@
+"""The table of ``benchmark_learning``: what was learned beside how fast."""
+
+import pandas as pd
+
+from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
+
+
+def by_seed(line: Line, metric: str) -> pd.Series:
+    """What was measured with each seed; nothing if the line lacks the metric."""
+    return line.run[line.run["metric"] == metric].drop_duplicates("seed", keep="last").set_index("seed")["median"]
+
+
+def off_percent(line: Line) -> pd.Series:
+    """By seed, how far the held-out loss is above that of stored products with the same seed, in percent."""
+    stored = line.peer(recipe="stored")
+    if stored is None:
+        return pd.Series(dtype=float)
+    return 100 * (by_seed(line, "evaluation_loss") / by_seed(stored, "evaluation_loss") - 1).dropna()
+
+
+def speedup(line: Line) -> float | None:
+    """Times as fast as stored products."""
+    return line.over("tokens_per_s", line.peer(recipe="stored"))
+
+
+def _spread(values: pd.Series) -> Spread | None:
+    """Mean and ends."""
+    return Spread(values.mean(), values.min(), values.max()) if len(values) else None
+
+
+def _off(line: Line) -> Spread | None:
+    return None if line.settings["recipe"] == "stored" else _spread(off_percent(line))
+
+
+def _held_out(line: Line) -> Spread | None:
+    return _spread(by_seed(line, "evaluation_loss"))
+
+
+LEARNING_TABLE = ResultTable(
+    settings=(
+        *("gpu", "device", "size", "batch_size", "context_length", "total_batch_tokens", "steps", "learning_rate"),
+        *("dtype", "kernels", "keep", "attention", "cuda_graph", "data", "warmup", "recipe"),
+    ),
+    always=("recipe",),
+    columns=(
+        Column("seeds", lambda line: float(len(by_seed(line, "evaluation_loss"))), ".0f"),
+        Column("learned tokens", "learned_tokens", ",.0f", rank=2, note="by each run"),
+        Column("held-out loss", _held_out, ".4f", note="nats per token: mean of the seeds, and ends"),
+        Column("off %", _off, "+.3f", rank=MAIN, note="from stored with the same seed: mean of the seeds, and ends"),
+        Column("least cosine", "least_cosine", ".4f", note="of a parameter's gradient with that of fp32, at the end"),
+        Column("mean cosine", "mean_cosine", ".4f"),
+        Column("tokens/s", "tokens_per_s", ",.0f", rank=MAIN),
+        Column("x", speedup, ".3f", note="times as fast as stored"),
+    ),
+)
