@@ -17,6 +17,7 @@ from PIL import Image
 from cs336_systems.answers import arithmetic
 from cs336_systems.answers.committed import Committed, NotMeasured
 from cs336_systems.answers.sums import seal
+from cs336_systems.answers.training_rates import llmq_rates
 from cs336_systems.answers.vocabulary import LEAKS
 from cs336_systems.costs.parallelism.pipeline import SCHEDULES
 from cs336_systems.experiments.attention.figure import scaling_figure as attention_figure
@@ -33,6 +34,7 @@ from cs336_systems.experiments.model.speedups import speedups_figure
 from cs336_systems.experiments.parallelism.figures import goodput_figure, scaling_figure
 from cs336_systems.experiments.parallelism.pipeline_figure import pipelines_figure
 from cs336_systems.experiments.sharded_optimizer.table import memory_figure
+from cs336_systems.experiments.training.figure import rates_figure
 from cs336_systems.harness.record import DEFAULTS, NOT_RECORDED, OF_SHARDS
 from cs336_systems.pretraining.run_reader import Run
 from cs336_systems.report.figures import save
@@ -116,6 +118,9 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_fp8_loss.png": of_rows(loss_figure, "learning"),
         "h200_fp8_products.png": of_rows(products_figure, "fp8", part="product"),
         **{f"h200_leak_{name}.png": of_leak(name) for name in LEAKS},
+        "h200_training.png": Drawing(
+            rates_figure, lambda: (rows("training").frame(), {"llm.q, one H100": llmq_rates()})
+        ),
         "h200_run_first.png": Drawing(_run_figure, lambda: ("first", committed.run("first"))),
         "attention_masks.png": Drawing(masks_figure, lambda: (1024,)),
         "pipeline_schedules.png": Drawing(pipelines_figure, lambda: (timelines,)),

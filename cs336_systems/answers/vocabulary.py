@@ -10,6 +10,7 @@ import pandas as pd
 from cs336_systems.answers import arithmetic, attention, memory, models, outside, precision, predictions, profiles
 from cs336_systems.answers.committed import Committed, NotMeasured, Rows
 from cs336_systems.answers.rendering import Pending
+from cs336_systems.answers.training_rates import training_rates_table
 from cs336_systems.answers.training_runs import console_lines
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.communication import cost
@@ -132,6 +133,7 @@ TABLES = (
     profiles.stages_table,
     *(memory.peaks_table, memory.largest_table, memory.residuals_table, memory.checkpoint_table),
     memory.segments_table,
+    training_rates_table,
     collectives_table,
     *(predictions.collectives_predictions, predictions.ddp_predictions),
     *(predictions.sharded_predictions, predictions.fsdp_predictions),

@@ -158,6 +158,7 @@ def _json_lines(path: Path, field: str) -> Iterator[Document]:
             text = row.get(field) if isinstance(row, dict) else None
             if not isinstance(text, str):
                 has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                has = f"{type(text).__name__} there" if text is not None else has
                 raise ValueError(f"{path}, line {number}: no text under {field!r}, it has {has}")
             yield Document(text.encode(errors="replace").decode(), len(line))  # JSON can spell half a surrogate pair
 

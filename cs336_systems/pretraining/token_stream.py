@@ -115,8 +115,9 @@ class Dataset:
             raise ValueError(f"{folder} is no folder of scripts/tokenize_data.py: it has no {MANIFEST}")
         try:
             manifest = json.loads(path.read_text())
-            layout = manifest["layout"]
-        except (ValueError, KeyError, TypeError) as error:
+            if (layout := manifest["layout"]) == LAYOUT:
+                _check(manifest)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is damaged: {error!r}") from None
         if layout != LAYOUT:
             raise ValueError(f"{path} is of layout {layout}; this version reads {LAYOUT}")
@@ -134,6 +135,22 @@ class Dataset:
     def eos_id(self) -> int:
         """Of the token that ends each document."""
         return self.manifest["tokenizer"]["eos_id"]
+
+
+def _check(manifest: dict[str, Any]) -> None:
+    """Raise KeyError, TypeError or AttributeError if it lacks what is read from it."""
+    tokenizer = manifest["tokenizer"]
+    read = [
+        (manifest["corpus"], str),
+        (tokenizer["name"], str),
+        (tokenizer["vocab_size"], int),
+        (tokenizer["eos_id"], int),
+    ]
+    for split in manifest["splits"].values():
+        read += [(split["files"], list), (split["tokens"], int)]
+    for value, kind in read:
+        if not isinstance(value, kind):
+            raise TypeError(f"{value!r} is no {kind.__name__}")
 
 
 def _open_split(folder: Path, name: str, split: dict[str, Any]) -> TokenStream:

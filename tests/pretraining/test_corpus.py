@@ -87,7 +87,7 @@ def test_lines_of_json(tmp_path):
     [
         ('{"text": ', "a.jsonl, line 2: not JSON: "),
         ('{"body": "x", "n": 1}', "a.jsonl, line 2: no text under 'text', it has body, n"),
-        ('{"text": 1}', "a.jsonl, line 2: no text under 'text', it has text"),
+        ('{"text": 1}', "a.jsonl, line 2: no text under 'text', it has int there"),
         ("[1]", "a.jsonl, line 2: no text under 'text', it has list"),
     ],
 )

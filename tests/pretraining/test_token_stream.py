@@ -89,6 +89,15 @@ def test_damaged_datasets_are_refused(folder):
     (folder / "dataset.json").write_text(json.dumps(manifest | {"layout": 9}))
     with pytest.raises(ValueError, match=r"dataset.json is of layout 9; this version reads 1"):
         Dataset.open(folder)
+    tokenizer, train = manifest["tokenizer"], manifest["splits"]["train"]
+    for lacking in (
+        *({"corpus": None}, {"tokenizer": {}}, {"tokenizer": tokenizer | {"vocab_size": "many"}}),
+        *({"splits": []}, {"splits": {"train": "all"}}, {"splits": {"train": train | {"tokens": None}}}),
+    ):
+        (folder / "dataset.json").write_text(json.dumps(manifest | lacking))
+        with pytest.raises(ValueError, match=r"dataset.json is damaged: ") as refusal:
+            Dataset.open(folder)
+        assert "\n" not in str(refusal.value)
     (folder / "dataset.json").write_text("{")
     with pytest.raises(ValueError, match=r"dataset.json is damaged"):
         Dataset.open(folder)

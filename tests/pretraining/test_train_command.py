@@ -4,6 +4,8 @@ import json
 import os
 import random
 import re
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,13 +17,14 @@ import torch
 
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import joined
+from cs336_systems.distributed.spawn import spawn
 from cs336_systems.pretraining.checkpoint import load_trained, load_weights
 from cs336_systems.pretraining.run_log import LOG
 from cs336_systems.pretraining.run_reader import read_run
 from cs336_systems.pretraining.run_records import End
 from cs336_systems.pretraining.trainer import train
-from cs336_systems.processes import FreshProcess
-from tests.pretraining.trained import losses_and_norms, options, write_dataset
+from cs336_systems.processes import Died, FreshProcess
+from tests.pretraining.trained import losses_and_norms, options, train_each, write_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--device", "cpu", "--data", "data", "--context-length", "16", "--warmup-steps", "3", "--log-every", "1")
@@ -75,44 +78,70 @@ def test_a_run_from_beginning_to_end_with_interruptions(tmp_path):
     assert len(losses_and_norms(tmp_path / "run")) == made + 3
 
 
-def train_until_killed(connection, asked):
+def train_until_killed(connection, asked, n_operations, n_bytes):
+    """Killed before that change to the checkpoints' files, or by the kernel as a file grows beyond so many bytes."""
     torch.set_num_threads(1)
+    changes = 0
+
+    def kill(event, args):
+        nonlocal changes
+        if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir") and "step-" in str(args[0]):
+            changes += 1
+            if changes == n_operations:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(kill)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, n_bytes))
     with joined("cpu") as rank:
         train(asked, rank)
-    connection.send("done")
+    connection.send(changes)
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_a_run_goes_on_as_if_it_had_not_been(tmp_path):
-    """Nearly all of its time goes into saving."""
+def test_killed_at_any_moment_of_a_save_a_run_goes_on_as_if_it_had_not_been(tmp_path):
+    """At 14 moments between changes to the disk, spread over three saves, and at 6 in the middle of writing tensors."""
     write_dataset(tmp_path / "data")
-    n_steps = 400
-    asked = options(tmp_path, steps=n_steps, save_every=1, evaluate_every=None)
-    moments = random.Random(0)
+
+    def asked(n_steps, name="run", **changes):
+        fields = {"save_every": 1, "evaluate_every": None, "out": tmp_path / name, "schedule": "constant", **changes}
+        return options(tmp_path, steps=n_steps, **fields)
+
+    ended = FreshProcess(train_until_killed, asked(4, "counted"), None, resource.RLIM_INFINITY)
+    of_three_saves = ended.receive() * 3 // 4
+    ended.end()
+    n_bytes = max(file.stat().st_size for file in (tmp_path / "counted").rglob("*.distcp"))
+    draw = random.Random(0)
+    moments = [(of_three_saves * (i + 1) // 14, resource.RLIM_INFINITY) for i in range(14)]
+    moments += [(None, draw.randrange(n_bytes // 4, n_bytes)) for _ in range(6)]
+    draw.shuffle(moments)
     made = torn = 0
-    for _ in range(8):
-        process = FreshProcess(train_until_killed, asked)
-        while len(complete_checkpoints(tmp_path / "run")) == 0 or made == _newest(tmp_path / "run"):
-            assert process.is_alive()
-            time.sleep(0.005)
-        time.sleep(moments.uniform(0, 0.1))
+    for moment in moments:
+        process = FreshProcess(train_until_killed, asked(400), *moment)
+        with pytest.raises(Died, match="SIGXFSZ" if moment[0] is None else "SIGKILL"):
+            process.receive()
         process.end()
         torn += any((tmp_path / "run").glob(".step-*.tmp"))
+        assert made <= _newest(tmp_path / "run") <= made + 3
         made = _newest(tmp_path / "run")
-    assert 8 <= made < n_steps
-    assert torn, "no kill came during a save"
-    last = options(tmp_path, steps=n_steps, save_every=1000, evaluate_every=None, walltime=1e-9)
+    assert made >= 6
+    assert torn >= 10, "few kills came during a save"
+    shutil.copytree(tmp_path / "run", tmp_path / "two")
+    (outcome, _) = spawn(train_each, 2, [asked(made + 2, "two", batch_size=4, total_batch_tokens=128)], timeout_s=120)
+    assert outcome[0].first_step == made
     with joined("cpu") as rank:
-        outcome = train(last, rank)
-        assert outcome.first_step == made
-        whole = options(tmp_path, steps=n_steps, save_every=1000, evaluate_every=None, out=tmp_path / "whole")
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            train(whole, rank)
+            assert train(asked(made + 2), rank).first_step == made
+            train(asked(made + 2, "whole", save_every=1000), rank)
         finally:
             torch.set_num_threads(threads)
-    assert losses_and_norms(tmp_path / "run")[:made] == losses_and_norms(tmp_path / "whole")[:made]
+    assert losses_and_norms(tmp_path / "run") == losses_and_norms(tmp_path / "whole")
+    two, whole = (torch.tensor(losses_and_norms(tmp_path / name)) for name in ("two", "whole"))
+    assert torch.equal(two[:made], whole[:made])
+    torch.testing.assert_close(two, whole, rtol=2**-15, atol=0.0)
 
 
 def _newest(folder):

@@ -1,0 +1,56 @@
+"""Rates of training in documents: the fastest of ours by size, others beside, and what was not measured left out."""
+
+import pandas as pd
+import pytest
+
+from cs336_systems.answers.training_rates import llmq_rates, training_rates_table
+from cs336_systems.experiments.training.figure import rates_figure
+from cs336_systems.experiments.training.table import fastest
+
+CELL = {
+    **{"gpu": "NVIDIA H200", "device": "cuda", "context_length": 1024, "dtype": "bf16", "world_size": 1, "zero": 0},
+    **{"attention": "hopper", "cuda_graph": "off", "lmhead_chunks": None, "data": "random tokens", "warmup": 2},
+    **{"seconds": 12.0, "status": "ok", "argv": "a", "commit": "b", "host": "c", "timestamp": "2026-11-22T00:00:00"},
+}
+
+
+def rows():
+    runs = [
+        # size, how, batch, kernels, tokens/s, world size
+        ("qwen2.5-7b", "ours", 8, "fused", 14_000.0, 1),
+        ("qwen2.5-0.5b", "ours", 32, "fused", 159_000.0, 1),
+        ("qwen2.5-0.5b", "ours", 64, "fused-products", 165_000.0, 1),
+        ("qwen2.5-0.5b", "ours", 32, "fused", 310_000.0, 2),
+        ("qwen2.5-0.5b", "transformers-liger", 32, "", 132_000.0, 1),
+    ]
+    found = []
+    for size, how, batch, kernels, rate, world_size in runs:
+        ours = {"speed_of_light": 50.0, "predicted_peak_memory": 39.0} if how == "ours" else {}
+        for metric, median in {"tokens_per_s": rate, "peak_memory": 40.0, **ours}.items():
+            cell = CELL | {"size": size, "how": how, "batch_size": batch, "total_batch_tokens": 2**19, "keep": "all"}
+            found.append(cell | {"kernels": kernels, "world_size": world_size, "metric": metric, "median": median})
+    return pd.DataFrame(found)
+
+
+def test_the_fastest_of_ours_and_others_beside():
+    table = training_rates_table(rows())
+    assert "NVIDIA H200, bf16" in table.caption and "12 s and more" in table.caption
+    small, large = table.frame.to_dict("records")
+    assert (small["size"], small["tokens/s"], small["batch"]) == ("qwen2.5-0.5b", "165,000", "64")
+    assert small["transformers, Liger"] == "132,000 (1.25)"
+    assert small["llm.q, one H100"] == "150,000 (1.10)"
+    assert (large["size"], large["transformers, Liger"]) == ("qwen2.5-7b", "–")
+    assert "transformers" not in table.frame  # not measured at any size
+
+
+def test_a_bar_for_each_and_failed_runs_none():
+    best = fastest(rows())
+    assert list(best["tokens_per_s"]) == [14_000.0, 165_000.0, 132_000.0]
+    axes = rates_figure(rows(), {"llm.q": llmq_rates()}).axes[0]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["ours", "transformers-liger", "llm.q"]
+    assert [len(bars) for bars in axes.containers] == [2, 1, 2]
+    assert rates_figure(rows().assign(status="oom"), {}) is None
+
+
+def test_what_others_say_is_a_number_of_tokens():
+    assert llmq_rates()["qwen2.5-1.5b"] == pytest.approx(59_100)
