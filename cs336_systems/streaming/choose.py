@@ -9,6 +9,7 @@ So many rounds make a step that what the optimizer adds stays below 2 % of it, u
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +21,7 @@ from cs336_systems.costs.streaming import MOMENTS, Rates, StreamedWork
 from cs336_systems.hardware import GIB
 from cs336_systems.streaming.build import build, schedule_times
 from cs336_systems.streaming.candidate import Candidate, steps
-from cs336_systems.streaming.estimate import Layout, Levels, WorkSeconds, level_steps
+from cs336_systems.streaming.estimate import Layout, Levels, LevelsByHost, WorkSeconds
 from cs336_systems.streaming.plan import ORDERS, Order, Plan
 from cs336_systems.streaming.schedule import Kind, Schedule
 from cs336_systems.streaming.slots import TooFewSlotsError
@@ -38,6 +39,14 @@ SIMULATED = 12
 """Kinds of layouts of which a schedule is built."""
 EFFORT = 80_000
 """Operations that are simulated of them, and again on the way from the best one of each order to better neighbours."""
+RUNGS = 12
+"""Of a ladder of the host's capacities, at most."""
+LEAST_GROWTH = 1.06
+"""From one to the next."""
+LATER = 8
+"""Part of the effort that goes into each rung but the first, and kinds of layouts tried there."""
+LATER_SIMULATED = 3
+_NO_CAP = 2**62
 LEAST_GAIN = 3e-4
 """For which a step is taken."""
 DEVICE_OVERHEAD = int(0.8 * GIB)
@@ -134,12 +143,11 @@ def choose(
         CapsTooSmallError: nothing fits.
         ValueError: a chunk that does not divide, or tokens of a step that no chunks make up.
     """
-    search = _Search(config, context_length, caps, rates, tokens_per_step, clipping, order, effort)
     works = [
         StreamedWork(config, context_length, tokens, precision, tuple(moments.items()))
         for tokens in ([chunk] if chunk else chunk_sizes(context_length, least_chunk))
     ]
-    return search.best(works)
+    return _Search(config, context_length, caps, rates, tokens_per_step, clipping, order, effort, works).best()
 
 
 def chunk_sizes(context_length: int, least: int = LEAST_CHUNK) -> list[int]:
@@ -169,25 +177,71 @@ class _Search:
     clipping: bool
     order: Order | None
     effort: int
+    works: list[StreamedWork]
 
-    def best(self, works: list[StreamedWork]) -> Choice:
-        """By estimates first, then by simulation, then by small steps from the best ones."""
-        candidates = (candidate for work in works for candidate in self._candidates(work))
-        estimated = _ranked((candidate, candidate.tokens_per_s) for candidate in candidates)
+    def best(self) -> Choice:
+        """By estimates first, then by simulation, then by small steps from the best ones, at every smaller cap of a
+        ladder as well; a plan that is found there is a plan here, so that more of the host's memory is never slower.
+        """
         tried = _Tried(self)
-        least = (replace(candidate, levels=Levels(0, 0), edges=Levels(0, 0)) for candidate in _different(estimated))
-        queue = chain(_different(estimated), least)  # estimates of the host's memory can be low
-        for n, candidate in enumerate(queue):
-            if tried.ranking() and (n >= SIMULATED or tried.operations >= self.effort):
-                break
-            tried.rate(candidate)
-        for order in ORDERS:
-            if start := next((candidate for candidate in tried.ranking() if candidate.layout.order == order), None):
-                tried.climb(start)
-        for candidate in chain(tried.ranking(), (late for late in queue if tried.rate(late))):
+        for host_cap in self._host_ladder():
+            tried.explore(host_cap, self.estimated(host_cap))
+        found = self.estimated(self.caps.host)
+        late = (one for one in chain(found, map(_least, found)) if tried.rate(one, self.caps.host))
+        for candidate in chain(tried.ranking(self.caps.host), late):
             if (choice := self.choice(candidate)) is not None:
                 return choice
-        raise CapsTooSmallError(self._shortage(works))
+        raise CapsTooSmallError(self._shortage())
+
+    def estimated(self, host_cap: int) -> list[Candidate]:
+        """The best of each kind of layouts under a cap of the host, the fastest first."""
+        best: dict[tuple, Candidate] = {}
+        for levels in self._levels:
+            candidate = self._candidate(levels, host_cap - self.caps.host_overhead)
+            if candidate is not None:
+                layout = candidate.layout
+                kind = layout.order, layout.work.chunk, layout.chunks, layout.keep_context
+                if kind not in best or best[kind].tokens_per_s < candidate.tokens_per_s:
+                    best[kind] = candidate
+        return _ranked((candidate, candidate.tokens_per_s) for candidate in best.values())
+
+    def _host_ladder(self) -> Iterator[int]:
+        """Caps of the host up to its own, which it does not change: from what holds any plan to where no more helps."""
+        if not (unbound := self.estimated(_NO_CAP)):
+            return
+        best = unbound[0]
+        least = min(levels.host_bytes[0] for levels in self._levels)
+        most = max(best.layout.host_bytes(levels, best.ring_bytes) for levels in (best.levels, best.edges))
+        least, most = (n + self.caps.host_overhead for n in (least, most))
+        growth = max(LEAST_GROWTH, (most / max(1, least)) ** (1 / RUNGS))
+        host_cap = least
+        while host_cap <= min(self.caps.host, most * growth):
+            yield host_cap
+            host_cap = int(host_cap * growth) + 1
+
+    @cached_property
+    def _levels(self) -> list[LevelsByHost]:
+        """Of all layouts that fit the device."""
+        return [
+            LevelsByHost.of(layout, ring_bytes)
+            for work in self.works
+            for ring_bytes in [self._ring_bytes(work)]
+            for layout in self._layouts(work)
+            if layout.least_ring_bytes <= ring_bytes
+        ]
+
+    def _candidate(self, of: LevelsByHost, host_bytes: int) -> Candidate | None:
+        """The best levels of a layout, by estimates; None if it does not fit."""
+        layout, n = of.layout, bisect_right(of.host_bytes, host_bytes)
+        if not n:
+            return None
+        alone, edges = of.alone[n - 1]
+        seconds, levels = of.together[n - 1] if layout.order == "interleaved" else (alone, edges)
+        rounds = self._rounds(layout, seconds)
+        if layout.order == "interleaved" and rounds < 3:
+            return None
+        step = layout.optimizer_seconds + (rounds - 1) * seconds + alone
+        return Candidate(layout, levels, edges, rounds, of.ring_bytes, rounds * layout.tokens / step)
 
     def _ring_bytes(self, work: StreamedWork) -> int:
         """Of the device, for all slots."""
@@ -208,45 +262,22 @@ class _Search:
                 for resident in residents:
                     yield Layout(work, seconds, chunks, order, *resident, keep_context=kept)
 
-    def _candidates(self, work: StreamedWork) -> Iterator[Candidate]:
-        ring_bytes, host_bytes = self._ring_bytes(work), self.caps.host - self.caps.host_overhead
-        for layout in self._layouts(work):
-            if layout.least_ring_bytes > ring_bytes or layout.host_state_bytes > host_bytes:
-                continue
-            fitting = [
-                levels for levels in level_steps(layout.pairs) if layout.host_bytes(levels, ring_bytes) <= host_bytes
-            ]
-            if not fitting:
-                continue
-            alone = {levels: layout.round_seconds(levels, ring_bytes, alone=True) for levels in fitting}
-            edges = levels = min(alone, key=alone.__getitem__)
-            seconds = alone[edges]
-            if layout.order == "interleaved":
-                together = {levels: layout.round_seconds(levels, ring_bytes, alone=False) for levels in fitting}
-                levels = min(together, key=together.__getitem__)
-                seconds = together[levels]
-            rounds = self._rounds(layout, seconds)
-            if layout.order == "interleaved" and rounds < 3:
-                continue
-            step = layout.optimizer_seconds + (rounds - 1) * seconds + alone[edges]
-            yield Candidate(layout, levels, edges, rounds, ring_bytes, rounds * layout.tokens / step)
-
     def _rounds(self, layout: Layout, seconds: float) -> int:
         if self.tokens_per_step:
             return self.tokens_per_step // layout.tokens
         return math.ceil(layout.optimizer_seconds / seconds * (1 - OPTIMIZER_SHARE) / OPTIMIZER_SHARE)
 
-    def simulate(self, candidate: Candidate) -> tuple[float, int]:
-        """Tokens per second, from as few rounds as show them all, or 0 if it does not fit; and operations simulated."""
+    def simulate(self, candidate: Candidate) -> "_Simulated":
+        """From as few rounds as show them all."""
         layout = candidate.layout
         if layout.least_ring_bytes > candidate.ring_bytes:
-            return 0.0, 0
+            return _Simulated()
         rounds = min(candidate.rounds, 2 if layout.order == "sequential" else 4)
         plan = replace(candidate, rounds=rounds).plan(self.clipping)
         try:
             schedule = build(plan)
         except TooFewSlotsError:
-            return 0.0, 0
+            return _Simulated()
         times = schedule_times(plan, schedule, self.rates)
         choice = Choice(plan, schedule, times, self.caps, self.rates)
         seconds = times.span
@@ -256,7 +287,10 @@ class _Search:
                 if operation.kind is Kind.EMBED_BACKWARD:
                     ends[operation.round] = end
             seconds += more * (ends[1] - ends[0])
-        return choice.fits * candidate.rounds * layout.tokens / seconds, len(schedule.operations)
+        if sum(choice.device_parts.values()) > self.caps.device:
+            return _Simulated(n_operations=len(schedule.operations))
+        speed = candidate.rounds * layout.tokens / seconds
+        return _Simulated(speed, sum(choice.host_parts.values()), len(schedule.operations))
 
     def choice(self, candidate: Candidate) -> Choice | None:
         """None if it does not fit after all."""
@@ -265,12 +299,12 @@ class _Search:
         choice = Choice(plan, schedule, schedule_times(plan, schedule, self.rates), self.caps, self.rates)
         return choice if choice.fits else None
 
-    def _shortage(self, works: list[StreamedWork]) -> str:
+    def _shortage(self) -> str:
         """What is missing, and the smallest caps that would do."""
         caps = self.caps
         given = f"{_gib(caps.device)} GiB of device and {_gib(caps.host)} GiB of host memory"
         who = f"{self.config.name} on sequences of {self.context_length:,} tokens"
-        layouts = [layout for work in works for layout in self._layouts(work)]
+        layouts = [layout for work in self.works for layout in self._layouts(work)]
         device = min(caps.device - self._ring_bytes(layout.work) + layout.least_ring_bytes for layout in layouts)
         device_cap = max(device, caps.device)
         host = min(
@@ -288,34 +322,61 @@ class _Search:
         return f"{who} does not fit {given}: {' and '.join(short or ['a ring of slots is too small'])}; {would}"
 
 
+@dataclass(frozen=True)
+class _Simulated:
+    """Of a candidate."""
+
+    tokens_per_s: float = 0.0
+    """0 if it does not fit the device."""
+    host_bytes: int = 0
+    n_operations: int = 0
+
+
 class _Tried:
     """Simulated candidates."""
 
     def __init__(self, search: _Search) -> None:
         self.search = search
-        self.rates: dict[Candidate, float] = {}
+        self.simulated: dict[Candidate, _Simulated] = {}
         self.operations = 0
 
-    def rate(self, candidate: Candidate) -> float:
-        if candidate not in self.rates:
-            self.rates[candidate], operations = self.search.simulate(candidate)
-            self.operations += operations
-        return self.rates[candidate]
+    def rate(self, candidate: Candidate, host_cap: int) -> float:
+        """Tokens per second; 0 if it does not fit."""
+        if candidate not in self.simulated:
+            self.simulated[candidate] = self.search.simulate(candidate)
+            self.operations += self.simulated[candidate].n_operations
+        found = self.simulated[candidate]
+        return found.tokens_per_s * (found.host_bytes <= host_cap)
 
-    def ranking(self) -> list[Candidate]:
+    def ranking(self, host_cap: int) -> list[Candidate]:
         """Those that fit, the fastest first."""
-        return _ranked((candidate, rate) for candidate, rate in self.rates.items() if rate)
+        rated = ((candidate, self.rate(candidate, host_cap)) for candidate in self.simulated)
+        return _ranked((candidate, rate) for candidate, rate in rated if rate)
 
-    def climb(self, best: Candidate) -> None:
-        """Step by step, large ones first, as long as one is faster."""
-        most = self.operations + self.search.effort
+    def explore(self, host_cap: int, estimated: list[Candidate]) -> None:
+        """The best estimates under one cap, and steps from the best ones that are known: what smaller caps have brought
+        helps, but nothing depends on larger ones.
+        """
+        first, effort = not self.ranking(host_cap), self.search.effort
+        most = self.operations + (effort if first else effort // LATER)
+        for n, candidate in enumerate(chain(estimated, map(_least, estimated))):  # estimates can be low
+            if self.ranking(host_cap) and (n >= (SIMULATED if first else LATER_SIMULATED) or self.operations >= most):
+                break
+            self.rate(candidate, host_cap)
+        for order in ORDERS:
+            known = (candidate for candidate in self.ranking(host_cap) if candidate.layout.order == order)
+            if start := next(known, None):
+                self._climb(start, host_cap, self.operations + (effort if first else effort // LATER))
+
+    def _climb(self, best: Candidate, host_cap: int, most: int) -> None:
+        """Step by step, large ones first, as long as one is faster, up to so many simulated operations."""
         for parts in (8, 32, best.layout.pairs):
             improved = True
             while improved:
                 improved = False
                 for step in steps(best.layout, parts):
                     while self.operations < most and (after := step(best)) is not None:
-                        if self.rate(after) <= self.rates[best] * (1 + LEAST_GAIN):
+                        if self.rate(after, host_cap) <= self.rate(best, host_cap) * (1 + LEAST_GAIN):
                             break
                         best, improved = after, True
 
@@ -329,12 +390,6 @@ def _ranked(rated: Iterable[tuple[Candidate, float]]) -> list[Candidate]:
     return [candidate for candidate, _ in sorted(rated, key=speed, reverse=True)]
 
 
-def _different(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-    """The first of each kind."""
-    seen: set[tuple] = set()
-    for candidate in candidates:
-        layout = candidate.layout
-        kind = layout.order, layout.work.chunk, layout.chunks, layout.keep_context
-        if kind not in seen:
-            seen.add(kind)
-            yield candidate
+def _least(candidate: Candidate) -> Candidate:
+    """The same that keeps the least."""
+    return replace(candidate, levels=Levels(0, 0), edges=Levels(0, 0))

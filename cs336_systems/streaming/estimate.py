@@ -8,6 +8,8 @@ sequential, both together if they are interleaved, but for the beginning of the 
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from operator import itemgetter
 
 from cs336_systems.costs.streaming import Rates, StreamedWork
 from cs336_systems.streaming.plan import Order
@@ -170,6 +172,33 @@ class Layout:
         state = (n_layers - self.weights) * layer + (n_layers - self.moments) * self.moment_bytes
         link = self.seconds.rates.link_seconds(state + (n_layers - self.gradients) * layer, state)
         return max(link, self.seconds.optimizer)
+
+
+@dataclass(frozen=True)
+class LevelsByHost:
+    """Of a layout, by how many bytes of the host its levels need: the fastest ones of those that need at most as many,
+    and their seconds, for a round by itself and (``together``) for one beside the next.
+    """
+
+    layout: Layout
+    ring_bytes: int
+    host_bytes: list[int]
+    """Ascending; at each place of the other two lists."""
+    alone: list[tuple[float, Levels]]
+    together: list[tuple[float, Levels]]
+
+    @classmethod
+    def of(cls, layout: Layout, ring_bytes: int) -> "LevelsByHost":
+        sized = sorted(
+            ((layout.host_bytes(one, ring_bytes), one) for one in level_steps(layout.pairs)), key=itemgetter(0)
+        )
+
+        def fastest(*, alone: bool) -> list[tuple[float, Levels]]:
+            found = [(layout.round_seconds(levels, ring_bytes, alone=alone), levels) for _, levels in sized]
+            return list(accumulate(found, lambda a, b: min(a, b, key=itemgetter(0))))
+
+        together = fastest(alone=False) if layout.order == "interleaved" else []
+        return cls(layout, ring_bytes, [n_bytes for n_bytes, _ in sized], fastest(alone=True), together)
 
 
 def _together(compute: float, link: float) -> float:

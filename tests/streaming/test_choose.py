@@ -1,7 +1,9 @@
 """Plans that are chosen: within the caps, faster with more memory, explained; and what is said where nothing fits."""
 
+import random
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -61,6 +63,21 @@ def test_more_memory_is_never_slower() -> None:
     speeds = [[small(device, host).tokens_per_s for host in (2.5, 5)] for device in (2.3, 4)]
     for line in (*speeds, *zip(*speeds, strict=True)):
         assert line[1] >= line[0] * 0.999, speeds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_more_host_memory_is_never_slower_whatever_the_caps(seed: int) -> None:
+    """But for what steps of all rounds have beyond those of a few, by which plans are compared."""
+    rng = random.Random(seed)
+    device, length = rng.uniform(0.9, 2.2), rng.choice((64, 128))
+    speeds = []
+    for host in sorted(rng.uniform(1, 4) for _ in range(6)):
+        try:
+            speeds.append(small(device, host, length).tokens_per_s)
+        except CapsTooSmallError:
+            speeds.append(0.0)
+    assert [(a, b) for a, b in pairwise(speeds) if b < 0.999 * a] == [], (device, length, speeds)
 
 
 def test_orders_and_chunks_can_be_asked_for() -> None:
