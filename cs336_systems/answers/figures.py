@@ -23,6 +23,7 @@ from cs336_systems.experiments.attention.figure import scaling_figure as attenti
 from cs336_systems.experiments.attention.masks import masks_figure
 from cs336_systems.experiments.blocks.figure import kept_figure
 from cs336_systems.experiments.collectives.table import collectives_figure
+from cs336_systems.experiments.fully_sharded.breakdown import breakdown_figure
 from cs336_systems.experiments.kernels.figure import shares_figure
 from cs336_systems.experiments.leaks.findings import findings_figure
 from cs336_systems.experiments.model.figure import step_figure
@@ -111,6 +112,7 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_attention_pytorch_d64.png": of_rows(attention_figure, "attention-pytorch", d_head=64),
         "h200_kernels.png": of_rows(shares_figure, "kernels"),
         "h200_blocks.png": of_rows(kept_figure, "fused"),
+        "h200_leaderboard.png": of_rows(breakdown_figure, "leaderboard"),
         **{f"h200_leak_{name}.png": of_leak(name) for name in LEAKS},
         "h200_run_first.png": Drawing(_run_figure, lambda: ("first", committed.run("first"))),
         "attention_masks.png": Drawing(masks_figure, lambda: (1024,)),
