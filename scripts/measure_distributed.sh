@@ -24,8 +24,8 @@
 #   sharded-optimizer-xl       2.0
 #   fsdp-xl                    2.5
 #   fsdp-leaderboard           7.1  the leaderboard's step with fp32 masters, every block computed twice
-#   leaderboard               11.8  the same in bf16, what blocks keep and AdamW under backward, in turns with FSDP2, whose
-#                                   row needs 130 s from an empty cache; its other policies that fit; ours by do_bench and
+#   leaderboard               11.8  the same in bf16, what blocks keep and AdamW under backward, in turns with FSDP2 (130 s
+#                                   for its row from an empty cache); its other policies that fit; ours by do_bench and
 #                                   recorded
 #
 # Parts ddp-xl, -autocast, -buckets and -one-rank write to FOLDER/ddp, the other -xl likewise, and every other part to a
