@@ -4,7 +4,8 @@
 #   scripts/measure_distributed.sh FOLDER PART...
 #
 # Nothing else may run on the host. What is compared is measured by one command in two rounds, the second one backwards,
-# each cell by five steps of warm-up and ten timed ones in each (fsdp-leaderboard's, of six seconds, by two and five).
+# each cell by five steps of warm-up and ten timed ones in each (by two and five where steps take five seconds and what
+# is compared with them has a command of its own: fsdp-leaderboard, and the last two of leaderboard).
 # Parts that are compared with each other, as ddp-one-rank and ddp-ctas8 with ddp, come from one host. Minutes between
 # two H200s, estimated from committed step times with 12 s to start a command, 1.5 s for a cell, 14 s for a recording:
 #
@@ -23,8 +24,9 @@
 #   sharded-optimizer-xl       2.0
 #   fsdp-xl                    2.5
 #   fsdp-leaderboard           7.1  the leaderboard's step with fp32 masters, every block computed twice
-#   leaderboard               13.6  the same in bf16, what blocks keep and AdamW under backward, in turns with FSDP2;
-#                                   FSDP2's other policies that fit; ours by do_bench and recorded
+#   leaderboard               11.8  the same in bf16, what blocks keep and AdamW under backward, in turns with FSDP2 (130 s
+#                                   for its row from an empty cache); its other policies that fit; ours by do_bench and
+#                                   recorded
 #
 # Parts ddp-xl, -autocast, -buckets and -one-rank write to FOLDER/ddp, the other -xl likewise, and every other part to a
 # folder of its own, pictures of traces to ddp and fsdp; uv run scripts/report.py --adopt FOLDER moves rows and pictures
@@ -83,8 +85,8 @@ for part in "$@"; do
       peer=(--fsdp torch --compile --attention sdpa-cudnn)
       export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True # 6 GiB of the card are left
       turns benchmark_fsdp "${step[@]}" "${ours[@]}" --peer-checkpoint full
-      ranks benchmark_fsdp "${step[@]}" "${peer[@]}" --checkpoint keep-attention first-16
-      ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --do-bench on --trace "$folder/leaderboard"
+      ranks benchmark_fsdp "${step[@]}" "${peer[@]}" --checkpoint keep-attention first-16 --warmup 2 --steps 5
+      ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --do-bench on --trace "$folder/leaderboard" --warmup 2 --steps 5
       unset PYTORCH_CUDA_ALLOC_CONF ;;
     *)
       echo "unknown part '$part': see the head of scripts/measure_distributed.sh" >&2

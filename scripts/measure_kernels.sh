@@ -18,7 +18,6 @@
 #   llama            25  the same of llama3-8b at 2 x 8,192
 #   qwen            100  blocks of Qwen2.5 at sequences of 1,024
 #   cudnn            60  both 8B blocks compiled, with cuDNN's attention
-#   stacks           90  six blocks of leaderboard-8b and llama3-8b: their peak
 #   steps           170  forward and backward of Qwen2.5 0.5B to 7B at sequences of 1,024: fused, with products of our
 #                        own and compiled, all kept, in turns
 #   steps-products  170  the same keeping products
@@ -103,9 +102,6 @@ for part in "$@"; do
     cudnn)
       blocks "${leaderboard[@]}" --attention sdpa-cudnn --how compiled --steps 10
       blocks "${llama[@]}" --attention sdpa-cudnn --how compiled --steps 10 ;;
-    stacks)
-      blocks "${leaderboard[@]}" --layers 6 --how compiled products all --steps 10 --repeat 2
-      blocks "${llama[@]}" --layers 6 --how compiled products all --steps 10 --repeat 2 ;;
     steps)
       turns fused-steps all ;;
     steps-products)

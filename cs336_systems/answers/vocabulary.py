@@ -24,6 +24,7 @@ from cs336_systems.experiments.blocks.table import BLOCK_TABLE
 from cs336_systems.experiments.collectives.table import collectives_table
 from cs336_systems.experiments.data_parallel.table import DATA_PARALLEL
 from cs336_systems.experiments.fp8 import table as fp8_tables
+from cs336_systems.experiments.fully_sharded.breakdown import breakdown_tables
 from cs336_systems.experiments.fully_sharded.table import FULLY_SHARDED
 from cs336_systems.experiments.kernels.table import KERNEL_TABLE
 from cs336_systems.experiments.leaks import flops_against_time, launch_overhead, matmul_data, roofline_knee
@@ -84,6 +85,7 @@ def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
         ),
         "kernel": question("kernels", "kernel", "how", "rows", "width", dtype="bf16"),
         "block": question("fused", "size", "how", attention="hopper", layers=1),
+        "fused_step": question("fused-steps", "size", "kernels", mode="backward"),
         "nsys": question("nsys", *profiled, dtype="fp32"),
         "nsys_autocast": question("nsys-autocast", *profiled),
         "nsys_alone": question("nsys-alone", *profiled),
@@ -158,6 +160,7 @@ def vocabulary(committed: Committed) -> dict[str, Any]:
         "attention_table": attention_tables.ATTENTION.of,
         "data_parallel_table": DATA_PARALLEL.of,
         "fully_sharded_table": FULLY_SHARDED.of,
+        "breakdown_tables": breakdown_tables,
         "sharded_memory_table": sharded_tables.MEMORY.of,
         "sharded_time_table": sharded_tables.TIMES.of,
         "kernel_table": KERNEL_TABLE.of,

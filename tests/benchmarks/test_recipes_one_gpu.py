@@ -87,7 +87,7 @@ def test_kernels_and_blocks_are_measured_at_the_shapes_of_the_models(tmp_path):
     assert {cell.width for cell in norms} == {896, 1536, 2048, 3584, 4096, 5120}
     head = [cell for cell in found["kernels"] if cell.kernel == "linear_cross_entropy" and cell.rows == 32_768]
     assert {cell.width for cell in head} == {4096}
-    single = [cell for cell in found["fused"] if cell.layers == 1 and cell.attention == "hopper"]
+    single = [cell for cell in found["fused"] if cell.attention == "hopper"]
     assert {(cell.size, cell.batch_size, cell.context_length) for cell in single} == {
         ("leaderboard-8b", 1, 32_768),
         ("llama3-8b", 2, 8192),
@@ -98,8 +98,7 @@ def test_kernels_and_blocks_are_measured_at_the_shapes_of_the_models(tmp_path):
         ways[cell.shape, cell.repeat].add(cell.how)
     assert all({"compiled", "input", "attention", "products", "all"} <= hows for hows in ways.values())
     turns = Counter(replace(cell, repeat=0) for cell in found["fused"])
-    assert all(cell.steps * n >= 20 for cell, n in turns.items())
-    assert all(cell.steps * turns[cell] >= 30 for cell in turns if cell.layers == 1)
+    assert all(cell.steps * n >= 30 for cell, n in turns.items())
 
 
 def test_whole_steps_take_turns_with_the_compiled_reference(tmp_path):

@@ -63,6 +63,11 @@ def breakdown_table(line: Line) -> Table:
     return Table(caption, pd.DataFrame(frame), {"above least": _NOTE})
 
 
+def breakdown_tables(rows: pd.DataFrame) -> str:
+    """Those of all recorded cells."""
+    return "\n\n".join(breakdown_table(line).markdown() for line in recorded_lines(rows))
+
+
 def _shown(ms: float | None) -> str:
     return MISSING if ms is None else f"{ms:,.1f}"
 
@@ -86,12 +91,15 @@ def breakdown_figure(rows: pd.DataFrame) -> Figure | None:
         axes.annotate(f"{ms:,.0f}", (ms, place), xytext=(4, 0), textcoords="offset points", fontsize=8, va="center")
     axes.set_yticks(places, [f"{phase}: {kind}" for phase, kind, _ in parts], fontsize=8)
     axes.invert_yaxis()
+    axes.margins(x=0.07)
     axes.set_xlabel("ms of a recorded step; every moment once, exposed time")
     dress(axes)
     shades = {f"least, {_NOTE}": "#555555", "measured": "#BBBBBB"}
-    axes.legend(handles=[Patch(color=colour, label=label) for label, colour in shades.items()], fontsize=8)
+    handles = [Patch(color=colour, label=label) for label, colour in shades.items()]
+    axes.legend(handles=handles, fontsize=8, loc="lower right")
     said = line.settings
     figure.suptitle(
-        f"{said['size']} on {said['world_size']} {said['gpu']}, {said['dtype']}, {said['fsdp']}", fontsize=10
+        f"{said['size']} on {said['world_size']} {said['gpu']}, {said['dtype']}, {said['fsdp']}, keep {said['keep']}",
+        fontsize=10,
     )
     return figure
