@@ -194,7 +194,10 @@ def resume_checkpoint(
     extra = {name: torch.empty(stored[name].size if name in stored else 0, dtype=torch.uint8) for name in modules}
     of_model = {name: entry for name, entry in stored.items() if not name.startswith(OPTIMIZER)}
     check_tensors(path, tensors | extra, of_model)
-    state = view.empty_optimizer_state(path, optimizer, marker, stored) if optimizer is not None else {}
+    state = {}
+    if optimizer is not None:
+        state = view.empty_optimizer_state(path, optimizer, marker, stored)
+        check_tensors(path, state, {name: stored[name] for name in stored.keys() - of_model.keys()})
     with torch.no_grad():
         dcp.load(tensors | state | extra, storage_reader=reader, process_group=group)
     for name, module in modules.items():

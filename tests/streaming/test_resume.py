@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from cs336_systems.blocks import REFERENCE
 from cs336_systems.distributed.checkpoint import load_checkpoint, save_checkpoint
@@ -22,6 +23,14 @@ def step_of(plan: Plan) -> StreamedStep:
     return StreamedStep(plan.work.config, build(plan), chunks, REFERENCE, *place, moments=moments)
 
 
+def whole_state(step: StreamedStep) -> dict[str, Tensor]:
+    model = step.model()
+    state, names = step.optimizer_state(model).state, {p: name for name, p in model.named_parameters()}
+    return dict(model.named_parameters()) | {
+        f"{names[parameter]} {key}": value for parameter, kept in state.items() for key, value in kept.items()
+    }
+
+
 @pytest.mark.parametrize("seed", [3, 10])
 def test_resumed_under_other_caps(tmp_path, seed):
     plan, _ = random_plan(seed)
@@ -34,13 +43,15 @@ def test_resumed_under_other_caps(tmp_path, seed):
         for i, batch in enumerate(data):
             straight(*batch)
             if i == 1:
-                save_checkpoint(tmp_path, straight.model(), None, 2)
+                model = straight.model()
+                save_checkpoint(tmp_path, model, straight.optimizer_state(model), 2)
         resumed = step_of(roomy)
         resumed.reset_parameters()
-        assert load_checkpoint(tmp_path, resumed.model(), None) == 2
+        model = resumed.model()
+        assert load_checkpoint(tmp_path, model, resumed.optimizer_state(model)) == 2
         for batch in data[2:]:
             resumed(*batch)
-    expected, got = straight.model().state_dict(), resumed.model().state_dict()
+    expected, got = whole_state(straight), whole_state(resumed)
     assert expected.keys() == got.keys()
     assert len(expected) > 3 * len(list(straight.model().parameters()))
     assert [name for name, tensor in expected.items() if not torch.equal(got[name], tensor)] == []
