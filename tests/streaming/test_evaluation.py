@@ -82,7 +82,7 @@ def test_a_tensor_that_is_not_finite_is_named():
     assert step.find_nonfinite(*batch) is None
     weights = dict(step.model().named_parameters())
     with torch.no_grad():
-        weights["layers.1.ffn.w2.weight"].fill_(3e38)
+        weights["layers.1.ffn.w1.weight"].fill_(3e38)
     assert "by forward" in step.find_nonfinite(*batch)
     with torch.no_grad():
         weights["layers.0.attn.q_proj.weight"][0, 0] = float("nan")
