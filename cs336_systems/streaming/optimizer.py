@@ -1,9 +1,10 @@
 """AdamW of one layer at a time, on tensors that are only there while it runs.
 
     optimizer = LayerAdamW(lr=3e-4)
+    optimizer.lr = schedule(step)                # a value per step
     optimizer(7, {"weights": ..., "gradients": ..., "exp_avg": ..., "exp_avg_sq": ...}, steps, scale)
 
-``lr`` may be set before each step. On a GPU this is ``kernels/adamw.py``: one pass, bf16 rounded stochastically, bits that depend on a parameter's number
+On a GPU this is ``kernels/adamw.py``: one pass, bf16 rounded stochastically, bits that depend on a parameter's number
 among all and not on where it lies; or, with masters in fp32, nothing. Elsewhere it is torch's fused AdamW.
 """
 

@@ -67,11 +67,10 @@ def test_fewer_sequences_than_a_round_has():
     ids, targets = torch.randint(plan.work.config.vocab_size, (2, most, plan.work.context_length))
     losses = torch.stack([step.evaluate(forward, *pair) for pair in zip(ids.split(1), targets.split(1), strict=True)])
     torch.testing.assert_close(step.evaluate(forward, ids, targets), losses.mean(), rtol=1e-6, atol=0)
-    for shape in ((0, plan.work.context_length), (most + 1, plan.work.context_length), (1, 3)):
+    length = plan.work.context_length
+    for shape in ((0, length), (most + 1, length), (1, 3)):
         wrong = torch.zeros(shape, dtype=torch.int64)
-        with pytest.raises(
-            ValueError, match=rf"an evaluation takes 1 to {most} sequences of {plan.work.context_length} to"
-        ):
+        with pytest.raises(ValueError, match=f"an evaluation takes 1 to {most} sequences of {length} token ids"):
             step.evaluate(forward, wrong, wrong)
 
 
