@@ -12,8 +12,9 @@ memory, they are of the step's slabs alone, and the plan is the one for an H200:
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from cs336_systems.harness.memory import cublas_workspace_bytes
 from cs336_systems.model.hf_weights import load_hf_weights
 from cs336_systems.pretraining.options import TrainerCase, TrainOptions
 from cs336_systems.streaming.build import build_forward
-from cs336_systems.streaming.choose import HOST_OVERHEAD, Caps, Choice, choose, chunk_sizes
+from cs336_systems.streaming.choose import EFFORT, HOST_OVERHEAD, Caps, Choice, choose, chunk_sizes
 from cs336_systems.streaming.explain import next_gib, reasons
 from cs336_systems.streaming.fence import Fence
 from cs336_systems.streaming.layout import Chunks
@@ -34,7 +35,8 @@ from cs336_systems.streaming.run import StreamedStep
 from cs336_systems.training.assemble import check_supported
 from cs336_systems.training.precision import parameter_dtype
 
-CPU_PLANS_FOR = "NVIDIA H200"
+PLANS_FOR = "NVIDIA H200"
+"""Where there is no GPU."""
 FRAGMENTS = 2**28
 """Bytes of the device that torch may reserve and not use."""
 HOST_LATER = GIB
@@ -64,7 +66,7 @@ def choose_plan(options: TrainOptions, case: TrainerCase, device: torch.device, 
         CapsTooSmallError: there is none; a ValueError that says what is short, and which caps would do.
         ValueError: no peaks are on record for the device.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU_PLANS_FOR
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else PLANS_FOR
     if (hardware := find_hardware(name)) is None:
         raise ValueError(f"no peaks are on record for {name}, by which a plan under memory caps is chosen")
     tokens, width = options.tokens_per_step(1), case.moment_bytes
@@ -80,7 +82,17 @@ def choose_plan(options: TrainOptions, case: TrainerCase, device: torch.device, 
         chunk=chunk,
         precision=case.precision,
         moments={"exp_avg": width, "exp_avg_sq": width} | ({"master": 4} if case.master == "fp32" else {}),
+        effort=EFFORT if device.type == "cuda" else EFFORT // 20,
     )
+
+
+def explanation(choice: Choice, again: Callable[[Caps], Choice]) -> Iterator[str]:
+    """The plan in sentences: what lives where, what binds, what more memory would bring; ``again`` has other caps."""
+    slots = ", ".join(f"{ring.slots} of {name}" for name, ring in choice.schedule.rings.items())
+    places = ", ".join(f"{region.places} of {name}" for name, region in choice.schedule.regions.items())
+    yield f"The device has slots, {slots}; the host has places, {places or 'none'}."
+    yield from reasons(choice)
+    yield from next_gib(choice, again)
 
 
 class CappedStep:
@@ -105,7 +117,7 @@ class CappedStep:
         self.choice = self._choose(caps_of(options, case, device, self._fence))
         plan = self.choice.plan
         self._forward, self.evaluation_batch = build_forward(plan), plan.sequences
-        adamw = {"lr": options.learning_rate, "betas": options.betas, "eps": options.eps}
+        adamw: dict[str, Any] = {"lr": options.learning_rate, "betas": options.betas, "eps": options.eps}
         adamw |= {"weight_decay": options.weight_decay}
         self._layers = LayerAdamW(**adamw, decay="matrices", seed=options.seed)
         torch.manual_seed(options.seed)
@@ -144,13 +156,8 @@ class CappedStep:
         return self._step.find_nonfinite(token_ids, targets)
 
     def explanation(self) -> Iterator[str]:
-        """The plan in sentences: what lives where, what binds, what more memory would bring."""
-        schedule = self.choice.schedule
-        slots = ", ".join(f"{ring.slots} of {name}" for name, ring in schedule.rings.items())
-        places = ", ".join(f"{region.places} of {name}" for name, region in schedule.regions.items())
-        yield f"The device has slots, {slots}; the host has places, {places or 'none'}."
-        yield from reasons(self.choice)
-        yield from next_gib(self.choice, self._choose)
+        """As the function of that name."""
+        return explanation(self.choice, self._choose)
 
     @property
     def spare_host_bytes(self) -> int:

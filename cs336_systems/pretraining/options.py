@@ -31,11 +31,12 @@ _NOT_NEGATIVE = (
     "fp8_skip_first",
     "fp8_skip_last",
 )
-_UNDER_CAPS = {
-    **{"zero": 0, "offload": (), "keep": None, "recompute": "none", "compile": "off", "cuda_graph": "off"},
-    **{"matmul_dtype": "same", "z_loss": 0.0, "lmhead_chunks": None},
+_UNDER_CAPS: dict[str, list[Any]] = {
+    **{"zero": [0], "offload": [()], "keep": [None], "recompute": ["none"], "compile": ["off"], "cuda_graph": ["off"]},
+    **{"dtype": ["bf16", "fp32"], "kernels": ["fused", "reference"], "matmul_dtype": ["same"]},
+    **{"z_loss": [0.0], "lmhead_chunks": [None]},
 }
-"""Options with the only value that they may have under caps on memory."""
+"""Options with the only values that they may have under caps on memory."""
 _MOST_WARMUP = 100
 """Steps, unless it is said."""
 
@@ -231,11 +232,10 @@ class TrainOptions:
             if self.chunk is not None:
                 raise ValueError(f"--chunk {self.chunk} is for a run under --device-gib and --host-gib")
             return
-        served = {"dtype": ("bf16", "fp32"), "kernels": ("fused", "reference")}
-        served |= {"optimizer": ("fused" if self.device == "cuda" else "torch-fused",)}
-        for name in (*_UNDER_CAPS, *served):
+        optimizer = "fused" if self.device == "cuda" else "torch-fused"
+        for name, served in (_UNDER_CAPS | {"optimizer": [optimizer]}).items():
             value = getattr(self, name)
-            if value not in served.get(name, (_UNDER_CAPS.get(name),)):
+            if value not in served:
                 shown = " ".join(value) if isinstance(value, tuple) else value
                 raise ValueError(f"{_flag(name)} {shown} does not go together with --device-gib and --host-gib")
         if self.moments == "bf16" and self.dtype != "bf16":

@@ -60,20 +60,19 @@ class LayerAdamW:
             if scale is not None:
                 gradient.mul_(scale)
         updated = state.get(MASTER, state["weights"])
-        gradients = [gradient.to(one.dtype) for gradient, one in zip(state["gradients"], updated, strict=True)]
-        decays = [self._decay_of(weight) for weight in updated]
-        for weight_decay in dict.fromkeys(decays):
+        named = (state[name] for name in ("gradients", "exp_avg", "exp_avg_sq"))
+        for weight, gradient, exp_avg, exp_avg_sq, step in zip(updated, *named, steps, strict=True):
             torch._fused_adamw_(
-                *(
-                    [tensor for tensor, decay in zip(tensors, decays, strict=True) if decay == weight_decay]
-                    for tensors in (updated, gradients, state["exp_avg"], state["exp_avg_sq"])
-                ),
+                [weight],
+                [gradient.to(weight.dtype)],
+                [exp_avg],
+                [exp_avg_sq],
                 [],
-                [step for step, decay in zip(steps, decays, strict=True) if decay == weight_decay],
+                [step],
                 lr=self.lr,
                 beta1=self.betas[0],
                 beta2=self.betas[1],
-                weight_decay=weight_decay,
+                weight_decay=self._decay_of(weight),
                 eps=self.eps,
                 amsgrad=False,
                 maximize=False,

@@ -211,7 +211,7 @@ class StreamedStep:
         """
         kept = {what: dict(self._named(what)) for what in self.memory.layout.states}
         steps = self.passes.steps.unbind()
-        states = {
+        states: dict[Tensor, Mapping[str, Tensor]] = {
             parameter: {"step": step} | {what: named[name] for what, named in kept.items()}
             for (name, parameter), step in zip(model.named_parameters(), steps, strict=True)
         }

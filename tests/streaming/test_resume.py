@@ -1,10 +1,13 @@
 """A streamed run that is taken up from a checkpoint, under other caps, is the run that was not interrupted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from cs336_systems.blocks import REFERENCE
+from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS
 from cs336_systems.distributed.checkpoint import load_checkpoint, save_checkpoint
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.distributed.whole_checkpoint import find_checkpoint, load_whole_model
@@ -58,3 +61,18 @@ def test_resumed_under_other_caps(tmp_path, seed):
     stored, _ = find_checkpoint(tmp_path)
     weights = load_whole_model(stored, dict(TransformerLM(work.config, device="meta").named_parameters()))
     assert weights.keys() == dict(straight.model().named_parameters()).keys()
+
+
+def test_what_another_optimizer_keeps_is_refused(tmp_path):
+    plan = next(plan for plan, _ in map(random_plan, range(100)) if dict(plan.work.moments) == MOMENTS)
+    plan, work = replace(plan, slots=()), replace(plan.work, moments=tuple(MASTER_MOMENTS.items()))
+    bf16, masters = step_of(plan), step_of(replace(plan, work=work))
+    with joined("cpu"):
+        for first, second, message in (
+            (bf16, masters, "it lacks optimizer/layers.0.attn.k_proj.weight/master, .* and [0-9]+ more; .*"),
+            (masters, bf16, "it holds optimizer/layers.0.attn.k_proj.weight/master, .* and [0-9]+ more besides; .*"),
+        ):
+            model, other = first.model(), second.model()
+            save_checkpoint(tmp_path, model, first.optimizer_state(model), 1)
+            with pytest.raises(ValueError, match=message + "exp_avg is .* there and .* here"):
+                load_checkpoint(tmp_path, other, second.optimizer_state(other))
