@@ -1,7 +1,9 @@
 """Runs under caps on memory: to the bit those without caps, resumed and ended as any other, refused in a sentence."""
 
+import random
 import re
 import shutil
+import time
 from dataclasses import replace
 
 import pytest
@@ -15,11 +17,12 @@ from cs336_systems.pretraining.nonfinite import NonFiniteStep
 from cs336_systems.pretraining.preparation import prepare
 from cs336_systems.pretraining.run_log import LOG
 from cs336_systems.pretraining.run_reader import read_run
-from cs336_systems.pretraining.run_records import Checkpoint, Evaluation, Memory, Message
+from cs336_systems.pretraining.run_records import Checkpoint, Evaluation, Memory, Message, Step
 from cs336_systems.pretraining.tokenizer import ByteTokenizer
 from cs336_systems.pretraining.trainer import train
-from cs336_systems.streaming.schedule import Kind
+from cs336_systems.processes import FreshProcess
 from tests.pretraining.checkpointed import LLAMA, model_of, write_tokenizer
+from tests.pretraining.test_train_command import train_until_killed
 from tests.pretraining.test_trainer import assert_equal_weights, weights
 from tests.pretraining.trained import EXPLODING, losses_and_norms, options, write_dataset
 
@@ -64,33 +67,33 @@ def step_of(one, rank) -> CappedStep:
     return prepared.step
 
 
-CHUNKINGS = {
-    "a chunk": {},
-    "two chunks": {"batch_size": 4, "accumulate": 2},
-    "pieces of a sequence": {"context_length": 32, "batch_size": 2, "chunk": 8},
-    "bf16": {"dtype": "bf16", "clip": None},
-}
-
-
-@pytest.mark.parametrize("name", CHUNKINGS)
-def test_ten_steps_are_to_the_bit_those_without_caps(folder, alone, tmp_path, name):
-    roomy = asked(folder, tmp_path / "roomy", **CHUNKINGS[name], **ROOMY)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"batch_size": 4, "accumulate": 2},
+        pytest.param({"context_length": 32, "batch_size": 2, "chunk": 8}, marks=pytest.mark.slow),
+        pytest.param({"dtype": "bf16", "clip": None}, marks=pytest.mark.slow),
+    ],
+    ids=["a chunk", "two chunks", "pieces of a sequence", "bf16"],
+)
+def test_ten_steps_are_to_the_bit_those_without_caps(folder, alone, tmp_path, changes):
+    roomy = asked(folder, tmp_path / "roomy", **changes, **ROOMY)
     tight = replace(roomy, out=tmp_path / "tight", **smallest_caps(roomy, alone))
-    plans = {}
-    for one in (roomy, tight):
-        choice = step_of(one, alone).choice
-        copies = sum(operation.kind in (Kind.FETCH, Kind.EVICT) for operation in choice.schedule.operations)
-        plans[one.out] = choice.plan.work.chunk, choice.plan.chunks, choice.plan.rounds, copies > 0
-        train(one, alone)
-    assert plans[roomy.out] == (*plans[tight.out][:3], False)
-    assert plans[tight.out][3]
-    assert losses_and_norms(tmp_path / "tight") == losses_and_norms(tmp_path / "roomy")
-    assert_equal_weights(tmp_path / "tight", tmp_path / "roomy")
-    evaluations = [
-        [(one.step, one.loss, one.tokens) for one in read_run(run.out / LOG).all(Evaluation)] for run in (roomy, tight)
-    ]
+    chunkings, evaluations, streamed = [], [], []
+    for run in (roomy, tight):
+        train(run, alone)
+        records = read_run(run.out / LOG)
+        said = "\n".join(one.text for one in records.all(Message))
+        chunkings.append(re.search(r"A step is \d+ .* rounds of \d+ chunks of \d+ tokens", said)[0])
+        streamed.append("Of 5 layers, none stream" not in said)
+        evaluations.append([(one.step, one.loss, one.tokens) for one in records.all(Evaluation)])
+    assert chunkings[0] == chunkings[1]
+    assert streamed == [False, True]
     assert len(evaluations[0]) == 2
     assert evaluations[0] == evaluations[1]
+    assert losses_and_norms(tmp_path / "tight") == losses_and_norms(tmp_path / "roomy")
+    assert_equal_weights(tmp_path / "tight", tmp_path / "roomy")
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +218,27 @@ def test_options_that_do_not_go_together(alone, tmp_path, changes, message):
 def test_caps_are_for_one_rank(tmp_path):
     with pytest.raises(ValueError, match="--device-gib and --host-gib are for one rank, and here are 2"):
         prepare(options(tmp_path, **ROOMY), Rank(0, 0, 2, torch.device("cpu"), "gloo"))
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_a_run_goes_on_as_if_it_had_not_been(folder, alone, tmp_path):
+    """In a step, or in a save for which it waits."""
+    one = options(folder, data=folder / "data", out=tmp_path / "run", steps=400, save_every=1, evaluate_every=None)
+    one = replace(one, **ROOMY)
+    one = replace(one, **smallest_caps(one, alone))
+    moments, torn, made = random.Random(0), 0, 0
+    for _ in range(4):
+        process = FreshProcess(train_until_killed, one)
+        while made == (newest := len(read_run(one.out / LOG).all(Step)) if (one.out / LOG).exists() else 0):
+            assert process.is_alive()
+            time.sleep(0.005)
+        time.sleep(moments.uniform(0, 0.2))
+        process.end()
+        torn += any(one.out.glob(".step-*.tmp"))
+        made = newest
+    newest = int(complete_checkpoints(one.out)[-1].name.removeprefix("step-"))
+    assert torn, "no kill came during a save"
+    outcome = train(replace(one, steps=newest + 5), alone)
+    assert outcome.first_step == newest
+    train(replace(one, out=tmp_path / "whole", steps=newest + 5, save_every=1000), alone)
+    assert losses_and_norms(one.out)[:newest] == losses_and_norms(tmp_path / "whole")[:newest]
