@@ -41,8 +41,6 @@ FRAGMENTS = 2**28
 """Bytes of the device that torch may reserve and not use."""
 HOST_LATER = GIB
 """Bytes by which the process may grow beside its slab, as libraries are loaded and kernels compiled."""
-IN_FLIGHT = 2
-"""Tensors on their way from the device to a file, whose host memory is pinned, in pieces of a power of two."""
 
 
 def caps_of(options: TrainOptions, case: TrainerCase, device: torch.device, fence: Fence | None = None) -> Caps:
@@ -51,12 +49,12 @@ def caps_of(options: TrainOptions, case: TrainerCase, device: torch.device, fenc
     caps = int(options.device_gib * GIB), int(options.host_gib * GIB)
     if device.type == "cpu":
         return Caps(*caps, 0, 0)
-    largest = case.config.vocab_size * case.config.d_model * case.precision.parameter_bytes
-    in_flight = IN_FLIGHT * 2 ** math.ceil(math.log2(largest))
+    width = 4 if case.master == "fp32" else max(case.precision.parameter_bytes, case.moment_bytes)
+    staging = 2 ** math.ceil(math.log2(case.config.vocab_size * case.config.d_model * width))  # of saves, pinned
     if fence is None:
-        return Caps(*caps, host_overhead=HOST_OVERHEAD + in_flight)
+        return Caps(*caps, host_overhead=HOST_OVERHEAD + staging)
     beside = fence.overhead + FRAGMENTS + 2 * cublas_workspace_bytes(device)
-    return Caps(*caps, beside, max(HOST_OVERHEAD, fence.in_use().host + HOST_LATER) + in_flight)
+    return Caps(*caps, beside, max(HOST_OVERHEAD, fence.in_use().host + HOST_LATER) + staging)
 
 
 def choose_plan(options: TrainOptions, case: TrainerCase, device: torch.device, caps: Caps) -> Choice:
@@ -103,8 +101,8 @@ class CappedStep:
 
     Raises:
         Unsupported: the device cannot do what the case asks for (a ValueError).
-        ValueError: the caps are too small, the device is unknown, or the weights to begin with do not serve.
-        RuntimeError: the host has not as much memory, or it cannot be pinned.
+        ValueError: the caps are too small or more than there is, the device is unknown, host memory cannot be pinned,
+            or the weights to begin with do not serve.
     """
 
     def __init__(self, options: TrainOptions, case: TrainerCase, device: torch.device) -> None:
@@ -112,6 +110,9 @@ class CappedStep:
         self.device, self.precision = device, case.precision
         self._fence: Fence | None = None
         if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory / GIB
+            if options.device_gib is not None and options.device_gib > total:
+                raise ValueError(f"--device-gib {options.device_gib:g} is more than the device's {total:.1f} GiB")
             self._fence = Fence(device, *(int(cap * GIB) for cap in (options.device_gib, options.host_gib) if cap))
         self._choose = partial(choose_plan, options, case, device)
         self.choice = self._choose(caps_of(options, case, device, self._fence))
@@ -121,19 +122,22 @@ class CappedStep:
         adamw |= {"weight_decay": options.weight_decay}
         self._layers = LayerAdamW(**adamw, decay="matrices", seed=options.seed)
         torch.manual_seed(options.seed)
-        self._step = StreamedStep(
-            case.config,
-            self.choice.schedule,
-            Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds),
-            block_ops(case.kernels, case.attention),
-            device,
-            parameter_dtype(case.precision),
-            moments=dict(plan.work.moments),
-            optimizer=self._layers,
-            max_norm=options.clip or math.inf,
-            halts=not options.skip_nonfinite,
-            temporary_bytes=plan.work.temporary_bytes + FRAGMENTS if device.type == "cuda" else 0,
-        )
+        try:
+            self._step = StreamedStep(
+                case.config,
+                self.choice.schedule,
+                Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds),
+                block_ops(case.kernels, case.attention),
+                device,
+                parameter_dtype(case.precision),
+                moments=dict(plan.work.moments),
+                optimizer=self._layers,
+                max_norm=options.clip or math.inf,
+                halts=not options.skip_nonfinite,
+                temporary_bytes=plan.work.temporary_bytes + FRAGMENTS if device.type == "cuda" else 0,
+            )
+        except RuntimeError as error:
+            raise ValueError(str(error).partition("\n")[0]) from error
         self.guard, self.model = self._step.guard, self._step.model()
         self.optimizer = self._step.optimizer_state(self.model, **adamw)
         if options.init is None:

@@ -153,8 +153,12 @@ class Passes:
 
     def _embed_backward(self, operation: Operation) -> None:
         dy = self._of(operation, "dy")["dy"]
-        ids = self.token_ids[self._tokens(operation)]
-        self.fixed.gradients[EMBEDDING].index_add_(0, ids, dy.view(-1, dy.shape[-1]))
+        ids, rows = self.token_ids[self._tokens(operation)], dy.view(-1, dy.shape[-1])
+        gradient = self.fixed.gradients[EMBEDDING]
+        if gradient.is_cuda:
+            gradient.index_put_((ids,), rows, accumulate=True)  # sorts: in one order, where index_add_ has none
+        else:
+            gradient.index_add_(0, ids, rows)
 
     def _tables(self, operation: Operation) -> tuple[Tensor, Tensor]:
         start = self.chunks.start(operation.chunk)

@@ -215,6 +215,13 @@ def test_options_that_do_not_go_together(alone, tmp_path, changes, message):
     assert not list(tmp_path.iterdir())
 
 
+def test_more_host_memory_than_there_is_is_refused(whole, alone, tmp_path, monkeypatch):
+    monkeypatch.setattr("cs336_systems.operators.pinned.allowed_host_bytes", lambda: 1000)
+    with pytest.raises(ValueError, match="^a host slab of 0.00 GiB is asked for, and 0.00 GiB are free here$"):
+        train(replace(whole, out=tmp_path / "run"), alone)
+    assert not (tmp_path / "run").exists()
+
+
 def test_caps_are_for_one_rank(tmp_path):
     with pytest.raises(ValueError, match="--device-gib and --host-gib are for one rank, and here are 2"):
         prepare(options(tmp_path, **ROOMY), Rank(0, 0, 2, torch.device("cpu"), "gloo"))
