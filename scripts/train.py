@@ -6,16 +6,19 @@
     uv run scripts/train.py --config runs/web.toml --steps 2000
     uv run scripts/train.py --print-config > run.toml
     torchrun --nproc-per-node 8 scripts/train.py --zero 1 --out runs/eight
+    uv run scripts/train.py --size llama3-8b --context-length 8192 --device-gib 24 --host-gib 75   # one GPU, streamed
 
 The same command again goes on from the newest checkpoint of --out. Ctrl-C and SIGTERM finish the step, save and exit,
 with 130 and 0; a second Ctrl-C ends at once. --config FILE.toml has options by their names, and what is typed counts
 more; --print-config prints such a file and does nothing else, --print-memory what is predicted of device and host.
 """
 
+import gc
 import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +67,9 @@ def parse(arguments: list[str]) -> TrainOptions:
 
 def _print_memory(options: TrainOptions) -> None:
     """Of each rank, as many as a launcher has started; with the vocabulary of --data if that is given."""
+    import torch
+
+    from cs336_systems.pretraining.capped import caps_of, choose_plan, explanation, planned_segments
     from cs336_systems.pretraining.memory import predicted_segments
     from cs336_systems.pretraining.preparation import config_of
     from cs336_systems.pretraining.run_records import Memory
@@ -72,7 +78,15 @@ def _print_memory(options: TrainOptions) -> None:
     from cs336_systems.report.show import show
 
     config = config_of(options, None if options.data is None else Dataset.open(options.data))
-    segments = predicted_segments(options.training_case(config, int(os.environ.get("WORLD_SIZE", "1"))), None)
+    case = options.training_case(config, int(os.environ.get("WORLD_SIZE", "1")))
+    if options.capped:
+        device = torch.device(options.device)
+        choose = partial(choose_plan, options, case, device)
+        choice = choose(caps_of(options, case, device))
+        segments = planned_segments(choice)
+        print("\n".join(explanation(choice, choose)), end="\n\n")
+    else:
+        segments = predicted_segments(case, None)
     if (table := record_table(Memory(segments))) is not None:
         show(table, "auto")
 
@@ -129,6 +143,7 @@ def _export(folder: Path) -> Path:
     from cs336_systems.pretraining.checkpoint import load_weights
     from cs336_systems.pretraining.export import export
 
+    gc.collect()  # slabs of a streamed step, which refers to itself
     checkpoint = load_weights(folder)
     run, out = checkpoint.run, folder / f"hf-{checkpoint.step}"
     origin = {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "model": run.config.name}

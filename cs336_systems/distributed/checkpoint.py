@@ -35,6 +35,7 @@ from cs336_systems.distributed import checkpoint_folder
 from cs336_systems.distributed.checkpoint_boxes import Boxes
 from cs336_systems.distributed.checkpoint_folder import MARKER, StoredCheckpoint
 from cs336_systems.distributed.checkpoint_state import BUFFER, MODEL, OPTIMIZER, NamedState
+from cs336_systems.distributed.checkpoint_writing import InPlacePlanner, file_writer
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import on_every_rank, on_rank_0
 
@@ -141,7 +142,8 @@ def write(root: Path, collected: Collected, group: dist.ProcessGroup, keep_last:
     marker = dict(collected.marker)
     temporary, marker["saved_at"] = on_rank_0(lambda: checkpoint_folder.begin(root, marker["step"]), group)
     try:
-        dcp.save(collected.tensors, storage_writer=dcp.FileSystemWriter(temporary), process_group=group)
+        writer = file_writer(temporary)
+        dcp.save(collected.tensors, storage_writer=writer, planner=InPlacePlanner(), process_group=group)
     except CheckpointException as error:  # which ``except Exception`` would not catch
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in error.failures.items())
         raise OSError(f"{temporary} could not be written: {reasons}") from error
@@ -194,7 +196,10 @@ def resume_checkpoint(
     extra = {name: torch.empty(stored[name].size if name in stored else 0, dtype=torch.uint8) for name in modules}
     of_model = {name: entry for name, entry in stored.items() if not name.startswith(OPTIMIZER)}
     check_tensors(path, tensors | extra, of_model)
-    state = view.empty_optimizer_state(path, optimizer, marker, stored) if optimizer is not None else {}
+    state = {}
+    if optimizer is not None:
+        state = view.empty_optimizer_state(path, optimizer, marker, stored)
+        check_tensors(path, state, {name: stored[name] for name in stored.keys() - of_model.keys()})
     with torch.no_grad():
         dcp.load(tensors | state | extra, storage_reader=reader, process_group=group)
     for name, module in modules.items():

@@ -136,7 +136,8 @@ class NamedState:
         settings: dict[str, Any],
         stored: dict[str, TensorStorageMetadata],
     ) -> dict[str, Tensor]:
-        """Tensors for what the checkpoint holds of the optimizer, or of this rank's share of it, to be filled.
+        """Tensors for what the checkpoint holds of the optimizer, or of this rank's share of it, to be filled; those of
+        the optimizer itself if it is one that has its state ``in_place``.
 
         Raises:
             ValueError: the checkpoint has no optimizer, or one over other parameters.
@@ -149,6 +150,8 @@ class NamedState:
                 f"{[len(group) for group in theirs]} parameters, here are {[len(group) for group in ours]}, "
                 "or their names differ"
             )
+        if getattr(optimizer, "in_place", False):
+            return self.optimizer(optimizer, {})
         pieces = _pieces(optimizer)
         tensors: dict[str, Tensor] = {}
         for entry, metadata in stored.items():

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.distributed.process_group import Rank
+from cs336_systems.pretraining.capped import CappedStep
 from cs336_systems.pretraining.loader import evaluation_batches
 from cs336_systems.pretraining.token_stream import TokenStream
 from cs336_systems.training.precision import autocast, matmul_precision
@@ -12,7 +13,7 @@ from cs336_systems.training.step import TrainStep
 
 @torch.no_grad()
 def evaluate(
-    step: TrainStep,
+    step: TrainStep | CappedStep,
     stream: TokenStream,
     rank: Rank,
     *,

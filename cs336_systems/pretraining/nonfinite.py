@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.pretraining.capped import CappedStep
 from cs336_systems.training.step import TrainStep
 
 
@@ -14,13 +15,15 @@ class NonFiniteStep(RuntimeError):
     """A loss or a gradient is NaN or inf; the model is as it was before the step."""
 
 
-def find_nonfinite(step: TrainStep, token_ids: Tensor, targets: Tensor) -> str:
+def find_nonfinite(step: TrainStep | CappedStep, token_ids: Tensor, targets: Tensor) -> str:
     """The first tensor that is not finite, in words: a parameter, a module's output, or a gradient; a collective.
 
     Runs forward and backward of the batch again, and drops the gradients. First is what is computed first, so of
     gradients the one of the last parameter.
     """
-    found = _found(step, token_ids, targets)
+    found = (
+        step.find_nonfinite(token_ids, targets) if isinstance(step, CappedStep) else _found(step, token_ids, targets)
+    )
     if dist.is_initialized():
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, found)

@@ -19,7 +19,7 @@ from cs336_systems.pretraining.schedules import Schedule, ScheduleKind
 _POSITIVE = (
     *("context_length", "batch_size", "accumulate", "total_batch_tokens", "steps", "epochs", "clip", "walltime"),
     *("evaluate_every", "evaluation_sequences", "save_every", "keep_last", "keep_every", "log_every"),
-    *("lmhead_chunks", "quantization_every"),
+    *("lmhead_chunks", "quantization_every", "device_gib", "host_gib", "chunk"),
 )
 _NOT_NEGATIVE = (
     "learning_rate",
@@ -31,6 +31,12 @@ _NOT_NEGATIVE = (
     "fp8_skip_first",
     "fp8_skip_last",
 )
+_UNDER_CAPS: dict[str, list[Any]] = {
+    **{"zero": [0], "offload": [()], "keep": [None], "recompute": ["none"], "compile": ["off"], "cuda_graph": ["off"]},
+    **{"dtype": ["bf16", "fp32"], "kernels": ["fused", "reference"], "matmul_dtype": ["same"]},
+    **{"z_loss": [0.0], "lmhead_chunks": [None]},
+}
+"""Options with the only values that they may have under caps on memory."""
 _MOST_WARMUP = 100
 """Steps, unless it is said."""
 
@@ -137,6 +143,15 @@ class TrainOptions:
     zero: Literal[0, 1, 2, 3] = 0
     """What ranks divide: 0 nothing (DDP), 1 the optimizer's state, 2 gradients too, 3 parameters too (FSDP)."""
 
+    device_gib: float | None = None
+    """With --host-gib: stream layers, so that all that the process has on the device stays below this cap; on a CPU the
+    step's slabs alone are counted. The plan says what is kept where, and what is computed again."""
+    host_gib: float | None = None
+    """With --device-gib: the cap on host memory."""
+    chunk: int | None = None
+    """Under these caps, tokens that a layer sees at a time: whole sequences or an even piece of one. By default what is
+    fastest, or a micro-batch where a step is too short for that."""
+
     evaluate_every: int | None = 250
     """Steps between evaluations on held-out tokens, and one at the end; None for no evaluation."""
     evaluation_sequences: int | None = 512
@@ -200,6 +215,7 @@ class TrainOptions:
             raise ValueError(
                 f"--quantization-every {self.quantization_every} needs --cuda-graph off: replays show nothing"
             )
+        self._check_caps()
         if self.save_every is None and self.export:
             raise ValueError("--save-every None leaves no checkpoint to be exported: --no-export does without")
         if self.init is None:
@@ -211,8 +227,40 @@ class TrainOptions:
             raise ValueError(reason)
 
     @property
+    def capped(self) -> bool:
+        """Whether the step runs under caps on memory."""
+        return self.device_gib is not None
+
+    def _check_caps(self) -> None:
+        """Raise ValueError for what does not go together with caps on memory."""
+        if (self.device_gib is None) != (self.host_gib is None):
+            raise ValueError("--device-gib and --host-gib are one thing: give both or none")
+        if not self.capped:
+            if self.chunk is not None:
+                raise ValueError(f"--chunk {self.chunk} is for a run under --device-gib and --host-gib")
+            return
+        optimizer = "fused" if self.device == "cuda" else "torch-fused"
+        for name, served in (_UNDER_CAPS | {"optimizer": [optimizer]}).items():
+            value = getattr(self, name)
+            if value not in served:
+                shown = " ".join(value) if isinstance(value, tuple) else value
+                raise ValueError(f"{_flag(name)} {shown} does not go together with --device-gib and --host-gib")
+        if self.moments == "bf16" and self.dtype != "bf16":
+            raise ValueError(f"--moments bf16 does not go together with --dtype {self.dtype} under --device-gib")
+        if self.chunk is None:
+            return
+        short, long = sorted((self.chunk, self.context_length))
+        if long % short or self.tokens_per_step(1) % long:
+            raise ValueError(
+                f"--chunk {self.chunk} does not divide sequences of {self.context_length} tokens and a step of "
+                f"{self.tokens_per_step(1):,} evenly"
+            )
+
+    @property
     def kept(self) -> str:
-        """What blocks keep, said or not."""
+        """What blocks keep, said or not; under caps at most."""
+        if self.capped:
+            return "products"
         return self.keep or default_keep(self.kernels, self.matmul_dtype)
 
     def micro_batches(self, world_size: int) -> int:

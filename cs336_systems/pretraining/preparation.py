@@ -9,6 +9,7 @@ import torch
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.distributed.process_group import Rank, on_rank_0
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
+from cs336_systems.pretraining.capped import CappedStep
 from cs336_systems.pretraining.checkpoint import write_run_json
 from cs336_systems.pretraining.loader import Loader, count_sequences
 from cs336_systems.pretraining.options import TrainerCase, TrainOptions
@@ -29,18 +30,20 @@ class Prepared:
 
     Attributes:
         evaluation: None if there is none to be made.
+        evaluation_batch: sequences at a time, of each rank.
         tokens_per_step: of all ranks.
     """
 
     options: TrainOptions
     dataset: Dataset
     evaluation: TokenStream | None
+    evaluation_batch: int
     config: ModelConfig
     loader: Loader
     n_steps: int
     schedule: Schedule
     case: TrainerCase
-    step: TrainStep
+    step: TrainStep | CappedStep
     tokens_per_step: int
 
 
@@ -52,6 +55,8 @@ def prepare(options: TrainOptions, rank: Rank) -> Prepared:
         OSError: something cannot be read or written.
     """
     options.check()
+    if options.capped and rank.world_size > 1:
+        raise ValueError(f"--device-gib and --host-gib are for one rank, and here are {rank.world_size}")
     dataset = Dataset.open(options.data or on_rank_0(default_data))
     if dataset.train is None:
         raise ValueError(f"{dataset.folder} has nothing to train on, all of it is held out")
@@ -75,9 +80,10 @@ def prepare(options: TrainOptions, rank: Rank) -> Prepared:
         device=rank.device,
     )
     case = options.training_case(config, rank.world_size)
-    step = _step(options, case, rank)
+    step = CappedStep(options, case, rank.device) if options.capped else _step(options, case, rank)
+    batch = step.evaluation_batch if isinstance(step, CappedStep) else options.batch_size
     on_rank_0(lambda: write_run_json(options.out, config, dataset.tokenizer, dataset.eos_id))
-    return Prepared(options, dataset, evaluation, config, loader, n_steps, schedule, case, step, tokens_per_step)
+    return Prepared(options, dataset, evaluation, batch, config, loader, n_steps, schedule, case, step, tokens_per_step)
 
 
 def default_data() -> Path:

@@ -40,6 +40,7 @@ from cs336_systems.distributed.process_group import Rank, on_rank_0
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.memory import free_bytes
 from cs336_systems.harness.provenance import host_name, versions
+from cs336_systems.pretraining.capped import CappedStep, planned_segments
 from cs336_systems.pretraining.deferred import Deferred, Done
 from cs336_systems.pretraining.evaluation import evaluate
 from cs336_systems.pretraining.gpu_state import GpuSampler
@@ -190,7 +191,12 @@ def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> 
         n_stored_blocks=recipe.n_skipped,
         n_devices=rank.world_size,
     )
-    log.write(Memory(predicted_segments(prepared.case, memory), hint=hint(prepared.case, memory)))
+    if isinstance(prepared.step, CappedStep):
+        log.write(Memory(planned_segments(prepared.step.choice)))
+        for sentence in prepared.step.explanation():
+            log.say(sentence)
+    else:
+        log.write(Memory(predicted_segments(prepared.case, memory), hint=hint(prepared.case, memory)))
     parts = {name: asdict(part) for name, part in light.parts.items()}
     log.write(Light(parts, light.seconds_per_token))
 
@@ -231,6 +237,8 @@ class _Run:
             self._log.write(End(self._made, "failed"))
             raise
         self._tell_saves(self._saver.wait())
+        if isinstance(self._step, CappedStep) and (passed := self._step.passed()):
+            self._log.say(passed, "warning")
         reason = self._reason if self._made < self._prepared.n_steps and self._reason else "done"
         self._log.write(End(self._made, reason))
         return Outcome(self._options.out, self._first_step, self._made, reason, self._saved, self._complaint)
@@ -257,9 +265,15 @@ class _Run:
         """Of the device, what the second step takes, which finds all states in place: the host knows it once that is
         queued. Of the host, room for copies of these states."""
         if self._made == self._first_step and self._options.save_every is not None:
-            free = free_bytes(torch.device("cpu")) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            if short := self._saver.reserve(int(_COPIES * free)):
+            budget = int(_COPIES * free_bytes(torch.device("cpu"))) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            if isinstance(self._step, CappedStep):
+                budget = min(budget, self._step.spare_host_bytes)
+            if short := self._saver.reserve(budget):
                 self._log.say(f"{short}: training will wait for checkpoints to be written", "warning")
+        if isinstance(self._step, CappedStep):
+            if self._made == self._first_step + 1:
+                self._log.write(Memory(planned_segments(self._step.choice), self._step.in_use()))
+            return
         if self._rank.device.type != "cuda":
             return
         if self._made == self._first_step:
@@ -313,7 +327,7 @@ class _Run:
             stream,
             self._rank,
             context_length=options.context_length,
-            batch_size=options.batch_size,
+            batch_size=self._prepared.evaluation_batch,
             vocab_size=self._prepared.config.vocab_size,
             limit=options.evaluation_sequences,
         )

@@ -1,6 +1,7 @@
 """From a plan to the schedule of one step: kernels in their order, copies as early as slots allow, and their waits.
 
     schedule = build(plan)
+    build_forward(plan)                     # an evaluation, in the same slots
     schedule_times(plan, schedule, rates)   # simulated: costs/lanes.py
 
 A copy out of a slot follows the last write there. A copy into one stands where the slot is left and the item is on the
@@ -16,7 +17,7 @@ from functools import cache, partial
 
 from cs336_systems.costs.lanes import LANES, LaneTimes, simulate
 from cs336_systems.costs.streaming import Rates
-from cs336_systems.streaming.order import Step, compute_order
+from cs336_systems.streaming.order import Step, compute_order, forward_order
 from cs336_systems.streaming.plan import STATE_RINGS, Plan
 from cs336_systems.streaming.schedule import Held, Item, Kind, Operation, Place, Region, Ring, Schedule, Slot
 from cs336_systems.streaming.slots import (
@@ -37,7 +38,16 @@ def build(plan: Plan) -> Schedule:
     Raises:
         TooFewSlotsError: a ring has too few slots.
     """
-    return _Builder(plan).run()
+    return _Builder(plan, list(compute_order(plan))).run()
+
+
+def build_forward(plan: Plan) -> Schedule:
+    """Losses of one round's chunks: it begins and ends as a step does, and its slots and places are some of a step's.
+
+    Raises:
+        TooFewSlotsError: as ``build``.
+    """
+    return _Builder(plan, list(forward_order(plan))).run()
 
 
 def schedule_times(plan: Plan, schedule: Schedule, rates: Rates) -> LaneTimes:
@@ -106,9 +116,8 @@ class _Copy:
 
 
 class _Builder:
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.steps = list(compute_order(plan))
+    def __init__(self, plan: Plan, steps: list[Step]) -> None:
+        self.plan, self.steps = plan, steps
         self.stays, self.sizes = find_stays(plan, self.steps)
         self.operations: list[Operation] = []
         self.order, self.memory = _Order(), _Memory()

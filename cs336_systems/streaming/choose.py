@@ -163,8 +163,9 @@ def chunk_sizes(context_length: int, least: int = LEAST_CHUNK) -> list[int]:
 
 
 def _gib(n_bytes: float) -> str:
-    """Rounded up to a tenth."""
-    return f"{math.ceil(10 * n_bytes / GIB) / 10:g}"
+    """Rounded up to a tenth, or to two digits of what is smaller."""
+    step = 10.0 ** min(-1, math.floor(math.log10(n_bytes / GIB)) - 1)
+    return f"{math.ceil(round(n_bytes / GIB / step, 6)) * step:.10g}"
 
 
 @dataclass(frozen=True)

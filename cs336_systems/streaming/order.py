@@ -69,6 +69,13 @@ def compute_order(plan: Plan) -> Iterator[Step]:
             yield _optimizer(plan, layer)
 
 
+def forward_order(plan: Plan) -> Iterator[Step]:
+    """Of one round's forward by itself, for an evaluation."""
+    for layer in range(plan.work.config.n_layers):
+        for chunk in range(plan.chunks):
+            yield from _forward(plan, layer, 0, chunk, learns=False)
+
+
 def _reads(*items: Item) -> tuple[Use, ...]:
     return tuple(Use(item, reads=True, writes=False) for item in items)
 
@@ -87,7 +94,7 @@ def _before(plan: Plan, what: str, layer: int, r: int, chunk: int) -> tuple[Item
     return tuple(Item(what, layer, r, i) for i in range(first, chunk))
 
 
-def _forward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Step]:
+def _forward(plan: Plan, layer: int, r: int, chunk: int, *, learns: bool = True) -> Iterator[Step]:
     at = layer, r, chunk
     if layer == 0:
         yield Step(Kind.EMBED, *at, _writes(Item("input", *at)))
@@ -97,8 +104,8 @@ def _forward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Step]:
         uses += _writes(Item("context", *at)) + _reads(*_before(plan, "context", *at))
     yield Step(Kind.FORWARD, *at, uses, plan.level(*at))
     if layer == plan.work.config.n_layers - 1:
-        head = _reads(Item("input", layer + 1, r, chunk)) + _writes(Item("dy", 0, r, chunk))
-        yield Step(Kind.HEAD, layer + 1, r, chunk, head)
+        head = _reads(Item("input", layer + 1, r, chunk)) + (_writes(Item("dy", 0, r, chunk)) if learns else ())
+        yield Step(Kind.HEAD if learns else Kind.LOSS, layer + 1, r, chunk, head)
 
 
 def _backward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Step]:

@@ -10,9 +10,8 @@ is copied there. Besides slots, kernels take memory from torch for as long as an
 rounds are taken in the schedule's order of one layer, which plans do not change: the same bits under every plan.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +26,17 @@ from cs336_systems.streaming.fixed import EMBEDDING, HEAD, NORM, Fixed
 from cs336_systems.streaming.layout import Chunks
 from cs336_systems.streaming.schedule import Kind, Operation
 from cs336_systems.streaming.slabs import Memory
+from cs336_systems.training.clipping import GradientGuard
 
-HeadPass = Callable[..., tuple[Tensor, ...]]
-"""(x, weight, targets, grad_weight=, denominator=) -> (loss, dx, ...): ``blocks/head.py`` or the kernel."""
+
+class HeadPasses(NamedTuple):
+    """Head and loss: of ``blocks/head.py``, or the kernel's."""
+
+    forward_backward: Callable[..., tuple[Tensor, ...]]
+    """(x, weight, targets, grad_weight=, denominator=) -> (loss, dx, ...)."""
+    forward: Callable[..., Tensor]
+    """(x, weight, targets, reduction="sum") -> the sum of losses."""
+
 
 LayerOptimizer = Callable[[int, Mapping[str, Sequence[Tensor]], Sequence[Tensor], Tensor | None], None]
 """``optimizer.LayerAdamW``, or what is called as it is."""
@@ -43,7 +50,7 @@ class Passes:
 
     Args:
         ops: of blocks; deterministic.
-        max_norm: gradients are clipped to it by operations of kind ``NORM``, if there are any.
+        guard: clips gradients, and passes over steps, where operations of kind ``NORM`` have taken norms.
     """
 
     def __init__(
@@ -53,12 +60,12 @@ class Passes:
         memory: Memory,
         fixed: Fixed,
         ops: BlockOps,
-        head: HeadPass,
+        head: HeadPasses,
         optimizer: LayerOptimizer,
-        max_norm: float = math.inf,
+        guard: GradientGuard,
     ) -> None:
         self.config, self.chunks, self.memory, self.fixed = config, chunks, memory, fixed
-        self.ops, self.head, self.optimizer, self.max_norm = ops, head, optimizer, max_norm
+        self.ops, self.head, self.optimizer, self.guard = ops, head, optimizer, guard
         device, dtype = fixed.embedding.device, fixed.embedding.dtype
         self.block_parameters = dict(TransformerBlock(config, device="meta", dtype=dtype).named_parameters())
         self.losses = torch.zeros(chunks.rounds, chunks.per_round, dtype=_wide(dtype), device=device)
@@ -66,8 +73,6 @@ class Passes:
         """Of each layer's gradients, and of the fixed ones."""
         self.clipping = False
         """Whether layers' norms have been taken in this step."""
-        self.norm: Tensor | None = None
-        """Of the last step's gradients before clipping, where it was taken; ()."""
         self._norm_tables: dict[int, Any] = {}
         self.scale: Tensor | None = None
         step_dtype = torch.int64 if device.type == "cuda" else torch.float32
@@ -82,6 +87,7 @@ class Passes:
             Kind.EMBED: self._embed,
             Kind.FORWARD: self._forward,
             Kind.HEAD: self._head,
+            Kind.LOSS: self._loss,
             Kind.KEYS: self._keys,
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
@@ -100,14 +106,33 @@ class Passes:
         if tuple(token_ids.shape) != expected or tuple(targets.shape) != expected:
             got = f"{tuple(token_ids.shape)} and targets {tuple(targets.shape)}"
             raise ValueError(f"a step takes {expected} token ids and targets, got {got}")
-        self.token_ids.copy_(token_ids.reshape(-1), non_blocking=True)
-        self.targets.copy_(targets.reshape(-1), non_blocking=True)
-        torch.sum(self.targets != IGNORED, dim=0, out=self.denominator)
+        self._take(token_ids, targets)
         self.fixed.clear_gradients()
         self.clipping, self.scale = False, None
 
+    def begin_evaluation(self, token_ids: Tensor, targets: Tensor) -> None:
+        """Of ids (sequences, positions), at most those of a round; what is missing does not count.
+
+        Raises:
+            ValueError: they are none, too many, or of another length.
+        """
+        most, seq_len = self.chunks.n_sequences // self.chunks.rounds, self.chunks.seq_len
+        n, *rest = token_ids.shape
+        if not 0 < n <= most or rest != [seq_len] or targets.shape != token_ids.shape:
+            got = f"{tuple(token_ids.shape)} and targets {tuple(targets.shape)}"
+            raise ValueError(f"an evaluation takes 1 to {most} sequences of {seq_len} token ids and targets, got {got}")
+        self.targets.fill_(IGNORED)
+        self.losses.zero_()
+        self._take(token_ids, targets)
+
+    def _take(self, token_ids: Tensor, targets: Tensor) -> None:
+        n = token_ids.numel()
+        self.token_ids[:n].copy_(token_ids.reshape(-1), non_blocking=True)
+        self.targets[:n].copy_(targets.reshape(-1), non_blocking=True)
+        torch.sum(self.targets != IGNORED, dim=0, out=self.denominator)
+
     def loss(self) -> Tensor:
-        """The mean of the step, before its update; () on the device."""
+        """The mean of the step before its update, or of the evaluation; () on the device."""
         return self.losses.sum()
 
     def run(self, operation: Operation) -> None:
@@ -128,8 +153,12 @@ class Passes:
 
     def _embed_backward(self, operation: Operation) -> None:
         dy = self._of(operation, "dy")["dy"]
-        ids = self.token_ids[self._tokens(operation)]
-        self.fixed.gradients[EMBEDDING].index_add_(0, ids, dy.view(-1, dy.shape[-1]))
+        ids, rows = self.token_ids[self._tokens(operation)], dy.view(-1, dy.shape[-1])
+        gradient = self.fixed.gradients[EMBEDDING]
+        if gradient.is_cuda:
+            gradient.index_put_((ids,), rows, accumulate=True)  # sorts: in one order, where index_add_ has none
+        else:
+            gradient.index_add_(0, ids, rows)
 
     def _tables(self, operation: Operation) -> tuple[Tensor, Tensor]:
         start = self.chunks.start(operation.chunk)
@@ -215,13 +244,24 @@ class Passes:
         slot, before = operation.slot(what, operation.chunk), operation.chunk % self.chunks.per_sequence
         return self.memory.run_of(slot.ring, what, slot.index - before, before + 1)
 
-    def _head(self, operation: Operation) -> None:
-        fixed, eps = self.fixed, self.config.rms_norm_eps
+    def _normed(self, operation: Operation) -> tuple[Tensor, Tensor, Tensor]:
+        """What the head reads (n, D), the rows that were normed, and their statistic."""
         x = self._of(operation, "input")["x"]
-        rows, gain = x.view(-1, x.shape[-1]), fixed.weights[NORM]
-        normed, rstd = self.ops.rms_norm_forward(rows, gain, eps)
+        rows = x.view(-1, x.shape[-1])
+        normed, rstd = self.ops.rms_norm_forward(rows, self.fixed.weights[NORM], self.config.rms_norm_eps)
+        return normed, rows, rstd
+
+    def _loss(self, operation: Operation) -> None:
+        normed, *_ = self._normed(operation)
         targets = self.targets[self._tokens(operation)]
-        loss, dnormed, *_ = self.head(
+        total = self.head.forward(normed, self.fixed.head, targets, reduction="sum", chunk=HEAD_TOKENS)
+        self.losses[operation.round, operation.chunk].copy_(total / self.denominator)
+
+    def _head(self, operation: Operation) -> None:
+        fixed, gain = self.fixed, self.fixed.weights[NORM]
+        normed, rows, rstd = self._normed(operation)
+        targets = self.targets[self._tokens(operation)]
+        loss, dnormed, *_ = self.head.forward_backward(
             normed,
             fixed.head,
             targets,
@@ -262,11 +302,9 @@ class Passes:
         return grad_norm(tensors, self._norm_tables.setdefault(layer, norm_table()))
 
     def _clip(self, fixed_gradients: Iterable[Tensor]) -> None:
-        """Norm and scale, as ``training/clipping.py`` has them; all layers' norms are there."""
+        """All layers' norms and losses are there."""
         self.norms[-1].copy_(self._norm_of(-1, fixed_gradients))
-        norm = self.norms.norm()
-        scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
-        self.norm, self.scale = norm, torch.where(norm.isfinite(), scale, math.nan)
+        self.scale, _ = self.guard.scale(self.norms.norm(), self.loss())
 
     def _update_fixed(self, gradients: Mapping[str, Tensor]) -> None:
         fixed = self.fixed

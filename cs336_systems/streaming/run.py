@@ -3,8 +3,10 @@
     step = StreamedStep(config, schedule, chunks, block_ops("fused", "hopper"), torch.device("cuda"), dtype)
     step.load(model.state_dict())
     loss = step(token_ids, targets)              # a whole step: rounds and optimizer; () on the device
+    step.evaluate(build_forward(plan), token_ids, targets)       # a mean loss, of as many sequences as a round has
     step.state_dict()                            # weights, on the CPU
-    save_checkpoint(folder, step.model(), None, n_steps)         # distributed/checkpoint.py; loaded likewise
+    model = step.model()                         # views, and the same of what the optimizer keeps
+    save_checkpoint(folder, model, step.optimizer_state(model), n_steps)   # distributed/checkpoint.py; loaded likewise
 
 On a CPU the same schedule runs with a pretended link (``lanes.py``).
 """
@@ -12,7 +14,7 @@ On a CPU the same schedule runs with a pretended link (``lanes.py``).
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +26,11 @@ from cs336_systems.streaming.fixed import EMBEDDING, HEAD, Fixed
 from cs336_systems.streaming.lanes import Lanes, PretendedLink, Streams
 from cs336_systems.streaming.layout import MASTER, Chunks, Layout
 from cs336_systems.streaming.optimizer import LayerAdamW
-from cs336_systems.streaming.passes import HeadPass, LayerOptimizer, Passes
+from cs336_systems.streaming.passes import HeadPasses, LayerOptimizer, Passes
 from cs336_systems.streaming.schedule import Item, Kind, Lane, Operation, Schedule
 from cs336_systems.streaming.slabs import Memory
+from cs336_systems.training.clipping import GradientGuard
+from cs336_systems.training.optimizer import AdamW
 
 
 class StreamedStep:
@@ -38,6 +42,7 @@ class StreamedStep:
         moments: bytes a parameter of what the optimizer keeps, as the plan has them (``Plan.work``).
         optimizer: of one layer at a time; AdamW if None.
         max_norm: that gradients are clipped to, if the schedule takes norms.
+        halts: as of ``GradientGuard``.
         lanes: what runs the operations; streams on a GPU and a pretended link elsewhere if None.
         temporary_bytes: that kernels need besides slots, set aside on a GPU.
 
@@ -58,6 +63,7 @@ class StreamedStep:
         moments: Mapping[str, int] | None = None,
         optimizer: LayerOptimizer | None = None,
         max_norm: float = math.inf,
+        halts: bool = False,
         lanes: Lanes | None = None,
         temporary_bytes: int = 0,
     ) -> None:
@@ -66,14 +72,17 @@ class StreamedStep:
         self.memory = Memory(schedule, layout, device)
         self.fixed = Fixed(config, chunks.seq_len, dtype, device, layout.states)
         self.optimizer = optimizer or LayerAdamW()
-        self.passes = Passes(config, chunks, self.memory, self.fixed, ops, _head_of(device), self.optimizer, max_norm)
+        self.guard = GradientGuard(max_norm, halts=halts)
+        head, guard = _head_of(device), self.guard
+        self.passes = Passes(config, chunks, self.memory, self.fixed, ops, head, self.optimizer, guard)
         self.lanes = lanes or (Streams(device) if device.type == "cuda" else PretendedLink())
         if device.type == "cuda":
             torch.cuda.empty_cache()  # of what made the rotary tables
         # One piece, which torch keeps and cuts: pieces of many sizes would not be reused for each other.
         torch.empty(temporary_bytes, dtype=torch.uint8, device=device)
 
-    def _begin_training(self) -> None:
+    @torch.no_grad()
+    def begin_training(self) -> None:
         """Moments of zero, no steps made, and masters that are the weights."""
         self.passes.steps.zero_()
         for what in self.memory.layout.states:
@@ -100,6 +109,42 @@ class StreamedStep:
         first = next(i for i, operation in enumerate(operations) if operation.kind is Kind.BACKWARD)
         self.passes.begin(token_ids, targets)
         self.lanes.run(replace(self.schedule, operations=operations[: first + 1]), self.passes.run, self._copy)
+
+    @torch.no_grad()
+    def evaluate(self, forward: Schedule, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of ids (sequences, positions), at most those of a round, () on the device; waits for nothing.
+
+        Args:
+            forward: ``build_forward`` of the plan whose schedule this step has.
+
+        Raises:
+            ValueError: they are none, too many, or of another length.
+        """
+        self.passes.begin_evaluation(token_ids, targets)
+        self.lanes.run(forward, self.passes.run, self._copy)
+        return self.passes.loss()
+
+    @torch.no_grad()
+    def find_nonfinite(self, token_ids: Tensor, targets: Tensor) -> str | None:
+        """The first tensor that is not finite in a step on these ids, in words; None if there is none.
+
+        The step is run again, after one that changed nothing under a guard that halts.
+        """
+        for name, weight in self._named("weights"):
+            if not weight.isfinite().all():
+                return f"parameter {name}"
+        found: list[str] = []
+
+        def watched(operation: Operation) -> None:
+            self.passes.run(operation)
+            for held in () if found else operation.writes:
+                for name, tensor in self.memory.tensors(held.slot, held.item.what).items():
+                    if not (name.startswith("rstd") or tensor.isfinite().all()):  # who writes x leaves its statistics
+                        found.append(f"{name} of {held.item.what}, layer {operation.layer}, by {operation.kind}")
+
+        self.passes.begin(token_ids, targets)
+        self.lanes.run(self.schedule, watched, self._copy)
+        return found[0] if found else None
 
     def _copy(self, operation: Operation) -> tuple[Tensor, Tensor]:
         held = (operation.writes if operation.lane is Lane.IN else operation.reads)[0]
@@ -129,13 +174,13 @@ class StreamedStep:
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Random weights, as a new model's, made on the device a layer at a time; moments become zero."""
+        """Random weights, a new model's from the same random numbers, made on the device a layer at a time; moments
+        become zero.
+        """
         shell = TransformerLM(replace(self.config, n_layers=1), device="meta", dtype=self.fixed.embedding.dtype)
         tied = {HEAD: self.fixed.head} if self.fixed.tied else {}
         shell.load_state_dict(self.fixed.weights | tied, strict=False, assign=True)
         shell.token_embeddings.reset_parameters()
-        shell.ln_final.reset_parameters()
-        shell.lm_head.reset_parameters()
         block = shell.layers[0].to_empty(device=self.device)
         for layer in range(self.config.n_layers):
             for module in block.modules():
@@ -143,29 +188,34 @@ class StreamedStep:
                     reset()
             for name, weight in self._layer("weights", layer).items():
                 weight.copy_(block.get_parameter(name))
-        self._begin_training()
+        shell.ln_final.reset_parameters()
+        shell.lm_head.reset_parameters()
+        self.begin_training()
 
     def model(self) -> TransformerLM:
-        """Weights as the model's parameters, moments and steps as buffers, all where they lie; waits for the device.
-
-        A checkpoint of it holds the whole state, may be loaded under any other plan, and takes no copy of it.
-        """
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return self._model
-
-    @cached_property
-    def _model(self) -> TransformerLM:
+        """Weights as the model's parameters, where they lie between steps: to be read when the device is done."""
         model = TransformerLM(self.config, device="meta", dtype=self.fixed.embedding.dtype)
         model.load_state_dict(dict(self._named("weights")), strict=False, assign=True)
         if self.fixed.tied:
             model.lm_head.weight = model.token_embeddings.weight
-        for what in self.memory.layout.states:
-            for name, kept in self._named(what):
-                owner, _, own = name.rpartition(".")
-                model.get_submodule(owner).register_buffer(f"{own}_{what}", kept)
-        model.register_buffer("steps", self.passes.steps)
         return model
+
+    def optimizer_state(self, model: TransformerLM, **hyperparameters: Any) -> "StateInPlace":
+        """What the optimizer keeps of the parameters of ``model``, which ``model()`` has made, where it lies.
+
+        A checkpoint of both holds the whole state, as one of an AdamW over an ordinary model does, takes no copy of it,
+        and is read into its place; any other plan and the ordinary model take it up.
+
+        Args:
+            hyperparameters: to be saved with it.
+        """
+        kept = {what: dict(self._named(what)) for what in self.memory.layout.states}
+        steps = self.passes.steps.unbind()
+        states: dict[Tensor, Mapping[str, Tensor]] = {
+            parameter: {"step": step} | {what: named[name] for what, named in kept.items()}
+            for (name, parameter), step in zip(model.named_parameters(), steps, strict=True)
+        }
+        return StateInPlace(states, **hyperparameters)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take a model's weights, moments of zero, and no steps made.
@@ -175,7 +225,7 @@ class StreamedStep:
         """
         for name, weight in self._named("weights"):
             weight.copy_(weights[name])
-        self._begin_training()
+        self.begin_training()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the weights on the CPU as the model's own state dict has them; waits for the device."""
@@ -183,9 +233,29 @@ class StreamedStep:
         return found | ({HEAD: found[EMBEDDING]} if self.fixed.tied else {})
 
 
-def _head_of(device: torch.device) -> HeadPass:
-    if device.type != "cuda":
-        return head.linear_cross_entropy_forward_backward
-    from cs336_systems.kernels import linear_cross_entropy_forward_backward  # brings Triton along
+class StateInPlace(AdamW):
+    """The parameters of a streamed step and what its optimizer keeps of them, as who saves or schedules knows it.
 
-    return linear_cross_entropy_forward_backward
+    Matrices are one group, norms and biases, which do not decay, another. The step's own operations update them.
+    """
+
+    in_place = True
+    """What a checkpoint holds is read into the tensors that are there (``distributed/checkpoint_state.py``)."""
+
+    def __init__(self, states: Mapping[Tensor, Mapping[str, Tensor]], **hyperparameters: Any) -> None:
+        matrices, others = ([p for p in states if (p.dim() > 1) == wanted] for wanted in (True, False))
+        super().__init__([{"params": matrices}, {"params": others, "weight_decay": 0.0}], **hyperparameters)
+        self.state.update({parameter: dict(state) for parameter, state in states.items()})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the groups' hyperparameters; the state has been read."""
+        for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            own.update({name: saved[name] for name in own.keys() & saved.keys() - {"params"}})
+
+
+def _head_of(device: torch.device) -> HeadPasses:
+    if device.type != "cuda":
+        return HeadPasses(head.linear_cross_entropy_forward_backward, head.linear_cross_entropy)
+    from cs336_systems import kernels  # brings Triton along
+
+    return HeadPasses(kernels.linear_cross_entropy_forward_backward, kernels.linear_cross_entropy)

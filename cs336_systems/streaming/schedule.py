@@ -62,6 +62,8 @@ class Kind(StrEnum):
     """Of a layer and a chunk: writes statistics, (context,) attention, products, and x of the next layer."""
     HEAD = "head"
     """Of a chunk: final norm, head, loss and the gradients of all three; writes dy."""
+    LOSS = "loss"
+    """In its place where no backward comes: the loss alone."""
     KEYS = "keys"
     """Of a layer and a chunk of a long sequence, before the layer's backward: writes ``context`` again."""
     RECOMPUTE = "recompute"

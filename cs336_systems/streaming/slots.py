@@ -193,7 +193,7 @@ class _Sweep:
         """Whether it may not leave: x on its way to the next layer, and what never moves."""
         if self.ring in ("dy", "dcontext"):
             return True
-        return self.waits_for_forward and self.kinds[self.uses[unit][i][0]] in (Kind.FORWARD, Kind.HEAD)
+        return self.waits_for_forward and self.kinds[self.uses[unit][i][0]] in (Kind.FORWARD, Kind.HEAD, Kind.LOSS)
 
     def _most_alive(self) -> int:
         """Units that are needed at one time, if none leaves."""

@@ -53,7 +53,13 @@ class GradientGuard:
         Args:
             loss: this rank's, one element on the device; if it is given on one rank, it is on all.
         """
-        norm, loss = self._norm_and_loss(model, optimizer, loss)
+        _scaled_step(optimizer, *self.scale(*self._norm_and_loss(model, optimizer, loss)))
+
+    def scale(self, norm: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """By what to multiply the gradients of this norm, NaN to pass over them, and 1 if that is so; notes both.
+
+        For who steps an optimizer piece by piece; all arguments and results are () on the device.
+        """
         if self.norm is None or self.loss is None or self._halted is None:
             self.norm, self.loss, self._halted = torch.empty_like(norm), torch.empty_like(norm), torch.zeros_like(norm)
         self.norm.copy_(norm)
@@ -62,7 +68,7 @@ class GradientGuard:
         if self.halts:
             skipped = self._halted.copy_(torch.maximum(self._halted, skipped))
         scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
-        _scaled_step(optimizer, torch.where(skipped > 0, math.nan, scale), skipped)
+        return torch.where(skipped > 0, math.nan, scale), skipped
 
     def _norm_and_loss(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor | None

@@ -235,6 +235,24 @@ def test_a_run_that_fails_is_code_1(main, tmp_path):
     assert "error: step 1: loss" in out
 
 
+def test_under_caps_it_trains_exports_and_samples(main, load_script, tmp_path, capfd):
+    write_dataset(tmp_path / "data")
+    caps = ["--data", "data", "--out", "run", "--device-gib", "0.5", "--host-gib", "2"]
+    short = ["--context-length", "16", "--steps", "2", "--warmup-steps", "0"]
+    code, out, err = main(*caps, *short, "--print-memory")
+    assert (code, err) == (0, "")
+    assert "One more GiB of host memory would bring nothing." in out and "| in all on the host" in out
+    assert not (tmp_path / "run").exists()
+    code, out, err = main(*caps, *short)
+    said = json.loads(out.splitlines()[-1])
+    assert (code, err, said["steps"], said["exported"]) == (0, "", 2, "run/hf-2")
+    for where in ("run", "run/hf-2"):
+        assert load_script("scripts/sample.py").main([where, "--device", "cpu", "--max-tokens", "3"]) == 0
+        assert json.loads(capfd.readouterr()[0].splitlines()[-1])["new_tokens"] > 0
+    refused = "train: --zero 1 does not go together with --device-gib and --host-gib\n"
+    assert main(*caps, *short, "--zero", "1") == (2, "", refused)
+
+
 def test_an_option_that_is_none_is_refused(main):
     code, _, err = main("--learning-rat", "1")
     assert code == 2

@@ -1,13 +1,20 @@
 """A streamed run that is taken up from a checkpoint, under other caps, is the run that was not interrupted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
 from cs336_systems.blocks import REFERENCE
+from cs336_systems.config import PRECISIONS, ModelConfig
+from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, StreamedWork
 from cs336_systems.distributed.checkpoint import load_checkpoint, save_checkpoint
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.distributed.whole_checkpoint import find_checkpoint, load_whole_model
+from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.model import TransformerLM
+from cs336_systems.processes import FreshProcess
 from cs336_systems.streaming.build import build
 from cs336_systems.streaming.layout import Chunks
 from cs336_systems.streaming.plan import Plan
@@ -22,6 +29,14 @@ def step_of(plan: Plan) -> StreamedStep:
     return StreamedStep(plan.work.config, build(plan), chunks, REFERENCE, *place, moments=moments)
 
 
+def whole_state(step: StreamedStep) -> dict[str, Tensor]:
+    model = step.model()
+    state, names = step.optimizer_state(model).state, {p: name for name, p in model.named_parameters()}
+    return dict(model.named_parameters()) | {
+        f"{names[parameter]} {key}": value for parameter, kept in state.items() for key, value in kept.items()
+    }
+
+
 @pytest.mark.parametrize("seed", [3, 10])
 def test_resumed_under_other_caps(tmp_path, seed):
     plan, _ = random_plan(seed)
@@ -34,16 +49,62 @@ def test_resumed_under_other_caps(tmp_path, seed):
         for i, batch in enumerate(data):
             straight(*batch)
             if i == 1:
-                save_checkpoint(tmp_path, straight.model(), None, 2)
+                model = straight.model()
+                save_checkpoint(tmp_path, model, straight.optimizer_state(model), 2)
         resumed = step_of(roomy)
         resumed.reset_parameters()
-        assert load_checkpoint(tmp_path, resumed.model(), None) == 2
+        model = resumed.model()
+        assert load_checkpoint(tmp_path, model, resumed.optimizer_state(model)) == 2
         for batch in data[2:]:
             resumed(*batch)
-    expected, got = straight.model().state_dict(), resumed.model().state_dict()
+    expected, got = whole_state(straight), whole_state(resumed)
     assert expected.keys() == got.keys()
     assert len(expected) > 3 * len(list(straight.model().parameters()))
     assert [name for name, tensor in expected.items() if not torch.equal(got[name], tensor)] == []
     stored, _ = find_checkpoint(tmp_path)
     weights = load_whole_model(stored, dict(TransformerLM(work.config, device="meta").named_parameters()))
     assert weights.keys() == dict(straight.model().named_parameters()).keys()
+
+
+def test_what_another_optimizer_keeps_is_refused(tmp_path):
+    plan = next(plan for plan, _ in map(random_plan, range(100)) if dict(plan.work.moments) == MOMENTS)
+    plan, work = replace(plan, slots=()), replace(plan.work, moments=tuple(MASTER_MOMENTS.items()))
+    bf16, masters = step_of(plan), step_of(replace(plan, work=work))
+    with joined("cpu"):
+        for first, second, message in (
+            (bf16, masters, "it lacks optimizer/layers.0.attn.k_proj.weight/master, .* and [0-9]+ more; .*"),
+            (masters, bf16, "it holds optimizer/layers.0.attn.k_proj.weight/master, .* and [0-9]+ more besides; .*"),
+        ):
+            model, other = first.model(), second.model()
+            save_checkpoint(tmp_path, model, first.optimizer_state(model), 1)
+            with pytest.raises(ValueError, match=message + "exp_avg is .* there and .* here"):
+                load_checkpoint(tmp_path, other, second.optimizer_state(other))
+
+
+def save_and_load(connection, folder):
+    """Sends bytes of the state, of its largest tensor, and by how much saving and loading raise the process's peak."""
+    config = ModelConfig("wide", 256, 1024, 12, 4, vocab_size=64, context_length=16)
+    work = StreamedWork(config, 16, 16, PRECISIONS["fp32"], (("exp_avg", 4), ("exp_avg_sq", 4)))
+    levels, slots = (("input",),) * config.n_layers, (("weights", 2), ("gradients", 2), ("products", 2), ("input", 3))
+    plan = Plan(work, 1, 1, "sequential", levels, slots)
+    place = torch.device("cpu"), torch.float32
+    step = StreamedStep(config, build(plan), Chunks(16, 16, 1, 1), REFERENCE, *place, moments=dict(work.moments))
+    step.reset_parameters()
+    model = step.model()
+    optimizer = step.optimizer_state(model)
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    with joined("cpu"):
+        save_checkpoint(folder / "before", model.ln_final, None, 1)  # what is imported and allocated once
+        meter = PeakMeter(torch.device("cpu"))
+        save_checkpoint(folder, model, optimizer, 1)
+        load_checkpoint(folder, model, optimizer)
+    connection.send((step.memory.host_slab.n_bytes, largest, meter.peak_bytes()))
+
+
+@pytest.mark.slow
+def test_state_goes_to_the_disk_and_comes_back_a_tensor_at_a_time(tmp_path):
+    process = FreshProcess(save_and_load, tmp_path)
+    state, largest, growth = process.receive()
+    process.end()
+    assert state > 120 * 2**20
+    assert growth < 8 * largest + 16 * 2**20 < state / 2

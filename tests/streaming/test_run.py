@@ -140,7 +140,7 @@ def test_clipping_is_that_of_plain_training():
         optimizer.step()
         step(ids, targets)
         assert norm > 0.1
-        torch.testing.assert_close(step.passes.norm, norm, rtol=1e-12, atol=0)
+        torch.testing.assert_close(step.guard.norm, norm, rtol=1e-12, atol=0)
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(step.state_dict()[name], weight, rtol=1e-9, atol=1e-11, msg=name)
 

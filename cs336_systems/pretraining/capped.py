@@ -1,0 +1,202 @@
+"""A run's step under caps on memory (``--device-gib``, ``--host-gib``): a streamed one, as the trainer knows steps.
+
+    step = CappedStep(options, case, device)         # chooses a plan, sets memory aside, makes or loads weights
+    loss = step(token_ids, targets)                  # all micro-batches and the update
+    step.model, step.optimizer                       # for checkpoints: views of what the step keeps, on either side
+
+A step's tokens are those of the options, its chunks the plan's (``streaming/choose.py``). What a checkpoint holds is as
+of any other run, written from where it lies and read into there; a run with caps and one without take each other up.
+
+On a GPU the caps are of all that the process has there, on the device a fence. On a CPU, whose "device" is its own
+memory, they are of the step's slabs alone, and the plan is the one for an H200: for trying a run out, and for tests.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs336_systems.blocks import block_ops
+from cs336_systems.costs.streaming import Rates
+from cs336_systems.hardware import GIB, find_hardware
+from cs336_systems.harness.memory import cublas_workspace_bytes
+from cs336_systems.model.hf_weights import load_hf_weights
+from cs336_systems.pretraining.options import TrainerCase, TrainOptions
+from cs336_systems.streaming.build import build_forward
+from cs336_systems.streaming.choose import EFFORT, HOST_OVERHEAD, Caps, Choice, choose, chunk_sizes
+from cs336_systems.streaming.explain import next_gib, reasons
+from cs336_systems.streaming.fence import Fence
+from cs336_systems.streaming.layout import Chunks
+from cs336_systems.streaming.optimizer import LayerAdamW
+from cs336_systems.streaming.run import StreamedStep
+from cs336_systems.training.assemble import check_supported
+from cs336_systems.training.precision import parameter_dtype
+
+PLANS_FOR = "NVIDIA H200"
+"""Where there is no GPU."""
+FRAGMENTS = 2**28
+"""Bytes of the device that torch may reserve and not use."""
+HOST_LATER = GIB
+"""Bytes by which the process may grow beside its slab, as libraries are loaded and kernels compiled."""
+
+
+def caps_of(options: TrainOptions, case: TrainerCase, device: torch.device, fence: Fence | None = None) -> Caps:
+    """Those asked for, and what of them is for other things than slabs; an assumption without a fence."""
+    assert options.device_gib is not None and options.host_gib is not None
+    caps = int(options.device_gib * GIB), int(options.host_gib * GIB)
+    if device.type == "cpu":
+        return Caps(*caps, 0, 0)
+    width = 4 if case.master == "fp32" else max(case.precision.parameter_bytes, case.moment_bytes)
+    staging = 2 ** math.ceil(math.log2(case.config.vocab_size * case.config.d_model * width))  # of saves, pinned
+    if fence is None:
+        return Caps(*caps, host_overhead=HOST_OVERHEAD + staging)
+    beside = fence.overhead + FRAGMENTS + 2 * cublas_workspace_bytes(device)
+    return Caps(*caps, beside, max(HOST_OVERHEAD, fence.in_use().host + HOST_LATER) + staging)
+
+
+def choose_plan(options: TrainOptions, case: TrainerCase, device: torch.device, caps: Caps) -> Choice:
+    """The fastest that the caps hold.
+
+    Raises:
+        CapsTooSmallError: there is none; a ValueError that says what is short, and which caps would do.
+        ValueError: no peaks are on record for the device.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else PLANS_FOR
+    if (hardware := find_hardware(name)) is None:
+        raise ValueError(f"no peaks are on record for {name}, by which a plan under memory caps is chosen")
+    tokens, width = options.tokens_per_step(1), case.moment_bytes
+    chunk = options.chunk
+    if chunk is None and all(tokens % size for size in chunk_sizes(options.context_length)):
+        chunk = options.batch_size * options.context_length
+    return choose(
+        case.config,
+        options.context_length,
+        caps,
+        Rates.of(hardware),
+        tokens_per_step=tokens,
+        chunk=chunk,
+        precision=case.precision,
+        moments={"exp_avg": width, "exp_avg_sq": width} | ({"master": 4} if case.master == "fp32" else {}),
+        effort=EFFORT if device.type == "cuda" else EFFORT // 20,
+    )
+
+
+def explanation(choice: Choice, again: Callable[[Caps], Choice]) -> Iterator[str]:
+    """The plan in sentences: what lives where, what binds, what more memory would bring; ``again`` has other caps."""
+    slots = ", ".join(f"{ring.slots} of {name}" for name, ring in choice.schedule.rings.items())
+    places = ", ".join(f"{region.places} of {name}" for name, region in choice.schedule.regions.items())
+    yield f"The device has slots, {slots}; the host has places, {places or 'none'}."
+    yield from reasons(choice)
+    yield from next_gib(choice, again)
+
+
+class CappedStep:
+    """What the trainer uses of a ``TrainStep``, with a plan in place of a graph.
+
+    Attributes:
+        evaluation_batch: sequences of which ``loss_of`` takes at most so many.
+
+    Raises:
+        Unsupported: the device cannot do what the case asks for (a ValueError).
+        ValueError: the caps are too small or more than there is, the device is unknown, host memory cannot be pinned,
+            or the weights to begin with do not serve.
+    """
+
+    def __init__(self, options: TrainOptions, case: TrainerCase, device: torch.device) -> None:
+        check_supported(case, device)
+        self.device, self.precision = device, case.precision
+        self._fence: Fence | None = None
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory / GIB
+            if options.device_gib is not None and options.device_gib > total:
+                raise ValueError(f"--device-gib {options.device_gib:g} is more than the device's {total:.1f} GiB")
+            self._fence = Fence(device, *(int(cap * GIB) for cap in (options.device_gib, options.host_gib) if cap))
+        self._choose = partial(choose_plan, options, case, device)
+        self.choice = self._choose(caps_of(options, case, device, self._fence))
+        plan = self.choice.plan
+        self._forward, self.evaluation_batch = build_forward(plan), plan.sequences
+        adamw: dict[str, Any] = {"lr": options.learning_rate, "betas": options.betas, "eps": options.eps}
+        adamw |= {"weight_decay": options.weight_decay}
+        self._layers = LayerAdamW(**adamw, decay="matrices", seed=options.seed)
+        torch.manual_seed(options.seed)
+        try:
+            self._step = StreamedStep(
+                case.config,
+                self.choice.schedule,
+                Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds),
+                block_ops(case.kernels, case.attention),
+                device,
+                parameter_dtype(case.precision),
+                moments=dict(plan.work.moments),
+                optimizer=self._layers,
+                max_norm=options.clip or math.inf,
+                halts=not options.skip_nonfinite,
+                temporary_bytes=plan.work.temporary_bytes + FRAGMENTS if device.type == "cuda" else 0,
+            )
+        except RuntimeError as error:
+            raise ValueError(str(error).partition("\n")[0]) from error
+        self.guard, self.model = self._step.guard, self._step.model()
+        self.optimizer = self._step.optimizer_state(self.model, **adamw)
+        if options.init is None:
+            self._step.reset_parameters()
+        else:
+            load_hf_weights(self.model, options.init)
+            self._step.begin_training()
+
+    def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """One whole step at the learning rate of the optimizer's first group; the loss before the update."""
+        self._layers.lr = self.optimizer.param_groups[0]["lr"]
+        return self._step(token_ids, targets)
+
+    def loss_of(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """Of at most ``evaluation_batch`` sequences, nothing being learned."""
+        return self._step.evaluate(self._forward, token_ids, targets)
+
+    def find_nonfinite(self, token_ids: Tensor, targets: Tensor) -> str | None:
+        """As ``StreamedStep.find_nonfinite``."""
+        return self._step.find_nonfinite(token_ids, targets)
+
+    def explanation(self) -> Iterator[str]:
+        """As the function of that name."""
+        return explanation(self.choice, self._choose)
+
+    @property
+    def spare_host_bytes(self) -> int:
+        """Of the cap, what the plan leaves for copies."""
+        return self.choice.caps.host - sum(self.choice.host_parts.values())
+
+    def in_use(self) -> dict[str, int]:
+        """Bytes at their highest so far, as segments of a ``Memory`` record."""
+        if self._fence is not None:
+            used = self._fence.in_use()
+            return {"context, libraries": used.context, "in all": used.device, "in all on the host": used.host}
+        memory, fixed = self._step.memory, self._step.fixed
+        return {
+            "in all": memory.device_slab.n_bytes + fixed.slab.n_bytes,
+            "in all on the host": memory.host_slab.n_bytes,
+        }
+
+    def passed(self) -> str | None:
+        """Which cap has been passed, in one sentence; None if both hold."""
+        try:
+            if self._fence is not None:
+                self._fence.check()
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+
+def planned_segments(choice: Choice) -> dict[str, int]:
+    """Bytes on the device and on the host, as segments of a ``Memory`` record."""
+    found: dict[str, int] = {}
+    for parts, cap, where in (
+        (choice.device_parts, choice.caps.device, ""),
+        (choice.host_parts, choice.caps.host, " on the host"),
+    ):
+        found |= {f"{name}{where}": n_bytes for name, n_bytes in parts.items() if n_bytes}
+        used = sum(parts.values())
+        found |= {f"in all{where}": used, f"free{where}": cap - used}
+    return found
