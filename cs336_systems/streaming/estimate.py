@@ -195,7 +195,7 @@ class LevelsByHost:
 
         def fastest(*, alone: bool) -> list[tuple[float, Levels]]:
             found = [(layout.round_seconds(levels, ring_bytes, alone=alone), levels) for _, levels in sized]
-            return list(accumulate(found, lambda a, b: min(a, b, key=itemgetter(0))))
+            return list(accumulate(found, lambda a, b: min(a, b, key=lambda timed: timed[0])))
 
         together = fastest(alone=False) if layout.order == "interleaved" else []
         return cls(layout, ring_bytes, [n_bytes for n_bytes, _ in sized], fastest(alone=True), together)

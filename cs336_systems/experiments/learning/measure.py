@@ -68,7 +68,7 @@ def measure(cell: LearningCell) -> list[Metric]:
 def _cosines(prepared: Prepared, rank: Rank) -> dict[str, float]:
     """Of each parameter's gradient with that of fp32, at the weights that the run has come to."""
     step, options = prepared.step, prepared.options
-    assert prepared.evaluation is not None
+    assert prepared.evaluation is not None and isinstance(step, TrainStep)
     n_sequences = step.accumulate * min(options.batch_size, _COMPARED_SEQUENCES)
     shape: dict[str, Any] = {"context_length": options.context_length, "batch_size": n_sequences, "device": rank.device}
     token_ids, targets, _ = next(evaluation_batches(prepared.evaluation, **shape))
@@ -80,11 +80,11 @@ def _cosines(prepared: Prepared, rank: Rank) -> dict[str, float]:
 
 
 def _gradients(step: TrainStep, token_ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """In fp32, by the parameter's name; the step changes nothing."""
+    """In fp64, by the parameter's name; the step changes nothing."""
     passes = TrainStep.phases(step, "step", token_ids, targets)  # not as a CUDA graph
     del passes["optimizer"]
     for run in passes.values():
         run()
-    found = {name: p.grad.float() for name, p in step.model.named_parameters() if p.grad is not None}
+    found = {name: p.grad.double() for name, p in step.model.named_parameters() if p.grad is not None}
     step.optimizer.zero_grad(set_to_none=True)
     return found
