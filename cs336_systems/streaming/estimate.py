@@ -193,9 +193,12 @@ class LevelsByHost:
             ((layout.host_bytes(one, ring_bytes), one) for one in level_steps(layout.pairs)), key=itemgetter(0)
         )
 
+        def faster(a: tuple[float, Levels], b: tuple[float, Levels]) -> tuple[float, Levels]:
+            return min(a, b, key=itemgetter(0))
+
         def fastest(*, alone: bool) -> list[tuple[float, Levels]]:
             found = [(layout.round_seconds(levels, ring_bytes, alone=alone), levels) for _, levels in sized]
-            return list(accumulate(found, lambda a, b: min(a, b, key=lambda timed: timed[0])))
+            return list(accumulate(found, faster))
 
         together = fastest(alone=False) if layout.order == "interleaved" else []
         return cls(layout, ring_bytes, [n_bytes for n_bytes, _ in sized], fastest(alone=True), together)
