@@ -11,6 +11,7 @@ On a GPU the caps are of all that the process has there, on the device a fence. 
 memory, they are of the step's slabs alone, and the plan is the one for an H200: for trying a run out, and for tests.
 """
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -113,6 +114,8 @@ class CappedStep:
             total = torch.cuda.get_device_properties(device).total_memory / GIB
             if options.device_gib is not None and options.device_gib > total:
                 raise ValueError(f"--device-gib {options.device_gib:g} is more than the device's {total:.1f} GiB")
+            gc.collect()
+            torch.cuda.empty_cache()  # of what earlier steps of this process held, which would count
             self._fence = Fence(device, *(int(cap * GIB) for cap in (options.device_gib, options.host_gib) if cap))
         self._choose = partial(choose_plan, options, case, device)
         self.choice = self._choose(caps_of(options, case, device, self._fence))

@@ -1,0 +1,51 @@
+"""Runs under caps on a GPU: to the bit those with room for everything, resumed too, and below the caps."""
+
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cs336_systems.distributed.process_group import joined
+from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.run_log import LOG
+from cs336_systems.pretraining.run_reader import read_run
+from cs336_systems.pretraining.run_records import Evaluation, Memory, Message
+from cs336_systems.pretraining.trainer import train
+from tests.pretraining.test_trainer import assert_equal_weights
+from tests.pretraining.trained import losses_and_norms, write_dataset
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SMALL = {"size": "small", "context_length": 256, "batch_size": 8, "chunk": 2048, "steps": 6, "warmup_steps": 2}
+SMALL |= {"evaluate_every": 3, "evaluation_sequences": 12, "save_every": 3, "log_every": 50, "export": False}
+
+
+@pytest.mark.parametrize("changes", [{}, {"moments": "fp32", "master": "fp32"}], ids=["8 bytes", "masters"])
+def test_a_run_within_the_smallest_caps_is_the_one_with_room(tmp_path, device_to_itself, changes):
+    write_dataset(tmp_path / "data", 40_000, 4_000)
+    roomy = replace(TrainOptions.default("cuda"), data=tmp_path / "data", **SMALL, **changes)
+    roomy = replace(roomy, out=tmp_path / "roomy", device_gib=20.0, host_gib=24.0)
+    with joined("cuda") as rank:
+        with pytest.raises(ValueError, match=" would do$") as refusal:
+            train(replace(roomy, out=tmp_path / "none", device_gib=1.3, host_gib=1.0), rank)
+        said = re.search(r"; (\S+) GiB of device and (\S+) GiB of host memory would do$", str(refusal.value))
+        # More, for what the first run of the process loads and compiles; less than holds everything.
+        caps = {"device_gib": float(said[1]) + 0.3, "host_gib": float(said[2]) + 4}
+        tight = replace(roomy, out=tmp_path / "tight", **caps)
+        for run in (roomy, tight):
+            train(run, rank)
+        shutil.copytree(tight.out, tmp_path / "resumed")
+        shutil.rmtree(tmp_path / "resumed" / "step-00000006")
+        train(replace(tight, out=tmp_path / "resumed"), rank)
+    streams = [any("none stream" in one.text for one in read_run(run.out / LOG).all(Message)) for run in (roomy, tight)]
+    assert streams == [True, False]
+    for other in (tight.out, tmp_path / "resumed"):
+        assert losses_and_norms(other) == losses_and_norms(roomy.out)
+        assert_equal_weights(other, roomy.out)
+    evaluations = [[(one.step, one.loss) for one in read_run(run.out / LOG).all(Evaluation)] for run in (roomy, tight)]
+    assert evaluations[0] == evaluations[1]
+    used = read_run(tight.out / LOG).last(Memory).actual_bytes
+    assert 0 < used["in all"] <= caps["device_gib"] * 2**30
+    assert used["in all on the host"] > 0
