@@ -222,7 +222,7 @@ class Recipe:
     fast_accumulation: bool = True
     """Whether forward's products add up in the tensor cores' own registers, whose 14 bits lose less than e4m3 has
     lost, and are 4 to 7 % faster on an H200. Backward's, whose sums over all tokens are longest, add up in fp32. So do
-    torchao's recipes by tensor and by row; llm.q's sums are all in fp32."""
+    torchao's recipes by tensor and by row; llm.q's sums are all in fp32, and so are all by block."""
 
     @property
     def quantized(self) -> bool:

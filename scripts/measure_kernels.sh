@@ -88,7 +88,8 @@ for part in "$@"; do
     head-widths)
       kernels --kernel linear_cross_entropy --rows 16384 --samples 20 ;;
     quantize)
-      kernels --kernel absmax rms_norm.absmax swiglu.absmax adamw.absmax quantize quantize.transposed quantize_blocks ;;
+      kernels --kernel absmax rms_norm.absmax swiglu.absmax adamw.absmax \
+        quantize quantize.transposed quantize_blocks swiglu_quantize ;;
     leaderboard)
       blocks "${leaderboard[@]}" --how compiled "${levels[@]}" --steps 10 ;;
     llama)

@@ -271,14 +271,15 @@ def _make(recipe: Recipe, quantizers: Quantizers, remember: bool) -> QuantizedPr
 
 
 def _scaled_mm(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: Tensor | None, *, by: str) -> Tensor:
-    """By the library's product."""
+    """By the library's product, which with scales by block adds up in fp32 and nothing to it."""
     scale_a, scale_b = a.scale, b.scale
     if by == "row":
         scale_b = scale_b.T
     if by == "block":  # along M and N first
         scale_a, scale_b = scale_a.T.contiguous().T, scale_b.T.contiguous()
-    added = None if by == "block" else bias
-    how: dict[str, Any] = {"bias": added, "out_dtype": a.dtype, "use_fast_accum": fast}
+    how: dict[str, Any] = {"out_dtype": a.dtype}
+    if by != "block":
+        how |= {"bias": bias, "use_fast_accum": fast}
     if out is not None:
         how["out"] = out
     product: Tensor = torch._scaled_mm(a.values, b.values.T, scale_a, scale_b, **how)

@@ -160,7 +160,7 @@ def test_the_emulation_is_the_gpus_product_within_its_rounding(recipe):
         product, exact = (_emulated(*wide, each, False, None, by=by) for each in (None, added))
         rounded = exact.abs() if added is None or by != "block" else exact.abs() + 1.01 * product.abs()
         for fast in (False, True):
-            every = a.values.shape[1] if fast and by != "block" else 128  # where scales are by block
+            every = a.values.shape[1] if fast and by != "block" else 128  # scales by block leave no choice
             bound = 2**-8 * rounded + 1.01 * sums_may_lose(*(unscaled(each, by) for each in (a, b)), every)
             got = _scaled_mm(a, b, added, fast, None, by=by)
             assert ((got.double() - exact).abs() <= bound).all(), (name, fast)

@@ -171,7 +171,9 @@ def _measure_block(cell: Fp8Cell, device: torch.device) -> list[Metric]:
     block, owner = _block(cell, shared)
     gradients = _short_gradients(block, owner, shared.model, shared.x, shared.dy)
     cosines = {
-        name: nn.functional.cosine_similarity(got.float().cpu().flatten(), shared.exact[name].flatten(), 0)
+        name: nn.functional.cosine_similarity(
+            got.double().flatten(), shared.exact[name].to(device).double().flatten(), 0
+        )
         for name, got in gradients.items()
     }
     metrics = [Metric(f"cosine {name}", "cosine", [value.item()]) for name, value in cosines.items()]
