@@ -19,8 +19,9 @@ product in bf16 rounds the sum alone; ``_scaled_mm`` adds to nothing.
 Weights are quantized each time they are read, or, with ``remember``, once until they change. A change is seen by their
 version, which operations in place raise. Fused optimizers, collectives into flat memory and replayed graphs write
 without raising it, so who lets them must (``torch.autograd.graph.increment_version``), as ``training.TrainStep`` does.
-FSDP, which fills and frees the same parameters again and again, must not remember. Who writes weights may find their
-largest magnitudes on the way (``maxima_of_weights``), and they are read once less.
+FSDP, which fills and frees the same parameters again and again, must not remember; it may quantize weights itself and
+hand them over (``receive``), as ``distributed/fsdp_quantized.py`` does to move half the bytes. Who writes weights may
+find their largest magnitudes on the way (``maxima_of_weights``), and they are read once less.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -112,6 +113,7 @@ class QuantizedProducts(Products):
         self.recipe, self.quantizers, self.remember = recipe, quantizers, remember
         self._weights: dict[str, Operand] = {}
         self._versions: _Versions = []
+        self._arrived: Arrived | None = None
         self._maxima_of_weights: dict[str, Tensor] = {}
         self._noted: _Versions = []
 
@@ -142,6 +144,11 @@ class QuantizedProducts(Products):
         return self._quantize(dy_RN, self.recipe.gradient, True, columns, absmax)
 
     def read_weight(self, name: str, weight_NK: Tensor, *, rows: bool = False, columns: bool = False) -> Operand:
+        if self._arrived is not None:
+            return Operand(
+                Quantized(*self._arrived(name, False), weight_NK.dtype) if rows else None,
+                Quantized(*self._arrived(name, True), weight_NK.dtype) if columns else None,
+            )
         if not self.remember:
             return self._quantize(weight_NK, self.recipe.matmul, rows, columns)
         if name not in self._weights:
@@ -157,6 +164,15 @@ class QuantizedProducts(Products):
         if versions != self._versions:
             self._versions = versions
             self._weights.clear()
+
+    def receive(self, arrived: "Arrived") -> None:
+        """Weights are read there from now on, quantized by who moves them; the parameters may have no memory."""
+        self._arrived = arrived
+
+    @property
+    def receives(self) -> bool:
+        """Whether they are."""
+        return self._arrived is not None
 
     def maxima_of_weights(self, device: torch.device) -> dict[str, Tensor]:
         """Where the largest magnitudes of weights may be written, () each, in fp32; empty if nobody would read them.
@@ -252,6 +268,8 @@ class QuantizedProducts(Products):
         return multiply(a, b, bias, fast, out, by=self.recipe.scaling)
 
 
+Arrived = Callable[[str, bool], tuple[Tensor, Tensor]]
+"""From a weight's name and whether it is to be transposed to its values in fp8 and its inverse scale, ()."""
 _Versions = list[tuple[Any, ...]]
 
 

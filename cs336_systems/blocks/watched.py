@@ -10,8 +10,9 @@ An underflow is an element that is not zero and becomes zero. One is cut off if 
 its scale can express, which scales of the tensor at hand rule out. Nothing waits for the device.
 
 A tensor that is quantized again, as in another micro-batch or where it is computed again, counts again; a weight counts
-once. What is noted is computed from the tensor as it was and its quantized values, a few rows at a time, and nothing of
-it is left in a step that is not watched. A CUDA graph replays what it captured, so it is of steps without one.
+once, one that arrives quantized not at all. What is noted is computed from the tensor as it was and its quantized
+values, a few rows at a time, and nothing of it is left in a step that is not watched. A CUDA graph replays what it
+captured, so it is of steps without one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,6 +63,8 @@ class WatchedProducts(Products):
 
     def read_weight(self, name: str, weight_NK: Tensor, *, rows: bool = False, columns: bool = False) -> Operand:
         operand = self.products.read_weight(name, weight_NK, rows=rows, columns=columns)
+        if self.products.receives:
+            return operand  # of which nothing but the bytes is here
         return operand if f"{name} weight" in self.found else self._noted(f"{name} weight", weight_NK, operand)
 
     def at(self, parameters: Sequence[Tensor]) -> None:

@@ -92,7 +92,10 @@ def _rows(parameters: Mapping[str, Tensor], parts: Iterable[str]) -> list[int]:
 
 
 def merged(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of all parts: one tensor that views them if they lie one after the other in one memory, else a copy."""
+    """The rows of all parts: one tensor that views them if they lie one after the other in one memory, else a copy.
+
+    Of parts that have no memory, one on ``meta``.
+    """
     first = parts[0]
     if len(parts) == 1 and first.is_contiguous():
         return first
@@ -101,9 +104,10 @@ def merged(parts: Sequence[Tensor]) -> Tensor:
         if not (part.is_contiguous() and part.untyped_storage()._cdata == storage and part.storage_offset() == end):
             return torch.cat(list(parts))
         end += part.numel()
-    return first.as_strided(
-        (sum(part.shape[0] for part in parts), *first.shape[1:]), first.stride(), first.storage_offset()
-    )
+    shape = sum(part.shape[0] for part in parts), *first.shape[1:]
+    if not first.untyped_storage().nbytes():  # what stands for weights that are elsewhere
+        return first.new_empty(shape, device="meta")
+    return first.as_strided(shape, first.stride(), first.storage_offset())
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_map
 from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup
 from cs336_systems.distributed.fsdp_schedule import Schedule
 from cs336_systems.distributed.fsdp_state_dict import WholeTensors, show_whole
-from cs336_systems.distributed.fsdp_units import Initialise, NotCopied, Predicate, is_unit, shard_module
+from cs336_systems.distributed.fsdp_units import Initialise, NotCopied, Predicate, Travels, is_unit, shard_module
 from cs336_systems.distributed.process_group import check_same_across_ranks
 
 
@@ -51,6 +51,7 @@ class FSDP(NotCopied, nn.Module):
         prefetch: units whose weights are gathered ahead of the one that runs; 0 gathers when a unit is called.
         units: says of a module whether its parameters are to be gathered together, as those of a block; None divides
             the module by default (see ``fsdp_units.py``).
+        quantized: says of a unit how its matrices travel in eight bits (``fsdp_quantized.py``), or None: as stored.
         initialise: gives values to the parameters and buffers that a module from ``meta`` holds itself; by default the
             module's ``reset_parameters``. With equal seeds the model is the one that a single process would build.
         device: where a module from ``meta`` goes; by default this rank's GPU under NCCL, else the CPU.
@@ -69,6 +70,7 @@ class FSDP(NotCopied, nn.Module):
         reduce_dtype: torch.dtype | None = None,
         prefetch: int = 1,
         units: Predicate | None = None,
+        quantized: Travels | None = None,
         initialise: Initialise | None = None,
         device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -96,6 +98,7 @@ class FSDP(NotCopied, nn.Module):
         layout = shard_module(
             module,
             predicate=units,
+            quantized=quantized,
             initialise=initialise,
             compute_dtype=compute_dtype,
             reduce_dtype=reduce_dtype,

@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup
+from cs336_systems.distributed.fsdp_quantized import QuantizedGroup, QuantizedTravel
 from cs336_systems.distributed.fsdp_replicated import ReplicatedParameters
 from cs336_systems.distributed.neighbours import empty_like_run, neighbours
 
 Predicate = Callable[[nn.Module], bool]
 Initialise = Callable[[nn.Module], Any]
+Travels = Callable[[nn.Module], QuantizedTravel | None]
 
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 """Modules that are never called: their parameters count as their parent's."""
@@ -252,6 +254,7 @@ def shard_module(
     module: nn.Module,
     *,
     predicate: Predicate | None,
+    quantized: Travels | None,
     initialise: Initialise | None,
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
@@ -290,7 +293,12 @@ def shard_module(
     def shard(originals: list[nn.Parameter]) -> None:
         wholes = [made.pop(parameter) for parameter in originals]
         _broadcast(wholes, process_group)
-        group = ShardedGroup(
+        units = {slot.unit for parameter in originals for slot in slots_of[parameter]}
+        travel = quantized(unit) if quantized and len(units) == 1 and (unit := units.pop()) is not None else None
+        if travel is not None and not travel.serves(wholes, process_group.size()):
+            travel = None
+        kind: Any = ShardedGroup if travel is None else functools.partial(QuantizedGroup, travel)
+        group = kind(
             [tuple(names[parameter]) for parameter in originals],
             wholes,
             compute_dtype=compute_dtype,

@@ -16,9 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from cs336_systems.blocks import QuantizedProducts, WrittenOutBlock
+from cs336_systems.blocks.quantized import FORMATS, WEIGHTS
+from cs336_systems.blocks.weights import PARTS
 from cs336_systems.case import Parallel
 from cs336_systems.distributed.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.fsdp_quantized import QuantizedTravel
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER, SHARD, ShardedOptimizer
 from cs336_systems.model import TransformerLM
@@ -54,8 +58,19 @@ def _fsdp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
         _DTYPES[parallel.compute_dtype],
         prefetch=parallel.prefetch,
         units=lambda module: isinstance(module, TransformerBlock),
+        quantized=_travel,
         device=rank.device,
     )
+
+
+def _travel(unit: nn.Module) -> QuantizedTravel | None:
+    """How the weights of a block travel, if all of them are read quantized, with one scale for each."""
+    products = unit.products if isinstance(unit, WrittenOutBlock) else None
+    if not (isinstance(products, QuantizedProducts) and products.recipe.scaling == "tensor"):
+        return None
+    matrices = {name: PARTS[name] for name in WEIGHTS}
+    own = products.quantizers
+    return QuantizedTravel(matrices, FORMATS[products.recipe.matmul], own.absmax, own.quantize, products.receive)
 
 
 def _fsdp2(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:

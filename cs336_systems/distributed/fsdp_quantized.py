@@ -1,0 +1,129 @@
+"""Matrices that travel in eight bits: half the bytes of bf16, and what arrives is what their products would have made.
+
+    FSDP(model, units=is_block, quantized=lambda unit: QuantizedTravel(...) if ... else None)
+
+A unit whose matrices are all read quantized, with one scale each, by nothing but products, has no use for them in bf16.
+So each rank quantizes its rows, by the largest magnitude of the whole matrix, on which the ranks agree first (a
+reduction of one number for each matrix), and bytes are gathered. Rounding element by element they are the same bits as
+those of the whole, quantized. The transposed copy is made of the bytes that arrived, when it is first asked for.
+
+The unsharded parameters are then names without memory: they have shape and dtype, autograd hangs their gradients on
+them, and whoever reads their values reads nothing. ``deliver`` tells the unit where the bytes are.
+
+Limits: ranks divide the rows of every parameter evenly, into shards of whole tiles of 16 x 16; others travel as stored.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup, _all_gather
+from cs336_systems.distributed.neighbours import alias
+
+_TILE = 16
+"""What divides both dimensions of what is quantized."""
+
+
+@dataclass(frozen=True)
+class QuantizedTravel:
+    """How the matrices of a unit are quantized.
+
+    Attributes:
+        matrices: by name the parameters of the unit that are its rows, one after the other, by their names in it.
+        dtype: of eight bits.
+        absmax: the largest magnitude of a tensor, () in fp32.
+        quantize: (tensor, absmax, dtype) -> something with ``q``, of the same shape, and ``inverse_scale``, ().
+        deliver: takes the function from a matrix's name and whether it is to be transposed to (values, inverse scale).
+    """
+
+    matrices: Mapping[str, Sequence[str]]
+    dtype: torch.dtype
+    absmax: Callable[[Tensor], Tensor]
+    quantize: Callable[..., Any]
+    deliver: Callable[[Callable[[str, bool], tuple[Tensor, Tensor]]], None]
+
+    def serves(self, parameters: Sequence[Tensor], world_size: int) -> bool:
+        """Whether ranks can quantize their rows of all these."""
+        n_parts = sum(map(len, self.matrices.values()))
+        return len(parameters) == n_parts and all(
+            p.shape[0] % world_size == 0 and p.numel() // world_size % _TILE**2 == 0 for p in parameters
+        )
+
+
+class QuantizedGroup(ShardedGroup):
+    """A group of the parameters of one unit, all of which travel quantized; arguments as ``ShardedGroup``."""
+
+    def __init__(
+        self, travel: QuantizedTravel, names: Sequence[tuple[str, ...]], parameters: Sequence[nn.Parameter], **how: Any
+    ) -> None:
+        super().__init__(names, parameters, **how)
+        self._travel = travel
+        self._parts = {name: [_number(names, part) for part in parts] for name, parts in travel.matrices.items()}
+        self._arriving = torch.empty_like(self._unsharded, dtype=torch.uint8)
+        self._unsharded_bytes = self._arriving.untyped_storage().nbytes()
+        self._unsharded, named = self._arriving, self._unsharded
+        assert not named.untyped_storage().nbytes()
+        self._byte_outputs = [alias(self._unsharded, out.storage_offset(), out.shape) for out in self._gather_outputs]
+        self._unsharded.untyped_storage().resize_(0)
+        self._inverse_scales = torch.zeros(len(self._parts), device=self.device)
+        self._transposed: dict[str, Tensor] = {}
+        travel.deliver(self.matrix)
+
+    def gather(self) -> None:
+        """Start to gather the bytes, unless they are there or on their way; the maxima are agreed on before."""
+        if self.state is not GroupState.SHARDED:
+            return
+        for parameter in self.parameters:
+            parameter.adopt_data()
+        self.state = GroupState.GATHERING
+        self._unsharded.untyped_storage().resize_(self._unsharded_bytes)
+        with self._on_stream(), torch.no_grad():
+            shards = [parameter.memory.to(self.compute_dtype) for parameter in self.parameters]
+            maxima = torch.stack([self._absmax([shards[i] for i in parts]) for parts in self._parts.values()])
+            # As integers, whose order is that of magnitudes, and in which NaN is the largest.
+            dist.all_reduce(maxima.view(torch.int32), dist.ReduceOp.MAX, group=self.process_group)
+            self._sent = list(self._gather_inputs)
+            for (number, parts), absmax in zip(enumerate(self._parts.values()), maxima, strict=True):
+                for i in parts:
+                    quantized = self._travel.quantize(_tiled(shards[i]), absmax, self._travel.dtype)
+                    self._sent[i] = quantized.q.view(torch.uint8).view(-1)
+                self._inverse_scales[number].copy_(quantized.inverse_scale)
+            self._work = _all_gather(self.process_group, self._byte_outputs, self._sent)
+
+    def free(self) -> None:
+        """Give the memory of the bytes back, those of transposed copies too."""
+        super().free()
+        self._transposed.clear()
+
+    def matrix(self, name: str, transposed: bool) -> tuple[Tensor, Tensor]:
+        """(values, inverse scale) of a matrix that is there, by its name."""
+        assert self.state is GroupState.UNSHARDED, f"{name} is read before it has arrived"
+        scale = self._inverse_scales[list(self._parts).index(name)]
+        own = [self.parameters[i] for i in self._parts[name]]
+        first, width = self._byte_outputs[self._parts[name][0]], own[0].shape[1]
+        n_rows = sum(parameter.shape[0] for parameter in own)
+        values = first.as_strided((n_rows, width), (width, 1), first.storage_offset())
+        if not transposed:
+            return values.view(self._travel.dtype), scale
+        if name not in self._transposed:
+            self._transposed[name] = values.t().contiguous().view(self._travel.dtype)
+        return self._transposed[name], scale
+
+    def _absmax(self, shards: Sequence[Tensor]) -> Tensor:
+        """Of a matrix's rows on this rank, the sign of a NaN removed."""
+        return torch.stack([self._travel.absmax(shard) for shard in shards]).amax().abs()
+
+
+def _number(names: Sequence[tuple[str, ...]], part: str) -> int:
+    """Of the parameter that ends with this name."""
+    (found,) = (i for i, own in enumerate(names) if any(f".{name}".endswith(f".{part}") for name in own))
+    return found
+
+
+def _tiled(shard: Tensor) -> Tensor:
+    """The elements as a matrix whose dimensions ``_TILE`` divides."""
+    return shard if shard.shape[0] % _TILE == 0 and shard.shape[1] % _TILE == 0 else shard.view(_TILE, -1)

@@ -1,0 +1,165 @@
+"""Weights that travel in eight bits under FSDP: the bits of quantizing the whole, and of the step without it; fewer
+bytes on the way."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.blocks import REFERENCE, block_products, write_out
+from cs336_systems.blocks.weights import BlockWeights
+from cs336_systems.config import MODEL_SIZES, Recipe
+from cs336_systems.distributed import FSDP, fsdp_parameters, fsdp_quantized
+from cs336_systems.distributed.fsdp_quantized import QuantizedGroup, QuantizedTravel, _tiled
+from cs336_systems.kernels.quantize_reference import absmax, quantize
+from cs336_systems.model import TransformerBlock, TransformerLM
+from cs336_systems.training.parallel import _travel
+
+from .checks import failures, world_of
+
+CONFIG = replace(
+    MODEL_SIZES["tiny"], name="sixteens", d_model=64, d_ff=96, n_heads=4, n_kv_heads=2, vocab_size=96, qkv_bias=True
+)
+E4M3 = Recipe("e4m3")
+IDS = torch.arange(2 * 16).view(2, 16) * 7 % 96
+
+
+def model_of(recipe: Recipe = E4M3, config=CONFIG, dtype=torch.bfloat16, **placement) -> TransformerLM:
+    torch.manual_seed(0)
+    model = TransformerLM(config, dtype=dtype, **placement)
+    write_out(model, REFERENCE, "products", block_products("reference", recipe))
+    return model
+
+
+def fsdp_of(model: TransformerLM, *, travels: bool = True, **how) -> FSDP:
+    quantized = _travel if travels else None
+    return FSDP(model, units=lambda module: isinstance(module, TransformerBlock), quantized=quantized, **how)
+
+
+def train(model: nn.Module, n_steps: int = 3) -> list[Tensor]:
+    """Losses; on the same data on every rank, where the average of equal gradients is each of them, to the bit."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for _ in range(n_steps):
+        loss = nn.functional.cross_entropy(model(IDS).flatten(0, 1).float(), IDS.flatten())
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def values_of(model: nn.Module) -> list[Tensor]:
+    if isinstance(model, FSDP):
+        return list(model.gather_full_params().values())
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def quantized_groups(model: FSDP) -> list[QuantizedGroup]:
+    return [group for group in model.groups if isinstance(group, QuantizedGroup)]
+
+
+def the_steps_are_those_of_one_rank(rank):
+    for placement in ({}, {"device": "meta"}):
+        for how in ({}, {"prefetch": 0}):
+            alone, model = model_of(), fsdp_of(model_of(**placement), **how)
+            assert len(quantized_groups(model)) == CONFIG.n_layers
+            assert equal(train(model), train(alone))
+            assert equal(values_of(model), values_of(alone))
+
+
+def and_those_without_where_shards_are_wider_than_what_computes(rank):
+    """fp32 weights that are cast before they travel."""
+    kinds = [fsdp_of(model_of(dtype=torch.float32), travels=t, compute_dtype=torch.bfloat16) for t in (True, False)]
+    assert [len(quantized_groups(model)) for model in kinds] == [CONFIG.n_layers, 0]
+    assert equal(*map(train, kinds))
+    assert equal(*map(values_of, kinds))
+
+
+def what_arrives_is_the_whole_quantized(rank):
+    whole, model = model_of(), fsdp_of(model_of())
+    for block, group in zip(whole.layers, quantized_groups(model), strict=True):
+        group.gather()
+        group.wait()
+        weights = BlockWeights.of(dict(block.named_parameters()))
+        for name in ("qkv", "output", "gate_up", "down"):
+            weight = getattr(weights, name)
+            expected = quantize(weight, absmax(weight), torch.float8_e4m3fn, transposed=True)
+            for transposed, q in ((False, expected.q), (True, expected.q_t)):
+                values, scale = group.matrix(name, transposed)
+                assert torch.equal(values.view(torch.uint8), q.view(torch.uint8)), name
+                assert torch.equal(scale, expected.inverse_scale)
+        group.free()
+        assert group.unsharded_bytes == 0
+
+
+def a_nan_on_one_rank_is_every_ranks(rank):
+    model = fsdp_of(model_of())
+    group = quantized_groups(model)[0]
+    if rank.rank == 1:
+        with torch.no_grad():
+            group.parameters[0].sharded_param[0, 0] = -torch.tensor(float("nan"))
+    group.gather()
+    group.wait()
+    assert torch.isnan(group.matrix("qkv", False)[1]) and torch.isfinite(group.matrix("down", False)[1])
+    group.free()
+
+
+def half_the_bytes_travel(rank):
+    n_bytes: Counter[torch.dtype] = Counter()
+    gather = fsdp_parameters._all_gather
+
+    def watched(process_group, outputs, inputs):
+        n_bytes.update({inputs[0].dtype: sum(x.numel() * x.element_size() for x in inputs)})
+        return gather(process_group, outputs, inputs)
+
+    fsdp_parameters._all_gather = fsdp_quantized._all_gather = watched
+    try:
+        train(fsdp_of(model_of()), 1)
+        ours = dict(n_bytes)
+        n_bytes.clear()
+        train(fsdp_of(model_of(), travels=False), 1)
+    finally:
+        fsdp_parameters._all_gather = fsdp_quantized._all_gather = gather
+    assert set(n_bytes) == {torch.bfloat16}
+    assert n_bytes[torch.bfloat16] - ours[torch.bfloat16] == 2 * ours[torch.uint8] > 0
+
+
+def others_travel_as_they_are_stored(rank):
+    row = fsdp_of(model_of(Recipe("e4m3", scaling="row")))
+    skipped = fsdp_of(model_of(Recipe("e4m3", skip_first=1)))
+    uneven = fsdp_of(model_of(config=replace(CONFIG, d_model=48, d_ff=80, n_heads=3, n_kv_heads=1)))
+    assert [len(quantized_groups(model)) for model in (row, skipped, uneven)] == [0, CONFIG.n_layers - 1, 0]
+    train(uneven, 1)
+
+
+CHECKS = (
+    the_steps_are_those_of_one_rank,
+    and_those_without_where_shards_are_wider_than_what_computes,
+    what_arrives_is_the_whole_quantized,
+    a_nan_on_one_rank_is_every_ranks,
+    half_the_bytes_travel,
+    others_travel_as_they_are_stored,
+)
+world = world_of(2, CHECKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_two_ranks(world, check):
+    assert failures(world, check) == []
+
+
+def test_a_unit_with_other_matrices_or_shards_that_are_no_tiles_travels_as_stored():
+    travel = QuantizedTravel({"one": ("a", "b")}, torch.float8_e4m3fn, absmax, quantize, lambda matrix: None)
+    a, b = torch.empty(32, 64), torch.empty(64, 64)
+    assert travel.serves([a, b], 2) and travel.serves([a, b], 4)
+    assert not travel.serves([a, b, b], 2)
+    assert not travel.serves([a, b], 3)
+    assert not travel.serves([a, b], 16)
+    assert _tiled(torch.empty(8, 64)).shape == (16, 32) and _tiled(b) is b
