@@ -46,8 +46,9 @@ def test_the_fastest_of_ours_and_others_beside():
 def test_a_bar_for_each_and_failed_runs_none():
     best = fastest(rows())
     assert list(best["tokens_per_s"]) == [14_000.0, 165_000.0, 132_000.0]
-    axes = rates_figure(rows(), {"llm.q": llmq_rates()}).axes[0]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["ours", "transformers-liger", "llm.q"]
+    figure = rates_figure(rows(), {"llm.q": llmq_rates()})
+    axes, legend = figure.axes[0], figure.legends[0]
+    assert [text.get_text() for text in legend.get_texts()] == ["ours", "transformers-liger", "llm.q"]
     assert [len(bars) for bars in axes.containers] == [2, 1, 2]
     assert rates_figure(rows().assign(status="oom"), {}) is None
 
