@@ -67,7 +67,9 @@ class QuantizedGroup(ShardedGroup):
         self._unsharded_bytes = self._arriving.untyped_storage().nbytes()
         self._unsharded, named = self._arriving, self._unsharded
         assert not named.untyped_storage().nbytes()
-        self._byte_outputs = [alias(self._unsharded, out.storage_offset(), out.shape) for out in self._gather_outputs]
+        self._byte_outputs = [
+            alias(self._unsharded, int(out.storage_offset()), out.shape) for out in self._gather_outputs
+        ]
         self._unsharded.untyped_storage().resize_(0)
         self._inverse_scales = torch.zeros(len(self._parts), device=self.device)
         self._transposed: dict[str, Tensor] = {}

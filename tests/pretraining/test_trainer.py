@@ -329,6 +329,7 @@ def test_nothing_is_held_out(alone, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_chunks")
 def test_a_run_with_states_in_host_memory_is_the_run_without_and_they_take_each_other_up(whole, alone, tmp_path):
     """By the fused optimizer, whose kernels Triton interprets here."""
     everything = ("m", "v", "gradients", "residual")

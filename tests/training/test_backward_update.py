@@ -76,6 +76,9 @@ def stochastic_rounding_draws_the_same(rank: Rank) -> None:
 def shards_are_the_wholes_bits(rank: Rank) -> None:
     """Ranks that see the same batch average to its gradient, exactly: five bf16 steps are those of one process."""
     interpret_without_gpu()
+    from cs336_systems.kernels import adamw
+
+    adamw.BLOCK = adamw.CHUNK  # the same bits, and fewer blocks to interpret
     case = Sharded.of(CONFIG, dtype="bf16", keep="products", optimizer="fused", update="under-backward")
     alone, ours = assemble(replace(case, how="none", update="after-backward")), assemble(case, rank)
     for seed in range(STEPS):

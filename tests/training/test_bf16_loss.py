@@ -7,15 +7,14 @@ import torch
 
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.training import TrainingCase, assemble, random_batch
-from tests.kernels.interpreter import interpret_without_gpu
 
 CONFIG = replace(MODEL_SIZES["tiny"], name="tinier", n_layers=1, d_model=64, d_ff=96, vocab_size=61, context_length=64)
 STEPS = 20
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_chunks")
 def test_twenty_steps_on_one_batch_lose_what_fp32_loses_within_half_a_percent() -> None:
-    interpret_without_gpu()
     case = TrainingCase.of(CONFIG, batch_size=1, seed=3)
     narrow = replace(case, dtype="bf16", keep="products")
     steps = [assemble(case), *(assemble(replace(narrow, optimizer=name)) for name in ("fused", "reference"))]

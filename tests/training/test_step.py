@@ -168,6 +168,7 @@ def test_tf32_is_set_in_forward_and_backward_and_nowhere_else(precision, inside)
     "optimizer", [pytest.param(name, marks=pytest.mark.slow) if name == "fused" else name for name in OPTIMIZERS]
 )
 @pytest.mark.parametrize("precision", CPU_PRECISIONS)
+@pytest.mark.usefixtures("whole_chunks")
 def test_a_batch_is_learnt_by_heart(precision, optimizer):
     """A random batch starts near ln 97 = 4.57 nats; weights and optimizer work if twenty steps take a tenth off."""
     step = make_step(precision, optimizer=optimizer)
