@@ -9,7 +9,6 @@
 A tensor belongs to one of ``costs.memory.PARTS``. Sizes are in bytes.
 """
 
-from collections import Counter
 from collections.abc import Callable
 
 from cs336_systems.costs.memory import PARTS, PeakMemory
@@ -21,9 +20,9 @@ class Ledger:
     def __init__(self, block_bytes: Callable[[int], int]) -> None:
         self._block_bytes = block_bytes
         self._alive: dict[str, tuple[str, int]] = {}
-        self._parts: Counter[str] = Counter()
+        self._parts = dict.fromkeys(PARTS, 0)
         self._total, self._moment = 0, "states"
-        self._most: dict[str, tuple[int, Counter[str]]] = {}
+        self._most: dict[str, tuple[int, dict[str, int]]] = {}
 
     def at(self, moment: str) -> None:
         self._moment = moment
