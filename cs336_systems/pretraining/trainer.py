@@ -338,7 +338,10 @@ class _Run:
 
     def _save(self) -> None:
         """Begin to write a checkpoint; if that fails, training goes on with the older ones."""
-        self._saver.save(self._made, {"loader": self._prepared.loader.state_dict()})
+        extra: dict[str, Any] = {"loader": self._prepared.loader.state_dict()}
+        if isinstance(self._step, CappedStep):
+            extra["chunking"] = asdict(self._step.chunking)
+        self._saver.save(self._made, extra)
         self._tell_saves(self._saver.finished())
 
     def _tell_saves(self, saves: Sequence[Saved]) -> None:
