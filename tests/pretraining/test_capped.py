@@ -121,6 +121,7 @@ def test_a_run_that_resumes_is_the_run_that_was_not_interrupted(whole, alone, tm
     assert_equal_weights(tmp_path / "run", whole.out)
 
 
+@pytest.mark.slow
 def test_caps_that_do_not_hold_the_chunks_of_before_cut_anew_and_say_so(whole, alone, tmp_path):
     train(replace(whole, out=tmp_path / "run", steps=3, **ROOMY), alone)
     train(replace(whole, out=tmp_path / "run", steps=4), alone)
@@ -130,6 +131,7 @@ def test_caps_that_do_not_hold_the_chunks_of_before_cut_anew_and_say_so(whole, a
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=0)
 
 
+@pytest.mark.slow
 def test_a_run_without_caps_takes_it_up_and_the_other_way_round(whole, alone, tmp_path):
     """Within rounding: the plain step adds up otherwise."""
     plain = replace(whole, out=tmp_path / "plain", device_gib=None, host_gib=None, keep="products", save_every=1)
