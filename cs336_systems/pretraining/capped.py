@@ -14,6 +14,7 @@ memory, they are of the step's slabs alone, and the plan is the one for an H200:
 import gc
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,12 +23,13 @@ from torch import Tensor
 
 from cs336_systems.blocks import block_ops
 from cs336_systems.costs.streaming import Rates
+from cs336_systems.distributed.checkpoint_folder import survey
 from cs336_systems.hardware import GIB, find_hardware
 from cs336_systems.harness.memory import cublas_workspace_bytes
 from cs336_systems.model.hf_weights import load_hf_weights
 from cs336_systems.pretraining.options import TrainerCase, TrainOptions
 from cs336_systems.streaming.build import build_forward
-from cs336_systems.streaming.choose import EFFORT, HOST_OVERHEAD, Caps, Choice, choose, chunk_sizes
+from cs336_systems.streaming.choose import EFFORT, HOST_OVERHEAD, Caps, CapsTooSmallError, Choice, choose, chunk_sizes
 from cs336_systems.streaming.explain import next_gib, reasons
 from cs336_systems.streaming.fence import Fence
 from cs336_systems.streaming.layout import Chunks
@@ -58,8 +60,32 @@ def caps_of(options: TrainOptions, case: TrainerCase, device: torch.device, fenc
     return Caps(*caps, beside, max(HOST_OVERHEAD, fence.in_use().host + HOST_LATER) + staging)
 
 
-def choose_plan(options: TrainOptions, case: TrainerCase, device: torch.device, caps: Caps) -> Choice:
-    """The fastest that the caps hold.
+@dataclass(frozen=True)
+class Chunking:
+    """How a step's tokens are cut, on which alone its bits depend: a run that resumes keeps it, if its caps allow."""
+
+    chunk: int
+    """Tokens."""
+    chunks: int
+    """Of a round."""
+
+    @classmethod
+    def of_run(cls, options: TrainOptions) -> "Chunking | None":
+        """That of the newest checkpoint in the run's folder, where that cuts what the options ask for, too."""
+        complete, _ = survey(options.out)
+        if not complete or (found := complete[-1].extra.get("chunking")) is None:
+            return None
+        chunking, length = cls(**found), options.context_length
+        short, long = sorted((chunking.chunk, length))
+        tokens = chunking.chunk * chunking.chunks
+        divides = not (long % short or tokens % length or options.tokens_per_step(1) % tokens)
+        return chunking if divides and options.chunk in (None, chunking.chunk) else None
+
+
+def choose_plan(
+    options: TrainOptions, case: TrainerCase, device: torch.device, caps: Caps, chunking: Chunking | None = None
+) -> Choice:
+    """The fastest that the caps hold; of this chunking, if one is given.
 
     Raises:
         CapsTooSmallError: there is none; a ValueError that says what is short, and which caps would do.
@@ -69,7 +95,7 @@ def choose_plan(options: TrainOptions, case: TrainerCase, device: torch.device, 
     if (hardware := find_hardware(name)) is None:
         raise ValueError(f"no peaks are on record for {name}, by which a plan under memory caps is chosen")
     tokens, width = options.tokens_per_step(1), case.moment_bytes
-    chunk = options.chunk
+    chunk = options.chunk if chunking is None else chunking.chunk
     if chunk is None and all(tokens % size for size in chunk_sizes(options.context_length)):
         chunk = options.batch_size * options.context_length
     return choose(
@@ -79,6 +105,7 @@ def choose_plan(options: TrainOptions, case: TrainerCase, device: torch.device, 
         Rates.of(hardware),
         tokens_per_step=tokens,
         chunk=chunk,
+        chunks=None if chunking is None else chunking.chunks,
         precision=case.precision,
         moments={"exp_avg": width, "exp_avg_sq": width} | ({"master": 4} if case.master == "fp32" else {}),
         effort=EFFORT if device.type == "cuda" else EFFORT // 20,
@@ -98,6 +125,7 @@ class CappedStep:
     """What the trainer uses of a ``TrainStep``, with a plan in place of a graph.
 
     Attributes:
+        chunking: to be saved with a checkpoint, as a mapping.
         evaluation_batch: sequences of which ``loss_of`` takes at most so many.
 
     Raises:
@@ -117,9 +145,18 @@ class CappedStep:
             gc.collect()
             torch.cuda.empty_cache()  # of what earlier steps of this process held, which would count
             self._fence = Fence(device, *(int(cap * GIB) for cap in (options.device_gib, options.host_gib) if cap))
-        self._choose = partial(choose_plan, options, case, device)
-        self.choice = self._choose(caps_of(options, case, device, self._fence))
+        caps, chunking = caps_of(options, case, device, self._fence), Chunking.of_run(options)
+        self._choose = partial(choose_plan, options, case, device, chunking=chunking)
+        try:
+            self.choice = self._choose(caps)
+        except CapsTooSmallError:
+            if chunking is None:
+                raise
+            self._choose = partial(choose_plan, options, case, device)
+            self.choice = self._choose(caps)
         plan = self.choice.plan
+        self.chunking = Chunking(plan.work.chunk, plan.chunks)
+        self._cut_anew = chunking not in (None, self.chunking)
         self._forward, self.evaluation_batch = build_forward(plan), plan.sequences
         adamw: dict[str, Any] = {"lr": options.learning_rate, "betas": options.betas, "eps": options.eps}
         adamw |= {"weight_decay": options.weight_decay}
@@ -163,8 +200,10 @@ class CappedStep:
         return self._step.find_nonfinite(token_ids, targets)
 
     def explanation(self) -> Iterator[str]:
-        """As the function of that name."""
-        return explanation(self.choice, self._choose)
+        """As the function of that name; and what the caps change for a run that resumes."""
+        yield from explanation(self.choice, self._choose)
+        if self._cut_anew:
+            yield "The caps do not hold the chunks of the steps before: from here on sums are rounded in another order."
 
     @property
     def spare_host_bytes(self) -> int:

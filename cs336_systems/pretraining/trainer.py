@@ -6,7 +6,8 @@
 Every rank runs the same; the first keeps the log. Nothing in a step waits for the device: loss and norm are read when
 the next step is queued (``deferred.py``), and what one rank alone knows, as that it was sent a signal, is added up over
 the ranks in each step and reaches all at the same one. So a run that resumes is the run that was not interrupted:
-model, moments and the place in the data are in the checkpoint, and the learning rate is a function of the step.
+model, moments and the place in the data are in the checkpoint, and the learning rate is a function of the step. Under
+caps on memory the step is a streamed one (``capped.py``), and all the rest is the same.
 
     runs/first/
       log.jsonl                 what was said (``run_records.py``)
@@ -338,7 +339,10 @@ class _Run:
 
     def _save(self) -> None:
         """Begin to write a checkpoint; if that fails, training goes on with the older ones."""
-        self._saver.save(self._made, {"loader": self._prepared.loader.state_dict()})
+        extra: dict[str, Any] = {"loader": self._prepared.loader.state_dict()}
+        if isinstance(self._step, CappedStep):
+            extra["chunking"] = asdict(self._step.chunking)
+        self._saver.save(self._made, extra)
         self._tell_saves(self._saver.finished())
 
     def _tell_saves(self, saves: Sequence[Saved]) -> None:

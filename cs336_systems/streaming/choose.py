@@ -124,6 +124,7 @@ def choose(
     *,
     tokens_per_step: int | None = None,
     chunk: int | None = None,
+    chunks: int | None = None,
     order: Order | None = None,
     clipping: bool = True,
     precision: Precision = PRECISIONS["bf16"],
@@ -135,7 +136,7 @@ def choose(
 
     Args:
         tokens_per_step: of all rounds; None to take as many as hide the optimizer.
-        chunk: tokens, if they shall be those; likewise ``order``.
+        chunk: tokens, if they shall be those; likewise ``chunks`` of a round, and ``order``.
         least_chunk: tokens, where chunks are to be chosen.
         effort: operations to simulate in each part of the search.
 
@@ -147,7 +148,7 @@ def choose(
         StreamedWork(config, context_length, tokens, precision, tuple(moments.items()))
         for tokens in ([chunk] if chunk else chunk_sizes(context_length, least_chunk))
     ]
-    return _Search(config, context_length, caps, rates, tokens_per_step, clipping, order, effort, works).best()
+    return _Search(config, context_length, caps, rates, tokens_per_step, clipping, order, effort, works, chunks).best()
 
 
 def chunk_sizes(context_length: int, least: int = LEAST_CHUNK) -> list[int]:
@@ -179,6 +180,7 @@ class _Search:
     order: Order | None
     effort: int
     works: list[StreamedWork]
+    chunks: int | None
 
     def best(self) -> Choice:
         """By estimates first, then by simulation, then by small steps from the best ones, at every smaller cap of a
@@ -253,6 +255,7 @@ class _Search:
         seconds = WorkSeconds.of(work, self.rates)
         parts = sorted({n_layers * i // 8 for i in range(9)})
         counts = [n * group for n in (1, 2, 3, 4, 6, 8, 12, 16) if n == 1 or n * group <= MOST_CHUNKS]
+        counts = counts if self.chunks is None else [self.chunks]
         residents = [
             (weights, gradients, moments)
             for weights, gradients, moments in product(parts, repeat=3)

@@ -98,8 +98,8 @@ def test_ten_steps_are_to_the_bit_those_without_caps(folder, alone, tmp_path, ch
 
 @pytest.fixture(scope="module")
 def whole(folder, alone):
-    """A run under the smallest caps, with a checkpoint after each step."""
-    one = asked(folder, folder / "run", save_every=1, keep_last=20, **ROOMY)
+    """A run under the smallest caps, with a checkpoint after each step; with room, rounds would be longer."""
+    one = asked(folder, folder / "run", save_every=1, keep_last=20, batch_size=2, accumulate=8, **ROOMY)
     one = replace(one, **smallest_caps(one, alone))
     train(one, alone)
     return one
@@ -121,6 +121,17 @@ def test_a_run_that_resumes_is_the_run_that_was_not_interrupted(whole, alone, tm
     assert_equal_weights(tmp_path / "run", whole.out)
 
 
+@pytest.mark.slow
+def test_caps_that_do_not_hold_the_chunks_of_before_cut_anew_and_say_so(whole, alone, tmp_path):
+    train(replace(whole, out=tmp_path / "run", steps=3, **ROOMY), alone)
+    train(replace(whole, out=tmp_path / "run", steps=4), alone)
+    said = [one.text for one in read_run(tmp_path / "run" / LOG).all(Message)]
+    assert sum("from here on sums are rounded in another order" in text for text in said) == 1
+    got, expected = (torch.tensor(losses_and_norms(out)[:4]) for out in (tmp_path / "run", whole.out))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.slow
 def test_a_run_without_caps_takes_it_up_and_the_other_way_round(whole, alone, tmp_path):
     """Within rounding: the plain step adds up otherwise."""
     plain = replace(whole, out=tmp_path / "plain", device_gib=None, host_gib=None, keep="products", save_every=1)
