@@ -68,7 +68,7 @@ def _heatmap(axes: Axes, rows: pd.DataFrame, metric: str, form: str) -> None:
     axes.set_yticks(range(len(grid.index)), [f"{value:g}" for value in grid.index])
     axes.set_xlabel("device memory, GiB")
     axes.set_ylabel("host memory, GiB")
-    middle = grid.stack().median()
+    middle = (grid.min().min() + grid.max().max()) / 2
     for i, host in enumerate(grid.index):
         for j, gib in enumerate(grid.columns):
             value = grid.loc[host, gib]
