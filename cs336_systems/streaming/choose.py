@@ -39,14 +39,15 @@ SIMULATED = 12
 """Kinds of layouts of which a schedule is built."""
 EFFORT = 80_000
 """Operations that are simulated of them, and again on the way from the best one of each order to better neighbours."""
-RUNGS = 12
-"""Of a ladder of the host's capacities, at most."""
-LEAST_GROWTH = 1.06
-"""From one to the next."""
-LATER = 8
-"""Part of the effort that goes into each rung but the first, and kinds of layouts tried there."""
-LATER_SIMULATED = 3
-_NO_CAP = 2**62
+FIRST_RUNG, GROWTH = 0.03, 1.5
+"""Of a ladder of smaller capacities of the host: what the second has above the least that holds a plan, as a share of
+that, and the growth of this from one to the next."""
+LESS = 16
+"""Part of the effort that goes into each of these."""
+LESS_SIMULATED = 2
+"""Kinds of layouts there."""
+SIMULATED_ROUNDS = 3
+"""Of a step, while plans are compared: the first, one that is like all others, and the last."""
 LEAST_GAIN = 3e-4
 """For which a step is taken."""
 DEVICE_OVERHEAD = int(0.8 * GIB)
@@ -183,13 +184,15 @@ class _Search:
     chunks: int | None
 
     def best(self) -> Choice:
-        """By estimates first, then by simulation, then by small steps from the best ones, at every smaller cap of a
-        ladder as well; a plan that is found there is a plan here, so that more of the host's memory is never slower.
+        """By estimates first, then by simulation, then by small steps from the best ones: with little effort under the
+        smaller caps of a ladder, then with all of it under its own. What is found there is a plan here and where steps
+        begin, so that more of the host's memory is not slower.
         """
         tried = _Tried(self)
         for host_cap in self._host_ladder():
-            tried.explore(host_cap, self.estimated(host_cap))
+            tried.explore(host_cap, self.estimated(host_cap), LESS_SIMULATED, self.effort // LESS)
         found = self.estimated(self.caps.host)
+        tried.explore(self.caps.host, found, SIMULATED, self.effort)
         late = (one for one in chain(found, map(_least, found)) if tried.rate(one, self.caps.host))
         for candidate in chain(tried.ranking(self.caps.host), late):
             if (choice := self.choice(candidate)) is not None:
@@ -209,18 +212,14 @@ class _Search:
         return _ranked((candidate, candidate.tokens_per_s) for candidate in best.values())
 
     def _host_ladder(self) -> Iterator[int]:
-        """Caps of the host up to its own, which it does not change: from what holds any plan to where no more helps."""
-        if not (unbound := self.estimated(_NO_CAP)):
+        """Caps of the host below its own, the same for all of them: from the least that holds a plan."""
+        if not self._levels:
             return
-        best = unbound[0]
-        least = min(levels.host_bytes[0] for levels in self._levels)
-        most = max(best.layout.host_bytes(levels, best.ring_bytes) for levels in (best.levels, best.edges))
-        least, most = (n + self.caps.host_overhead for n in (least, most))
-        growth = max(LEAST_GROWTH, (most / max(1, least)) ** (1 / RUNGS))
-        host_cap = least
-        while host_cap <= min(self.caps.host, most * growth):
-            yield host_cap
-            host_cap = int(host_cap * growth) + 1
+        least = min(levels.host_bytes[0] for levels in self._levels) + self.caps.host_overhead
+        above = FIRST_RUNG * least
+        while least + above < self.caps.host:
+            yield int(least + above)
+            above *= GROWTH
 
     @cached_property
     def _levels(self) -> list[LevelsByHost]:
@@ -276,7 +275,7 @@ class _Search:
         layout = candidate.layout
         if layout.least_ring_bytes > candidate.ring_bytes:
             return _Simulated()
-        rounds = min(candidate.rounds, 2 if layout.order == "sequential" else 4)
+        rounds = min(candidate.rounds, SIMULATED_ROUNDS)
         plan = replace(candidate, rounds=rounds).plan(self.clipping)
         try:
             schedule = build(plan)
@@ -357,20 +356,17 @@ class _Tried:
         rated = ((candidate, self.rate(candidate, host_cap)) for candidate in self.simulated)
         return _ranked((candidate, rate) for candidate, rate in rated if rate)
 
-    def explore(self, host_cap: int, estimated: list[Candidate]) -> None:
-        """The best estimates under one cap, and steps from the best ones that are known: what smaller caps have brought
-        helps, but nothing depends on larger ones.
-        """
-        first, effort = not self.ranking(host_cap), self.search.effort
-        most = self.operations + (effort if first else effort // LATER)
+    def explore(self, host_cap: int, estimated: list[Candidate], kinds: int, effort: int) -> None:
+        """So many of the best estimates under one cap, and steps from the best ones that are known under it."""
+        most = self.operations + effort
         for n, candidate in enumerate(chain(estimated, map(_least, estimated))):  # estimates can be low
-            if self.ranking(host_cap) and (n >= (SIMULATED if first else LATER_SIMULATED) or self.operations >= most):
+            if self.ranking(host_cap) and (n >= kinds or self.operations >= most):
                 break
             self.rate(candidate, host_cap)
         for order in ORDERS:
             known = (candidate for candidate in self.ranking(host_cap) if candidate.layout.order == order)
             if start := next(known, None):
-                self._climb(start, host_cap, self.operations + (effort if first else effort // LATER))
+                self._climb(start, host_cap, self.operations + effort)
 
     def _climb(self, best: Candidate, host_cap: int, most: int) -> None:
         """Step by step, large ones first, as long as one is faster, up to so many simulated operations."""

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from rich.console import Console
 
@@ -9,7 +10,7 @@ from cs336_systems.config import ModelConfig
 from cs336_systems.costs.streaming import Rates
 from cs336_systems.report.figures import save
 from cs336_systems.report.streaming_plan import plan_tables
-from cs336_systems.report.streaming_timeline import streaming_figure
+from cs336_systems.report.streaming_timeline import streaming_figure, timeline_rows
 from cs336_systems.streaming.choose import Caps, Choice, choose
 
 MIB = 1024**2
@@ -35,7 +36,8 @@ def test_tables_add_up(choice: Choice) -> None:
 
 
 def test_picture(choice: Choice, tmp_path: Path) -> None:
-    figure = streaming_figure(choice.schedule.operations, choice.times, "three lanes")
+    timeline_rows(choice.schedule.operations, choice.times).to_csv(tmp_path / "lanes.csv", index=False)
+    figure = streaming_figure(pd.read_csv(tmp_path / "lanes.csv"), "three lanes")
     labels = [axes.get_ylabel() for axes in figure.axes[:3]]
     assert [label.partition("\n")[0] for label in labels] == ["to the device", "kernels", "to the host"]
     assert save(figure, tmp_path / "lanes.png")

@@ -40,7 +40,7 @@ class Options(RunOptions):
     gpu: str | None = None
     """Simulate this device and measure nothing: h200, h100, b200, a100-80gb, rtx-5090 ... (hardware.py)."""
     timeline: bool = False
-    """Draw what each lane does, in the folder of --out: as measured on a GPU, else as simulated."""
+    """Write and draw what each lane does, in the folder of --out: as measured on a GPU, else as simulated."""
     warmup: int = 1
     """Steps before the recorded ones: they are long, and clocks have settled after one."""
     steps: int = 3

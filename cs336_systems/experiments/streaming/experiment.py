@@ -16,8 +16,9 @@ from cs336_systems.report.show import show
 
 
 def stages(options: Options, cells: Sequence[StreamingCell], outcomes: list[Outcome]) -> list[Stage]:
-    """All cells, with pictures beside the rows if they are asked for."""
-    return [Stage(cells, partial(measure, pictures=options.out if options.timeline else None))]
+    """All cells, with pictures beside the rows if they are asked for; those that are simulated share a process."""
+    pictures = options.out if options.timeline else None
+    return [Stage(cells, partial(measure, pictures=pictures), share=lambda cell: cell.simulated_device or cell)]
 
 
 def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Heatmaps over device and host memory: tokens/s, TFLOP/s, MFU and HFU of one model and length, as PNG.
+"""Heatmaps over device and host memory: tokens/s, TFLOP/s, MFU and HFU of one model, a line for each length, as PNG.
 
 Measured cells where there are any, else simulated ones; a fifth map is simulated over measured time. A cell without a
 number holds no plan, or failed.
@@ -24,23 +24,34 @@ _OF = ["gpu", "simulated_device", "size", "context_length"]
 
 
 def heatmaps(rows: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    """(name, figure) for every model and length; of several settings of a cell the fastest is drawn."""
+    """(name, figure) for every model and length."""
+    for _, own in rows.groupby(_OF, sort=False, dropna=False):
+        simulated, size, length = (own.iloc[0][name] for name in _OF[1:])
+        if (figure := heatmap_figure(own)) is not None:
+            yield "_".join([size, str(int(length)), *([simulated] if simulated else [])]), figure
+
+
+def heatmap_figure(rows: pd.DataFrame) -> Figure | None:
+    """Of one model on one device, a line of maps for each length; of a cell's several settings the fastest is drawn."""
     settings = ["gpu", "device", "simulated_device", "size", "context_length", "device_gib", "host_gib", "order"]
     found = newest(rows, [*settings, "chunk", "tokens_per_step", "clipping", "master"])
-    for _, own in found.groupby(_OF, sort=False, dropna=False):
-        gpu, simulated, size, length = (own.iloc[0][name] for name in _OF)
-        prefix = "" if (own["metric"] == "tokens_per_s").any() else "simulated_"
-        maps = [(prefix + metric, title, form) for metric, title, form in _MAPS]
-        maps += [_AGREEMENT] if not prefix and (own["metric"] == _AGREEMENT[0]).any() else []
-        if not (own["metric"] == maps[0][0]).any():
-            continue
-        figure = Figure(figsize=(3.6 * len(maps), 3.6), layout="constrained")
-        for axes, (metric, title, form) in zip(figure.subplots(1, len(maps), squeeze=False).flat, maps, strict=True):
-            _heatmap(axes, own, metric, form)
-            axes.set_title(title, fontsize=10)
-        where = f"simulated for {simulated}" if simulated else f"{'measured' if not prefix else 'simulated'} on {gpu}"
-        figure.suptitle(f"{size}, sequences of {int(length):,} tokens, {where}", fontsize=11)
-        yield "_".join([size, str(int(length)), *([simulated] if simulated else [])]), figure
+    prefix = "" if (found["metric"] == "tokens_per_s").any() else "simulated_"
+    maps = [(prefix + metric, title, form) for metric, title, form in _MAPS]
+    maps += [_AGREEMENT] if not prefix and (found["metric"] == _AGREEMENT[0]).any() else []
+    if not (found["metric"] == maps[0][0]).any():
+        return None
+    lengths = sorted(found["context_length"].unique())
+    figure = Figure(figsize=(3.6 * len(maps), 0.6 + 3.0 * len(lengths)), layout="constrained")
+    grid = figure.subplots(len(lengths), len(maps), squeeze=False)
+    for line, length in zip(grid, lengths, strict=True):
+        of_length = found[found["context_length"] == length]
+        for axes, (metric, title, form) in zip(line, maps, strict=True):
+            _heatmap(axes, of_length, metric, form)
+            axes.set_title(f"{title}, sequences of {int(length):,}", fontsize=10)
+    gpu, simulated, size, _ = (found.iloc[0][name] for name in _OF)
+    where = f"simulated for {simulated}" if simulated else f"{'measured' if not prefix else 'simulated'} on {gpu}"
+    figure.suptitle(f"{size}, tokens per second and shares of the peak under caps, {where}", fontsize=11)
+    return figure
 
 
 def _heatmap(axes: Axes, rows: pd.DataFrame, metric: str, form: str) -> None:
@@ -57,7 +68,7 @@ def _heatmap(axes: Axes, rows: pd.DataFrame, metric: str, form: str) -> None:
     axes.set_yticks(range(len(grid.index)), [f"{value:g}" for value in grid.index])
     axes.set_xlabel("device memory, GiB")
     axes.set_ylabel("host memory, GiB")
-    middle = grid.stack().median()
+    middle = (grid.min().min() + grid.max().max()) / 2
     for i, host in enumerate(grid.index):
         for j, gib in enumerate(grid.columns):
             value = grid.loc[host, gib]

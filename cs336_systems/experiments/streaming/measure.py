@@ -22,8 +22,8 @@ from cs336_systems.harness.memory import cublas_workspace_bytes
 from cs336_systems.harness.process import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
 from cs336_systems.report.figures import save
-from cs336_systems.report.streaming_timeline import streaming_figure
-from cs336_systems.streaming.choose import HOST_OVERHEAD, Caps, CapsTooSmallError, Choice, choose
+from cs336_systems.report.streaming_timeline import streaming_figure, timeline_rows
+from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice, choose
 from cs336_systems.streaming.fence import Fence
 from cs336_systems.streaming.lanes import Streams
 from cs336_systems.streaming.layout import Chunks
@@ -36,7 +36,8 @@ CPU_PLANS_FOR = "h200"
 FRAGMENTS = 2**28
 """Bytes of the device that torch may reserve and not use."""
 HOST_LATER = GIB
-"""Bytes by which the process may grow beside its slab, as libraries are loaded and kernels compiled."""
+"""Bytes by which the process may grow beside its slab, as libraries are loaded and kernels compiled: on an H200 it has
+1.1 GiB in the end."""
 
 
 def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
@@ -62,7 +63,7 @@ def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
     hardware = _hardware(cell, device)
     if fence is not None:
         beside = fence.overhead + FRAGMENTS + 2 * cublas_workspace_bytes(device)
-        caps = Caps(device_bytes, host_bytes, beside, max(HOST_OVERHEAD, fence.in_use().host + HOST_LATER))
+        caps = Caps(device_bytes, host_bytes, beside, fence.in_use().host + HOST_LATER)
     else:
         caps = Caps(device_bytes, host_bytes, *(() if cell.simulated_device else (0, 0)))  # on a CPU slabs alone count
     choice = _chosen(cell, hardware, caps)
@@ -158,9 +159,13 @@ def _step(cell: StreamingCell, choice: Choice, device: torch.device) -> tuple[St
 
 
 def _draw(folder: Path, cell: StreamingCell, choice: Choice, times: LaneTimes, how: str) -> None:
+    """The step's operations with their times as a table, and as a picture."""
+    rows = timeline_rows(choice.schedule.operations, times)
+    where = f"{cell.size}_{cell.context_length}_{cell.device_gib:g}_{cell.host_gib:g}"
+    folder.mkdir(parents=True, exist_ok=True)
+    rows.to_csv(folder / f"timeline_{where}.csv", index=False)
     title = f"{cell}: {choice.plan.tokens:,} tokens in {times.span:.1f} s, {how}"
-    name = f"timeline_{cell.size}_{cell.context_length}_{cell.device_gib:g}_{cell.host_gib:g}.png"
-    save(streaming_figure(choice.schedule.operations, times, title), folder / name)
+    save(streaming_figure(rows, title), folder / f"benchmark_streaming_timeline_{where}.png")
 
 
 def simulated(choice: Choice, hardware: Hardware) -> list[Metric]:
