@@ -12,8 +12,9 @@ bytes would take. Both sides of memory see 16 bytes of a thread at a time.
 
 Traffic per element of bf16: reads 2 bytes and writes 1, or 2 with both.
 
-Transposed copies in this form, whose conversions are inline assembly, have not run on a GPU: shares of the ceiling are
-of the form before, whose bytes ptxas got wrong (LOG.md).
+Conversions are inline assembly where they are transposed, as ptxas gets others wrong (LOG.md). In a whole step at 7B
+on an H200, where all forms of it take 17.8 ms, they move 91 % of what a copy would; shares of tiles below are of the
+form before.
 
 Limits: fp32, bf16 and fp16 to e4m3 and e5m2; matrices whose dimensions 16 divides, as products ask for; no autograd.
 

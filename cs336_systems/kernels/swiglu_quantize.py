@@ -9,7 +9,7 @@ quantizes, in tiles of four rows in each thread as ``quantize.py`` does. The lar
 forward.
 
 Traffic in bytes of bf16 per element of z: both passes read 6, the second writes 4, and 1 for z; 17 in all, where three
-launches that store bf16 between them move 23 (without z 16 and 18).
+launches that store bf16 between them move 23 (without z 16 and 18). Tiles have not been timed on a GPU.
 
 Limits: as ``quantize.py``; z comes transposed alone, as the gradient of a weight reads it.
 
