@@ -87,7 +87,8 @@ class RunConsole:
                 time = f"time {_ms(record.seconds)} ms"
                 return f"[V] {self._place(record.step, record.step)} | {time} | loss {record.loss:7.4f}", "green"
             case Checkpoint():
-                before = f" for the one before {_ms(record.waited_seconds)} ms |" if record.waited_seconds else ""
+                long = record.waited_seconds >= 1e-3
+                before = f" for the one before {_ms(record.waited_seconds)} ms |" if long else ""
                 waited = f"stall {_ms(record.stall_seconds)} ms |{before} written {_ms(record.seconds)} ms"
                 size = f"{record.n_bytes / GIB:.2f} GiB"
                 return f"[C] {self._place(record.step, record.step)} | {waited} | {size}", "cyan"

@@ -46,7 +46,7 @@ def shown():
 
 
 def test_a_line_for_each_step(shown):
-    said = Evaluation(8, 3.119, 100, 1.1034), Checkpoint(8, 2964369408, 0.21, 4.1021)
+    said = Evaluation(8, 3.119, 100, 1.1034), Checkpoint(8, 2964369408, 0.21, 4.1021, 1e-5)
     lines = shown(BEGIN, LIGHT, STEP, *said, Checkpoint(9, 2964369408, 9.0, 15.0, 8.79)).splitlines()
     assert lines[-4:] == [
         "[T] step    7 [  0.8%] | time  1869 ms | norm  4.3155 | loss  3.2826 | tps  35,065 | sol 42.9%",
