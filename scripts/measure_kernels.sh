@@ -3,9 +3,9 @@
 #
 #   scripts/measure_kernels.sh FOLDER PART...
 #
-# Parts, with seconds on one H200 and 16 cores: compile, widths, head and leaderboard as measured, the others by what a
-# start (10 s), a cell, and compiling take there. Nearly all of the time of the first two and of head is compiling without
-# `compile` before them: torch.compile takes 2 to 9 s for a shape, a Triton kernel 0.5 s and attention's 10.
+# Parts, with seconds on one H200 and 16 cores: compile, widths and head as measured, the others by what a start (10 s),
+# a cell, and compiling take there. Nearly all of the time of widths, tokens and head is compiling without
+# `compile` before them: torch.compile takes 2 to 9 s for a shape, a Triton kernel 0.5 s, one of attention more.
 #
 #   compile          75  compiles, on all cores, what widths, tokens and head will run
 #   widths          105  RMSNorm, with and without the residual add, SwiGLU, RoPE, AdamW, gradient norm: 16,384 tokens,
