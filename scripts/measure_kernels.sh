@@ -3,25 +3,26 @@
 #
 #   scripts/measure_kernels.sh FOLDER PART...
 #
-# Parts, with seconds on one H200 by arithmetic where `compile` has run before. Nearly all of the time without it is
-# compiling: torch.compile takes 2 to 9 s for a shape, a Triton kernel 0.5 s; on 16 cores at once all shapes take 45 s.
+# Parts, with seconds on one H200 and 16 cores: compile, widths and head as measured, the others by what a start (10 s),
+# a cell, and compiling take there. Nearly all of the time of widths, tokens and head is compiling without
+# `compile` before them: torch.compile takes 2 to 9 s for a shape, a Triton kernel 0.5 s, one of attention more.
 #
-#   compile          45  compiles, on all cores, what widths, tokens, head, leaderboard and llama will run
-#   widths           75  RMSNorm, with and without the residual add, SwiGLU, RoPE, AdamW, gradient norm: 16,384 tokens,
+#   compile          75  compiles, on all cores, what widths, tokens and head will run
+#   widths          105  RMSNorm, with and without the residual add, SwiGLU, RoPE, AdamW, gradient norm: 16,384 tokens,
 #                        widths of six models
-#   tokens           30  the first four at 4,096 and 65,536 tokens, widths of llama3-8b
-#   head             45  loss of a head beside compiled chunks and Liger's: 32,768 x 4096 x 151,936
+#   tokens           50  the first four at 4,096 and 65,536 tokens, widths of llama3-8b
+#   head             60  loss of a head beside compiled chunks and Liger's: 32,768 x 4096 x 151,936
 #   head-peers       60  the same with all logits at once, and Apple's cut cross entropy
 #   head-widths     400  all ways at 16,384 tokens, widths of six models
 #   quantize        150  quantization to fp8 and the largest magnitudes that it asks for
-#   leaderboard      45  a block of leaderboard-8b at 1 x 32,768, at each level and compiled
-#   llama            25  the same of llama3-8b at 2 x 8,192
-#   qwen            100  blocks of Qwen2.5 at sequences of 1,024
-#   cudnn            60  both 8B blocks compiled, with cuDNN's attention
-#   steps           170  forward and backward of Qwen2.5 0.5B to 7B at sequences of 1,024: fused, with products of our
+#   leaderboard      80  a block of leaderboard-8b at 1 x 32,768, at each level and compiled
+#   llama            65  the same of llama3-8b at 2 x 8,192
+#   qwen            240  blocks of Qwen2.5 at sequences of 1,024
+#   cudnn            90  both 8B blocks compiled, with cuDNN's attention
+#   steps           260  forward and backward of Qwen2.5 0.5B to 7B at sequences of 1,024: fused, with products of our
 #                        own and compiled, all kept, in turns
-#   steps-products  170  the same keeping products
-#   accumulate       50  a step of llama3-8b at 8,192 tokens, the optimizer once per 16 sequences
+#   steps-products  260  the same keeping products
+#   accumulate       60  a step of llama3-8b at 8,192 tokens, the optimizer once per 16 sequences
 #
 # Peers need liger-kernel and cut-cross-entropy (uv sync, or pip install); without them their rows say so. Parts up to
 # quantize append to FOLDER/kernels, those with blocks to FOLDER/fused, steps and accumulate to FOLDER/fused-steps,
@@ -69,8 +70,6 @@ for part in "$@"; do
       in_background kernels --how ours compiled --samples 1 --kernel adamw grad_norm
       in_background kernels --how ours compiled liger --samples 1 --kernel linear_cross_entropy --rows 32768 \
         --size llama3-8b
-      in_background blocks "${leaderboard[@]}" --how compiled --warmup 0 --steps 1 --repeat 1
-      in_background blocks "${llama[@]}" --how compiled --warmup 0 --steps 1 --repeat 1
       wait
       unset TORCHINDUCTOR_COMPILE_THREADS
       # Where torch.compile chose between kernels by their times, those were not alone: it chooses again.

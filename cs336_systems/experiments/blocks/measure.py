@@ -140,7 +140,10 @@ def short_results(block: Block, owner: nn.Module, model: TransformerLM, x: Tenso
 
 def errors(got: dict[str, Tensor], exact: dict[str, Tensor]) -> list[Metric]:
     """Relative Frobenius errors of the output, of its input's gradient, and of the worst gradient of a weight."""
-    found = {name: ((got[name].double().cpu() - want).norm() / want.norm()).item() for name, want in exact.items()}
+    found = {}
+    for name, want in exact.items():
+        want = want.to(got[name].device)
+        found[name] = ((got[name].double() - want).norm() / want.norm()).item()
     out, dx = found.pop("out"), found.pop("dx")
     said = {"error_out": out, "error_dx": dx, "error_dweight": max(found.values())}
     return [Metric(name, "relative", [value]) for name, value in said.items()]
