@@ -7,7 +7,7 @@ those of an element.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 from cs336_systems.config import ModelConfig
@@ -67,6 +67,9 @@ class Whole:
     def come_to(self, unit: int) -> None:
         """In backward: the units after it are done with."""
 
+    def transpose(self, unit: int, weight: str, n_bytes: int) -> None:
+        """In backward: a quantized weight's transposed copy is read."""
+
     def finish(self) -> None:
         """Backward has come through all units."""
 
@@ -125,12 +128,26 @@ class Leaving(Whole):
 
 
 class Sharded(Whole):
-    """Those of one of several ranks that hold shards: ``distributed/fsdp_schedule.py`` by its effects on memory."""
+    """Those of one of several ranks that hold shards: ``distributed/fsdp_schedule.py`` by its effects on memory.
+
+    Args:
+        in_bytes: of each unit, whether its matrices travel quantized (``distributed/fsdp_quantized.py``).
+    """
 
     def __init__(
-        self, config: ModelConfig, width: int, ledger: Ledger, n_shards: int, prefetch: int, update: str
+        self,
+        config: ModelConfig,
+        width: int,
+        ledger: Ledger,
+        n_shards: int,
+        prefetch: int,
+        update: str,
+        in_bytes: Sequence[bool],
     ) -> None:
         super().__init__(config, width, ledger)
+        self.in_bytes = in_bytes
+        self.sent: set[int] = set()
+        self.transposed: dict[int, list[str]] = {}
         self.n_shards, self.prefetch, self.updates_early = n_shards, prefetch, update == "under-backward"
         units = model_units(config)
         head = [] if config.tie_embeddings else units[-1]
@@ -165,15 +182,33 @@ class Sharded(Whole):
         if group not in self.gathered:
             self.gathered.add(group)
             whole = sum(self._slot(shape, self.n_shards) for shape in self.matrices[group])
-            self.ledger.make("gathered parameters", **{f"{group} gathered": whole * self.width})
+            width = 1 if self.in_bytes[group] else self.width
+            self.ledger.make("gathered parameters", **{f"{group} gathered": whole * width})
+            if self.in_bytes[group]:
+                self.sent.add(group)
+                n_bytes = sum(shard_elements(shape, self.n_shards) for shape in self.matrices[group])
+                self.ledger.make("gathered parameters", **{f"{group} sent": n_bytes})
+
+    def _wait(self, unit: int) -> None:
+        if unit in self.sent:
+            self.sent.remove(unit)
+            self.ledger.free(f"{unit} sent")
 
     def _free(self, unit: int) -> None:
+        self._wait(unit)
         self.gathered.remove(unit)
-        self.ledger.free(f"{unit} gathered")
+        self.ledger.free(f"{unit} gathered", *self.transposed.pop(unit, ()))
+
+    def transpose(self, unit: int, weight: str, n_bytes: int) -> None:
+        name, there = f"{unit} transposed {weight}", self.transposed.setdefault(unit, [])
+        if self.in_bytes[unit] and name not in there:
+            there.append(name)
+            self.ledger.make("gathered parameters", **{name: n_bytes})
 
     def begin(self, unit: int) -> None:
         for each in range(unit, min(unit + self.prefetch, self.head_unit) + 1):
             self._gather(each)
+        self._wait(self._group(unit))
 
     def end(self, unit: int, *, last: bool = False) -> None:
         stays = last or (unit == 0 and self._group(self.head_unit) == 0)  # a tied embedding is used again
@@ -187,6 +222,7 @@ class Sharded(Whole):
             self._free(group)
         for each in sorted(window, reverse=True):
             self._gather(each)
+        self._wait(self._group(unit))
         if unit < self.head_unit and self._group(unit + 1) != 0:
             self._reduce(unit + 1)
 

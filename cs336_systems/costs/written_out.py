@@ -64,7 +64,8 @@ def written_out_peak(
         chunk: tokens whose logits the head has at a time.
         attention: flash or hopper.
         optimizer: ``reference`` holds one temporary as large as the largest parameter.
-        recipe: of the blocks' products; weights that are quantized stay so, and are made at each use if sharded.
+        recipe: of the blocks' products; weights that are quantized stay so; if sharded, they travel so where they have
+            one scale each, in shards of whole tiles as those of large models are, and else are made at each use.
         n_shards: ranks of fully sharded data parallelism, blocks and head a unit each; 1 without. Its steps after the
             first are predicted, which know what comes next.
         prefetch: units whose weights are gathered ahead.
@@ -104,7 +105,8 @@ def written_out_peak(
     widths = {"m": sizes.width, "v": sizes.width} if states is None else states
     of = config, sizes.width, ledger
     if n_shards > 1:
-        held: Whole = Sharded(*of, n_shards, prefetch, update)
+        in_bytes = [each and recipe.scaling == "tensor" for each in quantized]
+        held: Whole = Sharded(*of, n_shards, prefetch, update, [False, *in_bytes, False])
     elif "gradients" in away:
         held = Leaving(*of, accumulates=accumulates, in_flight_bytes=IN_FLIGHT_BYTES)
     else:
@@ -114,7 +116,15 @@ def written_out_peak(
         for name, n in sizes.matrices.items():
             ledger.make("parameters", **{f"{i} quantized {name}": n, f"{i} quantized {name}, transposed": n})
     inputs_away = "residual" in away and mode != "forward"
-    step = Step(sizes, ledger, held, kept, quantized, inputs_away=inputs_away, made_at_use=n_shards > 1)
+    step = Step(
+        sizes,
+        ledger,
+        held,
+        kept,
+        quantized,
+        inputs_away=inputs_away,
+        made_at_use=n_shards > 1 and recipe.scaling != "tensor",
+    )
     step.run(mode, largest_temporary=optimizer == "reference")
     if mode == "step" and (fetched := [sizes.width] * ("gradients" in away) + [widths.get(name, 0) for name in away]):
         n_elements = min(config.n_parameters // n_shards, BATCHES_ON_DEVICE * BATCH_ELEMENTS)

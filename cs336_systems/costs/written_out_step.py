@@ -1,7 +1,7 @@
 """The walk of ``written_out.py`` through a step: what is made and dropped, line by line, as the code does."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from cs336_systems.costs.held_states import Whole, block_pieces
 from cs336_systems.costs.kept import KEPT
@@ -100,6 +100,12 @@ class Step:
         else:
             yield
 
+    def _product_backward(self, block: int, weight: str) -> AbstractContextManager[None]:
+        """The same, of a weight's columns."""
+        if self.quantized[block]:
+            self.states.transpose(block + 1, weight, self.sizes.matrices[weight])
+        return self._product(block, weight)
+
     def _read_gradient(self, block: int, elements: int, *made_from: str) -> None:
         """Both ways of a gradient of an activation, out of what is freed then; ``_read`` says until when."""
         if self.quantized[block]:
@@ -172,7 +178,7 @@ class Step:
         )
         recalled.want("gate_up")
         self._read_gradient(i, sizes.elements["x"])
-        with self._product(i, "down"):
+        with self._product_backward(i, "down"):
             ledger.make("temporaries", dproduct=sizes.inner)  # and then the product again; gate_up becomes its gradient
         again = {}
         if self.quantized[i]:
@@ -189,7 +195,7 @@ class Step:
                 ledger.become(f"dgate_up {way}", "temporaries", f"gradient {way}")
         recalled.want("residual")
         recalled.want_operand("normed2")
-        with self._product(i, "gate_up"):
+        with self._product_backward(i, "gate_up"):
             ledger.make("temporaries", dnormed2=stream)
         self._done_with_gradient(i)
         recalled.forget("gate_up", "normed2")
@@ -203,7 +209,7 @@ class Step:
         if self.quantized[i]:
             ledger.make("temporaries", **{"attended columns": sizes.elements["attended"]})
             ledger.free("attended columns")
-        with self._product(i, "output"):
+        with self._product_backward(i, "output"):
             ledger.make("temporaries", dattended=stream)
         self._done_with_gradient(i)
         recalled.want("qkv")
@@ -213,7 +219,7 @@ class Step:
         recalled.forget("qkv", "attended", "lse")
         self._read_gradient(i, sizes.elements["qkv"], "dqkv")
         recalled.want_operand("normed1")
-        with self._product(i, "qkv"):
+        with self._product_backward(i, "qkv"):
             ledger.make("temporaries", dnormed1=stream)
         self._done_with_gradient(i, "dqkv")
         recalled.forget("normed1")

@@ -8,16 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.blocks import REFERENCE, block_products, write_out
+from cs336_systems.blocks import REFERENCE, block_ops, block_products, write_out
 from cs336_systems.blocks.weights import BlockWeights
 from cs336_systems.config import MODEL_SIZES, Recipe
 from cs336_systems.distributed import FSDP, fsdp_parameters, fsdp_quantized
 from cs336_systems.distributed.fsdp_quantized import QuantizedGroup, QuantizedTravel, _tiled
+from cs336_systems.distributed.spawn import spawn
 from cs336_systems.kernels.quantize_reference import absmax, quantize
 from cs336_systems.model import TransformerBlock, TransformerLM
 from cs336_systems.training.parallel import _travel
 
-from .checks import failures, world_of
+from .checks import failures, run_checks, world_of
+from .test_ddp import on_gpus
 
 CONFIG = replace(
     MODEL_SIZES["tiny"], name="sixteens", d_model=64, d_ff=96, n_heads=4, n_kv_heads=2, vocab_size=96, qkv_bias=True
@@ -26,10 +28,13 @@ E4M3 = Recipe("e4m3")
 IDS = torch.arange(2 * 16).view(2, 16) * 7 % 96
 
 
-def model_of(recipe: Recipe = E4M3, config=CONFIG, dtype=torch.bfloat16, **placement) -> TransformerLM:
+def model_of(
+    recipe: Recipe = E4M3, config=CONFIG, dtype=torch.bfloat16, kernels: str = "reference", **placement
+) -> TransformerLM:
     torch.manual_seed(0)
     model = TransformerLM(config, dtype=dtype, **placement)
-    write_out(model, REFERENCE, "products", block_products("reference", recipe))
+    ops = REFERENCE if kernels == "reference" else block_ops(kernels, "flash")
+    write_out(model, ops, "products", block_products(kernels, recipe))
     return model
 
 
@@ -41,8 +46,9 @@ def fsdp_of(model: TransformerLM, *, travels: bool = True, **how) -> FSDP:
 def train(model: nn.Module, n_steps: int = 3) -> list[Tensor]:
     """Losses; on the same data on every rank, where the average of equal gradients is each of them, to the bit."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    ids = IDS.to(next(model.parameters()).device)
     for _ in range(n_steps):
-        loss = nn.functional.cross_entropy(model(IDS).flatten(0, 1).float(), IDS.flatten())
+        loss = nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
         loss.backward()
         losses.append(loss.detach())
         optimizer.step()
@@ -82,7 +88,8 @@ def and_those_without_where_shards_are_wider_than_what_computes(rank):
 
 
 def what_arrives_is_the_whole_quantized(rank):
-    whole, model = model_of(), fsdp_of(model_of())
+    whole, model = (model_of(device=rank.device) for _ in range(2))
+    model = fsdp_of(model)
     for block, group in zip(whole.layers, quantized_groups(model), strict=True):
         group.gather()
         group.wait()
@@ -138,6 +145,16 @@ def others_travel_as_they_are_stored(rank):
     train(uneven, 1)
 
 
+def kernels_give_the_same_steps(rank):
+    """On GPUs, of fused kernels, over NCCL and on streams of their own; shards of 8 rows are quantized as 16."""
+    for config in (CONFIG, replace(CONFIG, d_model=256, n_heads=8, n_kv_heads=1, d_ff=512)):
+        fused = {"config": config, "kernels": "fused", "device": rank.device}
+        kinds = [fsdp_of(model_of(**fused), travels=travels) for travels in (True, False)]
+        assert [len(quantized_groups(model)) for model in kinds] == [config.n_layers, 0]
+        assert equal(*map(train, kinds))
+        assert equal(*map(values_of, kinds))
+
+
 CHECKS = (
     the_steps_are_those_of_one_rank,
     and_those_without_where_shards_are_wider_than_what_computes,
@@ -153,6 +170,14 @@ world = world_of(2, CHECKS)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_two_ranks(world, check):
     assert failures(world, check) == []
+
+
+@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
+def test_two_gpus(world_size, device):
+    checks = [what_arrives_is_the_whole_quantized, kernels_give_the_same_steps]
+    world = spawn(run_checks, world_size, checks, device=device, timeout_s=120)
+    for check in checks:
+        assert failures(world, check) == []
 
 
 def test_a_unit_with_other_matrices_or_shards_that_are_no_tiles_travels_as_stored():
