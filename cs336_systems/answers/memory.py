@@ -43,6 +43,11 @@ class KeptByBlock:
     def mib(self) -> float:
         return sum(self.n_bytes) / MIB
 
+    @property
+    def input_mib(self) -> float:
+        """Of the residual stream between blocks."""
+        return 4 * self.context * MODEL_SIZES[LARGE].d_model * 4 / MIB
+
 
 @dataclass(frozen=True)
 class RanOut:
