@@ -18,7 +18,6 @@ import json
 import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,7 @@ def _print_memory(options: TrainOptions) -> None:
     """Of each rank, as many as a launcher has started; with the vocabulary of --data if that is given."""
     import torch
 
-    from cs336_systems.pretraining.capped import caps_of, choose_plan, explanation, planned_segments
+    from cs336_systems.pretraining.capped import caps_of, chooser, explanation, planned_segments
     from cs336_systems.pretraining.memory import predicted_segments
     from cs336_systems.pretraining.preparation import config_of
     from cs336_systems.pretraining.run_records import Memory
@@ -81,7 +80,7 @@ def _print_memory(options: TrainOptions) -> None:
     case = options.training_case(config, int(os.environ.get("WORLD_SIZE", "1")))
     if options.capped:
         device = torch.device(options.device)
-        choose = partial(choose_plan, options, case, device)
+        choose = chooser(options, case, device)
         choice = choose(caps_of(options, case, device))
         segments = planned_segments(choice)
         print("\n".join(explanation(choice, choose)), end="\n\n")

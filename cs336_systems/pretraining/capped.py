@@ -14,6 +14,7 @@ memory, they are of the step's slabs alone, and the plan is the one for an H200:
 import gc
 import math
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ from cs336_systems.model.hf_weights import load_hf_weights
 from cs336_systems.pretraining.options import TrainerCase, TrainOptions
 from cs336_systems.streaming.build import build_forward
 from cs336_systems.streaming.choose import EFFORT, HOST_OVERHEAD, Caps, CapsTooSmallError, Choice, choose, chunk_sizes
-from cs336_systems.streaming.explain import next_gib, reasons
+from cs336_systems.streaming.explain import Elsewhere, next_gib, reasons, with_next_gib
 from cs336_systems.streaming.fence import Fence
 from cs336_systems.streaming.layout import Chunks
 from cs336_systems.streaming.optimizer import LayerAdamW
@@ -82,13 +83,12 @@ class Chunking:
         return chunking if divides and options.chunk in (None, chunking.chunk) else None
 
 
-def choose_plan(
-    options: TrainOptions, case: TrainerCase, device: torch.device, caps: Caps, chunking: Chunking | None = None
-) -> Choice:
-    """The fastest that the caps hold; of this chunking, if one is given.
+def chooser(
+    options: TrainOptions, case: TrainerCase, device: torch.device, chunking: Chunking | None = None
+) -> Callable[[Caps], Choice]:
+    """Chooses the fastest plan that caps hold, of this chunking, if one is given; raises CapsTooSmallError.
 
     Raises:
-        CapsTooSmallError: there is none; a ValueError that says what is short, and which caps would do.
         ValueError: no peaks are on record for the device.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else PLANS_FOR
@@ -98,11 +98,11 @@ def choose_plan(
     chunk = options.chunk if chunking is None else chunking.chunk
     if chunk is None and all(tokens % size for size in chunk_sizes(options.context_length)):
         chunk = options.batch_size * options.context_length
-    return choose(
+    return partial(
+        choose,
         case.config,
         options.context_length,
-        caps,
-        Rates.of(hardware),
+        rates=Rates.of(hardware),
         tokens_per_step=tokens,
         chunk=chunk,
         chunks=None if chunking is None else chunking.chunks,
@@ -146,14 +146,18 @@ class CappedStep:
             torch.cuda.empty_cache()  # of what earlier steps of this process held, which would count
             self._fence = Fence(device, *(int(cap * GIB) for cap in (options.device_gib, options.host_gib) if cap))
         caps, chunking = caps_of(options, case, device, self._fence), Chunking.of_run(options)
-        self._choose = partial(choose_plan, options, case, device, chunking=chunking)
-        try:
-            self.choice = self._choose(caps)
-        except CapsTooSmallError:
-            if chunking is None:
-                raise
-            self._choose = partial(choose_plan, options, case, device)
-            self.choice = self._choose(caps)
+        self._again = choose_plan = chooser(options, case, device, chunking)
+        with ExitStack() as unless_chosen:
+            if device.type == "cuda":
+                self._again = elsewhere = Elsewhere(choose_plan, *with_next_gib(caps).values())
+                unless_chosen.callback(elsewhere.end)
+            try:
+                self.choice = choose_plan(caps)
+            except CapsTooSmallError:
+                if chunking is None:
+                    raise
+                self.choice = chooser(options, case, device)(caps)
+            unless_chosen.pop_all()
         plan = self.choice.plan
         self.chunking = Chunking(plan.work.chunk, plan.chunks)
         self._cut_anew = chunking not in (None, self.chunking)
@@ -201,7 +205,7 @@ class CappedStep:
 
     def explanation(self) -> Iterator[str]:
         """As the function of that name; and what the caps change for a run that resumes."""
-        yield from explanation(self.choice, self._choose)
+        yield from explanation(self.choice, self._again)
         if self._cut_anew:
             yield "The caps do not hold the chunks of the steps before: from here on sums are rounded in another order."
 

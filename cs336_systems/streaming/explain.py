@@ -7,9 +7,11 @@ for sentence in next_gib(choice, lambda caps: choose(config, length, caps, rates
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from cs336_systems.costs.streaming import LEVELS
 from cs336_systems.hardware import GIB
+from cs336_systems.processes import Died, FreshProcess, start_server
 from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice
 from cs336_systems.streaming.schedule import Kind
 
@@ -84,13 +86,48 @@ def _largest(parts: dict[str, int]) -> str:
     return max(parts, key=parts.__getitem__)
 
 
+def with_next_gib(caps: Caps) -> dict[str, Caps]:
+    """By side, the caps with one more GiB there."""
+    return {what: replace(caps, **{what: getattr(caps, what) + GIB}) for what in ("device", "host")}
+
+
+class Elsewhere:
+    """Choices for caps that are known beforehand, made in processes of their own meanwhile: each takes a core 15 s."""
+
+    def __init__(self, choose: Callable[[Caps], Choice], *caps: Caps) -> None:
+        start_server(__name__)
+        self._processes = {one: FreshProcess(_send_choice, choose, one) for one in caps}
+
+    def __call__(self, caps: Caps) -> Choice:
+        """Waits for the choice, once; raises CapsTooSmallError, or Died where memory was short."""
+        process = self._processes.pop(caps)
+        try:
+            found = process.receive()
+        finally:
+            process.end()
+        if isinstance(found, CapsTooSmallError):
+            raise found
+        return found
+
+    def end(self) -> None:
+        """Nobody will ask."""
+        for process in self._processes.values():
+            process.end()
+
+
+def _send_choice(connection: Any, choose: Callable[[Caps], Choice], caps: Caps) -> None:
+    try:
+        connection.send(choose(caps))
+    except CapsTooSmallError as error:
+        connection.send(error)
+
+
 def next_gib(choice: Choice, again: Callable[[Caps], Choice]) -> Iterator[str]:
     """What one more GiB on either side would bring; ``again`` chooses for other caps."""
-    for what in ("device", "host"):
-        more = replace(choice.caps, **{what: getattr(choice.caps, what) + GIB})
+    for what, more in with_next_gib(choice.caps).items():
         try:
             gain = again(more).tokens_per_s / choice.tokens_per_s - 1
-        except CapsTooSmallError:
+        except (CapsTooSmallError, Died):
             continue
         brings = f"{100 * gain:.1f} % more tokens per second" if gain > 0.0005 else "nothing"
         yield f"One more GiB of {what} memory would bring {brings}."
