@@ -14,6 +14,7 @@ CONFIG = ModelConfig("wide", 1024, 4096, 2, 8, vocab_size=1000, context_length=5
 CAPS = Caps(2**28, 2**30, 0, 0)
 
 
+@pytest.mark.slow
 def test_processes_of_their_own_find_the_same():
     again = partial(
         choose, CONFIG, 512, rates=Rates.of(find_hardware("NVIDIA H200")), tokens_per_step=4096, chunk=512, effort=100
