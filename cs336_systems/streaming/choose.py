@@ -217,7 +217,7 @@ class _Search:
             return
         least = min(levels.host_bytes[0] for levels in self._levels) + self.caps.host_overhead
         above = FIRST_RUNG * least
-        while least + above < self.caps.host:
+        while 0 < above < self.caps.host - least:  # a plan that needs no host has no rung below it
             yield int(least + above)
             above *= GROWTH
 
