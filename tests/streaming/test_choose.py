@@ -2,8 +2,9 @@
 
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
 import pytest
@@ -14,6 +15,7 @@ from cs336_systems.costs.streaming import Rates
 from cs336_systems.hardware import GIB, find_hardware
 from cs336_systems.streaming.candidate import Candidate
 from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice, _Search, choose, chunk_sizes
+from cs336_systems.streaming.estimate import LevelsByHost
 from cs336_systems.streaming.explain import binds, end_seconds, next_gib, reasons
 from tests.streaming.memory_model import check
 
@@ -24,6 +26,14 @@ MIB = 1024**2
 SMALL = ModelConfig("small", 64, 192, 6, 4, vocab_size=256, context_length=128)
 SLOW = Rates(1e11, 1e11, 1e11, 1e10, link_alone=3e8, link_both=2.5e8)
 """Of a CPU with a narrow link."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def levels_of_a_layout_are_shared() -> Iterator[None]:
+    """Most of a search's time, and the host's cap, in which most searches here differ, changes nothing about them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LevelsByHost, "of", lru_cache(8192)(LevelsByHost.of))
+        yield
 
 
 @cache

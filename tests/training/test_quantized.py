@@ -53,6 +53,7 @@ def counting(function: Callable[..., Any], n_rows: list[int]) -> Callable[..., A
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_chunks")
 def test_weights_are_quantized_once_a_step_and_read_for_that_alone():
     """Whatever the number of micro-batches; the optimizer has found their maxima, unless someone else writes them."""
     n_tokens, everything = CONFIG.context_length, 4 * CONFIG.n_layers  # no weight has as many rows
@@ -86,6 +87,7 @@ def test_weights_are_quantized_once_a_step_and_read_for_that_alone():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_chunks")
 def test_a_step_that_is_watched_is_the_same_step_where_the_optimizer_finds_maxima():
     case = TrainingCase.of(CONFIG, batch_size=1, dtype="bf16", **E4M3 | {"optimizer": "fused"})
     (step, plain), batch = (assemble(case), assemble(case)), random_batch(case)
