@@ -117,6 +117,9 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_attention_pytorch_d64.png": of_rows(attention_figure, "attention-pytorch", d_head=64),
         "h200_kernels.png": of_rows(shares_figure, "kernels"),
         "h200_blocks.png": of_rows(kept_figure, "fused"),
+        "h200_streaming_8k.png": of_rows(
+            heatmap_figure, "streaming-simulated", machine="cpu", size="llama3-8b", context_length=8192
+        ),
         **{
             f"h200_streaming_{size}.png": of_rows(heatmap_figure, "streaming-simulated", machine="cpu", size=size)
             for size in ("llama3-1b", "llama3-8b")

@@ -7,7 +7,17 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.answers import arithmetic, attention, memory, models, outside, precision, predictions, profiles, streaming
+from cs336_systems.answers import (
+    arithmetic,
+    attention,
+    memory,
+    models,
+    outside,
+    precision,
+    predictions,
+    profiles,
+    streaming,
+)
 from cs336_systems.answers.committed import Committed, NotMeasured, Rows
 from cs336_systems.answers.rendering import Pending
 from cs336_systems.answers.training_rates import training_rates_table
