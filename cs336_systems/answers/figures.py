@@ -36,6 +36,7 @@ from cs336_systems.experiments.parallelism.figures import goodput_figure, scalin
 from cs336_systems.experiments.parallelism.pipeline_figure import pipelines_figure
 from cs336_systems.experiments.sharded_optimizer.table import memory_figure
 from cs336_systems.experiments.training.figure import rates_figure
+from cs336_systems.experiments.streaming.figure import heatmap_figure
 from cs336_systems.harness.record import DEFAULTS, NOT_RECORDED, OF_SHARDS
 from cs336_systems.pretraining.run_reader import Run
 from cs336_systems.report.figures import save
@@ -116,6 +117,13 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_attention_pytorch_d64.png": of_rows(attention_figure, "attention-pytorch", d_head=64),
         "h200_kernels.png": of_rows(shares_figure, "kernels"),
         "h200_blocks.png": of_rows(kept_figure, "fused"),
+        "h200_streaming_8k.png": of_rows(
+            heatmap_figure, "streaming-simulated", machine="cpu", size="llama3-8b", context_length=8192
+        ),
+        **{
+            f"h200_streaming_{size}.png": of_rows(heatmap_figure, "streaming-simulated", machine="cpu", size=size)
+            for size in ("llama3-1b", "llama3-8b")
+        },
         "h200_fp8_loss.png": of_rows(loss_figure, "learning"),
         "h200_fp8_products.png": of_rows(products_figure, "fp8", part="product"),
         "h200_leaderboard.png": of_rows(breakdown_figure, "leaderboard"),

@@ -7,7 +7,17 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.answers import arithmetic, attention, memory, models, outside, precision, predictions, profiles
+from cs336_systems.answers import (
+    arithmetic,
+    attention,
+    memory,
+    models,
+    outside,
+    precision,
+    predictions,
+    profiles,
+    streaming,
+)
 from cs336_systems.answers.committed import Committed, NotMeasured, Rows
 from cs336_systems.answers.rendering import Pending
 from cs336_systems.answers.training_rates import training_rates_table
@@ -34,6 +44,7 @@ from cs336_systems.experiments.model.table import step_table
 from cs336_systems.experiments.parallelism.answers import found
 from cs336_systems.experiments.parallelism.questions import QUESTIONS
 from cs336_systems.experiments.sharded_optimizer import table as sharded_tables
+from cs336_systems.experiments.streaming.table import STREAMING_TABLE
 from cs336_systems.report.run_summary import summary
 from cs336_systems.report.tables import Table
 
@@ -91,6 +102,7 @@ def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
         "nsys_autocast": question("nsys-autocast", *profiled),
         "nsys_alone": question("nsys-alone", *profiled),
         "memory": question("memory", *profiled, dtype="fp32"),
+        "streamed": question("streaming", "size", "context_length", "device_gib", "host_gib"),
         "collective": question("collectives", "collective", "world_size", "size_mb", dtype="fp32"),
         "gloo": question("collectives", "world_size", "size_mb", machine="cpu"),
         "ddp": question("ddp", "ddp", **xl),
@@ -124,6 +136,7 @@ NUMBERS = (
     *(arithmetic.ring_ratio, arithmetic.h100s_that_hide, arithmetic.Mesh, arithmetic.schedule, arithmetic.job),
     *(arithmetic.xxl_threshold, arithmetic.xxl_remedies, least_tokens_per_device, communication_limit),
     *(precision.accumulated, outside.outside, outside.given),
+    *(streaming.streamed_work, streaming.sustained),
 )
 
 TABLES = (
@@ -141,6 +154,7 @@ TABLES = (
     *(predictions.collectives_predictions, predictions.ddp_predictions),
     *(predictions.sharded_predictions, predictions.fsdp_predictions),
     *(precision.sums_table, precision.toy_table, outside.outside_table),
+    streaming.beside_peer_table,
 )
 
 CONSTANTS = {
@@ -166,6 +180,7 @@ def vocabulary(committed: Committed) -> dict[str, Any]:
         "sharded_time_table": sharded_tables.TIMES.of,
         "kernel_table": KERNEL_TABLE.of,
         "block_table": BLOCK_TABLE.of,
+        "streaming_table": STREAMING_TABLE.of,
         "fp8_block_table": fp8_tables.BLOCK_TABLE.of,
         "fp8_product_table": fp8_tables.PRODUCT_TABLE.of,
         "learning_table": LEARNING_TABLE.of,

@@ -83,6 +83,7 @@ def test_every_template_is_a_document_or_part_of_one():
         "profiles/gpu_tests.md",
         "profiles/h200.md",
         "profiles/lectures.md",
+        "profiles/streaming.md",
         "writeup.md",
     ]
     included = set(re.findall(r'{% include "([^"]*)" %}', "".join(templates.values())))

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Measure what profiles/results/<gpu>/streaming holds: training steps under caps on device and host memory, one GPU; and
+# simulate what profiles/results/cpu/streaming-simulated holds, on any machine.
+#
+#   scripts/measure_streaming.sh FOLDER PART...
+#
+# Parts, with minutes on one H200 and the GiB of host memory that they take:
+#
+#   1b         1   24  Llama 3 1B at 8,192 tokens within 12 and 24 GiB
+#   8k         4  115  Llama 3 8B at 8,192: 24 and 75 GiB with its timeline, without caps, 24 and 115 GiB
+#   32k        2   80  at 32,768: 24 and 80 GiB
+#   128k       2  115  at 131,072: 78 and 115 GiB
+#   grid       8  115  at 8,192: three capacities of each in steps of 131,072 tokens
+#   simulated  -    1  both models at 1,024, 8,192, 32,768 and 131,072: an hour of one core
+#
+# A recorded step begins after the kernels of a part of one have run, and lasts up to a minute. Rows are appended to
+# FOLDER/streaming and FOLDER/streaming-simulated; uv run scripts/report.py --adopt FOLDER moves the first to
+# profiles/results/<gpu>/; with --machine cpu, from a folder of its own, the others. PYTHON picks the interpreter
+# (default: uv run). Run nothing else on the host.
+set -euo pipefail
+folder=${1:?usage: scripts/measure_streaming.sh FOLDER PART...}
+shift
+read -r -a python <<<"${PYTHON:-uv run}"
+streaming() { "${python[@]}" benchmarks/benchmark_streaming.py --format csv --out "$folder/streaming" --warmup 0 "$@"; }
+simulated() {
+  "${python[@]}" benchmarks/benchmark_streaming.py --format csv --out "$folder/streaming-simulated" --device cpu --gpu h200 \
+    "$@"
+}
+
+for part in "$@"; do
+  case "$part" in
+    1b)
+      streaming --size llama3-1b --device-gib 12 --host-gib 24 ;;
+    8k)
+      streaming --device-gib 24 --host-gib 75 --steps 1 --timeline
+      streaming --device-gib 132 --host-gib 16
+      streaming --device-gib 24 --host-gib 115 --steps 1 ;;
+    32k)
+      streaming --context-length 32768 --device-gib 24 --host-gib 80 --steps 1 ;;
+    128k)
+      streaming --context-length 131072 --device-gib 78 --host-gib 115 --tokens-per-step 131072 --steps 1 ;;
+    grid)
+      streaming --device-gib 16 24 40 --host-gib 60 75 115 --tokens-per-step 131072 --steps 1 ;;
+    simulated)
+      simulated --size llama3-8b --context-length 1024 8192 --device-gib 16 24 40 --host-gib 60 75 115
+      simulated --size llama3-8b --context-length 32768 --device-gib 16 24 40 --host-gib 60 80 115
+      simulated --size llama3-8b --context-length 131072 --device-gib 24 40 78 --host-gib 80 115 230
+      simulated --size llama3-1b --context-length 1024 8192 32768 131072 --device-gib 6 8 12 --host-gib 12 16 24 ;;
+    *)
+      echo "unknown part '$part': parts are 1b, 8k, 32k, 128k, grid, simulated" >&2
+      exit 2 ;;
+  esac
+done
