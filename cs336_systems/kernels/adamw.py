@@ -179,9 +179,11 @@ def update_block(
     """
     beta1, rest1, beta2, rest2, root_correction, eps, decay, step_size = own
     g = tl.load(g_at, mask=inside).to(tl.float32) * scale
-    m = tl.load(m_at, mask=inside).to(tl.float32) * beta1 + g * rest1
-    v = tl.load(v_at, mask=inside).to(tl.float32) * beta2 + g * g * rest2
-    p = tl.load(master_at, mask=inside).to(tl.float32) * decay - step_size * (m / (tl.sqrt(v) * root_correction + eps))
+    # A sum of two products takes one of them in unrounded; left to the compiler, blocks and ends choose differently.
+    m = tl.fma(tl.load(m_at, mask=inside).to(tl.float32), beta1, g * rest1)
+    v = tl.fma(tl.load(v_at, mask=inside).to(tl.float32), beta2, g * g * rest2)
+    change = step_size * (m / tl.fma(tl.sqrt(v), root_correction, eps))
+    p = tl.fma(tl.load(master_at, mask=inside).to(tl.float32), decay, -change)
     if HAS_MASTER:
         tl.store(master_at, p, mask=inside)
         p = p.to(p_at.dtype.element_ty)

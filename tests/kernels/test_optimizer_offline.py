@@ -1,8 +1,12 @@
 """The optimizer's kernels compile for Hopper without a GPU: nothing spills, and whole blocks go 16 bytes at a time."""
 
+import json
+import re
+from collections import Counter
+
 import pytest
 
-from tests.attention.offline import report
+from tests.attention.offline import report, run_apart
 
 COMPILE = """
 import json, sys
@@ -53,3 +57,30 @@ def test_no_spills_and_wide_accesses(name: str, most_registers: int, wide_loads:
     assert found["spill_stores"] == found["stack_frame"] == 0
     assert found["registers"] <= most_registers
     assert (found["ld"], found["st"]) == (wide_loads, wide_stores)
+
+
+def arithmetic(ptx: str) -> list[Counter[str]]:
+    """The terms in fp32 that each loop with a square root computes, over whatever it has loaded, x."""
+    terms: dict[str, str] = {}
+    loops = []
+    for body in re.split(r"\n\$L__BB\d+_\d+:", ptx):
+        found: Counter[str] = Counter()
+        for name, target, operands in re.findall(r"(fma|mul|add|sub|neg|div|sqrt)\.[\w.]*f32\s+(%\w+), (.*);", body):
+            of = [terms.get(operand, "x") for operand in operands.split(", ")]
+            terms[target] = f"{name}({', '.join(of)})"
+            found[terms[target]] += 1
+        if any("sqrt" in term for term in found):
+            loops.append(found)
+    return loops
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["bfloat16 bfloat16 bfloat16", "bfloat16 bfloat16 bfloat16 master", "float32 bfloat16 bfloat16"]
+)
+def test_an_element_is_updated_by_the_same_arithmetic_in_whole_blocks_and_at_ends(name: str) -> None:
+    """So that it is the same bits wherever tensors are cut, for shards and on the way to host memory."""
+    blocks, ends = arithmetic(json.loads(run_apart(COMPILE, name))["ptx"])
+    assert blocks == ends
+    assert sum(blocks.values()) >= 8 * 12  # elements of a thread, and operations
+    assert not any(term.startswith(("add", "sub")) for term in blocks), "what is left to ptxas to contract"
