@@ -24,7 +24,7 @@ from cs336_systems.answers.evidence import problems_of
 from cs336_systems.answers.sums import seal
 from cs336_systems.answers.training_runs import FOLDER as RUNS
 from cs336_systems.answers.training_runs import problems_of_run
-from cs336_systems.harness.record import NOT_RECORDED, read_rows
+from cs336_systems.harness.record import read_rows, unsaid
 from cs336_systems.pretraining.run_log import LOG
 from cs336_systems.pretraining.run_reader import read_run
 from cs336_systems.pretraining.run_records import Device
@@ -141,11 +141,11 @@ def _lines(path: Path) -> list[list[str]]:
 
 
 def _in_columns(columns: list[str], old: list[list[str]]) -> list[list[str]]:
-    """The old lines in the columns of newer ones, in their order, where all they lack was not recorded then."""
-    lacking = [name for name in columns if name not in old[0]]
-    if not set(lacking) <= NOT_RECORDED.keys() or {*columns} - {*lacking} != {*old[0]}:
+    """The old lines in the columns of newer ones, in their order, where all they lack could not be said then."""
+    lacking, defaults = [name for name in columns if name not in old[0]], unsaid(old[0])
+    if not set(lacking) <= defaults.keys() or {*columns} - {*lacking} != {*old[0]}:
         return old
-    rows = (NOT_RECORDED | dict(zip(old[0], line, strict=True)) for line in old[1:])
+    rows = (defaults | dict(zip(old[0], line, strict=True)) for line in old[1:])
     return [columns, *([row[name] for name in columns] for row in rows)]
 
 

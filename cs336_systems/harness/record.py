@@ -194,15 +194,21 @@ def read_rows(path: Path, cell_columns: Iterable[str] = ()) -> pd.DataFrame:
         frame = pd.read_csv(path, keep_default_na=False, na_values={column: [""] for column in _NUMBERS})
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {str(error).strip()}") from error
-    defaults = NOT_RECORDED | (DEFAULTS if "context_length" in frame.columns else {})
-    defaults |= OF_ATTENTION if "d_head" in frame.columns else {}
-    defaults |= OF_SHARDS if "prefetch" in frame.columns else {}
+    defaults = unsaid(frame.columns)
     for name in defaults.keys() - set(frame.columns):
         frame[name] = defaults[name]
     missing = [column for column in schema_columns(cell_columns) if column not in frame.columns]
     if missing:
         raise ValueError(f"{path} lacks the columns {', '.join(missing)}")
     return parse_samples(frame)
+
+
+def unsaid(columns: Iterable[str]) -> dict[str, Any]:
+    """What rows with these columns could say when later ones were measured, and what it was then."""
+    known = set(columns)
+    defaults = NOT_RECORDED | (DEFAULTS if "context_length" in known else {})
+    defaults |= OF_ATTENTION if "d_head" in known else {}
+    return defaults | (OF_SHARDS if "prefetch" in known else {})
 
 
 def parse_samples(frame: pd.DataFrame) -> pd.DataFrame:

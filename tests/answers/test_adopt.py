@@ -122,6 +122,20 @@ def test_rows_join_earlier_ones_with_columns_in_another_order_and_none_for_nccl(
     assert adopted(run, profiles)[0].what == "all there already"
 
 
+def test_earlier_rows_say_what_later_ones_could_be_asked(run, profiles):
+    """In the committed file, as they are read."""
+    write(run / "grid" / "benchmark_model.csv", 2.0, day=2)
+    committed = profiles / "results" / "h200" / "grid" / "benchmark_model.csv"
+    write(committed, 1.0)
+    earlier = pd.read_csv(committed, dtype=str, keep_default_na=False).drop(columns=["offload", "fp8_skip_last"])
+    earlier.to_csv(committed, index=False)
+    (move,) = adopted(run, profiles)
+    assert move.what == "1 of 1 rows appended"
+    assert medians(profiles) == [1.0, 2.0]
+    text = pd.read_csv(committed, dtype=str, keep_default_na=False)
+    assert list(text["offload"]) == ["none", "none"] and list(text["fp8_skip_last"]) == ["0", "0"]
+
+
 def test_torn_files_and_other_columns_are_refused(run, profiles):
     source = write(run / "grid" / "benchmark_model.csv", 1.0)
     committed = profiles / "results" / "h200" / "grid" / "benchmark_model.csv"
