@@ -24,7 +24,7 @@ from cs336_systems.experiments.attention.figure import scaling_figure as attenti
 from cs336_systems.experiments.attention.masks import masks_figure
 from cs336_systems.experiments.blocks.figure import kept_figure
 from cs336_systems.experiments.collectives.table import collectives_figure
-from cs336_systems.experiments.fp8.figure import products_figure
+from cs336_systems.experiments.fp8.figure import time_figure
 from cs336_systems.experiments.fully_sharded.breakdown import breakdown_figure
 from cs336_systems.experiments.kernels.figure import shares_figure
 from cs336_systems.experiments.leaks.findings import findings_figure
@@ -117,7 +117,7 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_kernels.png": of_rows(shares_figure, "kernels"),
         "h200_blocks.png": of_rows(kept_figure, "fused"),
         "h200_fp8_loss.png": of_rows(loss_figure, "learning"),
-        "h200_fp8_products.png": of_rows(products_figure, "fp8", part="product"),
+        "h200_fp8_time.png": of_rows(time_figure, "fp8"),
         "h200_leaderboard.png": of_rows(breakdown_figure, "leaderboard"),
         **{f"h200_leak_{name}.png": of_leak(name) for name in LEAKS},
         "h200_training.png": Drawing(
