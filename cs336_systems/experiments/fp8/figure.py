@@ -21,8 +21,8 @@ def time_figure(rows: pd.DataFrame) -> Figure | None:
     ok = rows[rows["status"] == "ok"]
     panels: dict[str, list[Line]] = {}
     for part, table in (("block", BLOCK_TABLE), ("product", PRODUCT_TABLE)):
-        own = ok[ok["part"] == part]
-        for line in [] if own.empty else table.lines(own):
+        of_part = ok[ok["part"] == part]
+        for line in [] if of_part.empty else table.lines(of_part):
             panels.setdefault(f"{line.settings.get('product', part)} of {_shape(line)}", []).append(line)
     if not panels:
         return None
