@@ -24,7 +24,7 @@ from cs336_systems.experiments.attention.figure import scaling_figure as attenti
 from cs336_systems.experiments.attention.masks import masks_figure
 from cs336_systems.experiments.blocks.figure import kept_figure
 from cs336_systems.experiments.collectives.table import collectives_figure
-from cs336_systems.experiments.fp8.figure import products_figure
+from cs336_systems.experiments.fp8.figure import time_figure
 from cs336_systems.experiments.fully_sharded.breakdown import breakdown_figure
 from cs336_systems.experiments.kernels.figure import shares_figure
 from cs336_systems.experiments.leaks.findings import findings_figure
@@ -35,8 +35,8 @@ from cs336_systems.experiments.model.speedups import speedups_figure
 from cs336_systems.experiments.parallelism.figures import goodput_figure, scaling_figure
 from cs336_systems.experiments.parallelism.pipeline_figure import pipelines_figure
 from cs336_systems.experiments.sharded_optimizer.table import memory_figure
-from cs336_systems.experiments.training.figure import rates_figure
 from cs336_systems.experiments.streaming.figure import heatmap_figure
+from cs336_systems.experiments.training.figure import rates_figure
 from cs336_systems.harness.record import DEFAULTS, NOT_RECORDED, OF_SHARDS
 from cs336_systems.pretraining.run_reader import Run
 from cs336_systems.report.figures import save
@@ -125,7 +125,7 @@ def figures(committed: Committed) -> dict[str, Drawing]:
             for size in ("llama3-1b", "llama3-8b")
         },
         "h200_fp8_loss.png": of_rows(loss_figure, "learning"),
-        "h200_fp8_products.png": of_rows(products_figure, "fp8", part="product"),
+        "h200_fp8_time.png": of_rows(time_figure, "fp8"),
         "h200_leaderboard.png": of_rows(breakdown_figure, "leaderboard"),
         **{f"h200_leak_{name}.png": of_leak(name) for name in LEAKS},
         "h200_training.png": Drawing(

@@ -79,6 +79,7 @@ def test_every_template_is_a_document_or_part_of_one():
         "profiles/attention.md",
         "profiles/digests/h200/README.md",
         "profiles/distributed.md",
+        "profiles/fp8.md",
         "profiles/fused.md",
         "profiles/gpu_tests.md",
         "profiles/h200.md",

@@ -56,6 +56,8 @@ def grids(script: Path, folder: Path, *parts: str, **environment: str) -> dict[s
         benchmark, *arguments = line.split()
         cells = QUESTIONS[Path(benchmark).stem]
         options = parse(cells.Options, ["--device", "cuda", *arguments], None)
+        if getattr(options, "world_size", ()) is None:
+            options = replace(options, world_size=(1,))  # as the driver says of one GPU
         found.setdefault(options.out.name, []).extend(cells.make_cells(options))
     return found
 
@@ -181,8 +183,13 @@ def test_every_digest_is_recorded_in_both_modes(tmp_path):
 
 
 def test_runs_are_measured_beside_the_peer_at_the_tokens_of_the_goals(tmp_path):
-    ((folder, cells),) = grids(TRAINING, tmp_path, *TRAINING_PARTS).items()
-    assert folder == "training" and len(set(cells)) == len(cells)
+    found = grids(TRAINING, tmp_path, *TRAINING_PARTS)
+    assert list(found) == ["training", "training-2"]
+    assert all(len(set(cells)) == len(cells) for cells in found.values())
+    assert {(cell.size, cell.zero) for cell in found["training-2"] if cell.world_size == 2} == {
+        (f"qwen2.5-{size}", zero) for size in ("0.5b", "1.5b") for zero in (1, 2)
+    }
+    cells = found["training"]
     assert {(cell.context_length, cell.total_batch_tokens, cell.dtype) for cell in cells} == {(1024, 524_288, "bf16")}
     assert min(cell.seconds for cell in cells) >= 60
     assert {cell.data for cell in cells} == {"random tokens"}
@@ -190,7 +197,7 @@ def test_runs_are_measured_beside_the_peer_at_the_tokens_of_the_goals(tmp_path):
     for cell in cells:
         ways.setdefault((cell.size, cell.batch_size), set()).add(cell.how)
     assert [size for size, _ in ways] == [f"qwen2.5-{size}" for size in ("0.5b", "1.5b", "3b", "7b")]
-    assert all(hows == {"ours", "transformers"} for hows in ways.values())
+    assert all(hows == {"ours", "transformers", "transformers-liger"} for hows in ways.values())
 
 
 def test_products_in_fp8_are_measured_beside_stored_ones_and_learn_the_same_tokens(tmp_path):

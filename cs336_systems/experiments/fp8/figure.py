@@ -1,9 +1,9 @@
-"""Where the time of a block's products goes, by recipe, as PNG."""
+"""Where the time of blocks and of their products goes, by way, as PNG."""
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cs336_systems.experiments.fp8.table import PRODUCT_TABLE
+from cs336_systems.experiments.fp8.table import BLOCK_TABLE, PRODUCT_TABLE
 from cs336_systems.report.figures import OKABE_ITO, dress
 from cs336_systems.report.results import Line
 
@@ -13,31 +13,37 @@ _PHASES = {
     "quantize_x": ("quantize x", OKABE_ITO[1]),
     "quantize_dy": ("quantize dy", OKABE_ITO[4]),
 }
+"""Of a block quantization is inside forward and backward."""
 
 
-def products_figure(rows: pd.DataFrame) -> Figure | None:
-    """A panel for each product: milliseconds of its phases, one bar for each way; None without products."""
-    lines = PRODUCT_TABLE.lines(rows[(rows["status"] == "ok") & (rows["part"] == "product")])
-    by_product: dict[tuple[str, str], list[Line]] = {}
-    for line in lines:
-        by_product.setdefault((_shape(line), line.settings["product"]), []).append(line)
-    if not by_product:
+def time_figure(rows: pd.DataFrame) -> Figure | None:
+    """A panel for each block and each product: milliseconds of its phases, a bar for each way; None without rows."""
+    ok = rows[rows["status"] == "ok"]
+    panels: dict[str, list[Line]] = {}
+    for part, table in (("block", BLOCK_TABLE), ("product", PRODUCT_TABLE)):
+        of_part = ok[ok["part"] == part]
+        for line in [] if of_part.empty else table.lines(of_part):
+            panels.setdefault(f"{line.settings.get('product', part)} of {_shape(line)}", []).append(line)
+    if not panels:
         return None
-    figure = Figure(figsize=(4 * len(by_product), 0.4 * max(map(len, by_product.values())) + 1.6), layout="constrained")
-    panels = figure.subplots(1, len(by_product), squeeze=False)[0]
-    for axes, own in zip(panels, by_product.values(), strict=True):
-        names = [str(line.settings["how"]) for line in own]
-        left = [0.0] * len(own)
+    longest = max(map(len, panels.values()))
+    figure = Figure(figsize=(max(6, 4 * len(panels)), 0.4 * longest + 1.6), layout="constrained")
+    labelled = {}
+    for axes, (title, own) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        names, left = [str(line.settings["how"]) for line in own], [0.0] * len(own)
         for phase, (label, colour) in _PHASES.items():
             ms = [line.median(phase) or 0.0 for line in own]
-            axes.barh(names, ms, left=left, color=colour, label=label, height=0.7)
-            left = [sum(pair) for pair in zip(left, ms, strict=True)]
+            if any(ms):
+                labelled[label] = axes.barh(names, ms, left=left, color=colour, height=0.7)
+                left = [sum(pair) for pair in zip(left, ms, strict=True)]
         axes.invert_yaxis()
         axes.set_xlabel("ms")
-        axes.set_title(f"{own[0].settings['product']} of {_shape(own[0])}", fontsize=10)
+        axes.set_title(title, fontsize=10)
         dress(axes)
-    panels[0].figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.suptitle(f"Products of a block on {lines[0].settings.get('gpu', lines[0].settings['device'])}", fontsize=11)
+        axes.set_axisbelow(True)
+    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, frameon=False)
+    first = next(iter(panels.values()))[0].settings
+    figure.suptitle(f"On {first.get('gpu', first['device'])}", fontsize=11)
     return figure
 
 

@@ -63,7 +63,7 @@ def _measure_product(cell: Fp8Cell, device: torch.device) -> list[Metric]:
     metrics.append(_rate("tflops", flops, times.samples_ms[WHOLE]))
     if cell.recipe is not None:
         alone = [sum(ms) for ms in zip(times.samples_ms["forward"], times.samples_ms["backward"], strict=True)]
-        metrics.append(_rate("product_tflops", flops, alone))
+        metrics.append(replace(_rate("product_tflops", flops, alone), derived=False))  # of a sum of times
     return metrics
 
 

@@ -1,4 +1,6 @@
-"""The table of ``benchmark_learning``: what was learned beside how fast."""
+"""The table of ``benchmark_learning``: what was learned beside how fast; and what its differences are worth."""
+
+from dataclasses import dataclass
 
 import pandas as pd
 
@@ -53,3 +55,35 @@ LEARNING_TABLE = ResultTable(
         Column("x", speedup, ".3f", note="times as fast as stored"),
     ),
 )
+
+
+@dataclass(frozen=True)
+class Deviations:
+    """By how many percent held-out losses are above those of stored products with the same seed.
+
+    Attributes:
+        n: pairs of runs.
+        n_above: of these, with the higher loss.
+        error: of the mean, its standard error; NaN of one pair.
+    """
+
+    n: int
+    n_above: int
+    mean: float
+    error: float
+    least: float
+    largest: float
+
+
+def deviations(rows: pd.DataFrame, *recipes: str) -> Deviations:
+    """Of all recipes that are quantized, or of some.
+
+    Raises:
+        ValueError: no run of theirs stands beside one of stored products.
+    """
+    lines = [line for line in LEARNING_TABLE.lines(rows[rows["status"] == "ok"]) if line.settings["recipe"] != "stored"]
+    off = [off_percent(line) for line in lines if not recipes or line.settings["recipe"] in recipes]
+    if not any(map(len, off)):
+        raise ValueError(f"no run of {', '.join(recipes) or 'any recipe'} stands beside one of stored products")
+    every = pd.concat([each for each in off if len(each)])
+    return Deviations(len(every), int((every > 0).sum()), every.mean(), every.sem(), every.min(), every.max())
