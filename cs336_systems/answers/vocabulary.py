@@ -39,7 +39,7 @@ from cs336_systems.experiments.fully_sharded.table import FULLY_SHARDED
 from cs336_systems.experiments.kernels.table import KERNEL_TABLE
 from cs336_systems.experiments.leaks import flops_against_time, launch_overhead, matmul_data, roofline_knee
 from cs336_systems.experiments.leaks.findings import Findings
-from cs336_systems.experiments.learning.table import LEARNING_TABLE, deviations
+from cs336_systems.experiments.learning.table import LEARNING_TABLE, loss_deviations
 from cs336_systems.experiments.model.table import step_table
 from cs336_systems.experiments.parallelism.answers import found
 from cs336_systems.experiments.parallelism.questions import QUESTIONS
@@ -135,7 +135,7 @@ NUMBERS = (
     *(cost, model_units, state_bytes, step_traffic, link_bytes_per_step, state_bytes_by_rank, resolve_size),
     *(arithmetic.ring_ratio, arithmetic.h100s_that_hide, arithmetic.Mesh, arithmetic.schedule, arithmetic.job),
     *(arithmetic.xxl_threshold, arithmetic.xxl_remedies, least_tokens_per_device, communication_limit),
-    *(precision.accumulated, deviations, outside.outside, outside.given),
+    *(precision.accumulated, loss_deviations, outside.outside, outside.given),
     *(streaming.streamed_work, streaming.sustained),
 )
 

@@ -73,8 +73,8 @@ def _look(kind: str, what: str) -> tuple[str, str]:
 def streaming_figure(rows: pd.DataFrame, title: str) -> Figure:
     """Of one step's ``timeline_rows``."""
     looks = [_look(kind, what) for kind, what in zip(rows["kind"], rows["what"].fillna(""), strict=True)]
-    columns = (list(rows[name]) for name in ("lane", "start_s", "end_s"))
-    times = LaneTimes(*columns, {})
+    lanes, starts, ends = (list(rows[name]) for name in ("lane", "start_s", "end_s"))
+    times = LaneTimes(lanes, starts, ends, {})
     figure = Figure(figsize=(12, 6.2), layout="constrained")
     grid = figure.subplots(len(LANES) + 1, 1, height_ratios=[1] * len(LANES) + [2.2])
     for axes, lane in zip(grid, LANES, strict=False):

@@ -6,7 +6,7 @@ import pytest
 from cs336_systems.answers import vocabulary as words
 from cs336_systems.answers.committed import Committed
 from cs336_systems.answers.rendering import PENDING, Pages
-from cs336_systems.answers.vocabulary import TABLES, vocabulary
+from cs336_systems.answers.vocabulary import NUMBERS, TABLES, vocabulary
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.experiments.leaks.findings import Findings
 from cs336_systems.harness.record import Metric, schema_columns
@@ -122,3 +122,8 @@ def test_questions_about_parallelism_answer_with_their_tables(tmp_path):
     text = render(tmp_path, '{{ parallelism("ring")[0] }}\n{{ parallelism("accounting")[2] }}')
     assert "alternate all-reduce" in text
     assert "How to reduce the batch" in text
+
+
+def test_no_name_has_two_meanings() -> None:
+    names = [function.__name__ for function in (*NUMBERS, *TABLES)]
+    assert sorted(set(names)) == sorted(names)

@@ -75,7 +75,7 @@ class Deviations:
     largest: float
 
 
-def deviations(rows: pd.DataFrame, *recipes: str) -> Deviations:
+def loss_deviations(rows: pd.DataFrame, *recipes: str) -> Deviations:
     """Of all recipes that are quantized, or of some.
 
     Raises:

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from cs336_systems.experiments.learning.figure import loss_figure
-from cs336_systems.experiments.learning.table import deviations
+from cs336_systems.experiments.learning.table import loss_deviations
 from cs336_systems.harness.record import Metric, parse_samples
 from tests.report.rows import make_cell
 
@@ -45,9 +45,9 @@ def test_deviations_are_of_pairs_with_one_seed():
         *(cell("stored", 0, 2.0, 100.0), cell("e4m3", 0, 2.02, 120.0), cell("e4m3-row", 0, 1.99, 90.0)),
         *(cell("stored", 1, 2.5, 100.0), cell("e4m3", 1, 2.5, 120.0), cell("e4m3-row", 2, 2.5, 90.0)),
     )
-    every, one = deviations(rows), deviations(rows, "e4m3")
+    every, one = loss_deviations(rows), loss_deviations(rows, "e4m3")
     assert (every.n, every.n_above, one.n, one.n_above) == (3, 1, 2, 1)
     assert (one.mean, one.error, one.least, one.largest) == pytest.approx((0.5, 0.5, 0.0, 1.0))
     assert (every.mean, every.least) == pytest.approx((0.5 / 3, -0.5))
     with pytest.raises(ValueError, match="no run of e4m3-block stands beside one of stored products"):
-        deviations(rows, "e4m3-block")
+        loss_deviations(rows, "e4m3-block")
