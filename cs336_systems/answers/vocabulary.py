@@ -97,7 +97,6 @@ def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
         "kernel": question("kernels", "kernel", "how", "rows", "width", dtype="bf16"),
         "block": question("fused", "size", "how", attention="hopper", layers=1),
         "fused_step": question("fused-steps", "size", "kernels", mode="backward"),
-        "trained_on": question("training-2", "size", "world_size", "zero"),
         "nsys": question("nsys", *profiled, dtype="fp32"),
         "nsys_autocast": question("nsys-autocast", *profiled),
         "nsys_alone": question("nsys-alone", *profiled),
