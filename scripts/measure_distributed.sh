@@ -24,7 +24,7 @@
 #   sharded-optimizer-xl       2.0
 #   fsdp-xl                    2.5
 #   fsdp-leaderboard           7.1  the leaderboard's step with fp32 masters, every block computed twice
-#   leaderboard               11.8  the same in bf16, what blocks keep and AdamW under backward, in turns with FSDP2 (130 s
+#   leaderboard               11.8  the same in bf16, what blocks keep and AdamW under backward, in turns with FSDP2 (150 s
 #                                   for its row from an empty cache); its other policies that fit; ours by do_bench and
 #                                   recorded
 #

@@ -8,7 +8,8 @@ parameters are frozen, and inputs without gradients, are fine.
 
 Selective policies also keep the results of some operations (``create_selective_checkpoint_contexts``): every matrix
 product, or attention alone. They watch operators, so they must see them: under ``torch.compile`` the whole checkpointed
-block is one compiled function, since a block compiled by itself would hide what it calls. Other policies stay outside.
+block is one compiled function, since a block compiled by itself would hide what it calls. The block's hooks, which
+gather its weights under FSDP, run outside of it. Other policies stay outside.
 
     stack = checkpointed_stack("every-4", REFERENCE_OPS.stack)
     model = TransformerLM(config, replace(REFERENCE_OPS, stack=stack))       # the same parameters by the same names
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cs336_systems.costs.checkpointing import KEEP_ATTENTION, KEEP_MATMULS, SELECTIVE, Plan, canonical_policy, make_plan
@@ -96,7 +97,18 @@ def _selective_stack(policy: str, stack: Stack, compiled: bool) -> Stack:
     def run_block(block: Block, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
-    run = torch.compile(run_block, fullgraph=True, dynamic=False) if compiled else run_block
+    @functools.partial(torch.compile, fullgraph=True, dynamic=False)
+    def run_forward(block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return run_block(functools.partial(type(block).forward, block), x, cos, sin)
+
+    def run_compiled(block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        block.forward = functools.partial(run_forward, block)  # hooks run outside of it
+        try:
+            return block(x, cos, sin)
+        finally:
+            del block.forward
+
+    run: Callable[..., Tensor] = run_compiled if compiled else run_block
 
     def run_blocks(blocks: Sequence[Block], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return stack([functools.partial(run, block) for block in blocks], x, cos, sin)

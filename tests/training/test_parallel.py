@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from cs336_systems.case import Parallel, TrainingCase, Unsupported
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.process_group import Rank, joined
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.harness.traffic import Traffic
 from cs336_systems.training import assemble, random_batch
@@ -112,3 +112,22 @@ def test_what_cannot_be_wrapped_is_refused():
 def test_what_a_device_lacks_is_unsupported():
     with pytest.raises(Unsupported, match="attention flash: flash is compiled for CUDA devices"):
         assemble(TrainingCase.of(CONFIG, attention="flash"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["full", "keep-attention"])
+@pytest.mark.parametrize("wrapper", ["fsdp", "fsdp2"])
+def test_equal_blocks_are_compiled_once(wrapper, policy, monkeypatch):
+    """One graph for all four blocks and one for the loss, beside gathers that run outside of them; the same weights."""
+    really_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: really_compile(*args, **kwargs, backend="aot_eager"))
+    config = replace(CONFIG, name="of four", n_layers=4)
+    case = Shared.of(config, how=Parallel(wrapper), compile="on", checkpoint=policy, attention="sdpa-flash")
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    with joined() as rank:
+        compiled, _ = train(case, rank)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+        eager, _ = train(replace(case, compile="off", checkpoint="none"), rank)
+    torch.testing.assert_close(compiled, eager)
+    torch.compiler.reset()
