@@ -9,39 +9,45 @@ from cs336_systems.config import MODEL_SIZES
 from cs336_systems.experiments.training.table import fastest
 from cs336_systems.report.figures import OKABE_ITO, WITH_COMMAS, dress
 
-_WIDTH = 0.8
-"""Of a size's bars together, where sizes are 1 apart."""
-
 
 def rates_figure(rows: pd.DataFrame, others: Mapping[str, Mapping[str, float]]) -> Figure | None:
-    """A group of bars for each size, the fastest run of each way, in tokens per second on a logarithmic axis.
+    """A line for each way over sizes, its fastest runs, in tokens per second on a logarithmic axis.
 
     Args:
-        others: tokens per second by size that were not measured here, by who says so.
+        others: tokens per second by size that were not measured here, by who says so; dashed and grey.
     """
     best = fastest(rows)
     if best.empty:
         return None
-    sizes = [size for size in MODEL_SIZES if (best["size"] == size).any()]
     measured = {str(how): dict(zip(own["size"], own["tokens_per_s"], strict=True)) for how, own in best.groupby("how")}
-    bars: dict[str, Mapping[str, float]] = measured | dict(others)
+    ways: dict[str, Mapping[str, float]] = measured | dict(others)
+    sizes = [size for size in MODEL_SIZES if any(size in rates for rates in ways.values())]
     figure = Figure(figsize=(3.4 + 1.4 * len(sizes), 4.2), layout="constrained")
     axes = figure.subplots()
-    width = _WIDTH / len(bars)
-    for number, (name, rates) in enumerate(bars.items()):
-        places = [i + (number + 0.5) * width - _WIDTH / 2 for i, size in enumerate(sizes) if size in rates]
+    for number, (name, rates) in enumerate(ways.items()):
+        places = [i for i, size in enumerate(sizes) if size in rates]
         shown = [rates[size] for size in sizes if size in rates]
-        colour = OKABE_ITO[number % len(OKABE_ITO)] if name in measured else "0.7"
-        drawn = axes.bar(places, shown, width, label=name, color=colour)
-        axes.bar_label(drawn, [_short(height) for height in shown], fontsize=7, padding=1)
+        look = (
+            {"color": OKABE_ITO[number % len(OKABE_ITO)]} if name in measured else {"color": "0.5", "linestyle": "--"}
+        )
+        axes.plot(places, shown, "o-" if name in measured else "s", label=name, **look)
+        above = name in measured
+        for place, rate in zip(places, shown, strict=True):
+            axes.annotate(
+                _short(rate),
+                (place, rate),
+                (0, 7 if above else -14),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+            )
     axes.set_yscale("log")
-    heights = [rates[size] for rates in bars.values() for size in sizes if size in rates]
-    axes.set_ylim(min(heights) / 3, 1.4 * max(heights))
+    axes.margins(0.12)
     axes.yaxis.set_major_formatter(WITH_COMMAS)
     axes.set_xticks(range(len(sizes)), sizes)
     axes.set_ylabel("tokens per second")
     dress(axes)
-    figure.legend(loc="outside lower center", ncols=len(bars), frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=len(ways), frameon=False, fontsize=8)
     first = best.iloc[0]
     where = f"one {first['gpu'] or first['device']}"
     axes.set_title(f"Training on {where}: {first['dtype']}, sequences of {first['context_length']:,}", fontsize=10)
