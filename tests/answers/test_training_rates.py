@@ -43,13 +43,13 @@ def test_the_fastest_of_ours_and_others_beside():
     assert "transformers" not in table.frame  # not measured at any size
 
 
-def test_a_bar_for_each_and_failed_runs_none():
+def test_a_line_for_each_way_and_failed_runs_none():
     best = fastest(rows())
     assert list(best["tokens_per_s"]) == [14_000.0, 165_000.0, 132_000.0]
     figure = rates_figure(rows(), {"llm.q": llmq_rates()})
     axes, legend = figure.axes[0], figure.legends[0]
     assert [text.get_text() for text in legend.get_texts()] == ["ours", "transformers-liger", "llm.q"]
-    assert [len(bars) for bars in axes.containers] == [2, 1, 2]
+    assert [len(line.get_xdata()) for line in axes.lines] == [2, 1, 4]
     assert rates_figure(rows().assign(status="oom"), {}) is None
 
 

@@ -27,20 +27,13 @@ def rates_figure(rows: pd.DataFrame, others: Mapping[str, Mapping[str, float]]) 
     for number, (name, rates) in enumerate(ways.items()):
         places = [i for i, size in enumerate(sizes) if size in rates]
         shown = [rates[size] for size in sizes if size in rates]
-        look = (
-            {"color": OKABE_ITO[number % len(OKABE_ITO)]} if name in measured else {"color": "0.5", "linestyle": "--"}
-        )
-        axes.plot(places, shown, "o-" if name in measured else "s", label=name, **look)
-        above = name in measured
-        for place, rate in zip(places, shown, strict=True):
-            axes.annotate(
-                _short(rate),
-                (place, rate),
-                (0, 7 if above else -14),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-            )
+        if name in measured:
+            axes.plot(places, shown, "o-", label=name, color=OKABE_ITO[number % len(OKABE_ITO)])
+        else:
+            axes.plot(places, shown, "s--", label=name, color="0.5")
+        offset = (0, 7 if name in measured else -14)
+        for at in zip(places, shown, strict=True):
+            axes.annotate(_short(at[1]), at, offset, textcoords="offset points", ha="center", fontsize=8)
     axes.set_yscale("log")
     axes.margins(0.12)
     axes.yaxis.set_major_formatter(WITH_COMMAS)
