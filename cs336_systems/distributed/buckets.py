@@ -99,7 +99,7 @@ class Bucket:
             self.slots.append(_Slot(self.numel, dense.stride()))
             self.numel += parameter.numel()
         self._storage: StorageWeakRef | None = None
-        """Of the last gather; a reference that does not keep it alive."""
+        """Of gradients that lie in their slots, by the last gather; a reference that does not keep it alive."""
         self.reset()
 
     def __reduce__(self) -> Any:
@@ -155,6 +155,8 @@ class Bucket:
                 or gradient.stride() != slot.stride
             ):
                 return None
+        if not own:  # from now on: a collective that has just ended may hold it a moment longer
+            self._storage = StorageWeakRef(storage)
         return first.as_strided((self.numel,), (1,), start)
 
     @torch.no_grad()

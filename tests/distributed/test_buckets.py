@@ -54,6 +54,14 @@ def test_gathered_gradients_are_views_and_stay_so():
     assert flat[0] == 2.0
 
 
+def test_a_gradient_that_lies_alone_stays_where_it_is_though_a_collective_still_holds_it():
+    (parameter,) = parameters_with_gradients((4,))
+    bucket = Bucket([parameter])
+    flat = bucket.gather()
+    held = [flat.untyped_storage(), flat.view(2, 2)]
+    assert bucket.gather().data_ptr() == flat.data_ptr() == parameter.grad.data_ptr() == held[0].data_ptr()
+
+
 def test_a_missing_gradient_counts_as_zeros():
     parameters = parameters_with_gradients((2,), (3,))
     parameters[0].grad = None
