@@ -5,6 +5,7 @@ import pandas as pd
 from cs336_systems.answers.outside import outside
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.experiments.training.table import fastest
+from cs336_systems.report.results import MISSING
 from cs336_systems.report.tables import Table, digits
 
 _SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b")
@@ -28,7 +29,7 @@ def training_rates_table(rows: pd.DataFrame) -> Table:
         lines.append(
             {
                 **{"size": run["size"], "tokens/s": f"{rate:,.0f}", "speed of light %": f"{run['speed_of_light']:.1f}"},
-                **{name: f"{other:,.0f} ({rate / other:.2f})" if other else "–" for name, other in others.items()},
+                **{name: f"{other:,.0f} ({rate / other:.2f})" if other else MISSING for name, other in others.items()},
                 **{"peak GiB": digits(run["peak_memory"]), "predicted": digits(run["predicted_peak_memory"])},
                 **{"batch": f"{run['batch_size']:g}", "tokens a step": f"{run['total_batch_tokens']:,.0f}"},
                 **{"kernels": run["kernels"], "keep": run["keep"]},
@@ -42,4 +43,4 @@ def training_rates_table(rows: pd.DataFrame) -> Table:
         "two; in brackets ours over it."
     )
     frame = pd.DataFrame(lines)
-    return Table(said, frame[[name for name in frame if (frame[name] != "–").any()]])
+    return Table(said, frame[[name for name in frame if (frame[name] != MISSING).any()]])

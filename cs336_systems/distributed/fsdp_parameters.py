@@ -278,13 +278,17 @@ class ShardedGroup:
         self.state = GroupState.GATHERING
         # Allocated for the current stream, which waits for the collective before it uses them and frees them after.
         self._unsharded.untyped_storage().resize_(self._unsharded_bytes)
-        self._sent = self._gather_inputs
-        with self._on_stream():
-            if self.compute_dtype != self._sharded.dtype:
-                cast = torch.empty_like(self._sharded, dtype=self.compute_dtype)
-                cast.copy_(self._sharded)
-                self._sent = [cast[slot] for slot in self._slots]
-            self._work = _all_gather(self.process_group, self._gather_outputs, self._sent)
+        with self._on_stream(), torch.no_grad():
+            outputs, self._sent = self._exchanged()
+            self._work = _all_gather(self.process_group, outputs, self._sent)
+
+    def _exchanged(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Of each parameter where the whole arrives, and this rank's rows, flat, as the others are to have them."""
+        if self.compute_dtype == self._sharded.dtype:
+            return self._gather_outputs, self._gather_inputs
+        cast = torch.empty_like(self._sharded, dtype=self.compute_dtype)
+        cast.copy_(self._sharded)
+        return self._gather_outputs, [cast[slot] for slot in self._slots]
 
     def wait(self) -> None:
         """Make the current stream (on a CPU: the caller) wait until the unsharded parameters are there."""

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup, _all_gather
+from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup
 from cs336_systems.distributed.neighbours import alias
 
 _TILE = 16
@@ -75,26 +75,19 @@ class QuantizedGroup(ShardedGroup):
         self._transposed: dict[str, Tensor] = {}
         travel.deliver(self.matrix)
 
-    def gather(self) -> None:
-        """Start to gather the bytes, unless they are there or on their way; the maxima are agreed on before."""
-        if self.state is not GroupState.SHARDED:
-            return
-        for parameter in self.parameters:
-            parameter.adopt_data()
-        self.state = GroupState.GATHERING
-        self._unsharded.untyped_storage().resize_(self._unsharded_bytes)
-        with self._on_stream(), torch.no_grad():
-            shards = [parameter.memory.to(self.compute_dtype) for parameter in self.parameters]
-            maxima = torch.stack([self._absmax([shards[i] for i in parts]) for parts in self._parts.values()])
-            # As integers, whose order is that of magnitudes, and in which NaN is the largest.
-            dist.all_reduce(maxima.view(torch.int32), dist.ReduceOp.MAX, group=self.process_group)
-            self._sent = list(self._gather_inputs)
-            for (number, parts), absmax in zip(enumerate(self._parts.values()), maxima, strict=True):
-                for i in parts:
-                    quantized = self._travel.quantize(_tiled(shards[i]), absmax, self._travel.dtype)
-                    self._sent[i] = quantized.q.view(torch.uint8).view(-1)
-                self._inverse_scales[number].copy_(quantized.inverse_scale)
-            self._work = _all_gather(self.process_group, self._byte_outputs, self._sent)
+    def _exchanged(self) -> tuple[list[Tensor], list[Tensor]]:
+        """In bytes, once ranks have agreed on the largest magnitudes."""
+        shards = [parameter.memory.to(self.compute_dtype) for parameter in self.parameters]
+        maxima = torch.stack([self._absmax([shards[i] for i in parts]) for parts in self._parts.values()])
+        # As integers, whose order is that of magnitudes, and in which NaN is the largest.
+        dist.all_reduce(maxima.view(torch.int32), dist.ReduceOp.MAX, group=self.process_group)
+        sent = list(self._gather_inputs)
+        for (number, parts), absmax in zip(enumerate(self._parts.values()), maxima, strict=True):
+            for i in parts:
+                quantized = self._travel.quantize(_tiled(shards[i]), absmax, self._travel.dtype)
+                sent[i] = quantized.q.view(torch.uint8).view(-1)
+            self._inverse_scales[number].copy_(quantized.inverse_scale)
+        return self._byte_outputs, sent
 
     def free(self) -> None:
         """Give the memory of the bytes back, those of transposed copies too."""

@@ -57,8 +57,14 @@ def caps_of(options: TrainOptions, case: TrainerCase, device: torch.device, fenc
     staging = 2 ** math.ceil(math.log2(case.config.vocab_size * case.config.d_model * width))  # of saves, pinned
     if fence is None:
         return Caps(*caps, host_overhead=HOST_OVERHEAD + staging)
-    beside = fence.overhead + FRAGMENTS + 2 * cublas_workspace_bytes(device)
-    return Caps(*caps, beside, max(HOST_OVERHEAD, fence.in_use().host + HOST_LATER) + staging)
+    beside_device, beside_host = beside_slabs(fence, device)
+    return Caps(*caps, beside_device, max(HOST_OVERHEAD, beside_host) + staging)
+
+
+def beside_slabs(fence: Fence, device: torch.device) -> tuple[int, int]:
+    """Bytes of a GPU and of its host that the process takes, now and as it works, for other things than slabs."""
+    on_device = fence.overhead + FRAGMENTS + 2 * cublas_workspace_bytes(device)
+    return on_device, fence.in_use().host + HOST_LATER
 
 
 @dataclass(frozen=True)

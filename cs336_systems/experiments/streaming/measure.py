@@ -18,9 +18,9 @@ from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, Rates
 from cs336_systems.experiments.streaming.cells import StreamingCell, hardware_named
 from cs336_systems.hardware import GIB, Hardware, find_hardware
 from cs336_systems.harness.clock import WHOLE, time_phases
-from cs336_systems.harness.memory import cublas_workspace_bytes
 from cs336_systems.harness.process import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
+from cs336_systems.pretraining.capped import FRAGMENTS, beside_slabs
 from cs336_systems.report.figures import save
 from cs336_systems.report.streaming_timeline import streaming_figure, timeline_rows
 from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice, choose
@@ -33,11 +33,6 @@ from cs336_systems.streaming.schedule import Kind
 MOST_CPU_PARAMETERS = 2_000_000
 """Of a model that is run on a CPU."""
 CPU_PLANS_FOR = "h200"
-FRAGMENTS = 2**28
-"""Bytes of the device that torch may reserve and not use."""
-HOST_LATER = GIB
-"""Bytes by which the process may grow beside its slab, as libraries are loaded and kernels compiled: on an H200 it has
-1.1 GiB in the end."""
 
 
 def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
@@ -62,8 +57,7 @@ def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
     fence = Fence(device, device_bytes, host_bytes) if on_gpu else None
     hardware = _hardware(cell, device)
     if fence is not None:
-        beside = fence.overhead + FRAGMENTS + 2 * cublas_workspace_bytes(device)
-        caps = Caps(device_bytes, host_bytes, beside, fence.in_use().host + HOST_LATER)
+        caps = Caps(device_bytes, host_bytes, *beside_slabs(fence, device))
     else:
         caps = Caps(device_bytes, host_bytes, *(() if cell.simulated_device else (0, 0)))  # on a CPU slabs alone count
     choice = _chosen(cell, hardware, caps)
