@@ -30,6 +30,7 @@ from cs336_systems.costs.checkpointing import SELECTIVE
 from cs336_systems.costs.flops import hardware_flops
 from cs336_systems.costs.kept import LEVELS, SWITCHES, keep_of_blocks, kept_names
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, peak_memory
+from cs336_systems.costs.offload import offloaded, state_bytes
 from cs336_systems.costs.recomputed import WORDS, recomputed
 from cs336_systems.costs.written_out import written_out_peak
 from cs336_systems.hardware import GIB, find_hardware
@@ -189,6 +190,8 @@ def cheapest_keep(
             n_shards=n_shards,
             prefetch=case.parallel.prefetch,
             update=case.parallel.update,
+            states=state_bytes(case),
+            away=offloaded(case),
             device_type=case.device,
             workspace_bytes=workspace_bytes,
         )

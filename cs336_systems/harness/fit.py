@@ -97,10 +97,11 @@ def predicted_states(case: TrainingCase, world_size: int) -> int:
     """
     units, width = model_units(case.config), case.precision.parameter_bytes
     states = state_bytes(units, world_size, width)
+    optimizer = states.parameters // width * sum(state_bytes_of(case).values())
     if case.parallel.update == "after-backward":
-        return states.total
+        return states.parameters + states.gradients + optimizer
     replicated = sum(prod(shape) for unit in units for shape in unit if not is_sharded(shape))
-    return states.parameters + width * replicated + states.optimizer
+    return states.parameters + width * replicated + optimizer
 
 
 def check_fit(case: TrainingCase, mode: str = "step", rank: Rank | None = None, *, force: bool = False) -> int:

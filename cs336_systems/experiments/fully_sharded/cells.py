@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from cs336_systems.case import Parallel
 from cs336_systems.config import PRECISIONS, Precision
 from cs336_systems.costs.checkpointing import canonical_policy
-from cs336_systems.experiments.options import RankedCase, RankedOptions, Switch, flag, training_cells
+from cs336_systems.experiments.options import RECIPE, RankedCase, RankedOptions, Switch, flag, training_cells
 
 Implementation = Literal["ours", "torch", "ddp"]
 OURS, TORCH, DDP = get_args(Implementation)
@@ -40,6 +40,8 @@ class Options(RankedOptions):
     perhaps keeping more than the rest."""
     do_bench: Switch = "off"
     """on: time the whole step by triton.testing.do_bench too, which takes twice the warm-up and eleven steps more."""
+    losses: int = 0
+    """Steps on one batch, before all else, whose losses are compared with those of the reference in fp32."""
     trace: Path | None = None
     """Folder for a recording and a picture of rank 0 per cell (torch.profiler)."""
 
@@ -53,6 +55,7 @@ class FullyShardedCell(RankedCase):
     """Of ours, else None."""
     update: str = "after-backward"
     do_bench: str = "off"
+    losses: int = 0
 
     @property
     def variant(self) -> str:
@@ -103,6 +106,8 @@ _PEER: dict[str, Any] = {
     "attention": "sdpa-cudnn",
     "compile": "on",
     "optimizer": "torch-fused",
+    "losses": 0,
+    **{name: getattr(RankedCase, name) for name in ("master", "offload", *RECIPE)},
 }
 """FSDP2 where it is as fast as it can be."""
 

@@ -19,6 +19,7 @@ from cs336_systems.costs.fsdp import model_units, step_traffic
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.fully_sharded.cells import DDP, OURS, FullyShardedCell
+from cs336_systems.experiments.fully_sharded.losses import loss_metrics
 from cs336_systems.experiments.ranked import MIB, PreparedStep, check_losses, largest, sent_metric, time_metrics
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.clock import WHOLE, PhaseTimes, synchronize
@@ -127,6 +128,7 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
     """
     predicted = predicted_states(cell, 1 if cell.fsdp == DDP else cell.world_size)
     check_fit(cell, rank=rank)
+    losses = loss_metrics(cell, rank) if cell.losses else []
     prepared = PreparedModel(cell, rank)
     synchronize(rank.device)
     meter = PeakMeter(rank.device)
@@ -140,7 +142,7 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
     held = {name: largest(size, rank) for name, size in own.items()}
     check_losses(prepared.step, rank)
 
-    metrics = time_metrics(times, cell) + _clocks(readings)
+    metrics = time_metrics(times, cell) + _clocks(readings) + losses
     state = sum(held.values())
     metrics += [
         *(Metric(name, "GiB, the most of any rank", [size / GIB]) for name, size in held.items()),

@@ -9,7 +9,7 @@ _PEER = "torch"
 
 _WORK = ("gpu", "device", "size", "dtype", "batch_size", "accumulate", "context_length", "world_size")
 """What the fastest ways to do the same work agree in."""
-_OURS_ALONE = ("fsdp", "prefetch", "update", "do_bench")
+_OURS_ALONE = ("fsdp", "prefetch", "update", "do_bench", "losses")
 
 
 def _over_fsdp2(line: Line) -> Spread | None:
@@ -50,7 +50,7 @@ FULLY_SHARDED = ResultTable(
     settings=(
         *("gpu", "device", "size", "dtype", "attention", "checkpoint", "compile", "optimizer", "batch_size"),
         *("accumulate", "kernels", "keep", *RECIPE, "context_length", "warmup", "steps", "world_size", "fsdp"),
-        *("prefetch", "update", "do_bench"),
+        *("prefetch", "update", "do_bench", "master", "losses"),
     ),
     always=("size", "world_size", "fsdp", "prefetch"),
     labels={"batch_size": "batch per rank", "world_size": "ranks", "fsdp": "implementation"},
@@ -71,6 +71,13 @@ FULLY_SHARDED = ResultTable(
             note="FSDP2's median step over that of the fastest of ours, by repeat",
         ),
         Column("do_bench ms", "do_bench", rank=2, optional=True, note="the step by triton.testing.do_bench"),
+        Column(
+            "loss off %",
+            "loss_error",
+            ".3f",
+            optional=True,
+            note="from the reference's in fp32, on one batch from the same weights, the most of any step",
+        ),
         Column("forward ms", "forward", rank=2),
         Column("backward ms", "backward", rank=2),
         Column("optimizer ms", "optimizer", rank=2),
