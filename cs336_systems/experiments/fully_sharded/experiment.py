@@ -45,7 +45,7 @@ def make_cells(options: Options) -> list[FullyShardedCell]:
                 mixed=True,
             )
             cells[i] = replace(cell, keep=choice.keep)
-            what = str(cell).removesuffix(f" keep {cell.keep}")
+            what = str(cell).replace(f" keep {cell.keep}", "", 1)
             notes.append(f"{what} within {options.memory_budget_gib:g} GiB, least recomputation: {choice}")
     if reports():
         print(*dict.fromkeys(notes), sep="\n", file=sys.stderr)

@@ -98,7 +98,7 @@ def fit_to_budget(cells: list[ModelCell], budget_gib: float) -> tuple[list[Model
         choice: Choice | KeepChoice
         if cell.written_out:
             choice = cheapest_keep(cell, cell.mode, budget, chunk=head_chunk(cell), workspace_bytes=workspace)
-            what = what.removesuffix(f" keep {cell.keep}")
+            what = what.replace(f" keep {cell.keep}", "", 1)
             cell = replace(cell, keep=choice.keep)
         else:
             selective = checkpointing_reason(KEEP_MATMULS, cell.attention) is None
