@@ -5,7 +5,8 @@
 #
 # Nothing else may run on the host. What is compared is measured by one command in two rounds, the second one backwards,
 # each cell by five steps of warm-up and ten timed ones in each (by two and five where steps take five seconds and what
-# is compared with them has a command of its own: fsdp-leaderboard, and the last two of leaderboard).
+# is compared with them has a command of its own: fsdp-leaderboard, and the 8B steps but for leaderboard-turns and the
+# first of leaderboard).
 # Parts that are compared with each other, as ddp-one-rank and ddp-ctas8 with ddp, come from one host. Minutes between
 # two H200s, estimated from committed step times with 12 s to start a command, 1.5 s for a cell, 14 s for a recording:
 #
@@ -24,9 +25,12 @@
 #   sharded-optimizer-xl       2.0
 #   fsdp-xl                    2.5
 #   fsdp-leaderboard           7.1  the leaderboard's step with fp32 masters, every block computed twice
-#   leaderboard               11.8  the same in bf16, what blocks keep and AdamW under backward, in turns with FSDP2 (150 s
-#                                   for its row from an empty cache); its other policies that fit; ours by do_bench and
-#                                   recorded
+#   leaderboard                4.0  the same in bf16, what blocks keep and AdamW under backward; by do_bench and recorded
+#   leaderboard-turns         11.5  in turns with FSDP2, full checkpointing and keeping attention (150 s for its first row
+#                                   from an empty cache); another policy that fits
+#   leaderboard-losses         1.1  20 steps of the whole model on a short batch beside fp32
+#   leaderboard-masters        1.3  with fp32 master weights
+#   leaderboard-fp8            1.2  with products of blocks in fp8, which is outside the rules of the class
 #
 # Parts ddp-xl, -autocast, -buckets and -one-rank write to FOLDER/ddp, the other -xl likewise, and every other part to a
 # folder of its own, pictures of traces to ddp and fsdp; uv run scripts/report.py --adopt FOLDER moves rows and pictures
@@ -78,15 +82,26 @@ for part in "$@"; do
         --compile --warmup 2 --steps 5)
       turns benchmark_fsdp "${leaderboard[@]}" --fsdp ours torch --attention hopper
       ranks benchmark_fsdp "${leaderboard[@]}" --fsdp torch --attention sdpa-cudnn ;;
-    leaderboard)
+    leaderboard | leaderboard-turns | leaderboard-losses | leaderboard-masters | leaderboard-fp8)
       step=(--size leaderboard-8b --context-length 32768 --batch-size 1 --dtype bf16)
-      ours=(--fsdp ours --kernels fused --attention hopper --optimizer fused --update under-backward
-        --memory-budget-gib 134)
-      peer=(--fsdp torch --compile --attention sdpa-cudnn)
+      ours=(--fsdp ours --kernels fused --attention hopper --optimizer fused --update under-backward)
+      fits=(--memory-budget-gib 134)
+      short=(--warmup 2 --steps 5)
       export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True # 6 GiB of the card are left
-      turns benchmark_fsdp "${step[@]}" "${ours[@]}" --peer-checkpoint full
-      ranks benchmark_fsdp "${step[@]}" "${peer[@]}" --checkpoint keep-attention first-16 --warmup 2 --steps 5
-      ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --do-bench on --trace "$folder/leaderboard" --warmup 2 --steps 5
+      case "$part" in
+        leaderboard)
+          ranks benchmark_fsdp "${step[@]}" "${ours[@]}" "${fits[@]}"
+          ranks benchmark_fsdp "${step[@]}" "${ours[@]}" "${fits[@]}" --do-bench on --trace "$folder/leaderboard" "${short[@]}" ;;
+        leaderboard-turns)
+          turns benchmark_fsdp "${step[@]}" "${ours[@]}" "${fits[@]}" --peer-checkpoint full keep-attention
+          ranks benchmark_fsdp "${step[@]}" --fsdp torch --compile --attention sdpa-cudnn --checkpoint first-16 "${short[@]}" ;;
+        leaderboard-losses)
+          ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --keep products --context-length 1024 --losses 20 "${short[@]}" ;;
+        leaderboard-masters)
+          ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --master fp32 --memory-budget-gib 133 "${short[@]}" ;;
+        leaderboard-fp8)
+          ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --keep products --matmul-dtype e4m3 "${short[@]}" ;;
+      esac
       unset PYTORCH_CUDA_ALLOC_CONF ;;
     *)
       echo "unknown part '$part': see the head of scripts/measure_distributed.sh" >&2

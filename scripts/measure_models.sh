@@ -3,8 +3,9 @@
 #
 #   scripts/measure_models.sh FOLDER PART...
 #
-# Parts: grid context-512 memory-256 compiled optimizers warmup harness checkpointing. On an H200 the grid and compiled
-# take about seven minutes each, checkpointing about eight, the others together about five. Compiling whole models is not
+# Parts: grid context-512 memory-256 compiled optimizers warmup harness checkpointing leaderboard-one-gpu. On an H200 the grid and compiled
+# take about seven minutes each, checkpointing about eight, the leaderboard's step on one GPU (inputs of blocks in host memory) about two, the others
+# together about five. Compiling whole models is not
 # in these seven: it takes the longer the more blocks a model has, perhaps ten minutes more in all. Checkpointing compares
 # what the host adds to a step: run it alone on its host. PYTHON picks the interpreter (default: uv run).
 # Each part appends to its own folder below FOLDER; uv run scripts/report.py --adopt FOLDER moves the rows to
@@ -39,11 +40,15 @@ for part in "$@"; do
         --checkpoint none full every-2 every-4 every-8 ;;
     warmup)
       model --size small xl --warmup 0 1 2 5 --mode step --out "$out" ;;
+    leaderboard-one-gpu)
+      PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True model --size leaderboard-8b --context-length 32768 --batch-size 1 \
+        --dtype bf16 --kernels fused --attention hopper --optimizer fused --keep products-residual --offload residual \
+        --mode step --out "$out" ;;
     harness)
       "${python[@]}" benchmarks/benchmark_harness.py --format csv --out "$out" ;;
     *)
       echo "unknown part '$part': parts are grid, context-512, memory-256, compiled, optimizers, warmup," \
-        "harness, checkpointing; attention has measure_attention.sh" >&2
+        "harness, checkpointing, leaderboard-one-gpu; attention has measure_attention.sh" >&2
       exit 2 ;;
   esac
 done

@@ -110,7 +110,12 @@ def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
         "ddp_recorded": question("traces/benchmark_ddp", "ddp"),
         "sharded": question("sharded-optimizer", "sharding", **xl),
         "fsdp": question("fsdp", "fsdp", **xl),
-        "leaderboard_step": question("leaderboard", "keep", "update", fsdp="ours"),
+        "leaderboard_step": question("leaderboard", "keep", "update", fsdp="ours", kernels="fused"),
+        "leaderboard_turns": question("leaderboard-turns", "fsdp", "checkpoint"),
+        "leaderboard_masters": question("leaderboard-masters", fsdp="ours"),
+        "leaderboard_fp8": question("leaderboard-fp8", fsdp="ours"),
+        "leaderboard_losses": question("leaderboard-losses", fsdp="ours"),
+        "leaderboard_one_gpu": question("leaderboard-one-gpu", "offload", **step),
         "fsdp_leaderboard": question("fsdp-leaderboard", "fsdp", attention="hopper"),
     }
 

@@ -18,6 +18,8 @@ PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+\.\d", SCRIPT.read_text(), re.MULTIL
 QUESTIONS = {"ddp": "data_parallel", "sharded_optimizer": "sharded_optimizer", "fsdp": "fully_sharded"}
 IN_ONE_ROUND = ("traces", "ddp-one-rank", "ddp-ctas8")
 """Parts whose times are not those by which ours and torch's are compared."""
+IN_FEW_STEPS = ("fsdp-leaderboard", "leaderboard-losses", "leaderboard-masters", "leaderboard-fp8")
+"""Whose steps take seconds."""
 
 
 def commands(part: str, folder: Path) -> list[tuple[int, str, list[str], str]]:
@@ -55,7 +57,7 @@ def test_the_head_names_every_part():
 def test_each_part_measures_in_rounds_of_ten_steps_after_five(part, tmp_path):
     for number, (ranks, question, arguments, ctas) in enumerate(commands(part, tmp_path)):
         cells = grid(question, ranks, arguments)
-        short = part == "fsdp-leaderboard" or (part == "leaderboard" and number > 0)
+        short = part in IN_FEW_STEPS or (part in ("leaderboard", "leaderboard-turns") and number > 0)
         assert {(cell.warmup, cell.steps) for cell in cells} == {(2, 5) if short else (5, 10)}
         assert ctas == ("8" if part == "ddp-ctas8" else "")
         implementations = {cell.variant for cell in cells}
