@@ -13,7 +13,7 @@ Rajbhandari et al. 2020, sections 5.3 and 7.2. Sizes are in bytes; alignment of 
 is left out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
@@ -23,6 +23,9 @@ Shape = tuple[int, ...]
 
 COUNT_BYTES = 4
 """Of the number, per trainable parameter, that says how many ranks have its gradient."""
+
+MAXIMA_BYTES = 4 * 4
+"""Of the largest magnitudes of a quantized block's four matrices: q | k | v, output, gate | up and down."""
 
 
 def is_sharded(shape: Shape) -> bool:
@@ -89,6 +92,7 @@ def step_traffic(
     compute_bytes: int = 4,
     gradient_bytes: int = 4,
     first: bool = False,
+    quantized: Collection[int] = (),
 ) -> StepTraffic:
     """Communication of one step in which every unit runs once and every parameter is trained.
 
@@ -96,17 +100,29 @@ def step_traffic(
         compute_bytes: per element of a gathered weight.
         gradient_bytes: per element of a gradient that is reduced; replicated gradients travel in fp32.
         first: whether it is the first step, before the order of the units is known: it gathers the last one twice.
+        quantized: numbers of the units whose weights travel in eight bits, each gather after an agreement on the
+            largest magnitudes of their matrices. The last unit is none of them.
     """
-    sizes = [size for unit in units if (size := _padded(unit, world_size))]
+    gathers = [
+        (size, 1 if number in quantized else compute_bytes)
+        for number, unit in enumerate(units)
+        if (size := _padded(unit, world_size))
+    ]
+    sizes = [size for size, _ in gathers]
     replicated = sum(prod(shape) for unit in units for shape in unit if not is_sharded(shape))
     n_parameters = sum(len(unit) for unit in units)
-    gathered = 2 * sum(sizes) - (0 if first or not sizes else sizes[-1])
+    gathered = 2 * sum(map(prod, gathers)) - (0 if first or not gathers else prod(gathers[-1]))
+    agreements = 2 * len(quantized)
     messages = {
-        "all-gather": compute_bytes * gathered,
+        "all-gather": gathered,
         "reduce-scatter": gradient_bytes * sum(sizes),
-        "all-reduce": 4 * replicated + COUNT_BYTES * n_parameters,
+        "all-reduce": 4 * replicated + COUNT_BYTES * n_parameters + MAXIMA_BYTES * agreements,
     }
-    counts = {"all-gather": max(0, 2 * len(sizes) - (not first)), "reduce-scatter": len(sizes), "all-reduce": 1}
+    counts = {
+        "all-gather": max(0, 2 * len(sizes) - (not first)),
+        "reduce-scatter": len(sizes),
+        "all-reduce": 1 + agreements,
+    }
     share = (world_size - 1) / world_size
     sent = share * (messages["all-gather"] + messages["reduce-scatter"] + 2 * messages["all-reduce"])
     return StepTraffic(counts, messages, sent)

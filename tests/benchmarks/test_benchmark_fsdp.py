@@ -63,6 +63,32 @@ def test_everything_in_bf16_holds_and_sends_half():
         assert found["bf16", "ours"][name] == pytest.approx(found["fp32", "ours"][name] / 2, rel=0.02), name
 
 
+@pytest.mark.slow
+def test_losses_are_those_of_the_reference_from_the_same_weights():
+    """In fp32 a step of ours is the reference's but for rounding; in bf16 it is another one that begins with its loss."""
+    written_out = ["--fsdp", "ours", "--keep", "products", "--optimizer", "reference", "--update", "under-backward"]
+    cells = cells_of("fully_sharded", *TINY, *written_out, "--dtype", "fp32", "bf16", "--losses", "4")
+    for cell, metrics in zip(cells, spawn(measure_all, 2, cells, None, timeout_s=90)[0], strict=True):
+        found = {metric.name: metric.samples for metric in metrics}
+        own, exact = found["loss"], found["reference_loss"]
+        assert len(own) == len(exact) == 4
+        assert exact[3] < exact[2] < exact[1] < exact[0]
+        assert own[0] == pytest.approx(exact[0], rel=1e-6 if cell.dtype == "fp32" else 2e-3)
+        (off,) = found["loss_error"]
+        assert off == max(100 * abs(loss / right - 1) for loss, right in zip(own, exact, strict=True))
+        assert off < 1e-3 if cell.dtype == "fp32" else 1e-3 < off
+
+
+@pytest.mark.slow
+def test_bytes_that_travel_are_predicted():
+    """Blocks of which every shard is tiles send a byte an element in gathers, and what they agree on before."""
+    arguments = ["--fsdp", "ours", "--keep", "products", "--dtype", "bf16", "--matmul-dtype", "e4m3", "--scaling"]
+    cells = cells_of("fully_sharded", *TINY, *arguments, "tensor", "row")
+    for cell, metrics in zip(cells, spawn(measure_all, 2, cells, None, timeout_s=90)[0], strict=True):
+        found = {metric.name: metric.samples[0] for metric in metrics}
+        assert found["sent_per_rank"] == pytest.approx(found["predicted_sent"]), cell.scaling
+
+
 def test_recordings_show_the_collectives_of_two_blocks(rows, recordings):
     traces = [kineto.read(path) for path in recordings.glob("*.json.gz")]
     assert len(traces) == 2
@@ -96,6 +122,8 @@ def test_peers_at_their_best_take_turns_with_what_is_ours():
     peer = cells[2]
     assert (peer.attention, peer.compile, peer.keep, peer.optimizer) == ("sdpa-cudnn", "on", "autograd", "torch-fused")
     assert (peer.size, peer.dtype, peer.batch_size, peer.steps) == ("tiny", "fp32", 1, 2)
+    quantized = cells_of("fully_sharded", *TINY, *written_out[:4], *peers[:2], "--matmul-dtype", "e4m3", "--losses", "3")
+    assert [(cell.fsdp, cell.matmul_dtype, cell.losses) for cell in quantized] == [("ours", "e4m3", 3), ("torch", "same", 0)]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +131,7 @@ def test_peers_at_their_best_take_turns_with_what_is_ours():
     [
         (["--peer-checkpoint", "some"], "unknown checkpoint policy 'some'"),
         (["--do-bench", "on"], "--do-bench on: triton's do_bench times CUDA devices, got --device cpu"),
+        (["--losses", "-1"], "--losses must not be negative, got -1"),
         (["--prefetch", "-1"], "--prefetch must not be negative, got -1"),
         (["--batch-size", "0"], "--batch-size must be positive, got 0"),
         (["--steps", "0"], "--steps must be positive, got 0"),

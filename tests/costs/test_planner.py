@@ -1,5 +1,7 @@
 """The chosen policy, or the chosen level, fits, and no cheaper one would."""
 
+from dataclasses import replace
+
 import pytest
 
 from cs336_systems.case import TrainingCase
@@ -154,6 +156,19 @@ def test_mixes_keep_more_in_as_many_blocks_as_fit():
         seconds = int(number) * every[more][0] + (LLAMA.config.n_layers - int(number)) * every[less][0]
         assert mixed.seconds == pytest.approx(seconds / LLAMA.config.n_layers)
     assert cheapest_keep(LLAMA, "step", largest, chunk=2048, mixed=True).keep == "all"
+
+
+def test_masters_take_room_and_what_is_away_gives_it():
+    """Of 8.03 billion parameters masters take 29.9 GiB, and 15 each moment that is in host memory leaves."""
+    case = replace(LLAMA, optimizer="fused")
+    plain, masters, away = (
+        cheapest_keep(each, "step", 115 * GIB, chunk=2048)
+        for each in (case, replace(case, master="fp32"), replace(case, offload="m-v"))
+    )
+    assert away.seconds <= plain.seconds < masters.seconds <= 115
+    alike = (cheapest_keep(each, "step", 500 * GIB, chunk=2048) for each in (replace(case, master="fp32"), case))
+    more, less = (choice.peak_bytes for choice in alike)
+    assert more - less == pytest.approx(4 * case.config.n_parameters, rel=1e-3)
 
 
 def test_shards_leave_room_to_keep_more():

@@ -156,11 +156,14 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
         unit = "GiB, the most of any rank, construction excluded"
         metrics.append(Metric("peak_memory", unit, [largest(peak / GIB, rank)]))
     if cell.fsdp == OURS and cell.accumulate == 1:
+        recipe, n_layers = cell.recipe, cell.config.n_layers
+        travels = recipe.quantized and recipe.scaling == "tensor"  # the embedding is the first unit
         expected = step_traffic(
             model_units(cell.config),
             cell.world_size,
             compute_bytes=cell.weight_bytes,
             gradient_bytes=cell.precision.parameter_bytes,
+            quantized=range(1 + recipe.skip_first, 1 + n_layers - recipe.skip_last) if travels else (),
         )
         metrics.append(Metric("predicted_sent", "MiB per step and rank, on a ring", [expected.sent_per_rank / MIB]))
     if cell.fsdp == OURS:

@@ -6,6 +6,7 @@ import pytest
 
 from cs336_systems.experiments.fully_sharded import experiment
 from cs336_systems.experiments.fully_sharded.cells import Options, make_cells
+from cs336_systems.harness.fit import predicted_states
 
 LEADERBOARD = Options(
     size=("leaderboard-8b",),
@@ -30,6 +31,20 @@ def test_a_budget_decides_what_blocks_keep_and_says_why(monkeypatch, capsys):
     (alone, peer) = experiment.make_cells(replace(LEADERBOARD, memory_budget_gib=60.0, peer_checkpoint=("full",)))
     assert (peer.keep, peer.checkpoint) == ("autograd", "full")
     assert alone.keep != cell.keep
+
+
+def test_masters_are_among_the_states_that_are_predicted(monkeypatch, capsys):
+    monkeypatch.setattr(experiment, "cublas_workspace_bytes", lambda device: 2**25)
+    for update in ("after-backward", "under-backward"):
+        plain, masters = (
+            make_cells(replace(LEADERBOARD, keep=("products",), update=(update,), master=(master,)))[0]
+            for master in ("none", "fp32")
+        )
+        more = predicted_states(masters, 2) - predicted_states(plain, 2)
+        assert more == pytest.approx(4 * plain.config.n_parameters / 2, rel=1e-3)
+    (alone,) = experiment.make_cells(replace(LEADERBOARD, memory_budget_gib=133.0, master=("fp32",)))
+    assert alone.keep != experiment.make_cells(replace(LEADERBOARD, memory_budget_gib=133.0))[0].keep
+    assert "fused kernels masters in fp32 within 133 GiB" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
