@@ -1,5 +1,7 @@
 """What templates may ask of several GPUs, experiments and calculators: predicted without rows, measured with them."""
 
+from dataclasses import asdict
+
 import pandas as pd
 import pytest
 
@@ -8,8 +10,10 @@ from cs336_systems.answers.committed import Committed
 from cs336_systems.answers.rendering import PENDING, Pages
 from cs336_systems.answers.vocabulary import NUMBERS, TABLES, vocabulary
 from cs336_systems.config import MODEL_SIZES
+from cs336_systems.experiments.fully_sharded.cells import FullyShardedCell
 from cs336_systems.experiments.leaks.findings import Findings
 from cs336_systems.harness.record import Metric, schema_columns
+from cs336_systems.harness.sweep import cell_columns
 from cs336_systems.report.tables import Table
 from tests.report.rows import make_cell, make_frame, ms
 
@@ -53,6 +57,11 @@ def test_without_rows_every_table_says_so(tmp_path):
         'ddp("exposed", "naive")',
         'sharded("step", "owned") / sharded("step", "replicated") - 1',
         'fsdp("state", "ours")',
+        'leaderboard_turns("step", "torch", "full") / leaderboard_turns("step", "ours", "none")',
+        'leaderboard_losses("loss_error") | fixed(3)',
+        'leaderboard_masters("step") | fixed',
+        'leaderboard_fp8("peak_memory")',
+        'leaderboard_one_gpu("step", "residual") | fixed',
         'collective("busbw", "all_reduce", 2, 1)',
         '1e6 * link_of(rows("collectives"), 2).alpha_s',
         'leak(rows("leaks/roofline_knee")).knee["measured product"]',
@@ -84,6 +93,47 @@ def test_measured_numbers_are_those_of_the_rows(tmp_path):
     write_ddp(tmp_path, ("bucketed", 1, 2), ("bucketed", 25, 2))
     assert render(tmp_path, '{{ ddp("step", "bucketed", bucket_size_mb=25) }}') == "6.00"
     assert render(tmp_path, '{{ ddp("step", "naive") }}') == PENDING
+
+
+def write_leaderboard(tmp_path, part, *cells):
+    """Rows of ``benchmark_fsdp``, for each cell its fields and its metrics."""
+    shared = {"schema_version": 1, "benchmark": "benchmark_fsdp", "status": "ok", "gpu": "NVIDIA H200", "message": ""}
+    shared |= {"commit": "abc", "argv": "x", "timestamp": "now"}
+    rows = []
+    for fields, metrics in cells:
+        cell = FullyShardedCell("cuda", "leaderboard-8b", 1, 32_768, "bf16", world_size=2, **fields)
+        said = shared | asdict(cell) | {"variant": cell.variant}
+        rows += [said | metric.statistics() for metric in metrics]
+    path = tmp_path / "results" / "h200" / part / "benchmark_fsdp.csv"
+    path.parent.mkdir(parents=True)
+    columns = schema_columns(cell_columns(FullyShardedCell))
+    pd.DataFrame(rows).reindex(columns=columns).to_csv(path, index=False)
+
+
+def test_the_leaderboards_step_beside_fsdp2_and_its_losses_beside_fp32(tmp_path):
+    ours = {"kernels": "fused", "keep": "products", "prefetch": 1, "update": "under-backward"}
+    step, times = Metric("step", "ms", [4300.0, 4310.0, 4290.0]), Metric("warmup_step", "ms", [16e3, 4350.0])
+    peers = [
+        ({"fsdp": "torch", "compile": "on", "checkpoint": policy}, [Metric("step", "ms", [ms])])
+        for policy, ms in (("full", 5805.0), ("keep-attention", 5160.0))
+    ]
+    write_leaderboard(tmp_path, "leaderboard-turns", (ours, [step, times]), *peers)
+    losses = [Metric("loss", "nats", [12.0] * 20), Metric("loss_error", "%", [0.125])]
+    write_leaderboard(tmp_path, "leaderboard-losses", (ours | {"losses": 20}, losses))
+
+    def told(expression):
+        return render(tmp_path, f"{{{{ {expression} }}}}")
+
+    own = 'leaderboard_turns("step", "ours", "none")'
+    assert told(f'(leaderboard_turns("step", "torch", "full") / {own}) | fixed(3)') == "1.350"
+    assert told(f'(leaderboard_turns("step", "torch", "keep-attention") / {own}) | fixed(3)') == "1.200"
+    assert told('leaderboard_turns("step", "ours", "none", statistic="n") | fixed') == "3"
+    assert told('leaderboard_turns("warmup_step", "ours", "none", statistic="n") | fixed') == "2"
+    assert told('leaderboard_losses("loss", statistic="n") | fixed') == "20"
+    assert told('leaderboard_losses("loss_error") | fixed(3)') == "0.125"
+    table = told('fully_sharded_table(rows("leaderboard-turns"))')
+    assert "losses" not in table and "1.350" in table and "1.200" in table
+    assert "loss off %" in told('fully_sharded_table(rows("leaderboard-losses"))')
 
 
 def test_the_ladder_and_the_buckets_are_the_handouts_setting(tmp_path):
