@@ -65,7 +65,7 @@ def test_everything_in_bf16_holds_and_sends_half():
 
 @pytest.mark.slow
 def test_losses_are_those_of_the_reference_from_the_same_weights():
-    """In fp32 a step of ours is the reference's but for rounding; in bf16 it is another one that begins with its loss."""
+    """In fp32 a step of ours is the reference's but for rounding; in bf16 it only begins with its loss."""
     written_out = ["--fsdp", "ours", "--keep", "products", "--optimizer", "reference", "--update", "under-backward"]
     cells = cells_of("fully_sharded", *TINY, *written_out, "--dtype", "fp32", "bf16", "--losses", "4")
     for cell, metrics in zip(cells, spawn(measure_all, 2, cells, None, timeout_s=90)[0], strict=True):
