@@ -23,7 +23,7 @@ from cs336_systems.experiments.fully_sharded.losses import loss_metrics
 from cs336_systems.experiments.ranked import MIB, PreparedStep, check_losses, largest, sent_metric, time_metrics
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.clock import WHOLE, PhaseTimes, synchronize
-from cs336_systems.harness.fit import check_fit, predicted_states
+from cs336_systems.harness.fit import check_fit, is_predictable, predicted_states
 from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.harness.ranks import time_phases_of_ranks
 from cs336_systems.harness.record import Metric
@@ -127,7 +127,7 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
         FloatingPointError: the loss is not finite on some rank.
     """
     predicted = predicted_states(cell, 1 if cell.fsdp == DDP else cell.world_size)
-    check_fit(cell, rank=rank)
+    needed = check_fit(cell, rank=rank)
     losses = loss_metrics(cell, rank) if cell.losses else []
     prepared = PreparedModel(cell, rank)
     synchronize(rank.device)
@@ -155,6 +155,8 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
     if peak is not None:
         unit = "GiB, the most of any rank, construction excluded"
         metrics.append(Metric("peak_memory", unit, [largest(peak / GIB, rank)]))
+    if is_predictable(cell):
+        metrics.append(Metric("predicted_peak", "GiB, of a rank", [needed / GIB]))
     if cell.fsdp == OURS and cell.accumulate == 1:
         recipe, n_layers = cell.recipe, cell.config.n_layers
         travels = recipe.quantized and recipe.scaling == "tensor"  # the embedding is the first unit
