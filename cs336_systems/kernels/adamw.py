@@ -27,8 +27,10 @@ How. Two launches, for any number of tensors of one combination of dtypes (``ada
 per tensor, counts the step and computes its coefficients in fp64: steps are counted on the device, as only there it is
 known whether one is skipped. Hyperparameters lie on the device too, and later ones are copied to the same place. So a
 CUDA graph may hold both launches, and a schedule change the learning rate. In the second each program updates a chunk
-of one tensor; it begins while the first still runs (``gdc_wait``), and reads a block while it updates the one before. Whole blocks of aligned tensors go by 16 bytes per thread; ends and others (a shard at an odd place) go
-element by element, with as many bits of Philox for one element as for two otherwise.
+of one tensor; it begins while the first still runs, waits for its end (``gdc_wait``) when it has asked for its first
+block, and reads a block while it updates the one before. Whole blocks of aligned tensors go by 16 bytes per thread;
+ends and others (a shard at an odd place) go element by element, with as many bits of Philox for one element as for two
+otherwise.
 
 The largest magnitude of a weight as written, which its quantization to fp8 asks for, comes without another read: see
 ``absmax.py``.
@@ -99,9 +101,7 @@ def is_finite(x):
 
 
 @triton.jit
-def advance_kernel(
-    rows, hyperparameters, scale, coefficients, n_tensors, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
-):
+def advance_kernel(rows, hyperparameters, scale, coefficients, n_tensors, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Count the step of each tensor, unless it is skipped, and compute its coefficients; a lane per tensor.
 
     Its absmax becomes zero, from which the second launch raises it.
