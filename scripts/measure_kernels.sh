@@ -80,7 +80,7 @@ for part in "$@"; do
       kernels --kernel "${norms_and_passes[@]}" --size llama3-8b --rows "${tokens[@]}" ;;
     head)
       kernels --kernel linear_cross_entropy --rows 32768 --size llama3-8b --samples 20 \
-        --how ours compiled liger liger-large-chunks ;;
+        --how ours ours-small-chunks compiled liger liger-large-chunks ;;
     head-peers)
       kernels --kernel linear_cross_entropy --rows 32768 --size llama3-8b --samples 20 \
         --how eager cut-cross-entropy cut-cross-entropy-filtered ;;

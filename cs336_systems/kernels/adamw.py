@@ -27,8 +27,10 @@ How. Two launches, for any number of tensors of one combination of dtypes (``ada
 per tensor, counts the step and computes its coefficients in fp64: steps are counted on the device, as only there it is
 known whether one is skipped. Hyperparameters lie on the device too, and later ones are copied to the same place. So a
 CUDA graph may hold both launches, and a schedule change the learning rate. In the second each program updates a chunk
-of one tensor. Whole blocks of aligned tensors go by 16 bytes per thread; ends and others (a shard at an odd place) go
-element by element, with as many bits of Philox for one element as for two otherwise.
+of one tensor; it begins while the first still runs, waits for its end (``gdc_wait``) when it has asked for its first
+block, and reads a block while it updates the one before. Whole blocks of aligned tensors go by 16 bytes per thread;
+ends and others (a shard at an odd place) go element by element, with as many bits of Philox for one element as for two
+otherwise.
 
 The largest magnitude of a weight as written, which its quantization to fp8 asks for, comes without another read: see
 ``absmax.py``.
@@ -54,6 +56,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cs336_systems.kernels.absmax import largest_of_threads, magnitude_bits, raise_absmax
 from cs336_systems.kernels.adamw_table import (
@@ -80,12 +83,13 @@ from cs336_systems.kernels.adamw_table import (
     UpdateTable,
     check_updates,
 )
-from cs336_systems.operators.launching import ceil_div, launch, needs_other_device
+from cs336_systems.operators.launching import ceil_div, launch, needs_other_device, overlaps
 
 BLOCK, WARPS = 512, 2
 """8 elements for each of 64 threads: 16 bytes of bf16. For 2^28 elements an H200 reaches 95 % of the copy ceiling, with
 blocks of 1,024 by 4 warps in chunks of 8,192 it reaches 92, with 2,048 by 8 warps 83 (LOG.md)."""
-ADVANCE_BLOCK = 128
+ADVANCE_BLOCK = 32
+"""One warp's lanes."""
 
 PHILOX_ROUNDS = tl.constexpr(7)
 NAN_BITS = tl.constexpr(0x7FC00000)
@@ -97,35 +101,35 @@ def is_finite(x):
 
 
 @triton.jit
-def advance_kernel(rows, hyperparameters, scale, coefficients, n_tensors, BLOCK: tl.constexpr):
+def advance_kernel(rows, hyperparameters, scale, coefficients, n_tensors, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Count the step of each tensor, unless it is skipped, and compute its coefficients; a lane per tensor.
 
     Its absmax becomes zero, from which the second launch raises it.
     """
+    if OVERLAP:
+        gdc_launch_dependents()
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = tensor < n_tensors
     row = rows + tensor * COLUMNS
     step_at = tl.load(row + STEP, mask=inside, other=0).to(tl.pointer_type(tl.int64))
-    taken = is_finite(tl.load(scale).to(tl.float32))
-    step = tl.load(step_at, mask=inside, other=0) + taken.to(tl.int64)
-    if taken:
-        absmax_at = tl.load(row + ABSMAX, mask=inside, other=0)
-        tl.store(absmax_at.to(tl.pointer_type(tl.float32)), tl.zeros((BLOCK,), tl.float32), mask=absmax_at != 0)
-    tl.store(step_at, step, mask=inside)
-    tl.store(row + STEP_NOW, step, mask=inside)
-
+    absmax_at = tl.load(row + ABSMAX, mask=inside, other=0)
     own = hyperparameters + tensor * HYPERPARAMETERS
     lr = tl.load(own, mask=inside, other=0.0)
     beta1 = tl.load(own + 1, mask=inside, other=0.0)
     beta2 = tl.load(own + 2, mask=inside, other=0.0)
     eps = tl.load(own + 3, mask=inside, other=0.0)
     weight_decay = tl.load(own + 4, mask=inside, other=0.0)
+    taken = is_finite(tl.load(scale).to(tl.float32))
+    step = tl.load(step_at, mask=inside, other=0) + taken.to(tl.int64)
+
     power1, power2 = tl.full((BLOCK,), 1.0, tl.float64), tl.full((BLOCK,), 1.0, tl.float64)
     square1, square2, bits = beta1, beta2, tl.maximum(step, 1)  # a first step that is skipped has no correction
-    for _ in range(32):  # beta^t by squaring, a bit of t at a time
+    left = tl.max(bits, axis=0)
+    while left > 0:  # beta^t by squaring, a bit of t at a time; unrolled it would be code to fetch, from cold caches
         power1 = tl.where(bits & 1 != 0, power1 * square1, power1)
         power2 = tl.where(bits & 1 != 0, power2 * square2, power2)
         square1, square2, bits = square1 * square1, square2 * square2, bits >> 1
+        left = left >> 1
 
     out = coefficients + tensor * COEFFICIENTS
     tl.store(out, beta1.to(tl.float32), mask=inside)
@@ -136,6 +140,10 @@ def advance_kernel(rows, hyperparameters, scale, coefficients, n_tensors, BLOCK:
     tl.store(out + 5, eps.to(tl.float32), mask=inside)
     tl.store(out + 6, (1.0 - lr * weight_decay).to(tl.float32), mask=inside)
     tl.store(out + 7, (lr / (1.0 - power1)).to(tl.float32), mask=inside)
+    tl.store(step_at, step, mask=inside)
+    tl.store(row + STEP_NOW, step, mask=inside)
+    if taken:
+        tl.store(absmax_at.to(tl.pointer_type(tl.float32)), tl.zeros((BLOCK,), tl.float32), mask=absmax_at != 0)
 
 
 @triton.jit
@@ -158,7 +166,22 @@ def rounded(x, noise, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
+def read_block(exact_at, g_at, m_at, v_at, inside):
+    """What an update reads, at blocks of pointers: the parameter or its master, gradient and moments."""
+    return (
+        tl.load(exact_at, mask=inside),
+        tl.load(g_at, mask=inside),
+        tl.load(m_at, mask=inside),
+        tl.load(v_at, mask=inside),
+    )
+
+
+@triton.jit
 def update_block(
+    exact,
+    g,
+    m,
+    v,
     p_at,
     g_at,
     m_at,
@@ -173,17 +196,17 @@ def update_block(
     CLEAR: tl.constexpr,
     HAS_MASTER: tl.constexpr,
 ):
-    """Update the elements at blocks of pointers; returns the magnitude bits of the written p.
+    """Update the elements at blocks of pointers, from what was read there; returns the magnitude bits of the written p.
 
     noise_pm: 16 bits for p below 16 for m; noise_v: 16 for v.
     """
     beta1, rest1, beta2, rest2, root_correction, eps, decay, step_size = own
-    g = tl.load(g_at, mask=inside).to(tl.float32) * scale
+    g = g.to(tl.float32) * scale
     # A sum of two products takes one of them in unrounded; left to the compiler, blocks and ends choose differently.
-    m = tl.fma(tl.load(m_at, mask=inside).to(tl.float32), beta1, g * rest1)
-    v = tl.fma(tl.load(v_at, mask=inside).to(tl.float32), beta2, g * g * rest2)
+    m = tl.fma(m.to(tl.float32), beta1, g * rest1)
+    v = tl.fma(v.to(tl.float32), beta2, g * g * rest2)
     change = step_size * (m / tl.fma(tl.sqrt(v), root_correction, eps))
-    p = tl.fma(tl.load(master_at, mask=inside).to(tl.float32), decay, -change)
+    p = tl.fma(exact.to(tl.float32), decay, -change)
     if HAS_MASTER:
         tl.store(master_at, p, mask=inside)
         p = p.to(p_at.dtype.element_ty)
@@ -212,11 +235,35 @@ def update_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_MASTER: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One chunk of one tensor; P, G and M are the dtypes of parameter, gradient and moments."""
     program = tl.program_id(0)
     tensor = tl.load(owners + program)
     row, at_own = rows + tensor * COLUMNS, coefficients + tensor * COEFFICIENTS
+    begin = (program - tl.load(row + FIRST_CHUNK)) * CHUNK
+    n = tl.minimum(tl.load(row + NUMEL) - begin, CHUNK).to(tl.int32)
+    n_whole = tl.where(tl.load(row + ALIGNED) != 0, n // BLOCK * BLOCK, 0)
+    p = tl.load(row + PARAMETER).to(tl.pointer_type(P)) + begin
+    g = tl.load(row + GRADIENT).to(tl.pointer_type(G)) + begin
+    m = tl.load(row + FIRST_MOMENT).to(tl.pointer_type(M)) + begin
+    v = tl.load(row + SECOND_MOMENT).to(tl.pointer_type(M)) + begin
+    master = tl.load(row + MASTER).to(tl.pointer_type(tl.float32 if HAS_MASTER else P)) + begin
+    seed, number = tl.load(row + SEED), tl.load(row + NUMBER)
+    first = tl.load(row + OFFSET) + begin  # of the chunk's elements, in the whole tensor
+    if WITH_ABSMAX:
+        absmax_at = tl.load(row + ABSMAX)
+    factor = tl.load(scale).to(tl.float32)
+    lanes = tl.arange(0, BLOCK)
+    wide_p, wide_g, wide_master = tl.multiple_of(p, 16), tl.multiple_of(g, 16), tl.multiple_of(master, 16)
+    wide_m, wide_v = tl.multiple_of(m, 16), tl.multiple_of(v, 16)
+    # The next block is on its way while one is updated, and the first while the other launch still computes.
+    exact_next, g_next, m_next, v_next = read_block(
+        wide_master + lanes, wide_g + lanes, wide_m + lanes, wide_v + lanes, n_whole > 0
+    )
+    if OVERLAP:
+        gdc_wait()
+    step = tl.load(row + STEP_NOW)
     own = (
         tl.load(at_own),
         tl.load(at_own + 1),
@@ -227,35 +274,30 @@ def update_kernel(
         tl.load(at_own + 6),
         tl.load(at_own + 7),
     )
-    begin = (program - tl.load(row + FIRST_CHUNK)) * CHUNK
-    n = tl.minimum(tl.load(row + NUMEL) - begin, CHUNK).to(tl.int32)
-    n_whole = tl.where(tl.load(row + ALIGNED) != 0, n // BLOCK * BLOCK, 0)
-    p = tl.load(row + PARAMETER).to(tl.pointer_type(P)) + begin
-    g = tl.load(row + GRADIENT).to(tl.pointer_type(G)) + begin
-    m = tl.load(row + FIRST_MOMENT).to(tl.pointer_type(M)) + begin
-    v = tl.load(row + SECOND_MOMENT).to(tl.pointer_type(M)) + begin
-    master = tl.load(row + MASTER).to(tl.pointer_type(tl.float32 if HAS_MASTER else P)) + begin
-    seed, step, number = tl.load(row + SEED), tl.load(row + STEP_NOW), tl.load(row + NUMBER)
-    first = tl.load(row + OFFSET) + begin  # of the chunk's elements, in the whole tensor
-    if WITH_ABSMAX:
-        absmax_at = tl.load(row + ABSMAX)
-    factor = tl.load(scale).to(tl.float32)
-    lanes = tl.arange(0, BLOCK)
     if is_finite(factor):
         largest = largest_of_threads(tl.zeros((BLOCK,), tl.int32))
         for start in range(0, n_whole, BLOCK):
             at = tl.multiple_of(start, BLOCK) + lanes
+            exact_now, g_now, m_now, v_now = exact_next, g_next, m_next, v_next
+            later = at + BLOCK
+            exact_next, g_next, m_next, v_next = read_block(
+                wide_master + later, wide_g + later, wide_m + later, wide_v + later, start + BLOCK < n_whole
+            )
             noise_pm, noise_v = at.to(tl.uint32), at.to(tl.uint32)
             if STOCHASTIC:
                 pairs = ((first + start) >> 1) + tl.arange(0, BLOCK // 2)
                 even, odd, both, _ = random_words(pairs, seed, step, number)
                 noise_pm, noise_v = tl.interleave(even, odd), tl.interleave(both, both >> 16)
             written = update_block(
-                tl.multiple_of(p, 16) + at,
-                tl.multiple_of(g, 16) + at,
-                tl.multiple_of(m, 16) + at,
-                tl.multiple_of(v, 16) + at,
-                tl.multiple_of(master, 16) + at,
+                exact_now,
+                g_now,
+                m_now,
+                v_now,
+                wide_p + at,
+                wide_g + at,
+                wide_m + at,
+                wide_v + at,
+                wide_master + at,
                 None,
                 noise_pm,
                 noise_v,
@@ -274,7 +316,12 @@ def update_kernel(
                 even, odd, both, _ = random_words(elements >> 1, seed, step, number)
                 is_odd = elements & 1 != 0
                 noise_pm, noise_v = tl.where(is_odd, odd, even), tl.where(is_odd, both >> 16, both)
+            exact_now, g_now, m_now, v_now = read_block(master + at, g + at, m + at, v + at, at < n)
             written = update_block(
+                exact_now,
+                g_now,
+                m_now,
+                v_now,
                 p + at,
                 g + at,
                 m + at,
@@ -336,12 +383,14 @@ def adamw_(
         table.describe(updates, device)
         scale = table.unit if scale is None else scale
         rows, n_tensors = table.tensors.rows, len(updates)
-        grid = (ceil_div(n_tensors, ADVANCE_BLOCK),)
+        grid, overlap = (ceil_div(n_tensors, ADVANCE_BLOCK),), overlaps(update_kernel)
         launch(
             advance_kernel,
             grid,
             *(rows, table.hyperparameters, scale, table.coefficients, n_tensors),
             BLOCK=ADVANCE_BLOCK,
+            OVERLAP=overlap,
+            num_warps=1,
         )
         if table.tensors.n_chunks:
             launch(
@@ -357,5 +406,7 @@ def adamw_(
                 CHUNK=CHUNK,
                 BLOCK=BLOCK,
                 HAS_MASTER=has_master,
+                OVERLAP=overlap,
                 num_warps=WARPS,
+                launch_pdl=overlap,
             )

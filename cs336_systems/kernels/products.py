@@ -13,8 +13,8 @@ compiled for Hopper offline, and reached by ``--kernels fused-products`` only; `
 A GPU that multiplies without pause is bound by its power limit: an H200 ran the prototypes at 1.4 of its 2.0 GHz, and
 energy is what counts (LOG.md). Their results were cuBLAS's to the bit wherever both were compared.
 
-Limits: bf16 and fp16, compute capability 9.0, rows that begin at multiples of 16 bytes, columns of the result a
-multiple of 256, and enough tiles to fill the device twice; other tensors go to torch.
+Limits: bf16 and fp16, compute capability 9.0, rows that begin at multiples of 16 bytes, with SwiGLU columns of the
+result a multiple of 256, and enough tiles to fill the device twice; other tensors go to torch.
 
     product_(y, x, weight)                       # y (R, N) = x (R, K) W^T
     z = swiglu_product_(gate_up, x, weight)      # gate_up (R, 2F) = x W^T, and its product (R, F)
@@ -223,9 +223,9 @@ def _prepared(
     """For the addresses of x, weight, out and SwiGLU's product; None if the kernel does not serve these."""
     tensors = [(shape, of, dtype) for shape, of in zip(shapes, strides, strict=True)]
     (n_rows, depth), (n_columns, _) = shapes[:2]
-    n_tiles = ceil_div(n_rows, 2 * ROWS.value) * (n_columns // COLUMNS.value)
+    n_tiles = ceil_div(n_rows, 2 * ROWS.value) * ceil_div(n_columns, COLUMNS.value)
     served = dtype in (torch.bfloat16, torch.float16) and all(can_be_copied(*tensor) for tensor in tensors)
-    served = served and depth >= DEPTH.value and n_columns % COLUMNS.value == 0
+    served = served and depth >= DEPTH.value and not (swiglu and n_columns % COLUMNS.value)
     if not (served and n_tiles >= 2 * n_multiprocessors(device)):
         return None
     half = COLUMNS.value // 2

@@ -27,7 +27,7 @@ else:
     num_warps = adamw.WARPS
     dtypes = dict(zip("PGM", (getattr(tl, dtype) for dtype in name.split())))
     constants = {"STOCHASTIC": "bfloat16" in name, "CLEAR": True, "CHUNK": adamw.CHUNK, "BLOCK": adamw.BLOCK} | dtypes
-    constants |= {"HAS_MASTER": name.endswith("master"), "WITH_ABSMAX": name.endswith("absmax")}
+    constants |= {"HAS_MASTER": name.endswith("master"), "WITH_ABSMAX": name.endswith("absmax"), "OVERLAP": True}
 signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
 aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in types}
 compiled = triton.compile(
@@ -43,12 +43,12 @@ print(json.dumps({"ptx": ptx, "metadata": wide}))
 @pytest.mark.parametrize(
     ("name", "most_registers", "wide_loads", "wide_stores"),
     [
-        ("bfloat16 bfloat16 bfloat16", 96, 4, 4),  # 8 elements per thread: 16 bytes of each tensor
-        ("bfloat16 bfloat16 float32", 96, 6, 6),
-        ("float32 bfloat16 bfloat16", 96, 5, 5),
-        ("float32 float32 float32", 64, 8, 8),
-        ("bfloat16 bfloat16 float32 master", 96, 7, 8),
-        ("bfloat16 bfloat16 bfloat16 absmax", 144, 4, 4),  # 80 where gradients are not cleared
+        ("bfloat16 bfloat16 bfloat16", 112, 8, 4),  # 8 elements per thread: 16 bytes of each tensor, and of the next
+        ("bfloat16 bfloat16 float32", 96, 12, 6),
+        ("float32 bfloat16 bfloat16", 96, 10, 5),
+        ("float32 float32 float32", 96, 16, 8),
+        ("bfloat16 bfloat16 float32 master", 96, 14, 8),
+        ("bfloat16 bfloat16 bfloat16 absmax", 144, 8, 4),  # 80 where gradients are not cleared
         ("sum_of_squares", 128, 6, 0),  # 16 elements: 2 of bf16, 4 of fp32
     ],
 )
@@ -84,3 +84,19 @@ def test_an_element_is_updated_by_the_same_arithmetic_in_whole_blocks_and_at_end
     assert blocks == ends
     assert sum(blocks.values()) >= 8 * 12  # elements of a thread, and operations
     assert not any(term.startswith(("add", "sub")) for term in blocks), "what is left to ptxas to contract"
+
+
+@pytest.mark.slow
+def test_coefficients_are_read_only_when_the_launch_that_writes_them_has_ended() -> None:
+    """Both launches overlap, and nothing in Triton's language ties a load to the wait in front of it."""
+    lines = json.loads(run_apart(COMPILE, "bfloat16 bfloat16 bfloat16"))["ptx"].splitlines()
+    wait = next(i for i, line in enumerate(lines) if "griddepcontrol.wait" in line)
+    found, addresses = [], set()
+    for i, line in enumerate(lines):
+        target, *operands = re.findall(r"%\w+", line.split("ld.global")[0] if "ld.global" in line else line) or [""]
+        if "update_kernel_param_2]" in line or ("ld.global" not in line and addresses & set(operands)):
+            addresses.add(target)
+        elif "ld.global" in line and addresses & set(re.findall(r"\[ (%\w+)", line)):
+            found.append(i)
+    assert len(found) == 8
+    assert min(found) > wait

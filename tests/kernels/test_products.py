@@ -11,7 +11,7 @@ from tests.kernels.against_fp64 import ON_GPU, check, random
 
 ODD = (128 * 60 + 8, 200, 1280)
 """Rows and a sum that no tile divides, and tiles enough."""
-SMALL = ("cpu", torch.float32, (40, 24, 48))
+SMALL = ("cpu", torch.float32, (40, 24, 160))
 PLACES = [SMALL, *(pytest.param("cuda", dtype, ODD, marks=ON_GPU) for dtype in (torch.bfloat16, torch.float16))]
 
 
@@ -22,9 +22,11 @@ def make(shape: tuple[int, int, int], device: str, dtype: torch.dtype) -> tuple[
     return x, weight, torch.full((rows, columns), torch.nan, device=device, dtype=dtype)
 
 
+@pytest.mark.parametrize("narrower", [0, 16])
 @pytest.mark.parametrize(("device", "dtype", "shape"), PLACES)
-def test_product(device: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
-    x, weight, out = make(shape, device, dtype)
+def test_product(narrower: int, device: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    """In whole tiles, and where a half of the last one lies beyond the columns, and some of the other."""
+    x, weight, out = make((*shape[:2], shape[2] - 9 * narrower), device, dtype)
     product_(out, x, weight)
     check("product_", out, x @ weight.T, x.double() @ weight.double().T)
 
@@ -47,7 +49,8 @@ def test_what_it_serves(device: str, dtype: torch.dtype, shape: tuple[int, int, 
     assert launch_product(x, weight, out)
     assert not launch_product(x.float(), weight.float(), out.float())
     assert not launch_product(x[:, 1:-7], weight[:, 1:-7], out)  # begins off a 16-byte boundary
-    assert not launch_product(x, weight[:-8], out[:, :-8])  # no whole tiles
+    assert launch_product(x, weight[:-8], out[:, :-8])  # no whole tiles
+    assert not launch_product(x, weight[:-8], out[:, :-8], torch.empty_like(out)[:, : out.shape[1] // 2 - 4])
     assert not launch_product(x[:128], weight, out[:128])  # few tiles
     assert not launch_product(x[:, :8], weight[:, :8], out)  # a short sum
 

@@ -23,10 +23,12 @@ PEERS = {
     "torch": ("rms_norm", "adamw", "grad_norm"),
     "liger": ("rms_norm", "add_rms_norm", "swiglu", "rotary", "linear_cross_entropy"),
     "liger-large-chunks": ("linear_cross_entropy",),
+    "ours-small-chunks": ("linear_cross_entropy",),
     "cut-cross-entropy": ("linear_cross_entropy",),
     "cut-cross-entropy-filtered": ("linear_cross_entropy",),
 }
-"""Kernels of others for the same, by whose they are; ``peers.py`` says in which configuration they run."""
+"""Kernels of others for the same, by whose they are, and ours in another configuration; ``peers.py`` says in which they
+run."""
 
 How = Literal[
     "ours",
@@ -35,6 +37,7 @@ How = Literal[
     "torch",
     "liger",
     "liger-large-chunks",
+    "ours-small-chunks",
     "cut-cross-entropy",
     "cut-cross-entropy-filtered",
 ]
@@ -55,8 +58,9 @@ class Options(RunOptions):
     kernel: tuple[str, ...] = KERNELS
     """Which to measure, by default all."""
     how: tuple[How, ...] = get_args(How)
-    """Our kernel; its formula in plain PyTorch, eager and compiled; torch's own fused kernel; Liger's, and for the loss
-    also with larger chunks; Apple's cut cross entropy, exact, and without the gradients that it takes for nothing."""
+    """Our kernel, and for the loss also with smaller chunks; its formula in plain PyTorch, eager and compiled; torch's
+    own fused kernel; Liger's, and for the loss also with larger chunks; Apple's cut cross entropy, exact, and without
+    the gradients that it takes for nothing."""
     dtype: tuple[Literal["fp32", "bf16"], ...] = ("bf16",)
     """Of the tensors."""
     rows: tuple[int, ...] = (16384,)

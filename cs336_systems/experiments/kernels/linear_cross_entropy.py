@@ -5,6 +5,7 @@ Eager has the logits of all tokens at once, as a head and a loss apart from each
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,13 +13,15 @@ from torch import Tensor
 from cs336_systems.config import PRECISIONS
 from cs336_systems.experiments.kernels import peers
 from cs336_systems.experiments.kernels.cells import KernelCell
-from cs336_systems.experiments.kernels.measure import Subject
+from cs336_systems.experiments.kernels.measure import Function, Subject
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy_forward_backward
 from cs336_systems.training.precision import parameter_dtype
 
 VOCABULARY = {"cuda": 151_936, "cpu": 1000}
 """Of Qwen2.5, and small enough for a CPU."""
 COMPILED_CHUNK = 4096
+SMALL_CHUNK = 1024
+"""As many tokens as Liger takes by default at 32,768 x 4096."""
 
 
 def subject(cell: KernelCell, device: torch.device) -> Subject:
@@ -35,8 +38,8 @@ def subject(cell: KernelCell, device: torch.device) -> Subject:
     targets = torch.randint(n_words, (cell.rows,), device=device)
     targets[::8] = -100
 
-    def ours(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        _, dx, dweight, lse = linear_cross_entropy_forward_backward(x, weight, targets)
+    def ours(x: Tensor, weight: Tensor, chunk: int | None = None) -> tuple[Tensor, ...]:
+        _, dx, dweight, lse = linear_cross_entropy_forward_backward(x, weight, targets, chunk=chunk)
         return dx, dweight, lse
 
     def reference(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -56,7 +59,8 @@ def subject(cell: KernelCell, device: torch.device) -> Subject:
         return torch.cat(all_dx), dweight, torch.cat(all_lse)
 
     lse_bytes = cell.rows * torch.float32.itemsize
-    others = {
+    others: dict[str, Callable[[], Function]] = {
+        "ours-small-chunks": lambda: functools.partial(ours, chunk=SMALL_CHUNK),
         "liger": functools.partial(peers.liger_linear_cross_entropy, targets, 1),
         "liger-large-chunks": functools.partial(peers.liger_linear_cross_entropy, targets, 4),
         "cut-cross-entropy": functools.partial(peers.cut_cross_entropy, targets, filtered=False),

@@ -11,7 +11,8 @@ Liger (liger-kernel):
 * Rotary positions in place, of q and k in memory of their own: in a merged q | k | v it would copy them first.
 * The head's loss in chunks whose logits take as much memory as the head's input, its default, and in chunks four times
   as large (``chunk_mem_const=4``), which at 32,768 x 4096 are as large as ours. Gradients are computed in forward, in
-  the parameters' dtype, and backward finds that the gradient of the loss is 1.
+  the parameters' dtype, and backward finds that the gradient of the loss is 1. ``ours-small-chunks`` is ours in chunks
+  of 1,024 tokens, as many as Liger's default takes there.
 
 Apple's cut cross entropy computes logits block by block in forward, and again in backward. By default it leaves out
 gradients of words whose probability rounds to nothing. Exact (``filter_eps=None``) it is the same computation as ours;
