@@ -49,7 +49,7 @@ class Passes:
     """Kernels of a step's operations.
 
     Args:
-        ops: of blocks; deterministic.
+        ops: of blocks; deterministic, on which the bits of plans depend.
         guard: clips gradients, and passes over steps, where operations of kind ``NORM`` have taken norms.
     """
 

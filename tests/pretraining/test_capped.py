@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cs336_systems import blocks
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import Rank, joined
+from cs336_systems.pretraining import capped
 from cs336_systems.pretraining.capped import CappedStep
 from cs336_systems.pretraining.export import export
 from cs336_systems.pretraining.nonfinite import NonFiniteStep
@@ -64,6 +66,18 @@ def step_of(one, rank) -> CappedStep:
     prepared = prepare(one, rank)
     prepared.loader.close()
     return prepared.step
+
+
+def test_operations_are_to_be_the_same_bits_every_run(folder, alone, tmp_path, monkeypatch):
+    asked_for = []
+
+    def block_ops(*names, **how):
+        asked_for.append(how)
+        return blocks.block_ops(*names, **how)
+
+    monkeypatch.setattr(capped, "block_ops", block_ops)
+    step_of(asked(folder, tmp_path / "run", **ROOMY), alone)
+    assert asked_for == [{"deterministic": True}]
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def _step(cell: StreamingCell, choice: Choice, device: torch.device) -> tuple[St
         cell.config,
         choice.schedule,
         chunks,
-        block_ops(*names),
+        block_ops(*names, deterministic=True),
         device,
         torch.bfloat16,
         moments=dict(plan.work.moments),
