@@ -11,7 +11,6 @@ On a GPU the caps are of all that the process has there, on the device a fence. 
 memory, they are of the step's slabs alone, and the plan is the one for an H200: for trying a run out, and for tests.
 """
 
-import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -32,7 +31,7 @@ from cs336_systems.pretraining.options import TrainerCase, TrainOptions
 from cs336_systems.streaming.build import build_forward
 from cs336_systems.streaming.choose import EFFORT, HOST_OVERHEAD, Caps, CapsTooSmallError, Choice, choose, chunk_sizes
 from cs336_systems.streaming.explain import Elsewhere, next_gib, reasons, with_next_gib
-from cs336_systems.streaming.fence import Fence
+from cs336_systems.streaming.fence import Fence, refusals
 from cs336_systems.streaming.layout import Chunks
 from cs336_systems.streaming.optimizer import LayerAdamW
 from cs336_systems.streaming.run import StreamedStep
@@ -148,8 +147,6 @@ class CappedStep:
             total = torch.cuda.get_device_properties(device).total_memory / GIB
             if options.device_gib is not None and options.device_gib > total:
                 raise ValueError(f"--device-gib {options.device_gib:g} is more than the device's {total:.1f} GiB")
-            gc.collect()
-            torch.cuda.empty_cache()  # of what earlier steps of this process held, which would count
             self._fence = Fence(device, *(int(cap * GIB) for cap in (options.device_gib, options.host_gib) if cap))
         caps, chunking = caps_of(options, case, device, self._fence), Chunking.of_run(options)
         self._again = choose_plan = chooser(options, case, device, chunking)
@@ -172,38 +169,47 @@ class CappedStep:
         adamw |= {"weight_decay": options.weight_decay}
         self._layers = LayerAdamW(**adamw, decay="matrices", seed=options.seed)
         torch.manual_seed(options.seed)
+        self._refusals = partial(refusals, device, caps.device)
         try:
-            self._step = StreamedStep(
-                case.config,
-                self.choice.schedule,
-                Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds),
-                block_ops(case.kernels, case.attention, deterministic=True),
-                device,
-                parameter_dtype(case.precision),
-                moments=dict(plan.work.moments),
-                optimizer=self._layers,
-                max_norm=options.clip or math.inf,
-                halts=not options.skip_nonfinite,
-                temporary_bytes=plan.work.temporary_bytes + FRAGMENTS if device.type == "cuda" else 0,
-            )
+            with self._refusals():
+                self._step = StreamedStep(
+                    case.config,
+                    self.choice.schedule,
+                    Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds),
+                    block_ops(case.kernels, case.attention, deterministic=True),
+                    device,
+                    parameter_dtype(case.precision),
+                    moments=dict(plan.work.moments),
+                    optimizer=self._layers,
+                    max_norm=options.clip or math.inf,
+                    halts=not options.skip_nonfinite,
+                    temporary_bytes=plan.work.temporary_bytes + FRAGMENTS if device.type == "cuda" else 0,
+                )
         except RuntimeError as error:
             raise ValueError(str(error).partition("\n")[0]) from error
         self.guard, self.model = self._step.guard, self._step.model()
         self.optimizer = self._step.optimizer_state(self.model, **adamw)
         if options.init is None:
-            self._step.reset_parameters()
+            with self._refusals():
+                self._step.reset_parameters()
         else:
             load_hf_weights(self.model, options.init)
             self._step.begin_training()
 
     def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """One whole step at the learning rate of the optimizer's first group; the loss before the update."""
+        """One whole step at the learning rate of the optimizer's first group; the loss before the update.
+
+        Raises:
+            ValueError: torch was refused memory; the weights are of no step then.
+        """
         self._layers.lr = self.optimizer.param_groups[0]["lr"]
-        return self._step(token_ids, targets)
+        with self._refusals():
+            return self._step(token_ids, targets)
 
     def loss_of(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """Of at most ``evaluation_batch`` sequences, nothing being learned."""
-        return self._step.evaluate(self._forward, token_ids, targets)
+        """Of at most ``evaluation_batch`` sequences, nothing being learned; raises as a step."""
+        with self._refusals():
+            return self._step.evaluate(self._forward, token_ids, targets)
 
     def find_nonfinite(self, token_ids: Tensor, targets: Tensor) -> str | None:
         """As ``StreamedStep.find_nonfinite``."""

@@ -246,6 +246,18 @@ def test_more_host_memory_than_there_is_is_refused(whole, alone, tmp_path, monke
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("when", ["__init__", "reset_parameters", "__call__", "evaluate"])
+def test_a_device_that_is_short_is_one_sentence(whole, alone, tmp_path, monkeypatch, when):
+    def refused(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 284.00 MiB.\nSee documentation")
+
+    monkeypatch.setattr(capped.StreamedStep, when, refused)
+    with pytest.raises(
+        ValueError, match=r"^the device's cap of .* GiB is short: .*; raise --device-gib, or lower --chunk$"
+    ):
+        train(replace(whole, out=tmp_path / "run", init=None, evaluate_every=1, **ROOMY), alone)
+
+
 def test_caps_are_for_one_rank(tmp_path):
     with pytest.raises(ValueError, match="--device-gib and --host-gib are for one rank, and here are 2"):
         prepare(options(tmp_path, **ROOMY), Rank(0, 0, 2, torch.device("cpu"), "gloo"))
