@@ -142,6 +142,7 @@ class CappedStep:
     def __init__(self, options: TrainOptions, case: TrainerCase, device: torch.device) -> None:
         check_supported(case, device)
         self.device, self.precision = device, case.precision
+        self._saves = options.save_every is not None
         self._fence: Fence | None = None
         if device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory / GIB
@@ -218,13 +219,15 @@ class CappedStep:
     def explanation(self) -> Iterator[str]:
         """As the function of that name; and what the caps change for a run that resumes."""
         yield from explanation(self.choice, self._again)
+        if self._saves and (n_bytes := copy_bytes(self.choice)):
+            yield f"A checkpoint's copy takes another {n_bytes / GIB:.1f} GiB of the host."
         if self._cut_anew:
             yield "The caps do not hold the chunks of the steps before: from here on sums are rounded in another order."
 
     @property
     def spare_host_bytes(self) -> int:
         """Of the cap, what the plan leaves for copies."""
-        return self.choice.caps.host - sum(self.choice.host_parts.values())
+        return _spare(self.choice)
 
     def in_use(self) -> dict[str, int]:
         """Bytes at their highest so far, as segments of a ``Memory`` record."""
@@ -247,12 +250,28 @@ class CappedStep:
         return None
 
 
-def planned_segments(choice: Choice) -> dict[str, int]:
-    """Bytes on the device and on the host, as segments of a ``Memory`` record."""
+def _spare(choice: Choice) -> int:
+    return choice.caps.host - sum(choice.host_parts.values())
+
+
+def copy_bytes(choice: Choice) -> int:
+    """Of weights and moments, which a checkpoint copies before it is written; 0 where the host's cap has no room."""
+    work = choice.plan.work
+    n_bytes = work.config.n_parameters * (work.precision.parameter_bytes + sum(n for _, n in work.moments))
+    return n_bytes if n_bytes <= _spare(choice) else 0
+
+
+def planned_segments(choice: Choice, *, copies: bool) -> dict[str, int]:
+    """Bytes on the device and on the host, as segments of a ``Memory`` record.
+
+    Args:
+        copies: whether checkpoints are copied.
+    """
     found: dict[str, int] = {}
+    beside = {"checkpoint's copy": copy_bytes(choice) if copies else 0}
     for parts, cap, where in (
         (choice.device_parts, choice.caps.device, ""),
-        (choice.host_parts, choice.caps.host, " on the host"),
+        (choice.host_parts | beside, choice.caps.host, " on the host"),
     ):
         found |= {f"{name}{where}": n_bytes for name, n_bytes in parts.items() if n_bytes}
         used = sum(parts.values())

@@ -61,9 +61,8 @@ class Fence:
         self.overhead = context + LATER + kept
         left = device_bytes - self.overhead
         if left <= 0:
-            raise ValueError(
-                f"a cap of {device_bytes / GIB:.2f} GiB is below the {self.overhead / GIB:.2f} GiB that the context takes"
-            )
+            taken = f"the context's {self.overhead / GIB:.2f} GiB"
+            raise ValueError(f"a cap of {device_bytes / GIB:.2f} GiB is below {taken}")
         torch.cuda.set_per_process_memory_fraction(min(1.0, (left + kept) / total), index)
 
     def _context(self) -> int:
