@@ -102,13 +102,15 @@ class StreamedStep:
 
     @torch.no_grad()
     def rehearse(self, token_ids: Tensor, targets: Tensor) -> None:
-        """Begin a step and leave it after the first backward of a layer, so that kernels are compiled and clocks have
-        risen; weights and what the optimizer keeps stay as they are.
+        """Begin a step and leave it after the first backward of a layer, and make updates that change nothing, so that
+        kernels are compiled, clocks have risen and the device knows where tensors are that an update reads; weights and
+        what the optimizer keeps stay as they are.
         """
         operations = self.schedule.operations
         first = next(i for i, operation in enumerate(operations) if operation.kind is Kind.BACKWARD)
         self.passes.begin(token_ids, targets)
         self.lanes.run(replace(self.schedule, operations=operations[: first + 1]), self.passes.run, self._copy)
+        self.passes.rehearse_updates(operations)
 
     @torch.no_grad()
     def evaluate(self, forward: Schedule, token_ids: Tensor, targets: Tensor) -> Tensor:
