@@ -7,6 +7,7 @@
 With ``--gpu`` a device of ``hardware.py`` is simulated, on any machine; without it the step runs here, and what it took
 stands beside the simulation. Weights and tokens are random. Every cell has a process of its own. Caps that hold no plan
 are answered with what is short. Steps last half a minute and more unless ``--tokens-per-step`` says otherwise.
+``--profile`` records them with nsys: streams in, compute and out, and a range for every operation.
 """
 
 from cs336_systems.experiments.streaming.cells import Options

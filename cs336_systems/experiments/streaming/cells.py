@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from cs336_systems.config import ModelConfig, resolve_size
@@ -41,6 +42,10 @@ class Options(RunOptions):
     """Simulate this device and measure nothing: h200, h100, b200, a100-80gb, rtx-5090 ... (hardware.py)."""
     timeline: bool = False
     """Write and draw what each lane does, in the folder of --out: as measured on a GPU, else as simulated."""
+    profile: bool = False
+    """Record the steps with nsys instead: streams and ranges are named as the plan's lanes and operations are."""
+    raw: Path = Path("profiles/raw")
+    """Folder for what --profile records."""
     warmup: int = 1
     """Steps before the recorded ones: they are long, and clocks have settled after one."""
     steps: int = 3
