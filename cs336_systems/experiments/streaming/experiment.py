@@ -13,6 +13,7 @@ from cs336_systems.experiments.streaming import cells as grid
 from cs336_systems.experiments.streaming.cells import Options, StreamingCell
 from cs336_systems.experiments.streaming.figure import heatmaps
 from cs336_systems.experiments.streaming.measure import measure
+from cs336_systems.experiments.streaming.peers import measure_peer
 from cs336_systems.experiments.streaming.profile import profile, recording
 from cs336_systems.experiments.streaming.table import STREAMING_TABLE
 from cs336_systems.harness.record import read_rows
@@ -41,7 +42,9 @@ def stages(options: Options, cells: Sequence[StreamingCell], outcomes: list[Outc
     if options.profile:
         return [Stage(cells, partial(profile, raw=options.raw))]
     pictures = options.out if options.timeline else None
-    return [Stage(cells, partial(measure, pictures=pictures), share=lambda cell: cell.simulated_device or cell)]
+    own, peers = ([cell for cell in cells if bool(cell.peer) is wanted] for wanted in (False, True))
+    streamed = Stage(own, partial(measure, pictures=pictures), share=lambda cell: cell.simulated_device or cell)
+    return [streamed, Stage(peers, measure_peer)]
 
 
 def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -14,6 +15,7 @@ from cs336_systems.experiments.streaming.cells import Options, hardware_named
 from cs336_systems.experiments.streaming.experiment import make_cells
 from cs336_systems.experiments.streaming.figure import heatmaps
 from cs336_systems.experiments.streaming.measure import measure
+from cs336_systems.experiments.streaming.peers import case_of, measure_peer
 from cs336_systems.experiments.streaming.profile import main, profile
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.record import read_rows
@@ -35,6 +37,29 @@ def test_a_tiny_model_has_defaults_of_its_own():
     assert (large.context_length, large.device_gib, large.host_gib, large.chunk) == (8192, 24, 75, 0)
 
 
+def test_peers_run_without_caps_once_for_each_length():
+    *_, two, three = make_cells(Options(size=("tiny",), context_length=(32, 64), peers=("compiled", "fsdp2-offload")))
+    assert [(cell.peer, cell.context_length, cell.device_gib) for cell in (two, three)] == [
+        ("compiled", 64, 0),
+        ("fsdp2-offload", 64, 0),
+    ]
+    assert case_of(replace(two, device="cuda")).compile == "on"
+    long = case_of(replace(three, size="llama3-8b", context_length=32_768, tokens_per_step=131_072))
+    assert (long.batch_size, long.accumulate, long.checkpoint, long.parallel.on_host) == (1, 4, "full", True)
+    short = case_of(replace(two, size="llama3-8b", context_length=1024, tokens_per_step=0))
+    assert (short.batch_size, short.accumulate, short.parallel.wrapper) == (8, 8, "none")
+
+
+@pytest.mark.parametrize("peer", ["compiled", pytest.param("fsdp2-offload", marks=pytest.mark.slow)])
+def test_a_peer_is_measured(peer):
+    *_, cell = cells_of("streaming", "--peers", peer, "--steps", "2", "--warmup", "0")
+    assert cell.variant == peer
+    found = {metric.name: metric.samples for metric in measure_peer(cell)}
+    assert found["planned_tokens_per_step"] == [512]
+    assert found["tokens_per_s"] == pytest.approx([512 / ms * 1e3 for ms in found["step"]])
+    assert found["host_in_use"][0] > 0.05
+
+
 def test_devices_are_named_as_they_are_typed():
     assert hardware_named("h200").name == "H200"
     assert hardware_named("a100-sxm-80gb").name == "A100 SXM 80GB"
@@ -52,6 +77,7 @@ def test_devices_are_named_as_they_are_typed():
         (("--timeline",), "--timeline draws in the folder of --out"),
         (("--profile",), "--profile records CUDA work, and there is none with --device cpu"),
         (("--profile", "--gpu", "h200"), "--profile records CUDA work, and there is none with --gpu h200"),
+        (("--peers", "compiled", "--gpu", "h200"), "--peers compiled is measured: --gpu and --profile go without"),
         (("--gpu", "abacus"), "--gpu abacus: known are .*h200"),
         (("--size", "huge"), "unknown model size 'huge'"),
     ],
