@@ -3,10 +3,12 @@
     uv run benchmarks/benchmark_streaming.py                                  # a tiny model on a CPU, really run
     uv run benchmarks/benchmark_streaming.py --gpu h200 --size llama3-8b --device-gib 16 24 40 --host-gib 60 96 120
     uv run benchmarks/benchmark_streaming.py --size llama3-8b --device-gib 24 --host-gib 75 --out results/
+    uv run benchmarks/benchmark_streaming.py --size llama3-8b --peers compiled fsdp2-offload --out results/
 
 With ``--gpu`` a device of ``hardware.py`` is simulated, on any machine; without it the step runs here, and what it took
 stands beside the simulation. Weights and tokens are random. Every cell has a process of its own. Caps that hold no plan
 are answered with what is short. Steps last half a minute and more unless ``--tokens-per-step`` says otherwise.
+``--profile`` records them with nsys: streams in, compute and out, and a range for every operation.
 """
 
 from cs336_systems.experiments.streaming.cells import Options

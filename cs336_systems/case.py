@@ -55,6 +55,8 @@ class Parallel:
     """Units whose weights our FSDP gathers ahead."""
     update: str = "after-backward"
     """after-backward; or under-backward: our FSDP's shards are updated as soon as their gradients are averages."""
+    on_host: bool = False
+    """Of torch's FSDP2: shards, their gradients and the optimizer's state are in host memory."""
 
 
 @dataclass(frozen=True)

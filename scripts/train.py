@@ -82,7 +82,7 @@ def _print_memory(options: TrainOptions) -> None:
         device = torch.device(options.device)
         choose = chooser(options, case, device)
         choice = choose(caps_of(options, case, device))
-        segments = planned_segments(choice)
+        segments = planned_segments(choice, copies=options.save_every is not None)
         print("\n".join(explanation(choice, choose)), end="\n\n")
     else:
         segments = predicted_segments(case, None)

@@ -29,7 +29,8 @@ def sustained(device: str = "h200") -> Rates:
 def beside_peer_table(rows: pd.DataFrame) -> Table:
     """A line for each measured cell of llama3-8b that the peer publishes too, and ours without caps."""
     lines = []
-    measured = rows[(rows["metric"] == "tokens_per_s") & (rows["size"] == "llama3-8b")]
+    capped = rows[(rows["size"] == "llama3-8b") & (rows["device_gib"] > 0)]
+    measured = capped[capped["metric"] == "tokens_per_s"]
     for _, row in measured.drop_duplicates(["context_length", "device_gib", "host_gib"], keep="last").iterrows():
         caps = f"{row['device_gib']:g}/{row['host_gib']:g}"
         try:

@@ -14,8 +14,11 @@ from cs336_systems.blocks.reference import REFERENCE
 from cs336_systems.config import Recipe
 
 
-def block_ops(kernels: str, attention: str) -> BlockOps:
+def block_ops(kernels: str, attention: str, *, deterministic: bool = False) -> BlockOps:
     """Of a name in ``config.KERNELS`` and one in ``config.WRITTEN_OUT_ATTENTIONS``.
+
+    Args:
+        deterministic: the same bits every run, whatever torch has been told.
 
     Raises:
         ValueError: these do not go together.
@@ -24,10 +27,11 @@ def block_ops(kernels: str, attention: str) -> BlockOps:
         if kernels != "reference":
             raise ValueError(f"kernels {kernels} need attention flash or hopper, got {attention}")
         return REFERENCE
-    from cs336_systems.blocks.attention import FLASH_ATTENTION, HOPPER_ATTENTION
+    from cs336_systems.blocks.attention import FLASH_ATTENTION, HOPPER_ATTENTION, HOPPER_ATTENTION_IN_ORDER
     from cs336_systems.blocks.fused import fused
 
-    own = {"flash": FLASH_ATTENTION, "hopper": HOPPER_ATTENTION}[attention]
+    hopper = HOPPER_ATTENTION_IN_ORDER if deterministic else HOPPER_ATTENTION
+    own = {"flash": FLASH_ATTENTION, "hopper": hopper}[attention]
     if kernels == "reference":
         return replace(REFERENCE, **own)
     return fused(own, own_products=kernels == "fused-products")

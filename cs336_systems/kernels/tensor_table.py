@@ -67,14 +67,17 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     Raises:
         RuntimeError: a CUDA graph is captured, which would copy at each replay from memory that is gone by then.
     """
-    if device.type != "cuda":
-        return values.to(device)
-    if torch.cuda.is_current_stream_capturing():
+    check_uncaptured(device)
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def check_uncaptured(device: torch.device) -> None:
+    """Raise RuntimeError while a CUDA graph is captured, whose replays would not know what changed."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "addresses or hyperparameters changed while a CUDA graph is captured: take a step before the capture, and "
             "clear gradients in place"
         )
-    return values.pin_memory().to(device, non_blocking=True)
 
 
 def is_aligned(*tensors: Tensor) -> bool:

@@ -11,7 +11,6 @@ On a GPU the caps are of all that the process has there, on the device a fence. 
 memory, they are of the step's slabs alone, and the plan is the one for an H200: for trying a run out, and for tests.
 """
 
-import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -32,7 +31,7 @@ from cs336_systems.pretraining.options import TrainerCase, TrainOptions
 from cs336_systems.streaming.build import build_forward
 from cs336_systems.streaming.choose import EFFORT, HOST_OVERHEAD, Caps, CapsTooSmallError, Choice, choose, chunk_sizes
 from cs336_systems.streaming.explain import Elsewhere, next_gib, reasons, with_next_gib
-from cs336_systems.streaming.fence import Fence
+from cs336_systems.streaming.fence import Fence, refusals
 from cs336_systems.streaming.layout import Chunks
 from cs336_systems.streaming.optimizer import LayerAdamW
 from cs336_systems.streaming.run import StreamedStep
@@ -143,13 +142,12 @@ class CappedStep:
     def __init__(self, options: TrainOptions, case: TrainerCase, device: torch.device) -> None:
         check_supported(case, device)
         self.device, self.precision = device, case.precision
+        self._saves = options.save_every is not None
         self._fence: Fence | None = None
         if device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory / GIB
             if options.device_gib is not None and options.device_gib > total:
                 raise ValueError(f"--device-gib {options.device_gib:g} is more than the device's {total:.1f} GiB")
-            gc.collect()
-            torch.cuda.empty_cache()  # of what earlier steps of this process held, which would count
             self._fence = Fence(device, *(int(cap * GIB) for cap in (options.device_gib, options.host_gib) if cap))
         caps, chunking = caps_of(options, case, device, self._fence), Chunking.of_run(options)
         self._again = choose_plan = chooser(options, case, device, chunking)
@@ -172,38 +170,47 @@ class CappedStep:
         adamw |= {"weight_decay": options.weight_decay}
         self._layers = LayerAdamW(**adamw, decay="matrices", seed=options.seed)
         torch.manual_seed(options.seed)
+        self._refusals = partial(refusals, device, caps.device)
         try:
-            self._step = StreamedStep(
-                case.config,
-                self.choice.schedule,
-                Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds),
-                block_ops(case.kernels, case.attention),
-                device,
-                parameter_dtype(case.precision),
-                moments=dict(plan.work.moments),
-                optimizer=self._layers,
-                max_norm=options.clip or math.inf,
-                halts=not options.skip_nonfinite,
-                temporary_bytes=plan.work.temporary_bytes + FRAGMENTS if device.type == "cuda" else 0,
-            )
+            with self._refusals():
+                self._step = StreamedStep(
+                    case.config,
+                    self.choice.schedule,
+                    Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds),
+                    block_ops(case.kernels, case.attention, deterministic=True),
+                    device,
+                    parameter_dtype(case.precision),
+                    moments=dict(plan.work.moments),
+                    optimizer=self._layers,
+                    max_norm=options.clip or math.inf,
+                    halts=not options.skip_nonfinite,
+                    temporary_bytes=plan.work.temporary_bytes + FRAGMENTS if device.type == "cuda" else 0,
+                )
         except RuntimeError as error:
             raise ValueError(str(error).partition("\n")[0]) from error
         self.guard, self.model = self._step.guard, self._step.model()
         self.optimizer = self._step.optimizer_state(self.model, **adamw)
         if options.init is None:
-            self._step.reset_parameters()
+            with self._refusals():
+                self._step.reset_parameters()
         else:
             load_hf_weights(self.model, options.init)
             self._step.begin_training()
 
     def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """One whole step at the learning rate of the optimizer's first group; the loss before the update."""
+        """One whole step at the learning rate of the optimizer's first group; the loss before the update.
+
+        Raises:
+            ValueError: torch was refused memory; the weights are of no step then.
+        """
         self._layers.lr = self.optimizer.param_groups[0]["lr"]
-        return self._step(token_ids, targets)
+        with self._refusals():
+            return self._step(token_ids, targets)
 
     def loss_of(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """Of at most ``evaluation_batch`` sequences, nothing being learned."""
-        return self._step.evaluate(self._forward, token_ids, targets)
+        """Of at most ``evaluation_batch`` sequences, nothing being learned; raises as a step."""
+        with self._refusals():
+            return self._step.evaluate(self._forward, token_ids, targets)
 
     def find_nonfinite(self, token_ids: Tensor, targets: Tensor) -> str | None:
         """As ``StreamedStep.find_nonfinite``."""
@@ -212,13 +219,15 @@ class CappedStep:
     def explanation(self) -> Iterator[str]:
         """As the function of that name; and what the caps change for a run that resumes."""
         yield from explanation(self.choice, self._again)
+        if self._saves and (n_bytes := copy_bytes(self.choice)):
+            yield f"A checkpoint's copy takes another {n_bytes / GIB:.1f} GiB of the host."
         if self._cut_anew:
             yield "The caps do not hold the chunks of the steps before: from here on sums are rounded in another order."
 
     @property
     def spare_host_bytes(self) -> int:
         """Of the cap, what the plan leaves for copies."""
-        return self.choice.caps.host - sum(self.choice.host_parts.values())
+        return _spare(self.choice)
 
     def in_use(self) -> dict[str, int]:
         """Bytes at their highest so far, as segments of a ``Memory`` record."""
@@ -241,12 +250,28 @@ class CappedStep:
         return None
 
 
-def planned_segments(choice: Choice) -> dict[str, int]:
-    """Bytes on the device and on the host, as segments of a ``Memory`` record."""
+def _spare(choice: Choice) -> int:
+    return choice.caps.host - sum(choice.host_parts.values())
+
+
+def copy_bytes(choice: Choice) -> int:
+    """Of weights and moments, which a checkpoint copies before it is written; 0 where the host's cap has no room."""
+    work = choice.plan.work
+    n_bytes = work.config.n_parameters * (work.precision.parameter_bytes + sum(n for _, n in work.moments))
+    return n_bytes if n_bytes <= _spare(choice) else 0
+
+
+def planned_segments(choice: Choice, *, copies: bool) -> dict[str, int]:
+    """Bytes on the device and on the host, as segments of a ``Memory`` record.
+
+    Args:
+        copies: whether checkpoints are copied.
+    """
     found: dict[str, int] = {}
+    beside = {"checkpoint's copy": copy_bytes(choice) if copies else 0}
     for parts, cap, where in (
         (choice.device_parts, choice.caps.device, ""),
-        (choice.host_parts, choice.caps.host, " on the host"),
+        (choice.host_parts | beside, choice.caps.host, " on the host"),
     ):
         found |= {f"{name}{where}": n_bytes for name, n_bytes in parts.items() if n_bytes}
         used = sum(parts.values())

@@ -193,7 +193,7 @@ def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> 
         n_devices=rank.world_size,
     )
     if isinstance(prepared.step, CappedStep):
-        log.write(Memory(planned_segments(prepared.step.choice)))
+        log.write(Memory(planned_segments(prepared.step.choice, copies=options.save_every is not None)))
         for sentence in prepared.step.explanation():
             log.say(sentence)
     else:
@@ -209,6 +209,8 @@ class _Run:
         self._prepared, self._rank, self._log, self._saver = prepared, rank, log, saver
         self._options, self._step = prepared.options, prepared.step
         self._first_step = self._made = first_step
+        self._copies = prepared.options.save_every is not None
+        """Whether checkpoints are copied before they are written."""
         self._saved: Path | None = None
         self._complaint: str | None = None
         self._recent: deque[tuple[int, tuple[Tensor, Tensor]]] = deque(maxlen=2)
@@ -270,10 +272,12 @@ class _Run:
             if isinstance(self._step, CappedStep):
                 budget = min(budget, self._step.spare_host_bytes)
             if short := self._saver.reserve(budget):
+                self._copies = False
                 self._log.say(f"{short}: training will wait for checkpoints to be written", "warning")
         if isinstance(self._step, CappedStep):
             if self._made == self._first_step + 1:
-                self._log.write(Memory(planned_segments(self._step.choice), self._step.in_use()))
+                planned = planned_segments(self._step.choice, copies=self._copies)
+                self._log.write(Memory(planned, self._step.in_use()))
             return
         if self._rank.device.type != "cuda":
             return

@@ -10,6 +10,7 @@ quotient of two medians, ``annotation_ratio`` and ``recording_ratio``.
 
 import gc
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -64,7 +65,7 @@ def profile_workload(workload: Workload, recorded: Workload, profiler: str, path
         del prepared  # the child needs the memory
         gc.collect()
         torch.cuda.empty_cache()
-        samples_ms["recorded"] = _record_with_nsys(recorded, path)
+        samples_ms["recorded"] = record_times(recorded.command(), path)
     else:
         with kineto.recording(path, prepared.device):
             samples_ms["recorded"] = prepared.run(recorded.warmup, recorded.steps, annotated=True).samples_ms
@@ -79,9 +80,13 @@ def profile_workload(workload: Workload, recorded: Workload, profiler: str, path
     return metrics + _trace_metrics(trace, unprofiled_ms)
 
 
-def _record_with_nsys(workload: Workload, path: Path) -> dict[str, list[float]]:
-    """Run the workload under nsys in a process of its own; returns the times that it printed."""
-    printed = nsys.record(workload.command(), path)
+def record_times(program: Sequence[str], path: Path) -> dict[str, list[float]]:
+    """Run a program under nsys in a process of its own; returns the times that it printed, as one JSON object.
+
+    Raises:
+        TraceError: there is no nsys, the program failed, or it printed no times.
+    """
+    printed = nsys.record(program, path)
     lines = [line for line in printed.splitlines() if line.startswith("{")]
     if not lines:
         raise TraceError(f"the program under nsys printed no times: {printed[-200:]!r}")

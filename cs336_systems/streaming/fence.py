@@ -1,7 +1,8 @@
 """Caps that hold: torch may not reserve more of the device, and what was in use is measured and compared.
 
     fence = Fence(device, device_bytes=24 * GIB, host_bytes=75 * GIB)    # before anything is allocated
-    ...
+    with refusals(device, 24 * GIB):                                     # ValueError where torch is refused memory
+        ...
     fence.check()                                                        # RuntimeError if a cap was passed
 
 Of the device counts all that torch has reserved, the slab among it, and what the driver says is in use besides: the
@@ -9,8 +10,11 @@ context of CUDA, kernels and libraries. Of the host counts the largest resident 
 Another process on the same GPU would be taken for part of the context.
 """
 
+import gc
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
@@ -33,7 +37,7 @@ class InUse:
 
 
 class Fence:
-    """Of one device and its host.
+    """Of one device and its host; what earlier work of the process has left behind is freed, or counts.
 
     Raises:
         ValueError: the device's context alone takes what it may have.
@@ -42,19 +46,24 @@ class Fence:
     def __init__(self, device: torch.device, device_bytes: int, host_bytes: int) -> None:
         self.device, self.device_bytes, self.host_bytes = device, device_bytes, host_bytes
         self.overhead = 0
-        """Bytes of the device that are not torch's."""
+        """Bytes of the device that are not torch's, or that torch does not give back."""
         if device.type != "cuda":
             return
         torch.cuda.init()
+        gc.collect()  # steps, which refer to themselves
+        torch._C._cuda_clearCublasWorkspaces()  # cut from a larger piece, each would keep all of that
+        torch.cuda.empty_cache()
         torch.empty(1, device=device)
         torch.cuda.reset_peak_memory_stats(device)
         index = torch.cuda.current_device() if device.index is None else device.index  # the next call wants one
         total, context = torch.cuda.get_device_properties(device).total_memory, self._context()
-        self.overhead = context + LATER
+        kept = torch.cuda.memory_reserved(device)
+        self.overhead = context + LATER + kept
         left = device_bytes - self.overhead
         if left <= 0:
-            raise ValueError(f"a cap of {device_bytes / GIB:.2f} GiB is below the context's {context / GIB:.2f} GiB")
-        torch.cuda.set_per_process_memory_fraction(min(1.0, left / total), index)
+            taken = f"the context's {self.overhead / GIB:.2f} GiB"
+            raise ValueError(f"a cap of {device_bytes / GIB:.2f} GiB is below {taken}")
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (left + kept) / total), index)
 
     def _context(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
@@ -81,3 +90,24 @@ class Fence:
             if n_bytes > cap:
                 raise RuntimeError(f"{n_bytes / GIB:.2f} GiB of the {what} were in use, the cap is {cap / GIB:.2f} GiB")
         return used
+
+
+@contextmanager
+def refusals(device: torch.device, cap_bytes: int) -> Iterator[None]:
+    """Inside, memory that torch is refused is one sentence.
+
+    Args:
+        cap_bytes: of the device, a fence's.
+
+    Raises:
+        ValueError: instead of torch's error.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        used, held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        raise ValueError(
+            f"the device's cap of {cap_bytes / GIB:.2f} GiB is short: {used / GIB:.2f} GiB are in use, "
+            f"{(held - used) / GIB:.2f} GiB lie in pieces too small for what a kernel asks for; raise --device-gib, or "
+            "lower --chunk"
+        ) from error

@@ -62,16 +62,20 @@ class Streams:
                 stream.wait_event(self.ends[j])
             if self.timed:
                 self._record(self.begins, i, stream)
-            if operation.lane is Lane.COMPUTE:
-                compute(operation)
-            else:
-                source, target = copy(operation)
-                with torch.cuda.stream(stream):
-                    target.copy_(source, non_blocking=True)
+            self.enqueue(operation, stream, compute, copy)
             if self.timed or i in waited:
                 self._record(self.ends, i, stream)
         for stream in self.copies.values():
             main.wait_stream(stream)
+
+    def enqueue(self, operation: Operation, stream: torch.cuda.Stream, compute: Compute, copy: Copy) -> None:
+        """One operation on its stream."""
+        if operation.lane is Lane.COMPUTE:
+            compute(operation)
+            return
+        source, target = copy(operation)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
 
     def _record(self, events: dict[int, torch.cuda.Event], i: int, stream: torch.cuda.Stream) -> None:
         if i not in events:

@@ -49,7 +49,7 @@ class Passes:
     """Kernels of a step's operations.
 
     Args:
-        ops: of blocks; deterministic.
+        ops: of blocks; deterministic, on which the bits of plans depend.
         guard: clips gradients, and passes over steps, where operations of kind ``NORM`` have taken norms.
     """
 
@@ -156,7 +156,9 @@ class Passes:
         ids, rows = self.token_ids[self._tokens(operation)], dy.view(-1, dy.shape[-1])
         gradient = self.fixed.gradients[EMBEDDING]
         if gradient.is_cuda:
-            gradient.index_put_((ids,), rows, accumulate=True)  # sorts: in one order, where index_add_ has none
+            from cs336_systems.kernels.add_rows import add_rows_  # brings Triton along
+
+            add_rows_(gradient, ids, rows)  # in one order, where index_add_ has none
         else:
             gradient.index_add_(0, ids, rows)
 
@@ -280,17 +282,39 @@ class Passes:
         self.clipping = True
         self.norms[operation.layer].copy_(self._norm_of(operation.layer, self._of(operation, "gradients").values()))
 
+    def rehearse_updates(self, operations: Iterable[Operation]) -> None:
+        """Norms that nobody reads, and updates by a gradient that is not finite.
+
+        The first time that tensors are updated, small copies tell the device where they lie: inside a step each of them
+        would wait for a large one.
+        """
+        nothing = torch.full((), torch.nan, device=self.norms.device)
+        for operation in operations:
+            if operation.kind is Kind.NORM:
+                self._norm_of(operation.layer, self._of(operation, "gradients").values())
+            elif operation.kind is Kind.OPTIMIZER and operation.layer >= 0:
+                self._update_layer(operation, nothing)
+        gradients = {name: self.fixed.gradients[name] for name in self.fixed.weights}
+        self._norm_of(-1, gradients.values())
+        self._update_fixed(gradients, nothing)
+
     def _optimizer(self, operation: Operation) -> None:
-        if operation.layer < 0:
-            self._update_fixed(self.fixed.whole_gradients())
+        if operation.layer >= 0:
+            self._update_layer(operation, self.scale)
             return
+        gradients = self.fixed.whole_gradients()
+        if self.clipping:
+            self._clip(gradients.values())
+        self._update_fixed(gradients, self.scale)
+
+    def _update_layer(self, operation: Operation, scale: Tensor | None) -> None:
         state = {
             what: list(self.by_parameter(self._of(operation, what)).values())
             for what in ("weights", "gradients", *self.memory.layout.states)
         }
         n = len(self.block_parameters)
         first = 1 + operation.layer * n
-        self.optimizer(first, state, self.steps[first : first + n].unbind(), self.scale)
+        self.optimizer(first, state, self.steps[first : first + n].unbind(), scale)
 
     def _norm_of(self, layer: int, gradients: Iterable[Tensor]) -> Tensor:
         """L2, of all elements of one layer's gradients, or of the fixed ones for -1; ()."""
@@ -306,15 +330,13 @@ class Passes:
         self.norms[-1].copy_(self._norm_of(-1, fixed_gradients))
         self.scale, _ = self.guard.scale(self.norms.norm(), self.loss())
 
-    def _update_fixed(self, gradients: Mapping[str, Tensor]) -> None:
+    def _update_fixed(self, gradients: Mapping[str, Tensor], scale: Tensor | None) -> None:
         fixed = self.fixed
-        if self.clipping:
-            self._clip(gradients.values())
         numbers = {EMBEDDING: 0, NORM: len(self.steps) - (1 if fixed.tied else 2), HEAD: len(self.steps) - 1}
         for name in fixed.weights:
             number = numbers[name]
             state = {what: [own[name]] for what, own in fixed.states.items()} | {"gradients": [gradients[name]]}
-            self.optimizer(number, state, [self.steps[number]], self.scale)
+            self.optimizer(number, state, [self.steps[number]], scale)
 
     def by_parameter(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Views by the names of the reference block's parameters, in their order."""

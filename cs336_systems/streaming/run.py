@@ -1,6 +1,6 @@
 """A step under memory caps, executed: memory as the schedule has it, kernels and copies in its order.
 
-    step = StreamedStep(config, schedule, chunks, block_ops("fused", "hopper"), torch.device("cuda"), dtype)
+    step = StreamedStep(config, schedule, chunks, ops, torch.device("cuda"), dtype)
     step.load(model.state_dict())
     loss = step(token_ids, targets)              # a whole step: rounds and optimizer; () on the device
     step.evaluate(build_forward(plan), token_ids, targets)       # a mean loss, of as many sequences as a round has
@@ -38,7 +38,7 @@ class StreamedStep:
 
     Args:
         chunks: how the schedule's chunks cut the tokens.
-        ops: of blocks; must serve device and dtype.
+        ops: of blocks; must serve device and dtype, and be deterministic (``block_ops``).
         moments: bytes a parameter of what the optimizer keeps, as the plan has them (``Plan.work``).
         optimizer: of one layer at a time; AdamW if None.
         max_norm: that gradients are clipped to, if the schedule takes norms.
@@ -102,13 +102,15 @@ class StreamedStep:
 
     @torch.no_grad()
     def rehearse(self, token_ids: Tensor, targets: Tensor) -> None:
-        """Begin a step and leave it after the first backward of a layer, so that kernels are compiled and clocks have
-        risen; weights and what the optimizer keeps stay as they are.
+        """Begin a step and leave it after the first backward of a layer, and make updates that change nothing, so that
+        kernels are compiled, clocks have risen and the device knows where tensors are that an update reads; weights and
+        what the optimizer keeps stay as they are.
         """
         operations = self.schedule.operations
         first = next(i for i, operation in enumerate(operations) if operation.kind is Kind.BACKWARD)
         self.passes.begin(token_ids, targets)
         self.lanes.run(replace(self.schedule, operations=operations[: first + 1]), self.passes.run, self._copy)
+        self.passes.rehearse_updates(operations)
 
     @torch.no_grad()
     def evaluate(self, forward: Schedule, token_ids: Tensor, targets: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ optimizer gets. Buffers are constants in this model, so no wrapper broadcasts th
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,19 +76,22 @@ def _travel(unit: nn.Module) -> QuantizedTravel | None:
 
 def _fsdp2(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     mesh = init_device_mesh(rank.device.type, (rank.world_size,))
     # Block inputs are in the compute dtype already, but for the tables of angles, which ours leaves in fp32 too.
     compute_dtype = _DTYPES[parallel.compute_dtype]
     reduce_dtype = None if compute_dtype is None else torch.float32
     policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
+    pinned = rank.device.type == "cuda"
+    where = CPUOffloadPolicy(pin_memory=pinned) if parallel.on_host else OffloadPolicy()
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=where)
     if not model.config.tie_embeddings:
-        fully_shard(model.token_embeddings, mesh=mesh, mp_policy=policy)
-        fully_shard([model.ln_final, model.lm_head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        shard(model.token_embeddings)
+        shard([model.ln_final, model.lm_head], reshard_after_forward=False)
     for block in model.layers:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        shard(block)
+    shard(model)
     return model
 
 

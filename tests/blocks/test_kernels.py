@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.blocks import (
     BlockGradients,
@@ -58,6 +60,28 @@ def test_kernels_fit(device, own_products):
             error,
             budget,
         )
+
+
+class _Asked(TorchDispatchMode):
+    """The last argument of each operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found.append(args[-1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_hopper_sums_in_one_order_if_it_is_asked_to(deterministic):
+    ops = block_ops("fused", "hopper", deterministic=deterministic)
+    heads: list[Tensor] = [torch.empty(1, 2, 8, 64, dtype=torch.bfloat16, device="meta") for _ in range(8)]
+    do, q, k, v, o, *gradients = heads
+    with _Asked() as asked:
+        ops.attention_backward(do, q, k, v, o, q.new_empty(1, 2, 8, dtype=torch.float32), tuple(gradients))
+    assert asked.found[-1] is deterministic
 
 
 @pytest.mark.parametrize("device", [CUDA, CPU])

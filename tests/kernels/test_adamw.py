@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cs336_systems.kernels import adamw_table
 from cs336_systems.kernels.adamw import BLOCK, CHUNK, Update, UpdateTable, adamw_
+from cs336_systems.kernels.tensor_table import to_device
 from cs336_systems.training import AdamW
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -265,6 +267,22 @@ def test_a_scale_that_is_not_finite_changes_nothing_but_clears(scale: float) -> 
     assert same_bits(update, before)
     assert not update.gradient.any()
     assert update.step == 3
+
+
+def test_a_new_learning_rate_of_all_tensors_is_no_copy(monkeypatch) -> None:
+    copied = []
+    monkeypatch.setattr(adamw_table, "to_device", lambda *given: copied.append(given[0]) or to_device(*given))
+    updates = [make(7, (BF16, BF16, BF16), weight_decay=decay) for decay in (0.1, 0.0)]
+    table = UpdateTable()
+    for lr, betas, n_copies in ((0.1, (0.9, 0.95), 1), (0.2, (0.9, 0.95), 1), (0.3, (0.8, 0.9), 1)):
+        updates = [update._replace(lr=lr, betas=betas) for update in updates]
+        table.describe(updates, torch.device(DEVICE))
+        assert len(copied) == n_copies
+        expected = [(update.lr, *update.betas, update.eps, update.weight_decay) for update in updates]
+        assert torch.equal(table.hyperparameters.cpu(), torch.tensor(expected, dtype=torch.float64))
+    table.describe([updates[0]._replace(lr=0.4), updates[1]], torch.device(DEVICE))
+    assert len(copied) == 2
+    assert table.hyperparameters[:, 0].tolist() == [0.4, 0.3]
 
 
 def test_gradients_are_cleared_after_use() -> None:

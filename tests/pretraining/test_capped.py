@@ -8,8 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cs336_systems import blocks
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import Rank, joined
+from cs336_systems.operators.pinned import ALIGNMENT
+from cs336_systems.pretraining import capped
 from cs336_systems.pretraining.capped import CappedStep
 from cs336_systems.pretraining.export import export
 from cs336_systems.pretraining.nonfinite import NonFiniteStep
@@ -64,6 +67,18 @@ def step_of(one, rank) -> CappedStep:
     prepared = prepare(one, rank)
     prepared.loader.close()
     return prepared.step
+
+
+def test_operations_are_to_be_the_same_bits_every_run(folder, alone, tmp_path, monkeypatch):
+    asked_for = []
+
+    def block_ops(*names, **how):
+        asked_for.append(how)
+        return blocks.block_ops(*names, **how)
+
+    monkeypatch.setattr(capped, "block_ops", block_ops)
+    step_of(asked(folder, tmp_path / "run", **ROOMY), alone)
+    assert asked_for == [{"deterministic": True}]
 
 
 @pytest.mark.parametrize(
@@ -169,8 +184,27 @@ def test_what_is_saved_lies_where_the_step_has_it_and_is_not_copied(whole, alone
     assert {tensor.untyped_storage().data_ptr() for tensor in (*step.model.parameters(), *kept)} <= slabs
 
 
+@pytest.mark.parametrize("save_every", [5, None])
+def test_copies_of_a_checkpoint_are_planned_for_where_the_cap_has_room(folder, alone, tmp_path, save_every):
+    one = asked(folder, tmp_path / "run", save_every=save_every, export=False, **ROOMY)
+    train(one, alone)
+    run = read_run(one.out / LOG)
+    saved = max((save.n_bytes for save in run.all(Checkpoint)), default=0)
+    rounded_up = 4 * ALIGNMENT * len(list(model_of(CONFIG).parameters()))  # weight, two moments and steps of each
+    for memory in run.all(Memory):
+        planned = memory.predicted_bytes
+        copies = planned.get("checkpoint's copy on the host", 0)
+        assert saved - rounded_up <= copies <= saved
+        assert planned["in all on the host"] + planned["free on the host"] == int(one.host_gib * 2**30)
+        assert planned["in all on the host"] == sum(
+            n for name, n in planned.items() if name.endswith("host") and not name.startswith(("in all", "free"))
+        )
+    assert any("copy" in said.text for said in run.all(Message)) is (save_every is not None)
+
+
 def test_tables_say_what_lives_where_and_what_more_would_bring(whole):
     run = read_run(whole.out / LOG)
+    assert not any("checkpoint's copy on the host" in one.predicted_bytes for one in run.all(Memory))
     predicted, actual = (one for one in run.all(Memory))
     for where, cap in (("", whole.device_gib), (" on the host", whole.host_gib)):
         assert predicted.predicted_bytes[f"in all{where}"] + predicted.predicted_bytes[f"free{where}"] == int(
@@ -230,6 +264,18 @@ def test_more_host_memory_than_there_is_is_refused(whole, alone, tmp_path, monke
     with pytest.raises(ValueError, match="^a host slab of 0.00 GiB is asked for, and 0.00 GiB are free here$"):
         train(replace(whole, out=tmp_path / "run"), alone)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("when", ["__init__", "reset_parameters", "__call__", "evaluate"])
+def test_a_device_that_is_short_is_one_sentence(whole, alone, tmp_path, monkeypatch, when):
+    def refused(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 284.00 MiB.\nSee documentation")
+
+    monkeypatch.setattr(capped.StreamedStep, when, refused)
+    with pytest.raises(
+        ValueError, match=r"^the device's cap of .* GiB is short: .*; raise --device-gib, or lower --chunk$"
+    ):
+        train(replace(whole, out=tmp_path / "run", init=None, evaluate_every=1, **ROOMY), alone)
 
 
 def test_caps_are_for_one_rank(tmp_path):

@@ -23,6 +23,7 @@ WAYS = (
     *(Parallel(wrapper) for wrapper in ("naive", "flat", "overlapped", "bucketed", "torch-ddp", "fsdp", "fsdp2")),
     *(Parallel("bucketed", optimizer_state=state, bucket_size_mb=0.01) for state in ("owned", "torch-zero")),
     Parallel("none", optimizer_state="scattered", bucket_size_mb=0.01),
+    Parallel("fsdp2", on_host=True),
 )
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from cs336_systems.config import ModelConfig, resolve_size
@@ -10,6 +11,7 @@ from cs336_systems.experiments.options import RunOptions, cell_of, flag
 from cs336_systems.hardware import HARDWARE, Hardware
 
 Order = Literal["auto", "sequential", "interleaved"]
+Peer = Literal["compiled", "fsdp2-offload"]
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,18 @@ class Options(RunOptions):
     """By the global norm of gradients, for which the optimizer waits."""
     master: Literal["none", "fp32"] = "none"
     """fp32: weights and moments in fp32 that the optimizer keeps beside bf16 ones, 16 bytes a parameter in all."""
+    peers: tuple[Peer, ...] = ()
+    """Measure the same model in other ways, too, in the same run and without caps: compiled, plain PyTorch under
+    torch.compile with all on the device; fsdp2-offload, torch's FSDP2 with state and optimizer on the host, blocks
+    compiled and computed again in backward."""
     gpu: str | None = None
     """Simulate this device and measure nothing: h200, h100, b200, a100-80gb, rtx-5090 ... (hardware.py)."""
     timeline: bool = False
     """Write and draw what each lane does, in the folder of --out: as measured on a GPU, else as simulated."""
+    profile: bool = False
+    """Record the steps with nsys instead: streams and ranges are named as the plan's lanes and operations are."""
+    raw: Path = Path("profiles/raw")
+    """Folder for what --profile records."""
     warmup: int = 1
     """Steps before the recorded ones: they are long, and clocks have settled after one."""
     steps: int = 3
@@ -57,6 +67,7 @@ class StreamingCell:
     size: str
     context_length: int
     device_gib: float
+    """0 of a peer, which has no caps; likewise the next."""
     host_gib: float
     order: str
     chunk: int
@@ -67,16 +78,20 @@ class StreamingCell:
     warmup: int
     steps: int
     seed: int
+    peer: str = ""
+    """What runs instead of a streamed step."""
 
     @property
     def variant(self) -> str:
-        return "simulated" if self.simulated_device else "measured"
+        return "simulated" if self.simulated_device else self.peer or "measured"
 
     @property
     def config(self) -> ModelConfig:
         return replace(resolve_size(self.size), max_context_length=None).at_context(self.context_length)
 
     def __str__(self) -> str:
+        if self.peer:
+            return f"{self.size} {self.context_length:,} {self.peer}"
         return f"{self.size} {self.context_length:,} within {self.device_gib:g} / {self.host_gib:g} GiB {self.order}"
 
 
@@ -124,6 +139,8 @@ def make_cells(options: Options) -> list[StreamingCell]:
     if options.timeline and options.out is None:
         raise ValueError("--timeline draws in the folder of --out, which is not given")
     simulated = hardware_named(options.gpu).name if options.gpu else ""
+    if options.peers and (simulated or options.profile):
+        raise ValueError(f"--peers {options.peers[0]} is measured: --gpu and --profile go without")
     cells = []
     for size in options.size:
         name = resolve_size(size).name
@@ -133,12 +150,17 @@ def make_cells(options: Options) -> list[StreamingCell]:
         }
         sets = {key: value for key, value in of_size.items() if isinstance(value, tuple)} | {"order": options.order}
         own = {key: value for key, value in of_size.items() if key not in sets}
-        own |= {"size": name, "simulated_device": simulated}
+        own |= {"size": name, "simulated_device": simulated, "peer": ""}
         for length in of_size["context_length"]:
             _check_tokens(length, of_size["chunk"], of_size["tokens_per_step"])
         cells += [
             cell_of(StreamingCell, options, **own, **dict(zip(sets, values, strict=True)))
             for values in itertools.product(*sets.values())
+        ]
+        uncapped = own | {"device_gib": 0.0, "host_gib": 0.0, "order": "auto", "chunk": 0, "clipping": False}
+        cells += [
+            cell_of(StreamingCell, options, **uncapped | {"context_length": length, "peer": peer})
+            for length, peer in itertools.product(of_size["context_length"], options.peers)
         ]
     return cells
 

@@ -24,8 +24,8 @@ _OF = ["gpu", "simulated_device", "size", "context_length"]
 
 
 def heatmaps(rows: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    """(name, figure) for every model and length."""
-    for _, own in rows.groupby(_OF, sort=False, dropna=False):
+    """(name, figure) for every model and length; peers have no capacities."""
+    for _, own in rows[rows["device_gib"] > 0].groupby(_OF, sort=False, dropna=False):
         simulated, size, length = (own.iloc[0][name] for name in _OF[1:])
         if (figure := heatmap_figure(own)) is not None:
             yield "_".join([size, str(int(length)), *([simulated] if simulated else [])]), figure

@@ -25,7 +25,7 @@ from cs336_systems.report.figures import save
 from cs336_systems.report.streaming_timeline import streaming_figure, timeline_rows
 from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice, choose
 from cs336_systems.streaming.fence import Fence
-from cs336_systems.streaming.lanes import Streams
+from cs336_systems.streaming.lanes import Lanes, Streams
 from cs336_systems.streaming.layout import Chunks
 from cs336_systems.streaming.run import StreamedStep
 from cs336_systems.streaming.schedule import Kind
@@ -53,20 +53,13 @@ def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
     on_gpu = not cell.simulated_device and device.type == "cuda"
     if device.type == "cpu":
         torch.set_num_threads(1)  # of tiny tensors several would wait for each other
-    device_bytes, host_bytes = int(cell.device_gib * GIB), int(cell.host_gib * GIB)
-    fence = Fence(device, device_bytes, host_bytes) if on_gpu else None
-    hardware = _hardware(cell, device)
-    if fence is not None:
-        caps = Caps(device_bytes, host_bytes, *beside_slabs(fence, device))
-    else:
-        caps = Caps(device_bytes, host_bytes, *(() if cell.simulated_device else (0, 0)))  # on a CPU slabs alone count
-    choice = _chosen(cell, hardware, caps)
+    choice, hardware, fence = planned(cell)
     metrics = simulated(choice, hardware)
     if pictures is not None and not on_gpu:
         _draw(pictures, cell, choice, choice.times, f"simulated for {hardware.name}")
     if cell.simulated_device:
         return metrics
-    step, ids, targets = _step(cell, choice, device)
+    step, ids, targets = prepared(cell, choice, Streams(device, timed=True) if on_gpu else None)
     loss: list[Tensor] = []
 
     def whole() -> None:
@@ -100,6 +93,20 @@ def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
     return metrics + [Metric(name, "GiB", [n_bytes / GIB]) for name, n_bytes in in_use.items()]
 
 
+def planned(cell: StreamingCell) -> tuple[Choice, Hardware, Fence | None]:
+    """A plan, the device that it is for, and on a GPU the fence that its caps are; raises as ``measure`` does."""
+    device = torch.device(cell.device)
+    device_bytes, host_bytes = int(cell.device_gib * GIB), int(cell.host_gib * GIB)
+    on_gpu = not cell.simulated_device and device.type == "cuda"
+    fence = Fence(device, device_bytes, host_bytes) if on_gpu else None
+    hardware = _hardware(cell, device)
+    if fence is not None:
+        caps = Caps(device_bytes, host_bytes, *beside_slabs(fence, device))
+    else:
+        caps = Caps(device_bytes, host_bytes, *(() if cell.simulated_device else (0, 0)))  # on a CPU slabs alone count
+    return _chosen(cell, hardware, caps), hardware, fence
+
+
 def _hardware(cell: StreamingCell, device: torch.device) -> Hardware:
     if device.type == "cpu" or cell.simulated_device:
         return hardware_named(cell.simulated_device or CPU_PLANS_FOR)
@@ -126,9 +133,9 @@ def _chosen(cell: StreamingCell, hardware: Hardware, caps: Caps) -> Choice:
         raise PredictedOutOfMemory(str(error)) from error
 
 
-def _step(cell: StreamingCell, choice: Choice, device: torch.device) -> tuple[StreamedStep, Tensor, Tensor]:
-    """With fresh weights, and random ids and targets, on the host as a loader gives them."""
-    plan = choice.plan
+def prepared(cell: StreamingCell, choice: Choice, lanes: Lanes | None) -> tuple[StreamedStep, Tensor, Tensor]:
+    """A step with fresh weights, and random ids and targets, on the host as a loader gives them."""
+    plan, device = choice.plan, torch.device(cell.device)
     chunks = Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds)
     on_gpu = device.type == "cuda"
     names = ("fused", "hopper") if on_gpu else ("reference", "reference")
@@ -137,12 +144,12 @@ def _step(cell: StreamingCell, choice: Choice, device: torch.device) -> tuple[St
         cell.config,
         choice.schedule,
         chunks,
-        block_ops(*names),
+        block_ops(*names, deterministic=True),
         device,
         torch.bfloat16,
         moments=dict(plan.work.moments),
         max_norm=1.0,
-        lanes=Streams(device, timed=True) if on_gpu else None,
+        lanes=lanes,
         temporary_bytes=plan.work.temporary_bytes + FRAGMENTS if on_gpu else 0,
     )
     step.reset_parameters()

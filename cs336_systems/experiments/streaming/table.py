@@ -18,7 +18,7 @@ def _share(metric: str) -> Callable[[Line], float | None]:
 STREAMING_TABLE = ResultTable(
     settings=(
         *("gpu", "device", "simulated_device", "size", "context_length", "device_gib", "host_gib", "order", "chunk"),
-        *("tokens_per_step", "clipping", "master", "warmup", "steps"),
+        *("tokens_per_step", "clipping", "master", "peer", "warmup", "steps"),
     ),
     always=("size", "context_length", "device_gib", "host_gib"),
     labels={

@@ -1,17 +1,25 @@
 """The benchmark of steps under caps: its grid, what it refuses, a simulation, and a tiny model that really runs."""
 
+import gzip
 import json
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 
 from cs336_systems.case import Unsupported
-from cs336_systems.experiments.streaming.cells import Options, hardware_named, make_cells
+from cs336_systems.experiments.streaming.cells import Options, hardware_named
+from cs336_systems.experiments.streaming.experiment import make_cells
 from cs336_systems.experiments.streaming.figure import heatmaps
 from cs336_systems.experiments.streaming.measure import measure
+from cs336_systems.experiments.streaming.peers import case_of, measure_peer
+from cs336_systems.experiments.streaming.profile import main, profile
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.record import read_rows
+from cs336_systems.profiling.traces import nsys
 from tests.benchmarks.commands import cells_of, run
 
 
@@ -29,6 +37,29 @@ def test_a_tiny_model_has_defaults_of_its_own():
     assert (large.context_length, large.device_gib, large.host_gib, large.chunk) == (8192, 24, 75, 0)
 
 
+def test_peers_run_without_caps_once_for_each_length():
+    *_, two, three = make_cells(Options(size=("tiny",), context_length=(32, 64), peers=("compiled", "fsdp2-offload")))
+    assert [(cell.peer, cell.context_length, cell.device_gib) for cell in (two, three)] == [
+        ("compiled", 64, 0),
+        ("fsdp2-offload", 64, 0),
+    ]
+    assert case_of(replace(two, device="cuda")).compile == "on"
+    long = case_of(replace(three, size="llama3-8b", context_length=32_768, tokens_per_step=131_072))
+    assert (long.batch_size, long.accumulate, long.checkpoint, long.parallel.on_host) == (1, 4, "full", True)
+    short = case_of(replace(two, size="llama3-8b", context_length=1024, tokens_per_step=0))
+    assert (short.batch_size, short.accumulate, short.parallel.wrapper) == (8, 8, "none")
+
+
+@pytest.mark.parametrize("peer", ["compiled", pytest.param("fsdp2-offload", marks=pytest.mark.slow)])
+def test_a_peer_is_measured(peer):
+    *_, cell = cells_of("streaming", "--peers", peer, "--steps", "2", "--warmup", "0")
+    assert cell.variant == peer
+    found = {metric.name: metric.samples for metric in measure_peer(cell)}
+    assert found["planned_tokens_per_step"] == [512]
+    assert found["tokens_per_s"] == pytest.approx([512 / ms * 1e3 for ms in found["step"]])
+    assert found["host_in_use"][0] > 0.05
+
+
 def test_devices_are_named_as_they_are_typed():
     assert hardware_named("h200").name == "H200"
     assert hardware_named("a100-sxm-80gb").name == "A100 SXM 80GB"
@@ -44,6 +75,9 @@ def test_devices_are_named_as_they_are_typed():
         (("--chunk", "7"), "--chunk 7: neither divides sequences of 64 tokens nor holds whole ones"),
         (("--tokens-per-step", "32"), "--tokens-per-step 32 is no multiple of 64, the least of a round"),
         (("--timeline",), "--timeline draws in the folder of --out"),
+        (("--profile",), "--profile records CUDA work, and there is none with --device cpu"),
+        (("--profile", "--gpu", "h200"), "--profile records CUDA work, and there is none with --gpu h200"),
+        (("--peers", "compiled", "--gpu", "h200"), "--peers compiled is measured: --gpu and --profile go without"),
         (("--gpu", "abacus"), "--gpu abacus: known are .*h200"),
         (("--size", "huge"), "unknown model size 'huge'"),
     ],
@@ -66,6 +100,33 @@ def test_what_the_optimizer_keeps_is_what_was_asked_for():
     plain = {metric.name: metric.samples[0] for metric in measure(cell)}
     state = 8 * cell.config.n_parameters / GIB
     assert found["device_in_use"] + found["host_in_use"] > plain["device_in_use"] + plain["host_in_use"] + 0.9 * state
+
+
+def test_a_cell_recorded_by_nsys(tmp_path, monkeypatch, capsys):
+    """The program that runs under nsys really runs; what nsys writes stands ready."""
+    fixture = Path(__file__).parents[2] / "profiling" / "traces" / "fixtures" / "nsys.sqlite.gz"
+
+    def record(program, report):
+        monkeypatch.setattr(sys, "argv", program[2:])
+        report.parent.mkdir(parents=True)
+        report.write_bytes(gzip.decompress(fixture.read_bytes()))
+        assert program[:3] == [sys.executable, "-m", "cs336_systems.experiments.streaming.profile"]
+        main()
+        return f"Generating report\n{capsys.readouterr().out}done\n"
+
+    monkeypatch.setattr(nsys, "record", record)
+    cell = cells_of("streaming", "--warmup", "0", "--steps", "2")[0]
+    found = {metric.name: metric.samples for metric in profile(cell, tmp_path)}
+    assert found.keys() == {"recorded_step", "forward", "backward", "optimizer"}
+    assert len(found["recorded_step"]) == 2
+    assert 0 < found["forward"][0] < found["backward"][0]
+    assert (tmp_path / "streaming-tiny-c64-0.001-0.001-auto" / "step.sqlite").exists()
+
+
+def test_without_nsys_it_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="^--profile: nsys is not on PATH"):
+        make_cells(Options(profile=True))
 
 
 @pytest.mark.gpu
