@@ -51,6 +51,9 @@ OF_ATTENTION = {"clock": "harness"}
 OF_SHARDS = {"update": "after-backward", "do_bench": "off"}
 """Likewise of rows of full sharding, which say how many units are gathered ahead."""
 
+OF_RUNS = {"recipe": "stored"}
+"""Likewise of rows of whole runs, which say how many tokens a step has."""
+
 Row = dict[str, Any]
 
 
@@ -208,6 +211,7 @@ def unsaid(columns: Iterable[str]) -> dict[str, Any]:
     known = set(columns)
     defaults = NOT_RECORDED | (DEFAULTS if "context_length" in known else {})
     defaults |= OF_ATTENTION if "d_head" in known else {}
+    defaults |= OF_RUNS if "total_batch_tokens" in known else {}
     return defaults | (OF_SHARDS if "prefetch" in known else {})
 
 
