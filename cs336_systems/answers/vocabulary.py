@@ -19,6 +19,7 @@ from cs336_systems.answers import (
     streaming,
 )
 from cs336_systems.answers.committed import Committed, NotMeasured, Rows
+from cs336_systems.answers.quantizing import quantizing_table
 from cs336_systems.answers.rendering import Pending
 from cs336_systems.answers.training_rates import fp8_rates_table, training_rates_table
 from cs336_systems.answers.training_runs import console_lines
@@ -148,7 +149,7 @@ TABLES = (
     profiles.stages_table,
     *(memory.peaks_table, memory.largest_table, memory.residuals_table, memory.checkpoint_table),
     memory.segments_table,
-    *(training_rates_table, fp8_rates_table),
+    *(training_rates_table, fp8_rates_table, quantizing_table),
     collectives_table,
     *(predictions.collectives_predictions, predictions.ddp_predictions),
     *(predictions.sharded_predictions, predictions.fsdp_predictions),
