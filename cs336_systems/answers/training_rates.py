@@ -33,7 +33,7 @@ def rates_of_others(rows: pd.DataFrame) -> dict[str, dict[str, float]]:
 def training_rates_table(rows: pd.DataFrame) -> Table:
     """A line for each size: our fastest run in bf16, how it ran, and the others' tokens per second, with ours over
     them."""
-    runs = {(run["size"], run["how"]): run for run in fastest(rows[rows["recipe"] == "stored"]).to_dict("records")}
+    runs = {(run["size"], run["how"]): run for run in _fastest(rows[rows["recipe"] == "stored"])}
     known = llmq_rates()
     ours = [runs[size, "ours"] for size in MODEL_SIZES if (size, "ours") in runs]
 
@@ -50,7 +50,8 @@ def fp8_rates_table(rows: pd.DataFrame) -> Table:
     Raises:
         NotMeasured: no run in fp8 is among the rows.
     """
-    runs = fastest(rows[(rows["recipe"] != "stored") & (rows["how"] == "ours")]).to_dict("records")
+    rows = rows[rows["how"] == "ours"]
+    runs = _fastest(rows[rows["recipe"] != "stored"])
     if not runs:
         raise NotMeasured("training, runs in fp8")
     runs.sort(key=lambda run: list(MODEL_SIZES).index(run["size"]))
@@ -58,12 +59,15 @@ def fp8_rates_table(rows: pd.DataFrame) -> Table:
     lines = []
     for run in runs:
         command = rows[(rows[list(COMMAND)] == [run[name] for name in COMMAND]).all(axis=1)]
-        stored = fastest(command[(command["recipe"] == "stored") & (command["size"] == run["size"])])
-        beside = {"bf16": stored["tokens_per_s"].max() if len(stored) else None}
-        beside["llm.q in fp8, one H100"] = known.get(run["size"])
-        line = _line(run, beside)
+        stored = _fastest(command[(command["recipe"] == "stored") & (command["size"] == run["size"])])
+        others = {"bf16": stored[0]["tokens_per_s"] if stored else None}
+        line = _line(run, others | {"llm.q in fp8, one H100": known.get(run["size"])})
         lines.append({"size": line.pop("size"), "products": run["recipe"]} | line)
     return _table(lines, runs, "what is not quantized")
+
+
+def _fastest(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(name): value for name, value in run.items()} for run in fastest(rows).to_dict("records")]
 
 
 def _line(run: dict[str, Any], others: dict[str, float | None]) -> dict[str, str]:

@@ -19,9 +19,10 @@ def rates_figure(rows: pd.DataFrame, others: Mapping[str, Mapping[str, float]]) 
     best = fastest(rows)
     if best.empty:
         return None
+    names = best["how"].str.cat(best["recipe"].map(lambda recipe: "" if recipe == "stored" else f", {recipe}"))
     measured = {
-        how if recipe == "stored" else f"{how}, {recipe}": dict(zip(own["size"], own["tokens_per_s"], strict=True))
-        for (how, recipe), own in best.groupby(["how", "recipe"], sort=False)
+        str(name): dict(zip(own["size"], own["tokens_per_s"], strict=True))
+        for name, own in best.groupby(names, sort=False)
     }
     ways: dict[str, Mapping[str, float]] = measured | dict(others)
     sizes = [size for size in MODEL_SIZES if any(size in rates for rates in ways.values())]
