@@ -46,6 +46,7 @@ from cs336_systems.experiments.parallelism.answers import found
 from cs336_systems.experiments.parallelism.questions import QUESTIONS
 from cs336_systems.experiments.sharded_optimizer import table as sharded_tables
 from cs336_systems.experiments.streaming.table import STREAMING_TABLE
+from cs336_systems.experiments.training.table import TRAINING_TABLE
 from cs336_systems.report.run_summary import summary
 from cs336_systems.report.tables import Table
 
@@ -184,6 +185,7 @@ def vocabulary(committed: Committed) -> dict[str, Any]:
         "fp8_block_table": fp8_tables.BLOCK_TABLE.of,
         "fp8_product_table": fp8_tables.PRODUCT_TABLE.of,
         "learning_table": LEARNING_TABLE.of,
+        "training_table": TRAINING_TABLE.of,
         "leak_tables": leak_tables,
         "console_of": lambda name, *steps: console_lines(committed.run(name), steps),
     }
