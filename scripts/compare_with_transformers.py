@@ -57,7 +57,7 @@ def _compare(options: TrainOptions) -> int:
     folder = options.out
     if folder.exists():
         raise ValueError(f"{folder} is there: both runs begin from the beginning, name another")
-    ours = replace(options, out=folder / "ours", evaluate_every=10**9)
+    ours = replace(options, out=folder / "ours", evaluate_every=options.evaluate_every or 10**9)
     with joined(options.device) as rank:
         prepared = prepare(ours, rank)
         with prepared.loader:

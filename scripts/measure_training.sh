@@ -11,6 +11,7 @@
 #   7b              15  Qwen2.5-7B at 8, keeping products: few and long steps
 #   keep             3  0.5B keeping products
 #   graph            3  0.5B as a CUDA graph
+#   fp8             16  each size with products of blocks in fp8, and in bf16 in the same command
 #   ranks            8  0.5B and 1.5B at ZeRO-1 and 2 on two GPUs, and on one of them (FOLDER/training-2)
 #
 # Data are random tokens of the model's vocabulary, which the rows say. The peer needs liger-kernel and transformers (uv
@@ -39,13 +40,17 @@ for part in "$@"; do
       training --size qwen2.5-0.5b --batch-size 32 --how ours --keep products ;;
     graph)
       training --size qwen2.5-0.5b --batch-size 32 --how ours --cuda-graph on --warmup 5 ;;
+    fp8)
+      for size in "0.5b --batch-size 32 --keep all" "1.5b --batch-size 32 --keep all" "3b --batch-size 16 --keep all" "7b --batch-size 16 --keep products"; do
+        into training "${ours[@]}" --size qwen2.5-$size --how ours --kernels fused-products --recipe stored e4m3
+      done ;;
     ranks)
       for size in "qwen2.5-0.5b --batch-size 32" "qwen2.5-1.5b --batch-size 16"; do
         training-2 --size $size --how ours --world-size 1 2 --zero 1
         training-2 --size $size --how ours --world-size 2 --zero 2
       done ;;
     *)
-      echo "unknown part '$part': parts are 0.5b, 1.5b, 3b, 7b, keep, graph, ranks" >&2
+      echo "unknown part '$part': parts are 0.5b, 1.5b, 3b, 7b, keep, graph, fp8, ranks" >&2
       exit 2 ;;
   esac
 done

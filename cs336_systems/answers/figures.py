@@ -17,7 +17,7 @@ from PIL import Image
 from cs336_systems.answers import arithmetic
 from cs336_systems.answers.committed import Committed, NotMeasured
 from cs336_systems.answers.sums import seal
-from cs336_systems.answers.training_rates import llmq_rates
+from cs336_systems.answers.training_rates import rates_of_others
 from cs336_systems.answers.vocabulary import LEAKS
 from cs336_systems.costs.parallelism.pipeline import SCHEDULES
 from cs336_systems.experiments.attention.figure import scaling_figure as attention_figure
@@ -37,7 +37,7 @@ from cs336_systems.experiments.parallelism.pipeline_figure import pipelines_figu
 from cs336_systems.experiments.sharded_optimizer.table import memory_figure
 from cs336_systems.experiments.streaming.figure import heatmap_figure
 from cs336_systems.experiments.training.figure import rates_figure
-from cs336_systems.harness.record import DEFAULTS, NOT_RECORDED, OF_CAPS, OF_SHARDS
+from cs336_systems.harness.record import DEFAULTS, NOT_RECORDED, OF_CAPS, OF_RUNS, OF_SHARDS
 from cs336_systems.pretraining.run_reader import Run
 from cs336_systems.report.figures import save
 from cs336_systems.report.run_figure import run_figure
@@ -84,7 +84,7 @@ def _text(argument: Any) -> str:
 
 def _text_of_rows(rows: pd.DataFrame) -> str:
     """Rows as they were measured: without what no row could say then, and so is at its default in all."""
-    defaults = NOT_RECORDED | DEFAULTS | OF_SHARDS | OF_CAPS
+    defaults = NOT_RECORDED | DEFAULTS | OF_SHARDS | OF_CAPS | OF_RUNS
     unsaid = [name for name, default in defaults.items() if name in rows and (rows[name] == default).all()]
     own = rows.drop(columns=unsaid)
     return own[sorted(own.columns.astype(str))].to_csv(index=False, float_format="%.9g")
@@ -128,9 +128,7 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_fp8_time.png": of_rows(time_figure, "fp8"),
         "h200_leaderboard.png": of_rows(breakdown_figure, "leaderboard"),
         **{f"h200_leak_{name}.png": of_leak(name) for name in LEAKS},
-        "h200_training.png": Drawing(
-            rates_figure, lambda: (rows("training").frame(), {"llm.q, one H100": llmq_rates()})
-        ),
+        "h200_training.png": Drawing(rates_figure, lambda: _with_others(rows("training").frame())),
         "h200_run_first.png": Drawing(_run_figure, lambda: ("first", committed.run("first"))),
         "attention_masks.png": Drawing(masks_figure, lambda: (1024,)),
         "pipeline_schedules.png": Drawing(pipelines_figure, lambda: (timelines,)),
@@ -142,6 +140,10 @@ def figures(committed: Committed) -> dict[str, Drawing]:
 def _all_reduce_figure(rows: pd.DataFrame) -> Figure | None:
     # Worlds of two and four were measured on two hosts of the same GPU, and are one figure.
     return collectives_figure(rows.assign(host=""))
+
+
+def _with_others(rows: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, dict[str, float]]]:
+    return rows, rates_of_others(rows)
 
 
 def _run_figure(name: str, run: Run) -> Figure:

@@ -1,10 +1,16 @@
-"""Tokens per second of training by size: ours, transformers beside, and what llm.q says of itself."""
+"""Tokens per second of training by size: ours, transformers beside, and what llm.q says of itself.
+
+Runs that multiply in fp8 have lines of their own: with the run in bf16 of the same command, and llm.q's in fp8.
+"""
+
+from typing import Any
 
 import pandas as pd
 
+from cs336_systems.answers.committed import NotMeasured
 from cs336_systems.answers.outside import outside
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.experiments.training.table import fastest
+from cs336_systems.experiments.training.table import COMMAND, fastest
 from cs336_systems.report.results import MISSING
 from cs336_systems.report.tables import Table, digits
 
@@ -12,32 +18,73 @@ _SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b")
 _PEERS = {"transformers-liger": "transformers, Liger", "transformers": "transformers"}
 
 
-def llmq_rates() -> dict[str, float]:
+def llmq_rates(*, fp8: bool = False) -> dict[str, float]:
     """Tokens per second by size, as its authors give them of one H100."""
-    return {size: 1000 * float(outside(f"llm.q {size}").removesuffix("k tokens/s")) for size in _SIZES}
+    suffix = " fp8" if fp8 else ""
+    return {size: 1000 * float(outside(f"llm.q {size}{suffix}").removesuffix("k tokens/s")) for size in _SIZES}
+
+
+def rates_of_others(rows: pd.DataFrame) -> dict[str, dict[str, float]]:
+    """What stands beside these rows and is not among them, by who says so; in fp8 where they have such runs."""
+    in_fp8 = {"llm.q in fp8, one H100": llmq_rates(fp8=True)} if (rows["recipe"] != "stored").any() else {}
+    return {"llm.q, one H100": llmq_rates()} | in_fp8
 
 
 def training_rates_table(rows: pd.DataFrame) -> Table:
-    """A line for each size: our fastest run, how it ran, and the others' tokens per second, with ours over them."""
-    runs = {(run["size"], run["how"]): run for run in fastest(rows).to_dict("records")}
-    known, lines = llmq_rates(), []
+    """A line for each size: our fastest run in bf16, how it ran, and the others' tokens per second, with ours over
+    them."""
+    runs = {(run["size"], run["how"]): run for run in _fastest(rows[rows["recipe"] == "stored"])}
+    known = llmq_rates()
     ours = [runs[size, "ours"] for size in MODEL_SIZES if (size, "ours") in runs]
-    for run in ours:
-        rate = run["tokens_per_s"]
-        others = {name: runs.get((run["size"], how), {}).get("tokens_per_s") for how, name in _PEERS.items()}
-        others["llm.q, one H100"] = known.get(run["size"])
-        lines.append(
-            {
-                **{"size": run["size"], "tokens/s": f"{rate:,.0f}", "speed of light %": f"{run['speed_of_light']:.1f}"},
-                **{name: f"{other:,.0f} ({rate / other:.2f})" if other else MISSING for name, other in others.items()},
-                **{"peak GiB": digits(run["peak_memory"]), "predicted": digits(run["predicted_peak_memory"])},
-                **{"batch": f"{run['batch_size']:g}", "tokens a step": f"{run['total_batch_tokens']:,.0f}"},
-                **{"kernels": run["kernels"], "keep": run["keep"]},
-            }
-        )
-    first, seconds = ours[0], sorted(run["seconds"] for run in ours)
+
+    def others(run: dict[str, Any]) -> dict[str, float | None]:
+        found = {name: runs.get((run["size"], how), {}).get("tokens_per_s") for how, name in _PEERS.items()}
+        return found | {"llm.q, one H100": known.get(run["size"])}
+
+    return _table([_line(run, others(run)) for run in ours], ours, "products")
+
+
+def fp8_rates_table(rows: pd.DataFrame) -> Table:
+    """A line for each size and recipe in fp8: our fastest run, the fastest in bf16 of the same command, llm.q in fp8.
+
+    Raises:
+        NotMeasured: no run in fp8 is among the rows.
+    """
+    rows = rows[rows["how"] == "ours"]
+    runs = _fastest(rows[rows["recipe"] != "stored"])
+    if not runs:
+        raise NotMeasured("training, runs in fp8")
+    runs.sort(key=lambda run: list(MODEL_SIZES).index(run["size"]))
+    known = llmq_rates(fp8=True)
+    lines = []
+    for run in runs:
+        command = rows[(rows[list(COMMAND)] == [run[name] for name in COMMAND]).all(axis=1)]
+        stored = _fastest(command[(command["recipe"] == "stored") & (command["size"] == run["size"])])
+        others = {"bf16": stored[0]["tokens_per_s"] if stored else None}
+        line = _line(run, others | {"llm.q in fp8, one H100": known.get(run["size"])})
+        lines.append({"size": line.pop("size"), "products": run["recipe"]} | line)
+    return _table(lines, runs, "what is not quantized")
+
+
+def _fastest(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(name): value for name, value in run.items()} for run in fastest(rows).to_dict("records")]
+
+
+def _line(run: dict[str, Any], others: dict[str, float | None]) -> dict[str, str]:
+    rate = run["tokens_per_s"]
+    return {
+        **{"size": run["size"], "tokens/s": f"{rate:,.0f}", "speed of light %": f"{run['speed_of_light']:.1f}"},
+        **{name: f"{other:,.0f} ({rate / other:.2f})" if other else MISSING for name, other in others.items()},
+        **{"peak GiB": digits(run["peak_memory"]), "predicted": digits(run["predicted_peak_memory"])},
+        **{"batch": f"{run['batch_size']:g}", "tokens a step": f"{run['total_batch_tokens']:,.0f}"},
+        **{"kernels": run["kernels"], "keep": run["keep"]},
+    }
+
+
+def _table(lines: list[dict[str, str]], runs: list[dict[str, Any]], multiplied: str) -> Table:
+    first, seconds = runs[0], sorted(run["seconds"] for run in runs)
     said = (
-        f"{first['gpu']}, {first['dtype']} parameters, gradients, moments and products, sequences of "
+        f"{first['gpu']}, {first['dtype']} parameters, gradients, moments and {multiplied}, sequences of "
         f"{first['context_length']:,}, attention {first['attention']}, {first['data']}; medians of the steps of "
         f"{' to '.join(dict.fromkeys(f'{each:g}' for each in (seconds[0], seconds[-1])))} s and more, after the first "
         "two; in brackets ours over it."

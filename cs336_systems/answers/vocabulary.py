@@ -19,8 +19,9 @@ from cs336_systems.answers import (
     streaming,
 )
 from cs336_systems.answers.committed import Committed, NotMeasured, Rows
+from cs336_systems.answers.quantizing import quantizing_table
 from cs336_systems.answers.rendering import Pending
-from cs336_systems.answers.training_rates import training_rates_table
+from cs336_systems.answers.training_rates import fp8_rates_table, training_rates_table
 from cs336_systems.answers.training_runs import console_lines
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.communication import cost
@@ -45,6 +46,7 @@ from cs336_systems.experiments.parallelism.answers import found
 from cs336_systems.experiments.parallelism.questions import QUESTIONS
 from cs336_systems.experiments.sharded_optimizer import table as sharded_tables
 from cs336_systems.experiments.streaming.table import STREAMING_TABLE
+from cs336_systems.experiments.training.table import TRAINING_TABLE
 from cs336_systems.report.run_summary import summary
 from cs336_systems.report.tables import Table
 
@@ -153,7 +155,7 @@ TABLES = (
     profiles.stages_table,
     *(memory.peaks_table, memory.largest_table, memory.residuals_table, memory.checkpoint_table),
     memory.segments_table,
-    training_rates_table,
+    *(training_rates_table, fp8_rates_table, quantizing_table),
     collectives_table,
     *(predictions.collectives_predictions, predictions.ddp_predictions),
     *(predictions.sharded_predictions, predictions.fsdp_predictions),
@@ -188,6 +190,7 @@ def vocabulary(committed: Committed) -> dict[str, Any]:
         "fp8_block_table": fp8_tables.BLOCK_TABLE.of,
         "fp8_product_table": fp8_tables.PRODUCT_TABLE.of,
         "learning_table": LEARNING_TABLE.of,
+        "training_table": TRAINING_TABLE.of,
         "leak_tables": leak_tables,
         "console_of": lambda name, *steps: console_lines(committed.run(name), steps),
     }

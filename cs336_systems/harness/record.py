@@ -54,6 +54,9 @@ OF_SHARDS = {"update": "after-backward", "do_bench": "off", "losses": 0}
 OF_CAPS = {"peer": ""}
 """Likewise of rows of steps under memory caps, which say how much the host has."""
 
+OF_RUNS = {"recipe": "stored"}
+"""Likewise of rows of whole runs, which say how many tokens a step has."""
+
 Row = dict[str, Any]
 
 
@@ -212,6 +215,7 @@ def unsaid(columns: Iterable[str]) -> dict[str, Any]:
     defaults = NOT_RECORDED | (DEFAULTS if "context_length" in known else {})
     defaults |= OF_ATTENTION if "d_head" in known else {}
     defaults |= OF_CAPS if "host_gib" in known else {}
+    defaults |= OF_RUNS if "total_batch_tokens" in known else {}
     return defaults | (OF_SHARDS if "prefetch" in known else {})
 
 

@@ -2,6 +2,7 @@
 
     deferred = Deferred(device, ("loss", "norm"))
     for step in range(first_step, n_steps):
+        deferred.begin()                                 # what comes before it is around the step
         done = deferred.push(*train(step))               # loss and norm, on the device
         if done is not None:
             log.write(Step(step - 1, done.seconds, tokens, **done.values, learning_rate=schedule(step - 1)))
@@ -26,6 +27,8 @@ class Done:
     values: dict[str, float]
     seconds: float
     """From the end of the step before it, or from ``restart``, to its own, by the device's clock."""
+    around_seconds: float
+    """Of these, before ``begin`` and after the call of ``push``."""
 
 
 class Deferred:
@@ -38,20 +41,26 @@ class Deferred:
 
     def __init__(self, device: torch.device, names: tuple[str, ...]) -> None:
         self._device, self._names = device, names
-        self._pending: tuple[Tensor, _Moment, _Moment] | None = None
+        self._pending: tuple[Tensor, _Span, _Span] | None = None
         self.restart()
 
     def restart(self) -> None:
         """Let the next step's time begin here, as after an evaluation."""
-        self._begun = _Moment(self._device)
+        self._begun = self._work_begun = _Moment(self._device)
+
+    def begin(self) -> None:
+        """The step itself begins; not said, it does where the step before it ended."""
+        self._work_begun = _Moment(self._device)
 
     def push(self, *values: Tensor) -> Done | None:
         """Take the values, tensors of one element, of the step that was just queued; returns the step before it."""
+        work = self._work_begun, _Moment(self._device)
         scalars = torch.stack([value.detach().float().reshape(()) for value in values])
         if self._device.type == "cuda":
             scalars = torch.empty(scalars.shape, pin_memory=True).copy_(scalars, non_blocking=True)
-        before, self._pending = self._pending, (scalars, self._begun, _Moment(self._device))
-        self._begun = self._pending[-1]
+        now = _Moment(self._device)
+        before, self._pending = self._pending, (scalars, (self._begun, now), work)
+        self._begun = self._work_begun = now
         return self._read(before)
 
     def flush(self) -> Done | None:
@@ -59,12 +68,12 @@ class Deferred:
         before, self._pending = self._pending, None
         return self._read(before)
 
-    def _read(self, pending: "tuple[Tensor, _Moment, _Moment] | None") -> Done | None:
+    def _read(self, pending: "tuple[Tensor, _Span, _Span] | None") -> Done | None:
         if pending is None:
             return None
-        scalars, begun, ended = pending
-        seconds = ended.seconds_since(begun)
-        return Done(dict(zip(self._names, scalars.tolist(), strict=True)), seconds)
+        scalars, *spans = pending
+        seconds, of_work = (ended.seconds_since(begun) for begun, ended in spans)
+        return Done(dict(zip(self._names, scalars.tolist(), strict=True)), seconds, seconds - of_work)
 
 
 class _Moment:
@@ -82,3 +91,6 @@ class _Moment:
             return self._host_s - earlier._host_s
         self._event.synchronize()
         return earlier._event.elapsed_time(self._event) / 1000
+
+
+_Span = tuple[_Moment, _Moment]

@@ -126,6 +126,9 @@ class Step(Record):
     norm: float
     """Of the whole gradient, before it is clipped."""
     learning_rate: float
+    around_seconds: float = 0.0
+    """Of all seconds, those in which the device was not yet or no longer at the step itself: loader, log, what the host
+    came too late with. Clipping is the step's."""
 
 
 @dataclass(frozen=True)

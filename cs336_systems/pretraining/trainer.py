@@ -225,7 +225,7 @@ class _Run:
         deferred = Deferred(self._rank.device, _VALUES)
         try:
             while self._made < self._prepared.n_steps and self._reason is None:
-                self._tell(deferred.push(*self._queue_step(stop)), self._made - 1)
+                self._tell(deferred.push(*self._queue_step(stop, deferred)), self._made - 1)
                 self._look_at_memory()
                 self._tell_saves(self._saver.finished())
                 gpu.step(self._made)
@@ -246,13 +246,14 @@ class _Run:
         self._log.write(End(self._made, reason))
         return Outcome(self._options.out, self._first_step, self._made, reason, self._saved, self._complaint)
 
-    def _queue_step(self, stop: StopRequests) -> list[Tensor]:
+    def _queue_step(self, stop: StopRequests, deferred: Deferred) -> list[Tensor]:
         """Give the device one step; what it comes to, in the order of ``_VALUES``."""
         rate = self._prepared.schedule(self._made)
         for group in self._step.optimizer.param_groups:
             group["lr"] = rate
         batch = next(self._prepared.loader)
         self._recent.append((self._made, batch))
+        deferred.begin()
         with self._quantization.step(self._made):
             self._step(*batch)
         reasons, asked = self._no_reason, stop.asked
@@ -294,7 +295,7 @@ class _Run:
             return
         loss, norm = done.values["loss"], done.values["norm"]
         rate, tokens = self._prepared.schedule(step), self._prepared.tokens_per_step
-        self._log.write(Step(step, done.seconds, tokens, loss, norm, rate))
+        self._log.write(Step(step, done.seconds, tokens, loss, norm, rate, done.around_seconds))
         self._quantization.tell(step)
         self._reason = next((reason for reason in reversed(REASONS) if done.values[reason]), self._reason)
         if math.isfinite(loss) and math.isfinite(norm):

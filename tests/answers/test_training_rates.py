@@ -3,14 +3,21 @@
 import pandas as pd
 import pytest
 
-from cs336_systems.answers.training_rates import llmq_rates, training_rates_table
+from cs336_systems.answers.committed import NotMeasured
+from cs336_systems.answers.training_rates import (
+    fp8_rates_table,
+    llmq_rates,
+    rates_of_others,
+    training_rates_table,
+)
 from cs336_systems.experiments.training.figure import rates_figure
 from cs336_systems.experiments.training.table import fastest
 
 CELL = {
     **{"gpu": "NVIDIA H200", "device": "cuda", "context_length": 1024, "dtype": "bf16", "world_size": 1, "zero": 0},
     **{"attention": "hopper", "cuda_graph": "off", "lmhead_chunks": None, "data": "random tokens", "warmup": 2},
-    **{"seconds": 12.0, "status": "ok", "argv": "a", "commit": "b", "host": "c", "timestamp": "2026-11-22T00:00:00"},
+    **{"seconds": 12.0, "recipe": "stored", "status": "ok", "argv": "a", "commit": "b", "host": "c"},
+    "timestamp": "2026-11-22T00:00:00",
 }
 
 
@@ -51,6 +58,34 @@ def test_a_line_for_each_way_and_failed_runs_none():
     assert [text.get_text() for text in legend.get_texts()] == ["ours", "transformers-liger", "llm.q"]
     assert [len(line.get_xdata()) for line in axes.lines] == [2, 1, 4]
     assert rates_figure(rows().assign(status="oom"), {}) is None
+
+
+def in_fp8(rate, command, stored_rate=None):
+    """A run in fp8 at 0.5B and, perhaps, one of stored products of the same command."""
+    alone = rows().query("size == 'qwen2.5-0.5b' and kernels == 'fused-products'").assign(argv=command, keep="products")
+    rates = {"e4m3": rate} if stored_rate is None else {"e4m3": rate, "stored": stored_rate}
+    runs = [alone.assign(recipe=recipe) for recipe in rates]
+    for run, each in zip(runs, rates.values(), strict=True):
+        run.loc[run["metric"] == "tokens_per_s", "median"] = each
+    return pd.concat(runs)
+
+
+def test_fp8_stands_beside_bf16_of_the_same_command_and_never_for_it():
+    peer = rows().query("how == 'transformers-liger'").assign(argv="b", keep="products")
+    both = pd.concat([rows(), peer, in_fp8(190_000.0, "b", 160_000.0)])
+    assert training_rates_table(both).frame.equals(training_rates_table(rows()).frame)
+    (line,) = fp8_rates_table(both).frame.to_dict("records")
+    assert (line["products"], line["tokens/s"]) == ("e4m3", "190,000")
+    assert line["bf16"] == "160,000 (1.19)"  # not the 165,000 of another command
+    assert line["llm.q in fp8, one H100"] == "164,000 (1.16)"
+    alone = fp8_rates_table(pd.concat([rows(), in_fp8(180_000.0, "c")]))
+    assert "bf16" not in alone.frame
+    with pytest.raises(NotMeasured, match="fp8"):
+        fp8_rates_table(rows())
+    figure = rates_figure(both, rates_of_others(both))
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert shown == ["ours", "transformers-liger", "ours, e4m3", "llm.q, one H100", "llm.q in fp8, one H100"]
+    assert list(rates_of_others(rows())) == ["llm.q, one H100"]
 
 
 def test_what_others_say_is_a_number_of_tokens():

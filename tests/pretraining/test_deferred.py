@@ -45,6 +45,19 @@ def test_seconds_run_from_end_to_end_and_from_a_restart():
     assert third.seconds < 0.3
 
 
+@pytest.mark.timing
+def test_what_is_around_a_step_is_before_it_begins_and_not_in_it():
+    deferred = Deferred(CPU, ("loss",))
+    time.sleep(0.2)
+    deferred.begin()
+    time.sleep(0.02)
+    deferred.push(torch.zeros(()))
+    time.sleep(0.02)
+    first, second = deferred.push(torch.zeros(())), deferred.flush()
+    assert 0.2 <= first.around_seconds <= first.seconds - 0.02
+    assert second.seconds >= 0.02 > second.around_seconds >= 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_host_runs_ahead_of_the_device_and_seconds_are_the_devices():

@@ -9,6 +9,7 @@ from cs336_systems.costs.kept import kept_names
 from cs336_systems.experiments.options import RunOptions, cell_of, resolved_sizes
 
 Part = Literal["product", "block"]
+RecipeName = Literal["stored", "e4m3", "e4m3-e5m2", "e4m3-row", "e4m3-block"]
 Product = Literal["qkv", "output", "gate_up", "down"]
 How = Literal[
     "stored",

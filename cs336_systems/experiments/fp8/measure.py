@@ -4,7 +4,8 @@ Ways take turns in one process on the same weights and data. Of our quantized pr
 (once a step in training), activations and gradients inside the clock, each in a phase of its own. A block's operations
 find the largest magnitudes of what they write, as in training; a product by itself reads its tensors for that.
 
-Torchao's float8 replaces the linear layers of the reference block, which is then compiled, as its documentation says.
+Torchao's float8 replaces the linear layers of the reference block, which is then compiled, as its documentation says;
+gradients are compared before that, as another shape would be compiled a second time, half a minute each.
 """
 
 import copy
@@ -151,15 +152,13 @@ def _bench(shape: Fp8Cell) -> _Bench:
     x, dy = (torch.randn(size, device=device, dtype=dtype) for _ in range(2))
     exact = TransformerBlock(config, REFERENCE_OPS, device=device, dtype=torch.float32)
     exact.load_state_dict(reference.state_dict())
-    gradients = {name: each.cpu() for name, each in _short_gradients(exact, exact, model, x, dy).items()}
+    gradients = {name: each.cpu() for name, each in _short_gradients(exact, model, x, dy).items()}
     return _Bench(model, reference, x.requires_grad_(), dy, gradients)
 
 
-def _short_gradients(
-    block: Callable[..., Tensor], owner: nn.Module, model: TransformerLM, x: Tensor, dy: Tensor
-) -> dict[str, Tensor]:
-    """Of the input and of every parameter of ``owner``, on the first tokens of the first sequence."""
-    parameters = dict(owner.named_parameters())
+def _short_gradients(block: nn.Module, model: TransformerLM, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """Of the input and of every parameter of the block, on the first tokens of the first sequence."""
+    parameters = dict(block.named_parameters())
     dtype = next(iter(parameters.values())).dtype
     x, dy = (tensor.detach()[:1, :COMPARED_TOKENS].to(dtype).contiguous() for tensor in (x, dy))
     y = block(x.requires_grad_(), *model.rotary(x.shape[1]))
@@ -169,7 +168,7 @@ def _short_gradients(
 def _measure_block(cell: Fp8Cell, device: torch.device) -> list[Metric]:
     shared = _bench(cell.shape)
     block, owner = _block(cell, shared)
-    gradients = _short_gradients(block, owner, shared.model, shared.x, shared.dy)
+    gradients = _short_gradients(owner, shared.model, shared.x, shared.dy)
     cosines = {
         name: nn.functional.cosine_similarity(
             got.double().flatten(), shared.exact[name].to(device).double().flatten(), 0
@@ -203,7 +202,7 @@ def _measure_block(cell: Fp8Cell, device: torch.device) -> list[Metric]:
 
 
 def _block(cell: Fp8Cell, shared: _Bench) -> tuple[Callable[..., Tensor], nn.Module]:
-    """The way's block, and whose parameters it multiplies with."""
+    """The way's block, and the module that it is, or was before it was compiled."""
     if cell.recipe is not None:
         kernels = "reference" if cell.attention == "reference" else "fused"
         products = block_products(kernels, cell.recipe, remember=True)

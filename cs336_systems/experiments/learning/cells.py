@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from cs336_systems.config import resolve_size
-from cs336_systems.experiments.fp8.cells import RECIPES
+from cs336_systems.experiments.fp8.cells import RECIPES, RecipeName
 from cs336_systems.experiments.options import Kernels, RunOptions, Switch, cell_of
 from cs336_systems.pretraining.options import TrainOptions
-
-RecipeName = Literal["stored", "e4m3", "e4m3-e5m2", "e4m3-row", "e4m3-block"]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from cs336_systems.config import ATTENTIONS, resolve_size
 from cs336_systems.costs.kept import check_known
+from cs336_systems.experiments.fp8.cells import RECIPES, RecipeName
 from cs336_systems.experiments.options import Kernels, RunOptions, Switch, cell_of
 from cs336_systems.pretraining.options import TrainOptions
 
@@ -39,6 +40,9 @@ class Options(RunOptions):
     """What ranks divide, as for train.py."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Of parameters, gradients, moments and products."""
+    recipe: tuple[RecipeName, ...] = ("stored",)
+    """Of ours, of the products of blocks: stored, in --dtype; e4m3 with one scale for each tensor, or with scales by
+    row, also with gradients in e5m2, or with scales by block. Those of one command are compared."""
     kernels: tuple[Kernels, ...] = ("fused",)
     """Of ours, as for train.py."""
     keep: tuple[str, ...] = ("products",)
@@ -68,6 +72,7 @@ class TrainingRunCell:
     world_size: int
     zero: int
     dtype: str
+    recipe: str
     kernels: str
     keep: str
     attention: str
@@ -92,6 +97,8 @@ class TrainingRunCell:
         if self.how == "ours":
             names = ("zero", "kernels", "keep", "attention", "cuda_graph", "lmhead_chunks")
             ours |= {name: getattr(self, name) for name in names}
+            recipe = RECIPES[self.recipe]
+            ours |= {"matmul_dtype": recipe.matmul, "gradient_dtype": recipe.gradient, "scaling": recipe.scaling}
         return TrainOptions(
             device=self.device,  # type: ignore[arg-type]
             size=self.size,
@@ -111,7 +118,9 @@ class TrainingRunCell:
         shape = f"{self.size} {self.batch_size} x {self.context_length} {self.dtype}"
         graph = " CUDA graph" if self.cuda_graph == "on" else ""
         ranks = f" on {self.world_size} ranks, ZeRO {self.zero}" if self.world_size > 1 else ""
-        return " ".join(filter(None, (shape, self.how, self.kernels, self.keep, self.attention))) + graph + ranks
+        recipe = "" if self.recipe == "stored" else self.recipe
+        words = (shape, self.how, recipe, self.kernels, self.keep, self.attention)
+        return " ".join(filter(None, words)) + graph + ranks
 
 
 def make_cells(options: Options) -> list[TrainingRunCell]:
@@ -124,12 +133,9 @@ def make_cells(options: Options) -> list[TrainingRunCell]:
         raise ValueError(f"--seconds must be positive and finite, got {options.seconds:g}")
     for name in options.attention:
         check_known("attention", name, ATTENTIONS)
-    of_ours = {
-        name: getattr(options, name) for name in ("world_size", "zero", "kernels", "keep", "attention", "cuda_graph")
-    }
-    of_others = {"world_size": (1,), "zero": (0,)} | dict.fromkeys(
-        ("kernels", "keep", "attention", "cuda_graph"), ("",)
-    )
+    words = ("kernels", "keep", "attention", "cuda_graph")
+    of_ours = {name: getattr(options, name) for name in ("world_size", "zero", *words, "recipe")}
+    of_others = {"world_size": (1,), "zero": (0,), "recipe": ("stored",)} | dict.fromkeys(words, ("",))
     cells = []
     for size, how in itertools.product(options.size, options.how):
         resolve_size(size)

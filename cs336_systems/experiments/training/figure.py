@@ -11,7 +11,7 @@ from cs336_systems.report.figures import OKABE_ITO, WITH_COMMAS, dress
 
 
 def rates_figure(rows: pd.DataFrame, others: Mapping[str, Mapping[str, float]]) -> Figure | None:
-    """A line for each way over sizes, its fastest runs, in tokens per second on a logarithmic axis.
+    """A line for each way and recipe over sizes, its fastest runs, in tokens per second on a logarithmic axis.
 
     Args:
         others: tokens per second by size that were not measured here, by who says so; dashed and grey.
@@ -19,7 +19,11 @@ def rates_figure(rows: pd.DataFrame, others: Mapping[str, Mapping[str, float]]) 
     best = fastest(rows)
     if best.empty:
         return None
-    measured = {str(how): dict(zip(own["size"], own["tokens_per_s"], strict=True)) for how, own in best.groupby("how")}
+    names = best["how"].str.cat(best["recipe"].map(lambda recipe: "" if recipe == "stored" else f", {recipe}"))
+    measured = {
+        str(name): dict(zip(own["size"], own["tokens_per_s"], strict=True))
+        for name, own in best.groupby(names, sort=False)
+    }
     ways: dict[str, Mapping[str, float]] = measured | dict(others)
     sizes = [size for size in MODEL_SIZES if any(size in rates for rates in ways.values())]
     figure = Figure(figsize=(3.4 + 1.4 * len(sizes), 4.2), layout="constrained")

@@ -72,7 +72,8 @@ class Watch:
 
 
 def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
-    """Tokens per second, seconds and share of the speed of light of each steady step; peak memory, and as predicted.
+    """Tokens per second, seconds and share of the speed of light of each steady step; of its seconds those that are
+    around the step itself, in ours; peak memory, and as predicted.
 
     Returns:
         Nothing on ranks but the first.
@@ -99,6 +100,8 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
         if bound is not None:
             shares = [100 * bound * step.tokens / step.seconds for step in watch.steady]
             metrics.append(Metric("speed_of_light", "%", shares, derived=True))
+        if cell.how == "ours":
+            metrics.append(Metric("around", "ms", [1000 * step.around_seconds for step in watch.steady]))
         if of_all is not None:
             metrics.append(Metric("peak_memory", "GiB", [of_all / GIB]))
         if watch.memory is not None and "in all" in watch.memory.predicted_bytes:

@@ -5,40 +5,63 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.harness.runs import newest_run, pooled
-from cs336_systems.report.results import MAIN, Column, ResultTable
+from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
+
+
+def _speedup(line: Line) -> Spread | None:
+    stored = None if line.settings["recipe"] == "stored" else line.peer(recipe="stored")
+    return line.repeats_over("tokens_per_s", stored)
+
+
+def _scaling(line: Line) -> Spread | None:
+    alone = None if line.settings["world_size"] == 1 else line.peer(world_size=1)
+    return line.repeats_over("tokens_per_s", alone)
+
+
+def _around(line: Line) -> float | None:
+    around, step = line.median("around"), line.median("step")
+    return None if around is None or not step else 100 * around / step
+
 
 TRAINING_TABLE = ResultTable(
     settings=(
         *("gpu", "device", "size", "batch_size", "context_length", "total_batch_tokens", "dtype", "how"),
-        *("world_size", "zero"),
+        *("world_size", "zero", "recipe"),
         *("kernels", "keep", "attention", "cuda_graph", "lmhead_chunks", "data", "warmup", "seconds"),
     ),
-    always=("size", "how"),
+    always=("size", "how", "recipe"),
     columns=(
         Column("step ms", "step", ",.1f"),
         Column("tokens/s", "tokens_per_s", ",.0f", rank=MAIN, note="median of the steps after the first few"),
+        Column("x", _speedup, ".3f", optional=True, note="times as fast as stored products in the same command"),
+        Column("x one rank", _scaling, ".3f", optional=True, note="times as fast, in the same command"),
         Column("speed of light %", "speed_of_light", ".1f", optional=True),
+        Column("around %", _around, ".2f", optional=True, note="of a step: loader, log, checks, late host"),
         Column("peak GiB", "peak_memory", ".1f", optional=True),
         Column("predicted GiB", "predicted_peak_memory", ".1f", optional=True),
     ),
 )
 
 MEDIANS = ("tokens_per_s", "speed_of_light", "peak_memory", "predicted_peak_memory")
+COMMAND = ("argv", "commit", "host")
 
 
 def fastest(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of the runs of one rank that are ok the fastest of each size and way: their settings, and ``MEDIANS`` as columns.
+    """Of the runs of one rank that are ok the fastest of each size, way and recipe: their settings, ``MEDIANS`` as
+    columns, and ``COMMAND``, of those that ran in one.
 
-    In the order in which sizes and ways were first measured; what a run has no row of is NaN.
+    In the order in which they were first measured; what a run has no row of is NaN.
     """
     alone = rows[(rows["status"] == "ok") & (rows["world_size"].astype(int) == 1)]
     settings = [name for name in TRAINING_TABLE.settings if name in rows]
-    best: dict[tuple[Any, Any], dict[str, Any]] = {}
+    best: dict[tuple[Any, ...], dict[str, Any]] = {}
     for values, cell in alone.groupby(settings, sort=False, dropna=False):
         run: dict[str, Any] = dict(zip(settings, values, strict=True))
-        medians = pooled(newest_run(cell)).set_index("metric")["median"]
+        newest = newest_run(cell)
+        medians = pooled(newest).set_index("metric")["median"]
         run |= {name: float(medians.get(name, float("nan"))) for name in MEDIANS}
-        way = run["size"], run["how"]
+        run |= {name: newest[name].iloc[-1] for name in COMMAND}
+        way = run["size"], run["how"], run["recipe"]
         if way not in best or run["tokens_per_s"] > best[way]["tokens_per_s"]:
             best[way] = run
     return pd.DataFrame(best.values())

@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from cs336_systems.experiments.fp8.cells import Options, make_cells, product_shape
 from cs336_systems.experiments.fp8.experiment import EXPERIMENT
+from cs336_systems.experiments.fp8.measure import measure
 from cs336_systems.harness.record import read_rows
 
 TINY = replace(Options.default("cpu"), context_length=(16,), steps=1)
@@ -54,3 +56,20 @@ def test_rows_hold_times_and_cosines(tmp_path, capsys):
     assert 1 + 1e-12 >= least["stored"] > 0.999999
     assert 0.98 <= least["e4m3"] < 0.999999
     assert "least cosine" in capsys.readouterr().out
+
+
+def test_a_block_is_compiled_for_one_shape(monkeypatch):
+    shapes = []
+
+    def compile_once(block, **how):
+        def call(x, *rotary):
+            shapes.append(tuple(x.shape))
+            return block(x, *rotary)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compile_once)
+    (cell,) = make_cells(replace(TINY, part=("block",), how=("compiled",), batch_size=(2,)))
+    metrics = {metric.name: metric.samples for metric in measure(cell)}
+    assert set(shapes) == {(2, 16, cell.config.d_model)}
+    assert min(metrics["least_cosine"]) > 0.999999

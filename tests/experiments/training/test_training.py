@@ -7,7 +7,9 @@ import pytest
 from cs336_systems.experiments.training.cells import Options, make_cells
 from cs336_systems.experiments.training.experiment import EXPERIMENT
 from cs336_systems.experiments.training.measure import measure
-from cs336_systems.harness.sweep import run_sweep
+from cs336_systems.experiments.training.table import TRAINING_TABLE
+from cs336_systems.harness.record import unsaid
+from cs336_systems.harness.sweep import outcome_rows, run_sweep
 
 CPU = replace(Options.default("cpu"), world_size=(1,))
 
@@ -23,6 +25,19 @@ def test_what_others_do_not_have_is_asked_of_ours_alone():
     assert str(cells[-3]).endswith("ours fused-products all hopper CUDA graph on 2 ranks, ZeRO 1")
 
 
+def test_recipes_are_of_ours_alone_and_those_of_train_py():
+    cells = make_cells(replace(Options(), world_size=(1,), recipe=("stored", "e4m3-row", "e4m3-e5m2")))
+    assert [cell.recipe for cell in cells] == ["stored", "e4m3-row", "e4m3-e5m2", "stored", "stored"]
+    asked = [(o.matmul_dtype, o.gradient_dtype, o.scaling) for o in (cell.train_options for cell in cells[:3])]
+    assert asked == [("same", "e4m3", "tensor"), ("e4m3", "e4m3", "row"), ("e4m3", "e5m2", "tensor")]
+    assert " ours e4m3-row fused" in str(cells[1])
+
+
+def test_earlier_rows_are_of_stored_products():
+    assert unsaid(["total_batch_tokens"])["recipe"] == "stored"
+    assert "recipe" not in unsaid(["context_length"])
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -31,6 +46,7 @@ def test_what_others_do_not_have_is_asked_of_ours_alone():
         ({"total_batch_tokens": 1000}, "--total-batch-tokens 1,000 is no multiple of 512"),
         ({"world_size": (3,)}, "--total-batch-tokens 1,024 is no multiple of 1,536"),
         ({"kernels": ("fused",), "keep": ("autograd",)}, "fused"),
+        ({"recipe": ("e4m3",)}, "keep autograd"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused(fault, message):
@@ -43,12 +59,23 @@ def test_runs_end_once_they_have_been_steady_for_long_enough():
     pytest.importorskip("transformers")
     hows = ("ours", "transformers", "transformers-liger")
     asked = replace(CPU, world_size=(1, 2), zero=(1,), how=hows, seconds=0.5, warmup=2)
-    alone, two, peer, other = run_sweep(EXPERIMENT.name, make_cells(asked), measure, row_file=None, timeout_s=120)
+    recipes = replace(asked, how=("ours",), world_size=(1,), keep=("products",), recipe=("stored", "e4m3"))
+    cells = [*make_cells(asked), *make_cells(recipes)]
+    outcomes = list(run_sweep(EXPERIMENT.name, cells, measure, row_file=None, timeout_s=120))
+    alone, two, peer, other, stored, e4m3 = outcomes
     assert peer.status == "ok", peer.message
-    for outcome in (alone, two):
+    for outcome in (alone, two, stored, e4m3):
         assert outcome.status == "ok", outcome.message
         found = {metric.name: metric.samples for metric in outcome.metrics}
         assert len(found["step"]) == len(found["tokens_per_s"]) >= 4
         each = zip(found["step"], found["tokens_per_s"], strict=True)
         assert all(ms * rate == pytest.approx(1000 * 1024) for ms, rate in each)
+        around = found["around"]
+        assert len(around) == len(found["step"])
+        assert all(0 <= ms < whole for ms, whole in zip(around, found["step"], strict=True))
+    rates = [outcome.median("tokens_per_s") for outcome in outcomes]
+    frame = TRAINING_TABLE.of(outcome_rows(outcomes)).frame
+    assert list(frame["x one rank"]) == ["–", f"{rates[1] / rates[0]:.3f}", *["–"] * 4]
+    assert list(frame["x"]) == [*["–"] * 5, f"{rates[5] / rates[4]:.3f}"]
+    assert all(0 < float(frame["around %"][i]) < 100 for i in (0, 1, 4, 5))
     assert (other.status, other.message) == ("unsupported", "Liger's kernels need a GPU, got cpu")
