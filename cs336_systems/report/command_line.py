@@ -18,6 +18,8 @@ from typing import Any, Literal, NoReturn, Protocol, Self, TextIO, TypeVar
 
 import tyro
 
+from cs336_systems.processes import start_server
+
 Format = Literal["auto", "markdown", "latex", "csv"]
 """Of tables: auto draws them on a terminal and writes Markdown elsewhere."""
 
@@ -68,8 +70,10 @@ def experiment_command(kind: type[HasDevice], module: str, description: str | No
     """
 
     def main(arguments: list[str] | None = None) -> int:
-        options = parse(kind, arguments, description)
-        return importlib.import_module(f"cs336_systems.experiments.{module}").EXPERIMENT.run(options)
+        options, name = parse(kind, arguments, description), f"cs336_systems.experiments.{module}"
+        if "RANK" not in os.environ:  # a launcher has started the ranks
+            start_server(name, "torch._dynamo")  # imports while this process does
+        return importlib.import_module(name).EXPERIMENT.run(options)
 
     return main
 

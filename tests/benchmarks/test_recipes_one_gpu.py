@@ -183,7 +183,7 @@ def test_every_digest_is_recorded_in_both_modes(tmp_path):
 
 
 def test_runs_are_measured_beside_the_peer_at_the_tokens_of_the_goals(tmp_path):
-    found = grids(TRAINING, tmp_path, *TRAINING_PARTS)
+    found = grids(TRAINING, tmp_path, *(part for part in TRAINING_PARTS if part != "fp8"))
     assert list(found) == ["training", "training-2"]
     assert all(len(set(cells)) == len(cells) for cells in found.values())
     assert {(cell.size, cell.zero) for cell in found["training-2"] if cell.world_size == 2} == {
@@ -198,6 +198,16 @@ def test_runs_are_measured_beside_the_peer_at_the_tokens_of_the_goals(tmp_path):
         ways.setdefault((cell.size, cell.batch_size), set()).add(cell.how)
     assert [size for size, _ in ways] == [f"qwen2.5-{size}" for size in ("0.5b", "1.5b", "3b", "7b")]
     assert all(hows == {"ours", "transformers", "transformers-liger"} for hows in ways.values())
+
+
+def test_runs_in_fp8_are_measured_beside_those_in_bf16(tmp_path):
+    (cells,) = grids(TRAINING, tmp_path, "fp8").values()
+    assert {(cell.total_batch_tokens, cell.dtype, cell.how) for cell in cells} == {(524_288, "bf16", "ours")}
+    assert min(cell.seconds for cell in cells) >= 60
+    assert [cell.recipe for cell in cells] == ["stored", "e4m3"] * 4
+    alike = [replace(cell, recipe="") for cell in cells]
+    assert alike[::2] == alike[1::2]
+    assert [cell.size for cell in alike[::2]] == [f"qwen2.5-{size}" for size in ("0.5b", "1.5b", "3b", "7b")]
 
 
 def test_products_in_fp8_are_measured_beside_stored_ones_and_learn_the_same_tokens(tmp_path):

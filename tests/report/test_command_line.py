@@ -3,8 +3,12 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from cs336_systems.experiments.training.cells import Options
+from cs336_systems.report import command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = sorted(
@@ -58,3 +62,20 @@ def test_help_imports_nothing_heavy(command):
     assert found.returncode == 0, found.stderr
     assert found.stderr == ""
     assert "--help" in found.stdout
+
+
+@pytest.mark.parametrize(("launched", "expected"), [(False, ["server", "import", "run"]), (True, ["import", "run"])])
+def test_the_fork_server_imports_while_a_command_does(monkeypatch, launched, expected):
+    done = []
+    experiment = SimpleNamespace(run=lambda options: done.append("run") or 0)
+    modules = SimpleNamespace(
+        import_module=lambda name: done.append("import") or SimpleNamespace(EXPERIMENT=experiment)
+    )
+    monkeypatch.setattr(command_line, "importlib", modules)
+    monkeypatch.setattr(command_line, "start_server", lambda *modules: done.append("server"))
+    if launched:
+        monkeypatch.setenv("RANK", "0")
+    else:
+        monkeypatch.delenv("RANK", raising=False)
+    assert command_line.experiment_command(Options, "training.experiment", "")(["--device", "cpu"]) == 0
+    assert done == expected
