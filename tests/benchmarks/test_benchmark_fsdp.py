@@ -9,6 +9,7 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.fully_sharded.measure import measure_fully_sharded
 from cs336_systems.experiments.fully_sharded.table import FULLY_SHARDED
+from cs336_systems.experiments.ranked import Effort
 from cs336_systems.harness.record import Metric, parse_samples
 from cs336_systems.profiling.traces import kineto
 from cs336_systems.profiling.traces.kernels import collective_name
@@ -19,7 +20,9 @@ TINY = ["--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", 
 
 
 def measure_all(rank: Rank, cells, folder):
-    return [measure_fully_sharded(cell, rank, trace=None if cell.fsdp == "ddp" else folder) for cell in cells]
+    return [
+        measure_fully_sharded(cell, rank, effort=Effort(trace=folder, recorded=("ours", "torch"))) for cell in cells
+    ]
 
 
 @pytest.fixture(scope="module")
