@@ -97,8 +97,8 @@ def sent_mib(metrics: Mapping[str, pd.Series], world_size: int) -> float | None:
 class Effort:
     """What is asked of a cell besides its columns: how often it warms up again, and what is recorded of it.
 
-    A turn after the first has fewer steps of warm-up, and repeats nothing that is no time: neither recordings nor
-    counts of bytes and messages.
+    A turn after the first has fewer steps of warm-up, and only takes the times that are compared: it neither records
+    nor counts bytes and messages, and has no steps without communication.
     """
 
     later_warmup: int | None = None

@@ -22,7 +22,7 @@ class Options(RankedOptions):
     steps: int = 10
     """Timed steps with communication."""
     local_steps: int | None = None
-    """Timed steps without communication; by default as many as with it."""
+    """Timed steps without communication, in the first turn; by default as many as with it."""
     ddp: tuple[Rung, ...] = get_args(Rung)
     """naive, flat: after backward, a collective per gradient or one for all; overlapped, bucketed: during backward, a
     collective per gradient or per bucket; torch: DistributedDataParallel."""

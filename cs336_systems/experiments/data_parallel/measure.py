@@ -71,14 +71,19 @@ class PreparedReplica(PreparedStep):
 
         return {name: phase if name == "optimizer" else quietly(phase) for name, phase in phases.items()}
 
-    def time(self, effort: Effort) -> tuple[list[PhaseTimes], PhaseTimes]:
-        """Two rounds of steps with communication, or one of a single step; between them steps without it."""
+    def time(self, effort: Effort) -> tuple[list[PhaseTimes], PhaseTimes | None]:
+        """Two rounds of steps with communication, or one of a single step; between them steps without it.
+
+        A turn after the first has one round, and None without.
+        """
         cell, again = self.cell, min(1, self.cell.warmup)
 
         def timed(steps: int, warmup: int, *, communicate: bool = True) -> PhaseTimes:
             return time_phases_of_ranks(self.phases(communicate=communicate), self.rank, warmup=warmup, steps=steps)
 
-        rounds = [timed(math.ceil(cell.steps / 2), effort.warmup(cell))]
+        if cell.repeat:
+            return [timed(cell.steps, effort.warmup(cell))], None
+        rounds = [timed(math.ceil(cell.steps / 2), cell.warmup)]
         local = timed(effort.local_steps or cell.steps, again, communicate=False)
         self.reunite()
         if second := cell.steps // 2:
@@ -121,16 +126,17 @@ def measure_data_parallel(cell: DataParallelCell, rank: Rank, *, effort: Effort 
     peak = meter.peak_bytes()
 
     metrics = time_metrics(joined(rounds), cell)
-    metrics += [Metric(f"{LOCAL}_{name}", "ms", samples) for name, samples in without.samples_ms.items()]
-    whole, local = [median(times.samples_ms[WHOLE]) for times in rounds], median(without.samples_ms[WHOLE])
-    exposed = [step - local for step in whole]
-    shares = [100 * gap / step for gap, step in zip(exposed, whole, strict=True)]
-    metrics += [
-        Metric("exposed", "ms, one value per round", exposed, derived=True),
-        Metric("exposed_share", "% of the step", shares, derived=True),
-    ]
-    if cell.repeat == 0:
-        metrics += [Metric("collectives", "per step", [len(sent)]), sent_metric(sent, cell.world_size)]
+    if without is not None:
+        metrics += [Metric(f"{LOCAL}_{name}", "ms", samples) for name, samples in without.samples_ms.items()]
+        whole, local = [median(times.samples_ms[WHOLE]) for times in rounds], median(without.samples_ms[WHOLE])
+        exposed = [step - local for step in whole]
+        shares = [100 * gap / step for gap, step in zip(exposed, whole, strict=True)]
+        metrics += [
+            Metric("exposed", "ms, one value per round", exposed, derived=True),
+            Metric("exposed_share", "% of the step", shares, derived=True),
+            Metric("collectives", "per step", [len(sent)]),
+            sent_metric(sent, cell.world_size),
+        ]
     if peak is not None:
         metrics.append(Metric("peak_memory", "GiB, the most of any rank", [largest(peak / GIB, rank)]))
     if (path := effort.recording(cell)) is not None:
