@@ -113,7 +113,8 @@ class Effort:
     @classmethod
     def of(cls, options: Any) -> "Effort":
         """What the options say."""
-        return cls(**{field.name: getattr(options, field.name, field.default) for field in fields(cls)})
+        said: dict[str, Any] = {field.name: getattr(options, field.name, field.default) for field in fields(cls)}
+        return cls(**said)
 
     def warmup(self, cell: RankedCase) -> int:
         """Steps before those that are timed, in this turn."""
