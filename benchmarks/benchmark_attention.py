@@ -8,8 +8,8 @@
 Grids: ``pytorch``, the handout's first (batch 8, no head dimension, plain and compiled); ``flash``, its second (batch
 1, causal, every implementation); ``training``, the shapes at which training runs; ``variants``, masks and score
 modifications, FlexAttention beside torch's attention with a dense mask. ``experiments/attention/measure.py`` says how
-each cell is measured. What a cell would need is predicted first; what cannot fit is a row, and is not run. Cells that
-share implementation, dtype and head dimension share a process, so that kernels are compiled once. With ``--repeat`` the
+each cell is measured. What a cell would need is predicted first; what cannot fit is a row, and is not run. Cells of a
+grid and dtype share a process, so that it starts, and kernels are loaded, once. With ``--repeat`` the
 implementations take turns at each shape, all in one process: a GPU's clock follows its temperature and its power, and
 what is compared should meet the same of both.
 """

@@ -4,14 +4,14 @@
 #   scripts/measure_attention.sh FOLDER PART...
 #
 # Nothing else may run on the host. Minutes on an H200, from committed rows; what no row tells is estimated (do_bench: 0.7 s
-# for a cell; hopper: as flash):
+# for a cell; hopper: as flash; 3 s to compile for a shape, 8 to start):
 #
 #   part        minutes  what
 #   training        3    the shapes of training, in turns, three rounds
-#   pytorch         7    the handout's first grid: eager and compiled in turns, two rounds; then the two lengths at which
-#                        memory ends, each implementation in a process of its own
-#   flash           6    of the next two what the documents name: both dtypes at every length and head dimension, do_bench
-#                        at d 64, hopper and cuDNN at d 64 and 128 (left out: compiled, tiled and the other peers)
+#   pytorch         3    the handout's first grid: eager and compiled in turns, two rounds; eager at the two lengths at
+#                        which memory ends, at d 64 (a compiled cell takes a minute there, and memory does not scatter)
+#   flash           5    of the next two what the documents name, bf16 (2) before fp32: every length and head dimension,
+#                        do_bench at d 64, hopper and cuDNN at d 64 and 128 (left out: compiled, tiled, other peers)
 #   flash-bf16     10    the handout's second grid with every implementation; do_bench beside the harness for
 #                        materialised attention and for our kernels
 #   flash-fp32     15    the same in fp32, which hopper and two of the peers refuse
@@ -37,19 +37,17 @@ for part in "$@"; do
       attention --grid training --impl flash hopper sdpa-flash sdpa-cudnn flex --repeat 3 ;;
     pytorch)
       attention --grid pytorch --length 256 1024 4096 8192 16384 --repeat 2
-      attention --grid pytorch --length 32768 65536 ;;
+      attention --grid pytorch --length 32768 65536 --d-head 64 --impl reference ;;
     variants)
       attention --grid variants ;;
     flash)
-      for dtype in bf16 fp32; do
-        out="$folder/attention-flash-$dtype"
-        attention --grid flash --dtype "$dtype" --impl reference flash --d-head 16 32 128
-        attention --grid flash --dtype "$dtype" --impl reference flash --d-head 64 "${both_clocks[@]}"
-      done
       out="$folder/attention-flash-bf16"
-      attention --grid flash --dtype bf16 --impl hopper --d-head 64 "${both_clocks[@]}"
-      attention --grid flash --dtype bf16 --impl hopper --d-head 128
-      attention --grid flash --dtype bf16 --impl sdpa-cudnn --d-head 64 128 ;;
+      attention --grid flash --dtype bf16 --impl reference flash hopper sdpa-cudnn --d-head 64 128
+      attention --grid flash --dtype bf16 --impl reference flash hopper --d-head 64 --clock do-bench
+      attention --grid flash --dtype bf16 --impl reference flash --d-head 16 32
+      out="$folder/attention-flash-fp32"
+      attention --grid flash --dtype fp32 --impl reference flash --d-head 64 "${both_clocks[@]}"
+      attention --grid flash --dtype fp32 --impl reference flash --d-head 16 32 128 ;;
     flash-bf16|flash-fp32)
       attention --grid flash --dtype "${part#flash-}" --impl reference flash hopper "${both_clocks[@]}"
       attention --grid flash --dtype "${part#flash-}" --impl "${peers[@]}"

@@ -3,19 +3,33 @@
 #
 #   scripts/measure_models.sh FOLDER PART...
 #
-# Parts: grid context-512 memory-256 compiled optimizers warmup harness checkpointing leaderboard-one-gpu. On an H200 the grid and compiled
-# take about seven minutes each, checkpointing about eight, the leaderboard's step on one GPU (inputs of blocks in host memory) about two, the others
-# together about five. Compiling whole models is not
-# in these seven: it takes the longer the more blocks a model has, perhaps ten minutes more in all. Checkpointing compares
-# what the host adds to a step: run it alone on its host. PYTHON picks the interpreter (default: uv run).
-# Each part appends to its own folder below FOLDER; uv run scripts/report.py --adopt FOLDER moves the rows to
-# profiles/results/<gpu>/.
+# Seconds on an H200, from committed rows; whole-model by guess:
+#
+#   grid                 420  every size and length
+#   context-512          200  every dtype
+#   memory-256            30
+#   compiled             420  eager and with compiled blocks, under autocast three times
+#   whole-model          230  both, and the model as one graph, twice, of small and medium: compiling takes 3 s for a block,
+#                             so the graphs are made before, all at once; SIZES names others
+#   optimizers            50
+#   warmup                60
+#   harness               30
+#   checkpointing        180  2.7b under autocast at 2,048: every policy, those that sentences name first
+#   checkpointing-fp32   155  the same in fp32, segments of k blocks: five steps after one, as they take 5.6 s
+#   checkpointing-1024    45  at 1,024
+#   leaderboard-one-gpu  120  the leaderboard's step on one GPU, inputs of blocks in host memory
+#
+# Checkpointing compares what the host adds to a step: run it alone on its host. PYTHON picks the interpreter (default:
+# uv run). Each part appends to its own folder below FOLDER, checkpointing's to one, whole-model to compiled; uv run
+# scripts/report.py --adopt FOLDER moves the rows to profiles/results/<gpu>/.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_models.sh FOLDER PART...}
 shift
 read -r -a python <<<"${PYTHON:-uv run}"
 model() { "${python[@]}" benchmarks/benchmark_model.py --format csv "$@"; }
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/torchinductor_$(id -un)}
 sizes=(small medium large xl 2.7b 10b)
+read -r -a whole <<<"${SIZES:-small medium}"
 
 for part in "$@"; do
   out="$folder/$part"
@@ -27,17 +41,31 @@ for part in "$@"; do
     memory-256)
       model --size 2.7b --context-length 256 --dtype fp32 autocast-bf16 --mode forward --out "$out" ;;
     compiled)
-      model --size "${sizes[@]}" --dtype fp32 --mode step --compile off on whole-model --out "$out"
-      model --size "${sizes[@]}" --dtype autocast-bf16 --mode step --compile off on whole-model --repeat 3 --out "$out" ;;
+      model --size "${sizes[@]}" --dtype fp32 --mode step --compile off on --out "$out"
+      model --size "${sizes[@]}" --dtype autocast-bf16 --mode step --compile off on --repeat 3 --out "$out" ;;
+    whole-model)
+      mkdir -p "$TORCHINDUCTOR_CACHE_DIR"
+      for size in "${whole[@]}"; do
+        for dtype in fp32 autocast-bf16; do
+          model --size "$size" --dtype "$dtype" --mode step --compile whole-model --warmup 1 --steps 1 >&2 &
+        done
+      done
+      wait
+      # Where torch.compile chose between kernels by their times, those were not alone: it chooses again.
+      find "$TORCHINDUCTOR_CACHE_DIR" -name '*.best_config' -delete
+      model --size "${whole[@]}" --dtype fp32 autocast-bf16 --mode step --compile off on whole-model --repeat 2 \
+        --out "$folder/compiled" ;;
     optimizers)
       model --size small xl 2.7b --optimizer reference torch-fused --mode step --out "$out" ;;
     checkpointing)
       model --size 2.7b --context-length 2048 --dtype autocast-bf16 --mode step --warmup 2 --out "$out" \
-        --checkpoint none full every-2 every-4 every-8 first-16 first-24 keep-matmuls keep-attention recursive
-      model --size 2.7b --context-length 1024 --dtype autocast-bf16 --mode step --warmup 2 --out "$out" \
-        --checkpoint none full keep-matmuls
-      model --size 2.7b --context-length 2048 --dtype fp32 --mode step --warmup 2 --out "$out" \
-        --checkpoint none full every-2 every-4 every-8 ;;
+        --checkpoint full first-16 keep-matmuls every-2 every-4 keep-attention first-24 every-8 recursive none ;;
+    checkpointing-fp32)
+      model --size 2.7b --context-length 2048 --dtype fp32 --mode step --warmup 1 --steps 5 \
+        --out "$folder/checkpointing" --checkpoint full every-2 every-4 every-8 none ;;
+    checkpointing-1024)
+      model --size 2.7b --context-length 1024 --dtype autocast-bf16 --mode step --warmup 2 \
+        --out "$folder/checkpointing" --checkpoint none full keep-matmuls ;;
     warmup)
       model --size small xl --warmup 0 1 2 5 --mode step --out "$out" ;;
     leaderboard-one-gpu)
@@ -47,8 +75,7 @@ for part in "$@"; do
     harness)
       "${python[@]}" benchmarks/benchmark_harness.py --format csv --out "$out" ;;
     *)
-      echo "unknown part '$part': parts are grid, context-512, memory-256, compiled, optimizers, warmup," \
-        "harness, checkpointing, leaderboard-one-gpu; attention has measure_attention.sh" >&2
+      echo "unknown part '$part': see the head of scripts/measure_models.sh; attention has measure_attention.sh" >&2
       exit 2 ;;
   esac
 done

@@ -34,10 +34,10 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 MAX_TIMEOUT_S = 1e6
 
 _POSITIVE = (
-    *("context_length", "batch_size", "steps", "recorded_steps", "repeat", "bucket_size_mb", "calls", "rounds"),
-    *("accumulate", "length", "d_head", "samples", "rows", "width", "layers"),
+    *("context_length", "batch_size", "steps", "local_steps", "recorded_steps", "repeat", "bucket_size_mb", "calls"),
+    *("rounds", "accumulate", "length", "d_head", "samples", "rows", "width", "layers"),
 )
-_NOT_NEGATIVE = ("warmup", "prefetch", "losses", "fp8_skip_first", "fp8_skip_last")
+_NOT_NEGATIVE = ("warmup", "later_warmup", "prefetch", "losses", "fp8_skip_first", "fp8_skip_last")
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,9 @@ class RankedOptions(TrainingOptions):
     """What every benchmark of a step on several ranks is asked besides."""
 
     optimizer: tuple[OptimizerName, ...] = ("torch-fused",)
+    later_warmup: int | None = None
+    """Steps before the timed ones in turns after the first, where kernels are loaded, links made and clocks up under
+    torchrun; by default as many."""
     world_size: tuple[int, ...] | None = None
     """Ranks on this machine, each number a world of its own; by default all GPUs, or two ranks on a CPU. Under torchrun
     it is torchrun's number."""

@@ -4,6 +4,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,44 @@ def sent_mib(metrics: Mapping[str, pd.Series], world_size: int) -> float | None:
     return factor * float(sent["median"])
 
 
+@dataclass(frozen=True)
+class Effort:
+    """What is asked of a cell besides its columns: how often it warms up again, and what is recorded of it.
+
+    A turn after the first has fewer steps of warm-up, and only takes the times that are compared: it neither records
+    nor counts bytes and messages, and has no steps without communication.
+    """
+
+    later_warmup: int | None = None
+    """Steps of warm-up in turns after the first; as many as in that if None."""
+    trace: Path | None = None
+    """Folder for recordings."""
+    recorded: tuple[str, ...] = ()
+    """Variants that are recorded; empty for all."""
+    local_steps: int | None = None
+    """Timed steps without communication, of cells that have such; as many as with it if None."""
+
+    @classmethod
+    def of(cls, options: Any) -> "Effort":
+        """What the options say."""
+        said: dict[str, Any] = {field.name: getattr(options, field.name, field.default) for field in fields(cls)}
+        return cls(**said)
+
+    def warmup(self, cell: RankedCase) -> int:
+        """Steps before those that are timed, in this turn."""
+        return cell.warmup if cell.repeat == 0 or self.later_warmup is None else self.later_warmup
+
+    def recording(self, cell: Any) -> Path | None:
+        """Where a recording of the cell belongs, or None."""
+        if self.trace is None or cell.repeat or cell.variant not in (self.recorded or (cell.variant,)):
+            return None
+        return self.trace / f"{cell.name}.json.gz"
+
+
+EFFORT = Effort()
+"""The whole of it, without recordings."""
+
+
 class PreparedStep:
     """A cell's model, data and optimizer on this rank, ready to take steps."""
 
@@ -140,27 +179,27 @@ def traced_experiment(
     """One table of the outcomes and of earlier rows of the file; with ``--trace`` a picture beside each recording."""
 
     def stages(options: Any, cells: Sequence[Cell], outcomes: list[Outcome]) -> list[Stage]:
-        return [Stage(cells, functools.partial(measure, trace=options.trace))]
+        return [Stage(cells, functools.partial(measure, effort=Effort.of(options)))]
 
     def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> None:
         show(table(read_rows(csv) if csv else outcome_rows(outcomes)), options.format)
-        if options.trace is not None:
-            draw_traces(outcomes, options.trace)
+        draw_traces(outcomes, Effort.of(options))
 
     return Experiment(name, cell, make_cells, stages, present, headlines)
 
 
-def draw_traces(outcomes: Sequence[Outcome], folder: Path) -> None:
+def draw_traces(outcomes: Sequence[Outcome], effort: Effort) -> None:
     """Draw the last step of each recording beside it, whole and close up; say on stderr where, or why not."""
     for outcome in outcomes:
         cell: Any = outcome.cell
-        if outcome.status != "ok":
+        path = effort.recording(cell)
+        if outcome.status != "ok" or path is None:
             continue
-        picture = folder / f"{cell.name}.png"
+        picture = path.with_name(f"{cell.name}.png")
         try:
-            trace = kineto.read(folder / f"{cell.name}.json.gz")
+            trace = kineto.read(path)
             draw_timeline(trace, ["forward", "backward", "optimizer"], str(cell), picture)
-            draw_two_blocks(trace, f"{cell}: backward of two blocks", folder / f"{cell.name}-blocks.png")
+            draw_two_blocks(trace, f"{cell}: backward of two blocks", path.with_name(f"{cell.name}-blocks.png"))
         except (TraceError, OSError) as error:
             print(f"no picture of {cell}: {error}", file=sys.stderr)
             continue

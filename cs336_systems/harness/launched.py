@@ -5,6 +5,7 @@ another does not hear of it within ``_AGREEMENT_GRACE_S`` (NCCL's waiting kernel
 row is written and the run ends; so it does, without a row, when a rank is killed, for torchrun then ends the others.
 """
 
+import itertools
 import json
 import os
 import sys
@@ -27,8 +28,8 @@ from cs336_systems.harness.ranks import CellFailed, measure_as_rank, reports
 _AGREEMENT_GRACE_S = 30.0
 """How long a rank whose cell has failed waits to hear that the cell has ended on the others too."""
 
-_OVER = "sweep/over"
-"""Key in the launcher's store: empty when the sweep has ended, else why it cannot go on."""
+_sweeps = itertools.count()
+"""Sweeps of this process: a later one must not read what an earlier one has left in the launcher's store."""
 
 
 class _FailedElsewhere(CellFailed):
@@ -46,6 +47,9 @@ class LaunchedSweep:
         self._timeout_s = timeout_s
         self._tell_caller = keep
         self._lock = threading.Lock()
+        self._prefix = f"sweep {next(_sweeps)}/"
+        self._over = f"{self._prefix}over"
+        """Key in the launcher's store: empty when the sweep has ended, else why it cannot go on."""
         mark_used()
 
     def _keep(self, report: Report) -> None:
@@ -103,7 +107,7 @@ class LaunchedSweep:
         Raises:
             RankFailed: it has not ended everywhere in time; rank 0 is told to write the row.
         """
-        store, prefix = launcher_store(), f"sweep/{len(self._cells)} to go/"
+        store, prefix = launcher_store(), f"{self._prefix}{len(self._cells)} to go/"
         own, world_size = int(os.environ["RANK"]), launched_world_size() or 1
         keys = [f"{prefix}{number}" for number in range(world_size)]
         store.set(keys[own], json.dumps([report["status"], report["message"], report.get("peer_lost", False)]))
@@ -120,7 +124,7 @@ class LaunchedSweep:
             return report
         silent = ", ".join(str(number) for number in range(world_size) if number not in ended)
         message = f"{report['message']}; ranks {silent} have not ended the cell, and the run ends here"
-        store.set(_OVER, message.removeprefix("; "))
+        store.set(self._over, message.removeprefix("; "))
         time.sleep(PEER_LOST_HOLD_S)  # rank 0 writes, before a launcher that sees this rank end also ends that one
         raise RankFailed(own, message.removeprefix("; "))
 
@@ -135,8 +139,8 @@ class LaunchedSweep:
         own = dist.TCPStore(address, port, is_master=False)  # a wait on a store bars its other users
 
         def watch() -> None:
-            own.wait([_OVER], timedelta(days=100))
-            if message := own.get(_OVER).decode():
+            own.wait([self._over], timedelta(days=100))
+            if message := own.get(self._over).decode():
                 self._keep(blank_report() | {"status": "error", "message": message})
                 time.sleep(2 * PEER_LOST_HOLD_S)  # the rank that gave up ends first: its error is the one to report
                 os._exit(1)
@@ -144,5 +148,5 @@ class LaunchedSweep:
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         yield
-        launcher_store().set(_OVER, "")
+        launcher_store().set(self._over, "")
         watcher.join()

@@ -1,6 +1,6 @@
 """The FSDP benchmark: its grid, what it refuses, and the table of a real, tiny measurement on two ranks."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pandas as pd
 import pytest
@@ -9,6 +9,7 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.fully_sharded.measure import measure_fully_sharded
 from cs336_systems.experiments.fully_sharded.table import FULLY_SHARDED
+from cs336_systems.experiments.ranked import EFFORT, Effort
 from cs336_systems.harness.record import Metric, parse_samples
 from cs336_systems.profiling.traces import kineto
 from cs336_systems.profiling.traces.kernels import collective_name
@@ -19,7 +20,9 @@ TINY = ["--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", 
 
 
 def measure_all(rank: Rank, cells, folder):
-    return [measure_fully_sharded(cell, rank, trace=None if cell.fsdp == "ddp" else folder) for cell in cells]
+    return [
+        measure_fully_sharded(cell, rank, effort=Effort(trace=folder, recorded=("ours", "torch"))) for cell in cells
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +45,17 @@ def rows(recordings):
     )
 
 
-def measure_one(rank: Rank, cell):
-    return measure_fully_sharded(cell, rank)
+def measure_one(rank: Rank, cell, effort=EFFORT):
+    return measure_fully_sharded(cell, rank, effort=effort)
+
+
+@pytest.mark.slow
+def test_a_later_turn_takes_times_alone():
+    (cell,) = cells_of("fully_sharded", *TINY, "--fsdp", "ours")
+    metrics = spawn(measure_one, 2, replace(cell, repeat=1), Effort(later_warmup=1), timeout_s=60)[0]
+    taken = {metric.name: metric.samples for metric in metrics}
+    assert taken.keys() == {"forward", "backward", "optimizer", "step", "warmup_step", "tokens_per_s", "peak_memory"}
+    assert (len(taken["warmup_step"]), len(taken["step"])) == (1, 2)
 
 
 @pytest.mark.slow

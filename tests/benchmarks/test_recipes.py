@@ -10,42 +10,54 @@ from pathlib import Path
 
 import pytest
 
+from cs336_systems.experiments.ranked import Effort
 from cs336_systems.report.command_line import parse
+from scripts import run_benchmarks
 from tests.benchmarks.commands import ROOT
 
 SCRIPT = ROOT / "scripts" / "measure_distributed.sh"
-PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+\.\d", SCRIPT.read_text(), re.MULTILINE)
+PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+(?:  |$)", SCRIPT.read_text(), re.MULTILINE)
 QUESTIONS = {"ddp": "data_parallel", "sharded_optimizer": "sharded_optimizer", "fsdp": "fully_sharded"}
 IN_ONE_ROUND = ("traces", "ddp-one-rank", "ddp-ctas8")
 """Parts whose times are not those by which ours and torch's are compared."""
+LONG_ROUNDS = ("ddp-autocast", "ddp-host", "leaderboard-turns", "fsdp-leaderboard")
+"""Parts whose steps scatter, or get faster for longer than five."""
 IN_FEW_STEPS = ("fsdp-leaderboard", "leaderboard-losses", "leaderboard-masters", "leaderboard-fp8")
 """Whose steps take seconds."""
 
 
-def commands(part: str, folder: Path) -> list[tuple[int, str, list[str], str]]:
-    """(ranks, question, arguments, NCCL_MAX_CTAS) of each command that the part would run."""
+def launches(folder: Path, *parts: str) -> list[str]:
+    """What the launcher is given, a line each with tabs between words; first the value of NCCL_MAX_CTAS."""
     launcher = folder / "launcher"
     launcher.write_text('#!/bin/sh\nprintf "%s\\t" "${NCCL_MAX_CTAS:-}" "$@"; echo\n')
     launcher.chmod(0o755)
     environment = {name: value for name, value in os.environ.items() if name not in ("RANKS", "NCCL_MAX_CTAS")}
     done = subprocess.run(
-        [str(SCRIPT), str(folder), part],
+        [str(SCRIPT), str(folder), *parts],
         env=environment | {"TORCHRUN": str(launcher)},
         capture_output=True,
         text=True,
         check=True,
     )
+    return done.stdout.splitlines()
+
+
+def commands(part: str, folder: Path) -> list[tuple[int, str, list[str], str]]:
+    """(ranks, question, arguments, NCCL_MAX_CTAS) of each command that the part would run."""
     found = []
-    for line in done.stdout.splitlines():
-        ctas, _, _, ranks, script, *arguments = line.rstrip("\t").split("\t")
-        found.append((int(ranks), Path(script).stem.removeprefix("benchmark_"), arguments, ctas))
+    for line in launches(folder, part):
+        ctas, _, _, ranks, script, *launched = line.rstrip("\t").split("\t")
+        assert script == "scripts/run_benchmarks.py"
+        for path, *arguments in run_benchmarks.commands(launched):
+            found.append((int(ranks), Path(path).stem.removeprefix("benchmark_"), arguments, ctas))
     return found
 
 
-def grid(question: str, ranks: int, arguments: list[str]) -> list:
+def grid(question: str, ranks: int, arguments: list[str]) -> tuple[list, Effort]:
+    """The cells, and what is asked of them."""
     module = importlib.import_module(f"cs336_systems.experiments.{QUESTIONS[question]}.cells")
     options = parse(module.Options, ["--device", "cuda", *arguments], None)
-    return module.make_cells(replace(options, world_size=(ranks,)))
+    return module.make_cells(replace(options, world_size=(ranks,))), Effort.of(options)
 
 
 def test_the_head_names_every_part():
@@ -54,22 +66,36 @@ def test_the_head_names_every_part():
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part != "collectives"])
-def test_each_part_measures_in_rounds_of_ten_steps_after_five(part, tmp_path):
+def test_each_part_times_ten_steps_after_five_in_rounds(part, tmp_path):
     for number, (ranks, question, arguments, ctas) in enumerate(commands(part, tmp_path)):
-        cells = grid(question, ranks, arguments)
-        short = part in IN_FEW_STEPS or (part in ("leaderboard", "leaderboard-turns") and number > 0)
-        assert {(cell.warmup, cell.steps) for cell in cells} == {(2, 5) if short else (5, 10)}
+        cells, effort = grid(question, ranks, arguments)
         assert ctas == ("8" if part == "ddp-ctas8" else "")
-        implementations = {cell.variant for cell in cells}
-        rounds = {cell.repeat for cell in cells}
-        if part not in IN_ONE_ROUND and len(implementations) > 1:
-            assert rounds == {0, 1}, shlex.join(arguments)
+        rounds = sorted({cell.repeat for cell in cells})
+        if part not in IN_ONE_ROUND and len({cell.variant for cell in cells}) > 1:
+            assert rounds == [0, 1], shlex.join(arguments)
+        if part == "traces":
+            assert effort.trace is not None
+            continue
+        beside = 2 if question == "sharded_optimizer" else 0  # steps in which memory is read
+        taken = {(effort.warmup(cell) + beside, cell.steps) for cell in cells}
+        short = part in IN_FEW_STEPS or (part in ("leaderboard", "leaderboard-turns") and number > 0)
+        if part in LONG_ROUNDS or rounds == [0]:
+            assert taken == {(2, 5) if short else (5, 10)}
+        else:
+            assert taken == {(5, 5), (2, 5)}
 
 
 @pytest.mark.parametrize("part", ["ddp", "sharded-optimizer", "fsdp", "traces"])
 def test_the_2026_editions_xl_is_measured_first(part, tmp_path):
     for ranks, question, arguments, _ in commands(part, tmp_path):
-        assert {cell.size for cell in grid(question, ranks, arguments)} == {"2.7b"}
+        assert {cell.size for cell in grid(question, ranks, arguments)[0]} == {"2.7b"}
+
+
+def test_parts_that_are_named_together_share_a_launch_unless_they_differ_in_it(tmp_path):
+    assert len(launches(tmp_path, "ddp", "sharded-optimizer", "fsdp")) == 1
+    assert len(launches(tmp_path, "ddp", "ddp-ctas8", "fsdp", "ddp-one-rank", "ddp-xl")) == 5
+    assert len(launches(tmp_path, "leaderboard", "leaderboard-turns", "leaderboard-fp8")) == 5
+    assert len(launches(tmp_path, "ddp", "fsdp-more")) == 2  # recordings slow the host, and bf16 steps wait for it
 
 
 def test_an_unknown_part_is_named(tmp_path):

@@ -38,6 +38,7 @@ QUESTIONS = {
 PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+  ", ATTENTION.read_text(), re.MULTILINE)
 KERNEL_PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+  ", KERNELS.read_text(), re.MULTILINE)
 FP8_PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+  ", FP8.read_text(), re.MULTILINE)
+MODEL_PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+(?:  |$)", MODELS.read_text(), re.MULTILINE)
 TRAINING_PARTS = re.findall(r"^#   ([a-z0-9.-]+)  +\d+  ", TRAINING.read_text(), re.MULTILINE)
 CLOCKS = {"harness", "do-bench"}
 
@@ -63,7 +64,11 @@ def grids(script: Path, folder: Path, *parts: str, **environment: str) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("script", "parts"), [(ATTENTION, PARTS), (FP8, FP8_PARTS), (KERNELS, KERNEL_PARTS), (TRAINING, TRAINING_PARTS)]
+    ("script", "parts"),
+    [
+        *((ATTENTION, PARTS), (FP8, FP8_PARTS), (KERNELS, KERNEL_PARTS), (MODELS, MODEL_PARTS)),
+        (TRAINING, TRAINING_PARTS),
+    ],
 )
 def test_the_head_names_every_part(script, parts):
     branches = re.findall(r"^    ([a-z0-9][a-z0-9.|-]*)\)$", script.read_text(), re.MULTILINE)
@@ -152,19 +157,33 @@ def test_the_whole_grid_has_every_implementation_and_do_bench_for_ours(tmp_path)
         assert {cell.impl for cell in cells if cell.clock == "do-bench"} == {"reference", "flash", "hopper"}
 
 
-def test_whole_models_are_compiled_beside_blocks_of_every_size(tmp_path):
+def test_blocks_of_every_size_and_whole_models_are_compiled_beside_eager_ones(tmp_path):
     ((_, cells),) = grids(MODELS, tmp_path, "compiled").items()
-    ways = {(cell.dtype, cell.size, cell.repeat): set() for cell in cells}
+    assert {cell.size for cell in cells} == set(HANDOUT_SIZES)
+    assert set(ways_to_compile(cells).values()) == {("off", "on")}
+    ((folder, cells),) = grids(MODELS, tmp_path, "whole-model", SIZES="small xl").items()
+    assert folder == "compiled"
+    assert {cell.size for cell in cells} == {"small", "xl"}
+    assert set(ways_to_compile(cells).values()) == {("off", "on", "whole-model")}
+    assert {cell.repeat for cell in cells} == {0, 1}
+
+
+def ways_to_compile(cells: list) -> dict[tuple, tuple[str, ...]]:
+    ways: dict[tuple, tuple[str, ...]] = {}
     for cell in cells:
-        ways[cell.dtype, cell.size, cell.repeat].add(cell.compile)
-    assert all(found == {"off", "on", "whole-model"} for found in ways.values())
+        case = (cell.dtype, cell.size, cell.repeat)
+        ways[case] = tuple(sorted({*ways.get(case, ()), cell.compile}))
+    return ways
 
 
 def test_segments_are_measured_in_fp32_as_the_argument_is(tmp_path):
-    ((_, cells),) = grids(MODELS, tmp_path, "checkpointing").items()
-    fp32 = [cell for cell in cells if cell.dtype == "fp32"]
-    assert [cell.checkpoint for cell in fp32] == ["none", "full", "every-2", "every-4", "every-8"]
-    assert {(cell.size, cell.context_length) for cell in fp32} == {("2.7b", 2048)}
+    ((folder, cells),) = grids(MODELS, tmp_path, "checkpointing-fp32").items()
+    assert folder == "checkpointing"
+    assert {cell.checkpoint for cell in cells} == {"none", "full", "every-2", "every-4", "every-8"}
+    assert {(cell.size, cell.context_length, cell.dtype, cell.mode) for cell in cells} == {
+        ("2.7b", 2048, "fp32", "step")
+    }
+    ((_, cells),) = grids(MODELS, tmp_path, "checkpointing", "checkpointing-1024").items()
     assert {(cell.mode, cell.steps) for cell in cells} == {("step", 10)}
 
 

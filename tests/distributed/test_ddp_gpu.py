@@ -7,6 +7,7 @@ import pytest
 
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.data_parallel.measure import DataParallelCell, measure_data_parallel
+from cs336_systems.experiments.ranked import Effort
 
 from .test_ddp import on_gpus
 
@@ -22,7 +23,9 @@ CELLS = [
 def hidden_shares(rank, measure, cells, folder):
     """Of each cell the percentage of communication that ran beside other kernels (rank 0 alone knows)."""
     return [
-        {metric.name: metric.samples[0] for metric in measure(cell, rank, trace=folder)}.get("hidden_share")
+        {metric.name: metric.samples[0] for metric in measure(cell, rank, effort=Effort(trace=folder))}.get(
+            "hidden_share"
+        )
         for cell in cells
     ]
 

@@ -1,12 +1,15 @@
 """What experiments of several ranks share: one convention of what is sent, for rows of any age."""
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 import torch
 
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.fsdp import model_units, step_traffic
-from cs336_systems.experiments.ranked import sent_metric, sent_mib
+from cs336_systems.experiments.data_parallel.cells import DataParallelCell, Options
+from cs336_systems.experiments.ranked import Effort, sent_metric, sent_mib
 from cs336_systems.harness.traffic import Event
 
 MIB = 2**20
@@ -38,6 +41,17 @@ def test_data_parallel_and_fully_sharded_steps_compare_as_their_bytes_do():
         ddp = sent(world_size, allreduce=4 * config.n_parameters / MIB)
         fsdp = step_traffic(model_units(config), world_size).sent_per_rank / MIB
         assert fsdp / ddp == pytest.approx(1.5, rel=0.01)
+
+
+def test_a_later_turn_warms_up_less_and_records_nothing(tmp_path):
+    cell = DataParallelCell(ddp="torch", warmup=5)
+    later = replace(cell, repeat=1)
+    effort = Effort.of(Options(later_warmup=2, trace=tmp_path, recorded=("torch", "naive"), local_steps=3))
+    assert effort == Effort(later_warmup=2, trace=tmp_path, recorded=("torch", "naive"), local_steps=3)
+    assert (effort.warmup(cell), effort.warmup(later), Effort().warmup(later)) == (5, 2, 5)
+    assert effort.recording(cell) == tmp_path / f"{cell.name}.json.gz"
+    assert effort.recording(later) is effort.recording(replace(cell, ddp="flat")) is Effort().recording(cell) is None
+    assert Effort(trace=tmp_path).recording(replace(cell, ddp="flat")) is not None
 
 
 def row(median, unit):

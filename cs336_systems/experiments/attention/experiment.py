@@ -12,14 +12,14 @@ from cs336_systems.report.show import show
 
 
 def stages(options: Options, cells: Sequence[AttentionCell], outcomes: list[Outcome]) -> list[Stage]:
-    """Cells that share implementation, dtype and head dimension share a process, so that kernels are compiled once;
-    with ``--repeat`` all do."""
+    """Cells of a grid and dtype share a process; with ``--repeat`` all do. Compiling anew for each shape is what they
+    would pay for more; what an earlier cell still holds is not counted in a later one's peak."""
     return [
         Stage(
             cells,
             measure,
             expected_s=lambda cell: cell.work.forward_flops + 1e11,  # no seconds, but in proportion to them
-            share=lambda cell: options.repeat > 1 or (cell.grid, cell.impl, cell.dtype, cell.d_head),
+            share=lambda cell: options.repeat > 1 or (cell.grid, cell.dtype),
         )
     ]
 

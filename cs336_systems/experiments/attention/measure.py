@@ -89,7 +89,7 @@ def measure(cell: AttentionCell) -> list[Metric]:
         metrics.append(Metric("peak_memory", "GiB", [(peak_bytes - not_ours) / GIB]))
     metrics += [
         Metric("predicted_peak_memory", "GiB", [needed / GIB]),
-        *errors(cell, served.exact, (q, k, v), do, (o, *gradients)),
+        *(errors(cell, served.exact, (q, k, v), do, (o, *gradients)) if cell.repeat == 0 else []),
         *served.metrics,
     ]
     del gradients

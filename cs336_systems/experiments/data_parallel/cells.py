@@ -20,7 +20,9 @@ class Options(RankedOptions):
     CPU_DEFAULTS = RankedOptions.CPU_DEFAULTS | {"warmup": 1, "steps": 6}
     dtype: tuple[Literal["fp32", "tf32", "bf16", "autocast-bf16"], ...] = ("fp32",)
     steps: int = 10
-    """Timed steps with communication; as many without it."""
+    """Timed steps with communication."""
+    local_steps: int | None = None
+    """Timed steps without communication, in the first turn; by default as many as with it."""
     ddp: tuple[Rung, ...] = get_args(Rung)
     """naive, flat: after backward, a collective per gradient or one for all; overlapped, bucketed: during backward, a
     collective per gradient or per bucket; torch: DistributedDataParallel."""
@@ -29,7 +31,10 @@ class Options(RankedOptions):
     communication_dtype: tuple[Literal["same", "bf16"], ...] = ("same",)
     """In which gradients travel and are added up: their own dtype, or bf16."""
     trace: Path | None = None
-    """Folder for recordings and a picture of rank 0 per cell, with communication and without it (torch.profiler)."""
+    """Folder for recordings and a picture of rank 0 per cell, with communication and without it (torch.profiler), of
+    its first turn."""
+    recorded: tuple[Rung, ...] = ()
+    """Rungs that --trace records; by default all."""
 
 
 @dataclass(frozen=True)

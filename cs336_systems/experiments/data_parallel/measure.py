@@ -1,8 +1,8 @@
 """One training step on every rank of a data-parallel world: its time, what of it communication adds, what was sent.
 
 **Exposed communication** is the time of a step less that of the same step without communication (``no_sync``), both of
-the same replica in the same process, in turns: with, without, without, with. It is all that synchronising adds to a
-step. A clock around the collectives would start while backward still runs and book backward's end as communication.
+the same replica in the same process, in turns: with, without, with. It is all that synchronising adds to a step. A
+clock around the collectives would start while backward still runs and book backward's end as communication.
 Recordings of both steps (``--trace``) say what it is made of:
 
     waited      only collectives run: what backward does not hide, waiting for slower ranks included
@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import chain
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -26,7 +25,15 @@ import torch.distributed as dist
 from cs336_systems.distributed.buckets import broadcast_from_rank_0
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.data_parallel.cells import DataParallelCell
-from cs336_systems.experiments.ranked import PreparedStep, check_losses, largest, sent_metric, time_metrics
+from cs336_systems.experiments.ranked import (
+    EFFORT,
+    Effort,
+    PreparedStep,
+    check_losses,
+    largest,
+    sent_metric,
+    time_metrics,
+)
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.clock import WHOLE, PhaseTimes
 from cs336_systems.harness.fit import check_fit
@@ -64,20 +71,24 @@ class PreparedReplica(PreparedStep):
 
         return {name: phase if name == "optimizer" else quietly(phase) for name, phase in phases.items()}
 
-    def time(self) -> tuple[list[PhaseTimes], list[PhaseTimes]]:
-        """Rounds of steps with communication and of steps without it, taken in turn."""
-        with_it: list[PhaseTimes] = []
-        without: list[PhaseTimes] = []
-        first, second = math.ceil(self.cell.steps / 2), self.cell.steps // 2
-        for rounds, steps in ((with_it, first), (without, first), (without, second), (with_it, second)):
-            if not steps:
-                continue
-            phases = self.phases(communicate=rounds is with_it)
-            warmup = min(1, self.cell.warmup) if with_it else self.cell.warmup
-            rounds.append(time_phases_of_ranks(phases, self.rank, warmup=warmup, steps=steps))
-            if rounds is without:
-                self.reunite()
-        return with_it, without
+    def time(self, effort: Effort) -> tuple[list[PhaseTimes], PhaseTimes | None]:
+        """Two rounds of steps with communication, or one of a single step; between them steps without it.
+
+        A turn after the first has one round, and None without.
+        """
+        cell, again = self.cell, min(1, self.cell.warmup)
+
+        def timed(steps: int, warmup: int, *, communicate: bool = True) -> PhaseTimes:
+            return time_phases_of_ranks(self.phases(communicate=communicate), self.rank, warmup=warmup, steps=steps)
+
+        if cell.repeat:
+            return [timed(cell.steps, effort.warmup(cell))], None
+        rounds = [timed(math.ceil(cell.steps / 2), cell.warmup)]
+        local = timed(effort.local_steps or cell.steps, again, communicate=False)
+        self.reunite()
+        if second := cell.steps // 2:
+            rounds.append(timed(second, again))
+        return rounds, local
 
     def reunite(self) -> None:
         """Make parameters and optimizer state rank 0's."""
@@ -98,8 +109,8 @@ class PreparedReplica(PreparedStep):
         check_losses(self.step, self.rank)
 
 
-def measure_data_parallel(cell: DataParallelCell, rank: Rank, *, trace: Path | None = None) -> list[Metric]:
-    """Everything about one cell; ``trace`` is a folder for a recording of rank 0.
+def measure_data_parallel(cell: DataParallelCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metric]:
+    """Everything about one cell; recordings are of rank 0.
 
     Raises:
         PredictedOutOfMemory: the eager model would not fit beside those of this machine's other ranks.
@@ -109,26 +120,27 @@ def measure_data_parallel(cell: DataParallelCell, rank: Rank, *, trace: Path | N
     check_fit(cell, rank=rank)
     meter = PeakMeter(rank.device)
     replica = PreparedReplica(cell, rank)
-    with_it, without = replica.time()
-    sent = replica.sent()
+    rounds, without = replica.time(effort)
+    sent = replica.sent() if cell.repeat == 0 else []
     replica.check_replicas()
     peak = meter.peak_bytes()
 
-    metrics = time_metrics(joined(with_it), cell)
-    metrics += [Metric(f"{LOCAL}_{name}", "ms", samples) for name, samples in joined(without).samples_ms.items()]
-    whole, local = ([median(times.samples_ms[WHOLE]) for times in rounds] for rounds in (with_it, without))
-    exposed = [a - b for a, b in zip(whole, local, strict=True)]
-    shares = [100 * gap / step for gap, step in zip(exposed, whole, strict=True)]
-    metrics += [
-        Metric("exposed", "ms, one value per round", exposed, derived=True),
-        Metric("exposed_share", "% of the step", shares, derived=True),
-        Metric("collectives", "per step", [len(sent)]),
-        sent_metric(sent, cell.world_size),
-    ]
+    metrics = time_metrics(joined(rounds), cell)
+    if without is not None:
+        metrics += [Metric(f"{LOCAL}_{name}", "ms", samples) for name, samples in without.samples_ms.items()]
+        whole, local = [median(times.samples_ms[WHOLE]) for times in rounds], median(without.samples_ms[WHOLE])
+        exposed = [step - local for step in whole]
+        shares = [100 * gap / step for gap, step in zip(exposed, whole, strict=True)]
+        metrics += [
+            Metric("exposed", "ms, one value per round", exposed, derived=True),
+            Metric("exposed_share", "% of the step", shares, derived=True),
+            Metric("collectives", "per step", [len(sent)]),
+            sent_metric(sent, cell.world_size),
+        ]
     if peak is not None:
         metrics.append(Metric("peak_memory", "GiB, the most of any rank", [largest(peak / GIB, rank)]))
-    if trace is not None:
-        path, local_path = trace / f"{cell.name}.json.gz", trace / f"{cell.name}-{LOCAL}.json.gz"
+    if (path := effort.recording(cell)) is not None:
+        local_path = path.with_name(f"{cell.name}-{LOCAL}.json.gz")
         model, first = replica.step.model, rank.rank == 0
         record_phases_of_ranks(replica.phases(), model, rank, path if first else None)
         record_phases_of_ranks(replica.phases(communicate=False), model, rank, local_path if first else None)

@@ -43,7 +43,9 @@ class Options(RankedOptions):
     losses: int = 0
     """Steps on one batch, before all else, whose losses are compared with those of the reference in fp32."""
     trace: Path | None = None
-    """Folder for a recording and a picture of rank 0 per cell (torch.profiler)."""
+    """Folder for a recording and a picture of rank 0 per cell (torch.profiler), of its first turn."""
+    recorded: tuple[Implementation, ...] = ()
+    """Implementations that --trace records; by default all."""
 
 
 @dataclass(frozen=True)

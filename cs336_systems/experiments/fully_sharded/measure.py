@@ -20,7 +20,16 @@ from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.fully_sharded.cells import DDP, OURS, FullyShardedCell
 from cs336_systems.experiments.fully_sharded.losses import loss_metrics
-from cs336_systems.experiments.ranked import MIB, PreparedStep, check_losses, largest, sent_metric, time_metrics
+from cs336_systems.experiments.ranked import (
+    EFFORT,
+    MIB,
+    Effort,
+    PreparedStep,
+    check_losses,
+    largest,
+    sent_metric,
+    time_metrics,
+)
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.clock import WHOLE, PhaseTimes, synchronize
 from cs336_systems.harness.fit import check_fit, is_predictable, predicted_states
@@ -119,8 +128,8 @@ def _clocks(readings: States) -> list[Metric]:
     return [Metric(name, unit, found) for name, unit in units.items() if (found := readings.values(name))]
 
 
-def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | None = None) -> list[Metric]:
-    """Everything about one cell; ``trace`` is a folder for a recording of rank 0.
+def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metric]:
+    """Everything about one cell; a recording of rank 0 stays.
 
     Raises:
         PredictedOutOfMemory: the states alone would not fit beside those of this machine's other ranks.
@@ -128,23 +137,42 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
     """
     predicted = predicted_states(cell, 1 if cell.fsdp == DDP else cell.world_size)
     needed = check_fit(cell, rank=rank)
-    losses = loss_metrics(cell, rank) if cell.losses else []
+    losses = loss_metrics(cell, rank) if cell.losses and cell.repeat == 0 else []
     prepared = PreparedModel(cell, rank)
     synchronize(rank.device)
     meter = PeakMeter(rank.device)
     phases = prepared.phases()
-    warmup = time_phases_of_ranks(phases, rank, warmup=0, steps=cell.warmup) if cell.warmup else PhaseTimes()
+    n_warmup = effort.warmup(cell)
+    warmup = time_phases_of_ranks(phases, rank, warmup=0, steps=n_warmup) if n_warmup else PhaseTimes()
     with sampled_state(rank.device) as readings:
         times = time_phases_of_ranks(phases, rank, warmup=0, steps=cell.steps)
     times.warmup_ms = warmup.samples_ms.get(WHOLE, [])
     peak = meter.peak_bytes()
+    metrics = time_metrics(times, cell) + _clocks(readings) + losses
+    if peak is not None:
+        unit = "GiB, the most of any rank, construction excluded"
+        metrics.append(Metric("peak_memory", unit, [largest(peak / GIB, rank)]))
+    if is_predictable(cell):
+        metrics.append(Metric("predicted_peak", "GiB, of a rank", [needed / GIB]))
+    if cell.repeat == 0:
+        metrics += _states_and_traffic(prepared, rank, predicted)
+        metrics += prepared.waits() if cell.fsdp == OURS else []
+    if cell.do_bench == "on":
+        metrics.append(Metric("do_bench", "ms, of this rank", prepared.bench_ms(median(times.samples_ms[WHOLE]))))
+    check_losses(prepared.step, rank)
+    if (path := effort.recording(cell)) is not None:
+        metrics += _recorded(prepared, rank, path)
+    return metrics
+
+
+def _states_and_traffic(prepared: PreparedModel, rank: Rank, predicted: int) -> list[Metric]:
+    """Bytes held on the fullest rank and sent by one, each beside its prediction."""
+    cell = prepared.cell
+    assert isinstance(cell, FullyShardedCell)
     own, sent = prepared.states_and_traffic()
     held = {name: largest(size, rank) for name, size in own.items()}
-    check_losses(prepared.step, rank)
-
-    metrics = time_metrics(times, cell) + _clocks(readings) + losses
     state = sum(held.values())
-    metrics += [
+    metrics = [
         *(Metric(name, "GiB, the most of any rank", [size / GIB]) for name, size in held.items()),
         Metric("state", "GiB, the most of any rank", [state / GIB]),
         Metric("predicted_state", "GiB, of the fullest rank", [predicted / GIB]),
@@ -152,11 +180,6 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
         Metric("collectives", "per step", [len(sent)]),
         sent_metric(sent, cell.world_size),
     ]
-    if peak is not None:
-        unit = "GiB, the most of any rank, construction excluded"
-        metrics.append(Metric("peak_memory", unit, [largest(peak / GIB, rank)]))
-    if is_predictable(cell):
-        metrics.append(Metric("predicted_peak", "GiB, of a rank", [needed / GIB]))
     if cell.fsdp == OURS and cell.accumulate == 1:
         recipe, n_layers = cell.recipe, cell.config.n_layers
         travels = recipe.quantized and recipe.scaling == "tensor"  # the embedding is the first unit
@@ -168,12 +191,6 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, trace: Path | N
             quantized=range(1 + recipe.skip_first, 1 + n_layers - recipe.skip_last) if travels else (),
         )
         metrics.append(Metric("predicted_sent", "MiB per step and rank, on a ring", [expected.sent_per_rank / MIB]))
-    if cell.fsdp == OURS:
-        metrics += prepared.waits()
-    if cell.do_bench == "on":
-        metrics.append(Metric("do_bench", "ms, of this rank", prepared.bench_ms(median(times.samples_ms[WHOLE]))))
-    if trace is not None:
-        metrics += _recorded(prepared, rank, trace / f"{cell.name}.json.gz")
     return metrics
 
 

@@ -1,8 +1,11 @@
 """``benchmark_sharded_optimizer``: time beside plain data parallelism, memory beside its prediction."""
 
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 
-from cs336_systems.experiments.driver import Experiment, one_stage
+from cs336_systems.experiments.driver import Experiment, Stage
+from cs336_systems.experiments.ranked import Effort
 from cs336_systems.experiments.sharded_optimizer.cells import Options, ShardingCell, make_cells
 from cs336_systems.experiments.sharded_optimizer.measure import measure_sharding
 from cs336_systems.experiments.sharded_optimizer.table import MEMORY, TIMES, memory_figure
@@ -10,6 +13,11 @@ from cs336_systems.harness.record import read_rows
 from cs336_systems.harness.sweep import Outcome, outcome_rows
 from cs336_systems.report.figures import save
 from cs336_systems.report.show import show
+
+
+def stages(options: Options, cells: Sequence[ShardingCell], outcomes: list[Outcome]) -> list[Stage]:
+    """All cells, with as much warm-up as is asked for."""
+    return [Stage(cells, functools.partial(measure_sharding, effort=Effort.of(options)))]
 
 
 def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None:
@@ -25,7 +33,7 @@ EXPERIMENT = Experiment(
     "benchmark_sharded_optimizer",
     ShardingCell,
     make_cells,
-    one_stage(measure_sharding),
+    stages,
     present,
     (
         *("forward", "backward", "optimizer", "step"),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cs336_systems.costs.sharding import link_bytes_per_step, state_bytes_by_rank
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.experiments.ranked import check_losses
+from cs336_systems.experiments.ranked import EFFORT, Effort, check_losses
 from cs336_systems.experiments.sharded_optimizer.cells import ShardingCell
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.fit import check_fit
@@ -36,7 +36,7 @@ MOMENTS = ("initialised", "after_forward", "before_step", "after_step")
 CATEGORIES = ("parameters", "gradients", "optimizer_state", "activations", "other")
 
 
-def measure_sharding(cell: ShardingCell, rank: Rank) -> list[Metric]:
+def measure_sharding(cell: ShardingCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metric]:
     """Build one model and its optimizer, read the memory of its second step, then time its steps.
 
     Raises:
@@ -53,7 +53,7 @@ def measure_sharding(cell: ShardingCell, rank: Rank) -> list[Metric]:
     for phase in phases.values():
         phase()
     _read_one_step(meter, phases, parameters, step.optimizer)
-    times = time_phases_of_ranks(phases, rank, warmup=cell.warmup, steps=cell.steps)
+    times = time_phases_of_ranks(phases, rank, warmup=effort.warmup(cell), steps=cell.steps)
     check_losses(step, rank)
     metrics = [Metric(name, "ms", samples) for name, samples in times.samples_ms.items()]
     sizes = [parameter.nbytes for parameter in parameters]

@@ -8,7 +8,8 @@ from cs336_systems.attention.shapes import validate
 from cs336_systems.attention.variants import dense_attention
 from cs336_systems.case import Unsupported
 from cs336_systems.experiments.attention import measure as cells
-from cs336_systems.experiments.attention.cells import VARIANTS, AttentionCell
+from cs336_systems.experiments.attention.cells import VARIANTS, AttentionCell, Options
+from cs336_systems.experiments.attention.experiment import stages
 from cs336_systems.experiments.attention.measure import make_variant, measure
 from cs336_systems.harness.process import PredictedOutOfMemory
 
@@ -81,6 +82,20 @@ def test_do_bench_takes_the_times_of_its_cells(monkeypatch):
     metrics = {metric.name: metric.samples for metric in measure(cell(clock="do-bench"))}
     assert all(metrics[name] == [2.0, 3.0, 4.0] for name in ("forward", "backward", "both"))
     assert {m.name: m.samples for m in measure(cell())}["both"] == [1.0]
+
+
+def test_errors_are_computed_in_the_first_turn_alone(monkeypatch):
+    monkeypatch.setattr(cells, "timed", lambda run, device: [1.0 for _ in [run()]])
+    first, later = ({metric.name for metric in measure(cell(repeat=repeat))} for repeat in range(2))
+    assert first - later == {f"error_{name}" for name in ("o", "dq", "dk", "dv")}
+
+
+def test_cells_of_a_dtype_share_a_process():
+    both = [cell(impl=impl, d_head=d, dtype=dtype) for dtype in ("fp32", "bf16") for impl, d in (("a", 16), ("b", 64))]
+    (stage,) = stages(Options(), both, [])
+    assert [stage.share(one) == stage.share(both[0]) for one in both] == [True, True, False, False]
+    (stage,) = stages(Options(repeat=2), both, [])
+    assert len({stage.share(one) for one in both}) == 1
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """A data-parallel cell measured on two gloo ranks: its metrics, its check of the replicas, and what Traffic sees."""
 
-import dataclasses
+from dataclasses import replace
+from statistics import median
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from cs336_systems.config import resolve_size
 from cs336_systems.distributed.spawn import RankFailed, spawn
 from cs336_systems.experiments.data_parallel.measure import DataParallelCell, PreparedReplica, measure_data_parallel
+from cs336_systems.experiments.ranked import Effort
 from cs336_systems.harness.record import Metric
 from cs336_systems.profiling.traces import kineto
 from cs336_systems.report.block_timeline import two_blocks
@@ -23,13 +25,13 @@ CELL = DataParallelCell(
     ddp="bucketed",
     bucket_size_mb=0.1,
 )
-TORCH = dataclasses.replace(CELL, ddp="torch")
-BF16 = dataclasses.replace(CELL, communication_dtype="bf16", dtype="autocast-bf16", steps=1)
+TORCH = replace(CELL, ddp="torch")
+BF16 = replace(CELL, communication_dtype="bf16", dtype="autocast-bf16", steps=1)
 
 
 def measure_three(rank, folder):
     return [
-        {metric.name: metric for metric in measure_data_parallel(cell, rank, trace=trace)}
+        {metric.name: metric for metric in measure_data_parallel(cell, rank, effort=Effort(trace=trace))}
         for cell, trace in ((CELL, folder), (TORCH, None), (BF16, None))
     ]
 
@@ -56,6 +58,23 @@ def test_metrics_of_ours_and_of_torchs(tmp_path):
     close_up = two_blocks(trace)
     assert list(close_up.blocks["name"]) == ["layers.1", "layers.0"]
     assert len(close_up.collectives)
+
+
+def measure_turns(rank):
+    effort = Effort(later_warmup=0, local_steps=1)
+    turns = [replace(CELL, repeat=repeat) for repeat in range(2)]
+    return [{metric.name: metric for metric in measure_data_parallel(cell, rank, effort=effort)} for cell in turns]
+
+
+@pytest.mark.slow
+def test_a_later_turn_is_shorter_and_its_bytes_are_not_counted_again():
+    first, later = spawn(measure_turns, 2, timeout_s=60)[0]
+    assert len(first["warmup_step"].samples) == 1
+    assert "warmup_step" not in later
+    assert len(first["step"].samples) == len(later["step"].samples) == 3
+    (*two, third), [local] = first["step"].samples, first["local_step"].samples
+    assert first["exposed"].samples == [median(two) - local, third - local]
+    assert not {name for name in later if name.startswith(("local", "exposed", "collectives", "sent"))}
 
 
 def drift(rank):
