@@ -26,6 +26,8 @@ from cs336_systems.distributed.neighbours import alias
 
 _TILE = 16
 """What divides both dimensions of what is quantized."""
+_SCALE_STRIDE = 4
+"""fp32 numbers from one scale to the next: cuBLAS refused those whose addresses were no multiples of 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class QuantizedGroup(ShardedGroup):
             alias(self._unsharded, int(out.storage_offset()), out.shape) for out in self._gather_outputs
         ]
         self._unsharded.untyped_storage().resize_(0)
-        self._inverse_scales = torch.zeros(len(self._parts), device=self.device)
+        self._inverse_scales = torch.zeros(len(self._parts), _SCALE_STRIDE, device=self.device)[:, 0]
         self._transposed: dict[str, Tensor] = {}
         travel.deliver(self.matrix)
 

@@ -99,6 +99,7 @@ def what_arrives_is_the_whole_quantized(rank):
             expected = quantize(weight, absmax(weight), torch.float8_e4m3fn, transposed=True)
             for transposed, q in ((False, expected.q), (True, expected.q_t)):
                 values, scale = group.matrix(name, transposed)
+                assert values.data_ptr() % 16 == scale.data_ptr() % 16 == 0, name
                 assert torch.equal(values.view(torch.uint8), q.view(torch.uint8)), name
                 assert torch.equal(scale, expected.inverse_scale)
         group.free()
