@@ -1,4 +1,4 @@
-"""Which attention for these shapes? Time, memory and error of every implementation, beside the limit.
+"""Which attention for these shapes? Time, memory and error of every implementation, and the limit.
 
     uv run benchmarks/benchmark_attention.py                                  # the grid that fits this machine
     uv run benchmarks/benchmark_attention.py --grid training --impl hopper flash sdpa-cudnn flex --repeat 3
@@ -7,11 +7,11 @@
 
 Grids: ``pytorch``, the handout's first (batch 8, no head dimension, plain and compiled); ``flash``, its second (batch
 1, causal, every implementation); ``training``, the shapes at which training runs; ``variants``, masks and score
-modifications, FlexAttention beside torch's attention with a dense mask. ``experiments/attention/measure.py`` says how
-each cell is measured. What a cell would need is predicted first; what cannot fit is a row, and is not run. Cells of a
-grid and dtype share a process, so that it starts, and kernels are loaded, once. With ``--repeat`` the
-implementations take turns at each shape, all in one process: a GPU's clock follows its temperature and its power, and
-what is compared should meet the same of both.
+modifications, FlexAttention against torch's attention with a dense mask. ``experiments/attention/measure.py`` describes
+how each cell is measured. Memory is predicted first; a cell that cannot fit becomes a row and is not run. Cells of one
+grid and dtype share a process, so that it starts, and loads kernels, once. With ``--repeat`` the implementations take
+turns at each shape, all in one process, so that they meet the same temperature and power, which a GPU's clock depends
+on.
 """
 
 from cs336_systems.experiments.attention.cells import Options

@@ -5,11 +5,11 @@
     uv run torchrun --nproc-per-node 4 benchmarks/benchmark_collectives.py --dtype fp32 bf16 --out results/
     torchrun benchmarks/benchmark_collectives.py                              # a world of one: calls that send nothing
 
-Time is that of the slowest rank in every sample, a sample the mean of ``--calls`` calls one after another (nccl-tests
-does so too: the host's launch latency is hidden but for the first). Sizes are total bytes, MB is 1e6 bytes; algbw and
-busbw are those of nccl-tests. After timing, each collective runs once more and every element of every rank is checked.
-Beside each time stands what a ring would take whose latency and bandwidth are fitted to all times of the same world and
-run, and beside each busbw its share of the link's datasheet bandwidth.
+A sample is the mean of ``--calls`` consecutive calls on the slowest rank (as in nccl-tests: only the first shows the
+host's launch latency). Sizes are total bytes, MB is 1e6 bytes; algbw and busbw are defined as in nccl-tests. After
+timing, each collective runs once more and every element of every rank is checked. Each time is shown with that of a
+ring whose latency and bandwidth are fitted to all times of the same world and run, and each busbw with its share of the
+link's datasheet bandwidth.
 """
 
 from cs336_systems.experiments.collectives.cells import Options

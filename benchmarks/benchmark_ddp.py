@@ -1,4 +1,4 @@
-"""What does each step of data parallelism buy? The ladder naive, flat, overlapped, bucketed, beside torch's DDP.
+"""What does each form of data parallelism gain? Naive, flat, overlapped and bucketed, against torch's DDP.
 
     uv run benchmarks/benchmark_ddp.py                                          # two ranks, under a minute on a CPU
     uv run benchmarks/benchmark_ddp.py --world-size 1 2 --ddp overlapped bucketed torch --out results/
@@ -7,8 +7,8 @@
     torchrun benchmarks/benchmark_ddp.py --ddp naive overlapped --trace traces/      # pictures: what runs when
 
 Every rank trains on its own random batch of ``--batch-size``; a step takes as long as its slowest rank. Exposed
-communication is the step less the same step without communication (``no_sync``), taken in turn in the same processes.
-After the run every parameter must be the same bits on all ranks, or the cell fails.
+communication is the step less the same step without communication (``no_sync``), timed in turns in the same processes.
+After the run every parameter must have the same bits on all ranks, or the cell fails.
 """
 
 from cs336_systems.experiments.data_parallel.cells import Options

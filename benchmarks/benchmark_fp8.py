@@ -1,12 +1,12 @@
-"""What do products in fp8 buy, what does quantizing cost, and how far do gradients turn? Beside torchao's float8.
+"""What do matrix products in fp8 gain, what does quantizing cost, how accurate are gradients? With torchao's float8.
 
     uv run benchmarks/benchmark_fp8.py                                          # a tiny block, emulated on a CPU
     uv run benchmarks/benchmark_fp8.py --part block --how stored e4m3 e4m3-row torchao-rowwise --out results/
     uv run benchmarks/benchmark_fp8.py --size qwen2.5-7b --context-length 1024 --batch-size 16 --part product
 
-At each shape the ways take turns in one process, on the same weights and data, ``--repeat`` times. Gradients of a block
-are compared, tensor by tensor, with those of fp32 on a short sequence. Whole steps are ``benchmark_model.py``'s, with
-``--matmul-dtype``. On an H200 the defaults take about six minutes.
+At each shape the variants take turns in one process, on the same weights and data, ``--repeat`` times. Gradients of a
+block are compared, tensor by tensor, with those of fp32 on a short sequence. For whole steps use
+``benchmark_model.py --matmul-dtype``. On an H200 the defaults take about six minutes.
 """
 
 from cs336_systems.experiments.fp8.cells import Options

@@ -1,4 +1,4 @@
-"""What does full sharding buy, and what does it cost? Our FSDP beside torch's FSDP2 and beside data parallelism.
+"""What does full sharding save, and what does it cost? This suite's FSDP, torch's FSDP2 and data parallelism.
 
     uv run benchmarks/benchmark_fsdp.py                                         # two ranks, under a minute on a CPU
     uv run benchmarks/benchmark_fsdp.py --world-size 2 --prefetch 0 1 2 --fsdp ours --out results/
@@ -6,8 +6,9 @@
     uv run torchrun --nproc-per-node 4 benchmarks/benchmark_fsdp.py --size 2.7b --checkpoint full --compile
     torchrun benchmarks/benchmark_fsdp.py --fsdp ours --trace traces/           # a picture: what runs when
 
-Every rank trains on its own random batch of ``--batch-size``; a step takes as long as its slowest rank. Memory is held
-against prediction by kind; for every gather of ours the time is measured that its unit had to wait for it.
+Every rank trains on its own random batch of ``--batch-size``; a step takes as long as its slowest rank. Memory is
+compared with its prediction, by category; for every gather of this suite's FSDP the time that its unit waited for it is
+measured.
 """
 
 from cs336_systems.experiments.fully_sharded.cells import Options

@@ -1,10 +1,10 @@
-"""What does measuring itself cost? Our clock beside triton's, and a command's time above its measured work.
+"""What does measuring itself cost? This suite's clock against triton's, and a command's time beyond its timed steps.
 
     uv run benchmarks/benchmark_harness.py --out results/
 
 On a GPU, ``time_kernel`` and ``triton.testing.do_bench`` time the same operation on the same tensors in alternating
-rounds; each round yields one ratio of medians, which should lie within two percent of one. Anywhere, the whole of
-``benchmark_model.py --size small --mode step`` is run as a user would, and what it took beyond its timed steps is
+rounds; each round yields one ratio of medians, which should lie within two percent of one. On any machine
+``benchmark_model.py --size small --mode step`` is run as a user would run it, and its time beyond the timed steps is
 reported.
 """
 

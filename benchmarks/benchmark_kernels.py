@@ -1,16 +1,16 @@
-"""How fast is each fused kernel, beside plain PyTorch, torch.compile, others' kernels and a copy?
+"""How fast is each fused kernel, against plain PyTorch, torch.compile, other libraries' kernels and a copy?
 
     uv run benchmarks/benchmark_kernels.py                                     # plain PyTorch alone on a CPU
     uv run benchmarks/benchmark_kernels.py --kernel weighted_sum --rows 16384 --width 1024 4096 --out results/
     uv run benchmarks/benchmark_kernels.py --how eager compiled --dtype bf16
     uv run benchmarks/benchmark_kernels.py --kernel rms_norm --how ours liger torch --size llama3-8b --rows 4096 65536
 
-Forward and backward are timed separately, backward as backward, on a GPU with a cold L2 cache. GB/s count the bytes
-that must move, however it is computed; beside them stands their share of a large copy, timed in the same process.
-Errors are relative Frobenius norms against the formula in fp64. On a GPU the memory of a call at its peak, beyond its
-inputs and results, is measured too. Others' kernels run in the configurations of ``experiments/kernels/peers.py``;
-those of Liger and of cut cross entropy need their packages. On an H200 the defaults take about ten minutes, half of
-them the loss; ``scripts/measure_kernels.sh`` has them in parts.
+Forward and backward are timed separately, on a GPU with a cold L2 cache. GB/s count the bytes that any implementation
+must move, and are shown with their share of a large copy, timed in the same process. Errors are relative Frobenius
+norms against the formula in fp64. On a GPU the peak of memory beyond inputs and results is measured too. Other
+libraries' kernels run in the configurations of ``experiments/kernels/peers.py``; those of Liger and of cut cross
+entropy need their packages. On an H200 the defaults take about ten minutes, half of them the loss;
+``scripts/measure_kernels.sh`` has them in parts.
 """
 
 from cs336_systems.experiments.kernels.cells import Options

@@ -1,12 +1,12 @@
-"""What does a run learn, and how fast, when blocks multiply in fp8? Held-out loss beside tokens/s, and gradients.
+"""What does a run learn, and how fast, with matrix products in fp8? Held-out loss, tokens/s, and gradients.
 
     uv run scripts/tokenize_data.py                                              # once: data/stdlib-bpe4096
     uv run benchmarks/benchmark_learning.py                                      # a tiny model on a CPU, emulated
     uv run benchmarks/benchmark_learning.py --recipe stored e4m3 --seeds 3 --out results/
     uv run benchmarks/benchmark_learning.py --data data/web-bpe32768 --steps 5000 --total-batch-tokens 262144
 
-Runs of one seed begin with the same weights and see the same tokens in the same order, and all share a process; the
-first one compiles. On an H200 each of the defaults takes ten seconds.
+Runs with the same seed begin with the same weights and see the same tokens in the same order. All share a process, so
+that only the first one compiles. On an H200 each run of the defaults takes ten seconds.
 """
 
 from cs336_systems.experiments.learning.cells import Options

@@ -1,4 +1,4 @@
-"""What does a training step of this model cost on this machine? Forward, backward and optimizer, each beside its limit.
+"""What does a training step of this model cost on this machine? Forward, backward and optimizer, and their limits.
 
     uv run benchmarks/benchmark_model.py                                   # the small model, under a minute anywhere
     uv run benchmarks/benchmark_model.py --size small medium --context-length 256 512 --dtype fp32 bf16

@@ -5,10 +5,10 @@
     uv run torchrun --nproc-per-node 2 benchmarks/benchmark_sharded_optimizer.py --size xl --repeat 3 --out results/
     torchrun benchmarks/benchmark_sharded_optimizer.py --sharding replicated owned                 # a world of one rank
 
-Four ways to hold the state of AdamW (``experiments/sharded_optimizer/measure.py`` says how each is set up and read):
-replicated (plain data parallelism), owned (the handout's sharded optimizer), scattered (ZeRO stage 1), and torch's
-ZeroRedundancyOptimizer. ``--repeat`` runs all of them in turn, several times, so that the comparison is of neighbours;
-ratios are to replicated of the same repeat. Batch sizes are per rank. Time is that of the slowest rank in every step.
+Four ways to hold the state of AdamW (``experiments/sharded_optimizer/measure.py`` describes the setup): replicated
+(plain data parallelism), owned (the handout's sharded optimizer), scattered (ZeRO stage 1), and torch's
+ZeroRedundancyOptimizer. ``--repeat`` runs all of them in turns, several times; ratios are to replicated of the same
+repeat. Batch sizes are per rank. The time of a step is that of the slowest rank.
 """
 
 from cs336_systems.experiments.sharded_optimizer.cells import Options

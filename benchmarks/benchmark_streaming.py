@@ -1,14 +1,14 @@
 """What does a training step cost under caps on device and host memory? A plan for the caps, simulated and measured.
 
-    uv run benchmarks/benchmark_streaming.py                                  # a tiny model on a CPU, really run
+    uv run benchmarks/benchmark_streaming.py                                  # a tiny model on a CPU
     uv run benchmarks/benchmark_streaming.py --gpu h200 --size llama3-8b --device-gib 16 24 40 --host-gib 60 96 120
     uv run benchmarks/benchmark_streaming.py --size llama3-8b --device-gib 24 --host-gib 75 --out results/
     uv run benchmarks/benchmark_streaming.py --size llama3-8b --peers compiled fsdp2-offload --out results/
 
-With ``--gpu`` a device of ``hardware.py`` is simulated, on any machine; without it the step runs here, and what it took
-stands beside the simulation. Weights and tokens are random. Every cell has a process of its own. Caps that hold no plan
-are answered with what is short. Steps last half a minute and more unless ``--tokens-per-step`` says otherwise.
-``--profile`` records them with nsys: streams in, compute and out, and a range for every operation.
+With ``--gpu`` a device of ``hardware.py`` is simulated, on any machine; without it the step runs here, and its times
+are shown with those of the simulation. Weights and tokens are random. Every cell has a process of its own. If no plan
+fits the caps, the row names the memory that is short. Steps take half a minute or more unless ``--tokens-per-step`` is
+set. ``--profile`` records them with nsys: streams in, compute and out, and a range for every operation.
 """
 
 from cs336_systems.experiments.streaming.cells import Options

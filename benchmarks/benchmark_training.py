@@ -3,8 +3,8 @@
     uv run benchmarks/benchmark_training.py                                      # a tiny model on a CPU, five seconds
     uv run benchmarks/benchmark_training.py --size qwen2.5-0.5b --batch-size 32 --keep all --out results/
 
-Sequences are of random tokens: what is learned is not asked here. The first steps compile, allocate and capture, and
-are left out. On an H200 a run takes a minute and a half; ours and the others follow each other, each in its process.
+Tokens are random, as only speed is measured. The first steps compile, allocate and capture, and are left out. On an
+H200 a run takes a minute and a half; each run has a process of its own.
 """
 
 from cs336_systems.experiments.training.cells import Options

@@ -7,9 +7,9 @@
 
 nsys and kineto (torch.profiler) are read into the same tables and give the same digest; memory watches the allocator
 and accounts for what a block keeps for backward. Each cell, one mode of one workload, runs in a process of its own:
-plain and annotated steps in turn, so that the cost of annotation is known, then the recorded ones. Raw files go to
-profiles/raw/; --out receives a page (Markdown), CSVs and pictures per workload. Profilers contend for the device, so
-each run uses one.
+plain and annotated steps in turns, so that the cost of annotation is known, then the recorded ones. Raw files go to
+profiles/raw/; a page (Markdown), CSVs and pictures per workload to --out. A run uses one profiler, as two would contend
+for the device.
 """
 
 from cs336_systems.experiments.profile.cells import Options

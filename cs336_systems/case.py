@@ -1,4 +1,4 @@
-"""One training step, described once: every cell that measures a step is a ``TrainingCase``, and so is every command.
+"""One training step, described once: a ``TrainingCase``, used by every cell that measures a step and every command.
 
     TrainingCase(size="xl", dtype="bf16", attention="flash")               # a named size
     TrainingCase.of(my_config, checkpoint="full")                          # any ModelConfig, at its own context

@@ -1,7 +1,7 @@
-"""Which dtype has each tensor of a model under autocast? Read by hooks from the running model.
+"""Which dtype does each tensor of a model have under autocast? Read by hooks from the running model.
 
     uv run scripts/autocast_dtypes.py                     # this machine's device
-    uv run scripts/autocast_dtypes.py --device cpu        # differs: the CPU's autocast leaves norms and softmax narrow
+    uv run scripts/autocast_dtypes.py --device cpu        # differs: there norms and softmax stay in low precision
 
 Two models: the handout's toy (fc1, relu, LayerNorm, fc2) and this suite's Transformer, tiny. For each, one forward and
 backward pass as training runs them: forward and loss under autocast, backward outside.

@@ -3,10 +3,10 @@
     uv run scripts/compare_with_transformers.py                                     # tiny, on a CPU; 100M on a GPU
     uv run scripts/compare_with_transformers.py --steps 2000 --total-batch-tokens 131072 --out runs/compared
 
-Options are those of train.py, but for what the other run does not have: a z-loss, a walltime, steps passed over, ranks.
-Both begin with the same weights and see the same tokens in the same order; the other run has fp32 parameters and
-torch's AdamW. The losses on held-out tokens are to agree within one percent, or the command ends with 1. --out gets a
-folder for each run, which plot_run.py draws together.
+Options are those of train.py, except what the plain loop lacks: z-loss, walltime, skipped steps, several ranks. Both
+begin with the same weights and see the same tokens in the same order; the plain loop has fp32 parameters and torch's
+AdamW. If the losses on held-out tokens differ by more than one percent, the exit code is 1. --out receives a folder for
+each run; plot_run.py draws them together.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""Draw the attention masks that FlexAttention runs, and what skipping empty blocks leaves of their scores.
+"""Draw the attention masks of FlexAttention, and the scores that are left when empty blocks are skipped.
 
     uv run scripts/draw_masks.py                  # -> results/attention_masks.png
     uv run scripts/draw_masks.py --length 2048 --out elsewhere/
 
-Over each picture stands which share of its scores is seen, and which share of its blocks is skipped.
+Each picture's title gives the share of scores that are seen and the share of blocks that are skipped.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
-"""A checkpoint of training to a Hugging Face folder: config, weights, tokenizer; for transformers, lm-eval, vLLM.
+"""Export a training checkpoint as a Hugging Face folder: config, weights, tokenizer; for transformers, lm-eval, vLLM.
 
     uv run scripts/export.py runs/stdlib                            # the newest checkpoint: runs/stdlib/hf-STEP
     uv run scripts/export.py runs/stdlib/step-00000200 --out models/stdlib --dtype bf16
 
-Needs no GPU and one process, whatever the number of ranks that trained. The folder appears when it is complete.
+Needs one process and no GPU, however many ranks trained. The folder appears only when it is complete.
 """
 
 import json

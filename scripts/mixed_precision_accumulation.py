@@ -1,4 +1,4 @@
-"""What a sum of 0.01 comes to in low precision: where it goes wrong, and what repairs it.
+"""What do a thousand times 0.01 add up to in low precision? Where it goes wrong, and what repairs it.
 
     uv run scripts/mixed_precision_accumulation.py                      # 1,000 and 10,000 terms
     uv run scripts/mixed_precision_accumulation.py --terms 100 --term 0.1

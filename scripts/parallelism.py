@@ -9,7 +9,7 @@
     uv run scripts/parallelism.py failures --figure goodput.png
     uv run scripts/parallelism.py devices
 
-Nothing runs and nothing is measured: every number is a bound from datasheet peaks. The last line is one JSON object.
+Nothing is run or measured: every number is a bound from datasheet peaks. The last line is one JSON object.
 """
 
 from typing import Annotated, Any, Union

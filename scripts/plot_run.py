@@ -1,4 +1,4 @@
-"""Training runs as one picture, also while they run: loss, norm, rate, tokens/s, share of the speed of light, GPU.
+"""Draw training runs, also while they run: loss, norm, learning rate, tokens/s, share of the speed of light, GPU.
 
     uv run scripts/plot_run.py runs/first
     uv run scripts/plot_run.py runs/first runs/second/log.jsonl --x tokens --out compared.png
@@ -26,11 +26,11 @@ class PlotOptions:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Folders of runs, or their logs."""
     out: Path | None = None
-    """PNG; by default beside the first log, with its name."""
+    """PNG to write; by default next to the first log, with its name."""
     x: Literal["step", "tokens", "hours"] = "step"
-    """What runs are drawn over; hours are those of training steps, pauses left out."""
+    """Horizontal axis; hours count training steps only, without pauses."""
     smooth: int | None = None
-    """Steps over which the running median goes; by default a fiftieth of the longest run."""
+    """Steps of the running median; by default a fiftieth of the longest run."""
 
 
 def main(arguments: list[str] | None = None) -> int:

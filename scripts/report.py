@@ -4,10 +4,10 @@ uv run scripts/report.py                          # rewrite documents that are s
 uv run scripts/report.py --check                  # write nothing; exit code 1 names what is stale, unknown or unproven
 uv run scripts/report.py --adopt results/run7     # move a run's rows and digests into profiles/ first
 
-Templates are in cs336_systems/answers/pages; how numbers and tables are written in them says rendering.py beside that.
-Numbers in their text are quoted or declared (prose.py); rows must have the statistics of their samples and a commit of
-the history (evidence.py), figures name the hash of the rows they draw (figures.py), and what was measured is as
-listed in profiles/SHA256SUMS, which adopting and drawing write (sums.py).
+Templates are in cs336_systems/answers/pages; cs336_systems/answers/rendering.py describes how they quote numbers and
+tables. Numbers in their text must be quoted or declared (prose.py), rows must match the statistics of their samples and
+name a commit of the history (evidence.py), figures must name the hash of the rows they draw (figures.py), and measured
+files must be as listed in profiles/SHA256SUMS, which adopting and drawing write (sums.py).
 """
 
 import sys
@@ -24,11 +24,11 @@ class Options:
     """Render README.md, writeup.md and the pages in profiles/ from their templates and the committed rows."""
 
     check: bool = False
-    """Write nothing; exit code 1 names every line that is stale, unknown names, and what was changed by hand."""
+    """Write nothing; exit code 1 names every stale line, every unknown name, and what was changed by hand."""
     adopt: Path | None = None
     """Folder that a measuring recipe wrote: check its rows and digests, move them into profiles/, then render."""
     machine: str = "h200"
-    """Whose rows are adopted: a folder of profiles/results, part of the GPU's name or cpu."""
+    """Machine whose rows are adopted: a folder of profiles/results, part of the GPU's name or cpu."""
     replace: bool = False
     """With --adopt: overwrite committed rows and pages that differ, instead of refusing."""
 

@@ -1,10 +1,11 @@
-"""Text from a trained model, so that a person can look at what was learned.
+"""Generate text with a trained model.
 
     uv run scripts/sample.py runs/stdlib --prompt "def main("            # the newest checkpoint
     uv run scripts/sample.py runs/stdlib/step-00000200 --temperature 0
     uv run scripts/sample.py Qwen2.5-0.5B/ --prompt-file question.txt --samples 4 --top-p 0.95 --seed 1
 
-The first sample appears as it is made. With a key/value cache, on a CPU or a GPU. The last line is one JSON object.
+The first sample is printed as it is generated, with a key/value cache, on a CPU or a GPU. The last line is one JSON
+object.
 """
 
 import json

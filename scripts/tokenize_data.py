@@ -1,11 +1,11 @@
-"""Text to token files for training: any text, any tokenizer, all cores; without options Python's own library.
+"""Tokenize text into files for training: any text, any tokenizer, all cores; by default Python's standard library.
 
     uv run scripts/tokenize_data.py                                        # the standard library: data/stdlib-bpe4096
     uv run scripts/tokenize_data.py --input books/ --suffix .txt --vocab-size 16384
     uv run scripts/tokenize_data.py --input web.jsonl --field content --tokenizer Qwen2.5-0.5B/
     uv run scripts/tokenize_data.py --input TinyStories-train.txt --separator '<|endoftext|>' --bytes-per-token 2
 
-Documents are held out for evaluation by the hash of their text. The folder appears when it is complete.
+Documents are held out for evaluation by the hash of their text. The folder appears only when it is complete.
 """
 
 import json

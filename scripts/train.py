@@ -1,6 +1,6 @@
 """Train a language model: data, steps, evaluations, checkpoints, a log, a picture, and weights that Hugging Face loads.
 
-    uv run scripts/train.py                              # a small model of Python's own source, by the device
+    uv run scripts/train.py                              # a small model, on the source of Python's library
     uv run scripts/train.py --size qwen2.5-0.5b --data data/web --out runs/web --total-batch-tokens 524288
     uv run scripts/train.py --init Qwen2.5-0.5B/ --data data/notes-Qwen2.5-0.5B --out runs/notes --learning-rate 1e-5
     uv run scripts/train.py --config runs/web.toml --steps 2000
@@ -8,9 +8,9 @@
     torchrun --nproc-per-node 8 scripts/train.py --zero 1 --out runs/eight
     uv run scripts/train.py --size llama3-8b --context-length 8192 --device-gib 24 --host-gib 75   # one GPU, streamed
 
-The same command again goes on from the newest checkpoint of --out. Ctrl-C and SIGTERM finish the step, save and exit,
-with 130 and 0; a second Ctrl-C ends at once. --config FILE.toml has options by their names, and what is typed counts
-more; --print-config prints such a file and does nothing else, --print-memory what is predicted of device and host.
+The same command again resumes from the newest checkpoint of --out. Ctrl-C and SIGTERM finish the step, save and exit,
+with 130 and 0; a second Ctrl-C exits at once. --config FILE.toml sets options by their names; those on the command line
+override it. --print-config only prints such a file, --print-memory the memory predicted for device and host.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""A run's rows and digests moved to where documents are rendered from: checked first, shown, then all or nothing.
+"""Move a run's rows and digests to where documents are rendered from: checked first, shown, then all or nothing.
 
 ``scripts/measure_*.sh FOLDER PART...`` write a folder for each part below FOLDER. Its CSVs of rows belong into
 ``profiles/results/<machine>/<part>/``, appended to those that are there (the newest run of a cell is what documents

@@ -1,4 +1,4 @@
-"""Numbers that no machine measured: rings, forms of parallelism, the 4D accounting, pipelines, failures.
+"""Numbers that are computed, not measured: rings, forms of parallelism, the 4D accounting, pipelines, failures.
 
 Answers come from ``costs/``; this module only fixes what the documents ask about: the scaling book's shape of a 70B
 model's feed-forward, a batch of 4M tokens, H100s, and the accounting question's TPUs.

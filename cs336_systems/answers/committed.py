@@ -1,4 +1,4 @@
-"""Rows and digests that are committed, by part: read once, absence said aloud.
+"""Committed rows and digests, by part: read once, and missing ones reported.
 
     committed = Committed(Path("profiles"), "h200")
     committed.rows("grid", size="xl", mode="step")     # results/h200/grid/*.csv, or .csv.gz

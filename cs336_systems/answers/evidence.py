@@ -1,4 +1,4 @@
-"""What a committed row must prove before documents quote it: where it comes from, and that its samples agree with it.
+"""What a row must prove before documents quote it: where it comes from, and that its statistics match its samples.
 
 A row's statistics are computed from its samples once more. Derived metrics keep none: a rate's follow, but for its
 amount of work, from those of its time in the same outcome, and one or two samples from the statistics themselves. The

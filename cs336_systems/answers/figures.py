@@ -1,4 +1,4 @@
-"""The figures of the documents, drawn from committed rows and from arithmetic; each says which in its file.
+"""The figures of the documents, drawn from committed rows and from arithmetic; each file names its source.
 
 Pixels are not drawn again to compare them, as they vary with the libraries that draw: a figure's file holds the hash of
 what it was drawn from, and the file's own hash is sealed (``sums.py``).

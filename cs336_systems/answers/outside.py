@@ -1,4 +1,4 @@
-"""Figures that this suite did not measure and cannot compute: each with its source, and the day on which that said so.
+"""Figures published by others: each with its source, and the day on which the source gave it.
 
 ``outside.csv`` holds them; documents quote them by name, ``{{ outside("class record") }}``, and show all in one table.
 """

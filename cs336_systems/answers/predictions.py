@@ -1,4 +1,4 @@
-"""What the cost calculators predicted, beside what several GPUs measured, with the error of each prediction.
+"""Predictions of the cost calculators against measurements on several GPUs, with the error of each.
 
 An error is prediction over measurement, less one: below zero the machine was slower, or held more, than arithmetic
 said. Two predictions of time stand side by side where both can be had: from the link's datasheet, which knows no

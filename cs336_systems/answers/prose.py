@@ -1,4 +1,4 @@
-"""Numbers that stand in a template's text by hand, where a call should say which row or formula they come from.
+"""Numbers typed by hand in a template's text, where a call should name the row or formula they come from.
 
 A number with a unit, one with decimals, and one of three digits or more count; in prose, headings, lists and tables.
 Not read are code (blocks, spans, indented formulas), the handout's questions (paragraphs in italics), comments and

@@ -1,4 +1,4 @@
-"""README.md, writeup.md and the pages in profiles/ from their templates in ``pages/``, and where a document differs.
+"""Render README.md, writeup.md and the pages in profiles/ from ``pages/``, and find where a document differs.
 
 A template is the document with Jinja's calls in it. A number or a table is a call, names are those of ``vocabulary``:
 

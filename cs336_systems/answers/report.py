@@ -1,4 +1,4 @@
-"""What ``scripts/report.py`` does: adopt a run, render documents, draw figures, ask for proof; in sentences."""
+"""What ``scripts/report.py`` does: adopt a run, render documents, draw figures, and report what lacks proof."""
 
 import itertools
 import sys

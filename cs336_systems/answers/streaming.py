@@ -1,4 +1,4 @@
-"""A step under memory caps, for prose: its pieces by arithmetic, measured cells beside simulated ones and a peer's."""
+"""A step under memory caps, for prose: its parts by arithmetic, and cells as measured, simulated and published."""
 
 from dataclasses import replace
 

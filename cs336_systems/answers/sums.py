@@ -1,4 +1,4 @@
-"""SHA-256 of every committed file that nobody can make again from others: rows, digests, logs of runs, figures.
+"""SHA-256 of every committed file that cannot be made again from others: rows, digests, logs of runs, figures.
 
 ``profiles/SHA256SUMS`` holds them, a line per file as ``sha256sum`` writes it (``cd profiles && sha256sum -c
 SHA256SUMS``). What writes such a file seals it: adopting a run its rows and digests, rendering the figures it drew. An

@@ -1,6 +1,6 @@
-"""Tokens per second of training by size: ours, transformers beside, and what llm.q says of itself.
+"""Tokens per second of training by size: ours, transformers, and the published rates of llm.q.
 
-Runs that multiply in fp8 have lines of their own: with the run in bf16 of the same command, and llm.q's in fp8.
+Runs in fp8 have lines of their own: with the run in bf16 of the same command, and llm.q's in fp8.
 """
 
 from typing import Any
@@ -85,9 +85,9 @@ def _table(lines: list[dict[str, str]], runs: list[dict[str, Any]], multiplied: 
     first, seconds = runs[0], sorted(run["seconds"] for run in runs)
     said = (
         f"{first['gpu']}, {first['dtype']} parameters, gradients, moments and {multiplied}, sequences of "
-        f"{first['context_length']:,}, attention {first['attention']}, {first['data']}; medians of the steps of "
-        f"{' to '.join(dict.fromkeys(f'{each:g}' for each in (seconds[0], seconds[-1])))} s and more, after the first "
-        "two; in brackets ours over it."
+        f"{first['context_length']:,}, attention {first['attention']}, {first['data']}; medians over at least "
+        f"{' to '.join(dict.fromkeys(f'{each:g}' for each in (seconds[0], seconds[-1])))} s of steps, without the "
+        "first two; in brackets ours over theirs."
     )
     frame = pd.DataFrame(lines)
     return Table(said, frame[[name for name in frame if (frame[name] != MISSING).any()]])

@@ -1,4 +1,4 @@
-"""Committed training runs in documents: what their console said, and where they ended.
+"""Committed training runs in documents: lines of their console, and where they ended.
 
 ``profiles/runs/<machine>/<name>/log.jsonl`` is a run's log as ``scripts/train.py`` wrote it.
 """

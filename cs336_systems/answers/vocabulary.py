@@ -1,4 +1,4 @@
-"""What templates may ask: rows, named questions to them, and the functions that make tables and numbers of rows."""
+"""What templates may call: rows, named questions to them, and functions that turn rows into tables and numbers."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Attention, several ways, one signature."""
+"""Implementations of attention, with one signature."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""One signature for every attention: the caller names an implementation, and gets that one or a reason why not.
+"""One signature for every attention: the caller names an implementation, and gets it or a reason why not.
 
     o = attention(q, k, v, causal=True, impl="flash")
     reason = unsupported_reason("sdpa-cudnn", q, k, v, causal=True)     # None, or one sentence

@@ -1,4 +1,4 @@
-"""Between autograd and a pair of opaque operators: what the Functions of the Triton and of the Hopper kernels share.
+"""What the autograd Functions of the Triton and the Hopper kernels share: a pair of opaque operators.
 
 One route. A Function calls two operators registered with torch.library, forward and backward, whose fake
 implementations say shapes, dtypes and layouts. ``torch.compile(fullgraph=True)`` traces through the Function, keeps the

@@ -1,4 +1,4 @@
-"""Attention with every score in memory, written for reading: the oracle of all other implementations.
+"""Attention with every score in memory, written for reading: the oracle for all other implementations.
 
     scores = scale q k^T                       (n_queries, n_keys)
     lse    = log sum_j exp(scores_j)           over the keys that the query sees

@@ -1,4 +1,4 @@
-"""FlashAttention-2 in plain PyTorch (Dao 2023, algorithms 1 and 2): readable, and on any device.
+"""FlashAttention-2 in plain PyTorch (Dao 2023, algorithms 1 and 2): readable, and for any device.
 
 Forward visits, for each tile of queries, the tiles of keys one after the other, and keeps three running values: the
 largest score m of each row, the sum l of exp(score - m), and the unnormalised output. When a later tile raises m, what

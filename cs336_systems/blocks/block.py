@@ -1,4 +1,4 @@
-"""The Llama and Qwen block, forward and backward as plain functions on tensors: what autograd would do, written out.
+"""The Llama and Qwen block, forward and backward as plain functions on tensors: autograd's work, written out.
 
     x -> norm -> q | k | v (one product) -> rotate -> attention -> output product -> + x = residual
     residual -> norm -> gate | up (one product) -> SwiGLU -> down product -> + residual

@@ -1,4 +1,4 @@
-"""Head and loss of a model whose blocks are written out: no logits of all tokens, and gradients taken in forward.
+"""Head and loss for written-out blocks: never the logits of all tokens, and gradients computed in forward.
 
 A loss is a scalar, so its gradients are known in forward but for one factor: chunk by chunk of tokens logits are
 computed, turned into their gradient, and multiplied into those of input and weight. ``linear_cross_entropy`` here does

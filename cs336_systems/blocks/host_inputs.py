@@ -1,4 +1,4 @@
-"""Inputs of blocks in host memory from forward to backward: on the device are then those of two blocks, and no others.
+"""Block inputs in host memory between forward and backward: at most two blocks' are on the device.
 
     inputs = HostInputs(n_blocks)
     away = inputs.send(x)                # in forward: the copy runs beside the block

@@ -1,4 +1,4 @@
-"""The operations and products of a written-out block by the names under which a command or a case asks for them.
+"""The operations and matrix products of a written-out block by the names that commands and cases use.
 
 Triton comes with all but plain PyTorch, and is imported where it is asked for: not every machine has it.
 """

@@ -1,4 +1,4 @@
-"""The four products of a block, and what they read: as tensors are stored here, quantized in ``quantized.py``.
+"""The four matrix products of a block on tensors as they are stored; quantized ones are in ``quantized.py``.
 
 Each product is y = x W^T. Forward and the two products of its backward sum over another dimension each:
 

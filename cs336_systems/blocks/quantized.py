@@ -1,4 +1,4 @@
-"""The four products of a block in fp8: what they read is quantized, what they return has the block's dtype.
+"""The four matrix products of a block in fp8: operands are quantized, results have the block's dtype.
 
     products = QuantizedProducts(Recipe("e4m3"), REFERENCE_QUANTIZERS)
     y = forward(x, weights, saved, REFERENCE, config, cos, sin, products=products)

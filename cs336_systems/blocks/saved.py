@@ -1,4 +1,4 @@
-"""What one run of a block keeps for backward; which tensors those are, ``costs/kept.py`` says.
+"""What one run of a block keeps for backward; ``costs/kept.py`` lists the tensors.
 
 saved = Saved(kept_names("products"))
 y = forward(x, weights, saved, ...)

@@ -1,4 +1,4 @@
-"""What quantization does to each tensor of a block: noted on the device beside the products, which give the same bits.
+"""What quantization does to each tensor of a block, recorded on the device; results keep the same bits.
 
     with watching(model) as watched:
         step(token_ids, targets)

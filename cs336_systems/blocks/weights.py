@@ -1,4 +1,4 @@
-"""A block's weights as its products want them: q, k, v in one matrix, gate and up in another.
+"""A block's weights as its matrix products read them: q, k, v in one matrix, gate and up in another.
 
 The reference block's parameters stay what they are, by name and shape, in state dicts, optimizers and checkpoints.
 ``merge_`` lays those that are multiplied together one after the other in one memory; ``BlockWeights.of`` then sees the

@@ -1,4 +1,4 @@
-"""Activations of the reference model, tensor by tensor: what forward keeps for backward, and what lives for a moment.
+"""Activations of the reference model, tensor by tensor: kept for backward, or alive only for a moment.
 
 The lists name every tensor that autograd keeps for one block (materialised attention) and for the head, and their sums
 equal what ``saved_tensors_hooks`` counts; ``selected_tensors`` are what a selective checkpointing policy keeps besides.

@@ -1,4 +1,4 @@
-"""What runs a second time: activation-checkpointing policies as plans, which training executes and the costs count.
+"""Activation-checkpointing policies as plans of what runs again, which training executes and the costs count.
 
 A plan says for the blocks of a model, in order, what each leaves for backward. An ``int`` is a block that runs and
 keeps its activations. A tuple is a segment that keeps its input alone; backward runs it once more before going through

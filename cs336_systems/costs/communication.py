@@ -1,4 +1,4 @@
-"""What a collective should cost: its bytes, its seconds on a ring, and the bandwidths by which it is judged.
+"""What a collective should cost: its bytes, its seconds on a ring, and algorithm and bus bandwidth.
 
 The model is alpha-beta: a message takes ``alpha_s`` to start and ``beta_s_per_byte`` for each byte. On a ring of n
 ranks every collective is a number of steps in which each rank sends one chunk to its neighbour (Patarasuk and Yuan,

@@ -1,4 +1,4 @@
-"""Floating-point operations of a Transformer step: what the model needs, and what the hardware is made to do.
+"""Floating-point operations of a Transformer step: those that the model needs, and those that the hardware executes.
 
 A matrix product (m, k) x (k, n) is 2 m k n operations. Only products are counted: norms, rotations, softmax and the
 optimizer are limited by memory, and no peak of a matrix unit applies to them. Backward takes two products for each of

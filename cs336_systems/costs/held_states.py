@@ -1,4 +1,4 @@
-"""Parameters, gradients and moments of a step as they come and go on a rank's ledger: whole, sharded, or on the host.
+"""Parameters, gradients and moments that a rank holds during a step: whole, sharded, or on the host.
 
 Units are numbered in the order of forward: 0 the embedding, 1 to n the blocks, n + 1 norm and head. A step says which
 it begins, ends, and comes to in backward, and makes whole gradients itself, as ``"{unit} gradient of {piece}"``;

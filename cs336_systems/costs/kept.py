@@ -1,4 +1,4 @@
-"""What a Transformer block whose backward is written out keeps from forward to backward: a choice, and its exact bytes.
+"""What a block with a written-out backward keeps from forward to backward: a choice, and its exact bytes.
 
 ``KEPT`` is the one table. A block keeps its input always. What else it keeps is spent memory that saves backward from
 computing it again. Four levels, each holding all of the one before it:

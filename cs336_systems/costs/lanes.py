@@ -1,4 +1,4 @@
-"""When operations on three lanes begin and end: kernels, and copies of both directions of one link.
+"""When operations on three lanes begin and end: kernels, and copies in both directions over one link.
 
 Each lane runs its operations in order, one at a time; an operation begins when the one before it on its lane and all
 that it waits for have ended. Speeds depend on what else runs at that moment: two copies share the link, and kernels run

@@ -1,4 +1,4 @@
-"""What is alive, tensor by tensor, while code is gone through line by line, and the most that was at each moment.
+"""Which tensors are alive as code is followed line by line, and the most bytes at each moment.
 
     ledger = Ledger(cuda_block_bytes)
     ledger.at("forward")

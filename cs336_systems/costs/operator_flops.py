@@ -1,4 +1,4 @@
-"""Arithmetic of a training step by kind of operator: almost all of it products, and what is not.
+"""FLOPs of a training step by kind of operator; almost all are in matrix products.
 
 ``costs/flops.py`` counts matrix products only, because no other operation comes near a matrix unit's peak. This file
 adds the rest, to show how little it is: an operation between two numbers is one, so is a comparison, and so is one call

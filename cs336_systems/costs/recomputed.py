@@ -1,4 +1,4 @@
-"""What a block whose backward is written out computes a second time, and what that costs.
+"""What a block with a written-out backward computes a second time, and what that costs.
 
 Backward needs all that ``costs/kept.py`` lists, so what is not kept runs again, once. Products cost floating-point
 operations, the rest passes over memory: at a device's peaks both are seconds, a lower bound that puts choices in an

@@ -1,4 +1,4 @@
-"""A training step under memory caps, in bytes and seconds: what each piece of it holds, moves and computes.
+"""A training step under memory caps, in bytes and seconds: what each operation holds, copies and computes.
 
 A step is R rounds and an optimizer step; a round is forward and backward over chunks of n tokens, each several short
 sequences or a piece of a long one. Layers' weights, gradients and moments, and what forward keeps for backward, may lie

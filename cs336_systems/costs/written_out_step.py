@@ -1,4 +1,4 @@
-"""The walk of ``written_out.py`` through a step: what is made and dropped, line by line, as the code does."""
+"""The step that ``written_out.py`` follows: which tensors are made and dropped, line by line, as in the code."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

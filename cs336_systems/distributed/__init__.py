@@ -1,4 +1,4 @@
-"""Several devices by hand: process groups, collectives, the DDP ladder, the sharded optimizer, FSDP."""
+"""Several devices: process groups, collectives, data parallelism, the sharded optimizer, FSDP."""
 
 from cs336_systems.distributed.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.distributed.fsdp import FSDP

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: it waits for a copy to host memory, and not for the disk.
+"""Checkpoints written while training continues: it waits for a copy to host memory, not for the disk.
 
     with BackgroundSaver(folder, model, optimizer, keep_last=2) as saver:
         saver.reserve(budget_bytes)              # after the first step: host memory for the copies, had meanwhile

@@ -1,4 +1,4 @@
-"""Distributed data parallel, four times: replicas that see different data and step with the same averaged gradients.
+"""Distributed data parallelism in four forms: replicas with different data step with the same averaged gradients.
 
 Two decisions make the ladder. How many gradients share a collective? Each collective has a latency, so fewer cost less.
 When does it start? What starts during backward runs beside it, and only the rest is waited for.

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: parameters, gradients and optimizer state split over the ranks (ZeRO-3).
+"""Fully sharded data parallelism: parameters, gradients and optimizer state divided among the ranks (ZeRO-3).
 
     model = FSDP(model, compute_dtype=torch.bfloat16, units=lambda module: isinstance(module, TransformerBlock))
     optimizer = torch.optim.AdamW(model.parameters())      # sees shards, so its state is sharded too

@@ -1,4 +1,4 @@
-"""What commands ask, and what is checked before anything runs: every fault is one sentence with the flag and the value.
+"""Options of commands, and checks before anything runs: every fault is one sentence with the flag and the value.
 
 ``RunOptions`` is what every benchmark is asked, ``TrainingOptions`` what every benchmark of a training step is asked, a
 set of values for each field of ``TrainingCase``. A benchmark's own options are a subclass. ``training_cells`` makes the
@@ -50,15 +50,15 @@ class RunOptions:
     """Whether ``--dtype`` is that of matrix products, which the device must have."""
 
     device: Literal["cpu", "cuda"] = "cuda"
-    """Where to run; several ranks talk through NCCL on cuda and through gloo on cpu."""
+    """Where to run; several ranks use NCCL on cuda and gloo on cpu."""
     seed: int = 0
-    """Of parameters and data."""
+    """Seed of parameters and data."""
     out: Path | None = None
     """Folder to which rows are appended, and where figures are drawn."""
     format: Format = "auto"
-    """Of tables: auto draws them on a terminal and writes Markdown elsewhere."""
+    """Format of tables: auto draws them on a terminal and writes Markdown elsewhere."""
     timeout: float = 900.0
-    """Seconds after which a cell, and a collective in it, is given up."""
+    """Seconds after which a cell, or a collective in it, is abandoned."""
 
     @classmethod
     def default(cls, device: str) -> Self:
@@ -79,7 +79,7 @@ class TrainingOptions(RunOptions):
     batch_size: tuple[int, ...] = (4,)
     """Sequences per micro-batch and rank."""
     dtype: tuple[str, ...] = ("fp32",)
-    """How numbers are stored and multiplied."""
+    """How numbers are stored and multiplied: fp32, tf32, bf16, autocast-bf16, autocast-fp16."""
     attention: tuple[str, ...] = ("reference",)
     """Implementations: reference, reference-compiled, tiled, flash, hopper, sdpa-flash, sdpa-cudnn, sdpa-efficient,
     flex."""
@@ -89,41 +89,45 @@ class TrainingOptions(RunOptions):
     """Activation checkpointing: none; full (every block); every-K (segments of K blocks); first-M (the first M blocks);
     recursive (halves of halves); keep-matmuls, keep-attention (full, but keeping their results)."""
     optimizer: tuple[OptimizerName, ...] = ("reference",)
-    """AdamW written out; torch's fused kernel; or fused: ours, with stochastic rounding of bf16, on CUDA devices."""
+    """AdamW: reference, written out; torch-fused, torch's fused kernel; fused, this suite's, with stochastic rounding
+    of bf16, on CUDA devices."""
     kernels: tuple[Kernels, ...] = ("reference",)
-    """Of what lies between matrix products: plain PyTorch; or fused, a Triton kernel each, on CUDA devices, with
-    --attention flash or hopper, in blocks whose backward is written out; the loss then never has all logits.
-    fused-products: those, and on Hopper a kernel of our own for the products of forward."""
+    """Operations between matrix products: reference, plain PyTorch; fused, one Triton kernel each, on CUDA devices,
+    with --attention flash or hopper, in blocks whose backward is written out, and a loss that never holds all logits;
+    fused-products, also this suite's Hopper kernel for the matrix products of forward."""
     keep: tuple[str, ...] | None = None
-    """What blocks with a written-out backward keep for it: input; attention (and its output); products (and results of
-    matrix products); all; less what switches drop, as in all-norm-swiglu (norm, qkv, attention, residual, ffn, swiglu).
-    autograd: backward is autograd's. By default products for fused kernels and quantized products, else autograd."""
+    """What blocks with a written-out backward keep for it: input; attention (also its output); products (also the
+    results of matrix products); all; or a level without some parts, as all-norm-swiglu (norm, qkv, attention, residual,
+    ffn, swiglu). autograd: backward is left to autograd. By default products for fused kernels and fp8, else
+    autograd."""
     master: tuple[Master, ...] = ("none",)
-    """fp32: with --dtype bf16 and --optimizer fused, weights in fp32 that the optimizer keeps besides."""
+    """fp32: the optimizer also keeps fp32 master weights; with --dtype bf16 and --optimizer fused."""
     offload: tuple[str, ...] = ("none",)
-    """What is kept in host memory: m, v, master, gradients (all with --optimizer fused), residual (inputs of blocks
-    whose backward is written out); several with hyphens, as in m-v."""
+    """Kept in host memory: m, v, master, gradients (all with --optimizer fused), residual (inputs of blocks whose
+    backward is written out); several joined by hyphens, as m-v."""
     matmul_dtype: tuple[MatmulDtype, ...] = ("same",)
-    """Of the products of blocks with a written-out backward: same, as tensors are stored; or e4m3, quantized to fp8."""
+    """Dtype of matrix products in blocks with a written-out backward: same, as tensors are stored; or e4m3, quantized
+    to fp8."""
     gradient_dtype: tuple[GradientDtype, ...] = ("e4m3",)
-    """Of gradients of activations in quantized products: e4m3; or e5m2, with more range and less precision."""
+    """Dtype of activation gradients in fp8 matrix products: e4m3; or e5m2, with more range and less precision."""
     scaling: tuple[Scaling, ...] = ("tensor",)
-    """What shares a scale where products are quantized: a tensor; a row of what is summed; or a block of 128 of it."""
+    """Numbers that share a scale in fp8 matrix products: a tensor; a row along the summed dimension; or a block of 128
+    of it."""
     fp8_skip_first: int = 0
-    """Blocks at the input whose products are not quantized."""
+    """First blocks that stay out of fp8."""
     fp8_skip_last: int = 0
-    """Blocks at the output whose products are not quantized."""
+    """Last blocks that stay out of fp8."""
     accumulate: tuple[int, ...] = (1,)
-    """Micro-batches per optimizer step; their gradients add up in place."""
+    """Micro-batches per optimizer step; their gradients are added up."""
     cuda_graph: tuple[Switch, ...] = ("off",)
-    """on: capture the whole step and replay it, for shapes that wait for launches; needs --device cuda, one rank,
-    --mode step, --optimizer torch-fused or fused, and 4 steps of --warmup."""
+    """on: capture the whole step and replay it; faster where a step waits for launches. Needs --device cuda, one rank,
+    --mode step, --optimizer torch-fused or fused, and at least 4 steps of --warmup."""
     warmup: int | tuple[int, ...] = 5
     """Steps before the recorded ones."""
     steps: int = 10
     """Recorded steps."""
     repeat: int = 1
-    """Times that the whole grid is run, every second time backwards: what is compared is measured in turns."""
+    """How often the whole grid is run, every second time in reverse order, so that cells are measured in turns."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +139,8 @@ class RankedOptions(TrainingOptions):
     """Steps before the timed ones in turns after the first, where kernels are loaded, links made and clocks up under
     torchrun; by default as many."""
     world_size: tuple[int, ...] | None = None
-    """Ranks on this machine, each number a world of its own; by default all GPUs, or two ranks on a CPU. Under torchrun
-    it is torchrun's number."""
+    """Numbers of ranks on this machine, each a world of its own; by default all GPUs, or two ranks on a CPU. Under
+    torchrun it is torchrun's number."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ _COLLECTIVES = {
 }
 """How c10d's names for collectives begin, and what ``costs`` calls them."""
 
-SENT = "by a rank in a step, over a ring"
+SENT = "per rank and step, over a ring"
 """Note of a column of ``sent_mib``."""
 
 _PAYLOAD = "before the algorithm's factor"

@@ -1,1 +1,1 @@
-"""What a measurement stands on: clock, memory meter, processes and ranks, sweeps, rows, provenance."""
+"""What measurements rely on: clock, memory meter, processes and ranks, sweeps, rows, provenance."""

@@ -1,4 +1,4 @@
-"""The speed limits that this machine reaches today: a large matrix product and a large copy, measured in the run.
+"""The rates that this machine reaches: a large matrix product and a large copy, measured in the same run.
 
 A datasheet's peak assumes clocks that a power limit may not allow, and an unknown device has no datasheet at all. Every
 sweep therefore measures its own ceilings first, with the same clock, on random data (zeros draw less power and run

@@ -1,4 +1,4 @@
-"""Time as it is spent: events on a GPU, ``perf_counter`` on a CPU; every sample is kept.
+"""Timing: events on a GPU, ``perf_counter`` on a CPU; every sample is kept.
 
 Two questions, two functions:
 

@@ -1,4 +1,4 @@
-"""Is one set of timings faster than another? Ratios of medians with an interval, and a verdict that respects the noise.
+"""Is one set of timings faster than another? Ratios of medians with an interval, and a verdict from it.
 
 The ratio of medians gets a 95 % interval from the bootstrap (Efron 1979: resample both sides, take the ratio, repeat).
 Samples of one process do not show how much processes differ from each other, so whole processes are resampled, too;

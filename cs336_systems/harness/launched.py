@@ -1,4 +1,4 @@
-"""A sweep on the ranks of a launcher, which are there already and measure one cell after another.
+"""A sweep on the ranks of a launcher, which exist already and measure one cell after another.
 
 A cell that raises is a row, and the ranks leave their group and join a new one for the next cell. If a rank raises and
 another does not hear of it within ``_AGREEMENT_GRACE_S`` (NCCL's waiting kernels do not see that a peer has left), the

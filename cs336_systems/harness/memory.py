@@ -1,4 +1,4 @@
-"""Memory that a run takes and memory that a machine has: the measured side of ``costs/memory.py``.
+"""Memory that a run takes and that a machine has: the measured counterpart of ``costs/memory.py``.
 
 On a GPU the peak is the caching allocator's high-water mark of allocated bytes. On a CPU it is the growth of the
 process's resident set, which includes what libraries take, and is that of a cell only in a process that has measured

@@ -1,4 +1,4 @@
-"""How a cell ends, measured in a process of its own: the unit of isolation under every sweep.
+"""A cell measured in its own process, and the ways in which that can end.
 
 A fresh process means that no cell inherits another's memory, caches, compiled code or broken CUDA context, and that a
 cell which is killed, hangs or runs out of memory costs only itself. A *measure* is a module-level function from a cell

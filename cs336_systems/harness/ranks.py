@@ -1,4 +1,4 @@
-"""Measurements that several ranks make together: steps as slow as the slowest rank, and cells on ranks of their own.
+"""Measurements on several ranks: steps as slow as the slowest rank, and cells on their own ranks.
 
 Every such cell has fresh ranks, so one that fails, hangs or is killed on any rank costs only itself. ``launched.py``
 measures cells on the ranks of a launcher.

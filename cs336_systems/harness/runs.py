@@ -1,4 +1,4 @@
-"""Which rows count: of every cell its newest run, with that run's repeats pooled; for tables, figures, comparisons.
+"""Which rows count: for every cell those of its newest run, repeats pooled; for tables, figures, comparisons.
 
 A *run* is what one command wrote about one cell. Its rows follow each other in their file; they say the same ``argv``
 and ``commit``, and their repeats count up. The same command given again starts at repeat 0 again, and that is how its

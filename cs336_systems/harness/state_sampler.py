@@ -1,4 +1,4 @@
-"""What the device was doing while something ran: clocks and power, read again and again by a thread beside it.
+"""Clocks and power of the device while something runs, sampled by a thread.
 
     with sampled_state(device) as states:
         run()

@@ -1,4 +1,4 @@
-"""What a piece of code sends to other ranks, seen from outside: every collective with its kind, bytes and dtype.
+"""What a piece of code sends to other ranks: every collective with its kind, bytes and dtype.
 
     with Traffic() as traffic:
         loss.backward()

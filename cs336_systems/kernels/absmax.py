@@ -1,4 +1,4 @@
-"""The largest magnitude of a tensor, found by a kernel of its own or within the kernel that writes the tensor.
+"""The largest magnitude of a tensor, found by its own kernel or within the kernel that writes the tensor.
 
     absmax = max |x|
 

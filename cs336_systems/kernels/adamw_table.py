@@ -1,4 +1,4 @@
-"""What AdamW's kernels are told of each tensor: an update, checked, and its rows in tables on the device.
+"""The arguments of AdamW's kernels for each tensor: an update, checked, as rows of tables on the device.
 
 One table (``tensor_table.py``) holds addresses and what random bits are drawn for; another hyperparameters, which may
 change from step to step; a third has room for the coefficients that the first launch computes of them.

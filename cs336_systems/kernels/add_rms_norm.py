@@ -1,4 +1,4 @@
-"""The residual add and the RMSNorm behind it in one pass, for autograd; formula, method and limits: ``rms_norm.py``.
+"""The residual add and the RMSNorm after it in one pass, for autograd; formula, method and limits: ``rms_norm.py``.
 
 Forward reads x and branch and writes both results; backward reads the residual and both of their gradients, and writes
 one gradient, which is that of x and of branch: four passes over (R, D) each, where separate operations take 5 and 6.

@@ -1,4 +1,4 @@
-"""What every kernel's public function asks of its tensors before a launch."""
+"""Checks that every kernel's public function makes before a launch."""
 
 from typing import Any
 

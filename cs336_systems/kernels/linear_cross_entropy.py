@@ -1,4 +1,4 @@
-"""Loss, and gradients of the head's input and weight, without the logits of all tokens.
+"""Loss and gradients of the head's input and weight, without ever holding the logits of all tokens.
 
 Formula, for x (T, D), weight (V, D), targets (T), with the sums over the targets that count and n their number:
 

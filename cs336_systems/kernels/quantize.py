@@ -1,4 +1,4 @@
-"""Quantization to fp8 in one pass, as it is and transposed; the definition, to the bit, is ``quantize_reference.py``.
+"""Quantization to fp8 in one pass, plain and transposed; bit-exact definition: ``quantize_reference.py``.
 
     q = fp8(x M / max(absmax, 1e-10))          inverse_scale = max(absmax, 1e-10) / M
 

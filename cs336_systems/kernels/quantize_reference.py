@@ -1,4 +1,4 @@
-"""What quantization to fp8 means, in plain PyTorch on any device: the definition that the kernels match to the bit.
+"""Quantization to fp8 in plain PyTorch on any device: the definition that the kernels match bit for bit.
 
 For M the format's largest number (448 of e4m3, 57,344 of e5m2) and absmax over the elements that share a scale:
 

@@ -1,4 +1,4 @@
-"""SwiGLU on the halves of one merged matrix (gate | up), which one product of the merged weights gives.
+"""SwiGLU on the halves of one merged matrix (gate | up), the result of one matrix product.
 
 Formula (Shazeer 2020, eq. 6), with s = 1 / (1 + exp(-gate)) and the gradient dz that arrives at the output:
 

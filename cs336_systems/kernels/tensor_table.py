@@ -1,4 +1,4 @@
-"""A table on the device of where tensors lie and how long they are, so that one launch serves any number of them.
+"""A table on the device of the addresses and lengths of tensors, so that one launch serves any number of them.
 
     table = TensorTable(chunk=8192)
     table.describe([(x.numel(), x.data_ptr()) for x in tensors], device)     # copies to the device only what changed

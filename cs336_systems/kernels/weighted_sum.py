@@ -1,4 +1,4 @@
-"""The weighted sum of each row, as a first Triton kernel: everything that the larger kernels use, once and small.
+"""The weighted sum of each row: a first, small Triton kernel with all techniques of the larger ones.
 
 Formula, for x (rows, d), weight w (d) and the gradient g (rows) that arrives at the output:
 

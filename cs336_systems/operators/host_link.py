@@ -1,4 +1,4 @@
-"""Tensors on their way between a device and host memory, beside what the device computes.
+"""Copies between a device and host memory while the device computes.
 
     link = HostLink(device)
     coming = link.fetch([host])          # starts at once

@@ -1,4 +1,4 @@
-"""Host memory that this process could still take, by the kernel and by the control group.
+"""Host memory that this process can still take, by the kernel and by the control group.
 
 Inside a container the machine's own figure is a promise nobody keeps. In sandboxes it may also be too small, as some
 report a total that grows with what is used: where the control group sets a limit, that is the one to believe.

@@ -1,4 +1,4 @@
-"""Launches prepared once for tensors of one form, so that a call costs the host little more than the driver's part.
+"""Launches prepared once for tensors of one form, so that a call costs the host little beyond the driver's part.
 
     run = Prepared(kernel, n_programs, *arguments, **constants_and_options)
     run(stream, *addresses)

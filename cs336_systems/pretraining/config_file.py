@@ -1,4 +1,4 @@
-"""Options from a file, as defaults of a command line: what is typed counts more than what the file says.
+"""Options from a file, as defaults of a command line, which overrides them.
 
     options, rest = from_file(TrainOptions(), sys.argv[1:])      # takes --config FILE.toml out of the arguments
     options = tyro.cli(TrainOptions, args=rest, default=options)

@@ -1,4 +1,4 @@
-"""Numbers of a step, read on the host when the next step is queued: the device never waits to be asked.
+"""Numbers of a step, read on the host once the next step is queued, so that the device never waits.
 
     deferred = Deferred(device, ("loss", "norm"))
     for step in range(first_step, n_steps):

@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face folder: ``AutoModelForCausalLM`` and ``AutoTokenizer`` load it, and so do we.
+"""Export a trained model as a Hugging Face folder, for ``AutoModelForCausalLM``, ``AutoTokenizer`` and this suite.
 
     exported = export(folder, weights, config, tokenizer, eos_id)
 

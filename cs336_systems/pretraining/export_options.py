@@ -1,4 +1,4 @@
-"""What ``export.py`` is asked. Imports no torch."""
+"""Options of ``export.py``. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +14,13 @@ class ExportOptions:
     checkpoint: Annotated[Path, tyro.conf.Positional]
     """Folder of a run, of which the newest whole checkpoint is taken, or one of its checkpoints."""
     out: Path | None = None
-    """Folder to be made; by default RUN/hf-STEP."""
+    """New folder; by default RUN/hf-STEP."""
     dtype: Literal["stored", "fp32", "bf16"] = "stored"
-    """Of the weights in the folder."""
+    """Dtype of the weights in the folder."""
     shard_gib: float = 5.0
-    """GiB of weights per file, at most."""
+    """Most GiB of weights per file."""
     replace: bool = False
-    """Replace another model's folder, too; an earlier export is replaced in any case, if nothing was put beside it."""
+    """Also replace another model's folder. An earlier export is replaced anyway, if no other files were added to it."""
 
     def check(self) -> None:
         """Raise ValueError for a number out of range."""

@@ -1,4 +1,4 @@
-"""One device's memory in segments: predicted before the first step, measured after the second, and what to do with it.
+"""One device's memory in segments: predicted before the first step, measured after the second, and advice.
 
     predicted = predicted_segments(case, total)          # total: of the device
     actual = actual_segments(step, predicted, total)     # after the second step, of which the peak is

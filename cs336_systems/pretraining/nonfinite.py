@@ -1,4 +1,4 @@
-"""Where a step went wrong: its batch once more, with an eye on every tensor."""
+"""Where a step became non-finite: its batch run again, with every tensor checked."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What ``train.py`` is asked, and what is checked before anything runs: every fault is one sentence. Imports no torch.
+"""Options of ``train.py``, and checks before anything runs: every fault is one sentence. Imports no torch.
 
 ``training_case`` is the step that the options describe, ``Schedule`` its learning rate by step; how many steps and
 micro-batches there are follows from the options and the number of ranks.
@@ -54,16 +54,16 @@ class TrainOptions:
     """Where there is no GPU defaults shrink, so that a bare command ends in a minute and a half."""
 
     size: str = "qwen2.5-0.5b"
-    """Named model size, from scratch: tiny, small, medium, ..., llama3-1b, qwen2.5-0.5b, ...; with the vocabulary of
-    the data."""
+    """Named model size, trained from scratch: tiny, small, medium, ..., llama3-1b, qwen2.5-0.5b, ...; with the data's
+    vocabulary."""
     init: Path | None = None
-    """Hugging Face folder whose weights are trained further, in place of --size."""
+    """Hugging Face folder whose weights are trained further, instead of --size."""
     data: Path | None = None
-    """Folder of tokenize_data.py; by default that of Python's standard library, made if it is not there."""
+    """Folder written by tokenize_data.py; by default Python's standard library, tokenised if necessary."""
     out: Path = Path("runs/first")
-    """Folder of the run: log, checkpoints, export; if there are checkpoints, the run goes on from the newest."""
+    """Folder of the run: log, checkpoints, export. A folder with checkpoints is resumed from the newest."""
     device: Literal["cpu", "cuda"] = "cuda"
-    """Where to run; under torchrun every rank has one."""
+    """Where to run; under torchrun each rank has its own GPU."""
 
     context_length: int = 1024
     """Tokens per sequence."""
@@ -72,112 +72,113 @@ class TrainOptions:
     accumulate: int = 1
     """Micro-batches per step."""
     total_batch_tokens: int | None = None
-    """Tokens per step of all ranks, from which --accumulate follows."""
+    """Tokens per step over all ranks; sets --accumulate."""
     steps: int | None = None
-    """Of the whole run, what an earlier command has made included; by default one epoch."""
+    """Steps of the whole run, including those of earlier commands; by default one epoch."""
     epochs: float | None = None
-    """In place of --steps."""
+    """Length of the run, instead of --steps."""
 
     learning_rate: float = 6e-4
-    """The highest."""
+    """Highest learning rate."""
     schedule: ScheduleKind = "cosine"
-    """What comes after the warm-up."""
+    """Shape of the learning rate after the warm-up."""
     warmup_steps: int | None = None
-    """Over which the learning rate rises; by default a tenth of all steps, at most 100."""
+    """Steps over which the learning rate rises; by default a tenth of all, at most 100."""
     final_fraction: float = 0.1
-    """Of the highest learning rate, at the end."""
+    """Final learning rate, as a fraction of the highest."""
     cooldown_steps: int | None = None
-    """Of wsd; by default the last fifth."""
+    """Steps of the decay of wsd; by default the last fifth."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Of AdamW."""
+    """Betas of AdamW."""
     eps: float = 1e-8
-    """Of AdamW."""
+    """Epsilon of AdamW."""
     weight_decay: float = 0.1
-    """Of matrices; norms and biases have none."""
+    """Weight decay of matrices; norms and biases have none."""
     clip: float | None = 1.0
-    """Largest norm of the whole gradient; None for no clipping."""
+    """Largest norm of the whole gradient; None: no clipping."""
     z_loss: float = 0.0
-    """How much of the squared log-sum-exp of the logits training's loss has besides; not with --keep autograd."""
+    """Coefficient of the squared log-sum-exp of the logits, added to the training loss; not with --keep autograd."""
     skip_nonfinite: bool = False
-    """Pass over steps whose loss or gradient is not finite, instead of stopping at the first."""
+    """Skip steps whose loss or gradient is not finite, instead of stopping at the first."""
 
     dtype: Literal["fp32", "tf32", "bf16", "autocast-bf16"] = "bf16"
-    """Of parameters, gradients and products; autocast-bf16: fp32 parameters, products in bf16."""
+    """Dtype of parameters, gradients and matrix products; autocast-bf16: fp32 parameters, products in bf16."""
     moments: Literal["same", "fp32", "bf16"] = "same"
-    """Dtype of AdamW's moments; other than the parameters' with --optimizer fused."""
+    """Dtype of AdamW's moments; one that is not the parameters' needs --optimizer fused."""
     master: Literal["none", "fp32"] = "none"
-    """fp32: with --dtype bf16 and --optimizer fused, weights in fp32 that the optimizer keeps besides."""
+    """fp32: the optimizer also keeps fp32 master weights; with --dtype bf16 and --optimizer fused."""
     offload: tuple[Literal["m", "v", "master", "gradients", "residual"], ...] = ()
-    """What is kept in host memory: moments, masters, gradients (with --optimizer fused), inputs of blocks (not with
+    """Kept in host memory: moments, master weights, gradients (with --optimizer fused), inputs of blocks (not with
     --keep autograd)."""
     optimizer: Literal["torch-fused", "fused"] = "fused"
-    """torch's fused AdamW; or ours, with stochastic rounding of bf16, on CUDA devices."""
+    """torch's fused AdamW; or fused, this suite's, with stochastic rounding of bf16, on CUDA devices."""
     kernels: Literal["reference", "fused", "fused-products"] = "fused"
-    """Between matrix products: plain PyTorch; or fused, a Triton kernel each, on CUDA devices. fused-products: those,
-    and on Hopper a kernel of our own for the products of forward."""
+    """Operations between matrix products: reference, plain PyTorch; fused, one Triton kernel each, on CUDA devices;
+    fused-products, also this suite's Hopper kernel for the matrix products of forward."""
     attention: str = "flash"
-    """reference, flash, hopper, sdpa-flash, ..."""
+    """Implementation: reference, flash, hopper, sdpa-flash, ..."""
     keep: str | None = None
-    """What blocks with a written-out backward keep: input, attention, products, all, less switches as in all-norm;
-    autograd: backward is autograd's. By default products for fused kernels and quantized products, else autograd."""
+    """What blocks with a written-out backward keep: input, attention, products, all, or a level without some parts, as
+    all-norm; autograd: backward is left to autograd. By default products for fused kernels and fp8, else autograd."""
     lmhead_chunks: int | None = None
-    """In which a micro-batch's tokens go through head and loss, one after the other; None leaves it to the kernel. Not
-    with --keep autograd."""
-    matmul_dtype: Literal["same", "e4m3"] = "same"
-    """Of the products of blocks: same, as tensors are stored; or e4m3, quantized to fp8, which a CPU emulates; not with
+    """Number of chunks in which a micro-batch's tokens pass through head and loss; None: the kernel decides. Not with
     --keep autograd."""
+    matmul_dtype: Literal["same", "e4m3"] = "same"
+    """Dtype of the blocks' matrix products: same, as tensors are stored; e4m3, quantized to fp8, which a CPU emulates.
+    Not with --keep autograd."""
     gradient_dtype: Literal["e4m3", "e5m2"] = "e4m3"
-    """Of gradients of activations in quantized products; e5m2 has more range and less precision."""
+    """Dtype of activation gradients in fp8 matrix products; e5m2 has more range and less precision."""
     scaling: Literal["tensor", "row", "block"] = "tensor"
-    """What shares a scale where products are quantized: a tensor; a row of what is summed; or a block of 128 of it."""
+    """Numbers that share a scale in fp8 matrix products: a tensor; a row along the summed dimension; or a block of 128
+    of it."""
     fp8_skip_first: int = 0
-    """Blocks at the input whose products are not quantized."""
+    """First blocks that stay out of fp8."""
     fp8_skip_last: int = 0
-    """Blocks at the output whose products are not quantized."""
+    """Last blocks that stay out of fp8."""
     recompute: str = "none"
-    """With --keep autograd, which activations are computed a second time: none, full, every-K, ..."""
+    """With --keep autograd, activation checkpointing: none, full, every-K, ..."""
     compile: Literal["off", "on"] = "off"
     """With --keep autograd, torch.compile of each block."""
     cuda_graph: Literal["off", "on"] = "off"
-    """Replay the step as a CUDA graph, with --optimizer torch-fused without the optimizer; one rank."""
+    """Replay the step as a CUDA graph (with --optimizer torch-fused without the optimizer); one rank."""
     zero: Literal[0, 1, 2, 3] = 0
-    """What ranks divide: 0 nothing (DDP), 1 the optimizer's state, 2 gradients too, 3 parameters too (FSDP)."""
+    """State sharded among ranks: 0 none (DDP), 1 the optimizer's, 2 also gradients, 3 also parameters (FSDP)."""
 
     device_gib: float | None = None
-    """With --host-gib: stream layers, so that all that the process has on the device stays below this cap; on a CPU the
-    step's slabs alone are counted. The plan says what is kept where, and what is computed again."""
+    """With --host-gib: stream layers, so that all memory of the process on the device stays below this cap. A plan
+    decides what is kept where and what is computed again. On a CPU only the step's slabs count."""
     host_gib: float | None = None
     """With --device-gib: the cap on host memory."""
     chunk: int | None = None
-    """Under these caps, tokens that a layer sees at a time: whole sequences or an even piece of one. By default what is
-    fastest, or a micro-batch where a step is too short for that."""
+    """Under these caps, tokens that a layer processes at a time: whole sequences or an even piece of one. By default
+    the fastest, or a micro-batch if a step is too short for that."""
 
     evaluate_every: int | None = 250
-    """Steps between evaluations on held-out tokens, and one at the end; None for no evaluation."""
+    """Steps between evaluations on held-out tokens; there is one at the end. None: no evaluation."""
     evaluation_sequences: int | None = 512
-    """Held-out sequences, the first so many; None for all."""
+    """Number of held-out sequences per evaluation; None: all."""
     save_every: int | None = 1000
-    """Steps between checkpoints, and one at the end, whatever ends the run; one that is due while the one before is
-    written waits for it. None for no checkpoint at all."""
+    """Steps between checkpoints; there is one at the end, whatever ends the run. A checkpoint waits while the one
+    before is still written. None: no checkpoints."""
     keep_last: int = 2
-    """Checkpoints that stay."""
+    """Number of newest checkpoints that are kept."""
     keep_every: int | None = None
-    """Checkpoints of steps that are multiples of it stay for ever."""
+    """Checkpoints of steps that are multiples of this are never removed."""
     log_every: int = 1
-    """Of so many steps the console shows one; the log has all."""
+    """The console shows one step in this many; the log has all."""
     quantization_every: int | None = None
-    """Of so many steps the log tells of one what quantization did to each tensor: absmax, underflow, saturation; with
-    --matmul-dtype e4m3, and not with --cuda-graph on. None for none."""
+    """Log once in this many steps what quantization did to each tensor: absmax, underflow, saturation. With
+    --matmul-dtype e4m3 and --cuda-graph off. None: never."""
     tensorboard: bool = False
-    """Write event files into --out, too: needs the extra tensorboard."""
+    """Also write TensorBoard events into --out; needs the extra tensorboard."""
     wandb: str | None = None
-    """Project of Weights & Biases to which the run is told, too: needs the extra wandb."""
+    """Weights & Biases project to which the run is also logged; needs the extra wandb."""
     export: bool = True
-    """At the end, to a Hugging Face folder in --out."""
+    """Export a Hugging Face folder into --out at the end."""
     walltime: float | None = None
-    """Seconds from the command's start, after which the run saves and ends, to be taken up again; None for no end."""
+    """Seconds from the start of the command after which the run saves and ends, to be resumed; None: no limit."""
     seed: int = 0
-    """Of parameters, of the order of the data, of stochastic rounding."""
+    """Seed of parameters, data order and stochastic rounding."""
 
     @classmethod
     def default(cls, device: str) -> Self:

@@ -1,4 +1,4 @@
-"""The run that a user of transformers would write: their model, a plain loop, torch's AdamW; on our data in our order.
+"""The same run in transformers: its model, a plain loop, torch's AdamW, on the same data in the same order.
 
     model = peer_model(config, device, torch.float32, liger=False)
     loss = train_peer(prepared, weights, rank, log)    # weights: an exported folder that both runs begin with

@@ -1,4 +1,4 @@
-"""What a training run says of itself: one record, and one line of JSON, for each thing that is said.
+"""The records of a training run: each one a line of JSON.
 
     {"kind": "options", "schema": 1, "at": 1767225600.12, "first_step": 0, "n_steps": 1000, "options": {...}, ...}
     {"kind": "step", "at": 1767225609.80, "step": 0, "seconds": 1.869, "tokens": 524288, "loss": 3.2826, ...}

@@ -1,4 +1,4 @@
-"""What ``sample.py`` is asked. Imports no torch."""
+"""Options of ``sample.py``. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,23 +14,23 @@ class SampleOptions:
     model: Annotated[Path, tyro.conf.Positional]
     """Folder of a run, of which the newest whole checkpoint is taken; one of its checkpoints; a Hugging Face folder."""
     prompt: str = ""
-    """Text to be continued; without one, a document is begun."""
+    """Text to continue; without one, a new document."""
     prompt_file: Path | None = None
-    """Text to be continued, from a file."""
+    """File with the text to continue."""
     samples: int = 1
-    """Continuations, side by side."""
+    """Number of continuations."""
     max_tokens: int = 200
-    """New tokens of each, at most; a sample ends earlier with its document, and where the context is full."""
+    """Most new tokens of each; a sample also ends with its document, or when the context is full."""
     temperature: float = 0.8
-    """0 takes the likeliest token each time."""
+    """0 always takes the most likely token."""
     top_k: int | None = None
-    """Draw from so many of the likeliest tokens."""
+    """Draw from this many of the most likely tokens."""
     top_p: float | None = None
-    """Draw from the fewest likeliest tokens that have this probability together."""
+    """Draw from the fewest most likely tokens that together have this probability."""
     seed: int = 0
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """In which the model computes."""
+    """Dtype in which the model computes."""
 
     @classmethod
     def default(cls, device: str) -> Self:

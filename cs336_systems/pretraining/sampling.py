@@ -1,4 +1,4 @@
-"""Text from a model, a token at a time: the reference model's operations with a key/value cache.
+"""Generate text, a token at a time: the reference model's operations with a key/value cache.
 
     for ids in generate(model, prompt_ids, Choice(temperature=0.8, top_p=0.95), max_tokens=200, n_samples=4, seed=0):
         ids                           # of each sample its next id, or None once it has ended

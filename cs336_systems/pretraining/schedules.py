@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step, and of nothing else: a run that resumes has nothing to restore.
+"""The learning rate as a function of the step alone: a run that resumes has nothing to restore.
 
     schedule = Schedule(peak=3e-4, n_steps=10_000, kind="wsd", warmup_steps=200)
     schedule(0)                       # 1.5e-6, of the first step

@@ -1,4 +1,4 @@
-"""When a run is to end early: Ctrl-C, SIGTERM, or the time that it was given.
+"""When a run is to end early: Ctrl-C, SIGTERM, or its time limit.
 
     with StopRequests(ends_at=time.monotonic() + 3600.0) as stop:
         while stop.asked is None: ...

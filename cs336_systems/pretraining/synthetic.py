@@ -1,4 +1,4 @@
-"""A folder of random tokens: data for a run whose speed is asked, and not what it learns.
+"""A folder of random tokens: data for runs of which only the speed is measured.
 
     write_random_tokens(folder, n_tokens=2**22, vocab_size=151_936)
 

@@ -1,4 +1,4 @@
-"""What ``tokenize_data.py`` is asked. Imports no torch, and no library of tokenizers."""
+"""Options of ``tokenize_data.py``. Imports no torch, and no library of tokenizers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,31 +14,33 @@ class TokenizeOptions:
     input: tuple[Path, ...] = ()
     """Text, .jsonl and .parquet files, and folders of such; by default the standard library of the running Python."""
     suffix: tuple[str, ...] = (".py", ".txt", ".md", ".jsonl", ".parquet")
-    """Of the files taken from folders."""
+    """Suffixes of the files that are taken from folders."""
     field: str = "text"
-    """Of a line of JSON or a row of Parquet, that holds the text."""
+    """Field of a JSON line or Parquet row that holds the text."""
     separator: str | None = None
-    """Between the documents of a text file, such as <|endoftext|>; without it each file is a document."""
+    """Separator between the documents of a text file, such as <|endoftext|>; by default each file is a document."""
     tokenizer: str = "bpe"
-    """bpe: byte-level BPE, trained on this text; bytes; or a tokenizer.json, or a Hugging Face folder that has one."""
+    """bpe: byte-level BPE, trained on this text; bytes; or a tokenizer.json, or a Hugging Face folder with one."""
     vocab_size: int = 4096
-    """Of a BPE that is trained here."""
+    """Vocabulary of a BPE that is trained here."""
     sample_mb: float = 16.0
-    """Megabytes of text, from the first documents for training, on which the BPE is trained."""
+    """Megabytes of text on which the BPE is trained, from the first training documents."""
     eos_token: str | None = None
-    """Ends each document; by default what tokenizer_config.json beside a tokenizer.json says, else <|endoftext|>."""
+    """Token that ends each document; by default that of the tokenizer_config.json next to tokenizer.json, else
+    <|endoftext|>."""
     evaluation_fraction: float = 0.05
-    """Of the documents, held out by the hash of their text: equal ones stay together, on every machine."""
+    """Share of the documents that is held out, by the hash of their text: equal documents stay together, on every
+    machine."""
     shard_tokens: int = 100_000_000
     """Tokens per file."""
     bytes_per_token: Literal[2, 4] = 4
-    """4 bytes can be read by llm.q; 2 hold vocabularies up to 65,536 in half the space."""
+    """4 can be read by llm.q; 2 halve the space, for vocabularies up to 65,536."""
     processes: int | None = None
-    """By default one for each core; their number changes no byte of what is written."""
+    """Number of processes, by default one per core; it does not change the files."""
     out: Path | None = None
-    """Folder to be made; by default data/CORPUS-TOKENIZER."""
+    """New folder; by default data/CORPUS-TOKENIZER."""
     replace: bool = False
-    """Replace an earlier dataset there."""
+    """Replace an earlier dataset in that folder."""
 
     def check(self) -> None:
         """Raise ValueError for a number out of range."""

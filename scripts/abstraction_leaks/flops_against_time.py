@@ -1,4 +1,4 @@
-"""Where the operations are and where the time goes: shares of FLOPs against shares of time of a training step.
+"""Where are the FLOPs, and where does the time go? Shares of FLOPs against shares of time of a training step.
 
     uv run scripts/abstraction_leaks/flops_against_time.py                       # eager and compiled
     uv run scripts/abstraction_leaks/flops_against_time.py --size medium --context-length 1024 --out results/

@@ -1,4 +1,4 @@
-"""When is the GPU an expensive paperweight? The size at which a chain of operations turns from host to device bound.
+"""When does the GPU wait for the host? The size at which a chain of operations turns from host bound to device bound.
 
     uv run scripts/abstraction_leaks/launch_overhead.py
     uv run scripts/abstraction_leaks/launch_overhead.py --operation matmul --size 64 256 1024 4096 --out results/

@@ -1,4 +1,4 @@
-"""Does a matrix product care what is in its matrices? Its speed on seven kinds of data, with power and clock beside it.
+"""Does a matrix product's speed depend on its data? Speed, power and clock on seven kinds of data.
 
     uv run scripts/abstraction_leaks/matmul_data.py                        # bf16 on a GPU, fp32 on a CPU
     uv run scripts/abstraction_leaks/matmul_data.py --data zeros normal --size 4096 8192 --out results/

@@ -1,4 +1,4 @@
-"""FlashAttention for Hopper GPUs (H100, H200) in Gluon: forward and backward as a conversation between warps.
+"""FlashAttention for Hopper GPUs (H100, H200) in Gluon: forward and backward with specialised warps.
 
 Why not Triton alone: on Hopper it waits for every wgmma before it goes on, so that inside a program softmax and matmuls
 take turns. The tensor cores of an SM need 512 clocks for the two products of a 64 x 128 tile of scores at head dim 64,

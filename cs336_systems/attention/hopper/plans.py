@@ -1,4 +1,4 @@
-"""Who does what in which order: query tiles of the forward kernel, key tiles of the backward kernel.
+"""Which program works on which tiles, in which order: query tiles in forward, key tiles in backward.
 
 Producers and consumers of a program do the same arithmetic on a position, and so need to tell each other no more.
 """

@@ -1,4 +1,4 @@
-"""FSDP and tensor parallelism together: how to cut N = X Y devices into X for the weights and Y for the activations.
+"""FSDP and tensor parallelism together: how to divide N = X Y devices into X for weights and Y for activations.
 
 Along X a device gathers the 1/Y of the weights that its column of the mesh works on; along Y it sums the outputs of the
 1/X of the batch that its row works on. In the notation of ``costs/parallelism/forms.py``, forward:

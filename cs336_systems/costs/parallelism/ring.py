@@ -1,4 +1,4 @@
-"""Ring collectives played step by step on named chunks, to count what the closed forms claim.
+"""Ring collectives played step by step on named chunks, to verify the closed forms.
 
 Rank r sends to rank r + 1 (mod n), and all ranks send at the same time. What a rank holds of a chunk is the set of
 ranks whose values are summed in it, so that a run shows by itself whether every rank ends with every contribution, and

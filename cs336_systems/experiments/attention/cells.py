@@ -1,4 +1,4 @@
-"""What ``benchmark_attention.py`` is asked, and its grids of shapes. Imports no torch."""
+"""Options of ``benchmark_attention.py``, and its grids of shapes. Imports no torch."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -51,11 +51,11 @@ class Options(RunOptions):
     dtype: tuple[Literal["fp32", "bf16"], ...] = ()
     """By default fp32 for pytorch, both for flash, bf16 for training and variants."""
     clock: tuple[Clock, ...] = ("harness",)
-    """What takes the times: this suite's clock, or triton.testing.do_bench with its own warm-up and repetitions."""
+    """Clock of the times: this suite's, or triton.testing.do_bench with its own warm-up and repetitions."""
     autotune: bool = False
     """Search the tiles of flash again at each shape, list them, and measure with the fastest."""
     repeat: int = 1
-    """Times that the whole grid is run, so that implementations at a shape are measured in turns."""
+    """How often the whole grid is run, so that the implementations are measured in turns at each shape."""
 
 
 @dataclass(frozen=True)

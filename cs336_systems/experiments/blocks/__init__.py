@@ -1,1 +1,1 @@
-"""What does a Transformer block cost, written out at each choice of what it keeps, beside the compiled one?"""
+"""What does a Transformer block cost, written out at each choice of what it keeps, against the compiled one?"""

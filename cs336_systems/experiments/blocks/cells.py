@@ -1,4 +1,4 @@
-"""What ``benchmark_blocks.py`` is asked, and its grid. Imports no torch."""
+"""Options of ``benchmark_blocks.py``, and its grid. Imports no torch."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -32,23 +32,23 @@ class Options(RunOptions):
     context_length: tuple[int, ...] = (32_768,)
     """Tokens per sequence."""
     batch_size: tuple[int, ...] = (1,)
-    """Sequences."""
+    """Sequences per batch."""
     dtype: tuple[Literal["fp32", "bf16"], ...] = ("bf16",)
-    """Of weights and activations."""
+    """Dtype of weights and activations."""
     attention: tuple[str, ...] = ("hopper",)
-    """Implementations, as for benchmark_model.py; a written-out block has reference, flash and hopper. With reference
-    all its operations are plain PyTorch, else all are fused kernels."""
+    """Implementations, as for benchmark_model.py; written-out blocks have reference (all operations in plain PyTorch),
+    flash and hopper (all in fused kernels)."""
     how: tuple[str, ...] = ("compiled", *LEVELS)
     """The reference block, eager or compiled; or what a written-out block keeps for backward: input, attention,
-    products, all, and switches after a level, as in all-norm-swiglu."""
+    products, all, or a level without some parts, as all-norm-swiglu."""
     layers: tuple[int, ...] = (1,)
-    """Blocks one after the other, each with weights of its own."""
+    """Number of blocks in sequence, each with its own weights."""
     warmup: int = 5
-    """Times forward and backward run before they are recorded."""
+    """Unrecorded runs of forward and backward before the recorded ones."""
     steps: int = 30
-    """Recorded times."""
+    """Recorded runs of forward and backward."""
     repeat: int = 3
-    """Turns: at each shape all ways are measured so often, every second time backwards, in one process."""
+    """How often each shape is measured, all variants in turns in one process, every second time in reverse order."""
 
 
 @dataclass(frozen=True)

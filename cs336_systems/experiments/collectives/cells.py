@@ -1,4 +1,4 @@
-"""What ``benchmark_collectives.py`` is asked, and its grid. Imports no torch."""
+"""Options of ``benchmark_collectives.py``, and its grid. Imports no torch."""
 
 import itertools
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ class Options(RunOptions):
     CPU_DEFAULTS: ClassVar = {"size_mb": (1, 10), "calls": 1, "warmup": 1, "steps": 10}
     timeout: float = 300.0
     collective: tuple[CollectiveName, ...] = get_args(CollectiveName)
-    """Which to time."""
+    """Collectives to time."""
     size_mb: tuple[float, ...] = (1, 10, 100, 1000)
-    """Total sizes in MB of 1e6 bytes; rounded down to what the ranks divide into parts of whole 128 bytes."""
+    """Total sizes in MB of 1e6 bytes, rounded down so that each rank's part is a multiple of 128 bytes."""
     dtype: tuple[Literal["fp32", "bf16"], ...] = ("fp32",)
-    """Of the tensors, which hold a fixed pattern: the seed is recorded only."""
+    """Dtype of the tensors; they hold a fixed pattern, so the seed is only recorded."""
     world_size: tuple[int, ...] | None = None
-    """Ranks on this machine, each number a world of its own; by default 2, 4 and 6 GPUs as far as there are any, or two
-    ranks on a CPU. Under torchrun it is torchrun's number."""
+    """Numbers of ranks on this machine, each a world of its own; by default 2, 4 and 6 GPUs as far as there are any, or
+    two ranks on a CPU. Under torchrun it is torchrun's number."""
     calls: int = 5
     """Calls per sample."""
     warmup: int = 5

@@ -1,4 +1,4 @@
-"""``benchmark_collectives``: time every collective on all ranks, check every element, show them beside a ring."""
+"""``benchmark_collectives``: time every collective on all ranks, check every element, show them against a ring."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Collectives beside the ring: a table and a figure from the rows of ``benchmark_collectives.py``, and nothing else.
+"""Collectives against the ring: a table and a figure from the rows of ``benchmark_collectives.py``, and nothing else.
 
 One link, a latency and a bandwidth, is fitted to all times of a world (``costs.communication.fit``), so that the
 prediction in each line is not of that line alone: where it is off, the collective is not the ring that the model has.
@@ -64,7 +64,7 @@ def collectives_table(rows: pd.DataFrame) -> Table:
             Column("time ms", "time", spread=True, rank=MAIN),
             Column("algbw GB/s", "algbw", rank=2),
             Column("busbw GB/s", "busbw"),
-            Column("% of link", _link_percent, ".0f", note="busbw in what the datasheet says of one direction"),
+            Column("% of link", _link_percent, ".0f", note="busbw over the datasheet rate of one direction"),
             Column("ring ms", ring_ms, rank=2),
             Column("time / ring", over_ring, ".2f"),
             Column("wrong", "wrong_elements", ".0f", note="elements that are not the exact sum or copy", rank=2),

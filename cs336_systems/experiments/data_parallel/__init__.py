@@ -1,1 +1,1 @@
-"""What does each step of data parallelism buy?"""
+"""What does each form of data parallelism gain?"""

@@ -1,4 +1,4 @@
-"""What ``benchmark_ddp.py`` is asked, and its grid; the rungs of one model follow each other. Imports no torch."""
+"""Options of ``benchmark_ddp.py``, and its grid; the rungs of one model follow each other. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ SIZED = ("bucketed", "torch")
 
 @dataclass(frozen=True)
 class Options(RankedOptions):
-    """What does each step of data parallelism buy?"""
+    """What does each form of data parallelism gain?"""
 
     CPU_DEFAULTS = RankedOptions.CPU_DEFAULTS | {"warmup": 1, "steps": 6}
     dtype: tuple[Literal["fp32", "tf32", "bf16", "autocast-bf16"], ...] = ("fp32",)
@@ -27,14 +27,14 @@ class Options(RankedOptions):
     """naive, flat: after backward, a collective per gradient or one for all; overlapped, bucketed: during backward, a
     collective per gradient or per bucket; torch: DistributedDataParallel."""
     bucket_size_mb: tuple[float, ...] = (25.0,)
-    """MiB per bucket, of bucketed and torch."""
+    """MiB per bucket, for bucketed and torch."""
     communication_dtype: tuple[Literal["same", "bf16"], ...] = ("same",)
-    """In which gradients travel and are added up: their own dtype, or bf16."""
+    """Dtype in which gradients are sent and reduced: their own, or bf16."""
     trace: Path | None = None
-    """Folder for recordings and a picture of rank 0 per cell, with communication and without it (torch.profiler), of
-    its first turn."""
+    """Folder for recordings (torch.profiler) and a picture of rank 0 per cell, with and without communication, in the
+    first turn."""
     recorded: tuple[Rung, ...] = ()
-    """Rungs that --trace records; by default all."""
+    """Forms that --trace records; by default all."""
 
 
 @dataclass(frozen=True)

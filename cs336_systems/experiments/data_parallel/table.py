@@ -1,4 +1,4 @@
-"""The rows of ``benchmark_ddp.py`` as a table: a line per rung, the step beside the one without communication."""
+"""The rows of ``benchmark_ddp.py`` as a table: a line per rung, the step against the one without communication."""
 
 from cs336_systems.experiments.options import RECIPE
 from cs336_systems.experiments.ranked import SENT, sent_mib
@@ -85,7 +85,7 @@ DATA_PARALLEL = ResultTable(
             _scaling,
             ".1f",
             optional=True,
-            note="tokens/s over as many times those of one rank of the host",
+            note="tokens/s over those of one rank of the host times the ranks",
         ),
     ),
 )

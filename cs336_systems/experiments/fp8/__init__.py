@@ -1,1 +1,1 @@
-"""What do products in fp8 buy, what does quantizing cost, and how far do gradients turn?"""
+"""What do matrix products in fp8 gain, what does quantizing cost, and how accurate are gradients?"""

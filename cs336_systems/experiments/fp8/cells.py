@@ -1,4 +1,4 @@
-"""What ``benchmark_fp8.py`` is asked, and its grid. Imports no torch."""
+"""Options of ``benchmark_fp8.py``, and its grid. Imports no torch."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Options(RunOptions):
-    """What do products in fp8 buy, and what does quantizing cost?"""
+    """What do matrix products in fp8 gain, and what does quantizing cost?"""
 
     CPU_DEFAULTS: ClassVar = {
         **{"size": ("tiny",), "context_length": (128,), "batch_size": (1,), "dtype": "fp32", "attention": "reference"},
@@ -42,30 +42,31 @@ class Options(RunOptions):
     }
 
     part: tuple[Part, ...] = get_args(Part)
-    """product: forward and backward of each product of a block by itself; block: of a whole block."""
+    """product: forward and backward of each matrix product of a block by itself; block: of a whole block."""
     product: tuple[Product, ...] = get_args(Product)
-    """Of the parts product: q | k | v, attention's output, gate | up, down."""
+    """Matrix products for the part product: q | k | v, attention's output, gate | up, down."""
     size: tuple[str, ...] = ("llama3-8b",)
     """Named model sizes, whose blocks are measured."""
     context_length: tuple[int, ...] = (8192,)
     """Tokens per sequence."""
     batch_size: tuple[int, ...] = (2,)
-    """Sequences."""
+    """Sequences per batch."""
     dtype: Literal["fp32", "bf16"] = "bf16"
-    """Of weights and activations; a CPU emulates fp8 in either."""
+    """Dtype of weights and activations; a CPU emulates fp8 in either."""
     attention: Literal["reference", "flash", "hopper"] = "hopper"
-    """Of blocks; with reference all operations are plain PyTorch, else all but compiled ones are fused kernels."""
+    """Attention of the blocks; reference: all operations in plain PyTorch, else fused kernels (but for compiled
+    blocks)."""
     keep: str = "products"
-    """What our blocks keep for backward."""
+    """What this suite's blocks keep for backward."""
     how: tuple[How, ...] = get_args(How)
-    """Ours: stored, products in --dtype; e4m3 with one scale for each tensor, also with gradients in e5m2, with scales
-    by row, or by block. Torch's, compiled: in --dtype, and torchao's float8 with one scale for each tensor or row."""
+    """This suite's: stored, products in --dtype; e4m3 with one scale per tensor, also with gradients in e5m2, with
+    scales by row, or by block. Torch's, compiled: in --dtype, and torchao's float8 with one scale per tensor or row."""
     warmup: int = 5
-    """Times forward and backward run before they are recorded."""
+    """Unrecorded runs of forward and backward before the recorded ones."""
     steps: int = 20
-    """Recorded times."""
+    """Recorded runs of forward and backward."""
     repeat: int = 2
-    """Turns: at each shape all ways are measured so often, every second time backwards, in one process."""
+    """How often each shape is measured, all variants in turns in one process, every second time in reverse order."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``benchmark_fp8``: products and blocks, quantized and not, beside torchao's."""
+"""``benchmark_fp8``: products and blocks, quantized and not, against torchao's."""
 
 from pathlib import Path
 

@@ -11,13 +11,13 @@ def _speedup(line: Line) -> Spread | None:
     return None if stored is None else stored.repeats_over("step", line)
 
 
-_SPEEDUP = Column("x", _speedup, ".3f", rank=MAIN, note="times as fast as stored, median of the turns, and their ends")
+_SPEEDUP = Column("x", _speedup, ".3f", rank=MAIN, note="times as fast as stored, median and range of the turns")
 
 PRODUCT_TABLE = ResultTable(
     settings=(*_SETTINGS, "product", "how", "warmup", "steps"),
     always=("product", "how"),
     columns=(
-        Column("quantize x ms", "quantize_x", optional=True, note="absmax, and quantization both ways"),
+        Column("quantize x ms", "quantize_x", optional=True, note="absmax, and both quantized copies"),
         Column("forward ms", "forward"),
         Column("quantize dy ms", "quantize_dy", optional=True),
         Column("backward ms", "backward", note="both products"),

@@ -1,1 +1,1 @@
-"""What does full sharding buy, and what does it cost?"""
+"""What does full sharding save, and what does it cost?"""

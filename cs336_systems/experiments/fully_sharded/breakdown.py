@@ -1,4 +1,4 @@
-"""Where the time of a recorded step goes, by phase and kind of work, beside the least that each could take.
+"""Where the time of a recorded step goes, by phase and kind of work, against the least that each could take.
 
 From rows alone: every moment of the recorded steps is in one of the parts (``profiling/traces/breakdown.py``), and the
 bounds follow from the cell (``costs/step_bounds.py``), where its blocks are written out and its device is known. What
@@ -22,7 +22,7 @@ from cs336_systems.report.results import MISSING, Line
 from cs336_systems.report.tables import Table
 
 PHASES = ("forward", "backward", "optimizer")
-_NOTE = "at the datasheet's peaks, nothing run twice"
+_NOTE = "at the datasheet's peaks, without recomputation"
 
 
 def recorded_lines(rows: pd.DataFrame) -> list[Line]:

@@ -1,4 +1,4 @@
-"""What ``benchmark_fsdp.py`` is asked, and its grid; the implementations of one model follow each other. No torch."""
+"""Options of ``benchmark_fsdp.py``, and its grid; the implementations of one model follow each other. No torch."""
 
 import math
 from dataclasses import dataclass, replace
@@ -19,31 +19,32 @@ _WRAPPERS = {OURS: "fsdp", TORCH: "fsdp2", DDP: "bucketed"}
 
 @dataclass(frozen=True)
 class Options(RankedOptions):
-    """What does full sharding buy, and what does it cost?"""
+    """What does full sharding save, and what does it cost?"""
 
     CPU_DEFAULTS = RankedOptions.CPU_DEFAULTS | {"warmup": 2, "steps": 5}
     size: tuple[str, ...] = ("xl",)
     dtype: tuple[Literal["fp32", "bf16-compute", "bf16"], ...] = ("fp32",)
-    """fp32; bf16-compute: fp32 masters, bf16 weights gathered and computed with, fp32 reductions (ddp: autocast); or
+    """fp32; bf16-compute: fp32 master weights, bf16 weights gathered for computing, fp32 reductions (ddp: autocast); or
     bf16: weights, gradients, their reductions and moments."""
     fsdp: tuple[Implementation, ...] = get_args(Implementation)
-    """ours; torch: fully_shard of every block; ddp: our bucketed data parallelism, where it fits."""
+    """ours: this suite's; torch: fully_shard of every block; ddp: this suite's bucketed data parallelism, where it
+    fits."""
     prefetch: tuple[int, ...] = (1,)
-    """Units whose weights ours gathers ahead."""
+    """How many units ahead ours gathers weights."""
     update: tuple[Literal["after-backward", "under-backward"], ...] = ("after-backward",)
-    """When ours steps the optimizer: after backward, or each unit's shards as soon as their gradients are reduced."""
+    """When the optimizer of ours runs: after backward, or for each unit as soon as its gradients are reduced."""
     peer_checkpoint: tuple[str, ...] = ()
-    """Policies with which FSDP2 takes turns with every cell besides, as fast as it can be: compiled, with cuDNN's
+    """Checkpointing policies for FSDP2, measured in turns with every cell at its fastest: compiled, with cuDNN's
     attention and torch's fused AdamW."""
     memory_budget_gib: float | None = None
-    """Choose what written-out blocks of ours keep: the least recomputation whose predicted peak fits, the first blocks
-    perhaps keeping more than the rest."""
+    """Choose what the written-out blocks of ours keep: the least recomputation whose predicted peak fits; the first
+    blocks may keep more than the rest."""
     do_bench: Switch = "off"
-    """on: time the whole step by triton.testing.do_bench too, which takes twice the warm-up and eleven steps more."""
+    """on: also time the whole step by triton.testing.do_bench, for twice the warm-up and eleven more steps."""
     losses: int = 0
-    """Steps on one batch, before all else, whose losses are compared with those of the reference in fp32."""
+    """Steps on one batch, run first, whose losses are compared with those of the reference in fp32."""
     trace: Path | None = None
-    """Folder for a recording and a picture of rank 0 per cell (torch.profiler), of its first turn."""
+    """Folder for a recording (torch.profiler) and a picture of rank 0 per cell, in the first turn."""
     recorded: tuple[Implementation, ...] = ()
     """Implementations that --trace records; by default all."""
 

@@ -116,7 +116,7 @@ FULLY_SHARDED = ResultTable(
             ".2f",
             rank=2,
             optional=True,
-            note="only communication runs, on rank 0",
+            note="on rank 0",
         ),
         Column("exposed ms", "exposed", ".2f", rank=2, optional=True, note="the same on the rank where it is least"),
     ),

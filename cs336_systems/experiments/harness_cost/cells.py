@@ -1,4 +1,4 @@
-"""What ``benchmark_harness.py`` is asked, and its subjects. Imports no torch."""
+"""Options of ``benchmark_harness.py``, and its subjects. Imports no torch."""
 
 from dataclasses import dataclass
 

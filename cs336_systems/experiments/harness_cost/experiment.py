@@ -1,4 +1,4 @@
-"""``benchmark_harness``: our clock beside triton's ``do_bench``, and a whole command's time above its timed steps."""
+"""``benchmark_harness``: our clock against triton's ``do_bench``, and a whole command's time above its timed steps."""
 
 import subprocess
 import sys

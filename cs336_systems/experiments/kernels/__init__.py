@@ -1,4 +1,4 @@
-"""How fast is each fused kernel, beside plain PyTorch, others' kernels and a copy?
+"""How fast is each fused kernel, against plain PyTorch, others' kernels and a copy?
 
 A kernel takes two files and its name in the list ``cells.KERNELS``: ``cs336_systems/kernels/<name>.py`` computes;
 ``<name>.py`` in this folder says on what that is measured, beside which formula, and which bytes must move. Its one

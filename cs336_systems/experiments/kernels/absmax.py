@@ -1,4 +1,4 @@
-"""The largest magnitude, beside PyTorch's."""
+"""The largest magnitude, against PyTorch's."""
 
 import torch
 

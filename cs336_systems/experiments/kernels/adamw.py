@@ -1,4 +1,4 @@
-"""One step of AdamW over one tensor and its moments, beside the formula in plain PyTorch."""
+"""One step of AdamW over one tensor and its moments, against the formula in plain PyTorch."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The residual add and the RMSNorm behind it in one pass, beside the reference model's two operations."""
+"""The residual add and the RMSNorm behind it in one pass, against the reference model's two operations."""
 
 import functools
 

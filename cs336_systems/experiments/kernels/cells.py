@@ -1,4 +1,4 @@
-"""What ``benchmark_kernels.py`` is asked, its list of kernels, their peers, and its grid. Imports no torch."""
+"""Options of ``benchmark_kernels.py``, its list of kernels, their peers, and its grid. Imports no torch."""
 
 import itertools
 from collections.abc import Sequence
@@ -56,19 +56,20 @@ class Options(RunOptions):
     }
 
     kernel: tuple[str, ...] = KERNELS
-    """Which to measure, by default all."""
+    """Kernels to measure; by default all."""
     how: tuple[How, ...] = get_args(How)
-    """Our kernel, and for the loss also with smaller chunks; its formula in plain PyTorch, eager and compiled; torch's
-    own fused kernel; Liger's, and for the loss also with larger chunks; Apple's cut cross entropy, exact, and without
-    the gradients that it takes for nothing."""
+    """ours, for the loss also with smaller chunks; eager and compiled, the formula in plain PyTorch; torch, its own
+    fused kernel; liger, for the loss also with larger chunks; cut cross entropy of Apple, exact, and with its filter
+    for gradients."""
     dtype: tuple[Literal["fp32", "bf16"], ...] = ("bf16",)
-    """Of the tensors."""
+    """Dtype of the tensors."""
     rows: tuple[int, ...] = (16384,)
-    """Tokens."""
+    """Numbers of tokens."""
     size: tuple[str, ...] = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "llama3-8b", "qwen2.5-14b")
-    """Models whose widths are taken: d_ff for swiglu, d_model for the others."""
+    """Models whose widths are measured: d_ff for swiglu, d_model for the others."""
     width: tuple[int, ...] = ()
-    """Elements per row, instead of those of --size: of swiglu's output, of rotary's query heads of 128 together."""
+    """Elements per row, instead of the widths of --size: of swiglu's output, of all of rotary's query heads of 128
+    together."""
     samples: int = 50
     """Recorded samples of forward and of backward."""
 

@@ -1,4 +1,4 @@
-"""``benchmark_kernels``: time, bandwidth and error of each fused kernel, beside its formula and others' kernels."""
+"""``benchmark_kernels``: time, bandwidth and error of each fused kernel, against its formula and others' kernels."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Share of the copy ceiling that each kernel reaches, forward and backward, by whoever wrote it, as PNG."""
+"""Share of the copy ceiling that each kernel reaches, forward and backward, by implementation, as PNG."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The L2 norm of one large tensor, beside PyTorch's own."""
+"""The L2 norm of one large tensor, against PyTorch's own."""
 
 import torch
 

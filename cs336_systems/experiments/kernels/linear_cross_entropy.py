@@ -1,4 +1,4 @@
-"""Loss and gradients of a head over a vocabulary, beside PyTorch's products, softmax and its gradient.
+"""Loss and gradients of a head over a vocabulary, against PyTorch's products, softmax and its gradient.
 
 Eager has the logits of all tokens at once, as a head and a loss apart from each other have; compiled goes in chunks of
 4,096 tokens, the faster of what PyTorch offers, and so does the reference in fp64.

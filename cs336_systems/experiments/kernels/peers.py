@@ -1,4 +1,4 @@
-"""Others' kernels for what ours compute, called and not copied, each in the best configuration that it supports.
+"""Other libraries' kernels for the same formulas, each in the best configuration that it supports.
 
 Liger (liger-kernel):
 

@@ -1,4 +1,4 @@
-"""Quantization to e4m3 with a scale that is known, as it is and transposed, beside the definition in plain PyTorch."""
+"""Quantization to e4m3 with a scale that is known, as it is and transposed, against the definition in plain PyTorch."""
 
 from collections.abc import Callable
 

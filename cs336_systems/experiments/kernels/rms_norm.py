@@ -1,4 +1,4 @@
-"""RMSNorm beside the reference model's, torch's and Liger's."""
+"""RMSNorm against the reference model's, torch's and Liger's."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Rotary positions of the queries and keys of one sequence, beside the formula and Liger's.
+"""Rotary positions of the queries and keys of one sequence, against the formula and Liger's.
 
 Ours in place in a merged q | k | v, as a written-out block has it, of which v is left alone. The others have q and k in
 memory of their own, as separate products leave them: token by token, a token's heads together.

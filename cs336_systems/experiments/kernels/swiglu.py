@@ -1,4 +1,4 @@
-"""SwiGLU on one merged matrix of gates and ups, beside the formula on its halves."""
+"""SwiGLU on one merged matrix of gates and ups, against the formula on its halves."""
 
 import torch
 from torch import Tensor

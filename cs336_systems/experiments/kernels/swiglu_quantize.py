@@ -1,4 +1,4 @@
-"""SwiGLU's backward into e4m3, beside the formula and the definition of quantization, one after the other."""
+"""SwiGLU's backward into e4m3, against the formula and the definition of quantization, one after the other."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The weighted sum of each row, beside the matrix-vector product that PyTorch has for it."""
+"""The weighted sum of each row, against the matrix-vector product that PyTorch has for it."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What ``flops_against_time.py`` is asked, and its grid, eager and compiled next to each other. Imports no torch."""
+"""Options of ``flops_against_time.py``, and its grid, eager and compiled next to each other. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import ClassVar

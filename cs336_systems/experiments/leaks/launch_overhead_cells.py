@@ -1,4 +1,4 @@
-"""What ``launch_overhead.py`` is asked, and its grid, small sizes first. Imports no torch."""
+"""Options of ``launch_overhead.py``, and its grid, small sizes first. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -26,9 +26,9 @@ class Options(RunOptions):
     depth: int = 20
     """Operations in a chain, each on the result of the last."""
     samples: int = 100
-    """Timed chains per way."""
+    """Timed chains per variant."""
     compile: Switch = "on"
-    """Whether torch.compile is among the ways; it takes most of the script's time."""
+    """Also measure torch.compile, which takes most of the script's time."""
 
 
 @dataclass(frozen=True)

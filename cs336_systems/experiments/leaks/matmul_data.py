@@ -1,4 +1,4 @@
-"""Speed of a matrix product on seven kinds of data, with power and clock beside it."""
+"""Speed of a matrix product on seven kinds of data, with power and clock."""
 
 import time
 from functools import partial

@@ -1,4 +1,4 @@
-"""What ``matmul_data.py`` is asked, and its grid, the kinds of data in turning order. Imports no torch."""
+"""Options of ``matmul_data.py``, and its grid, the kinds of data in turning order. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -13,21 +13,21 @@ Data = Literal["zeros", "ones", "sparse-bits", "integers", "subnormal", "uniform
 
 @dataclass(frozen=True)
 class Options(RunOptions):
-    """Does a matrix product care what is in its matrices?"""
+    """Does the speed of a matrix product depend on its data?"""
 
     CPU_DEFAULTS: ClassVar = {"size": (1024,), "dtype": "fp32", "seconds": 0.5, "warmup_seconds": 0.2}
     data: tuple[Data, ...] = get_args(Data)
-    """Kinds of data; normal is always measured, as the others are compared with it."""
+    """Kinds of data; normal is always measured, as the reference."""
     size: tuple[int, ...] = (8192,)
     """Rows and columns of the square matrices."""
     dtype: Literal["fp32", "tf32", "bf16"] = "bf16"
-    """Of the product."""
+    """Dtype of the matrices."""
     seconds: float = 1.0
     """Time recorded per kind and repeat."""
     warmup_seconds: float = 1.0
-    """The same before, unrecorded, so that power and clock settle."""
+    """Unrecorded time before that, so that power and clock settle."""
     repeat: int = 2
-    """Times that all kinds are run, every second time backwards."""
+    """How often all kinds are run, every second time in reverse order."""
 
 
 @dataclass(frozen=True)

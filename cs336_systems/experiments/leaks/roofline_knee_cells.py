@@ -1,4 +1,4 @@
-"""What ``roofline_knee.py`` is asked, and its points. Imports no torch."""
+"""Options of ``roofline_knee.py``, and its points. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,11 +21,11 @@ class Options(RunOptions):
     fmas: tuple[int, ...] = (1, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
     """Multiply-adds per element."""
     elements: int = 2**26
-    """fp32 numbers; input and output should not fit any cache."""
+    """fp32 numbers; input and output should be larger than any cache."""
     samples: int = 20
     """Timed calls per point and repeat."""
     repeat: int = 2
-    """Times that all points are run."""
+    """How often all points are run."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What ``benchmark_learning.py`` is asked, and its runs. Imports no torch."""
+"""Options of ``benchmark_learning.py``, and its runs. Imports no torch."""
 
 import itertools
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from cs336_systems.pretraining.options import TrainOptions
 
 @dataclass(frozen=True)
 class Options(RunOptions):
-    """What does a run learn, and how fast, when blocks multiply in fp8?"""
+    """What does a run learn, and how fast, with matrix products in fp8?"""
 
     CPU_DEFAULTS: ClassVar = {
         **{"size": "tiny", "recipe": ("stored", "e4m3"), "seeds": 1, "steps": 40},
@@ -21,14 +21,14 @@ class Options(RunOptions):
         **{"kernels": "reference", "attention": "reference", "cuda_graph": "off"},
     }
     data: Path = Path("data/stdlib-bpe4096")
-    """Folder of tokenize_data.py, with tokens that are held out."""
+    """Folder written by tokenize_data.py, with held-out tokens."""
     recipe: tuple[RecipeName, ...] = ("stored", "e4m3", "e4m3-row", "e4m3-e5m2", "e4m3-block")
-    """Of the products of blocks: stored, in --dtype; e4m3 with one scale for each tensor, or with scales by row, also
-    with gradients in e5m2, or with scales by block."""
+    """Matrix products of blocks: stored, in --dtype; e4m3 with one scale per tensor, or with scales by row, also with
+    gradients in e5m2, or with scales by block."""
     seeds: int = 3
-    """Rounds of all recipes, with successive seeds from --seed on."""
+    """Number of seeds for each recipe, from --seed on."""
     steps: int = 240
-    """Of each run, its learning rate falls over."""
+    """Steps of each run, over which its learning rate decays."""
     size: str = "qwen-100m"
     """Named model size."""
     context_length: int = 1024
@@ -38,9 +38,9 @@ class Options(RunOptions):
     total_batch_tokens: int = 16_384
     """Tokens per step."""
     learning_rate: float = 6e-4
-    """The highest."""
+    """Highest learning rate."""
     dtype: Literal["fp32", "bf16"] = "bf16"
-    """Of parameters, gradients, moments, and of products that are not quantized."""
+    """Dtype of parameters, gradients, moments, and of matrix products that are not quantized."""
     kernels: Kernels = "fused"
     """As for train.py."""
     keep: str = "products"

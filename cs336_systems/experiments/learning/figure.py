@@ -1,4 +1,4 @@
-"""What recipes of quantized products cost in loss, beside the speed that they give, as PNG."""
+"""What recipes of quantized products cost in loss, against the speed that they gain, as PNG."""
 
 import pandas as pd
 from matplotlib.figure import Figure

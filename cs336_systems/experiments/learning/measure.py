@@ -1,4 +1,4 @@
-"""A run of train.py's trainer to its end: its speed, its loss on held-out tokens, its gradients beside those of fp32.
+"""A run of train.py's trainer to its end: its speed, its loss on held-out tokens, its gradients against those of fp32.
 
 Runs of one seed begin with the same weights and see the same tokens in the same order. At a run's end the gradients of
 a few held-out sequences, of each parameter, are compared with those of the same weights in fp32, by plain PyTorch.

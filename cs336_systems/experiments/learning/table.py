@@ -1,4 +1,4 @@
-"""The table of ``benchmark_learning``: what was learned beside how fast; and what its differences are worth."""
+"""The table of ``benchmark_learning``: what was learned, how fast, and how much differences mean."""
 
 from dataclasses import dataclass
 
@@ -47,8 +47,14 @@ LEARNING_TABLE = ResultTable(
     columns=(
         Column("seeds", lambda line: float(len(by_seed(line, "evaluation_loss"))), ".0f"),
         Column("learned tokens", "learned_tokens", ",.0f", rank=2, note="by each run"),
-        Column("held-out loss", _held_out, ".4f", note="nats per token: mean of the seeds, and ends"),
-        Column("off %", _off, "+.3f", rank=MAIN, note="from stored with the same seed: mean of the seeds, and ends"),
+        Column("held-out loss", _held_out, ".4f", note="nats per token, mean and range over the seeds"),
+        Column(
+            "above stored %",
+            _off,
+            "+.3f",
+            rank=MAIN,
+            note="with the same seed, mean and range over the seeds",
+        ),
         Column("least cosine", "least_cosine", ".4f", note="of a parameter's gradient with that of fp32, at the end"),
         Column("mean cosine", "mean_cosine", ".4f"),
         Column("tokens/s", "tokens_per_s", ",.0f", rank=MAIN),

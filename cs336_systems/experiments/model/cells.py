@@ -1,4 +1,4 @@
-"""What ``benchmark_model.py`` is asked, and its grid. Imports no torch."""
+"""Options of ``benchmark_model.py``, and its grid. Imports no torch."""
 
 import math
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ class Options(TrainingOptions):
     mode: tuple[Mode, ...] = MODES
     """forward: without gradients; backward: forward and backward; step: forward, backward and optimizer."""
     peer_compile: tuple[Compile, ...] = ()
-    """Ways in which the reference model's step takes turns with every cell besides: off, on, whole-model."""
+    """Compile modes of the reference model, measured in turns with every cell: off, on, whole-model."""
     memory_budget_gib: float | None = None
     """Choose each cell's checkpointing, or with --kernels fused what blocks keep: the least recomputation whose
     predicted peak fits."""

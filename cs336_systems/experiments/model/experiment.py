@@ -1,4 +1,4 @@
-"""``benchmark_model``: ceilings first, then every cell; a table, a comparison if asked for, figures beside the rows."""
+"""``benchmark_model``: ceilings first, then every cell; a table, a comparison if asked for, figures."""
 
 import functools
 import sys

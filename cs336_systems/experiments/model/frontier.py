@@ -1,4 +1,4 @@
-"""What activation checkpointing buys: peak memory against step time, a point for every policy, as PNG.
+"""What activation checkpointing gains: peak memory against step time, a point for every policy, as PNG.
 
 One panel for each model and setting that was measured under several policies. Lines join the lengths of segments
 (``every-k``, where ``full`` is k = 1) and the numbers of checkpointed blocks (``first-m``, from ``none`` to ``full``);

@@ -1,4 +1,4 @@
-"""One step in one mode: its phases timed inside the step, its peak beside the prediction, its rates beside the limits.
+"""One step in one mode: its phases, its peak against the prediction, and its rates against the limits.
 
 Parameters, tokens and targets are random. The ceilings of the machine (a matrix product, a copy) are measured first, in
 the same run; each cell's peak memory is predicted, and a cell that cannot fit is reported, not run.

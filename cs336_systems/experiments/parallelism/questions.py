@@ -1,4 +1,4 @@
-"""What ``parallelism.py`` can be asked, one subcommand each. Imports no torch, pandas or matplotlib."""
+"""Options of ``parallelism.py``, one class per subcommand. Imports no torch, pandas or matplotlib."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,9 @@ class Ring:
 
     world_size: int = 8
     total_mib: int = 1024
-    """The whole tensor, MiB."""
+    """Size of the whole tensor, MiB."""
     device: str = "h100"
-    """Whose link the seconds are for."""
+    """Device whose link the seconds are for."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class OneLayer:
     device: str = "h100"
     world_size: int = 8
     tokens: int = 32_768
-    """Global batch, tokens."""
+    """Tokens of the global batch."""
     d_model: int = 8192
     d_ff: int = 28_672
     n_matrices: int = 3
-    """3 for SwiGLU, 2 for the scaling book's layer."""
+    """3 for SwiGLU, 2 for the layer of the scaling book."""
     large_rings: bool = False
     """Take (n-1)/n for 1, as the scaling book does."""
 
@@ -65,11 +65,11 @@ class Accounting:
     fsdp: int = 16
     tp: int = 4
     fsdp_axes: int = 2
-    """M_x: torus axes that carry FSDP."""
+    """M_x: axes of the torus that carry FSDP."""
     tp_axes: int = 1
-    """M_y."""
+    """M_y: axes of the torus that carry tensor parallelism."""
     tokens: int = 0
-    """Per device, whose activations count in the FSDP degree."""
+    """Tokens per device whose activations count for the FSDP degree."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Scaling:
     device: str = "h100"
     parameters: int = LLAMA3_70B.n_parameters
     batch: int = 2**22
-    """Global batch, tokens."""
+    """Tokens of the global batch."""
     context_length: int = 8192
     most_devices: int = 8192
     figure: Path | None = None

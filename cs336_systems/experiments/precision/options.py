@@ -1,4 +1,4 @@
-"""What the two commands on precision are asked. Imports no torch."""
+"""Options of the two commands on precision. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -11,11 +11,11 @@ class SumOptions:
     """What a sum of equal terms comes to in low precision."""
 
     terms: tuple[int, ...] = (1000, 10_000)
-    """How many terms."""
+    """Numbers of terms."""
     term: float = 0.01
-    """What is added again and again."""
+    """Value of each term."""
     format: Format = "auto"
-    """Of the table: auto draws it on a terminal and writes Markdown elsewhere."""
+    """Format of the table: auto draws it on a terminal and writes Markdown elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class AutocastOptions:
     device: Literal["cpu", "cuda"] = "cuda"
     """Where to run."""
     format: Format = "auto"
-    """Of the tables: auto draws them on a terminal and writes Markdown elsewhere."""
+    """Format of the tables: auto draws them on a terminal and writes Markdown elsewhere."""
 
     @classmethod
     def default(cls, device: str) -> Self:

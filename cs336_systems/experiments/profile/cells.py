@@ -1,4 +1,4 @@
-"""What ``profile_model.py`` is asked, and its grid, the modes of one workload next to each other. Imports no torch."""
+"""Options of ``profile_model.py``, and its grid, the modes of one workload next to each other. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ class Options(TrainingOptions):
     CPU_DEFAULTS = TrainingOptions.CPU_DEFAULTS | {"warmup": 1, "steps": 3, "recorded_steps": 2}
     dtype: tuple[Dtype, ...] = ("fp32",)
     warmup: int = 5
-    """Steps before those that are timed or recorded, every time."""
+    """Steps before each round of timed or recorded ones."""
     steps: int = 5
     """Timed steps, plain and annotated, in each of two rounds."""
     profiler: Literal["nsys", "kineto", "memory"] = "kineto"
@@ -27,9 +27,9 @@ class Options(TrainingOptions):
     recorded_steps: int = 3
     """Steps in the trace."""
     raw: Path = Path("profiles/raw")
-    """Folder for the recorded files; the digests lie beside them unless --out says where."""
+    """Folder for the recorded files; digests go there too, unless --out names a folder."""
     read: Path | None = None
-    """Run nothing; show what an nsys export (.sqlite) or a Chrome trace (.json, .json.gz) of annotated steps holds."""
+    """Run nothing; digest an nsys export (.sqlite) or a Chrome trace (.json, .json.gz) of annotated steps."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``profile_model``: profile each cell in a process of its own, digest each workload, or show a trace of before."""
+"""``profile_model``: profile each cell in a process of its own, digest each workload, or read an earlier trace."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Tables of one profiled step: phases beside the clock, kernels, classes of kernels, stages of attention, modules.
+"""Tables of one profiled step: phases against the clock, kernels, classes of kernels, stages of attention, modules.
 
 ``Profile`` is what a profiling run leaves of one workload: its trace and its times without and with profiler. On a GPU
 the columns are GPU time; on a CPU they are the time of CPU operators, and say so.

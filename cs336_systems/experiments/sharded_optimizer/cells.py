@@ -1,4 +1,4 @@
-"""What ``benchmark_sharded_optimizer.py`` is asked, and its grid, the ways to hold state innermost. No torch."""
+"""Options of ``benchmark_sharded_optimizer.py``, and its grid, the ways to hold state innermost. No torch."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -19,12 +19,12 @@ class Options(RankedOptions):
     size: tuple[str, ...] = ("xl",)
     dtype: tuple[Literal["fp32", "tf32", "bf16", "autocast-bf16"], ...] = ("fp32",)
     warmup: int = 5
-    """Steps before the timed ones, besides the two in which memory is read."""
+    """Steps before the timed ones, in addition to two in which memory is read."""
     timeout: float = 600.0
     sharding: tuple[Sharding, ...] = SHARDINGS
-    """Ways to hold the optimizer state."""
+    """Where the optimizer state is held: replicated, owned, scattered, torch-zero."""
     bucket_size_mb: tuple[float, ...] = (DEFAULT_BUCKET_SIZE_MB,)
-    """MiB of the buckets in which gradients and parameters travel (not torch-zero's parameters: one per rank)."""
+    """MiB of the buckets in which gradients and parameters are sent (torch-zero sends parameters in one per rank)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``benchmark_sharded_optimizer``: time beside plain data parallelism, memory beside its prediction."""
+"""``benchmark_sharded_optimizer``: time against plain data parallelism, memory against its prediction."""
 
 import functools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""One training step under four ways to hold optimizer state: its time, and what the memory is taken by, when.
+"""One training step with four ways to hold optimizer state: its time, and its memory by category at four moments.
 
     replicated   AdamW on every rank, gradients averaged by ``BucketedDDP``
     owned        ``ShardedOptimizer``, gradients averaged by ``BucketedDDP``: the handout's form

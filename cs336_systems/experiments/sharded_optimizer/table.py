@@ -1,4 +1,4 @@
-"""Sharded optimizer state in two tables and a figure: time beside plain data parallelism, memory beside its prediction.
+"""Sharded optimizer state in two tables and a figure: time against data parallelism, memory against its prediction.
 
 The figure stacks what a rank's memory is taken by, one bar for each way to hold the state, a panel for each moment of a
 step; a line across a bar is what parameters, gradients and state were predicted to take.

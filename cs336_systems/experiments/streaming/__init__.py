@@ -1,1 +1,1 @@
-"""What does training under caps on device and host memory cost? Simulated, and measured where there is the device."""
+"""What does training under caps on device and host memory cost? Simulated, and measured on a GPU."""

@@ -1,4 +1,4 @@
-"""What ``benchmark_streaming.py`` is asked, and its grid. Imports no torch."""
+"""Options of ``benchmark_streaming.py``, and its grid. Imports no torch."""
 
 import itertools
 import math
@@ -21,38 +21,38 @@ class Options(RunOptions):
     CPU_DEFAULTS: ClassVar = {"size": ("tiny",), "steps": 2}
 
     size: tuple[str, ...] = ("llama3-8b",)
-    """Named model sizes; weights are random, so sequences may be longer than published ones were trained for."""
+    """Named model sizes; weights are random, so sequences may be longer than the published models were trained for."""
     context_length: tuple[int, ...] | None = None
     """Tokens per sequence; by default 8192, and 64 for tiny."""
     device_gib: tuple[float, ...] | None = None
-    """Of the device's memory: all that the process has there, CUDA's context included; by default 24, and for tiny what
-    holds the model and what does not."""
+    """Caps on device memory: all that the process has there, CUDA's context included; by default 24, for tiny one that
+    holds the model and one that does not."""
     host_gib: tuple[float, ...] | None = None
-    """Of the host's memory: all that the process has there; by default 75, and 0.001 for tiny."""
+    """Caps on host memory of the process; by default 75, and 0.001 for tiny."""
     order: tuple[Order, ...] = ("auto",)
-    """Of rounds: sequential; interleaved, forward of a round under backward of the one before; or the faster."""
+    """Order of rounds: sequential; interleaved, forward of a round under backward of the one before; auto, the faster
+    one."""
     chunk: int | None = None
-    """Tokens that a layer sees at a time; by default what is fastest, and 32 for tiny."""
+    """Tokens that a layer processes at a time; by default the fastest, and 32 for tiny."""
     tokens_per_step: int | None = None
-    """By default as many as make the optimizer's part of a step small, and 512 for tiny."""
+    """Tokens per step; by default enough to make the optimizer's share small, and 512 for tiny."""
     clipping: bool = True
-    """By the global norm of gradients, for which the optimizer waits."""
+    """Clip by the global norm of gradients, for which the optimizer has to wait."""
     master: Literal["none", "fp32"] = "none"
-    """fp32: weights and moments in fp32 that the optimizer keeps beside bf16 ones, 16 bytes a parameter in all."""
+    """fp32: the optimizer also keeps fp32 weights and moments, 16 bytes per parameter in all."""
     peers: tuple[Peer, ...] = ()
-    """Measure the same model in other ways, too, in the same run and without caps: compiled, plain PyTorch under
-    torch.compile with all on the device; fsdp2-offload, torch's FSDP2 with state and optimizer on the host, blocks
-    compiled and computed again in backward."""
+    """Also measure the same model without caps, in the same run: compiled, plain PyTorch under torch.compile on the
+    device; fsdp2-offload, torch's FSDP2 with state and optimizer on the host, blocks compiled and checkpointed."""
     gpu: str | None = None
     """Simulate this device and measure nothing: h200, h100, b200, a100-80gb, rtx-5090 ... (hardware.py)."""
     timeline: bool = False
-    """Write and draw what each lane does, in the folder of --out: as measured on a GPU, else as simulated."""
+    """Write and draw what each lane does, into the folder of --out: measured on a GPU, else simulated."""
     profile: bool = False
-    """Record the steps with nsys instead: streams and ranges are named as the plan's lanes and operations are."""
+    """Record the steps with nsys instead; streams and ranges have the names of the plan's lanes and operations."""
     raw: Path = Path("profiles/raw")
-    """Folder for what --profile records."""
+    """Folder for the recordings of --profile."""
     warmup: int = 1
-    """Steps before the recorded ones: they are long, and clocks have settled after one."""
+    """Steps before the recorded ones; they are long, so clocks have settled after one."""
     steps: int = 3
     """Recorded steps."""
 

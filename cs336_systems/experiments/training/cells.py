@@ -1,4 +1,4 @@
-"""What ``benchmark_training.py`` is asked, and its runs. Imports no torch."""
+"""Options of ``benchmark_training.py``, and its runs. Imports no torch."""
 
 import itertools
 import math
@@ -26,37 +26,37 @@ class Options(RunOptions):
     size: tuple[str, ...] = ("qwen2.5-0.5b",)
     """Named model sizes."""
     how: tuple[How, ...] = ("ours", "transformers", "transformers-liger")
-    """The trainer of train.py; or a plain loop over transformers' model, on a GPU compiled as a whole; or the same with
-    Liger's kernels, blocks compiled one by one, as its loss in chunks does not compile."""
+    """The trainer of train.py; or a plain loop over transformers' model, compiled as a whole on a GPU; or the same with
+    Liger's kernels, each block compiled by itself, as its chunked loss does not compile."""
     context_length: int = 1024
     """Tokens per sequence."""
     batch_size: int = 32
     """Sequences per micro-batch."""
     total_batch_tokens: int = 524_288
-    """Tokens per step, of all ranks."""
+    """Tokens per step over all ranks."""
     world_size: tuple[int, ...] | None = None
-    """Ranks, of ours; under torchrun those that it has started. [default: 1]"""
+    """Ranks, for ours; under torchrun those that it has started. [default: 1]"""
     zero: tuple[Literal[0, 1, 2, 3], ...] = (0,)
-    """What ranks divide, as for train.py."""
+    """State sharded among ranks, as for train.py."""
     dtype: Literal["fp32", "bf16"] = "bf16"
-    """Of parameters, gradients, moments and products."""
+    """Dtype of parameters, gradients, moments and matrix products."""
     recipe: tuple[RecipeName, ...] = ("stored",)
-    """Of ours, of the products of blocks: stored, in --dtype; e4m3 with one scale for each tensor, or with scales by
-    row, also with gradients in e5m2, or with scales by block. Those of one command are compared."""
+    """For ours, matrix products of blocks: stored, in --dtype; e4m3 with one scale per tensor, or with scales by row,
+    also with gradients in e5m2, or with scales by block. Those of one command are compared."""
     kernels: tuple[Kernels, ...] = ("fused",)
-    """Of ours, as for train.py."""
+    """For ours, as for train.py."""
     keep: tuple[str, ...] = ("products",)
-    """Of ours: what blocks keep for backward, as for train.py."""
+    """For ours, what blocks keep for backward, as for train.py."""
     attention: tuple[str, ...] = ("hopper",)
-    """Of ours."""
+    """For ours, as for train.py."""
     cuda_graph: tuple[Switch, ...] = ("on",)
-    """Of ours."""
+    """For ours, as for train.py."""
     lmhead_chunks: int | None = None
-    """Of ours, as for train.py."""
+    """For ours, as for train.py."""
     warmup: int = 6
-    """Steps before those that are recorded."""
+    """Steps before the recorded ones."""
     seconds: float = 60.0
-    """Of recorded steps, at least."""
+    """Least duration of the recorded steps."""
 
 
 @dataclass(frozen=True)

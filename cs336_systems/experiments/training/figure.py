@@ -1,4 +1,4 @@
-"""Tokens per second of training by size, whoever wrote it, as PNG."""
+"""Tokens per second of training by size and trainer, as PNG."""
 
 from collections.abc import Mapping
 

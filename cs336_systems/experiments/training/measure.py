@@ -1,4 +1,4 @@
-"""A run on random tokens until it has been steady for long enough: its steps after the first few, and its memory.
+"""A run on random tokens: its steps once steady, and its memory.
 
 Ours is ``pretraining.trainer.train`` as a user has it, with loader, log and clipping, and without evaluations and
 checkpoints; its steps are timed by the device. The others are a plain loop over transformers' model, parameters and
