@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 RATES = (
-    dict.fromkeys(("tokens_per_s", "model_tflops", "mfu", "mfu_palm", "hfu", "speed_of_light"), "step")
+    dict.fromkeys(("tokens_per_s", "model_tflops", "mfu", "mfu_palm", "hfu", "light", "speed_of_light"), "step")
     | dict.fromkeys(("matmul_ceiling_share", "simulated_over_measured", "tflops"), "step")
     | dict.fromkeys(("optimizer_bandwidth", "optimizer_copy_share"), "optimizer")
     | dict.fromkeys(("algbw", "busbw"), "time")
