@@ -89,7 +89,7 @@ class TrainingCase:
     keep: str = "autograd"
     """autograd: the blocks' backward is autograd's; else it is written out, and keeps what ``costs/kept.py`` says."""
     master: str = "none"
-    """fp32: weights that the optimizer keeps besides those in bf16."""
+    """fp32: weights that the optimizer keeps besides those in bf16; ``--master-weights`` of command lines."""
     offload: str = "none"
     """What is kept in host memory, names of ``costs/offload.py`` by hyphens."""
     matmul_dtype: str = "same"

@@ -134,7 +134,7 @@ for part in "$@"; do
         leaderboard-losses)
           ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --keep products --context-length 1024 --losses 20 "${short[@]}" ;;
         leaderboard-masters)
-          ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --master fp32 --memory-budget-gib 133 "${short[@]}" ;;
+          ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --master-weights fp32 --memory-budget-gib 133 "${short[@]}" ;;
         leaderboard-fp8)
           ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --keep products --matmul-dtype e4m3 "${short[@]}" ;;
       esac

@@ -70,9 +70,9 @@ def offload_reason(case: TrainingCase) -> str | None:
     check_known("master", case.master, MASTERS)
     names = offloaded(case)
     if case.master != "none" and (case.optimizer != "fused" or case.dtype != "bf16"):
-        return f"master {case.master} is for dtype bf16 and optimizer fused, got {case.dtype} and {case.optimizer}"
+        return f"fp32 master weights are for dtype bf16 and optimizer fused, got {case.dtype} and {case.optimizer}"
     if "master" in names and case.master == "none":
-        return "offload master needs masters: master fp32"
+        return "offload master needs fp32 master weights"
     if "residual" in names and not case.written_out:
         return "offload residual needs blocks whose backward is written out, got keep autograd"
     if names - {"residual"} and case.optimizer != "fused":

@@ -100,7 +100,7 @@ class TrainingOptions(RunOptions):
     results of matrix products); all; or a level without some parts, as all-norm-swiglu (norm, qkv, attention, residual,
     ffn, swiglu). autograd: backward is left to autograd. By default products for fused kernels and fp8, else
     autograd."""
-    master: tuple[Master, ...] = ("none",)
+    master_weights: tuple[Master, ...] = ("none",)
     """fp32: the optimizer also keeps fp32 master weights; with --dtype bf16 and --optimizer fused."""
     offload: tuple[str, ...] = ("none",)
     """Kept in host memory: m, v, master, gradients (all with --optimizer fused), residual (inputs of blocks whose
@@ -165,7 +165,7 @@ AnyCell = TypeVar("AnyCell")
 
 _SETS = (
     *("size", "batch_size", "context_length", "dtype", "attention", "compile", "checkpoint", "optimizer"),
-    *("master", "offload", "accumulate", "cuda_graph"),
+    *("offload", "accumulate", "cuda_graph"),
 )
 RECIPE = ("matmul_dtype", "gradient_dtype", "scaling", "fp8_skip_first", "fp8_skip_last")
 """Columns that are a recipe of quantized products."""
@@ -188,6 +188,7 @@ def training_cells(
     worlds = {"world_size": options.world_size or ()} if isinstance(options, RankedOptions) else {}
     sets = worlds | {name: getattr(options, name) for name in _SETS}
     sets |= {
+        "master": options.master_weights,
         "size": resolved_sizes(options.size, options.context_length),
         "compile": options.compile or ("on",),
         "checkpoint": tuple(dict.fromkeys(canonical_policy(policy) for policy in options.checkpoint)),

@@ -105,7 +105,7 @@ class TrainOptions:
     """Dtype of parameters, gradients and matrix products; autocast-bf16: fp32 parameters, products in bf16."""
     moments: Literal["same", "fp32", "bf16"] = "same"
     """Dtype of AdamW's moments; one that is not the parameters' needs --optimizer fused."""
-    master: Literal["none", "fp32"] = "none"
+    master_weights: Literal["none", "fp32"] = "none"
     """fp32: the optimizer also keeps fp32 master weights; with --dtype bf16 and --optimizer fused."""
     offload: tuple[Literal["m", "v", "master", "gradients", "residual"], ...] = ()
     """Kept in host memory: moments, master weights, gradients (with --optimizer fused), inputs of blocks (not with
@@ -319,7 +319,7 @@ class TrainOptions:
             scaling=self.scaling,
             fp8_skip_first=self.fp8_skip_first,
             fp8_skip_last=self.fp8_skip_last,
-            master=self.master,
+            master=self.master_weights,
             offload="-".join(self.offload) or "none",
             seed=self.seed,
             z_loss=self.z_loss,

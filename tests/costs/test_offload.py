@@ -49,8 +49,11 @@ class Early(TrainingCase):
         (CASE, None),
         (replace(CASE, master="fp32", offload="master-m-v-gradients-residual"), None),
         (Sharing("cuda", optimizer="fused", offload="m-v"), None),
-        (replace(CASE, offload="master"), "offload master needs masters: master fp32"),
-        (replace(CASE, dtype="fp32", master="fp32"), "master fp32 is for dtype bf16 and optimizer fused, got fp32 and"),
+        (replace(CASE, offload="master"), "offload master needs fp32 master weights"),
+        (
+            replace(CASE, dtype="fp32", master="fp32"),
+            "fp32 master weights are for dtype bf16 and optimizer fused, got fp32 and",
+        ),
         (replace(CASE, optimizer="torch-fused", offload="m"), "offload m needs optimizer fused, got torch-fused"),
         (replace(CASE, keep="autograd", offload="residual"), "offload residual needs blocks whose backward is written"),
         (replace(CASE, cuda_graph="on", offload="m"), "offload m copies beside the step, which a CUDA graph does not"),

@@ -30,7 +30,13 @@ def case_of(world_size: int = 1, **changes):
 
 
 def test_segments_add_up_to_the_device():
-    several = ({}, {"master": "fp32"}, {"accumulate": 4}, {"keep": "input", "lmhead_chunks": 2}, {"moments": "fp32"})
+    several = (
+        {},
+        {"master_weights": "fp32"},
+        {"accumulate": 4},
+        {"keep": "input", "lmhead_chunks": 2},
+        {"moments": "fp32"},
+    )
     for changes in several:
         segments = predicted_segments(case_of(**changes), H200)
         *parts, whole, free = segments.values()
@@ -70,8 +76,8 @@ def test_states_alone_where_the_peak_is_not_predicted():
 
 def test_masters_and_what_is_in_host_memory():
     weights = predicted_segments(case_of(), H200)["weights"]
-    assert predicted_segments(case_of(master="fp32"), H200)["master"] == pytest.approx(2 * weights, rel=2e-3)
-    away = predicted_segments(case_of(master="fp32", offload=("m", "v", "gradients")), H200)
+    assert predicted_segments(case_of(master_weights="fp32"), H200)["master"] == pytest.approx(2 * weights, rel=2e-3)
+    away = predicted_segments(case_of(master_weights="fp32", offload=("m", "v", "gradients")), H200)
     on_host = {name for name in away if name.endswith("on the host")}
     assert on_host == {"gradients on the host", "m on the host", "v on the host"}
     assert away["gradients"] == 0 and not away.keys() & {"m", "v"}

@@ -49,6 +49,7 @@ def test_a_printed_config_says_the_same(device, tmp_path):
     [
         ("learning-rat = 1", "run.toml: unknown option 'learning-rat', did you mean learning-rate?"),
         ("qqq = 1", "run.toml: unknown option 'qqq'"),
+        ('master = "fp32"', "run.toml: unknown option 'master', did you mean master-weights?"),
         ("steps = 1.5", "run.toml: steps must be a whole number, got 1.5"),
         ("steps = true", "run.toml: steps must be a whole number, got True"),
         ('learning-rate = "big"', "run.toml: learning-rate must be a number, got 'big'"),

@@ -38,7 +38,7 @@ class Options(RunOptions):
     """Tokens per step; by default enough to make the optimizer's share small, and 512 for tiny."""
     clipping: bool = True
     """Clip by the global norm of gradients, for which the optimizer has to wait."""
-    master: Literal["none", "fp32"] = "none"
+    master_weights: Literal["none", "fp32"] = "none"
     """fp32: the optimizer also keeps fp32 weights and moments, 16 bytes per parameter in all."""
     peers: tuple[Peer, ...] = ()
     """Also measure the same model without caps, in the same run: compiled, plain PyTorch under torch.compile on the
@@ -150,7 +150,7 @@ def make_cells(options: Options) -> list[StreamingCell]:
         }
         sets = {key: value for key, value in of_size.items() if isinstance(value, tuple)} | {"order": options.order}
         own = {key: value for key, value in of_size.items() if key not in sets}
-        own |= {"size": name, "simulated_device": simulated, "peer": ""}
+        own |= {"size": name, "simulated_device": simulated, "peer": "", "master": options.master_weights}
         for length in of_size["context_length"]:
             _check_tokens(length, of_size["chunk"], of_size["tokens_per_step"])
         cells += [

@@ -37,12 +37,12 @@ def test_masters_are_among_the_states_that_are_predicted(monkeypatch, capsys):
     monkeypatch.setattr(experiment, "cublas_workspace_bytes", lambda device: 2**25)
     for update in ("after-backward", "under-backward"):
         plain, masters = (
-            make_cells(replace(LEADERBOARD, keep=("products",), update=(update,), master=(master,)))[0]
+            make_cells(replace(LEADERBOARD, keep=("products",), update=(update,), master_weights=(master,)))[0]
             for master in ("none", "fp32")
         )
         more = predicted_states(masters, 2) - predicted_states(plain, 2)
         assert more == pytest.approx(4 * plain.config.n_parameters / 2, rel=1e-3)
-    (alone,) = experiment.make_cells(replace(LEADERBOARD, memory_budget_gib=133.0, master=("fp32",)))
+    (alone,) = experiment.make_cells(replace(LEADERBOARD, memory_budget_gib=133.0, master_weights=("fp32",)))
     assert alone.keep != experiment.make_cells(replace(LEADERBOARD, memory_budget_gib=133.0))[0].keep
     assert "fused kernels masters in fp32 within 133 GiB" in capsys.readouterr().err
 

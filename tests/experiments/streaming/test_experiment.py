@@ -94,7 +94,7 @@ def test_a_large_model_is_not_run_on_a_cpu():
 
 
 def test_what_the_optimizer_keeps_is_what_was_asked_for():
-    (cell,) = cells_of("streaming", "--master", "fp32", "--device-gib", "0.004", "--steps", "1")
+    (cell,) = cells_of("streaming", "--master-weights", "fp32", "--device-gib", "0.004", "--steps", "1")
     found = {metric.name: metric.samples[0] for metric in measure(cell)}
     (cell,) = cells_of("streaming", "--device-gib", "0.004", "--steps", "1")
     plain = {metric.name: metric.samples[0] for metric in measure(cell)}
