@@ -81,9 +81,9 @@ Why no wait is forever (and no slot is overwritten early):
   last one has started j - 1; who skips tile j passes turn j on. Turn j needs no tile after K_j+1. When the producer
   waits for the slot of K_n or V_n, it is for somebody who may want turn n - 2 or an earlier one, and what those turns
   need has been copied.
-* ``deterministic``: key tile t adds to a dQ tile after t - 1 has. Positions are taken in an order in which the key
-  tiles of a head follow each other, so the one waited for is done or being worked on: the launch is cooperative, that
-  is, it starts when all its programs fit on the GPU, whatever other streams run.
+* ``deterministic``: key tile t adds to a dQ tile after t + 1 has. Positions are taken in an order in which the key
+  tiles of a head come from the last to the first, so the one waited for is done or being worked on: the launch is
+  cooperative, that is, it starts when all its programs fit on the GPU, whatever other streams run.
 
 Precision as in ``attention/flash``: fp32 sums and softmax, P and dS rounded to the inputs' dtype. dQ is summed over key
 tiles in the order in which they come to it, so its last bits vary from run to run unless ``deterministic``.

@@ -19,6 +19,10 @@ from cs336_systems.operators.copy_engine import can_be_copied, descriptor, examp
 from cs336_systems.operators.launching import MAX_REMEMBERED, ceil_div, n_multiprocessors
 from cs336_systems.operators.prepared import Prepared
 
+ORDERED_HEADS = 8
+"""Key/value heads that are worked on at a time, at least, where sums are in order: the longest key tiles then come
+last, and of several heads they end about together."""
+
 
 @dataclass(frozen=True)
 class Launches:
@@ -71,6 +75,9 @@ def _prepared(
     # A head reads q and do and adds to dq, which has twice their bytes.
     queries_bytes = group * n_queries * d_head * (2 * dtype.itemsize + torch.float32.itemsize)
     items = ceil_div(n_keys, schedule.block_k) * batch * n_kv_heads
+    section_heads = host.section_heads(queries_bytes, batch * n_kv_heads)
+    if ordered:
+        section_heads = min(max(section_heads, ORDERED_HEADS), batch * n_kv_heads)
     main = Prepared(
         hopper_backward_kernel,
         min(items, n_multiprocessors(device)),
@@ -85,7 +92,7 @@ def _prepared(
         example(torch.int32),
         example(torch.int32),
         group,
-        host.section_heads(queries_bytes, batch * n_kv_heads),
+        section_heads,
         padded,
         scale,
         scale * LOG2_E.value,
@@ -124,7 +131,7 @@ def launch_backward(
     ordered: bool = False,
     schedule: BackwardSchedule | None = None,
 ) -> None:
-    """Write dq, dk and dv; ``ordered`` sums dq from the first key tile to the last.
+    """Write dq, dk and dv; ``ordered`` sums dq from the last key tile to the first.
 
     What the copy engine cannot read where it lies is copied first. What it cannot write where it lies (strides of
     batch, head and sequence that are no positive multiples of 16 bytes, a last stride other than 1, a first element off

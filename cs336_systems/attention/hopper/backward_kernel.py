@@ -98,7 +98,7 @@ def dq_product(tiles, keys, step, valid, WHO: gl.constexpr):
 
 
 @gluon.jit
-def add_dq(dq, turns, key_tile, tiles, part, row, WHO: gl.constexpr, ORDERED: gl.constexpr):
+def add_dq(plan, dq, turns, key_tile, tiles, part, row, WHO: gl.constexpr):
     """Add this consumer's part of a dq tile, whose first query is this row of ``dq``, to global memory."""
     BLOCK_Q: gl.constexpr = tiles.ds.shape[2]
     tile = tiles.dq.index(WHO)
@@ -106,14 +106,15 @@ def add_dq(dq, turns, key_tile, tiles, part, row, WHO: gl.constexpr, ORDERED: gl
     tile.store(part)
     fence_async_shared()
     turn = turns + row // BLOCK_Q * 2 + WHO
-    if ORDERED:
-        while gl.load(turn, volatile=True) != key_tile:
+    if plan.ORDERED:
+        adds_before = plan.adds_before(key_tile, row % plan.padded)
+        while gl.load(turn, volatile=True) != adds_before:
             pass
     if BLOCK_Q == 64:
         tma_add(dq, [row, WHO * tiles.dq.shape[2]], tile)
     else:
         tma_add(dq, [row + WHO * ROWS, 0], tile)
-    if ORDERED:
+    if plan.ORDERED:
         finish_adds()
         gl.atomic_add(turn, 1, sem="release", scope="gpu")
 
@@ -121,7 +122,7 @@ def add_dq(dq, turns, key_tile, tiles, part, row, WHO: gl.constexpr, ORDERED: gl
 @gluon.jit
 def backward_consumer(
     plan, dq, dk, dv, turns, tiles, scale, scale_log2,
-    WHO: gl.constexpr, ORDERED: gl.constexpr, LATE_DQ: gl.constexpr, LEFT_IN_REGISTERS: gl.constexpr,
+    WHO: gl.constexpr, LATE_DQ: gl.constexpr, LEFT_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: 64 of the program's keys, and half of each dq tile."""
     BLOCK_Q: gl.constexpr = tiles.q.tiles.shape[1]
@@ -204,7 +205,7 @@ def backward_consumer(
             if not LATE_DQ:
                 dq_part = warpgroup_mma_wait(1, (dq_part,))
             if not LATE_DQ or step > first_step:  # before the first step there was none
-                add_dq(dq, turns, work.first_key // BLOCK_K, tiles, dq_part, dq_row, WHO, ORDERED)
+                add_dq(plan, dq, turns, work.first_key // BLOCK_K, tiles, dq_part, dq_row, WHO)
             if LATE_DQ:
                 dk_sum, dv_sum = warpgroup_mma_wait(1, (dk_next, dv_next))
                 tiles.q.release(step)
@@ -213,7 +214,7 @@ def backward_consumer(
         warpgroup_mma_wait(0, (scores_t,))
         if LATE_DQ:
             dq_part = dq_product(tiles, all_keys, end_step - 1, True, WHO)
-            add_dq(dq, turns, work.first_key // BLOCK_K, tiles, warpgroup_mma_wait(0, (dq_part,)), dq_row, WHO, ORDERED)
+            add_dq(plan, dq, turns, work.first_key // BLOCK_K, tiles, warpgroup_mma_wait(0, (dq_part,)), dq_row, WHO)
         tiles.k.release(turn)
         tiles.v.release(turn)
 
@@ -244,7 +245,7 @@ def hopper_backward_kernel(
     dtype: gl.constexpr = k.dtype
     plan = KeyPlan(  # type: ignore[call-arg]
         q.shape[2], k.shape[2], q.shape[1], k.shape[0] * k.shape[1], group, section_heads,
-        CAUSAL, BLOCK_Q, BLOCK_K, padded,
+        CAUSAL, BLOCK_Q, BLOCK_K, padded, ORDERED,
     )  # fmt: skip
     q_tiles = make_ring(dtype, BLOCK_Q, BLOCK_D, STAGES, 2)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], dtype)
@@ -266,11 +267,11 @@ def hopper_backward_kernel(
         [
             (
                 backward_consumer,
-                (plan, dq, dk, dv, turns, tiles, scale, scale_log2, 0, ORDERED, LATE_DQ, LEFT_IN_REGISTERS),
+                (plan, dq, dk, dv, turns, tiles, scale, scale_log2, 0, LATE_DQ, LEFT_IN_REGISTERS),
             ),
             (
                 backward_consumer,
-                (plan, dq, dk, dv, turns, tiles, scale, scale_log2, 1, ORDERED, LATE_DQ, LEFT_IN_REGISTERS),
+                (plan, dq, dk, dv, turns, tiles, scale, scale_log2, 1, LATE_DQ, LEFT_IN_REGISTERS),
             ),
             (backward_producer, (plan, q, k, v, do, stats, taken, tiles)),
         ],

@@ -92,9 +92,14 @@ class KeyPlan(Plan):
 
     As in ``QueryPlan``, but of key/value heads, and what fits the L2 cache are the queries, output gradients and dq
     that their key tiles share. Key tiles of a head come from the first to the last: if causal, the longest first.
+
+    Sums of dq in order take them from the last to the first, and add to a tile of dq in that order. All tiles of a head
+    begin at their first query, a causal one at its diagonal: the tile before has then just left the queries that this
+    one comes to, and nobody waits. From the first to the last each would wait until the one before has caught up.
     """
 
     padded: gl.tensor
+    ORDERED: gl.constexpr
 
     @gluon.jit
     def n_items(self):
@@ -104,6 +109,8 @@ class KeyPlan(Plan):
     def key_tile(self, position):
         n_key_tiles = gl.cdiv(self.n_keys, self.BLOCK_K)
         rank, batch_head = item_in_section(position, n_key_tiles, self.n_batch_heads, self.section_heads)
+        if self.ORDERED:
+            rank = n_key_tiles - 1 - rank
         first_key = rank * self.BLOCK_K
         first_tile = rank * 0
         if self.CAUSAL:
@@ -120,6 +127,15 @@ class KeyPlan(Plan):
         """The (head, tile) that follows: the next tile, or the first one of the next head, ``head_step`` further."""
         last = tile + 1 == self.n_tiles()
         return gl.where(last, head + head_step, head), gl.where(last, work.first_tile, tile + 1)
+
+    @gluon.jit
+    def adds_before(self, key_tile, first_query):
+        """In order, how many adds to the tile of dq with this first query come before that of a key tile."""
+        n_key_tiles = gl.cdiv(self.n_keys, self.BLOCK_K)
+        if self.CAUSAL:
+            end = first_query + self.BLOCK_Q + self.n_keys - self.n_queries
+            n_key_tiles = gl.minimum(n_key_tiles, gl.cdiv(end, self.BLOCK_K))
+        return n_key_tiles - 1 - key_tile
 
     @gluon.jit
     def first_row(self, work):

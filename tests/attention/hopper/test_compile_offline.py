@@ -21,8 +21,9 @@ q = torch.zeros(1, 2, 200, d_head, dtype=torch.bfloat16)
 if name == "forward":
     forward.launch_forward(q, q, q, True, 0.1)
 else:
-    backward.launch_backward(q, q, q, q, torch.zeros(1, 2, 200), q, q, q, q, True, 0.1)
-kernel = compiled[f"hopper_{name}_kernel"]
+    ordered = name == "backward in order"
+    backward.launch_backward(q, q, q, q, torch.zeros(1, 2, 200), q, q, q, q, True, 0.1, ordered)
+kernel = compiled[f"hopper_{name.split()[0]}_kernel"]
 metadata = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
 print(json.dumps({"ptx": kernel.asm["ptx"], "metadata": metadata}))
 """
@@ -32,7 +33,10 @@ print(json.dumps({"ptx": kernel.asm["ptx"], "metadata": metadata}))
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "d_head", "most_spilled_bytes"),
-    [("forward", 64, 0), ("forward", 128, 0), ("backward", 64, 0), ("backward", 128, 256)],
+    [
+        *(("forward", 64, 0), ("forward", 128, 0), ("backward", 64, 0), ("backward", 128, 256)),
+        *(("backward in order", 64, 8), ("backward in order", 128, 512)),
+    ],
 )
 def test_schedule_compiles_for_hopper(kernel: str, d_head: int, most_spilled_bytes: int) -> None:
     found = report(COMPILE, kernel, d_head)

@@ -1,6 +1,7 @@
 """What needs no GPU: refusals with a pointer to what takes the request, layouts, shapes, the plan's arithmetic."""
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -185,14 +186,16 @@ def test_the_plan_of_queries(
 @PLANS
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("block_q", [64, 128])
+@pytest.mark.parametrize("ordered", [False, True])
 def test_the_plan_of_keys(
-    n_queries: int, n_keys: int, causal: bool, block_q: int, on_host: Callable[..., SimpleNamespace]
+    n_queries: int, n_keys: int, causal: bool, block_q: int, ordered: bool, on_host: Callable[..., SimpleNamespace]
 ) -> None:
     padded = -(-n_queries // 128) * 128
     plan = on_host(
         plans.KeyPlan, n_queries=n_queries, n_keys=n_keys, n_heads=6, n_batch_heads=6, group=2, section_heads=4,
-        padded=padded, CAUSAL=causal, BLOCK_Q=block_q, BLOCK_K=128,
+        padded=padded, ORDERED=ordered, CAUSAL=causal, BLOCK_Q=block_q, BLOCK_K=128,
     )  # fmt: skip
+    adds: dict[tuple[int, int, int], int] = defaultdict(int)
     seen = visible_keys(n_queries, n_keys, causal)
     keys_of = {(batch, kv_head): [] for batch in range(2) for kv_head in range(3)}
     for position in range(plan.n_items()):
@@ -204,6 +207,10 @@ def test_the_plan_of_keys(
             head, tile = plan.after(work, head, tile, 1)
         tiles = range(work.first_tile, -(-n_queries // block_q))
         assert visited == [(2 * work.kv_head + i, tile) for i in range(2) for tile in tiles]
+        if ordered:  # so that no add waits for one of a later position
+            for head, tile in visited:
+                assert plan.adds_before(work.first_key // 128, tile * block_q) == adds[work.batch, head, tile]
+                adds[work.batch, head, tile] += 1
         assert len(tiles) > 0
         assert not seen[: work.first_tile * block_q, work.first_key : work.first_key + 128].any()
         assert plan.first_row(work) == (6 * work.batch + 2 * work.kv_head) * padded
@@ -211,8 +218,7 @@ def test_the_plan_of_keys(
             clear = seen[plan.first_clear(first, 64) * block_q :, first : first + 64]
             assert clear.all()
             assert clear.shape[0] == 0 or first + 64 <= n_keys
-    # Sums of dq in a fixed order rely on it that a key tile comes after those before it.
-    assert all(firsts == list(range(0, n_keys, 128)) for firsts in keys_of.values())
+    assert all(firsts[:: -1 if ordered else 1] == list(range(0, n_keys, 128)) for firsts in keys_of.values())
 
 
 def test_streams_and_captures_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
