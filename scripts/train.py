@@ -108,13 +108,20 @@ def _train(options: TrainOptions) -> int:
     code = {"interrupted": INTERRUPTED}.get(outcome.reason, 1 if outcome.complaint else 0)
     if rank.rank:
         return code
-    line: dict[str, Any] = {"command": NAME, "out": str(options.out), "picture": str(_draw(options.out))}
-    print(f"{line['picture']}: loss, norm, learning rate and throughput of {outcome.steps:,} steps")
+    line: dict[str, Any] = {"command": NAME, "out": str(options.out)}
+    made = {"picture": (_draw, f"loss, norm, learning rate and throughput of {outcome.steps:,} steps")}
+    if options.export and outcome.reason in ("done", "walltime") and not outcome.complaint:
+        made["exported"] = (_export, "the model for Hugging Face")
+    for name, (make, what) in made.items():
+        try:
+            line[name] = str(make(options.out))
+        except (ValueError, OSError) as error:  # what was learned is saved
+            code = code or 1
+            complain(NAME, error)
+        else:
+            print(f"{line[name]}: {what}")
     if outcome.reason != "done":
         print(f"{options.out}: the same command goes on from step {outcome.steps:,}")
-    if options.export and outcome.reason in ("done", "walltime") and not outcome.complaint:
-        line["exported"] = str(_export(options.out))
-        print(f"{line['exported']}: the model for Hugging Face")
     line |= _figures(options.out) | {"reason": outcome.reason, "resumed_at": outcome.first_step}
     print(json.dumps(line | {"s": round(time.perf_counter() - started, 2)}))
     return code

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import joined
@@ -225,6 +226,26 @@ def test_damaged_checkpoints_are_said_and_left(main, tmp_path):
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "run holds no checkpoint that is whole; move these away to begin anew" in err
     assert marker.read_text() == "{"
+
+
+def test_a_disk_that_is_full_at_the_end_costs_no_figure(main, tmp_path, monkeypatch):
+    """The command says what it could not write, and what was learned all the same; an earlier picture stays."""
+
+    def full(figure, path, **options):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    write_dataset(tmp_path / "data")
+    quick = ("--data", "data", "--out", "run", "--context-length", "16", "--warmup-steps", "0")
+    assert main(*quick, "--steps", "1")[0] == 0
+    earlier = (tmp_path / "run/log.png").read_bytes()
+    monkeypatch.setattr(Figure, "savefig", full)
+    code, out, err = main(*quick, "--steps", "2")
+    assert (code, err) == (1, "train: run/log.png: No space left on device\n")
+    said = json.loads(out.splitlines()[-1])
+    assert (said["steps"], said["exported"], "picture" in said) == (2, "run/hf-2", False)
+    assert (tmp_path / "run/log.png").read_bytes() == earlier
+    assert not list((tmp_path / "run").glob(".log.png*"))
 
 
 def test_a_run_that_fails_is_code_1(main, tmp_path):
