@@ -61,7 +61,7 @@ def parse(arguments: list[str]) -> TrainOptions:
         options = tyro.cli(TrainOptions, args=rest, default=defaults, description=__doc__)
         if options.device == device:
             break
-    return options
+    return options.settled()
 
 
 def _print_memory(options: TrainOptions) -> None:

@@ -79,6 +79,7 @@ def test_devices_are_named_as_they_are_typed():
         (("--profile", "--gpu", "h200"), "--profile records CUDA work, and there is none with --gpu h200"),
         (("--peers", "compiled", "--gpu", "h200"), "--peers compiled is measured: --gpu and --profile go without"),
         (("--gpu", "abacus"), "--gpu abacus: known are .*h200"),
+        (("--gpu", "a100-80gb"), "--gpu a100-80gb: did you mean .*a100-sxm-80gb.* known are .*h200"),
         (("--size", "huge"), "unknown model size 'huge'"),
     ],
 )
