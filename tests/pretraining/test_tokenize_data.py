@@ -70,7 +70,7 @@ def test_a_run_says_what_it_made_and_where(run, source):
         (["--tokenizer", "nowhere"], "tokenizer nowhere: there is no nowhere, and made here are bpe and bytes"),
         (
             ["--evaluation-fraction", "1"],
-            "--evaluation-fraction 1 leaves nothing to train a BPE on: name a --tokenizer",
+            "--evaluation-fraction 1 leaves nothing to train a BPE on: name a",
         ),
         (["--eos-token", "<e>"], "--eos-token <e> is for a tokenizer.json, and --tokenizer is bpe"),
         (["--input", "source", "--vocab-size", "10"], "a vocabulary of bytes and an end of text has 257, got 10"),
@@ -93,10 +93,8 @@ def test_bad_input_is_one_sentence(run, source, arguments, message):
 
 
 def test_a_full_disk_is_said_with_the_folder_and_one_file_is_one(run, source, monkeypatch):
-    assert (
-        " 1 file, vocabulary 257\n"
-        in run("--input", "source/1.py", "--tokenizer", "bytes", "--evaluation-fraction", "0")[1]
-    )
+    one = ("--input", "source/1.py", "--tokenizer", "bytes", "--evaluation-fraction", "0")
+    assert " 1 file, vocabulary 257\n" in run(*one)[1]
 
     def full(writer, tokens):
         raise OSError(28, "No space left on device")
