@@ -22,7 +22,7 @@ _UNSAID = ("", "none")
 _PLAIN = {"kernels": "reference", "keep": "autograd", "accumulate": "1", "cuda_graph": "off"}
 _PLAIN |= {"update": "after-backward", "do_bench": "off", "losses": "0"}
 _PLAIN |= {"matmul_dtype": "same", "gradient_dtype": "e4m3", "scaling": "tensor"}
-_PLAIN |= {"fp8_skip_first": "0", "fp8_skip_last": "0"}
+_PLAIN |= {"fp8_skip_first": "0", "fp8_skip_last": "0", "chunk": "0", "tokens_per_step": "0"}
 """Likewise, of one setting each: most tables know no other."""
 
 LABELS = {"batch_size": "batch", "context_length": "context"}

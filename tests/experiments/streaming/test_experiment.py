@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -144,11 +145,25 @@ def test_a_small_model_runs_under_caps_on_a_gpu(tmp_path, device_to_itself):
     assert (tmp_path / "timeline_small_2048_2.5_16.csv").exists()
 
 
+def test_a_cell_that_holds_no_plan_says_what_is_short_and_nothing_that_its_columns_say(capsys):
+    caps = ("--size", "llama3-1b", "--gpu", "h200", "--device-gib", "2", "--host-gib", "4")
+    code, out, _ = run("benchmark_streaming", capsys, *caps)
+    assert code == 1
+    (line,) = [line for line in out.splitlines() if line.startswith("| llama3-1b")]
+    assert re.search(
+        r"\| predicted-oom: the device is \S+ GiB short and the host is \S+ GiB short; .* would do +\|$", line
+    )
+    assert "chunk" not in out
+    assert "tokens_per_step" not in out
+
+
 @pytest.mark.slow
 def test_a_tiny_model_runs_under_caps_on_a_cpu(tmp_path, capsys):
     code, out, _ = run("benchmark_streaming", capsys, "--timeline", "--out", tmp_path)
     assert code == 0
     assert {cell["status"] for cell in json.loads(out.splitlines()[-1])["cells"]} == {"ok"}
+    assert "Plans and what is simulated are those of an H200, beside steps that ran on a CPU.\n" in out
+    assert re.search(r"\| +0\.0009\d+ \|", out), "in use, in GiB"
     rows = read_rows(tmp_path / "benchmark_streaming.csv")
     for _, cell in rows.groupby("device_gib"):
         found = cell.set_index("metric")["median"]
