@@ -91,6 +91,8 @@ def _print_memory(options: TrainOptions) -> None:
 
 
 def _train(options: TrainOptions) -> int:
+    import torch
+
     from cs336_systems.distributed.checkpoint_folder import NoneWhole
     from cs336_systems.distributed.process_group import joined
     from cs336_systems.pretraining.nonfinite import NonFiniteStep
@@ -104,6 +106,13 @@ def _train(options: TrainOptions) -> int:
         except NoneWhole as error:
             raise ValueError(str(error)) from None
         except NonFiniteStep:  # which the console has said
+            return 1
+        except torch.OutOfMemoryError as error:
+            fault = str(error).partition(". ")[0]
+            print(
+                f"{NAME}: {fault}; earlier checkpoints are kept: take a smaller --batch-size, or --keep less",
+                file=sys.stderr,
+            )
             return 1
     code = {"interrupted": INTERRUPTED}.get(outcome.reason, 1 if outcome.complaint else 0)
     if rank.rank:
