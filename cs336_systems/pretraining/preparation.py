@@ -12,7 +12,7 @@ from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.distributed.process_group import Rank, on_rank_0
 from cs336_systems.hardware import GIB
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
-from cs336_systems.operators.host_memory import allowed_host_bytes
+from cs336_systems.operators.host_memory import free_host_bytes
 from cs336_systems.pretraining.capped import CappedStep
 from cs336_systems.pretraining.checkpoint import TOKENIZER, write_run_json
 from cs336_systems.pretraining.loader import Loader, count_sequences
@@ -123,7 +123,7 @@ def _check_fit(case: TrainerCase) -> None:
     """Raise ValueError if this machine's memory cannot hold the step of each of its ranks, swap included."""
     segments = predicted_segments(case, None)
     needed = segments.get("in all", sum(segments.values())) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    free = allowed_host_bytes() + psutil.swap_memory().free
+    free = free_host_bytes() + psutil.swap_memory().free
     if needed > free:
         sizes = f"{needed / GIB:.1f} GiB, and {free / GIB:.1f} are free"
         raise ValueError(

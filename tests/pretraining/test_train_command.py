@@ -260,7 +260,7 @@ def test_memory_that_is_too_little_is_one_sentence(main, tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a capacity")
 
     with monkeypatch.context() as patched:
-        patched.setattr(preparation, "allowed_host_bytes", lambda: 2**20)
+        patched.setattr(preparation, "free_host_bytes", lambda: 2**20)
         patched.setattr(preparation.psutil, "swap_memory", lambda: SimpleNamespace(free=0))
         code, out, err = main(*quick)
     assert (code, out, err.count("\n")) == (2, "", 1)
