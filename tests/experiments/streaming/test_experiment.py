@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -196,3 +197,7 @@ def test_heatmaps_of_measured_cells_stand_apart_from_simulated_ones():
     rows += [simulated | {"metric": f"simulated_{metric}"} for metric in metrics[:4]]
     drawn = list(heatmaps(pd.DataFrame(rows)))
     assert [(name, len(figure.axes)) for name, figure in drawn] == [("s_8", 5), ("s_8_H200", 4)]
+    failed = measured[0] | {"host_gib": 4, "status": "predicted-oom", "metric": "", "median": math.nan}
+    ((_, figure),) = heatmaps(pd.DataFrame([*rows[:10], failed]))
+    texts = {text.get_text(): text.get_color() for text in figure.axes[0].texts}
+    assert texts == {"1": "white", "2": "black", "none": "black"}
