@@ -23,6 +23,8 @@ def _options(record: Options) -> Table:
     changed = {name: value for name, value in record.options.items() if value != record.defaults.get(name)}
     lines = [(name, str(value), str(record.defaults.get(name, _UNKNOWN))) for name, value in changed.items()]
     caption = "Options that are not the defaults" if lines else "All options are the defaults"
+    if record.options.get("device") == "cpu":
+        caption += " of a CPU"  # which are smaller
     if record.first_step:
         caption += f"; resumed after {record.first_step:,} of {record.n_steps:,} steps"
     return _table(caption, ("option", "value", "default"), lines)

@@ -99,6 +99,8 @@ def test_tables_of_what_begins(shown):
     assert "resumed after 40 of 100 steps" in said
     assert "Speed of light: the device's peak is not known" in said
     assert "All options are the defaults" in shown(BEGIN)
+    on_cpu = {"size": "tiny", "device": "cpu"}
+    assert shown(Options(on_cpu, on_cpu, 1000, 4)).startswith("All options are the defaults of a CPU; resumed after 4")
 
 
 def test_no_table_says_nothing(shown):
