@@ -93,7 +93,8 @@ class RunConsole:
                 long = record.waited_seconds >= 1e-3
                 before = f" for the one before {_ms(record.waited_seconds)} ms |" if long else ""
                 waited = f"stall {_ms(record.stall_seconds)} ms |{before} written {_ms(record.seconds)} ms"
-                size = f"{record.n_bytes / GIB:.2f} GiB"
+                of_gib = record.n_bytes / GIB
+                size = f"{of_gib:.2f} GiB" if of_gib >= 1 else f"{1024 * of_gib:.1f} MiB"
                 return f"[C] {self._place(record.step, record.step)} | {waited} | {size}", "cyan"
             case Outlier():
                 if not math.isfinite(record.value):

@@ -48,12 +48,14 @@ def shown():
 
 def test_a_line_for_each_step(shown):
     said = Evaluation(8, 3.119, 100, 1.1034), Checkpoint(8, 2964369408, 0.21, 4.1021, 1e-5)
-    lines = shown(BEGIN, LIGHT, STEP, *said, Checkpoint(9, 2964369408, 9.0, 15.0, 8.79)).splitlines()
-    assert lines[-4:] == [
+    last = Checkpoint(9, 2964369408, 9.0, 15.0, 8.79), Checkpoint(10, 2_524_416, 0.002, 0.1, 0.0)
+    lines = shown(BEGIN, LIGHT, STEP, *said, *last).splitlines()
+    assert lines[-5:] == [
         "[T] step    7 [  0.8%] | time  1869 ms | norm  4.3155 | loss  3.2826 | tps  35,065 | sol 42.9%",
         "[V] step    8 [  0.8%] | time  1103 ms | loss  3.1190",
         "[C] step    8 [  0.8%] | stall   210 ms | written  4102 ms | 2.76 GiB",
         "[C] step    9 [  0.9%] | stall  9000 ms | for the one before  8790 ms | written 15000 ms | 2.76 GiB",
+        "[C] step   10 [  1.0%] | stall   2.0 ms | written   100 ms | 2.4 MiB",
     ]
 
 
