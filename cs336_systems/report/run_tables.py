@@ -58,11 +58,11 @@ def _data(record: Data) -> Table:
 def _memory(record: Memory) -> Table:
     caption = "Memory of one device" + (", predicted and actual" if record.actual_bytes else ", predicted")
     caption += f". {record.hint}" if record.hint else ""
-    segments = record.predicted_bytes | record.actual_bytes
+    segments = {**record.predicted_bytes, **record.actual_bytes}
     small = segments.get("in all", max(segments.values(), default=GIB)) < GIB
     unit, of_unit = ("MiB", _MIB) if small else ("GiB", GIB)
     lines = []
-    for segment in dict.fromkeys((*record.predicted_bytes, *record.actual_bytes)):
+    for segment in segments:
         predicted, actual = record.predicted_bytes.get(segment), record.actual_bytes.get(segment)
         off = f"{100 * (actual / predicted - 1):+.1f}" if predicted and actual is not None else _UNKNOWN
         lines.append((segment, _in(of_unit, predicted), _in(of_unit, actual), off))
@@ -79,12 +79,10 @@ def _light(record: Light) -> Table:
         lines.append((name, part["dtype"], digits(part["flops_per_token"] / 1e9), *_pace(seconds, bound)))
     total = sum(part["flops_per_token"] for part in record.parts.values())
     lines.append(("all", "", digits(total / 1e9), *_pace(bound, bound)))
-    caption = "Speed of light"
     columns = ("part", "dtype", "GFLOP/token", "ns/token", "% of the time")
     if not bound:
-        columns, lines = columns[:3], [line[:3] for line in lines]
-    caption += f": {1 / bound:,.0f} tokens/s" if bound else ": the device's peak is not known"
-    return _table(caption, columns, lines)
+        return _table("Speed of light: the device's peak is not known", columns[:3], [line[:3] for line in lines])
+    return _table(f"Speed of light: {1 / bound:,.0f} tokens/s", columns, lines)
 
 
 def _pace(seconds: float | None, bound: float | None) -> tuple[str, str]:
