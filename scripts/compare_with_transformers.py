@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     if device == "cuda":
         defaults = replace(defaults, size="qwen-100m")
     try:
-        options = tyro.cli(TrainOptions, args=arguments, default=defaults, description=__doc__)
+        options = tyro.cli(TrainOptions, args=arguments, default=defaults, description=__doc__).settled()
         options.check()
         return _compare(options)
     except (ValueError, OSError) as error:

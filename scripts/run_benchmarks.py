@@ -6,6 +6,8 @@
 Names are those of the files in benchmarks/, ``+`` stands between commands, and each runs and writes as it does alone.
 They share what is loaded, and nothing else: every cell builds its own model, and every sweep a process group of its
 own. A command that fails does not keep the next one from running; the exit code is the first that is not 0.
+
+``--help`` shows this; after a benchmark's name, its options.
 """
 
 import runpy
@@ -42,7 +44,7 @@ def commands(arguments: list[str]) -> list[list[str]]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the commands one after another."""
     given = sys.argv[1:] if arguments is None else arguments
-    if "--help" in given[:1]:
+    if given[:1] in (["--help"], ["-h"]):
         print(__doc__)
         return 0
     try:

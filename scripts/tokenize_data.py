@@ -51,7 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
         | {"bytes per token": f"{split['bytes'] / split['tokens']:.2f}", "token files": str(len(split["files"]))}
         for name, split in splits.items()
     ]
-    caption = f"{dataset.manifest['corpus']}: {dataset.manifest['files']:,} files, vocabulary {dataset.vocab_size:,}"
+    n_files = dataset.manifest["files"]
+    files = f"{n_files:,} file{'s' if n_files > 1 else ''}"
+    caption = f"{dataset.manifest['corpus']}: {files}, vocabulary {dataset.vocab_size:,}"
     show(Table(caption, pd.DataFrame(lines)), "auto")
     print(f"{dataset.folder}, in {seconds:.1f} s ({totals['bytes'] / seconds / 1e6:.1f} MB/s)")
     line = {"command": NAME, "out": str(dataset.folder), "vocab_size": dataset.vocab_size} | totals

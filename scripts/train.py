@@ -61,7 +61,7 @@ def parse(arguments: list[str]) -> TrainOptions:
         options = tyro.cli(TrainOptions, args=rest, default=defaults, description=__doc__)
         if options.device == device:
             break
-    return options
+    return options.settled()
 
 
 def _print_memory(options: TrainOptions) -> None:
@@ -91,6 +91,8 @@ def _print_memory(options: TrainOptions) -> None:
 
 
 def _train(options: TrainOptions) -> int:
+    import torch
+
     from cs336_systems.distributed.checkpoint_folder import NoneWhole
     from cs336_systems.distributed.process_group import joined
     from cs336_systems.pretraining.nonfinite import NonFiniteStep
@@ -105,16 +107,30 @@ def _train(options: TrainOptions) -> int:
             raise ValueError(str(error)) from None
         except NonFiniteStep:  # which the console has said
             return 1
+        except torch.OutOfMemoryError as error:
+            fault = str(error).partition(". ")[0]
+            print(
+                f"{NAME}: {fault}; earlier checkpoints are kept: take a smaller --batch-size, or --keep less",
+                file=sys.stderr,
+            )
+            return 1
     code = {"interrupted": INTERRUPTED}.get(outcome.reason, 1 if outcome.complaint else 0)
     if rank.rank:
         return code
-    line: dict[str, Any] = {"command": NAME, "out": str(options.out), "picture": str(_draw(options.out))}
-    print(f"{line['picture']}: loss, norm, learning rate and throughput of {outcome.steps:,} steps")
+    line: dict[str, Any] = {"command": NAME, "out": str(options.out)}
+    made = {"picture": (_draw, f"loss, norm, learning rate and throughput of {outcome.steps:,} steps")}
+    if options.export and outcome.reason in ("done", "walltime") and not outcome.complaint:
+        made["exported"] = (_export, "the model for Hugging Face")
+    for name, (make, what) in made.items():
+        try:
+            line[name] = str(make(options.out))
+        except (ValueError, OSError) as error:  # what was learned is saved
+            code = code or 1
+            complain(NAME, error)
+        else:
+            print(f"{line[name]}: {what}")
     if outcome.reason != "done":
         print(f"{options.out}: the same command goes on from step {outcome.steps:,}")
-    if options.export and outcome.reason in ("done", "walltime") and not outcome.complaint:
-        line["exported"] = str(_export(options.out))
-        print(f"{line['exported']}: the model for Hugging Face")
     line |= _figures(options.out) | {"reason": outcome.reason, "resumed_at": outcome.first_step}
     print(json.dumps(line | {"s": round(time.perf_counter() - started, 2)}))
     return code

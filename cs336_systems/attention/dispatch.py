@@ -34,6 +34,7 @@ from cs336_systems.attention.shapes import AttentionShape, exceeds_device, hoppe
 from cs336_systems.attention.tiled import TiledFlashAttention
 from cs336_systems.attention.variants import RECOMPILE_LIMIT
 from cs336_systems.config import ATTENTIONS
+from cs336_systems.costs.kept import check_known
 from cs336_systems.model.ops import attention as materialised_attention
 
 Serve = Callable[[Tensor, Tensor, Tensor, bool, float | None], Tensor]
@@ -96,8 +97,7 @@ def unsupported_reason(
 
 
 def _named(impl: str) -> Implementation:
-    if impl not in _IMPLEMENTATIONS:
-        raise ValueError(f"unknown attention {impl!r}: known are {', '.join(ATTENTIONS)}")
+    check_known("attention", impl, ATTENTIONS)
     return _IMPLEMENTATIONS[impl]
 
 

@@ -28,6 +28,7 @@ A fused attention is one operator and counts as a matrix product that returns it
 the probabilities, so scores and softmax run again, and only that one product is spared.
 """
 
+import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,9 +52,11 @@ def canonical_policy(policy: str) -> str:
         ValueError: there is no such policy; the message lists what is allowed.
     """
     if policy not in _NAMED and not _COUNTED.fullmatch(policy):
+        near = difflib.get_close_matches(policy, _NAMED, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"unknown checkpoint policy {policy!r}: known are {', '.join(_NAMED)}, every-K (segments of K blocks) and "
-            f"first-M (the first M blocks) with positive K and M"
+            f"unknown checkpoint policy {policy!r}: {hint}known are {', '.join(_NAMED)}, "
+            f"every-K (segments of K blocks) and first-M (the first M blocks) with positive K and M"
         )
     return "full" if policy == "every-1" else policy
 

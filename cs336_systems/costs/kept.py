@@ -136,7 +136,7 @@ def keep_of_blocks(keep: str, n_layers: int) -> tuple[str, ...]:
 def check_known(what: str, value: str, known: tuple[str, ...], where: str = "") -> None:
     """Raise ValueError, with the nearest of the known, for a value that is none of them."""
     if value not in known:
-        near = difflib.get_close_matches(value, known, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(value, known, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"unknown {what} {value!r}{where}: {hint}known are {', '.join(known)}")
 

@@ -85,8 +85,13 @@ def write_run_json(folder: Path, config: ModelConfig, tokenizer: Path, eos_id: i
     run = Run(config, folder / TOKENIZER, eos_id)
     if (folder / RUN).exists():
         there = read_run_json(folder)
-        if there != run or load_tokenizer(there.tokenizer, eos_id).json() != loaded.json():
-            raise ValueError(f"{folder} is the folder of another run, of model {there.config.name}; name another")
+        was, now = ({"eos_id": one.eos_id} | asdict(one.config) for one in (there, run))
+        others = [f"{name} is {was[name]} there and {now[name]} here" for name in now if was[name] != now[name]]
+        if not others and load_tokenizer(there.tokenizer, eos_id).json() != loaded.json():
+            others.append("its tokenizer is another")
+        if others:
+            fault = f"{folder} is the folder of another run, of model {there.config.name}; name another"
+            raise ValueError(f"{fault}: {', '.join(others[:3])}")
         return there
     folder.mkdir(parents=True, exist_ok=True)
     source = tokenizer / TOKENIZER if tokenizer.is_dir() else tokenizer

@@ -58,7 +58,7 @@ def _overlaid(defaults: Options, path: Path) -> Options:
     for name, value in content.items():
         key = name.replace("-", "_")
         if key not in hints:
-            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.4)
+            near = difflib.get_close_matches(key, hints, n=1)
             hint = f", did you mean {near[0].replace('_', '-')}?" if near else ""
             raise ValueError(f"{path}: unknown option {name!r}{hint}")
         values[key] = _converted(value, hints[key], f"{path}: {name}")

@@ -19,13 +19,12 @@ from cs336_systems.pretraining.schedules import Schedule, ScheduleKind
 _POSITIVE = (
     *("context_length", "batch_size", "accumulate", "total_batch_tokens", "steps", "epochs", "clip", "walltime"),
     *("evaluate_every", "evaluation_sequences", "save_every", "keep_last", "keep_every", "log_every"),
-    *("lmhead_chunks", "quantization_every", "device_gib", "host_gib", "chunk"),
+    *("lmhead_chunks", "quantization_every", "device_gib", "host_gib", "chunk", "eps"),
 )
 _NOT_NEGATIVE = (
     "learning_rate",
     "z_loss",
     "weight_decay",
-    "eps",
     "seed",
     "warmup_steps",
     "fp8_skip_first",
@@ -37,6 +36,8 @@ _UNDER_CAPS: dict[str, list[Any]] = {
     **{"z_loss": [0.0], "lmhead_chunks": [None]},
 }
 """Options with the only values that they may have under caps on memory."""
+_SEEDS = 2**32
+"""As many as NumPy's RandomState has."""
 _MOST_WARMUP = 100
 """Steps, unless it is said."""
 
@@ -76,7 +77,7 @@ class TrainOptions:
     steps: int | None = None
     """Steps of the whole run, including those of earlier commands; by default one epoch."""
     epochs: float | None = None
-    """Length of the run, instead of --steps."""
+    """Length of the run, instead of --steps or its default."""
 
     learning_rate: float = 6e-4
     """Highest learning rate."""
@@ -185,16 +186,24 @@ class TrainOptions:
         """The defaults on a device."""
         return cls() if device == "cuda" else cls(device="cpu", **cls.CPU_DEFAULTS)
 
+    def settled(self) -> Self:
+        """Where epochs are asked for, the default of steps does not count."""
+        by_default = self.epochs is not None and self.steps == self.default(self.device).steps
+        return replace(self, steps=None) if by_default else self
+
     def check(self) -> None:
         """Raise ValueError for what can be said without looking at data, device or ranks."""
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{_flag(name)} must be positive, got {value}")
+                raise ValueError(f"{_flag(name)} must be {'finite' if value == math.inf else 'positive'}, got {value}")
         for name in _NOT_NEGATIVE:
             value = getattr(self, name)
             if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"{_flag(name)} must not be negative, got {value}")
+                must = "must be finite" if value == math.inf else "must not be negative"
+                raise ValueError(f"{_flag(name)} {must}, got {value}")
+        if self.seed >= _SEEDS:
+            raise ValueError(f"--seed must be less than 2^32, got {self.seed}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"--betas must lie in [0, 1), got {self.betas[0]} {self.betas[1]}")
         if self.steps is not None and self.epochs is not None:

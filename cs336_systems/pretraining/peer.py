@@ -7,6 +7,8 @@ With ``liger`` the model has Liger's kernels, the loss of the head in chunks amo
 step but how a batch is dealt out.
 """
 
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,7 @@ def peer_model(
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
 
         if liger:
             from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_qwen2
@@ -63,6 +66,8 @@ def peer_model(
         raise Unsupported(f"a peer is not there ({error}): uv sync") from error
     how: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
     if weights is not None:
+        if not sys.stderr.isatty():
+            disable_progress_bar()
         return PeerModel(AutoModelForCausalLM.from_pretrained(weights, **how).train()).to(device)
     fields = config_to_hf(config)
     shape = AutoConfig.for_model(fields.pop("model_type"), **fields)
@@ -126,6 +131,7 @@ def train_peer(prepared: Prepared, weights: Path, rank: Rank, log: RunLog) -> fl
         if done is not None:
             loss, norm, rate = done.values["loss"], done.values["norm"], prepared.schedule(step - 1)
             log.write(Step(step - 1, done.seconds, prepared.tokens_per_step, loss, norm, rate))
+    began = time.perf_counter()
     loss, tokens = evaluate(
         TrainStep(model, optimizer, PRECISIONS[dtype], None),
         prepared.evaluation,
@@ -135,6 +141,6 @@ def train_peer(prepared: Prepared, weights: Path, rank: Rank, log: RunLog) -> fl
         vocab_size=config.vocab_size,
         limit=options.evaluation_sequences,
     )
-    log.write(Evaluation(prepared.n_steps, loss, tokens, 0.0))
+    log.write(Evaluation(prepared.n_steps, loss, tokens, time.perf_counter() - began))
     log.write(End(prepared.n_steps, "done"))
     return loss

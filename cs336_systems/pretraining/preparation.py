@@ -1,21 +1,27 @@
 """From options to what a run needs: data, the model and its step, the schedule. The same on every rank."""
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.distributed.process_group import Rank, on_rank_0
+from cs336_systems.hardware import GIB
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
+from cs336_systems.operators.host_memory import free_host_bytes
 from cs336_systems.pretraining.capped import CappedStep
-from cs336_systems.pretraining.checkpoint import write_run_json
+from cs336_systems.pretraining.checkpoint import TOKENIZER, write_run_json
 from cs336_systems.pretraining.loader import Loader, count_sequences
+from cs336_systems.pretraining.memory import predicted_segments
 from cs336_systems.pretraining.options import TrainerCase, TrainOptions
 from cs336_systems.pretraining.schedules import Schedule
 from cs336_systems.pretraining.token_stream import Dataset, TokenStream
 from cs336_systems.pretraining.tokenize_options import TokenizeOptions
+from cs336_systems.pretraining.tokenizer import vocabulary
 from cs336_systems.training.assemble import build_model, finish
 from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.step import TrainStep
@@ -66,6 +72,7 @@ def prepare(options: TrainOptions, rank: Rank) -> Prepared:
             raise ValueError(f"{dataset.folder} holds out nothing to evaluate on: --evaluate-every None does without")
         count_sequences(evaluation, options.context_length)
     config = config_of(options, dataset)
+    on_rank_0(lambda: _check_tokenizer(options.init, dataset))
     n_steps = options.n_steps(count_sequences(dataset.train, options.context_length), rank.world_size)
     schedule = options.schedule_of(n_steps)
     tokens_per_step = options.tokens_per_step(rank.world_size)
@@ -80,6 +87,8 @@ def prepare(options: TrainOptions, rank: Rank) -> Prepared:
         device=rank.device,
     )
     case = options.training_case(config, rank.world_size)
+    if rank.device.type == "cpu" and not options.capped:
+        _check_fit(case)
     step = CappedStep(options, case, rank.device) if options.capped else _step(options, case, rank)
     batch = step.evaluation_batch if isinstance(step, CappedStep) else options.batch_size
     on_rank_0(lambda: write_run_json(options.out, config, dataset.tokenizer, dataset.eos_id))
@@ -108,6 +117,27 @@ def config_of(options: TrainOptions, dataset: Dataset | None) -> ModelConfig:
         return resolve_size(options.size).at_context(options.context_length)
     rounded = -(-dataset.vocab_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
     return replace(resolve_size(options.size).at_context(options.context_length), vocab_size=rounded)
+
+
+def _check_fit(case: TrainerCase) -> None:
+    """Raise ValueError if this machine's memory cannot hold the step of each of its ranks, swap included."""
+    segments = predicted_segments(case, None)
+    needed = segments.get("in all", sum(segments.values())) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free = free_host_bytes() + psutil.swap_memory().free
+    if needed > free:
+        sizes = f"{needed / GIB:.1f} GiB, and {free / GIB:.1f} are free"
+        raise ValueError(
+            f"a step of {case.config.name} is predicted to take {sizes}: take a smaller --size or less batch"
+        )
+
+
+def _check_tokenizer(init: Path | None, dataset: Dataset) -> None:
+    """Raise ValueError if weights to begin with know other tokens than the data's, as far as their folder tells."""
+    if init is None or not (init / TOKENIZER).exists():
+        return
+    file = dataset.tokenizer / TOKENIZER if dataset.tokenizer.is_dir() else dataset.tokenizer
+    if vocabulary(init / TOKENIZER) != vocabulary(file):
+        raise ValueError(f"{dataset.folder} has other tokens than {init}: tokenize its text with --tokenizer {init}")
 
 
 def _step(options: TrainOptions, case: TrainerCase, rank: Rank) -> TrainStep:

@@ -46,6 +46,11 @@ class TokenizeOptions:
         """Raise ValueError for a number out of range."""
         if not 0 <= self.evaluation_fraction <= 1:
             raise ValueError(f"--evaluation-fraction must lie in 0..1, got {self.evaluation_fraction:g}")
+        if self.tokenizer == "bpe" and self.evaluation_fraction == 1:
+            raise ValueError("--evaluation-fraction 1 leaves nothing to train a BPE on: name a --tokenizer")
+        if self.tokenizer in ("bpe", "bytes") and self.eos_token is not None:
+            asked = f"--eos-token {self.eos_token}"
+            raise ValueError(f"{asked} is for a tokenizer.json, and --tokenizer is {self.tokenizer}")
         if not 0 < self.shard_tokens <= MOST_SHARD_TOKENS:
             raise ValueError(f"--shard-tokens must lie in 1..{MOST_SHARD_TOKENS}, got {self.shard_tokens}")
         if not self.sample_mb > 0:

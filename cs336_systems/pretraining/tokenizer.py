@@ -177,6 +177,21 @@ def load_tokenizer(path: Path, eos: str | int | None = None) -> JsonTokenizer:
         raise ValueError(f"tokenizer {file}: {error}") from None
 
 
+def vocabulary(file: Path) -> dict[str, int]:
+    """Ids by token, of a ``tokenizer.json``.
+
+    Raises:
+        ValueError: it is damaged.
+        OSError: it cannot be read.
+    """
+    try:
+        return Definition.from_str(file.read_text(encoding="utf-8")).get_vocab(with_added_tokens=True)
+    except OSError:
+        raise
+    except Exception as error:  # the library raises nothing more specific
+        raise ValueError(f"tokenizer {file}: no definition of a tokenizer: {error}") from None
+
+
 def _configured_eos(file: Path) -> str | None:
     """What the ``tokenizer_config.json`` beside a ``tokenizer.json`` says; there it is a string or an object."""
     config = file.with_name("tokenizer_config.json")

@@ -46,7 +46,7 @@ def tokenize(options: TokenizeOptions) -> Dataset:
     with _progress(corpus.n_bytes) as progress:
         tokenizer = _make_tokenizer(options, corpus, progress)
         check_width(tokenizer.vocab_size, options.bytes_per_token)
-        with published(out) as folder:
+        with _named(out), published(out) as folder:
             splits = _write(folder, options, corpus, tokenizer, progress)
             named = {"name": options.tokenizer, "vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
             described = {"layout": LAYOUT, "corpus": corpus.description, "files": len(corpus.files)}
@@ -74,11 +74,23 @@ def _check_target(out: Path, replace: bool) -> None:
         raise ValueError(f"--out {out} is there already; --replace makes it anew")
 
 
+@contextmanager
+def _named(out: Path) -> Iterator[None]:
+    """An OSError of the block says what could not be written, at least the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), error.filename or str(out)) from error
+
+
 def _make_tokenizer(options: TokenizeOptions, corpus: Corpus, progress: "_Bar") -> Tokenizer:
     if options.tokenizer == "bytes":
         return ByteTokenizer()
     if options.tokenizer != "bpe":
-        return load_tokenizer(Path(options.tokenizer), options.eos_token)
+        path = Path(options.tokenizer)
+        if len(path.parts) == 1 and not path.exists():
+            raise ValueError(f"tokenizer {path}: there is no {path}, and made here are bpe and bytes")
+        return load_tokenizer(path, options.eos_token)
     progress.say(f"training a vocabulary of {options.vocab_size:,}")
     return train_bpe(_sample(options, corpus), options.vocab_size)
 

@@ -105,6 +105,7 @@ def train(options: TrainOptions, rank: Rank, *sinks: Sink) -> Outcome:
     Raises:
         ValueError: options, data, folder, weights or device do not serve, or the run has made more steps already; one
             sentence, before anything is changed.
+            From a run under way: its data hold what is no token; what was learned is saved.
         OSError: something cannot be read, or the log not be written.
         NoneWhole: the folder has checkpoints, all of them damaged.
         NonFiniteStep: a loss or a gradient is not finite; checkpoints are as they were.
@@ -208,7 +209,7 @@ class _Run:
     def __init__(self, prepared: Prepared, rank: Rank, log: RunLog, saver: BackgroundSaver, first_step: int) -> None:
         self._prepared, self._rank, self._log, self._saver = prepared, rank, log, saver
         self._options, self._step = prepared.options, prepared.step
-        self._first_step = self._made = first_step
+        self._first_step = self._made = self._saved_step = first_step
         self._copies = prepared.options.save_every is not None
         """Whether checkpoints are copied before they are written."""
         self._saved: Path | None = None
@@ -235,9 +236,14 @@ class _Run:
                     self._evaluate_or_save()
                     deferred.restart()
         except NonFiniteStep as error:
-            self._tell_saves(self._saver.wait())
-            self._log.say(str(error), "error")
-            self._log.write(End(self._made, "failed"))
+            self._fail(error)
+            raise
+        except ValueError as error:  # of the data: tokens that no step has seen
+            if self._rank.world_size == 1:  # other ranks know nothing of it
+                self._tell(deferred.flush(), self._made - 1)
+                if self._options.save_every is not None and self._made > self._saved_step:
+                    self._save()
+            self._fail(error)
             raise
         self._tell_saves(self._saver.wait())
         if isinstance(self._step, CappedStep) and (passed := self._step.passed()):
@@ -245,6 +251,12 @@ class _Run:
         reason = self._reason if self._made < self._prepared.n_steps and self._reason else "done"
         self._log.write(End(self._made, reason))
         return Outcome(self._options.out, self._first_step, self._made, reason, self._saved, self._complaint)
+
+    def _fail(self, error: Exception) -> None:
+        """Say why and where the run ends."""
+        self._tell_saves(self._saver.wait())
+        self._log.say(str(error), "error")
+        self._log.write(End(self._made, "failed"))
 
     def _queue_step(self, stop: StopRequests, deferred: Deferred) -> list[Tensor]:
         """Give the device one step; what it comes to, in the order of ``_VALUES``."""
@@ -348,6 +360,7 @@ class _Run:
         if isinstance(self._step, CappedStep):
             extra["chunking"] = asdict(self._step.chunking)
         self._saver.save(self._made, extra)
+        self._saved_step = self._made
         self._tell_saves(self._saver.finished())
 
     def _tell_saves(self, saves: Sequence[Saved]) -> None:

@@ -1,6 +1,7 @@
 """What all figures share: how axes look, how they are written, and colours that colour-blind readers can tell apart."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -23,6 +24,8 @@ def dress(axes: Axes) -> None:
 def save(figure: Figure | None, path: Path, **said: str) -> bool:
     """Write a figure as PNG, in a folder that need not be there yet; returns whether there was one.
 
+    An earlier picture stays until the new one is whole.
+
     Args:
         said: text that the file says about itself, by keyword (PNG's text chunks).
 
@@ -31,5 +34,10 @@ def save(figure: Figure | None, path: Path, **said: str) -> bool:
     """
     if figure is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150, metadata=said)
+        try:
+            with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+                figure.savefig(Path(folder) / path.name, dpi=150, metadata=said)
+                (Path(folder) / path.name).replace(path)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     return figure is not None

@@ -13,6 +13,7 @@ What is shown of a cell is its newest run (``harness/runs.py``). Where the lines
 several days, each carries its date.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,6 +95,7 @@ class Column:
         value: a metric, or a function of the line; text that it returns is shown as it is, None as a dash, a spread
             with its ends where they are not the same.
         form: of the number, three digits unless said.
+        little: what ``form`` would show as zero has three digits.
         spread: whether p10 and p90 stand behind the median; one sample has none.
         rank: how soon a narrow terminal drops it (``Table.ranks``).
         note: what the header cannot say.
@@ -107,6 +109,7 @@ class Column:
     rank: int = 1
     note: str = ""
     optional: bool = False
+    little: bool = False
 
     def show(self, line: Line) -> str:
         """The cell of a line."""
@@ -124,7 +127,9 @@ class Column:
         return text
 
     def _number(self, value: float) -> str:
-        return format(value, self.form) if self.form else digits(value)
+        text = format(value, self.form) if self.form else digits(value)
+        vanished = value and math.isfinite(value) and not any(digit in text for digit in "123456789")
+        return digits(value) if self.little and vanished else text
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from cs336_systems.pretraining.run_records import (
     Step,
 )
 from cs336_systems.report.run_tables import record_table
-from cs336_systems.report.tables import Table
+from cs336_systems.report.tables import WIDEST, Table
 
 
 class RunConsole:
@@ -48,6 +48,8 @@ class RunConsole:
         self._every = every
         self._console = console or Console()
         self._n_steps = 1
+        self._in_lines = False
+        """Whether what was shown last was a line, from which a table stands apart."""
         self._seconds_per_token: float | None = None
         columns = (TextColumn("{task.fields[where]}"), BarColumn(None), TimeElapsedColumn(), TimeRemainingColumn())
         idle = not self._console.is_terminal
@@ -67,6 +69,7 @@ class RunConsole:
             self._show(table)
         elif (line := self._line(record)) is not None:
             self._say(*line)
+            self._in_lines = True
 
     def close(self) -> None:
         """Take the bar away."""
@@ -90,9 +93,12 @@ class RunConsole:
                 long = record.waited_seconds >= 1e-3
                 before = f" for the one before {_ms(record.waited_seconds)} ms |" if long else ""
                 waited = f"stall {_ms(record.stall_seconds)} ms |{before} written {_ms(record.seconds)} ms"
-                size = f"{record.n_bytes / GIB:.2f} GiB"
+                of_gib = record.n_bytes / GIB
+                size = f"{of_gib:.2f} GiB" if of_gib >= 1 else f"{1024 * of_gib:.1f} MiB"
                 return f"[C] {self._place(record.step, record.step)} | {waited} | {size}", "cyan"
             case Outlier():
+                if not math.isfinite(record.value):
+                    return None  # its step says so
                 value = f"{record.quantity} {record.value:.4f}"
                 return f"step {record.step}: {value} is an outlier, z {record.z:.1f}", "yellow"
             case Message():
@@ -126,11 +132,14 @@ class RunConsole:
             self._console.file.flush()
 
     def _show(self, table: Table) -> None:
+        if self._in_lines:
+            self._say("", "")
+            self._in_lines = False
         terminal = self._console.is_terminal and not table.frame.empty
         if terminal:
             self._console.print(table.rich(self._console.width), "")
         else:
-            self._say(f"{table.caption if table.frame.empty else table.markdown()}\n", "")
+            self._say(f"{table.caption if table.frame.empty else table.markdown(WIDEST)}\n", "")
 
 
 def _ms(seconds: float) -> str:

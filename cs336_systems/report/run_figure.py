@@ -1,8 +1,8 @@
 """Training runs as one picture: loss, gradient norm, learning rate, tokens per second, share of the light, the GPU.
 
 A colour for each run. What each step says is pale, its running median lies on top, and evaluations are dots; a dotted
-line is where a run was resumed. What a log does not have, or not yet, is said where it would be drawn. Drawn without
-pyplot, so importing this touches no display.
+line is where a run was resumed. What a log does not have, or not yet, is said where it would be drawn; runs without a
+GPU have no panels of one. Drawn without pyplot, so importing this touches no display.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -33,9 +33,12 @@ _LAYOUT: list[HashableList[str]] = [
     ["tokens_per_s", "speed_of_light", "memory_used_bytes"],
     ["sm_mhz", "power_w", "temperature_c"],
 ]
+_WITHOUT_GPU: list[HashableList[str]] = [*_LAYOUT[:2], ["tokens_per_s", "tokens_per_s", "tokens_per_s"]]
 _QUANTIZATION: list[HashableList[str]] = [["underflow", "gradient_underflow", "absmax"]]
 _SMOOTHED_SHARE = 0.02
 """Of the longest run's steps, over which the running median goes if nobody says."""
+_DECADE = 10
+"""Between the ends of an axis, from which on ticks stand by powers of ten."""
 _FEW = 40
 """Points that are marked one by one, as a line through them may be too short to be seen."""
 _GREY = "#666666"
@@ -105,7 +108,8 @@ def run_figure(runs: Mapping[str, Run], x: XAxis = "step", smooth: int | None = 
         smooth = max(1, round(_SMOOTHED_SHARE * max(len(run.steps) for run in runs.values())))
     if smooth < 1:
         raise ValueError(f"a median goes over at least one step, got {smooth}")
-    layout = _LAYOUT + (_QUANTIZATION if any(run.last(Quantization) for run in runs.values()) else [])
+    layout = _LAYOUT if any(map(_has_gpu, runs.values())) else _WITHOUT_GPU
+    layout = layout + (_QUANTIZATION if any(run.last(Quantization) for run in runs.values()) else [])
     figure = Figure(figsize=(13, 2.75 * len(layout)), layout="constrained")
     panels = figure.subplot_mosaic(layout)
     coloured = [(run, colour) for run, colour in zip(runs.values(), OKABE_ITO, strict=False)]
@@ -128,13 +132,20 @@ def run_figure(runs: Mapping[str, Run], x: XAxis = "step", smooth: int | None = 
         _scale(axes, column, panel)
     for number, (run, colour) in enumerate(coloured):
         _mark(panels["loss"], panels["norm"], run, colour, x)
-        _mark_throttling(panels["sm_mhz"], run, colour, x, floor=0.02 + 0.03 * number)
+        if "sm_mhz" in panels:
+            _mark_throttling(panels["sm_mhz"], run, colour, x, floor=0.02 + 0.03 * number)
     panels["loss"].legend(handles=list(_legend(runs.values(), smooth)), loc="upper right", frameon=False, fontsize=9)
     figure.suptitle(_title(runs), fontsize=11)
     if len(runs) > 1:
         lines = [Line2D([], [], color=colour, label=name) for name, colour in zip(runs, OKABE_ITO, strict=False)]
         figure.legend(handles=lines, loc="outside lower center", ncols=min(4, len(lines)), frameon=False, fontsize=9)
     return figure
+
+
+def _has_gpu(run: Run) -> bool:
+    """Or may have one: its log does not say yet."""
+    device = run.last(Device)
+    return device is None or device.memory_bytes is not None
 
 
 def _places(run: Run, steps: "pd.Series[int]", x: XAxis) -> np.ndarray:
@@ -152,9 +163,11 @@ def _steps_made(run: Run) -> int:
 
 def _scale(axes: Axes, column: str, panel: _Panel) -> None:
     """Losses and norms by their ratios, as the first are far from the last; rates and shares from zero."""
-    if column in ("loss", "norm") and axes.get_ylim()[0] > 0:
+    low, high = axes.get_ylim()
+    if column in ("loss", "norm") and low > 0:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(MaxNLocator(10) if column == "loss" else LogLocator(subs=(1, 2, 5)))
+        wide = column == "norm" and high > _DECADE * low
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(10 if column == "loss" else 6))
         axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(WITH_COMMAS)
     if panel.from_zero:

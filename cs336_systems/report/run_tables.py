@@ -10,6 +10,7 @@ from cs336_systems.pretraining.run_records import Data, Device, Light, Memory, M
 from cs336_systems.report.tables import Table, digits
 
 _UNKNOWN = "–"
+_MIB = 2**20
 
 
 def record_table(record: Record) -> Table | None:
@@ -22,15 +23,18 @@ def _options(record: Options) -> Table:
     changed = {name: value for name, value in record.options.items() if value != record.defaults.get(name)}
     lines = [(name, str(value), str(record.defaults.get(name, _UNKNOWN))) for name, value in changed.items()]
     caption = "Options that are not the defaults" if lines else "All options are the defaults"
+    if record.options.get("device") == "cpu":
+        caption += " of a CPU"  # which are smaller
     if record.first_step:
         caption += f"; resumed after {record.first_step:,} of {record.n_steps:,} steps"
     return _table(caption, ("option", "value", "default"), lines)
 
 
 def _device(record: Device) -> Table:
-    memory = _UNKNOWN if record.memory_bytes is None else f"{record.memory_bytes / GIB:.1f}"
-    said = {name: str(value) for name, value in record.provenance.items() if value not in ("", 0, None)}
-    lines = [("devices", str(record.count)), ("memory of each, GiB", memory), *said.items()]
+    memory = [] if record.memory_bytes is None else [("memory of each, GiB", f"{record.memory_bytes / GIB:.1f}")]
+    told = {name: value for name, value in record.provenance.items() if name != "argv"}  # the options say it
+    said = [(name, str(value)) for name, value in told.items() if value not in ("", 0, None)]
+    lines = [("devices", str(record.count)), *memory, *said]
     return _table(f"Device: {record.name}", ("what", "value"), lines)
 
 
@@ -54,14 +58,17 @@ def _data(record: Data) -> Table:
 def _memory(record: Memory) -> Table:
     caption = "Memory of one device" + (", predicted and actual" if record.actual_bytes else ", predicted")
     caption += f". {record.hint}" if record.hint else ""
+    segments = {**record.predicted_bytes, **record.actual_bytes}
+    small = segments.get("in all", max(segments.values(), default=GIB)) < GIB
+    unit, of_unit = ("MiB", _MIB) if small else ("GiB", GIB)
     lines = []
-    for segment in dict.fromkeys((*record.predicted_bytes, *record.actual_bytes)):
+    for segment in segments:
         predicted, actual = record.predicted_bytes.get(segment), record.actual_bytes.get(segment)
         off = f"{100 * (actual / predicted - 1):+.1f}" if predicted and actual is not None else _UNKNOWN
-        lines.append((segment, _gib(predicted), _gib(actual), off))
+        lines.append((segment, _in(of_unit, predicted), _in(of_unit, actual), off))
     if not record.actual_bytes:
-        return _table(caption, ("segment", "predicted GiB"), [line[:2] for line in lines])
-    return _table(caption, ("segment", "predicted GiB", "actual GiB", "off by %"), lines)
+        return _table(caption, ("segment", f"predicted {unit}"), [line[:2] for line in lines])
+    return _table(caption, ("segment", f"predicted {unit}", f"actual {unit}", "off by %"), lines)
 
 
 def _light(record: Light) -> Table:
@@ -72,9 +79,10 @@ def _light(record: Light) -> Table:
         lines.append((name, part["dtype"], digits(part["flops_per_token"] / 1e9), *_pace(seconds, bound)))
     total = sum(part["flops_per_token"] for part in record.parts.values())
     lines.append(("all", "", digits(total / 1e9), *_pace(bound, bound)))
-    caption = "Speed of light"
-    caption += f": {1 / bound:,.0f} tokens/s" if bound else ": the device's peak is not known"
-    return _table(caption, ("part", "dtype", "GFLOP/token", "ns/token", "% of the time"), lines)
+    columns = ("part", "dtype", "GFLOP/token", "ns/token", "% of the time")
+    if not bound:
+        return _table("Speed of light: the device's peak is not known", columns[:3], [line[:3] for line in lines])
+    return _table(f"Speed of light: {1 / bound:,.0f} tokens/s", columns, lines)
 
 
 def _pace(seconds: float | None, bound: float | None) -> tuple[str, str]:
@@ -84,8 +92,8 @@ def _pace(seconds: float | None, bound: float | None) -> tuple[str, str]:
     )
 
 
-def _gib(n_bytes: int | None) -> str:
-    return _UNKNOWN if n_bytes is None else f"{n_bytes / GIB:.2f}"
+def _in(unit: int, n_bytes: int | None) -> str:
+    return _UNKNOWN if n_bytes is None else f"{n_bytes / unit:,.2f}"
 
 
 def _table(caption: str, columns: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> Table:

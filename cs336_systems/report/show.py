@@ -1,11 +1,12 @@
 """Tables on stdout."""
 
 import sys
+from functools import partial
 
 from rich.console import Console
 
 from cs336_systems.report.command_line import Format
-from cs336_systems.report.tables import Table
+from cs336_systems.report.tables import WIDEST, Table
 
 
 def show(table: Table, form: Format) -> None:
@@ -14,5 +15,5 @@ def show(table: Table, form: Format) -> None:
         console = Console()
         console.print(table.rich(console.width))
     else:
-        print({"latex": table.latex, "csv": table.csv}.get(form, table.markdown)())
+        print({"latex": table.latex, "csv": table.csv}.get(form, partial(table.markdown, WIDEST))())
     print()

@@ -22,7 +22,7 @@ _UNSAID = ("", "none")
 _PLAIN = {"kernels": "reference", "keep": "autograd", "accumulate": "1", "cuda_graph": "off"}
 _PLAIN |= {"update": "after-backward", "do_bench": "off", "losses": "0"}
 _PLAIN |= {"matmul_dtype": "same", "gradient_dtype": "e4m3", "scaling": "tensor"}
-_PLAIN |= {"fp8_skip_first": "0", "fp8_skip_last": "0"}
+_PLAIN |= {"fp8_skip_first": "0", "fp8_skip_last": "0", "chunk": "0", "tokens_per_step": "0"}
 """Likewise, of one setting each: most tables know no other."""
 
 LABELS = {"batch_size": "batch", "context_length": "context"}
@@ -33,6 +33,8 @@ _FIGURE = re.compile(r"[-+~<]?\d[\d,.]*(e[-+]?\d+)?( ?\(.*\)|–[\d,.]+)?( [A-Za
 
 _BLANK = ("", "–")
 _GAP = 2
+WIDEST = 60
+"""Characters to which a column of plain text is padded."""
 _LEAST_WORDS = 24
 """Characters to which a terminal may cut a column of words, such as the message of a failure."""
 
@@ -52,10 +54,21 @@ class Table:
     notes: Mapping[str, str] = field(default_factory=dict)
     ranks: Mapping[str, int] = field(default_factory=dict)
 
-    def markdown(self) -> str:
-        """GitHub's table syntax under the caption; figures right-aligned."""
+    def markdown(self, widest: int | None = None) -> str:
+        """GitHub's table syntax under the caption; figures right-aligned.
+
+        Args:
+            widest: characters to which a column is padded at most; a longer cell makes its own line long, not all.
+        """
         cells = self.frame.map(lambda cell: " ".join(str(cell).replace("|", r"\|").splitlines()))
-        body = cells.to_markdown(index=False, disable_numparse=True, colalign=self._alignment())
+        cut = cells if widest is None else cells.map(lambda cell: _cut(cell, widest))
+        body = cut.to_markdown(index=False, disable_numparse=True, colalign=self._alignment())
+        if widest is not None:
+            header, rule, *lines = body.splitlines()
+            for row, (whole, short) in enumerate(zip(cells.to_numpy(), cut.to_numpy(), strict=True)):
+                for cell, begun in zip(whole, short, strict=True):
+                    lines[row] = lines[row].replace(begun, cell, 1) if cell != begun else lines[row]
+            body = "\n".join((header, rule, *lines))
         return "\n\n".join(filter(None, (self.caption, body, self._footnote(self.frame.columns))))
 
     def latex(self) -> str:

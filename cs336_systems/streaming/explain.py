@@ -72,14 +72,23 @@ def reasons(choice: Choice) -> Iterator[str]:
         if (n := dict(plan.resident).get(what, 0)) < n_layers
     ]
     yield f"Of {n_layers} layers, {', '.join(streamed) or 'none'} stream; the others' stay on the device."
-    if waits := [f"{s:.2f} s for {_COPIES[lane]}" for lane, s in times.waited_for.items() if s > 0.005 * times.span]:
-        yield f"Kernels wait {' and '.join(waits)}, {end_seconds(choice):.2f} s of that after backward."
+    if waits := [f"{_time(s)} for {_COPIES[lane]}" for lane, s in times.waited_for.items() if s > 0.005 * times.span]:
+        yield f"Kernels wait {' and '.join(waits)}; the step ends {_time(end_seconds(choice))} after backward."
     if plan.clipping and end_seconds(choice) > 0.001 * times.span:
         rest = 100 * end_seconds(choice) / times.span
         yield f"Clipping by the global norm puts the optimizer behind backward: {rest:.1f} % of the step."
     for what, parts, cap in (("device", choice.device_parts, caps.device), ("host", choice.host_parts, caps.host)):
         used = sum(parts.values())
-        yield f"The {what} holds {used / GIB:.1f} of {cap / GIB:.1f} GiB, {_largest(parts)} most of all."
+        most = f", {_largest(parts)} most of all" if used else ""
+        yield f"The {what} holds {_size(used)} of {_size(cap)}{most}."
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / GIB:,.1f} GiB" if n_bytes >= GIB else f"{n_bytes / 2**20:,.1f} MiB"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
 
 
 def _largest(parts: dict[str, int]) -> str:

@@ -113,7 +113,7 @@ def test_other_alignments_of_the_mask_are_refused():
 
 def test_unknown_names_list_the_known_ones():
     for call in (lambda: attention(*inputs(), causal=True, impl="falsh"), lambda: attention_op("falsh")):
-        with pytest.raises(ValueError, match="'falsh': known are reference, .*flex"):
+        with pytest.raises(ValueError, match=r"'falsh': did you mean 'flash'\? known are reference, .*flex"):
             call()
 
 

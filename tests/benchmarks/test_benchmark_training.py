@@ -14,7 +14,8 @@ from .commands import cells_of, run_in_a_process
     ("arguments", "message"),
     [
         (["--seconds", "inf"], "--seconds must be positive and finite, got inf"),
-        (["--attention", "magic"], "unknown attention 'magic'"),
+        (["--attention", "magic"], "unknown attention 'magic': known are reference"),
+        (["--attention", "flashh"], "unknown attention 'flashh': did you mean 'flash'\\? known are reference"),
         (["--size", "tinny"], "unknown model size 'tinny'"),
         (["--keep", "everything"], "unknown level"),
     ],

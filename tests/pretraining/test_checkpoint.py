@@ -151,8 +151,13 @@ def test_a_run_is_described_once(tmp_path):
     assert before.keys() == {"run.json", "tokenizer.json", "tokenizer_config.json"}
     assert write_run_json(run, LLAMA, tokenizer.parent, 256) == first == read_run_json(run)
     for config, eos_id in ((replace(LLAMA, n_layers=3), 256), (LLAMA, 7)):
-        with pytest.raises(ValueError, match="run is the folder of another run, of model a-llama; name another"):
+        fault = "run is the folder of another run, of model a-llama; name another: (n_layers is 2|eos_id is 256) there"
+        with pytest.raises(ValueError, match=fault):
             write_run_json(run, config, tokenizer, eos_id)
+    other = write_tokenizer(tmp_path / "other dataset")
+    other.write_text(other.read_text().replace('"b"', '"bb"'))
+    with pytest.raises(ValueError, match="name another: its tokenizer is another$"):
+        write_run_json(run, LLAMA, other, 256)
     assert {path.name: path.read_text() for path in run.iterdir()} == before
     for config, eos_id, message in (
         (replace(LLAMA, vocab_size=256), 256, "has 257 ids, the model 256"),

@@ -6,7 +6,7 @@ import pytest
 
 from cs336_systems.pretraining.run_log import LOG
 from cs336_systems.pretraining.run_reader import read_run
-from cs336_systems.pretraining.run_records import Step
+from cs336_systems.pretraining.run_records import Evaluation, Step
 from tests.pretraining.trained import write_dataset
 
 pytest.importorskip("transformers")
@@ -33,7 +33,9 @@ def test_both_runs_learn_the_same(load_script, tmp_path, monkeypatch, capfd):
     write_dataset(tmp_path / "data")
     arguments = [*SMALL.split(), "--learning-rate", "1e-2", "--no-export"]
     assert script.main(arguments) == 0
-    out = capfd.readouterr().out
+    out, err = capfd.readouterr()
+    assert "Loading" not in err, "a bar that no terminal shows"
+    assert read_run(tmp_path / "compared" / "transformers" / LOG).last(Evaluation).seconds > 1e-3
     said = json.loads(out.splitlines()[-1])
     assert said["steps"] == 12 and abs(said["off_percent"]) < 1e-3
     ours, theirs = (read_run(tmp_path / "compared" / name / LOG).all(Step) for name in ("ours", "transformers"))

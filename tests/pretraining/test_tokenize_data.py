@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cs336_systems.pretraining.token_file import TokenFileWriter
 from cs336_systems.pretraining.token_stream import Dataset
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +67,12 @@ def test_a_run_says_what_it_made_and_where(run, source):
     [
         (["--input", "nowhere"], "nowhere does not exist"),
         (["--input", "source", "--suffix", ".rs"], "folder source has no files that end in .rs"),
-        (["--tokenizer", "nowhere"], "tokenizer nowhere: there is no nowhere"),
+        (["--tokenizer", "nowhere"], "tokenizer nowhere: there is no nowhere, and made here are bpe and bytes"),
+        (
+            ["--evaluation-fraction", "1"],
+            "--evaluation-fraction 1 leaves nothing to train a BPE on: name a",
+        ),
+        (["--eos-token", "<e>"], "--eos-token <e> is for a tokenizer.json, and --tokenizer is bpe"),
         (["--input", "source", "--vocab-size", "10"], "a vocabulary of bytes and an end of text has 257, got 10"),
         (["--evaluation-fraction", "1.5"], "--evaluation-fraction must lie in 0..1, got 1.5"),
         (["--evaluation-fraction", "nan"], "--evaluation-fraction must lie in 0..1, got nan"),
@@ -84,6 +90,19 @@ def test_bad_input_is_one_sentence(run, source, arguments, message):
     assert message in err
     assert err.count("\n") == 1
     assert [path.name for path in source.parent.iterdir()] == ["source"]
+
+
+def test_a_full_disk_is_said_with_the_folder_and_one_file_is_one(run, source, monkeypatch):
+    one = ("--input", "source/1.py", "--tokenizer", "bytes", "--evaluation-fraction", "0")
+    assert " 1 file, vocabulary 257\n" in run(*one)[1]
+
+    def full(writer, tokens):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TokenFileWriter, "append", full)
+    code, out, err = run("--input", "source", "--tokenizer", "bytes", "--out", "full")
+    assert (code, out, err) == (2, "", "tokenize_data: full: No space left on device\n")
+    assert sorted(path.name for path in source.parent.iterdir()) == ["data", "source"]
 
 
 def start(folder, *arguments):

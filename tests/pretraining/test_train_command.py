@@ -11,19 +11,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.distributed.spawn import spawn
+from cs336_systems.pretraining import preparation
 from cs336_systems.pretraining.checkpoint import load_trained, load_weights
 from cs336_systems.pretraining.run_log import LOG
 from cs336_systems.pretraining.run_reader import read_run
 from cs336_systems.pretraining.run_records import End
 from cs336_systems.pretraining.trainer import train
 from cs336_systems.processes import Died, FreshProcess
+from cs336_systems.training.step import TrainStep
 from tests.pretraining.trained import losses_and_norms, options, train_each, write_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -225,6 +229,47 @@ def test_damaged_checkpoints_are_said_and_left(main, tmp_path):
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "run holds no checkpoint that is whole; move these away to begin anew" in err
     assert marker.read_text() == "{"
+
+
+def test_a_disk_that_is_full_at_the_end_costs_no_figure(main, tmp_path, monkeypatch):
+    """The command says what it could not write, and what was learned all the same; an earlier picture stays."""
+
+    def full(figure, path, **options):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    write_dataset(tmp_path / "data")
+    quick = ("--data", "data", "--out", "run", "--context-length", "16", "--warmup-steps", "0")
+    assert main(*quick, "--steps", "1")[0] == 0
+    earlier = (tmp_path / "run/log.png").read_bytes()
+    monkeypatch.setattr(Figure, "savefig", full)
+    code, out, err = main(*quick, "--steps", "2")
+    assert (code, err) == (1, "train: run/log.png: No space left on device\n")
+    said = json.loads(out.splitlines()[-1])
+    assert (said["steps"], said["exported"], "picture" in said) == (2, "run/hf-2", False)
+    assert (tmp_path / "run/log.png").read_bytes() == earlier
+    assert not list((tmp_path / "run").glob(".log.png*"))
+
+
+def test_memory_that_is_too_little_is_one_sentence(main, tmp_path, monkeypatch):
+    """Before anything is built where it can be known; else when the device says so."""
+    write_dataset(tmp_path / "data")
+    quick = ("--data", "data", "--out", "run", "--context-length", "16", "--warmup-steps", "0", "--steps", "2")
+
+    def full(step, *batch):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a capacity")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(preparation, "free_host_bytes", lambda: 2**20)
+        patched.setattr(preparation.psutil, "swap_memory", lambda: SimpleNamespace(free=0))
+        code, out, err = main(*quick)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert re.match(r"train: a step of tiny is predicted to take 0.0 GiB, and 0.0 are free: take a smaller --size", err)
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(TrainStep, "__call__", full)
+    code, _, err = main(*quick)
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("train: CUDA out of memory; earlier checkpoints are kept: take a smaller --batch-size")
 
 
 def test_a_run_that_fails_is_code_1(main, tmp_path):

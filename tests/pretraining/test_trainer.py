@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from cs336_systems.distributed.process_group import joined
 from cs336_systems.pretraining import trainer
 from cs336_systems.pretraining.checkpoint import load_weights
 from cs336_systems.pretraining.export import export
+from cs336_systems.pretraining.loader import epoch_order
 from cs336_systems.pretraining.nonfinite import NonFiniteStep
 from cs336_systems.pretraining.preparation import prepare
 from cs336_systems.pretraining.run_log import LOG
@@ -189,6 +191,42 @@ def test_weights_of_hugging_face_are_trained_further(whole, alone, zero, tmp_pat
     assert_equal_weights(tmp_path / "run", whole / "run")
     (evaluation,) = read_run(tmp_path / "run" / LOG).all(Evaluation)
     assert evaluation.loss == pytest.approx(read_run(whole / "run" / LOG).last(Evaluation).loss, rel=2**-20)
+
+
+def test_weights_are_not_trained_on_tokens_that_they_do_not_know(whole, alone, tmp_path):
+    source = load_weights(whole / "run")
+    export(tmp_path / "hf", source.weights, source.run.config, source.run.tokenizer, source.run.eos_id)
+    tokenizer = tmp_path / "hf" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"b"', '"bb"'))
+    asked = options(tmp_path, data=whole / "data", init=tmp_path / "hf", steps=1, warmup_steps=0)
+    with pytest.raises(ValueError, match="data has other tokens than .*hf: tokenize its text with --tokenizer .*hf$"):
+        train(asked, alone)
+    tokenizer.write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer .*hf/tokenizer.json: no definition of a tokenizer"):
+        train(asked, alone)
+    tokenizer.unlink()
+    assert train(asked, alone).steps == 1
+
+
+@pytest.mark.parametrize("split", ["train", "evaluation"])
+def test_what_was_learned_before_a_broken_token_is_saved(whole, alone, split, tmp_path):
+    data = shutil.copytree(whole / "data", tmp_path / "data")
+    tokens = np.memmap(data / f"{split}-00000.bin", "<u4", "r+", offset=1024)
+    sound = tokens.copy()
+    of_seventh_batch = epoch_order(249, seed=0, epoch=0)[6 * 8 + 3]
+    tokens[16 * of_seventh_batch + 5 if split == "train" else 100] = 77_777
+    asked = options(tmp_path, evaluate_every=7, save_every=9)
+    with pytest.raises(ValueError, match=f"token 77777 is beyond the model's vocabulary of 320: .*{split}-00000.bin"):
+        train(asked, alone)
+    made = 6 if split == "train" else 7
+    (checkpoint,) = complete_checkpoints(tmp_path / "run")
+    assert checkpoint.name == f"step-{made:08d}"
+    run = read_run(tmp_path / "run" / LOG)
+    assert (run.last(End).step, run.last(End).reason) == (made, "failed")
+    assert "77777" in run.last(Message).text
+    tokens[:] = sound
+    assert train(asked, alone).first_step == made
+    assert losses_and_norms(tmp_path / "run") == losses_and_norms(whole / "run")
 
 
 def test_a_z_loss_is_part_of_what_is_learned_and_not_of_what_is_evaluated(whole, alone, tmp_path):

@@ -30,6 +30,15 @@ def test_settings_that_vary_are_columns_and_the_others_the_caption():
     assert table.notes == {"tokens/s": "of all ranks"}, "of the columns that there are"
 
 
+@pytest.mark.parametrize(
+    ("little", "value", "shown"),
+    [(True, 0.00123456, "0.00123"), (True, 0.0, "0.0"), (True, 0.06, "0.1"), (False, 0.00123456, "0.0")],
+)
+def test_what_is_little_is_shown_as_nothing_only_where_it_is_nothing_to_the_reader(little, value, shown):
+    table = ResultTable(settings=("size",), columns=(Column("GiB", "step", ".1f", little=little),))
+    assert table.of(make_frame(make_cell(ms("step", value)))).frame["GiB"].tolist() == [shown]
+
+
 def test_one_sample_has_no_spread():
     assert column("step ms", make_cell(ms("step", 7.0))) == ["7.00"]
     assert column("step ms", make_cell(ms("step", 7.0, 7.0))) == ["7.00 (7.00–7.00)"]

@@ -13,6 +13,7 @@ from cs336_systems.hardware import find_hardware
 from cs336_systems.pretraining.run_log import RunLog
 from cs336_systems.pretraining.run_records import (
     Checkpoint,
+    Device,
     End,
     Evaluation,
     GpuState,
@@ -47,12 +48,14 @@ def shown():
 
 def test_a_line_for_each_step(shown):
     said = Evaluation(8, 3.119, 100, 1.1034), Checkpoint(8, 2964369408, 0.21, 4.1021, 1e-5)
-    lines = shown(BEGIN, LIGHT, STEP, *said, Checkpoint(9, 2964369408, 9.0, 15.0, 8.79)).splitlines()
-    assert lines[-4:] == [
+    last = Checkpoint(9, 2964369408, 9.0, 15.0, 8.79), Checkpoint(10, 2_524_416, 0.002, 0.1, 0.0)
+    lines = shown(BEGIN, LIGHT, STEP, *said, *last).splitlines()
+    assert lines[-5:] == [
         "[T] step    7 [  0.8%] | time  1869 ms | norm  4.3155 | loss  3.2826 | tps  35,065 | sol 42.9%",
         "[V] step    8 [  0.8%] | time  1103 ms | loss  3.1190",
         "[C] step    8 [  0.8%] | stall   210 ms | written  4102 ms | 2.76 GiB",
         "[C] step    9 [  0.9%] | stall  9000 ms | for the one before  8790 ms | written 15000 ms | 2.76 GiB",
+        "[C] step   10 [  1.0%] | stall   2.0 ms | written   100 ms | 2.4 MiB",
     ]
 
 
@@ -76,8 +79,9 @@ def test_what_else_is_said(shown):
 
 def test_every_so_many_steps_but_always_what_is_not_finite(shown):
     steps = [replace(STEP, step=step, loss=float("nan") if step == 13 else 2.0) for step in range(30)]
-    said = re.findall(r"\[T\] step +(\d+)", shown(BEGIN, *steps, every=10))
-    assert said == ["0", "10", "13", "20"]
+    said = shown(BEGIN, *steps, every=10)
+    assert re.findall(r"\[T\] step +(\d+)", said) == ["0", "10", "13", "20"]
+    assert "outlier" not in said, "the step's line says that it is not finite"
     with pytest.raises(ValueError, match="got every 0"):
         RunConsole(0)
 
@@ -97,6 +101,35 @@ def test_tables_of_what_begins(shown):
     assert "resumed after 40 of 100 steps" in said
     assert "Speed of light: the device's peak is not known" in said
     assert "All options are the defaults" in shown(BEGIN)
+    on_cpu = {"size": "tiny", "device": "cpu"}
+    assert shown(Options(on_cpu, on_cpu, 1000, 4)).startswith("All options are the defaults of a CPU; resumed after 4")
+
+
+def test_no_table_says_nothing(shown):
+    """Of a small model on a CPU, as a plain log has it."""
+    provenance = {"gpu": "", "host": "AMD EPYC", "commit": 40 * "0", "argv": 300 * "train.py "}
+    device, long = Device("AMD EPYC", 1, None, provenance), Options({"out": 20 * "/folder"}, {"out": "runs/first"}, 9)
+    _, *records, light = opening(100)
+    records[0] = device
+    said = shown(long, *records, light)
+    (line,) = [line for line in said.splitlines() if len(line) > 100]
+    assert line == f"| out      | {20 * '/folder'} | runs/first |"
+    assert "argv" not in said
+    assert "–" not in said
+    assert re.search(r"\| part +\| dtype +\| +GFLOP/token \|\n", said)
+
+
+def test_small_memory_is_in_mib(shown):
+    said = shown(BEGIN, Memory({"weights": 2_524_416, "in all": 3 * 2**20, "free on the host": 75 * 2**30}))
+    assert re.search(r"\| +predicted MiB \|", said)
+    assert re.search(r"\| weights +\| +2.41 \|", said)
+    assert re.search(r"\| free on the host +\| +76,800.00 \|", said)
+
+
+def test_a_table_stands_apart_from_lines(shown):
+    said = shown(BEGIN, Message("a plan"), STEP, Memory({"weights": 2**30}), Message("more"))
+    assert re.search(r"a plan\n\[T\].*\n\nMemory of one device, predicted\n\n\|(.*\n)*\nmore\n", said)
+    assert re.search(r"\n\nMemory of one device", shown(BEGIN, Message("a"), Memory({"weights": 2**30}), terminal=True))
 
 
 def test_memory_as_it_is_stands_beside_what_was_predicted(shown):

@@ -10,7 +10,7 @@ from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.hardware import find_hardware
 from cs336_systems.pretraining.run_reader import read_run
-from cs336_systems.pretraining.run_records import Quantization, Step
+from cs336_systems.pretraining.run_records import Device, Quantization, Step
 from cs336_systems.report.run_figure import MOST_RUNS, run_figure
 from tests.pretraining.runs import opening, training, write
 
@@ -89,6 +89,24 @@ def test_every_quantity_of_a_run_is_drawn(run):
     assert axes["memory"].lines[0].get_ydata() == pytest.approx([37.2] * 20)
     assert axes["clock"].get_title() == "ticks: held down by power cap"
     assert legend(axes["loss"]) == ["each step", "median over 4 steps", "evaluation", "outlier"]
+
+
+def test_runs_without_a_gpu_have_no_panels_of_one(run):
+    def on_cpu(name):
+        records = [Device("AMD EPYC", 1, None, {}) if isinstance(one, Device) else one for one in opening(60)]
+        return run(*records, *training(60, gpu_every=None), name=name)
+
+    figure = run_figure({name: on_cpu(name) for name in ("a", "b")})
+    of_any = ("loss", "norm", "rate", "tokens/s")
+    assert sorted(axes.get_ylabel() for axes in figure.axes) == sorted(LABELS[name] for name in of_any)
+    panels(run_figure({"c": on_cpu("c"), "gpu": run(*opening(60), *training(60), name="gpu")}))
+
+
+def test_norms_close_to_each_other_have_ticks(run):
+    steps = [Step(i, 0.1, 10, 2.0, 1.4 - 0.02 * i, 1e-3) for i in range(31)]
+    axes = panels(run_figure({"one": run(*opening(31), *steps)}))["norm"]
+    low, high = axes.get_ylim()
+    assert sum(low <= tick <= high for tick in axes.get_yticks()) >= 3
 
 
 def test_a_run_that_has_not_begun_says_what_is_missing(run, tmp_path):

@@ -157,6 +157,14 @@ def test_markdown_keeps_a_message_in_its_cell():
     assert r"error: int \| str second line" in line
 
 
+def test_a_long_cell_makes_no_other_line_long():
+    long = "predicted-oom: " + 100 * "x"
+    frame = pd.DataFrame({"status": ["ok", long, f"{long}y"], "n": ["1", "22", "3"]})
+    header, rule, ok, *failed = Table("", frame).markdown(20).splitlines()
+    assert len(header) == len(rule) == len(ok) == len("| ") + 20 + len(" |   n |")
+    assert failed == [f"| {long} |  22 |", f"| {long}y |   3 |"]
+
+
 def test_latex_escapes_what_is_special():
     text = TABLE.latex()
     assert r"\caption{50 \% of R\&D\_cost \#1}" in text

@@ -22,7 +22,7 @@ BLOCK_TABLE = ResultTable(
         Column("/ compiled", _over_compiled, ".3f", rank=MAIN, note="median and range of the turns"),
         Column("TFLOP/s", "model_tflops", rank=2, note="model FLOPs, causal"),
         Column("kept GiB", "kept", ".2f", note="for backward, per block, its input included", optional=True),
-        Column("predicted GiB", "kept_predicted", ".2f", rank=2),
+        Column("predicted GiB", "kept_predicted", ".2f", rank=2, little=True),
         Column("peak GiB", "peak", ".1f", rank=2, note="weights and their gradients included", optional=True),
         Column("error", "error_out", ".1e", rank=3, note="relative Frobenius norm against fp64, on a short sequence"),
         Column("dx's error", "error_dx", ".1e", rank=3),

@@ -23,8 +23,8 @@ PRODUCT_TABLE = ResultTable(
         Column("backward ms", "backward", note="both products"),
         Column("all ms", "step", spread=True, rank=MAIN),
         _SPEEDUP,
-        Column("TFLOP/s", "tflops", ".0f"),
-        Column("alone TFLOP/s", "product_tflops", ".0f", optional=True, note="without quantization"),
+        Column("TFLOP/s", "tflops", ".0f", little=True),
+        Column("alone TFLOP/s", "product_tflops", ".0f", optional=True, little=True, note="without quantization"),
     ),
 )
 
@@ -36,7 +36,7 @@ BLOCK_TABLE = ResultTable(
         Column("backward ms", "backward"),
         Column("both ms", "step", spread=True, rank=MAIN),
         _SPEEDUP,
-        Column("TFLOP/s", "tflops", ".0f"),
+        Column("TFLOP/s", "tflops", ".0f", little=True),
         Column("least cosine", "least_cosine", ".4f", note="of a gradient with that of fp32, on a short sequence"),
         Column("mean cosine", "mean_cosine", ".4f"),
         Column("kept GiB", "kept", ".2f", rank=2, optional=True, note="for backward"),

@@ -21,7 +21,7 @@ class Options(RunOptions):
         **{"kernels": "reference", "attention": "reference", "cuda_graph": "off"},
     }
     data: Path = Path("data/stdlib-bpe4096")
-    """Folder written by tokenize_data.py, with held-out tokens."""
+    """Folder written by tokenize_data.py, with held-out tokens; the default one is made if it is not there."""
     recipe: tuple[RecipeName, ...] = ("stored", "e4m3", "e4m3-row", "e4m3-e5m2", "e4m3-block")
     """Matrix products of blocks: stored, in --dtype; e4m3 with one scale per tensor, or with scales by row, also with
     gradients in e5m2, or with scales by block."""

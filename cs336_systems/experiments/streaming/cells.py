@@ -1,5 +1,6 @@
 """Options of ``benchmark_streaming.py``, and its grid. Imports no torch."""
 
+import difflib
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -44,7 +45,7 @@ class Options(RunOptions):
     """Also measure the same model without caps, in the same run: compiled, plain PyTorch under torch.compile on the
     device; fsdp2-offload, torch's FSDP2 with state and optimizer on the host, blocks compiled and checkpointed."""
     gpu: str | None = None
-    """Simulate this device and measure nothing: h200, h100, b200, a100-80gb, rtx-5090 ... (hardware.py)."""
+    """Simulate this device and measure nothing: h200, h100, b200, a100-sxm-80gb, rtx-5090 ... (hardware.py)."""
     timeline: bool = False
     """Write and draw what each lane does, into the folder of --out: measured on a GPU, else simulated."""
     profile: bool = False
@@ -109,8 +110,10 @@ def hardware_named(name: str) -> Hardware:
     for hardware in found:
         if hardware.name.lower().startswith(key):
             return hardware
-    known = ", ".join(hardware.name.lower().replace(" ", "-") for hardware in found)
-    raise ValueError(f"--gpu {name}: known are {known}")
+    known = [hardware.name.lower().replace(" ", "-") for hardware in found]
+    near = difflib.get_close_matches(name.lower(), known, n=3)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(f"--gpu {name}: {hint}known are {', '.join(known)}")
 
 
 _DEFAULTS = {

@@ -12,7 +12,7 @@ from cs336_systems.experiments.driver import Experiment, Stage
 from cs336_systems.experiments.streaming import cells as grid
 from cs336_systems.experiments.streaming.cells import Options, StreamingCell
 from cs336_systems.experiments.streaming.figure import heatmaps
-from cs336_systems.experiments.streaming.measure import measure
+from cs336_systems.experiments.streaming.measure import CPU_PLANS_FOR, measure
 from cs336_systems.experiments.streaming.peers import measure_peer
 from cs336_systems.experiments.streaming.profile import profile, recording
 from cs336_systems.experiments.streaming.table import STREAMING_TABLE
@@ -56,6 +56,8 @@ def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> None
                 show(Table(caption, pd.DataFrame(rows)), options.format)
         return
     show(STREAMING_TABLE.of(outcome_rows(outcomes)), options.format)
+    if options.device == "cpu" and not options.gpu:
+        print(f"Plans and what is simulated are those of an {CPU_PLANS_FOR.upper()}, beside steps that ran on a CPU.\n")
     if csv:
         for name, figure in heatmaps(read_rows(csv)):
             save(figure, csv.with_name(f"{csv.stem}_{name}.png"))

@@ -73,8 +73,7 @@ def _heatmap(axes: Axes, rows: pd.DataFrame, metric: str, form: str) -> None:
         for j, gib in enumerate(grid.columns):
             value = grid.loc[host, gib]
             text = "none" if value != value else format(value, form)
-            axes.text(
-                j, i, text, ha="center", va="center", color="white" if not value > middle else "black", fontsize=9
-            )
+            colour = "white" if value <= middle else "black"  # on white, where there is none
+            axes.text(j, i, text, ha="center", va="center", color=colour, fontsize=9)
     dress(axes)
     axes.grid(visible=False)

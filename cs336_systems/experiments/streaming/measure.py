@@ -130,7 +130,7 @@ def _chosen(cell: StreamingCell, hardware: Hardware, caps: Caps) -> Choice:
             moments=MASTER_MOMENTS if cell.master == "fp32" else MOMENTS,
         )
     except CapsTooSmallError as error:
-        raise PredictedOutOfMemory(str(error)) from error
+        raise PredictedOutOfMemory(str(error).partition(": ")[2]) from error  # model and caps are the cell's
 
 
 def prepared(cell: StreamingCell, choice: Choice, lanes: Lanes | None) -> tuple[StreamedStep, Tensor, Tensor]:

@@ -1,9 +1,11 @@
 """``benchmark_learning``: its grid, and its rows on a CPU, where products are emulated."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from cs336_systems.experiments.learning import experiment
 from cs336_systems.experiments.learning.cells import Options, make_cells
 from cs336_systems.experiments.learning.experiment import EXPERIMENT
 from cs336_systems.experiments.learning.table import LEARNING_TABLE, by_seed, off_percent
@@ -42,6 +44,20 @@ def test_recipes_take_turns_in_rounds_of_one_seed_each():
 def test_what_cannot_be_asked_is_told(fault, message):
     with pytest.raises(ValueError, match=message):
         make_cells(replace(TINY, **fault))
+
+
+def test_data_are_looked_at_before_anything_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert EXPERIMENT.run(replace(TINY, data=Path("nowhere"))) == 2
+    assert capsys.readouterr().err.endswith(
+        "benchmark_learning: nowhere is no folder of scripts/tokenize_data.py: it has no dataset.json\n"
+    )
+    write_dataset(tmp_path / "whole", n_evaluation=None)
+    assert EXPERIMENT.run(replace(TINY, data=Path("whole"))) == 2
+    assert "whole holds out nothing to evaluate on\n" in capsys.readouterr().err
+    monkeypatch.setattr(experiment, "default_data", lambda: write_dataset(tmp_path / Options.data))
+    (stage,) = EXPERIMENT.stages(TINY, make_cells(TINY), [])
+    assert len(stage.cells) == 4
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import math
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -79,6 +81,7 @@ def test_devices_are_named_as_they_are_typed():
         (("--profile", "--gpu", "h200"), "--profile records CUDA work, and there is none with --gpu h200"),
         (("--peers", "compiled", "--gpu", "h200"), "--peers compiled is measured: --gpu and --profile go without"),
         (("--gpu", "abacus"), "--gpu abacus: known are .*h200"),
+        (("--gpu", "a100-80gb"), "--gpu a100-80gb: did you mean .*a100-sxm-80gb.* known are .*h200"),
         (("--size", "huge"), "unknown model size 'huge'"),
     ],
 )
@@ -143,11 +146,25 @@ def test_a_small_model_runs_under_caps_on_a_gpu(tmp_path, device_to_itself):
     assert (tmp_path / "timeline_small_2048_2.5_16.csv").exists()
 
 
+def test_a_cell_that_holds_no_plan_says_what_is_short_and_nothing_that_its_columns_say(capsys):
+    caps = ("--size", "llama3-1b", "--gpu", "h200", "--device-gib", "2", "--host-gib", "4")
+    code, out, _ = run("benchmark_streaming", capsys, *caps)
+    assert code == 1
+    (line,) = [line for line in out.splitlines() if line.startswith("| llama3-1b")]
+    assert re.search(
+        r"\| predicted-oom: the device is \S+ GiB short and the host is \S+ GiB short; .* would do +\|$", line
+    )
+    assert "chunk" not in out
+    assert "tokens_per_step" not in out
+
+
 @pytest.mark.slow
 def test_a_tiny_model_runs_under_caps_on_a_cpu(tmp_path, capsys):
     code, out, _ = run("benchmark_streaming", capsys, "--timeline", "--out", tmp_path)
     assert code == 0
     assert {cell["status"] for cell in json.loads(out.splitlines()[-1])["cells"]} == {"ok"}
+    assert "Plans and what is simulated are those of an H200, beside steps that ran on a CPU.\n" in out
+    assert re.search(r"\| +0\.0009\d+ \|", out), "in use, in GiB"
     rows = read_rows(tmp_path / "benchmark_streaming.csv")
     for _, cell in rows.groupby("device_gib"):
         found = cell.set_index("metric")["median"]
@@ -180,3 +197,7 @@ def test_heatmaps_of_measured_cells_stand_apart_from_simulated_ones():
     rows += [simulated | {"metric": f"simulated_{metric}"} for metric in metrics[:4]]
     drawn = list(heatmaps(pd.DataFrame(rows)))
     assert [(name, len(figure.axes)) for name, figure in drawn] == [("s_8", 5), ("s_8_H200", 4)]
+    failed = measured[0] | {"host_gib": 4, "status": "predicted-oom", "metric": "", "median": math.nan}
+    ((_, figure),) = heatmaps(pd.DataFrame([*rows[:10], failed]))
+    texts = {text.get_text(): text.get_color() for text in figure.axes[0].texts}
+    assert texts == {"1": "white", "2": "black", "none": "black"}
