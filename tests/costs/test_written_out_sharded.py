@@ -15,7 +15,7 @@ from cs336_systems.config import PRECISIONS, ModelConfig, Recipe
 from cs336_systems.costs.kept import STORED
 from cs336_systems.costs.memory import PeakMemory
 from cs336_systems.costs.written_out import written_out_peak
-from cs336_systems.distributed import FSDP, fsdp_agreement, fsdp_parameters, fsdp_quantized
+from cs336_systems.distributed import FSDP, fsdp_agreement, fsdp_parameters
 from cs336_systems.model import TransformerBlock
 from cs336_systems.training.backward_update import BackwardUpdate
 from cs336_systems.training.parallel import _travel
@@ -64,8 +64,7 @@ def one_of_two(monkeypatch) -> Iterator[ResizedBytes]:
     monkeypatch.setattr(fsdp_agreement.Agreement, "check", lambda self, what: None)
     # As on GPUs, where nothing is packed.
     gather = lambda group, outputs, inputs: group.allgather_into_tensor_coalesced(outputs, inputs)  # noqa: E731
-    for module in (fsdp_parameters, fsdp_quantized):
-        monkeypatch.setattr(module, "_all_gather", gather)
+    monkeypatch.setattr(fsdp_parameters, "_all_gather", gather)
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
     try:
         yield live

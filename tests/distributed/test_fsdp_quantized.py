@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cs336_systems.blocks import REFERENCE, block_ops, block_products, write_out
 from cs336_systems.blocks.weights import BlockWeights
 from cs336_systems.config import MODEL_SIZES, Recipe
-from cs336_systems.distributed import FSDP, fsdp_parameters, fsdp_quantized
+from cs336_systems.distributed import FSDP, fsdp_parameters
 from cs336_systems.distributed.fsdp_quantized import QuantizedGroup, QuantizedTravel, _tiled
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.kernels.quantize_reference import absmax, quantize
@@ -126,14 +126,14 @@ def half_the_bytes_travel(rank):
         n_bytes.update({inputs[0].dtype: sum(x.numel() * x.element_size() for x in inputs)})
         return gather(process_group, outputs, inputs)
 
-    fsdp_parameters._all_gather = fsdp_quantized._all_gather = watched
+    fsdp_parameters._all_gather = watched
     try:
         train(fsdp_of(model_of()), 1)
         ours = dict(n_bytes)
         n_bytes.clear()
         train(fsdp_of(model_of(), travels=False), 1)
     finally:
-        fsdp_parameters._all_gather = fsdp_quantized._all_gather = gather
+        fsdp_parameters._all_gather = gather
     assert set(n_bytes) == {torch.bfloat16}
     assert n_bytes[torch.bfloat16] - ours[torch.bfloat16] == 2 * ours[torch.uint8] > 0
 
