@@ -21,7 +21,7 @@ table = {"rows": "*i64", "owners": "*i32"}
 if name == "sum_of_squares":
     kernel, types = grad_norm.sum_of_squares_kernel, table | {"partials": "*fp32"}
     num_warps = grad_norm.WARPS
-    constants = {"CHUNK": grad_norm.CHUNK, "BLOCK": grad_norm.BLOCK}
+    constants = {"CHUNK": grad_norm.CHUNK, "BLOCK": grad_norm.BLOCK, "OVERLAP": True}
 else:
     kernel, types = adamw.update_kernel, table | {"coefficients": "*fp32", "scale": "*fp32"}
     num_warps = adamw.WARPS
