@@ -264,9 +264,9 @@ ATTENTIONS = (
 WRITTEN_OUT_ATTENTIONS = ("reference", "flash", "hopper")
 """Those that a block calls whose backward is written out."""
 
-KERNELS = ("reference", "fused", "fused-products")
-"""Operations between matrix products: plain PyTorch, or one Triton kernel each; or these and, on Hopper, one of our own
-for the products of forward."""
+KERNELS = ("reference", "fused")
+"""Operations between matrix products: plain PyTorch, or one Triton kernel each and, on Hopper, one for products of
+forward where it is faster."""
 
 OPTIMIZERS = ("reference", "torch-fused", "fused")
 """AdamW written out, torch's fused kernel, or ours, which rounds bf16 stochastically."""

@@ -23,8 +23,8 @@ shift
 read -r -a python <<<"${PYTHON:-uv run}"
 into() { "${python[@]}" benchmarks/benchmark_training.py --format csv --out "$folder/$1" "${@:2}"; }
 ours=(--keep all --cuda-graph off --warmup 2)
-training() { into training "${ours[@]}" --kernels fused fused-products "$@"; }
-training-2() { into training-2 "${ours[@]}" --kernels fused-products "$@"; }
+training() { into training "${ours[@]}" --kernels fused "$@"; }
+training-2() { into training-2 "${ours[@]}" --kernels fused "$@"; }
 
 for part in "$@"; do
   case "$part" in
@@ -42,7 +42,7 @@ for part in "$@"; do
       training --size qwen2.5-0.5b --batch-size 32 --how ours --cuda-graph on --warmup 5 ;;
     fp8)
       for size in "0.5b --batch-size 32 --keep all" "1.5b --batch-size 32 --keep all" "3b --batch-size 16 --keep all" "7b --batch-size 16 --keep products"; do
-        into training "${ours[@]}" --size qwen2.5-$size --how ours --kernels fused-products --recipe stored e4m3
+        into training "${ours[@]}" --size qwen2.5-$size --how ours --kernels fused --recipe stored e4m3
       done ;;
     ranks)
       for size in "qwen2.5-0.5b --batch-size 32" "qwen2.5-1.5b --batch-size 16"; do

@@ -34,7 +34,7 @@ def block_ops(kernels: str, attention: str, *, deterministic: bool = False) -> B
     own = {"flash": FLASH_ATTENTION, "hopper": hopper}[attention]
     if kernels == "reference":
         return replace(REFERENCE, **own)
-    return fused(own, own_products=kernels == "fused-products")
+    return fused(own)
 
 
 def block_products(kernels: str, recipe: Recipe, *, remember: bool = False) -> Products:

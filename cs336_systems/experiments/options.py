@@ -24,7 +24,7 @@ Mode = Literal["forward", "backward", "step"]
 Switch = Literal["off", "on"]
 Compile = Literal["off", "on", "whole-model"]
 OptimizerName = Literal["reference", "torch-fused", "fused"]
-Kernels = Literal["reference", "fused", "fused-products"]
+Kernels = Literal["reference", "fused"]
 Master = Literal["none", "fp32"]
 MatmulDtype = Literal["same", "e4m3"]
 GradientDtype = Literal["e4m3", "e5m2"]
@@ -93,8 +93,7 @@ class TrainingOptions(RunOptions):
     of bf16, on CUDA devices."""
     kernels: tuple[Kernels, ...] = ("reference",)
     """Operations between matrix products: reference, plain PyTorch; fused, one Triton kernel each, on CUDA devices,
-    with --attention flash or hopper, in blocks whose backward is written out, and a loss that never holds all logits;
-    fused-products, also this suite's Hopper kernel for the matrix products of forward."""
+    with --attention flash or hopper, in blocks whose backward is written out, and a loss that never has all logits."""
     keep: tuple[str, ...] | None = None
     """What blocks with a written-out backward keep for it: input; attention (also its output); products (also the
     results of matrix products); all; or a level without some parts, as all-norm-swiglu (norm, qkv, attention, residual,

@@ -27,10 +27,9 @@ How. Two launches, for any number of tensors of one combination of dtypes (``ada
 per tensor, counts the step and computes its coefficients in fp64: steps are counted on the device, as only there it is
 known whether one is skipped. Hyperparameters lie on the device too, and later ones are copied to the same place. So a
 CUDA graph may hold both launches, and a schedule change the learning rate. In the second each program updates a chunk
-of one tensor; it begins while the first still runs, waits for its end (``gdc_wait``) when it has asked for its first
-block, and reads a block while it updates the one before. Whole blocks of aligned tensors go by 16 bytes per thread;
-ends and others (a shard at an odd place) go element by element, with as many bits of Philox for one element as for two
-otherwise.
+of one tensor; it begins while the first still runs, and waits for its end (``gdc_wait``) before it reads what that one
+writes. Whole blocks of aligned tensors go by 16 bytes per thread; ends and others (a shard at an odd place) go element
+by element, with as many bits of Philox for one element as for two otherwise.
 
 The largest magnitude of a weight as written, which its quantization to fp8 asks for, comes without another read: see
 ``absmax.py``.
@@ -166,22 +165,7 @@ def rounded(x, noise, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def read_block(exact_at, g_at, m_at, v_at, inside):
-    """What an update reads, at blocks of pointers: the parameter or its master, gradient and moments."""
-    return (
-        tl.load(exact_at, mask=inside),
-        tl.load(g_at, mask=inside),
-        tl.load(m_at, mask=inside),
-        tl.load(v_at, mask=inside),
-    )
-
-
-@triton.jit
 def update_block(
-    exact,
-    g,
-    m,
-    v,
     p_at,
     g_at,
     m_at,
@@ -196,17 +180,17 @@ def update_block(
     CLEAR: tl.constexpr,
     HAS_MASTER: tl.constexpr,
 ):
-    """Update the elements at blocks of pointers, from what was read there; returns the magnitude bits of the written p.
+    """Update the elements at blocks of pointers; returns the magnitude bits of the written p.
 
     noise_pm: 16 bits for p below 16 for m; noise_v: 16 for v.
     """
     beta1, rest1, beta2, rest2, root_correction, eps, decay, step_size = own
-    g = g.to(tl.float32) * scale
+    g = tl.load(g_at, mask=inside).to(tl.float32) * scale
     # A sum of two products takes one of them in unrounded; left to the compiler, blocks and ends choose differently.
-    m = tl.fma(m.to(tl.float32), beta1, g * rest1)
-    v = tl.fma(v.to(tl.float32), beta2, g * g * rest2)
+    m = tl.fma(tl.load(m_at, mask=inside).to(tl.float32), beta1, g * rest1)
+    v = tl.fma(tl.load(v_at, mask=inside).to(tl.float32), beta2, g * g * rest2)
     change = step_size * (m / tl.fma(tl.sqrt(v), root_correction, eps))
-    p = tl.fma(exact.to(tl.float32), decay, -change)
+    p = tl.fma(tl.load(master_at, mask=inside).to(tl.float32), decay, -change)
     if HAS_MASTER:
         tl.store(master_at, p, mask=inside)
         p = p.to(p_at.dtype.element_ty)
@@ -255,14 +239,8 @@ def update_kernel(
         absmax_at = tl.load(row + ABSMAX)
     factor = tl.load(scale).to(tl.float32)
     lanes = tl.arange(0, BLOCK)
-    wide_p, wide_g, wide_master = tl.multiple_of(p, 16), tl.multiple_of(g, 16), tl.multiple_of(master, 16)
-    wide_m, wide_v = tl.multiple_of(m, 16), tl.multiple_of(v, 16)
-    # The next block is on its way while one is updated, and the first while the other launch still computes.
-    exact_next, g_next, m_next, v_next = read_block(
-        wide_master + lanes, wide_g + lanes, wide_m + lanes, wide_v + lanes, n_whole > 0
-    )
     if OVERLAP:
-        gdc_wait()
+        gdc_wait()  # for what the first launch writes
     step = tl.load(row + STEP_NOW)
     own = (
         tl.load(at_own),
@@ -278,26 +256,17 @@ def update_kernel(
         largest = largest_of_threads(tl.zeros((BLOCK,), tl.int32))
         for start in range(0, n_whole, BLOCK):
             at = tl.multiple_of(start, BLOCK) + lanes
-            exact_now, g_now, m_now, v_now = exact_next, g_next, m_next, v_next
-            later = at + BLOCK
-            exact_next, g_next, m_next, v_next = read_block(
-                wide_master + later, wide_g + later, wide_m + later, wide_v + later, start + BLOCK < n_whole
-            )
             noise_pm, noise_v = at.to(tl.uint32), at.to(tl.uint32)
             if STOCHASTIC:
                 pairs = ((first + start) >> 1) + tl.arange(0, BLOCK // 2)
                 even, odd, both, _ = random_words(pairs, seed, step, number)
                 noise_pm, noise_v = tl.interleave(even, odd), tl.interleave(both, both >> 16)
             written = update_block(
-                exact_now,
-                g_now,
-                m_now,
-                v_now,
-                wide_p + at,
-                wide_g + at,
-                wide_m + at,
-                wide_v + at,
-                wide_master + at,
+                tl.multiple_of(p, 16) + at,
+                tl.multiple_of(g, 16) + at,
+                tl.multiple_of(m, 16) + at,
+                tl.multiple_of(v, 16) + at,
+                tl.multiple_of(master, 16) + at,
                 None,
                 noise_pm,
                 noise_v,
@@ -316,12 +285,7 @@ def update_kernel(
                 even, odd, both, _ = random_words(elements >> 1, seed, step, number)
                 is_odd = elements & 1 != 0
                 noise_pm, noise_v = tl.where(is_odd, odd, even), tl.where(is_odd, both >> 16, both)
-            exact_now, g_now, m_now, v_now = read_block(master + at, g + at, m + at, v + at, at < n)
             written = update_block(
-                exact_now,
-                g_now,
-                m_now,
-                v_now,
                 p + at,
                 g + at,
                 m + at,

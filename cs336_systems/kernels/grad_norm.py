@@ -7,8 +7,9 @@ Formula (the clipping of Pascanu et al. 2013, with the constant of ``torch.nn.ut
 
 How. Two launches for any number of tensors, of either dtype. A program sums the squares of a chunk of one tensor
 (``tensor_table.py``) in fp32, each lane its own elements and then the lanes in pairs, and writes one fp32 partial sum;
-a single program adds the partial sums in fp64, in a fixed order, and takes the root. So the result is the same bits
-every time. It stays on the device: nobody waits. With AdamW's ``grad_scale`` gradients are never written back.
+a single program, launched meanwhile and waiting for the last of them, adds the partial sums in fp64, in a fixed order,
+and takes the root. So the result is the same bits every time. It stays on the device: nobody waits. With AdamW's
+``grad_scale`` gradients are never written back.
 
 NaN and inf anywhere give a norm of NaN or inf. ``scale`` is NaN for both: 0, as torch has it for inf, would turn an
 infinite gradient into NaN in the weights, while NaN tells AdamW to change nothing.
@@ -32,9 +33,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cs336_systems.kernels.tensor_table import TensorTable, is_aligned, is_dense
-from cs336_systems.operators.launching import launch, needs_other_device
+from cs336_systems.operators.launching import launch, needs_other_device, overlaps
 
 CHUNK = 65536
 """Elements per program: 8 billion elements leave 122,000 partial sums, which one program adds in about 30 us."""
@@ -64,8 +66,10 @@ def chunk_sum_of_squares(address, n, n_whole, DTYPE: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def sum_of_squares_kernel(rows, owners, partials, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def sum_of_squares_kernel(rows, owners, partials, CHUNK: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """partials[i] (fp32) of chunk i."""
+    if OVERLAP:
+        gdc_launch_dependents()
     program = tl.program_id(0)
     row = rows + tl.load(owners + program) * COLUMNS
     start = (program - tl.load(row + 1)) * CHUNK
@@ -80,9 +84,11 @@ def sum_of_squares_kernel(rows, owners, partials, CHUNK: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def root_of_sum_kernel(partials, norm, n_partials, BLOCK: tl.constexpr):
+def root_of_sum_kernel(partials, norm, n_partials, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """norm () of n_partials fp32 sums, in fp64 until the last rounding; one program."""
     total = tl.zeros((BLOCK,), dtype=tl.float64)
+    if OVERLAP:
+        gdc_wait()
     for start in range(0, n_partials, BLOCK):
         lanes = start + tl.arange(0, BLOCK)
         total += tl.load(partials + lanes, mask=lanes < n_partials, other=0.0).to(tl.float64)
@@ -135,6 +141,7 @@ def sums_of_squares(tensors: Sequence[Tensor], table: TensorTable | None = None)
                 *(table.rows, table.owners, partials),
                 CHUNK=CHUNK,
                 BLOCK=BLOCK,
+                OVERLAP=overlaps(root_of_sum_kernel),
                 num_warps=WARPS,
             )
     return partials
@@ -145,7 +152,16 @@ def norm_of_sums(sums: Sequence[Tensor]) -> Tensor:
     partials = sums[0] if len(sums) == 1 else torch.cat(list(sums))
     norm = torch.empty((), dtype=torch.float32, device=partials.device)
     with torch.cuda.device_of(norm):
-        launch(root_of_sum_kernel, (1,), partials, norm, partials.numel(), BLOCK=FINAL_BLOCK, num_warps=8)
+        overlap = overlaps(root_of_sum_kernel)
+        launch(
+            root_of_sum_kernel,
+            (1,),
+            *(partials, norm, partials.numel()),
+            BLOCK=FINAL_BLOCK,
+            OVERLAP=overlap,
+            num_warps=8,
+            launch_pdl=overlap,
+        )
     return norm
 
 

@@ -113,9 +113,8 @@ class TrainOptions:
     --keep autograd)."""
     optimizer: Literal["torch-fused", "fused"] = "fused"
     """torch's fused AdamW; or fused, this suite's, with stochastic rounding of bf16, on CUDA devices."""
-    kernels: Literal["reference", "fused", "fused-products"] = "fused"
-    """Operations between matrix products: reference, plain PyTorch; fused, one Triton kernel each, on CUDA devices;
-    fused-products, also this suite's Hopper kernel for the matrix products of forward."""
+    kernels: Literal["reference", "fused"] = "fused"
+    """Operations between matrix products: reference, plain PyTorch; fused, one Triton kernel each, on CUDA devices."""
     attention: str = "flash"
     """Implementation: reference, flash, hopper, sdpa-flash, ..."""
     keep: str | None = None

@@ -155,7 +155,7 @@ def check_supported(case: TrainingCase, device: torch.device) -> None:
     reason = reason or recipe_unsupported_reason(case.recipe, case.precision, device)
     reason = reason or checkpointing_reason(case.checkpoint, case.attention)
     reason = reason or _whole_model_reason(case) or optimizer_reason(case.optimizer, device) or cuda_graph_reason(case)
-    reason = reason or update_reason(case) or _products_reason(case, device)
+    reason = reason or update_reason(case)
     if reason is None:
         q, k, v = (
             torch.empty(1, heads, case.context_length, config.d_head, device=device, dtype=dtype, requires_grad=True)
@@ -165,13 +165,6 @@ def check_supported(case: TrainingCase, device: torch.device) -> None:
             reason = f"attention {case.attention}: {found}"
     if reason is not None:
         raise Unsupported(reason)
-
-
-def _products_reason(case: TrainingCase, device: torch.device) -> str | None:
-    """Why products of our own cannot run on the device, in one sentence, or None if they can, or need not."""
-    if case.kernels != "fused-products" or torch.cuda.get_device_capability(device) == (9, 0):
-        return None
-    return f"kernels fused-products need a Hopper GPU, got {torch.cuda.get_device_name(device)}; fused run on others"
 
 
 def _whole_model_reason(case: TrainingCase) -> str | None:

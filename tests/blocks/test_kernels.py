@@ -28,7 +28,7 @@ from .cases import block_of, by_autograd, inputs, tables
 CONFIG = ModelConfig(
     "sixteen", d_model=64, d_ff=96, n_layers=1, n_heads=4, n_kv_heads=2, qkv_bias=True, context_length=40
 )
-KERNELS = {own: fused(FLASH_ATTENTION, own_products=own) for own in (False, True)}
+KERNELS = fused(FLASH_ATTENTION)
 
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -38,9 +38,8 @@ CPU = pytest.param(
 )
 
 
-@pytest.mark.parametrize("own_products", [False, True])
 @pytest.mark.parametrize("device", [CUDA, CPU])
-def test_kernels_fit(device, own_products):
+def test_kernels_fit(device):
     """fp32, no worse than the reference block, and the same bits at every level."""
     parameters = {name: p.detach().to(device) for name, p in block_of(CONFIG, torch.float32).named_parameters()}
     x, dy, cos, sin = (t.to(device) for t in (*inputs(CONFIG, 33, torch.float32), *tables(CONFIG, 33, torch.float32)))
@@ -48,8 +47,8 @@ def test_kernels_fit(device, own_products):
     for level in LEVELS:
         weights, saved = BlockWeights.of(parameters), Saved(kept_names(level))
         grads = BlockGradients.empty(parameters, parameters)
-        y = forward(x, weights, saved, KERNELS[own_products], CONFIG, cos, sin)
-        dx = backward(dy, weights, saved, grads, KERNELS[own_products], CONFIG, cos, sin)
+        y = forward(x, weights, saved, KERNELS, CONFIG, cos, sin)
+        dx = backward(dy, weights, saved, grads, KERNELS, CONFIG, cos, sin)
         results.append({"y": y, "dx": dx, **grads.by_parameter(parameters)})
     exact, eager = (by_autograd(CONFIG, 33, dtype) for dtype in (torch.float64, torch.float32))
     for name, value in exact.items():

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.kernels.products import launch_product, product_, swiglu_product_
+from cs336_systems.kernels import products
+from cs336_systems.kernels.products import launch_product, product_, product_op, swiglu_product_, swiglu_product_op
 from cs336_systems.kernels.swiglu import forward_op
 from tests.attention.offline import ON_HOPPER, report
 from tests.kernels.against_fp64 import ON_GPU, check, random
@@ -27,7 +28,7 @@ def make(shape: tuple[int, int, int], device: str, dtype: torch.dtype) -> tuple[
 def test_product(narrower: int, device: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     """In whole tiles, and where a half of the last one lies beyond the columns, and some of the other."""
     x, weight, out = make((*shape[:2], shape[2] - 9 * narrower), device, dtype)
-    product_(out, x, weight)
+    product_op(out, x, weight)
     check("product_", out, x @ weight.T, x.double() @ weight.double().T)
 
 
@@ -36,9 +37,9 @@ def test_product(narrower: int, device: str, dtype: torch.dtype, shape: tuple[in
 def test_swiglu_product(narrower: int, device: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     """The bits of the separate operations, whether tiles of gates end where those of ups begin or not."""
     x, weight, gate_up = make((*shape[:2], shape[2] - narrower), device, dtype)
-    product = swiglu_product_(gate_up, x, weight)
+    product = swiglu_product_op(gate_up, x, weight)
     alone = torch.full_like(gate_up, torch.nan)
-    product_(alone, x, weight)
+    product_op(alone, x, weight)
     assert torch.equal(gate_up, alone)
     assert torch.equal(product, forward_op(gate_up))
 
@@ -53,6 +54,18 @@ def test_what_it_serves(device: str, dtype: torch.dtype, shape: tuple[int, int, 
     assert not launch_product(x, weight[:-8], out[:, :-8], torch.empty_like(out)[:, : out.shape[1] // 2 - 4])
     assert not launch_product(x[:128], weight, out[:128])  # few tiles
     assert not launch_product(x[:, :8], weight[:, :8], out)  # a short sum
+
+
+def test_the_kernel_is_asked_for_shapes_for_which_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(products, "FASTER", {(96, 24, True), (160, 24, False)})
+    monkeypatch.setattr(products, "launch_product", lambda x, weight, *outs: asked.append((len(weight), len(outs))))
+    for columns in (96, 160):
+        x, weight, out = make((40, 24, columns), *SMALL[:2])
+        product_(out, x, weight)
+        assert torch.equal(out, x @ weight.T)
+        assert torch.equal(swiglu_product_(out, x, weight), forward_op(out))
+    assert asked == [(96, 2), (160, 1)]
 
 
 COMPILE = (

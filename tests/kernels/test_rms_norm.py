@@ -105,7 +105,7 @@ def test_random_shapes(n_rows: int, d: int, scale: float, in_parts: bool) -> Non
     x, branch = x * scale, branch * scale
     with pytest.MonkeyPatch.context() as monkeypatch:
         if in_parts:
-            monkeypatch.setattr(rms_norm_kernels, "tile_for", lambda d: rms_norm_kernels.Tile(1, 64, 1, 3, 4))
+            monkeypatch.setattr(rms_norm_kernels, "tile_for", lambda d: rms_norm_kernels.Tile(1, 64, 1, 3, 4, 4))
         residual, y, rstd = add_rms_norm_forward(x, branch, weight, EPS)
         assert torch.equal(residual, x + branch)
         for found, expected in zip((y, rstd), rms_norm_forward(residual, weight, EPS), strict=True):

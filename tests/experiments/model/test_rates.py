@@ -7,6 +7,7 @@ from cs336_systems.costs.flops import model_flops
 from cs336_systems.experiments.model.cells import ModelCell
 from cs336_systems.experiments.model.rates import step_rates
 from cs336_systems.harness.clock import WHOLE
+from cs336_systems.harness.runs import RATES
 
 CONFIG = MODEL_SIZES["tiny"]
 TIMES = {"forward": [1.0], "backward": [2.0], "optimizer": [1.0], WHOLE: [4.0]}
@@ -41,6 +42,11 @@ def test_a_step_on_a_known_device():
     assert found["matmul_ceiling_share"] == pytest.approx(100 * found["model_tflops"] / 2.0)
     assert found["optimizer_bandwidth"] == pytest.approx(7 * 4 * CONFIG.n_parameters / 1e-3 / 1e9)
     assert found["optimizer_copy_share"] == pytest.approx(100 * found["optimizer_bandwidth"] / 10.0)
+
+
+def test_every_rate_is_known_by_the_time_that_it_follows_from():
+    """Else rows of it are refused as evidence, as they keep no samples."""
+    assert rates("step", "NVIDIA H200", CEILINGS).keys() <= RATES.keys()
 
 
 def test_shares_without_their_limit_and_phases_that_did_not_run_are_left_out():

@@ -15,14 +15,14 @@ CPU = replace(Options.default("cpu"), world_size=(1,))
 
 
 def test_what_others_do_not_have_is_asked_of_ours_alone():
-    several = replace(Options(), kernels=("fused", "fused-products"), keep=("products", "all"), lmhead_chunks=4)
+    several = replace(Options(), kernels=("reference", "fused"), keep=("products", "all"), lmhead_chunks=4)
     cells = make_cells(replace(several, world_size=(1, 2), zero=(1,)))
     assert [cell.how for cell in cells] == ["ours"] * 8 + ["transformers", "transformers-liger"]
     assert {(cell.world_size, cell.kernels, cell.lmhead_chunks) for cell in cells[8:]} == {(1, "", None)}
     options = cells[-3].train_options
-    assert (options.kernels, options.keep, options.lmhead_chunks, options.zero) == ("fused-products", "all", 4, 1)
+    assert (options.kernels, options.keep, options.lmhead_chunks, options.zero) == ("fused", "all", 4, 1)
     assert options.micro_batches(2) == 8
-    assert str(cells[-3]).endswith("ours fused-products all hopper CUDA graph on 2 ranks, ZeRO 1")
+    assert str(cells[-3]).endswith("ours fused all hopper CUDA graph on 2 ranks, ZeRO 1")
 
 
 def test_recipes_are_of_ours_alone_and_those_of_train_py():
