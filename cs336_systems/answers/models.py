@@ -221,7 +221,7 @@ def harness_text(rows: pd.DataFrame) -> str:
     spent = [tuple(median_of(run, metric) for metric in ("command", "timed_steps", "overhead")) for run in runs]
     sentences = [
         f"In run {i + 1}, `benchmark_model.py --size small --mode step` took {command:.1f} s, of which {timed:.1f} s "
-        f"were timed steps; the other {overhead:.1f} s hold imports, the ceilings, and starting and filling processes."
+        f"were steps, warm-up too; the other {overhead:.1f} s hold imports, ceilings, starting and filling processes."
         for i, (command, timed, overhead) in enumerate(spent)
     ]
     return "\n\n".join([Table("", pd.DataFrame(lines)).markdown(), *sentences])

@@ -19,7 +19,7 @@ BLOCK_TABLE = ResultTable(
         Column("forward ms", "forward"),
         Column("backward ms", "backward"),
         Column("both ms", "step", spread=True, rank=MAIN, note="of all layers"),
-        Column("/ compiled", _over_compiled, ".3f", rank=MAIN, note="median and range of the turns"),
+        Column("/ compiled", _over_compiled, ".3f", rank=MAIN, note="of several turns median and range"),
         Column("TFLOP/s", "model_tflops", rank=2, note="model FLOPs, causal"),
         Column("kept GiB", "kept", ".2f", note="for backward, per block, its input included", optional=True),
         Column("predicted GiB", "kept_predicted", ".2f", rank=2, little=True),

@@ -11,7 +11,7 @@ def _speedup(line: Line) -> Spread | None:
     return None if stored is None else stored.repeats_over("step", line)
 
 
-_SPEEDUP = Column("x", _speedup, ".3f", rank=MAIN, note="times as fast as stored, median and range of the turns")
+_SPEEDUP = Column("x", _speedup, ".3f", rank=MAIN, note="times as fast as stored, of several turns median and range")
 
 PRODUCT_TABLE = ResultTable(
     settings=(*_SETTINGS, "product", "how", "warmup", "steps"),

@@ -39,7 +39,7 @@ STEPS = ResultTable(
         Column(
             *("/ compiled", _over_compiled, ".3f"),
             optional=True,
-            note="total over the compiled reference model's, median and range of the turns",
+            note="total over the compiled reference model's, of several turns median and range",
         ),
         Column("tokens/s", "tokens_per_s"),
         Column("TFLOP/s", "model_tflops", rank=3),
