@@ -137,6 +137,11 @@ class TrainingCase:
         return Parallel()
 
     @property
+    def deterministic(self) -> bool:
+        """Whether a written-out model's gradients are the same bits every run; a trainer says so."""
+        return False
+
+    @property
     def z_loss(self) -> float:
         """How much of the squared log-sum-exp a written-out model's loss has besides; a trainer says so."""
         return 0.0

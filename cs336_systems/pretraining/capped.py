@@ -177,7 +177,7 @@ class CappedStep:
                     case.config,
                     self.choice.schedule,
                     Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds),
-                    block_ops(case.kernels, case.attention, deterministic=True),
+                    block_ops(case.kernels, case.attention, deterministic=case.deterministic),
                     device,
                     parameter_dtype(case.precision),
                     moments=dict(plan.work.moments),

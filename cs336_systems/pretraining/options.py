@@ -117,6 +117,8 @@ class TrainOptions:
     """Operations between matrix products: reference, plain PyTorch; fused, one Triton kernel each, on CUDA devices."""
     attention: str = "flash"
     """Implementation: reference, flash, hopper, sdpa-flash, ..."""
+    deterministic: bool = False
+    """The same bits every run, and under all memory caps: with --attention hopper, whose backward then takes longer."""
     keep: str | None = None
     """What blocks with a written-out backward keep: input, attention, products, all, or a level without some parts, as
     all-norm; autograd: backward is left to autograd. By default products for fused kernels and fp8, else autograd."""
@@ -213,6 +215,10 @@ class TrainOptions:
             raise ValueError(f"--moments {self.moments} needs --optimizer fused, got {self.optimizer}")
         if self.z_loss and self.kept == "autograd":
             raise ValueError(f"--z-loss {self.z_loss:g} needs a head that is written out, not --keep autograd")
+        if self.deterministic and self.attention == "hopper" and self.kept == "autograd":
+            raise ValueError(
+                "--deterministic and --attention hopper need blocks that are written out, not --keep autograd"
+            )
         if self.lmhead_chunks is not None and self.kept == "autograd":
             asked = f"--lmhead-chunks {self.lmhead_chunks}"
             raise ValueError(f"{asked} needs a head that is written out, not --keep autograd")
@@ -331,6 +337,7 @@ class TrainOptions:
             offload="-".join(self.offload) or "none",
             seed=self.seed,
             z_loss=self.z_loss,
+            deterministic=self.deterministic,
             lmhead_chunks=self.lmhead_chunks,
             moments=self.moments,
             zero=self.zero,
@@ -343,6 +350,7 @@ class TrainerCase(TrainingCase):
     """A training step as a run divides it over ranks."""
 
     z_loss: float = 0.0
+    deterministic: bool = False
     lmhead_chunks: int | None = None
     moments: str = "same"
     zero: int = 0

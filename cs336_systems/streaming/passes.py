@@ -49,7 +49,7 @@ class Passes:
     """Kernels of a step's operations.
 
     Args:
-        ops: of blocks; deterministic, on which the bits of plans depend.
+        ops: of blocks; the same bits under every plan are those of deterministic ones.
         guard: clips gradients, and passes over steps, where operations of kind ``NORM`` have taken norms.
     """
 

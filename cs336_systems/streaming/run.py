@@ -38,7 +38,7 @@ class StreamedStep:
 
     Args:
         chunks: how the schedule's chunks cut the tokens.
-        ops: of blocks; must serve device and dtype, and be deterministic (``block_ops``).
+        ops: of blocks; must serve device and dtype; plans give the same bits if they are deterministic.
         moments: bytes a parameter of what the optimizer keeps, as the plan has them (``Plan.work``).
         optimizer: of one layer at a time; AdamW if None.
         max_norm: that gradients are clipped to, if the schedule takes norms.

@@ -76,7 +76,8 @@ def build_model(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps =
         remember = case.parallel.wrapper not in ("fsdp", "fsdp2")  # which fill the same parameters again and again
         products = block_products(case.kernels, case.recipe, remember=remember)
         away = "residual" in offloaded(case)
-        write_out(model, block_ops(case.kernels, case.attention), case.keep, products, inputs_on_host=away)
+        of_blocks = block_ops(case.kernels, case.attention, deterministic=case.deterministic)
+        write_out(model, of_blocks, case.keep, products, inputs_on_host=away)
     if case.compile == "whole-model":
         model.compile(fullgraph=True, dynamic=False)
     elif case.compiled and case.checkpoint not in SELECTIVE:

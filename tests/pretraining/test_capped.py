@@ -4,6 +4,7 @@ import re
 import resource
 import shutil
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -69,16 +70,21 @@ def step_of(one, rank) -> CappedStep:
     return prepared.step
 
 
-def test_operations_are_to_be_the_same_bits_every_run(folder, alone, tmp_path, monkeypatch):
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("module", "caps"), [("pretraining.capped", ROOMY), ("training.assemble", {})])
+def test_operations_are_the_same_bits_every_run_if_it_is_asked_for(
+    folder, alone, tmp_path, monkeypatch, deterministic, module, caps
+):
     asked_for = []
 
     def block_ops(*names, **how):
         asked_for.append(how)
         return blocks.block_ops(*names, **how)
 
-    monkeypatch.setattr(capped, "block_ops", block_ops)
-    step_of(asked(folder, tmp_path / "run", **ROOMY), alone)
-    assert asked_for == [{"deterministic": True}]
+    monkeypatch.setattr(import_module(f"cs336_systems.{module}"), "block_ops", block_ops)
+    keep = {} if caps else {"keep": "products"}
+    step_of(asked(folder, tmp_path / "run", deterministic=deterministic, **caps, **keep), alone)
+    assert asked_for == [{"deterministic": deterministic}]
 
 
 @pytest.mark.parametrize(

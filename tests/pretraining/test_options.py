@@ -101,6 +101,10 @@ def test_a_file_must_be_named_and_there(tmp_path):
         ),
         ({"moments": "bf16"}, "--moments bf16 needs --optimizer fused, got torch-fused"),
         ({"z_loss": 1e-4}, "--z-loss 0.0001 needs a head that is written out, not --keep autograd"),
+        (
+            {"deterministic": True, "attention": "hopper", "keep": "autograd"},
+            "--deterministic and --attention hopper need blocks that are written out, not --keep autograd",
+        ),
         ({"lmhead_chunks": 4}, "--lmhead-chunks 4 needs a head that is written out, not --keep autograd"),
         ({"lmhead_chunks": 0, "keep": "all"}, "--lmhead-chunks must be positive, got 0"),
         ({"save_every": None}, "--save-every None leaves no checkpoint to be exported: --no-export does without"),

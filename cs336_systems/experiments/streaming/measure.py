@@ -144,7 +144,7 @@ def prepared(cell: StreamingCell, choice: Choice, lanes: Lanes | None) -> tuple[
         cell.config,
         choice.schedule,
         chunks,
-        block_ops(*names, deterministic=True),
+        block_ops(*names),
         device,
         torch.bfloat16,
         moments=dict(plan.work.moments),
