@@ -95,7 +95,7 @@ class KeyPlan(Plan):
 
     Sums of dq in order take them from the last to the first, and add to a tile of dq in that order. All tiles of a head
     begin at their first query, a causal one at its diagonal: the tile before has then just left the queries that this
-    one comes to, and nobody waits. From the first to the last each would wait until the one before has caught up.
+    one comes to. From the first to the last each would wait until the one before has caught up.
     """
 
     padded: gl.tensor
