@@ -186,7 +186,8 @@ class _Search:
     def best(self) -> Choice:
         """By estimates first, then by simulation, then by small steps from the best ones: with little effort under the
         smaller caps of a ladder, then with all of it under its own. What is found there is a plan here and where steps
-        begin, so that more of the host's memory is not slower.
+        begin, so that more of the host's memory is not slower than a rung of the ladder. Than a cap between rungs,
+        whose own search may find more, it can be.
         """
         tried = _Tried(self)
         for host_cap in self._host_ladder():
