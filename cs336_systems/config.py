@@ -11,6 +11,7 @@ Sources: CS336 assignment 2 handout, table 1; the ``config.json`` files that Met
 """
 
 import difflib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -159,8 +160,7 @@ def resolve_size(name: str) -> ModelConfig:
     if key in MODEL_SIZES:
         return MODEL_SIZES[key]
     known = [*MODEL_SIZES, *SIZE_ALIASES]
-    near = difflib.get_close_matches(key, known, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    hint = did_you_mean(key, known, most=3, cutoff=0.4)
     raise ValueError(f"unknown model size {name!r}: {hint}known sizes are {', '.join(known)}")
 
 
@@ -278,3 +278,11 @@ MODES = ("forward", "backward", "step")
 def phase_of(part: str) -> str:
     """The phase to which a part of a step belongs: ``forward 2``, of the second micro-batch, is part of ``forward``."""
     return part.partition(" ")[0]
+
+
+def did_you_mean(
+    given: str, known: Iterable[str], *, most: int = 1, cutoff: float = 0.6, show: Callable[[str], str] = str
+) -> str:
+    """A question that names what is nearest to an unknown name, with a space behind it; "" if nothing is near."""
+    near = difflib.get_close_matches(given, list(known), n=most, cutoff=cutoff)
+    return f"did you mean {' or '.join(map(show, near))}? " if near else ""

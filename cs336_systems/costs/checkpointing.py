@@ -28,11 +28,12 @@ A fused attention is one operator and counts as a matrix product that returns it
 the probabilities, so scores and softmax run again, and only that one product is spared.
 """
 
-import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from cs336_systems.config import did_you_mean
 
 Plan: TypeAlias = "tuple[int | Plan, ...]"
 
@@ -52,8 +53,7 @@ def canonical_policy(policy: str) -> str:
         ValueError: there is no such policy; the message lists what is allowed.
     """
     if policy not in _NAMED and not _COUNTED.fullmatch(policy):
-        near = difflib.get_close_matches(policy, _NAMED, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(policy, _NAMED, show=repr)
         raise ValueError(
             f"unknown checkpoint policy {policy!r}: {hint}known are {', '.join(_NAMED)}, "
             f"every-K (segments of K blocks) and first-M (the first M blocks) with positive K and M"

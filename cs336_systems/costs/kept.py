@@ -22,13 +22,12 @@ Sizes: B batch, S sequence, R = B S tokens, D d_model, P = (H + 2 K) E the width
 heads, E d_head, F d_ff.
 """
 
-import difflib
 import re
 from dataclasses import dataclass
 from math import prod
 
 from cs336_systems.case import TrainingCase, recipe_reason
-from cs336_systems.config import KERNELS, WRITTEN_OUT_ATTENTIONS, ModelConfig, Precision, Recipe
+from cs336_systems.config import KERNELS, WRITTEN_OUT_ATTENTIONS, ModelConfig, Precision, Recipe, did_you_mean
 from cs336_systems.costs.activations import WIDE, SavedTensor, total_bytes
 
 STORED = Recipe()
@@ -136,8 +135,7 @@ def keep_of_blocks(keep: str, n_layers: int) -> tuple[str, ...]:
 def check_known(what: str, value: str, known: tuple[str, ...], where: str = "") -> None:
     """Raise ValueError, with the nearest of the known, for a value that is none of them."""
     if value not in known:
-        near = difflib.get_close_matches(value, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(value, known, show=repr)
         raise ValueError(f"unknown {what} {value!r}{where}: {hint}known are {', '.join(known)}")
 
 

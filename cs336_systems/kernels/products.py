@@ -7,9 +7,9 @@ memory, a ring of 48 KB steps of 64 along the sum; two warpgroups multiply half 
 fp32) and send them to memory, a half of the columns at a time, while the next tile's operands arrive. Tiles go column
 by column within bands of rows, so that what the running programs read stays in the L2 cache.
 
-A GPU that multiplies without pause is bound by its power limit: an H200 runs this at 1.4 of its 2.0 GHz, and energy is
-what counts (LOG.md). The kernel is used for weights of the shapes in ``FASTER``, others go to torch; its results were
-cuBLAS's to the bit in all 35 that were compared.
+A GPU that multiplies without pause is bound by its power limit: an H200 runs this at 1.4 of its 2.0 GHz (LOG.md). The
+kernel is used for weights of the shapes in ``FASTER``, others go to torch; its results were cuBLAS's to the bit in all
+35 that were compared.
 
 Limits: bf16 and fp16, compute capability 9.0, rows that begin at multiples of 16 bytes, with SwiGLU columns of the
 result a multiple of 256, and enough tiles to fill the device twice; other tensors go to torch.

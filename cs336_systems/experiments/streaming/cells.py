@@ -1,13 +1,12 @@
 """Options of ``benchmark_streaming.py``, and its grid. Imports no torch."""
 
-import difflib
 import itertools
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from cs336_systems.config import ModelConfig, resolve_size
+from cs336_systems.config import ModelConfig, did_you_mean, resolve_size
 from cs336_systems.experiments.options import RunOptions, cell_of, flag
 from cs336_systems.hardware import HARDWARE, Hardware
 
@@ -111,8 +110,7 @@ def hardware_named(name: str) -> Hardware:
         if hardware.name.lower().startswith(key):
             return hardware
     known = [hardware.name.lower().replace(" ", "-") for hardware in found]
-    near = difflib.get_close_matches(name.lower(), known, n=3)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    hint = did_you_mean(name.lower(), known, most=3)
     raise ValueError(f"--gpu {name}: {hint}known are {', '.join(known)}")
 
 
