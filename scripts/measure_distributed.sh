@@ -8,9 +8,9 @@
 # What is compared is measured by one command in two rounds, the second one backwards: five steps of warm-up and five
 # timed ones, then two of warm-up, as the ranks are warm, and five more. Steps without communication, recordings, memory
 # and what is sent are taken in the first round. Ten are timed in each round where they scatter or still get faster
-# (ddp-autocast, ddp-host, leaderboard-turns), and where there is one; five after two where they take five seconds and
-# what is compared with them has a command of its own (fsdp-leaderboard, and the 8B steps but for leaderboard-turns and
-# the first of leaderboard).
+# (ddp-autocast, ddp-host), and where there is one; five after two where they take five seconds and what is compared with
+# them has a command of its own (fsdp-leaderboard, and the 8B steps but for those beside FSDP2 and -keep and -policy).
+# Ours and FSDP2's 8B steps are measured one after the other, ten after five, in one command and one round.
 # Parts that are compared with each other, as ddp-one-rank and ddp-ctas8 with ddp, come from one host. Seconds between
 # two H200s by arithmetic, from committed step times with 1 s for a cell and 3 s for a recording; a launch takes 15
 # more:
@@ -31,9 +31,10 @@
 #   sharded-optimizer-xl        55
 #   fsdp-xl                     65
 #   fsdp-leaderboard           425  the leaderboard's step with fp32 masters, every block computed twice
-#   leaderboard                240  the same in bf16, what blocks keep and AdamW under backward; by do_bench and recorded
-#   leaderboard-turns          690  in turns with FSDP2, full checkpointing and keeping attention (150 s for its first row
-#                                   from an empty cache); another policy that fits
+#   leaderboard                510  the same in bf16, products kept, AdamW under backward: by do_bench and recorded, then
+#                                   beside FSDP2 with full checkpointing and with attention kept, compiled from scratch
+#   leaderboard-keep           120  another choice of what blocks keep: the memory planner's
+#   leaderboard-policy         120  another policy of FSDP2 that fits
 #   leaderboard-losses          65  20 steps of the whole model on a short batch beside fp32
 #   leaderboard-masters         80  with fp32 master weights
 #   leaderboard-fp8             70  with products of blocks in fp8, which is outside the rules of the class
@@ -116,27 +117,30 @@ for part in "$@"; do
       launch "${worlds[@]}"
       ranks benchmark_fsdp "${leaderboard[@]}" --fsdp torch --attention sdpa-cudnn
       launch "${worlds[@]}" ;;
-    leaderboard | leaderboard-turns | leaderboard-losses | leaderboard-masters | leaderboard-fp8)
+    leaderboard | leaderboard-keep | leaderboard-policy | leaderboard-losses | leaderboard-masters | leaderboard-fp8)
       step=(--size leaderboard-8b --context-length 32768 --batch-size 1 --dtype bf16)
       ours=(--fsdp ours --kernels fused --attention hopper --optimizer fused --update under-backward)
-      fits=(--memory-budget-gib 134)
+      best=("${ours[@]}" --keep products)
       short=(--warmup 2 --steps 5)
       export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True # 6 GiB of the card are left
       case "$part" in
         leaderboard)
-          ranks benchmark_fsdp "${step[@]}" "${ours[@]}" "${fits[@]}"
+          ranks benchmark_fsdp "${step[@]}" "${best[@]}" "${short[@]}" --do-bench on --trace "$folder/leaderboard"
           launch "${worlds[@]}"
-          ranks benchmark_fsdp "${step[@]}" "${ours[@]}" "${fits[@]}" --do-bench on --trace "$folder/leaderboard" "${short[@]}" ;;
-        leaderboard-turns)
-          long_turns benchmark_fsdp "${step[@]}" "${ours[@]}" "${fits[@]}" --peer-checkpoint full keep-attention
-          launch "${worlds[@]}"
-          ranks benchmark_fsdp "${step[@]}" --fsdp torch --compile --attention sdpa-cudnn --checkpoint first-16 "${short[@]}" ;;
+          out="$folder/leaderboard-turns"
+          ranks benchmark_fsdp "${step[@]}" "${best[@]}" --peer-checkpoint full keep-attention ;;
+        leaderboard-keep)
+          out="$folder/leaderboard"
+          ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --memory-budget-gib 134 ;;
+        leaderboard-policy)
+          out="$folder/leaderboard-turns"
+          ranks benchmark_fsdp "${step[@]}" --fsdp torch --compile --attention sdpa-cudnn --checkpoint first-16 ;;
         leaderboard-losses)
-          ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --keep products --context-length 1024 --losses 20 "${short[@]}" ;;
+          ranks benchmark_fsdp "${step[@]}" "${best[@]}" --context-length 1024 --losses 20 "${short[@]}" ;;
         leaderboard-masters)
           ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --master-weights fp32 --memory-budget-gib 133 "${short[@]}" ;;
         leaderboard-fp8)
-          ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --keep products --matmul-dtype e4m3 "${short[@]}" ;;
+          ranks benchmark_fsdp "${step[@]}" "${best[@]}" --matmul-dtype e4m3 "${short[@]}" ;;
       esac
       launch "${worlds[@]}"
       unset PYTORCH_CUDA_ALLOC_CONF ;;

@@ -18,9 +18,9 @@ from tests.benchmarks.commands import ROOT
 SCRIPT = ROOT / "scripts" / "measure_distributed.sh"
 PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+(?:  |$)", SCRIPT.read_text(), re.MULTILINE)
 QUESTIONS = {"ddp": "data_parallel", "sharded_optimizer": "sharded_optimizer", "fsdp": "fully_sharded"}
-IN_ONE_ROUND = ("traces", "ddp-one-rank", "ddp-ctas8")
-"""Parts whose times are not those by which ours and torch's are compared."""
-LONG_ROUNDS = ("ddp-autocast", "ddp-host", "leaderboard-turns", "fsdp-leaderboard")
+IN_ONE_ROUND = ("traces", "ddp-one-rank", "ddp-ctas8", "leaderboard")
+"""Parts whose times are not those by which ours and torch's are compared, or whose steps take seconds."""
+LONG_ROUNDS = ("ddp-autocast", "ddp-host", "fsdp-leaderboard")
 """Parts whose steps scatter, or get faster for longer than five."""
 IN_FEW_STEPS = ("fsdp-leaderboard", "leaderboard-losses", "leaderboard-masters", "leaderboard-fp8")
 """Whose steps take seconds."""
@@ -78,7 +78,7 @@ def test_each_part_times_ten_steps_after_five_in_rounds(part, tmp_path):
             continue
         beside = 2 if question == "sharded_optimizer" else 0  # steps in which memory is read
         taken = {(effort.warmup(cell) + beside, cell.steps) for cell in cells}
-        short = part in IN_FEW_STEPS or (part in ("leaderboard", "leaderboard-turns") and number > 0)
+        short = part in IN_FEW_STEPS or (part == "leaderboard" and number == 0)
         if part in LONG_ROUNDS or rounds == [0]:
             assert taken == {(2, 5) if short else (5, 10)}
         else:
@@ -94,7 +94,7 @@ def test_the_2026_editions_xl_is_measured_first(part, tmp_path):
 def test_parts_that_are_named_together_share_a_launch_unless_they_differ_in_it(tmp_path):
     assert len(launches(tmp_path, "ddp", "sharded-optimizer", "fsdp")) == 1
     assert len(launches(tmp_path, "ddp", "ddp-ctas8", "fsdp", "ddp-one-rank", "ddp-xl")) == 5
-    assert len(launches(tmp_path, "leaderboard", "leaderboard-turns", "leaderboard-fp8")) == 5
+    assert len(launches(tmp_path, "leaderboard", "leaderboard-keep", "leaderboard-fp8")) == 4
     assert len(launches(tmp_path, "ddp", "fsdp-more")) == 2  # recordings slow the host, and bf16 steps wait for it
 
 
