@@ -9,7 +9,7 @@
 # timed ones, then two of warm-up, as the ranks are warm, and five more. Steps without communication, recordings, memory
 # and what is sent are taken in the first round. Ten are timed in each round where they scatter or still get faster
 # (ddp-autocast, ddp-host), and where there is one; five after two where they take five seconds and what is compared with
-# them has a command of its own (fsdp-leaderboard, and the 8B steps but for those beside FSDP2 and -keep and -policy).
+# them has a command of its own (fsdp-leaderboard, and the 8B steps but for those beside FSDP2, -attempts and -policy).
 # Ours and FSDP2's 8B steps are measured one after the other, ten after five, in one command and one round.
 # Parts that are compared with each other, as ddp-one-rank and ddp-ctas8 with ddp, come from one host. Seconds between
 # two H200s by arithmetic, from committed step times with 1 s for a cell and 3 s for a recording; a launch takes 15
@@ -31,10 +31,11 @@
 #   sharded-optimizer-xl        55
 #   fsdp-xl                     65
 #   fsdp-leaderboard           425  the leaderboard's step with fp32 masters, every block computed twice
-#   leaderboard                510  the same in bf16, products kept, AdamW under backward: by do_bench and recorded, then
-#                                   beside FSDP2 with full checkpointing and with attention kept, compiled from scratch
-#   leaderboard-keep           120  another choice of what blocks keep: the memory planner's
-#   leaderboard-policy         120  another policy of FSDP2 that fits
+#   leaderboard                480  the same in bf16, products kept, AdamW under backward: by do_bench and recorded, then
+#                                   beside FSDP2 with full checkpointing and with attention kept, compiled from
+#                                   scratch; all of it measured
+#   leaderboard-attempts       130  with more kept, as the memory planner chooses, on a host of its own
+#   leaderboard-policy         120  FSDP2 with another policy that fits
 #   leaderboard-losses          65  20 steps of the whole model on a short batch beside fp32
 #   leaderboard-masters         80  with fp32 master weights
 #   leaderboard-fp8             70  with products of blocks in fp8, which is outside the rules of the class
@@ -117,7 +118,7 @@ for part in "$@"; do
       launch "${worlds[@]}"
       ranks benchmark_fsdp "${leaderboard[@]}" --fsdp torch --attention sdpa-cudnn
       launch "${worlds[@]}" ;;
-    leaderboard | leaderboard-keep | leaderboard-policy | leaderboard-losses | leaderboard-masters | leaderboard-fp8)
+    leaderboard | leaderboard-attempts | leaderboard-policy | leaderboard-losses | leaderboard-masters | leaderboard-fp8)
       step=(--size leaderboard-8b --context-length 32768 --batch-size 1 --dtype bf16)
       ours=(--fsdp ours --kernels fused --attention hopper --optimizer fused --update under-backward)
       best=("${ours[@]}" --keep products)
@@ -129,8 +130,7 @@ for part in "$@"; do
           launch "${worlds[@]}"
           out="$folder/leaderboard-turns"
           ranks benchmark_fsdp "${step[@]}" "${best[@]}" --peer-checkpoint full keep-attention ;;
-        leaderboard-keep)
-          out="$folder/leaderboard"
+        leaderboard-attempts)
           ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --memory-budget-gib 134 ;;
         leaderboard-policy)
           out="$folder/leaderboard-turns"

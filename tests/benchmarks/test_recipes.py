@@ -94,7 +94,7 @@ def test_the_2026_editions_xl_is_measured_first(part, tmp_path):
 def test_parts_that_are_named_together_share_a_launch_unless_they_differ_in_it(tmp_path):
     assert len(launches(tmp_path, "ddp", "sharded-optimizer", "fsdp")) == 1
     assert len(launches(tmp_path, "ddp", "ddp-ctas8", "fsdp", "ddp-one-rank", "ddp-xl")) == 5
-    assert len(launches(tmp_path, "leaderboard", "leaderboard-keep", "leaderboard-fp8")) == 4
+    assert len(launches(tmp_path, "leaderboard", "leaderboard-attempts", "leaderboard-fp8")) == 4
     assert len(launches(tmp_path, "ddp", "fsdp-more")) == 2  # recordings slow the host, and bf16 steps wait for it
 
 
