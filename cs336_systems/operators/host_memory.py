@@ -4,9 +4,13 @@ Inside a container the machine's own figure is a promise nobody keeps. In sandbo
 report a total that grows with what is used: where the control group sets a limit, that is the one to believe.
 """
 
+import mmap
 from pathlib import Path
 
 import psutil
+
+_UNLIMITED = ("max", str(2**63 - mmap.PAGESIZE))
+"""What limit files say without a limit: v2's word, and v1's largest number of whole pages."""
 
 
 def free_host_bytes() -> int:
@@ -55,6 +59,6 @@ def _headroom_of(folder: Path, limit_file: str, usage_file: str, inactive_name: 
     try:
         limit, usage = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return None if limit == "max" else int(limit) - usage + int(stat.get(inactive_name, 0))
+        return None if limit in _UNLIMITED else int(limit) - usage + int(stat.get(inactive_name, 0))
     except (OSError, ValueError):
         return None

@@ -1,5 +1,7 @@
 """What control groups leave free, imitated."""
 
+import mmap
+
 import psutil
 import pytest
 
@@ -43,6 +45,7 @@ def v1(limit, usage, stat="cache 9\ninactive_file 1\ntotal_inactive_file 400\n")
         (v2(5000, 2000, stat="anon 10\n"), 3000),
         (v2("max", 2000), None),
         (v1(7000, 1000), 7000 - 1000 + 400),
+        (v1(2**63 - mmap.PAGESIZE, 1000), None),
         (v2(5000, 2000) | v1(7000, 1000), 3300),
         (below("jobs/7", v2(5000, 2000)), 3300),
         (below("jobs", v1(7000, 1000)), 6400),
@@ -57,6 +60,7 @@ def v1(limit, usage, stat="cache 9\ninactive_file 1\ntotal_inactive_file 400\n")
         "v2 without cache",
         "v2 unlimited",
         "v1",
+        "v1 unlimited",
         "both",
         "own",
         "parent",
