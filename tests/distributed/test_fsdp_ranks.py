@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.distributed.fsdp import FSDP
 
@@ -73,6 +74,42 @@ def ranks_may_leave_different_outputs_of_several_forwards_out(rank):
         loss = loss_of(fsdp, rank.rank, used)
         with pytest.raises(RuntimeError, match=f"rank 0 comes to the backward of its forward . of 3, {said}"):
             loss.backward()
+
+
+class Choosing(nn.Module):
+    """Ids -> scores; every segment runs all its blocks, and goes on with one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 7)
+        self.segments = nn.ModuleList(nn.ModuleList(Block(7) for _ in range(3)) for _ in range(3))
+        self.head = nn.Linear(7, 11)
+
+    def forward(self, ids, chosen):
+        x = self.embedding(ids)
+        for blocks, number in zip(self.segments, chosen, strict=True):
+            x = checkpoint(lambda x, blocks=blocks, n=number: [block(x) for block in blocks][n], x, use_reentrant=True)
+        return self.head(x)
+
+
+def ranks_may_leave_different_blocks_out_in_reentrant_checkpoints(rank):
+    """The gradient passes blocks by in each of several segments, and each has a backward of its own."""
+    torch.manual_seed(0)
+    reference = Choosing().double()
+    fsdp = FSDP(copy.deepcopy(reference), units=lambda module: isinstance(module, Block))
+    (ids,) = batches(1)
+    for chosen in (([0, 0, 0], [2, 2, 2]), ([2, 1, 0], [0, 1, 2]), ([1, 1, 1], [1, 1, 1])):
+        for _ in range(2):
+            reference.zero_grad()
+            fsdp.zero_grad()
+
+            def loss_of(model, number, chosen=chosen):
+                rows = ids[2 * number : 2 * number + 2]
+                return wide_loss(model(rows, chosen[number]), rows)
+
+            (sum(loss_of(reference, number) for number in range(2)) / 2).backward()
+            loss_of(fsdp, rank.rank).backward()
+            check_gradients(fsdp, reference)
 
 
 class Experts(nn.Module):
@@ -149,6 +186,7 @@ def ranks_that_do_different_things_are_told(rank):
 CHECKS = [
     ranks_may_leave_different_outputs_out_of_the_loss,
     ranks_may_leave_different_outputs_of_several_forwards_out,
+    ranks_may_leave_different_blocks_out_in_reentrant_checkpoints,
     ranks_that_run_different_units_are_told,
     ranks_that_do_different_things_are_told,
 ]
