@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure what profiles/results/<gpu>/kernels, fused and fused-steps hold, on one GPU.
+# Measure what profiles/results/<gpu>/kernels, fused, fused-steps and llama-steps hold, on one GPU.
 #
 #   scripts/measure_kernels.sh FOLDER PART...
 #
@@ -22,11 +22,12 @@
 #   steps           260  forward and backward of Qwen2.5 0.5B to 7B at sequences of 1,024: fused and compiled, all
 #                        kept, in turns
 #   steps-products  260  the same keeping products
-#   accumulate       60  a step of llama3-8b at 8,192 tokens, the optimizer once per 16 sequences
+#   llama-steps      45  forward and backward of llama3-8b at 8,192 tokens: keeping all, keeping products, compiled
+#   accumulate       60  a step of the same keeping all, the optimizer once per 16 sequences
 #
 # Peers need liger-kernel and cut-cross-entropy (uv sync, or pip install); without them their rows say so. Parts up to
 # quantize append to FOLDER/kernels, those with blocks to FOLDER/fused, steps and accumulate to FOLDER/fused-steps,
-# steps-products to a folder of its own; uv run scripts/report.py --adopt FOLDER moves the rows to
+# steps-products and llama-steps to folders of their own; uv run scripts/report.py --adopt FOLDER moves the rows to
 # profiles/results/<gpu>/. PYTHON picks the interpreter (default: uv run). Ways that are compared follow each other,
 # kernels in one process; blocks and steps take turns, since what is long runs at the power cap. Run nothing else on the
 # host.
@@ -106,9 +107,12 @@ for part in "$@"; do
       turns fused-steps all ;;
     steps-products)
       turns fused-steps-products products ;;
+    llama-steps)
+      model --out "$folder/llama-steps" --size llama3-8b --batch-size 1 --context-length 8192 --mode backward \
+        --kernels fused --keep all products --peer-compile on --warmup 2 --steps 4 ;;
     accumulate)
       model --out "$folder/fused-steps" --size llama3-8b --batch-size 1 --context-length 8192 --mode step \
-        --accumulate 16 --optimizer fused --kernels fused --keep products --warmup 1 --steps 2 ;;
+        --accumulate 16 --optimizer fused --kernels fused --keep all --warmup 1 --steps 2 ;;
     *)
       echo "unknown part '$part': see the head of scripts/measure_kernels.sh" >&2
       exit 2 ;;

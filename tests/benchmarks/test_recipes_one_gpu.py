@@ -83,7 +83,7 @@ def test_no_part_measures_a_cell_twice(part, tmp_path):
 
 def test_kernels_and_blocks_are_measured_at_the_shapes_of_the_models(tmp_path):
     found = grids(KERNELS, tmp_path, *KERNEL_PARTS)
-    assert set(found) == {"kernels", "fused", "fused-steps", "fused-steps-products"}
+    assert set(found) == {"kernels", "fused", "fused-steps", "fused-steps-products", "llama-steps"}
     assert all(len(set(cells)) == len(cells) for cells in found.values())
     assert {cell.kernel for cell in found["kernels"]} == {*kernels.KERNELS} - {"weighted_sum"}
     assert {cell.how for cell in found["kernels"]} == {"ours", "eager", "compiled", *kernels.PEERS}
@@ -122,6 +122,20 @@ def test_whole_steps_take_turns_with_the_compiled_reference(tmp_path):
         ]
         turn = [("fused", keep, "off"), ("reference", "autograd", "on")]
         assert all(hows == (turn[::-1] if repeat else turn) for (_, _, repeat), hows in ways.items())
+
+
+def test_steps_of_8b_stand_beside_the_compiled_reference_and_the_accumulated_one_keeps_all(tmp_path):
+    found = grids(KERNELS, tmp_path, "llama-steps", "accumulate")
+    assert [(cell.kernels, cell.keep, cell.compile, cell.mode) for cell in found["llama-steps"]] == [
+        ("fused", "all", "off", "backward"),
+        ("fused", "products", "off", "backward"),
+        ("reference", "autograd", "on", "backward"),
+    ]
+    (accumulated,) = found["fused-steps"]
+    assert (accumulated.keep, accumulated.accumulate, accumulated.mode) == ("all", 16, "step")
+    assert {(c.size, c.batch_size, c.context_length) for c in (*found["llama-steps"], accumulated)} == {
+        ("llama3-8b", 1, 8192)
+    }
 
 
 def test_eager_and_compiled_attention_take_turns_until_memory_ends(tmp_path):

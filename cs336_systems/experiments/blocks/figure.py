@@ -46,8 +46,8 @@ def kept_figure(rows: pd.DataFrame) -> Figure | None:
             axes.annotate(how, (kept, height), xytext=(0, above), textcoords="offset points", fontsize=8, ha=side)
         first = own.iloc[0]
         axes.set_title(f"{first['size']}, {first['batch_size']} x {first['context_length']:,} tokens", fontsize=10)
-        axes.set_xlim(left=0)
-        axes.margins(0.15)
+        axes.set_xlim(0, 1.12 * own["kept"].max())
+        axes.set_ylim(0, 1.15 * ms.max())  # from zero, or a tie would look like a gap
         axes.set_xlabel("kept by a block for backward, GiB")
         axes.set_ylabel("forward and backward of a block, ms")
         dress(axes)

@@ -35,6 +35,13 @@ def test_a_point_for_each_way_and_time_by_block():
     assert list(leaderboard.get_lines()[1].get_data()[1]) == [40.0]
 
 
+def test_axes_begin_at_zero_and_every_point_lies_within():
+    rows = frame(cell("compiled", 42.0, 4.0), cell("products", 40.0, 2.5), cell("input", 50.0, 0.5))
+    (axes,) = (axes for axes in kept_figure(rows).axes if axes.get_visible())
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    assert left == bottom == 0 and right > 4.0 and top > 50.0
+
+
 def test_without_kept_memory_there_is_no_picture():
     assert kept_figure(frame(make_cell(ms("step", 1.0), how="input", layers=1, **SHAPE))) is None
 
