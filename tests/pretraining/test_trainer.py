@@ -383,6 +383,16 @@ def test_a_run_with_states_in_host_memory_is_the_run_without_and_they_take_each_
         assert_equal_weights(tmp_path / name, tmp_path / "without")
 
 
+def test_a_run_in_fp8_resumes_to_the_bit(whole, alone, tmp_path):
+    fp8 = {"data": whole / "data", "matmul_dtype": "e4m3", "gradient_dtype": "e5m2", "fp8_skip_last": 1, "save_every": 5}
+    for name in ("whole", "resumed"):
+        train(options(tmp_path, **fp8, out=tmp_path / name), alone)
+    shutil.rmtree(tmp_path / "resumed" / "step-00000010")
+    assert train(options(tmp_path, **fp8, out=tmp_path / "resumed"), alone).first_step == 5
+    assert losses_and_norms(tmp_path / "resumed") == losses_and_norms(tmp_path / "whole") != losses_and_norms(whole / "run")
+    assert_equal_weights(tmp_path / "resumed", tmp_path / "whole")
+
+
 def test_the_log_tells_on_request_what_quantization_does_and_the_run_is_the_same(whole, alone, tmp_path):
     fp8 = {"data": whole / "data", "matmul_dtype": "e4m3", "fp8_skip_first": 1, "accumulate": 2}
     train(options(tmp_path, **fp8, out=tmp_path / "plain"), alone)

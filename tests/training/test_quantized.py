@@ -88,6 +88,16 @@ def test_weights_are_quantized_once_a_step_and_read_for_that_alone():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("whole_chunks")
+def test_what_lies_in_host_memory_changes_no_bit():
+    """Also of masters, and where the optimizer that fetches it finds the weights' maxima."""
+    fused = E4M3 | {"optimizer": "fused", "master": "fp32", "keep": "input"}
+    case = TrainingCase.of(CONFIG, batch_size=1, accumulate=2, dtype="bf16", **fused)
+    expected = losses_of(case, 3)
+    assert torch.equal(losses_of(case, 3, offload="m-v-master-gradients-residual"), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("whole_chunks")
 def test_a_step_that_is_watched_is_the_same_step_where_the_optimizer_finds_maxima():
     case = TrainingCase.of(CONFIG, batch_size=1, dtype="bf16", **E4M3 | {"optimizer": "fused"})
     (step, plain), batch = (assemble(case), assemble(case)), random_batch(case)
