@@ -249,8 +249,10 @@ def test_products_in_fp8_are_measured_beside_stored_ones_and_learn_the_same_toke
     for cell in found["fp8"]:
         ways.setdefault((cell.part, cell.product, cell.repeat), set()).add(cell.how)
     assert all({*fp8.RECIPES, "compiled", "torchao-tensorwise", "torchao-rowwise"} == hows for hows in ways.values())
-    seeds: dict[str, list] = {}
-    for cell in found["learning"]:
-        seeds.setdefault(cell.recipe, []).append(cell.seed)
-    assert set(seeds) == set(fp8.RECIPES) and set(map(tuple, seeds.values())) == {(0, 1, 2)}
-    assert len({replace(cell, recipe="", seed=0, repeat=0) for cell in found["learning"]}) == 1
+    for part, device in (("learning", "cuda"), ("learning-emulated", "cpu")):
+        seeds: dict[str, list] = {}
+        for cell in found[part]:
+            seeds.setdefault(cell.recipe, []).append(cell.seed)
+        assert set(seeds) == set(fp8.RECIPES) and set(map(tuple, seeds.values())) == {(0, 1, 2)}
+        assert {cell.device for cell in found[part]} == {device}
+        assert len({replace(cell, recipe="", seed=0, repeat=0) for cell in found[part]}) == 1
