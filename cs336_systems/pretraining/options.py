@@ -36,6 +36,11 @@ _UNDER_CAPS: dict[str, list[Any]] = {
     **{"z_loss": [0.0], "lmhead_chunks": [None]},
 }
 """Options with the only values that they may have under caps on memory."""
+_RECOMPUTED = {
+    **{name: f"all-{name}" for name in ("swiglu", "norm", "ffn", "qkv")},
+    **{"att": "all-qkv-attention", "block": "input"},
+}
+"""What other trainers name by its recomputation, as ``--keep`` has it."""
 _SEEDS = 2**32
 """As many as NumPy's RandomState has."""
 _MOST_WARMUP = 100
@@ -235,6 +240,9 @@ class TrainOptions:
             raise ValueError("--save-every None leaves no checkpoint to be exported: --no-export does without")
         if self.init is None:
             resolve_size(self.size)
+        if kept := _RECOMPUTED.get(self.recompute):
+            asked = f"--recompute {self.recompute} is --keep {kept}"
+            raise ValueError(f"{asked}: blocks that are written out choose what they keep")
         canonical_policy(self.recompute)
         any_depth = 1 + max(self.fp8_skip_first, 0) + max(self.fp8_skip_last, 0)
         case = self.training_case(ModelConfig("any", 64, 192, any_depth, 4), 1)
