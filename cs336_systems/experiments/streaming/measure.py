@@ -103,7 +103,9 @@ def planned(cell: StreamingCell) -> tuple[Choice, Hardware, Fence | None]:
     if fence is not None:
         caps = Caps(device_bytes, host_bytes, *beside_slabs(fence, device))
     else:
-        caps = Caps(device_bytes, host_bytes, *(() if cell.simulated_device else (0, 0)))  # on a CPU slabs alone count
+        caps = Caps(
+            device_bytes, host_bytes, *(() if cell.simulated_device else (0, 0, 0))
+        )  # on a CPU slabs alone count
     return _chosen(cell, hardware, caps), hardware, fence
 
 
