@@ -90,7 +90,9 @@ class Fence:
         used = self.in_use()
         for what, n_bytes, cap in (("device", used.device, self.device_bytes), ("host", used.host, self.host_bytes)):
             if n_bytes > cap:
-                raise RuntimeError(f"{n_bytes / GIB:.2f} GiB of the {what} were in use, the cap is {cap / GIB:.2f} GiB")
+                others = f", {used.context / GIB:.2f} of them not torch's" if what == "device" else ""
+                in_use = f"{n_bytes / GIB:.2f} GiB of the {what} were in use{others}"
+                raise RuntimeError(f"{in_use}, the cap is {cap / GIB:.2f} GiB")
         return used
 
 
