@@ -41,6 +41,8 @@ SIMULATED = 12
 """Kinds of layouts of which a schedule is built."""
 EFFORT = 80_000
 """Operations that are simulated of them, and again on the way from the best one of each order to better neighbours."""
+LIKELY = 6
+"""Layouts of each order, of which a schedule is built whatever the effort."""
 FIRST_RUNG, GROWTH = 0.03, 1.5
 """Of a ladder of smaller capacities of the host: what the second has above the least that holds a plan, as a share of
 that, and the growth of this from one to the next."""
@@ -373,11 +375,11 @@ class _Tried:
                 break
             self.rate(candidate, host_cap)
         for order in ORDERS:
-            known = self.ranking(host_cap)
-            starts = [next((one for one in of if one.layout.order == order), None) for of in (known, estimated)]
-            for start in dict.fromkeys(starts):
-                if start is not None and self.rate(start, host_cap):
-                    self._climb(start, host_cap, self.operations + effort)
+            likely = [candidate for candidate in estimated if candidate.layout.order == order][:LIKELY]
+            fitting = [candidate for candidate in likely if self.rate(candidate, host_cap)]
+            known = [candidate for candidate in self.ranking(host_cap) if candidate.layout.order == order]
+            for start in dict.fromkeys(known[:1] + fitting[:1]):
+                self._climb(start, host_cap, self.operations + effort)
 
     def _climb(self, best: Candidate, host_cap: int, most: int) -> None:
         """Step by step, large ones first, as long as one is faster, up to so many simulated operations."""

@@ -89,7 +89,7 @@ def test_more_host_memory_is_not_slower_whatever_the_caps(seed: int) -> None:
             speeds.append(small(device, host, length).tokens_per_s)
         except CapsTooSmallError:
             speeds.append(0.0)
-    assert [(a, b) for a, b in pairwise(speeds) if b < 0.995 * a] == [], (device, length, speeds)
+    assert [(a, b) for a, b in pairwise(speeds) if b < 0.99 * a] == [], (device, length, speeds)
 
 
 def test_a_few_rounds_show_how_fast_all_of_them_are() -> None:
