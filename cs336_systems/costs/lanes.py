@@ -76,9 +76,10 @@ def simulate(lanes: Sequence[str], amounts: Sequence[float], waits: Sequence[Seq
         if not left:
             break
         copies = ("in" in left) + ("out" in left)
-        link = rates.link_both if copies == 2 else rates.link_alone
+        links = (rates.link_in_both, rates.link_both) if copies == 2 else (rates.link_alone, rates.link_alone)
         kernels = 1 - copies * (1 - rates.beside_copies)
-        speeds = {lane: kernels if lane == "compute" else link for lane in left}
+        of_lanes = {"in": links[0], "compute": kernels, "out": links[1]}
+        speeds = {lane: of_lanes[lane] for lane in left}
         step = min(left[lane] / speeds[lane] for lane in left)
         now += step
         for lane in list(left):

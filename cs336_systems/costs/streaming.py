@@ -57,17 +57,20 @@ class Rates:
     link_alone: float
     """Each way, while the other rests."""
     link_both: float
-    """Each way, while both are busy."""
+    """Each way, while both are busy; but see ``in_beside_out``."""
     beside_copies: float = 0.995
     """Speed of kernels while one copy runs; two cost twice as much."""
     copy_latency_s: float = 10e-6
     """From the end of what a copy waits for to its first byte."""
+    in_beside_out: float = 1.0
+    """Of ``link_both``, what copies to the device have of it."""
 
     @classmethod
     def of(cls, hardware: Hardware, dtype: str = "bf16", *, flops: float | None = None) -> "Rates":
         """From published peaks, by the shares of them that an H200 sustains (LOG.md): products 642 to 694 TFLOP/s,
         causal attention of d_head 128 590 forward and 535 backward, 92 % of its memory's bandwidth in one pass, the
-        link 55.5 GB/s one way and 102 both ways together, 1 % longer kernels beside copies both ways.
+        link 55.5 GB/s one way and, beside kernels of a step, 43.6 to the device while 50.9 leave it, 1 % longer kernels
+        beside copies both ways.
 
         Args:
             flops: FLOP/s that products sustain, if known; attention's follow in proportion.
@@ -82,12 +85,20 @@ class Rates:
             )
         products = flops or 0.675 * peak
         scale = products / 0.675
-        return cls(products, 0.596 * scale, 0.541 * scale, 0.9 * memory, 55.5 / 64 * link, 51 / 64 * link)
+        link_alone, link_both = 55.5 / 64 * link, 51 / 64 * link
+        memory *= 0.9
+        return cls(products, 0.596 * scale, 0.541 * scale, memory, link_alone, link_both, in_beside_out=0.855)
+
+    @property
+    def link_in_both(self) -> float:
+        """To the device, while the other way is busy too."""
+        return self.link_both * self.in_beside_out
 
     def link_seconds(self, bytes_in: float, bytes_out: float) -> float:
         """Of copies both ways that begin together."""
-        less, more = sorted((bytes_in, bytes_out))
-        return less / self.link_both + (more - less) / self.link_alone
+        both = min(bytes_in / self.link_in_both, bytes_out / self.link_both)
+        left = bytes_in - both * self.link_in_both + bytes_out - both * self.link_both  # of the longer one
+        return both + left / self.link_alone
 
 
 @dataclass(frozen=True)
@@ -208,14 +219,12 @@ class StreamedWork:
         return 2 * self.config.d_model * self.chunk * (2 * before + length)
 
     def _keys_flops(self) -> int:
-        """Of one layer's k and v of one chunk."""
-        return 2 * self.chunk * self.config.d_model * 2 * self.config.d_kv
+        """Of one layer's q, k and v of one chunk: one product, as in forward, for k and v with its bits."""
+        return 2 * self.chunk * self.config.d_model * (self.config.d_model + 2 * self.config.d_kv)
 
     def again_flops(self, chunk: int, level: str) -> tuple[int, int]:
         """Of products and of attention that are computed again for one (layer, chunk), ``keys`` not among them."""
         products = flops_again(self.config, *self._batch, level, 0)
-        if self.is_long and level != "products":  # k and v are there
-            products -= self._keys_flops()
         return products, self.attention_flops(chunk) if level == "input" else 0
 
     def model_flops_per_token(self) -> float:
@@ -261,7 +270,7 @@ class StreamedWork:
                 return 2 * products / rates.products + attended + traffic / rates.memory
             case "keys":
                 products = self._keys_flops()
-                traffic = row * (2 * config.d_model + 4 * config.d_kv)
+                traffic = row * (4 * config.d_model + 6 * config.d_kv)  # norm, rotation, k and v to their place
                 return products / rates.products + traffic / rates.memory
             case "head":  # its rows' passes are in the rate of products: 665 TFLOP/s in all (LOG.md)
                 return 6 * tokens * config.d_model * config.vocab_size / rates.products

@@ -23,6 +23,9 @@ from cs336_systems.operators.host_memory import allowed_host_bytes
 
 ALIGNMENT = 256
 """Bytes, of every tensor in a slab: more than any copy engine or kernel asks for."""
+TABLE_SHARE = 8 / 4096
+"""Bytes of a GPU for each byte that is pinned for it: its page tables have an entry for each page of the host. Measured
+on an H200: 0.739 GiB outside torch with nothing pinned, 0.878 with 71.4 GiB."""
 
 
 def aligned(n_bytes: int) -> int:

@@ -51,7 +51,7 @@ def caps_of(options: TrainOptions, case: TrainerCase, device: torch.device, fenc
     assert options.device_gib is not None and options.host_gib is not None
     caps = int(options.device_gib * GIB), int(options.host_gib * GIB)
     if device.type == "cpu":
-        return Caps(*caps, 0, 0)
+        return Caps(*caps, 0, 0, 0)
     width = 4 if case.master == "fp32" else max(case.precision.parameter_bytes, case.moment_bytes)
     staging = 2 ** math.ceil(math.log2(case.config.vocab_size * case.config.d_model * width))  # of saves, pinned
     if fence is None:

@@ -19,6 +19,7 @@ from cs336_systems.config import PRECISIONS, ModelConfig, Precision
 from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.costs.streaming import MOMENTS, Rates, StreamedWork
 from cs336_systems.hardware import GIB
+from cs336_systems.operators.pinned import TABLE_SHARE
 from cs336_systems.streaming.build import build, schedule_times
 from cs336_systems.streaming.candidate import Candidate, steps
 from cs336_systems.streaming.estimate import Layout, Levels, LevelsByHost, WorkSeconds
@@ -35,10 +36,13 @@ MOST_CHUNKS = 16
 """Of a round, where they are not those of one sequence."""
 OPTIMIZER_SHARE = 0.02
 """Of a step, at most, where its tokens are not given."""
+ALL_AT_INPUT = Levels(0, 0)
 SIMULATED = 12
 """Kinds of layouts of which a schedule is built."""
 EFFORT = 80_000
 """Operations that are simulated of them, and again on the way from the best one of each order to better neighbours."""
+LIKELY = 6
+"""Layouts of each order, of which a schedule is built whatever the effort."""
 FIRST_RUNG, GROWTH = 0.03, 1.5
 """Of a ladder of smaller capacities of the host: what the second has above the least that holds a plan, as a share of
 that, and the growth of this from one to the next."""
@@ -47,11 +51,12 @@ LESS = 16
 LESS_SIMULATED = 2
 """Kinds of layouts there."""
 SIMULATED_ROUNDS = 3
-"""Of a step, while plans are compared: the first, one that is like all others, and the last."""
+"""Of a step, while plans are compared: the first, one that is like all others, and the last; one more where the first
+and the last keep other levels, as backward of one that is like all others runs beside forward of another such."""
 LEAST_GAIN = 3e-4
 """For which a step is taken."""
-DEVICE_OVERHEAD = int(0.8 * GIB)
-"""Of the CUDA context, kernels, cuBLAS's workspaces and what else torch reserves: an assumption."""
+DEVICE_OVERHEAD = int(1.05 * GIB)
+"""Of the CUDA context and kernels (measured on an H200: 0.74), cuBLAS's workspaces and what torch reserves unused."""
 HOST_OVERHEAD = 3 * GIB
 """By which the process grows beside its slab: the same."""
 
@@ -64,6 +69,8 @@ class Caps:
     host: int
     device_overhead: int = DEVICE_OVERHEAD
     host_overhead: int = HOST_OVERHEAD
+    table_share: float = TABLE_SHARE
+    """Of the host's slab, which is pinned: what that takes of the device."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +107,12 @@ class Choice:
 
     @cached_property
     def device_parts(self) -> dict[str, int]:
-        """Bytes on the device."""
+        """Bytes on the device, the page tables of the host's slab among what is not torch's."""
         work = self.plan.work
+        tables = math.ceil(self.caps.table_share * sum(region.n_bytes for region in self.schedule.regions.values()))
         rings = {ring: self.schedule.rings[ring].n_bytes for ring in self.schedule.rings}
         beside = {"embedding, head": work.fixed_bytes, "temporaries": work.temporary_bytes}
-        return beside | {"context, libraries": self.caps.device_overhead} | rings
+        return beside | {"context, libraries": self.caps.device_overhead + tables} | rings
 
     @cached_property
     def host_parts(self) -> dict[str, int]:
@@ -230,7 +238,7 @@ class _Search:
             for work in self.works
             for ring_bytes in [self._ring_bytes(work)]
             for layout in self._layouts(work)
-            if layout.least_ring_bytes <= ring_bytes
+            if layout.least_bytes(ALL_AT_INPUT) <= ring_bytes
         ]
 
     def _candidate(self, of: LevelsByHost, host_bytes: int) -> Candidate | None:
@@ -264,7 +272,7 @@ class _Search:
         for chunks, order, kept in product(counts, ORDERS, (True, False) if work.is_long else (True,)):
             if self.order in (None, order) and not (self.tokens_per_step or 0) % (chunks * work.chunk):
                 for resident in residents:
-                    yield Layout(work, seconds, chunks, order, *resident, keep_context=kept)
+                    yield Layout(work, seconds, chunks, order, *resident, kept, self.caps.table_share)
 
     def _rounds(self, layout: Layout, seconds: float) -> int:
         if self.tokens_per_step:
@@ -274,9 +282,9 @@ class _Search:
     def simulate(self, candidate: Candidate) -> "_Simulated":
         """From as few rounds as show them all."""
         layout = candidate.layout
-        if layout.least_ring_bytes > candidate.ring_bytes:
+        if layout.least_bytes(ALL_AT_INPUT) > candidate.ring_bytes:
             return _Simulated()
-        rounds = min(candidate.rounds, SIMULATED_ROUNDS)
+        rounds = min(candidate.rounds, SIMULATED_ROUNDS + (candidate.edges != candidate.levels))
         plan = replace(candidate, rounds=rounds).plan(self.clipping)
         try:
             schedule = build(plan)
@@ -309,13 +317,15 @@ class _Search:
         given = f"{_gib(caps.device)} GiB of device and {_gib(caps.host)} GiB of host memory"
         who = f"{self.config.name} on sequences of {self.context_length:,} tokens"
         layouts = [layout for work in self.works for layout in self._layouts(work)]
-        device = min(caps.device - self._ring_bytes(layout.work) + layout.least_ring_bytes for layout in layouts)
+        device = min(
+            caps.device - self._ring_bytes(layout.work) + layout.least_bytes(ALL_AT_INPUT) for layout in layouts
+        )
         device_cap = max(device, caps.device)
         host = min(
-            caps.host_overhead + layout.host_bytes(Levels(0, 0), ring_bytes)
+            caps.host_overhead + layout.host_bytes(ALL_AT_INPUT, ring_bytes)
             for layout in layouts
             for ring_bytes in [device_cap - caps.device + self._ring_bytes(layout.work)]
-            if layout.least_ring_bytes <= ring_bytes
+            if layout.least_bytes(ALL_AT_INPUT) <= ring_bytes
         )
         short = [
             f"{what} is {_gib(needed - has)} GiB short"
@@ -365,8 +375,10 @@ class _Tried:
                 break
             self.rate(candidate, host_cap)
         for order in ORDERS:
-            known = (candidate for candidate in self.ranking(host_cap) if candidate.layout.order == order)
-            if start := next(known, None):
+            likely = [candidate for candidate in estimated if candidate.layout.order == order][:LIKELY]
+            fitting = [candidate for candidate in likely if self.rate(candidate, host_cap)]
+            known = [candidate for candidate in self.ranking(host_cap) if candidate.layout.order == order]
+            for start in dict.fromkeys(known[:1] + fitting[:1]):
                 self._climb(start, host_cap, self.operations + effort)
 
     def _climb(self, best: Candidate, host_cap: int, most: int) -> None:
@@ -393,4 +405,4 @@ def _ranked(rated: Iterable[tuple[Candidate, float]]) -> list[Candidate]:
 
 def _least(candidate: Candidate) -> Candidate:
     """The same that keeps the least."""
-    return replace(candidate, levels=Levels(0, 0), edges=Levels(0, 0))
+    return replace(candidate, levels=ALL_AT_INPUT, edges=ALL_AT_INPUT)

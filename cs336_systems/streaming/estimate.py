@@ -6,6 +6,7 @@ shares of each of its parts. Levels are raised in one order, best bytes first: a
 sequential, both together if they are interleaved, but for the beginning of the first and the end of the last one.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -53,6 +54,8 @@ class Layout:
     gradients: int
     moments: int
     keep_context: bool = True
+    table_share: float = 0.0
+    """Of what lies on the host, the device's page tables."""
     more_slots: tuple[tuple[str, int], ...] = ()
     """Of a ring, beyond the least."""
 
@@ -112,11 +115,26 @@ class Layout:
         context = {"context": sequences} if self.work.is_long and self.keep_context else {}
         return {"input": self.pairs, **context, "attention": levels.attention, "products": levels.products}
 
+    def _kept_bytes(self, levels: Levels) -> int:
+        return sum(n * self.slot_bytes[ring] for ring, n in self.kept_counts(levels).items())
+
+    def _in_flight_bytes(self, levels: Levels) -> int:
+        """On the host beyond what is kept there."""
+        places = IN_FLIGHT if self.order == "interleaved" else 0
+        return places * sum(self.slot_bytes[ring] for ring, n in self.kept_counts(levels).items() if n)
+
+    def least_bytes(self, levels: Levels) -> int:
+        """Of the device, with all rings at their smallest: what has no slot lies on the host, and needs page tables."""
+        on_host = self.host_state_bytes + self._kept_bytes(levels) + self._in_flight_bytes(levels)
+        return self.least_ring_bytes + math.ceil(self.table_share * on_host)
+
     def share_on_device(self, levels: Levels, ring_bytes: int) -> float:
-        """Of what forward leaves, how much has a slot until backward."""
-        left = ring_bytes - self.least_ring_bytes
-        kept = sum(n * self.slot_bytes[ring] for ring, n in self.kept_counts(levels).items())
-        return max(0.0, min(1.0, left / kept))
+        """Of what forward leaves, how much has a slot until backward; what has one needs no page tables."""
+        kept = self._kept_bytes(levels)
+        if ring_bytes - self.least_ring_bytes - self.table_share * self.host_state_bytes >= kept:
+            return 1.0
+        left = ring_bytes - self.least_bytes(levels)
+        return max(0.0, min(1.0, left / (kept * (1 - self.table_share))))
 
     def slots(self, levels: Levels, ring_bytes: int) -> dict[str, int]:
         """Of the rings that layers share."""
@@ -136,10 +154,8 @@ class Layout:
         share = self.share_on_device(levels, ring_bytes)
         if share == 1:
             return self.host_state_bytes
-        in_flight = IN_FLIGHT if self.order == "interleaved" else 0
-        counts = self.kept_counts(levels)
-        kept = sum((int((1 - share) * n) + in_flight) * self.slot_bytes[ring] for ring, n in counts.items() if n)
-        return self.host_state_bytes + kept
+        kept = sum(int((1 - share) * n) * self.slot_bytes[ring] for ring, n in self.kept_counts(levels).items())
+        return self.host_state_bytes + kept + self._in_flight_bytes(levels)
 
     # seconds
 
@@ -189,9 +205,8 @@ class LevelsByHost:
 
     @classmethod
     def of(cls, layout: Layout, ring_bytes: int) -> "LevelsByHost":
-        sized = sorted(
-            ((layout.host_bytes(one, ring_bytes), one) for one in level_steps(layout.pairs)), key=itemgetter(0)
-        )
+        fitting = (one for one in level_steps(layout.pairs) if layout.least_bytes(one) <= ring_bytes)
+        sized = sorted(((layout.host_bytes(one, ring_bytes), one) for one in fitting), key=itemgetter(0))
 
         def faster(a: tuple[float, Levels], b: tuple[float, Levels]) -> tuple[float, Levels]:
             return min(a, b, key=itemgetter(0))

@@ -6,8 +6,9 @@
     fence.check()                                                        # RuntimeError if a cap was passed
 
 Of the device counts all that torch has reserved, the slab among it, and what the driver says is in use besides: the
-context of CUDA, kernels and libraries. Of the host counts the largest resident set of this process, the slab among it.
-Another process on the same GPU would be taken for part of the context.
+context of CUDA, kernels and libraries. Of the host counts the largest resident set of this process since the fence is
+up, the slab among it; the slabs of a run before are no longer there. Another process on the same GPU would be taken for
+part of the context.
 """
 
 import gc
@@ -47,10 +48,11 @@ class Fence:
         self.device, self.device_bytes, self.host_bytes = device, device_bytes, host_bytes
         self.overhead = 0
         """Bytes of the device that are not torch's, or that torch does not give back."""
+        gc.collect()  # steps, which refer to themselves
+        self._highest_before = _highest_resident()
         if device.type != "cuda":
             return
         torch.cuda.init()
-        gc.collect()  # steps, which refer to themselves
         torch._C._cuda_clearCublasWorkspaces()  # cut from a larger piece, each would keep all of that
         torch.cuda.empty_cache()
         torch.empty(1, device=device)
@@ -71,9 +73,9 @@ class Fence:
 
     def in_use(self) -> InUse:
         """Since the fence is up."""
-        unit = 1 if sys.platform == "darwin" else 1024
-        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        host = max(highest, psutil.Process().memory_info().rss)  # of which some sandboxes know the second alone
+        highest, host = _highest_resident(), psutil.Process().memory_info().rss  # which some sandboxes know alone
+        if highest > self._highest_before:
+            host = max(highest, host)
         if self.device.type != "cuda":
             return InUse(0, host, 0)
         context = self._context()
@@ -88,8 +90,15 @@ class Fence:
         used = self.in_use()
         for what, n_bytes, cap in (("device", used.device, self.device_bytes), ("host", used.host, self.host_bytes)):
             if n_bytes > cap:
-                raise RuntimeError(f"{n_bytes / GIB:.2f} GiB of the {what} were in use, the cap is {cap / GIB:.2f} GiB")
+                others = f", {used.context / GIB:.2f} of them not torch's" if what == "device" else ""
+                in_use = f"{n_bytes / GIB:.2f} GiB of the {what} were in use{others}"
+                raise RuntimeError(f"{in_use}, the cap is {cap / GIB:.2f} GiB")
         return used
+
+
+def _highest_resident() -> int:
+    """Bytes of this process, at any time."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @contextmanager

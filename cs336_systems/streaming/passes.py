@@ -282,12 +282,15 @@ class Passes:
         self.clipping = True
         self.norms[operation.layer].copy_(self._norm_of(operation.layer, self._of(operation, "gradients").values()))
 
-    def rehearse_updates(self, operations: Iterable[Operation]) -> None:
-        """Norms that nobody reads, and updates by a gradient that is not finite.
+    def rehearse_updates(self, operations: Sequence[Operation]) -> None:
+        """Rows added to a gradient that a step clears, norms that nobody reads, and updates by a gradient that is not
+        finite.
 
         The first time that tensors are updated, small copies tell the device where they lie: inside a step each of them
-        would wait for a large one.
+        would wait for a large one. And the first time that a kernel runs, it is compiled or loaded.
         """
+        self._embed_backward(next(operation for operation in operations if operation.kind is Kind.EMBED_BACKWARD))
+        self.guard.scale(torch.zeros_like(self.norms).norm(), torch.zeros_like(self.losses).sum())
         nothing = torch.full((), torch.nan, device=self.norms.device)
         for operation in operations:
             if operation.kind is Kind.NORM:

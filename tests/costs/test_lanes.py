@@ -1,5 +1,7 @@
 """Times of lanes by hand: order, waits, the shared link."""
 
+from dataclasses import replace
+
 import pytest
 
 from cs336_systems.costs.lanes import simulate
@@ -26,6 +28,12 @@ def test_copies_of_both_ways_share_the_link() -> None:
     """Both at 5 a second until the shorter one ends after 2, then 20 more at 10."""
     times = simulate(["in", "out"], [30, 10], [(), ()], RATES)
     assert times.ends == [4, 2]
+
+
+def test_copies_to_the_device_may_have_less_of_the_link() -> None:
+    """24 at 4 a second beside 15 at 5 until these end after 3, then 12 at 10."""
+    rates = replace(RATES, in_beside_out=0.8)
+    assert simulate(["in", "out"], [24, 15], [(), ()], rates).ends == pytest.approx([4.2, 3])
 
 
 def test_kernels_are_slower_beside_copies() -> None:

@@ -1,5 +1,6 @@
 """Plans that are chosen: within the caps, faster with more memory, explained; and what is said where nothing fits."""
 
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -11,11 +12,11 @@ import pytest
 
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.costs.lanes import simulate
-from cs336_systems.costs.streaming import Rates
+from cs336_systems.costs.streaming import Rates, StreamedWork
 from cs336_systems.hardware import GIB, find_hardware
 from cs336_systems.streaming.candidate import Candidate
 from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice, _Search, choose, chunk_sizes
-from cs336_systems.streaming.estimate import LevelsByHost
+from cs336_systems.streaming.estimate import Layout, Levels, LevelsByHost, WorkSeconds
 from cs336_systems.streaming.explain import binds, end_seconds, next_gib, reasons
 from tests.streaming.memory_model import check
 
@@ -89,6 +90,40 @@ def test_more_host_memory_is_not_slower_whatever_the_caps(seed: int) -> None:
         except CapsTooSmallError:
             speeds.append(0.0)
     assert [(a, b) for a, b in pairwise(speeds) if b < 0.99 * a] == [], (device, length, speeds)
+
+
+def test_a_few_rounds_show_how_fast_all_of_them_are() -> None:
+    """Also where the first and the last keep less than the others: the link is behind in all but these."""
+    config = replace(resolve_size("llama3-1b"), context_length=1024)
+    work = StreamedWork(config, 1024, 8192)
+    search = _Search(config, 1024, Caps(8 * GIB, 20 * GIB), RATES, None, True, None, 0, [work], None)
+    layout = Layout(
+        work, WorkSeconds.of(work, RATES), chunks=2, order="interleaved", weights=16, gradients=0, moments=0
+    )
+    candidate = Candidate(layout, Levels(32, 14), Levels(28, 2), 12, search._ring_bytes(work), tokens_per_s=0.0)
+    whole = search.choice(candidate)
+    assert whole is not None
+    assert search.simulate(candidate).tokens_per_s == pytest.approx(whole.tokens_per_s, rel=0.002)
+
+
+def test_page_tables_of_the_host_take_their_share_of_the_device() -> None:
+    caps = Caps(3 * MIB, 3 * MIB, 0, 0, table_share=0.25)
+    choice = choose(SMALL, 64, caps, SLOW, least_chunk=32, tokens_per_step=768, effort=1500)
+    slab = sum(region.n_bytes for region in choice.schedule.regions.values())
+    assert slab > 0
+    assert choice.device_parts["context, libraries"] == math.ceil(slab / 4)
+    assert choice.fits
+    least = {}
+    for share in (0.0, 0.25):
+        none = Caps(1024, 64 * MIB, 0, 0, share)
+        with pytest.raises(CapsTooSmallError) as no:
+            choose(SMALL, 64, none, SLOW, least_chunk=32, tokens_per_step=768)
+        would = re.search(r"; ([\d.e-]+) GiB of device", str(no.value))
+        assert would is not None
+        least[share] = replace(none, device=int(float(would[1]) * GIB))
+        assert choose(SMALL, 64, least[share], SLOW, least_chunk=32, tokens_per_step=768, effort=1).fits
+    with pytest.raises(CapsTooSmallError, match="the device is"):
+        choose(SMALL, 64, replace(least[0.25], device=least[0.0].device), SLOW, least_chunk=32, tokens_per_step=768)
 
 
 def test_orders_and_chunks_can_be_asked_for() -> None:

@@ -14,3 +14,15 @@ def test_the_resident_set_is_measured_and_compared():
     assert used.host > 50 * 2**20
     with pytest.raises(RuntimeError, match="GiB of the host were in use, the cap is 0.01 GiB"):
         Fence(CPU, GIB, GIB // 100).check()
+
+
+def test_what_a_run_before_has_given_back_does_not_count():
+    n_bytes = 2**29
+    slab = torch.ones(n_bytes, dtype=torch.uint8)
+    with_it = Fence(CPU, GIB, 2**50).in_use().host
+    del slab
+    fence = Fence(CPU, GIB, 2**50)
+    assert fence.in_use().host < with_it - n_bytes // 2
+    slab = torch.ones(2 * n_bytes, dtype=torch.uint8)
+    del slab
+    assert fence.in_use().host > with_it  # the highest since

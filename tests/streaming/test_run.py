@@ -11,6 +11,7 @@ from cs336_systems.blocks import REFERENCE, head_ops, write_out
 from cs336_systems.config import PRECISIONS, ModelConfig
 from cs336_systems.costs.streaming import StreamedWork
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
+from cs336_systems.streaming.fixed import EMBEDDING
 from cs336_systems.streaming.lanes import Lanes, PretendedLink
 from cs336_systems.streaming.layout import Chunks, Layout
 from cs336_systems.streaming.optimizer import LayerAdamW
@@ -207,7 +208,11 @@ def test_a_rehearsal_leaves_no_trace(seed):
     first, *rest = batches(steps[0].chunks, 3, plan.work.config)
     for step in steps:
         step.load(model_of(step.config, torch.bfloat16).state_dict())
+    guard = steps[1].guard
+    assert guard.norm is None
     steps[1].rehearse(*first)
+    assert guard.norm == 0  # its kernels have run
+    assert steps[1].fixed.gradients[EMBEDDING].any()  # and those of an embedding's backward
     for ids, targets in rest:
         assert torch.equal(steps[1](ids, targets), steps[0](ids, targets))
     assert not differing(steps[1].state_dict(), steps[0].state_dict())

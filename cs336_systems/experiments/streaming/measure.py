@@ -102,8 +102,10 @@ def planned(cell: StreamingCell) -> tuple[Choice, Hardware, Fence | None]:
     hardware = _hardware(cell, device)
     if fence is not None:
         caps = Caps(device_bytes, host_bytes, *beside_slabs(fence, device))
+    elif cell.simulated_device:
+        caps = Caps(device_bytes, host_bytes)
     else:
-        caps = Caps(device_bytes, host_bytes, *(() if cell.simulated_device else (0, 0)))  # on a CPU slabs alone count
+        caps = Caps(device_bytes, host_bytes, 0, 0, 0)  # on a CPU slabs alone count
     return _chosen(cell, hardware, caps), hardware, fence
 
 
