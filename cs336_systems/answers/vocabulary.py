@@ -104,6 +104,7 @@ def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
         "nsys_alone": question("nsys-alone", *profiled),
         "memory": question("memory", *profiled, dtype="fp32"),
         "streamed": question("streaming", "size", "context_length", "device_gib", "host_gib"),
+        "planned": question("streaming-simulated", "size", "context_length", "device_gib", "host_gib", machine="cpu"),
         "collective": question("collectives", "collective", "world_size", "size_mb", dtype="fp32"),
         "gloo": question("collectives", "world_size", "size_mb", machine="cpu"),
         "ddp": question("ddp", "ddp", **xl),
