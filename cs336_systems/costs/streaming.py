@@ -57,13 +57,13 @@ class Rates:
     link_alone: float
     """Each way, while the other rests."""
     link_both: float
-    """Each way, while both are busy; but see ``in_beside_out``."""
+    """From the device, while both ways are busy."""
     beside_copies: float = 0.995
     """Speed of kernels while one copy runs; two cost twice as much."""
     copy_latency_s: float = 10e-6
     """From the end of what a copy waits for to its first byte."""
     in_beside_out: float = 1.0
-    """Of ``link_both``, what copies to the device have of it."""
+    """Speed of copies to the device over that of copies from it, while both ways are busy."""
 
     @classmethod
     def of(cls, hardware: Hardware, dtype: str = "bf16", *, flops: float | None = None) -> "Rates":

@@ -38,7 +38,8 @@ _UNDER_CAPS: dict[str, list[Any]] = {
 """Options with the only values that they may have under caps on memory."""
 _RECOMPUTED = {
     **{name: f"all-{name}" for name in ("swiglu", "norm", "ffn", "qkv")},
-    **{"att": "all-qkv-attention", "block": "input"},
+    "att": "all-qkv-attention",
+    "block": "input",
 }
 """What other trainers name by its recomputation, as ``--keep`` has it."""
 _SEEDS = 2**32

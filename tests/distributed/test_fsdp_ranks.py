@@ -28,6 +28,20 @@ class Outputs(nn.Module):
         return [x, *(head(x) for head in self.heads)]
 
 
+def check_two_passes(reference, fsdp, rank, loss_of):
+    """Gradients are those of both ranks' mean loss, also in a second pass, which expects what the first one did.
+
+    Args:
+        loss_of: a model and a rank's number -> the loss of that rank's rows.
+    """
+    for _ in range(2):
+        reference.zero_grad()
+        fsdp.zero_grad()
+        (sum(loss_of(reference, number) for number in range(2)) / 2).backward()
+        loss_of(fsdp, rank.rank).backward()
+        check_gradients(fsdp, reference)
+
+
 def ranks_may_leave_different_outputs_out_of_the_loss(rank):
     """Whatever the gradient passes by on a rank: heads in the middle, first and last ones, and all blocks with them."""
     torch.manual_seed(0)
@@ -35,18 +49,13 @@ def ranks_may_leave_different_outputs_out_of_the_loss(rank):
     fsdp = FSDP(copy.deepcopy(reference), units=lambda module: isinstance(module, Block))
     (ids,) = batches(1)
     for used in (([1], [2]), ([3], [1, 2]), ([1, 3], [2]), ([0], [3]), ([1, 2, 3], [0]), ([1], [1])):
-        for _ in range(2):
-            reference.zero_grad()
-            fsdp.zero_grad()
 
-            def loss_of(model, number, used=used):
-                rows = ids[2 * number : 2 * number + 2]
-                outputs = model(rows)
-                return sum(wide_loss(outputs[i], rows) for i in used[number])
+        def loss_of(model, number, used=used):
+            rows = ids[2 * number : 2 * number + 2]
+            outputs = model(rows)
+            return sum(wide_loss(outputs[i], rows) for i in used[number])
 
-            (sum(loss_of(reference, number) for number in range(2)) / 2).backward()
-            loss_of(fsdp, rank.rank).backward()
-            check_gradients(fsdp, reference)
+        check_two_passes(reference, fsdp, rank, loss_of)
 
 
 def ranks_may_leave_different_outputs_of_several_forwards_out(rank):
@@ -99,17 +108,12 @@ def ranks_may_leave_different_blocks_out_in_reentrant_checkpoints(rank):
     fsdp = FSDP(copy.deepcopy(reference), units=lambda module: isinstance(module, Block))
     (ids,) = batches(1)
     for chosen in (([0, 0, 0], [2, 2, 2]), ([2, 1, 0], [0, 1, 2]), ([1, 1, 1], [1, 1, 1])):
-        for _ in range(2):
-            reference.zero_grad()
-            fsdp.zero_grad()
 
-            def loss_of(model, number, chosen=chosen):
-                rows = ids[2 * number : 2 * number + 2]
-                return wide_loss(model(rows, chosen[number]), rows)
+        def loss_of(model, number, chosen=chosen):
+            rows = ids[2 * number : 2 * number + 2]
+            return wide_loss(model(rows, chosen[number]), rows)
 
-            (sum(loss_of(reference, number) for number in range(2)) / 2).backward()
-            loss_of(fsdp, rank.rank).backward()
-            check_gradients(fsdp, reference)
+        check_two_passes(reference, fsdp, rank, loss_of)
 
 
 class Experts(nn.Module):
