@@ -2,8 +2,10 @@
 
 An allocation is stacked on those that are alive when it is made, and falls when one below it is freed, so that its
 lifetime is its length and what outlives what can be followed. The largest are drawn one by one, neighbours in two
-shades of their category's colour; the others are one band on top, as in the viewer. Axes, phases and colours are those
-of the view by category (``memory_timeline.py``).
+shades of their category's colour, those too thin to be told apart in one; the others are one band on top, as in the
+viewer. What existed before the log lies below, what lives longest lowest. Axes, phases and colours are those of the
+view by category (``memory_timeline.py``): an event is an allocation or a free, where the viewer gives three more steps
+to each fall, which it draws as a slope.
 """
 
 from collections.abc import Sequence
@@ -18,9 +20,13 @@ from cs336_systems.experiments.profile.memory_timeline import COLOURS, figure_of
 from cs336_systems.profiling.memory_history import CATEGORIES, Allocation, MemoryHistory
 
 _LARGEST = 8000
+_SIZE, _DPI = (10, 6.4), 200
+"""Inches, and dots for each: a matrix of 100 MiB is two dots high where 50 GiB are alive."""
+_LEAST_STRIPE = 1.5e-3
+"""Of the peak, for neighbours in one shade."""
 _REST_COLOUR = "#E5E5E5"
 _LIGHTER = 0.35
-"""Of the way to white, for every other shape of a category."""
+"""Of the way to white, for every other stripe of a category."""
 
 
 def draw_allocations(history: MemoryHistory, path: Path, title: str, largest: int = _LARGEST) -> None:
@@ -30,18 +36,23 @@ def draw_allocations(history: MemoryHistory, path: Path, title: str, largest: in
         OSError: the file cannot be written.
     """
     by_size = sorted(history.allocations, key=lambda allocation: -allocation.n_bytes)
-    shown = sorted(by_size[:largest], key=lambda each: (each.start, CATEGORIES.index(each.category)))
-    _, scale = unit_of(history.peak())
+    shown = sorted(by_size[:largest], key=lambda each: (each.start, CATEGORIES.index(each.category), -each.end))
+    peak = history.peak()
+    _, scale = unit_of(peak)
     figure, axes = figure_of(history)
-    made = dict.fromkeys(CATEGORIES, 0)
+    figure.set_size_inches(_SIZE)
+    stripes: dict[str, tuple[int, int]] = {}
     colours = []
     for allocation in shown:
-        colours.append(_shade(allocation.category, made[allocation.category] % 2))
-        made[allocation.category] += 1
+        n_stripes, n_bytes = stripes.get(allocation.category, (0, 0))
+        colours.append(_shade(allocation.category, n_stripes % 2))
+        n_bytes += allocation.n_bytes
+        is_full = n_bytes >= _LEAST_STRIPE * peak.n_bytes
+        stripes[allocation.category] = (n_stripes + 1, 0) if is_full else (n_stripes, n_bytes)
     outlines = [_outline(allocation, falls, scale) for allocation, falls in zip(shown, places(shown), strict=True)]
     # Edges or smoothed seams would outweigh shapes that are thinner than a pixel.
     axes.add_collection(PolyCollection(outlines, facecolors=colours, linewidths=0, antialiaseds=False))
-    entries = [Patch(color=COLOURS[category], label=category) for category in CATEGORIES if made[category]]
+    entries = [Patch(color=COLOURS[category], label=category) for category in CATEGORIES if category in stripes]
     if rest := by_size[largest:]:
         whole = np.sum(list(history.live_bytes().values()), axis=0)
         alone = MemoryHistory(rest, history.phases, history.n_events).live_bytes()
@@ -52,7 +63,7 @@ def draw_allocations(history: MemoryHistory, path: Path, title: str, largest: in
     figure.legend(handles=entries[::-1], loc="outside right center", frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=_DPI)
 
 
 def places(allocations: Sequence[Allocation]) -> list[list[tuple[int, int]]]:
