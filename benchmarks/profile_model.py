@@ -4,6 +4,7 @@
     uv run benchmarks/profile_model.py --profiler nsys --size small large --context-length 128 512 --out digests/
     uv run benchmarks/profile_model.py --profiler memory --size 2.7b --context-length 2048 --mode step
     uv run benchmarks/profile_model.py --read profiles/raw/small-b4-c512-fp32-nsys/step.sqlite
+    uv run benchmarks/profile_model.py --read profiles/raw/memory-2.7b-b4-c2048-fp32-step.pickle
 
 nsys and kineto (torch.profiler) are read into the same tables and give the same digest; memory watches the allocator
 and accounts for what a block keeps for backward. Each cell, one mode of one workload, runs in a process of its own:
@@ -19,9 +20,9 @@ from cs336_systems.report.command_line import exit_with, parse
 def main(arguments: list[str] | None = None) -> int:
     """Parse, then profile, or read what was recorded; returns the exit code."""
     options = parse(Options, arguments, __doc__)
-    from cs336_systems.experiments.profile.experiment import EXPERIMENT, show_trace  # torch and pandas come with it
+    from cs336_systems.experiments.profile.experiment import EXPERIMENT, show_recording  # torch and pandas come with it
 
-    return show_trace(options.read, options.format) if options.read else EXPERIMENT.run(options)
+    return show_recording(options, options.read) if options.read else EXPERIMENT.run(options)
 
 
 if __name__ == "__main__":

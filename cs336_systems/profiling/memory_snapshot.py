@@ -22,7 +22,9 @@ dictionaries, lists, strings and numbers; a file that asks for anything else is 
 Limits: the log is a ring of ``max_entries``; what fell out of it is reported as an error, not drawn.
 """
 
+import gzip
 import pickle
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -33,6 +35,9 @@ import torch
 
 MAX_ENTRIES = 200_000
 """A step of 2.7b logs about 20,000 events; an entry with its stack takes about a kilobyte."""
+
+SNAPSHOTS = (".pickle", ".pickle.gz")
+"""How snapshots' files end; PyTorch's viewer wants them as they are written, not compressed."""
 
 MARK = "phase:"
 """Start of the metadata of a marking allocation."""
@@ -47,9 +52,12 @@ _KNOWN_ACTIONS = {
 
 _READ_ERRORS = (
     *(pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, TypeError, AttributeError),
-    *(OverflowError, MemoryError, RecursionError),
+    *(OverflowError, MemoryError, RecursionError, gzip.BadGzipFile, zlib.error),
 )
-"""What the unpickler raises for bytes that are no pickle, or half of one."""
+"""What the unpickler raises for bytes that are no pickle, or half of one, compressed or not."""
+
+_GZIP = b"\x1f\x8b"
+"""How its files begin; a pickle of protocol 2 or later begins with 0x80."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +118,7 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """A snapshot from a file, ours or anybody's; nothing in the file is executed.
+    """A snapshot from a file, ours or anybody's, compressed by gzip or not; nothing in the file is executed.
 
     Raises:
         ValueError: the file is empty, torn, no pickle, asks for objects, or is not a memory snapshot.
@@ -120,7 +128,8 @@ def read_snapshot(path: Path) -> Snapshot:
         raise ValueError(f"{path} is empty: not a memory snapshot")
     with path.open("rb") as file:
         try:
-            snapshot = _PlainUnpickler(file).load()
+            compressed = file.peek(2)[:2] == _GZIP
+            snapshot = _PlainUnpickler(gzip.GzipFile(fileobj=file) if compressed else file).load()
         except _READ_ERRORS as error:
             reason = str(error).strip() or type(error).__name__
             raise ValueError(f"{path} cannot be read as a memory snapshot: {reason}") from error

@@ -47,10 +47,15 @@ def test_rows_and_digests_go_to_their_parts_and_raw_recordings_stay(run, profile
     write(run / "nsys" / "profile_model.csv", 2.0)
     for name in ("small-nsys.md", "small-nsys-kernels.csv", "small-nsys-step.png", "small.nsys-rep", "t.json.gz"):
         (run / "nsys" / name).write_bytes(b"x")
+    drawn_again = ("memory-2.7b-b4-c128-fp32-step.png", "memory-2.7b-b4-c128-fp32-step-active.png")
+    (run / "memory").mkdir()
+    for name in (*drawn_again, "memory-2.7b-b4-c128-fp32-step.pickle.gz"):
+        (run / "memory" / name).write_bytes(b"x")
     adopted(run, profiles)
     found = {path.relative_to(profiles).as_posix() for path in profiles.rglob("*") if path.is_file()}
     digests = ("profile_model.csv", "small-nsys.md", "small-nsys-kernels.csv", "small-nsys-step.png")
     adopted_files = {"results/h200/grid/benchmark_model.csv"} | {f"digests/h200/nsys/{name}" for name in digests}
+    adopted_files |= {f"digests/h200/memory/{name}" for name in drawn_again}
     assert found == adopted_files | {"SHA256SUMS"}
     assert {line.split()[1] for line in (profiles / "SHA256SUMS").read_text().splitlines()} == adopted_files
     assert broken_seals(profiles) == []

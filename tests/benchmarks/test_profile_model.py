@@ -13,6 +13,7 @@ import torch
 from cs336_systems.experiments.profile.experiment import measure_profile, recorded_workload, trace_path, workload_of
 from cs336_systems.harness.record import Metric, read_rows
 from cs336_systems.harness.sweep import Outcome
+from cs336_systems.profiling.memory_snapshot import write_snapshot
 from cs336_systems.profiling.ranges import STEP
 from cs336_systems.profiling.recording import ROUNDS
 from cs336_systems.profiling.traces import kineto, nsys
@@ -20,6 +21,7 @@ from cs336_systems.profiling.traces.kernels import MATMUL, kernel_class
 from cs336_systems.profiling.traces.tables import TraceError
 from cs336_systems.profiling.workload import PreparedStep
 from tests.benchmarks.commands import cells_of, run, run_in_a_process
+from tests.profiling.snapshots import EventLog
 
 FIXTURES = Path(__file__).parents[1] / "profiling" / "traces" / "fixtures"
 SWEEP = "cs336_systems.experiments.driver.run_sweep"
@@ -84,6 +86,27 @@ def test_a_torn_or_foreign_file_is_one_sentence(refused, tmp_path):
     foreign.write_bytes(b"no database" * 300)
     assert f"{foreign} cannot be read as an nsys export" in refused("--read", foreign)
     assert "nowhere.sqlite: no such file" in refused("--read", tmp_path / "nowhere.sqlite")
+
+
+def test_a_snapshot_is_drawn_beside_it_or_where_out_says(command, refused, tmp_path):
+    log = EventLog()
+    log.exists(7, 2**30)
+    log.phase("forward")
+    log.alloc(2, 2**31)
+    write_snapshot(path := tmp_path / "memory-2.7b.pickle", log.snapshot([[7, "parameters", "w"]]))
+    code, out, _ = command("--read", path)
+    assert code == 0
+    assert "| parameters" in out and "| forward" in out
+    assert json.loads(out.splitlines()[-1])["peak_gib"] == 3
+    pictures = ["memory-2.7b-active.png", "memory-2.7b.png"]
+    assert sorted(each.name for each in tmp_path.glob("*.png")) == pictures
+    packed = tmp_path / "memory-2.7b.pickle.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert command("--read", packed, "--out", tmp_path / "out")[0] == 0
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == pictures
+    packed.write_bytes(packed.read_bytes()[:-20])
+    assert f"{packed} cannot be read as a memory snapshot" in refused("--read", packed)
+    assert "nowhere.pickle: No such file or directory" in refused("--read", tmp_path / "nowhere.pickle")
 
 
 def test_an_nsys_export_is_shown(command, tmp_path):

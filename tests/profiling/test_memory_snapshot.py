@@ -1,5 +1,6 @@
 """Snapshot files: what is written comes back and suits PyTorch's viewer; the rest is refused and never executed."""
 
+import gzip
 import io
 import pickle
 import pickletools
@@ -54,6 +55,18 @@ def test_the_file_holds_only_what_pytorchs_viewer_understands(path):
     operations = list(pickletools.genops(path.read_bytes()))
     assert {operation.name for operation, _, _ in operations} <= VIEWER_OPCODES
     assert next(argument for operation, argument, _ in operations if operation.name == "PROTO") <= 4
+
+
+def test_a_compressed_snapshot_is_read_and_a_torn_one_refused(path):
+    write_snapshot(path, small_snapshot())
+    packed = path.with_suffix(".pickle.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert read_snapshot(packed) == small_snapshot()
+    whole = packed.read_bytes()
+    for torn in (whole[:-40], whole[:7], whole[:30] + bytes(30) + whole[60:]):
+        packed.write_bytes(torn)
+        with pytest.raises(ValueError, match="snapshot.pickle.gz cannot be read as a memory snapshot"):
+            read_snapshot(packed)
 
 
 def test_an_empty_file_is_named(path):

@@ -29,7 +29,8 @@ class Options(TrainingOptions):
     raw: Path = Path("profiles/raw")
     """Folder for the recorded files; digests go there too, unless --out names a folder."""
     read: Path | None = None
-    """Run nothing; digest an nsys export (.sqlite) or a Chrome trace (.json, .json.gz) of annotated steps."""
+    """Run nothing; digest an nsys export (.sqlite) or a Chrome trace (.json, .json.gz) of annotated steps, or draw a
+    memory snapshot (.pickle, .pickle.gz) beside it or to --out."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``profile_model``: profile each cell in a process of its own, digest each workload, or read an earlier trace."""
+"""``profile_model``: profile each cell in a process of its own, digest each workload, or read an earlier recording."""
 
 import functools
 import itertools
@@ -13,13 +13,16 @@ import pandas as pd
 
 from cs336_systems.experiments.driver import Experiment, Stage
 from cs336_systems.experiments.profile import cells as grid
+from cs336_systems.experiments.profile import memory_tables
 from cs336_systems.experiments.profile.cells import MEMORY, Options, ProfileCell
 from cs336_systems.experiments.profile.digest import write_digest
-from cs336_systems.experiments.profile.memory_digest import write_memory_digest
+from cs336_systems.experiments.profile.memory_digest import draw_history, write_memory_digest
 from cs336_systems.experiments.profile.tables import Profile, class_table, overhead_table, phase_table, rounded
 from cs336_systems.harness.fit import check_fit, is_predictable
 from cs336_systems.harness.record import Metric
 from cs336_systems.harness.sweep import Outcome
+from cs336_systems.profiling.memory_history import reconstruct
+from cs336_systems.profiling.memory_snapshot import SNAPSHOTS, read_snapshot
 from cs336_systems.profiling.ranges import STEP
 from cs336_systems.profiling.recording import HOWS, PROFILERS, profile_workload, read_trace
 from cs336_systems.profiling.traces import nsys
@@ -129,6 +132,33 @@ def present(outcomes: list[Outcome], options: Options, csv: Path | None) -> int:
         show(class_table(profiles), options.format)
         show(overhead_table(profiles), options.format)
         print(f"{page}: kernels, attention's stages, modules and limits\n")
+    return 0
+
+
+def show_recording(options: Options, path: Path) -> int:
+    """What a file of an earlier run says, by the profiler that its name tells; the exit code."""
+    if path.name.endswith(SNAPSHOTS):
+        return show_snapshot(path, options.out or path.parent, options.format)
+    return show_trace(path, options.format)
+
+
+def show_snapshot(path: Path, out: Path, form: Format) -> int:
+    """Draw an allocator snapshot to ``out``; its phases and largest allocations, and its peak as the last line."""
+    name = next(path.name.removesuffix(ending) for ending in SNAPSHOTS if path.name.endswith(ending))
+    try:
+        history = reconstruct(read_snapshot(path))
+        pictures = draw_history(history, out, name, name)
+    except ValueError as error:
+        return complain(EXPERIMENT.name, str(error))
+    except OSError as error:
+        return complain(EXPERIMENT.name, os_error(error))
+
+    if history.phases:
+        show(memory_tables.phase_table(history), form)
+    show(memory_tables.allocation_table(history), form)
+    print(*pictures, sep="\n", end="\n\n")
+    summary = {"read": str(path), "events": history.n_events, "peak_gib": round(history.peak().n_bytes / 2**30, 4)}
+    print(json.dumps({"benchmark": EXPERIMENT.name} | summary))
     return 0
 
 

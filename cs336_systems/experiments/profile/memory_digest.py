@@ -1,4 +1,4 @@
-"""The digest of a memory profile: one Markdown page, three CSVs and the timeline, for one case in one mode.
+"""The digest of a memory profile: one Markdown page, three CSVs and two timelines, for one case in one mode.
 
     write_memory_digest(case, mode="step", out=Path("profiles/memory"), raw=Path("profiles/raw"))
 
@@ -27,6 +27,7 @@ from cs336_systems.experiments.profile.memory_tables import GIB, MIB, BlockAccou
 from cs336_systems.experiments.profile.memory_timeline import draw_memory_timeline
 from cs336_systems.harness.provenance import host_name
 from cs336_systems.model import ModelOps, TransformerBlock
+from cs336_systems.profiling.memory_history import MemoryHistory
 from cs336_systems.profiling.memory_profile import MemoryProfile, profile_memory
 from cs336_systems.profiling.places import short_place
 from cs336_systems.profiling.residuals import PARAMETER_COPY, block_residuals
@@ -53,7 +54,7 @@ class MemoryDigest:
 
 
 def write_memory_digest(case: TrainingCase, mode: str, out: Path, raw: Path, *, compiled: bool = True) -> MemoryDigest:
-    """Profile, account, and write ``memory-<name>.md``, its CSVs and its picture to ``out``, the snapshot to ``raw``.
+    """Profile, account, and write ``memory-<name>.md``, its CSVs and its pictures to ``out``, the snapshot to ``raw``.
 
     Args:
         compiled: account for the compiled block, too, which costs its compilation, unless blocks are written out.
@@ -74,15 +75,26 @@ def write_memory_digest(case: TrainingCase, mode: str, out: Path, raw: Path, *, 
     accounts = [account_block(case, compile=compile) for compile in variants]
     where = torch.cuda.get_device_name(device) if profile is not None else host_name()
     if profile is not None:
-        title = f"{heading(case, mode)}, on {where}"
-        draw_memory_timeline(profile.history, out / f"{name}.png", title)
-        draw_allocations(profile.history, out / f"{name}-active.png", title)
+        draw_history(profile.history, out, name, f"{heading(case, mode)}, on {where}")
+        allocations = tables.allocation_frame(profile.history)
         tables.peak_frame(profile).to_csv(out / f"{name}-peak.csv", index=False, float_format="%.6g")
-        tables.allocation_frame(profile).to_csv(out / f"{name}-allocations.csv", index=False, float_format="%.6g")
+        allocations.to_csv(out / f"{name}-allocations.csv", index=False, float_format="%.6g")
     tables.residual_frame(accounts).to_csv(out / f"{name}-residuals.csv", index=False, float_format="%.6g")
     page = out / f"{name}.md"
     page.write_text(digest(case, mode, profile, accounts, where))
     return MemoryDigest(page, main_figures(profile, accounts))
+
+
+def draw_history(history: MemoryHistory, out: Path, name: str, title: str) -> list[Path]:
+    """The two pictures of a snapshot: memory alive by category, and each allocation by itself.
+
+    Raises:
+        OSError: a picture cannot be written.
+    """
+    by_category, by_allocation = out / f"{name}.png", out / f"{name}-active.png"
+    draw_memory_timeline(history, by_category, title)
+    draw_allocations(history, by_allocation, title)
+    return [by_category, by_allocation]
 
 
 def profile_name(case: TrainingCase, mode: str) -> str:
@@ -168,8 +180,8 @@ def _profile_parts(profile: MemoryProfile, name: str) -> list[str]:
     parts = [f"![memory alive, by category]({name}.png)", f"![memory alive, each allocation]({name}-active.png)"]
     if profile.out_of_memory:
         parts.append(f"**Out of memory.** The pass ended early: {profile.out_of_memory.splitlines()[0]}")
-    parts += ["## The peak", tables.peak_table(profile).markdown(), tables.phase_table(profile).markdown()]
-    parts += ["## Largest allocations", tables.allocation_table(profile).markdown()]
+    parts += ["## The peak", tables.peak_table(profile).markdown(), tables.phase_table(profile.history).markdown()]
+    parts += ["## Largest allocations", tables.allocation_table(profile.history).markdown()]
     shown: set[tuple[str, ...]] = set()
     for allocation in sorted(profile.history.allocations, key=lambda allocation: -allocation.n_bytes):
         if allocation.stack and allocation.stack not in shown and len(shown) < _STACKS:

@@ -1,6 +1,7 @@
 """Tables of a memory profile: the peak by category, phases, largest allocations, what a block keeps and its gradients.
 
-``MemoryProfile`` is what was watched on a GPU; ``BlockAccount`` what one block keeps for backward, on any device.
+``MemoryProfile`` is what was watched on a GPU, ``MemoryHistory`` what its snapshot says; ``BlockAccount`` what one
+block keeps for backward, on any device.
 """
 
 import re
@@ -13,7 +14,7 @@ import torch
 from cs336_systems.costs.memory import peak_memory
 from cs336_systems.harness.fit import is_predictable
 from cs336_systems.harness.memory import cublas_workspace_bytes
-from cs336_systems.profiling.memory_history import Allocation
+from cs336_systems.profiling.memory_history import Allocation, MemoryHistory
 from cs336_systems.profiling.memory_profile import MemoryProfile
 from cs336_systems.profiling.residuals import ACTIVATION, PARAMETER, PARAMETER_COPY, Residuals
 from cs336_systems.report.tables import Table, digits
@@ -64,9 +65,9 @@ def peak_table(profile: MemoryProfile) -> Table:
     return Table(caption, pd.DataFrame(lines, columns=["category", "GiB", "%"]))
 
 
-def phase_table(profile: MemoryProfile) -> Table:
+def phase_table(history: MemoryHistory) -> Table:
     """Each phase: its time under watch, and the most that was alive in it."""
-    total = np.sum(list(profile.history.live_bytes().values()), axis=0)
+    total = np.sum(list(history.live_bytes().values()), axis=0)
     lines = [
         {
             "phase": phase.name,
@@ -76,16 +77,16 @@ def phase_table(profile: MemoryProfile) -> Table:
             "most GiB": digits(max(total[phase.start : phase.end]) / GIB),
             "GiB at its end": digits(total[phase.end - 1] / GIB),
         }
-        for phase in profile.history.phases
+        for phase in history.phases
     ]
     return Table("Bytes asked for, by phase.", pd.DataFrame(lines))
 
 
-def allocation_frame(profile: MemoryProfile) -> pd.DataFrame:
+def allocation_frame(history: MemoryHistory) -> pd.DataFrame:
     """Equal allocations as one line: ``mib, made, at_peak, category, phase, what, source``, the largest first."""
-    peak = profile.history.peak().event
+    peak = history.peak().event
     groups: dict[tuple, list[Allocation]] = {}
-    for allocation in profile.history.allocations:
+    for allocation in history.allocations:
         what = re.sub(r"\.\d+\.", ".*.", allocation.name)
         key = (allocation.n_bytes, allocation.category, allocation.phase, what, allocation.source)
         groups.setdefault(key, []).append(allocation)
@@ -97,9 +98,9 @@ def allocation_frame(profile: MemoryProfile) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=columns).sort_values("mib", ascending=False, kind="stable")
 
 
-def allocation_table(profile: MemoryProfile) -> Table:
+def allocation_table(history: MemoryHistory) -> Table:
     """The largest of them."""
-    frame = allocation_frame(profile).head(_LARGEST)
+    frame = allocation_frame(history).head(_LARGEST)
     shown = pd.DataFrame(
         {
             "MiB each": [digits(mib) for mib in frame["mib"]],

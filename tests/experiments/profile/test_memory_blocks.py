@@ -1,5 +1,7 @@
 """Every allocation drawn by itself: where it lies, when it falls, and that nothing is missing."""
 
+import random
+
 import numpy as np
 import pytest
 from matplotlib.collections import PolyCollection
@@ -22,6 +24,79 @@ def test_what_lies_above_falls_when_something_below_is_freed():
         [(2, 15), (3, 5)],
         [(4, 7), (5, 5)],
     ]
+
+
+def random_log(seed: int) -> EventLog:
+    """Two hundred events on blocks of which some existed before, some of them freed here, some never."""
+    draw, log = random.Random(seed), EventLog()
+    for address in range(1, 9):
+        log.exists(address, draw.randrange(1, 1000))
+    for address in range(100, 300):
+        if log.living and draw.random() < 0.5:
+            log.free(draw.choice([*log.living]))
+        else:
+            log.alloc(address, draw.randrange(1, 1000))
+    return log
+
+
+def active_bytes(log: EventLog) -> list[int]:
+    """What the allocator counts after each event, back from what is alive at the end."""
+    active = [sum(log.living.values())]
+    for event in reversed(log.events):
+        if event["action"] != "free_completed":
+            active.append(active[-1] + event["size"] * (1 if event["action"] == "free_requested" else -1))
+    return active[::-1]
+
+
+@pytest.mark.parametrize("largest", [8000, 30])
+@pytest.mark.parametrize("seed", range(4))
+def test_shapes_and_band_fill_what_the_allocator_counts_after_every_event(tmp_path, drawn, seed, largest):
+    log = random_log(seed)
+    history = reconstruct(log.snapshot([[5, "parameters", "w"], [3, "gradients", "g"]]))
+    draw_allocations(history, tmp_path / "x.png", "random", largest)
+    active = np.array(active_bytes(log))
+    assert len(active) == history.n_events + 1
+    shapes = outlines(drawn[0])
+    assert len(shapes) == min(largest, len(history.allocations))
+    bands = [patch.get_data() for patch in drawn[0].axes[0].patches]
+    for event in range(history.n_events + 1):
+        spans = [(0.0, 0.0), *(span for shape in shapes if (span := span_at(shape, event)))]
+        spans += [(band.baseline[event], band.values[event]) for band in bands]
+        bottoms, tops = np.array(sorted(spans)).T
+        assert bottoms * 1024 == pytest.approx([0, *tops[:-1] * 1024])  # neither gaps nor overlaps
+        assert tops[-1] * 1024 == pytest.approx(active[event])
+
+
+def span_at(outline: np.ndarray, event: int) -> tuple[float, float] | None:
+    """Lower and upper edge of a shape between an event and the next, where it has any."""
+    upper, lower = np.split(outline[: len(outline) // 2 * 2], 2)
+    after = np.searchsorted(upper[:, 0], event, side="right")
+    if after in (0, len(upper)):
+        return None
+    return lower[::-1][after, 1], upper[after, 1]
+
+
+def test_what_existed_before_lies_below_and_what_lives_longest_lowest(tmp_path, drawn):
+    log = EventLog()
+    for address, n_bytes in ((1, 1), (2, 2), (3, 4), (4, 8)):
+        log.exists(address, n_bytes * GIB)
+    log.free(1)
+    log.alloc(5, GIB)
+    log.free(3)
+    history = reconstruct(log.snapshot([[2, "parameters", "w"]]))
+    draw_allocations(history, tmp_path / "x.png", "four blocks")
+    spans = [span_at(shape, 0) for shape in outlines(drawn[0])]
+    assert spans[:-1] == [(0, 2), (2, 10), (10, 14), (14, 15)]  # the weight, what stays, what is freed last, then first
+
+
+def test_neighbours_differ_in_shade_where_they_are_high_enough(tmp_path, drawn):
+    log = EventLog()
+    for address, n_bytes in enumerate((10**6, 10**6, 1000, 500, 400, 10**6)):
+        log.alloc(address, n_bytes)
+    draw_allocations(reconstruct(log.snapshot()), tmp_path / "x.png", "six blocks")
+    (shapes,) = [each for each in drawn[0].axes[0].collections if isinstance(each, PolyCollection)]
+    lightness = shapes.get_facecolors().sum(axis=1)
+    assert (lightness > lightness.min()).tolist() == [False, True, False, False, False, False]
 
 
 def outlines(figure) -> list[np.ndarray]:

@@ -67,14 +67,14 @@ def test_a_compiled_step_has_no_prediction(profile):
 
 
 def test_phases_show_the_most_that_was_alive(profile):
-    frame = phase_table(profile).frame
+    frame = phase_table(profile.history).frame
     assert frame["phase"].tolist() == ["forward", "backward", "optimizer"]
     assert max(frame["most GiB"].astype(float)) == pytest.approx(profile.history.peak().n_bytes / GIB, rel=5e-3)
     assert frame["events"].sum() == profile.history.n_events
 
 
 def test_equal_allocations_are_one_line_and_blocks_a_star(profile):
-    frame = allocation_frame(profile)
+    frame = allocation_frame(profile.history)
     assert frame["mib"].is_monotonic_decreasing
     assert (frame["mib"] * frame["made"]).sum() * MIB == pytest.approx(
         sum(a.n_bytes for a in profile.history.allocations)
@@ -83,7 +83,7 @@ def test_equal_allocations_are_one_line_and_blocks_a_star(profile):
     assert at_peak == pytest.approx(profile.history.peak().n_bytes)
     weights = frame[frame["what"] == "layers.*.ffn.w1.weight"].iloc[0]
     assert (weights["made"], weights["category"], weights["phase"]) == (2, "parameters", "before")
-    first = allocation_table(profile).frame.iloc[0]
+    first = allocation_table(profile.history).frame.iloc[0]
     assert (first["MiB each"], first["made"]) == ("0.500", 2), "the scores of each block"
     assert first["source"].endswith(" attention")
 
