@@ -20,8 +20,8 @@ from cs336_systems.experiments.profile.memory_timeline import COLOURS, figure_of
 from cs336_systems.profiling.memory_history import CATEGORIES, Allocation, MemoryHistory
 
 _LARGEST = 8000
-_SIZE, _DPI = (10, 6.4), 200
-"""Inches, and dots for each: a matrix of 100 MiB is two dots high where 50 GiB are alive."""
+_INCHES, _DPI = (10, 6.4), 200
+"""Dots for each inch: a matrix of 100 MiB is two dots high where 50 GiB are alive."""
 _LEAST_STRIPE = 1.5e-3
 """Of the peak, for neighbours in one shade."""
 _REST_COLOUR = "#E5E5E5"
@@ -40,7 +40,7 @@ def draw_allocations(history: MemoryHistory, path: Path, title: str, largest: in
     peak = history.peak()
     _, scale = unit_of(peak)
     figure, axes = figure_of(history)
-    figure.set_size_inches(_SIZE)
+    figure.set_size_inches(_INCHES)
     stripes: dict[str, tuple[int, int]] = {}
     colours = []
     for allocation in shown:
