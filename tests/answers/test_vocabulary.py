@@ -30,7 +30,7 @@ def render(profiles, text):
 
 def write_ddp(tmp_path, *kinds):
     """A row per metric of each (rung, bucket size, ranks)."""
-    cell = {"size": "xl", "dtype": "fp32", "compile": "off", "communication_dtype": "same", "status": "ok"}
+    cell = {"size": "2.7b", "dtype": "fp32", "compile": "off", "communication_dtype": "same", "status": "ok"}
     cell |= {"gpu": "NVIDIA H200", "device": "cuda", "commit": "abc", "argv": "x", "torch": "2.11", "timestamp": "now"}
     cell |= {"schema_version": 1, "benchmark": "benchmark_ddp"}
     rows = [
