@@ -141,7 +141,7 @@ def test_the_ladder_and_the_buckets_are_the_handouts_setting(tmp_path):
 
     def lines(rows):
         return [
-            line for line in render(tmp_path, f"{{{{ data_parallel_table({rows}) }}}}").splitlines() if " xl " in line
+            line for line in render(tmp_path, f"{{{{ data_parallel_table({rows}) }}}}").splitlines() if " 2.7b " in line
         ]
 
     assert len(lines('rows("ddp", world_size=2, bucket_size_mb=["", 25])')) == 2
