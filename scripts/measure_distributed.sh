@@ -40,8 +40,8 @@
 #   leaderboard-masters         80  with fp32 master weights
 #   leaderboard-fp8             70  with products of blocks in fp8, which is outside the rules of the class
 #
-# Parts ddp-xl, -autocast, -buckets and -one-rank write to FOLDER/ddp, fsdp-more to FOLDER/fsdp, the other -xl likewise,
-# and every other part to a folder of its own, pictures of traces to ddp and fsdp; uv run scripts/report.py --adopt
+# Parts ddp-xl, -autocast and -one-rank write to FOLDER/ddp, fsdp-more to FOLDER/fsdp, the other -xl likewise, and
+# every other part to a folder of its own, pictures of traces to ddp and fsdp; uv run scripts/report.py --adopt
 # FOLDER moves rows and pictures to profiles/. RANKS names the worlds (default: 2), TORCHRUN the launcher (default: uv
 # run torchrun).
 set -euo pipefail
@@ -67,7 +67,7 @@ for part in "$@"; do
   size=2.7b
   case "$part" in
     ddp-xl | sharded-optimizer-xl | fsdp-xl) size=xl out="${out%-xl}" ;;
-    ddp-autocast | ddp-buckets | ddp-one-rank) out="$folder/ddp" ;;
+    ddp-autocast | ddp-one-rank) out="$folder/ddp" ;;
     fsdp-more) out="$folder/fsdp" ;;
   esac
   # These differ in their launch, need memory that an earlier benchmark may not have given back, or wait for the host,

@@ -77,7 +77,7 @@ def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
     def question(part: str, *order: str, machine: str = "", **defaults: Any) -> Question:
         return Question(rows(part, machine=machine), order, defaults)
 
-    xl: dict[str, Any] = {"size": "xl", "world_size": 2, "dtype": "fp32"}
+    pair: dict[str, Any] = {"size": "2.7b", "world_size": 2, "dtype": "fp32"}
     attended, profiled = ("impl", "d_head", "length"), ("size", "context_length", "mode")
     timed: dict[str, Any] = {"clock": "harness"}
     step: dict[str, Any] = {"mode": "step", "variant": ["eager", "compiled"]}
@@ -107,12 +107,12 @@ def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
         "planned": question("streaming-simulated", "size", "context_length", "device_gib", "host_gib", machine="cpu"),
         "collective": question("collectives", "collective", "world_size", "size_mb", dtype="fp32"),
         "gloo": question("collectives", "world_size", "size_mb", machine="cpu"),
-        "ddp": question("ddp", "ddp", **xl),
+        "ddp": question("ddp", "ddp", **pair),
         "ddp_host": question("ddp-host", "ddp", "bucket_size_mb", "size"),
-        "ddp_ctas8": question("ddp-ctas8", "ddp"),
-        "ddp_recorded": question("traces/benchmark_ddp", "ddp"),
-        "sharded": question("sharded-optimizer", "sharding", **xl),
-        "fsdp": question("fsdp", "fsdp", **xl),
+        "ddp_ctas8": question("ddp-ctas8", "ddp", **pair),
+        "ddp_buckets": question("ddp-buckets", "bucket_size_mb"),
+        "sharded": question("sharded-optimizer", "sharding", **pair),
+        "fsdp": question("fsdp", "fsdp", **pair),
         "leaderboard_step": question("leaderboard", fsdp="ours"),
         "leaderboard_turns": question("leaderboard-turns", "fsdp", "checkpoint"),
         "leaderboard_attempt": question("leaderboard-attempts", "keep", "warmup", fsdp="ours", kernels="fused"),

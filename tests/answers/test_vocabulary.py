@@ -30,7 +30,7 @@ def render(profiles, text):
 
 def write_ddp(tmp_path, *kinds):
     """A row per metric of each (rung, bucket size, ranks)."""
-    cell = {"size": "xl", "dtype": "fp32", "compile": "off", "communication_dtype": "same", "status": "ok"}
+    cell = {"size": "2.7b", "dtype": "fp32", "compile": "off", "communication_dtype": "same", "status": "ok"}
     cell |= {"gpu": "NVIDIA H200", "device": "cuda", "commit": "abc", "argv": "x", "torch": "2.11", "timestamp": "now"}
     cell |= {"schema_version": 1, "benchmark": "benchmark_ddp"}
     rows = [
@@ -141,7 +141,7 @@ def test_the_ladder_and_the_buckets_are_the_handouts_setting(tmp_path):
 
     def lines(rows):
         return [
-            line for line in render(tmp_path, f"{{{{ data_parallel_table({rows}) }}}}").splitlines() if " xl " in line
+            line for line in render(tmp_path, f"{{{{ data_parallel_table({rows}) }}}}").splitlines() if " 2.7b " in line
         ]
 
     assert len(lines('rows("ddp", world_size=2, bucket_size_mb=["", 25])')) == 2

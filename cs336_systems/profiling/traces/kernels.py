@@ -29,6 +29,7 @@ _PATTERNS = (
         r"gemm|gemv|^product_kernel|cutlass|cublas|nvjet|xmma|splitk|aten::(add|b|badd)?mm\b|aten::(matmul|linear|dot)",
     ),
     (SOFTMAX, r"softmax|^cross_entropy_rows"),
+    (COPY, r"multi_tensor_apply.*\bCopy<"),  # several tensors at once, as into what FSDP2 sends
     (OPTIMIZER, r"multi_tensor_apply|fused_?adam|_foreach_|^(advance|update)_kernel$"),
     (COPY, r"^mem(cpy|set)$|copy|CatArray|aten::(cat|clone|contiguous|_to_copy|zero_|fill_)|FillFunctor"),
     (REDUCTION, r"reduce|logsumexp|aten::(sum|mean|amax|max|norm|rsqrt)\b|norm_kernel|^rms_norm_|^sum_rows"),

@@ -32,6 +32,7 @@ MUL = "at::native::BinaryFunctor<float, float, float, at::native::binary_interna
         (f"{AT}elementwise_kernel<128, 2, at::native::direct_copy_kernel_cuda(at::Iter&)>()", "copy or cast"),
         ("memset", "copy or cast"),
         (f"{AT}<unnamed>::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4> >()", "optimizer"),
+        (f"{AT}multi_tensor_apply_kernel<UnaryOpFunctor<float, 2>, {AT}Copy<float, float> >()", "copy or cast"),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
         ("hopper_backward_kernel", "fused attention"),
         ("hopper_preprocess_kernel", "fused attention"),
