@@ -1,6 +1,6 @@
 """Tokens per second of training by size: ours, transformers, and the published rates of llm.q.
 
-Runs in fp8 have lines of their own: with the run in bf16 of the same command, and llm.q's in fp8.
+Runs in fp8 have lines of their own: with the run in bf16 of the same command, torchao's, and llm.q's in fp8.
 """
 
 from typing import Any
@@ -10,12 +10,17 @@ import pandas as pd
 from cs336_systems.answers.committed import NotMeasured
 from cs336_systems.answers.outside import outside
 from cs336_systems.config import MODEL_SIZES
+from cs336_systems.experiments.training.cells import TORCHAO
 from cs336_systems.experiments.training.table import COMMAND, fastest
 from cs336_systems.report.results import MISSING
 from cs336_systems.report.tables import Table, digits
 
 _SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b")
 _PEERS = {"transformers-liger": "transformers, Liger", "transformers": "transformers"}
+
+
+_Pair = tuple[float, float]
+"""Tokens per second of another and of ours, as they are compared."""
 
 
 def llmq_rates(*, fp8: bool = False) -> dict[str, float]:
@@ -37,57 +42,75 @@ def training_rates_table(rows: pd.DataFrame) -> Table:
     known = llmq_rates()
     ours = [runs[size, "ours"] for size in MODEL_SIZES if (size, "ours") in runs]
 
-    def others(run: dict[str, Any]) -> dict[str, float | None]:
+    def others(run: dict[str, Any]) -> dict[str, _Pair | None]:
         found = {name: runs.get((run["size"], how), {}).get("tokens_per_s") for how, name in _PEERS.items()}
-        return found | {"llm.q, one H100": known.get(run["size"])}
+        found["llm.q, one H100"] = known.get(run["size"])
+        return {name: (rate, run["tokens_per_s"]) if rate else None for name, rate in found.items()}
 
     return _table([_line(run, others(run)) for run in ours], ours, "products")
 
 
 def fp8_rates_table(rows: pd.DataFrame) -> Table:
-    """A line for each size and recipe in fp8: our fastest run, the fastest in bf16 of the same command, llm.q in fp8.
+    """A line for each size and recipe in fp8: our fastest run, in bf16 and torchao's, each of a command with ours, and
+    llm.q in fp8.
 
     Raises:
         NotMeasured: no run in fp8 is among the rows.
     """
-    rows = rows[rows["how"] == "ours"]
-    runs = _fastest(rows[rows["recipe"] != "stored"])
+    runs = _fastest(rows[(rows["how"] == "ours") & (rows["recipe"] != "stored")])
     if not runs:
         raise NotMeasured("training, runs in fp8")
     runs.sort(key=lambda run: list(MODEL_SIZES).index(run["size"]))
     known = llmq_rates(fp8=True)
+    others = {"bf16": {"how": "ours", "recipe": "stored"}}
+    others |= {how.replace("-", ", "): {"how": how} for how in TORCHAO}
     lines = []
     for run in runs:
-        command = rows[(rows[list(COMMAND)] == [run[name] for name in COMMAND]).all(axis=1)]
-        stored = _fastest(command[(command["recipe"] == "stored") & (command["size"] == run["size"])])
-        others = {"bf16": stored[0]["tokens_per_s"] if stored else None}
-        line = _line(run, others | {"llm.q in fp8, one H100": known.get(run["size"])})
+        pairs = {name: _in_one_command(run, rows, **other) for name, other in others.items()}
+        rate = known.get(run["size"])
+        pairs["llm.q in fp8, one H100"] = (rate, run["tokens_per_s"]) if rate else None
+        line = _line(run, pairs)
         lines.append({"size": line.pop("size"), "products": run["recipe"]} | line)
-    return _table(lines, runs, "what is not quantized")
+    libraries = ", ".join(sorted({*rows["library"][rows["how"].isin(TORCHAO)]}))
+    compared = f", of one command; torchao's: {libraries}" if libraries else ""
+    return _table(lines, runs, "what is not quantized", compared)
+
+
+def _in_one_command(run: dict[str, Any], rows: pd.DataFrame, **other: str) -> _Pair | None:
+    """Another's run of the same size, and ours of the same size and recipe, of the command that has both and in which
+    ours is fastest."""
+    pairs = []
+    for _, command in rows[rows["size"] == run["size"]].groupby(list(COMMAND), sort=False):
+        wanted = (other, {"how": "ours", "recipe": run["recipe"]})
+        found = [_fastest(command[(command[list(each)] == list(each.values())).all(axis=1)]) for each in wanted]
+        if all(found):
+            pairs.append((found[0][0]["tokens_per_s"], found[1][0]["tokens_per_s"]))
+    return max(pairs, key=lambda pair: pair[1], default=None)
 
 
 def _fastest(rows: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(name): value for name, value in run.items()} for run in fastest(rows).to_dict("records")]
 
 
-def _line(run: dict[str, Any], others: dict[str, float | None]) -> dict[str, str]:
-    rate = run["tokens_per_s"]
+def _line(run: dict[str, Any], others: dict[str, _Pair | None]) -> dict[str, str]:
+    shown = {name: f"{pair[0]:,.0f} ({pair[1] / pair[0]:.2f})" if pair else MISSING for name, pair in others.items()}
     return {
-        **{"size": run["size"], "tokens/s": f"{rate:,.0f}", "speed of light %": f"{run['speed_of_light']:.1f}"},
-        **{name: f"{other:,.0f} ({rate / other:.2f})" if other else MISSING for name, other in others.items()},
+        **{"size": run["size"], "tokens/s": f"{run['tokens_per_s']:,.0f}"},
+        **{"speed of light %": f"{run['speed_of_light']:.1f}"},
+        **shown,
         **{"peak GiB": digits(run["peak_memory"]), "predicted": digits(run["predicted_peak_memory"])},
         **{"batch": f"{run['batch_size']:g}", "tokens a step": f"{run['total_batch_tokens']:,.0f}"},
         **{"kernels": run["kernels"], "keep": run["keep"]},
     }
 
 
-def _table(lines: list[dict[str, str]], runs: list[dict[str, Any]], multiplied: str) -> Table:
+def _table(lines: list[dict[str, str]], runs: list[dict[str, Any]], multiplied: str, compared: str = "") -> Table:
     first, seconds = runs[0], sorted(run["seconds"] for run in runs)
     said = (
         f"{first['gpu']}, {first['dtype']} parameters, gradients, moments and {multiplied}, sequences of "
         f"{first['context_length']:,}, attention {first['attention']}, {first['data']}; medians over at least "
         f"{' to '.join(dict.fromkeys(f'{each:g}' for each in (seconds[0], seconds[-1])))} s of steps, without the "
-        "first two; in brackets ours over theirs."
+        f"first two; in brackets ours over theirs{compared}."
     )
     frame = pd.DataFrame(lines)
     return Table(said, frame[[name for name in frame if (frame[name] != MISSING).any()]])

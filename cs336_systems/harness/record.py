@@ -54,7 +54,7 @@ OF_SHARDS = {"update": "after-backward", "do_bench": "off", "losses": 0}
 OF_CAPS = {"peer": ""}
 """Likewise of rows of steps under memory caps, which say how much the host has."""
 
-OF_RUNS = {"recipe": "stored"}
+OF_RUNS = {"recipe": "stored", "library": ""}
 """Likewise of rows of whole runs, which say how many tokens a step has."""
 
 Row = dict[str, Any]

@@ -41,6 +41,19 @@ class PeerModel(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return list(self.model.model.layers)  # type: ignore[union-attr, arg-type]
 
+    def compile_parts(self, **how: Any) -> None:
+        """Compile each block, the last norm and the loss by itself, to one graph each; equal blocks share theirs, so
+        that compiling takes as long as for one of them.
+
+        Args:
+            how: for torch.compile.
+        """
+        how = {"fullgraph": True, "dynamic": False} | how
+        model: Any = self.model
+        for part in (*self.blocks, model.model.norm):
+            part.compile(**how)
+        model.loss_function = torch.compile(model.loss_function, **how)
+
     def forward(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.model(input_ids=token_ids, labels=targets, shift_labels=targets, use_cache=False).loss
         return loss

@@ -10,13 +10,14 @@ from cs336_systems.answers.training_rates import (
     rates_of_others,
     training_rates_table,
 )
+from cs336_systems.experiments.training.cells import TORCHAO
 from cs336_systems.experiments.training.figure import rates_figure
 from cs336_systems.experiments.training.table import fastest
 
 CELL = {
     **{"gpu": "NVIDIA H200", "device": "cuda", "context_length": 1024, "dtype": "bf16", "world_size": 1, "zero": 0},
     **{"attention": "hopper", "cuda_graph": "off", "lmhead_chunks": None, "data": "random tokens", "warmup": 2},
-    **{"seconds": 12.0, "recipe": "stored", "status": "ok", "argv": "a", "commit": "b", "host": "c"},
+    **{"seconds": 12.0, "recipe": "stored", "library": "", "status": "ok", "argv": "a", "commit": "b", "host": "c"},
     "timestamp": "2026-11-22T00:00:00",
 }
 
@@ -86,6 +87,32 @@ def test_fp8_stands_beside_bf16_of_the_same_command_and_never_for_it():
     shown = [text.get_text() for text in figure.legends[0].get_texts()]
     assert shown == ["ours", "transformers-liger", "ours, e4m3", "llm.q, one H100", "llm.q in fp8, one H100"]
     assert list(rates_of_others(rows())) == ["llm.q, one H100"]
+
+
+def of_torchao(rates, command):
+    """Its runs at 0.5B, of a command in which ours makes 180,000."""
+    ours = in_fp8(180_000.0, command).assign(total_batch_tokens=2**17)
+    runs = [ours]
+    for how, rate in rates.items():
+        run = ours.assign(how=how, recipe=TORCHAO[how], library="transformers 5, torchao 0.18", kernels="", keep="")
+        run.loc[run["metric"] == "tokens_per_s", "median"] = rate
+        runs.append(run)
+    return pd.concat(runs)
+
+
+def test_fp8_stands_beside_torchaos_of_a_command_that_has_both():
+    peers = of_torchao({"torchao-tensorwise": 160_000.0, "torchao-rowwise": 150_000.0}, "d")
+    both = pd.concat([rows(), in_fp8(190_000.0, "b", 160_000.0), peers])
+    table = fp8_rates_table(both)
+    (line,) = table.frame.to_dict("records")
+    assert (line["tokens/s"], line["bf16"]) == ("190,000", "160,000 (1.19)")
+    assert line["torchao, tensorwise"] == "160,000 (1.12)"  # over its command's 180,000
+    assert line["torchao, rowwise"] == "150,000 (1.20)"
+    assert "of one command; torchao's: transformers 5, torchao 0.18" in table.caption
+    assert "torchao, rowwise" not in fp8_rates_table(in_fp8(190_000.0, "b", 160_000.0)).frame
+    assert training_rates_table(both).frame.equals(training_rates_table(rows()).frame)
+    names = [text.get_text() for text in rates_figure(both, {}).legends[0].get_texts()]
+    assert names[-2:] == ["torchao-tensorwise, e4m3-e5m2", "torchao-rowwise, e4m3-row"]
 
 
 def test_what_others_say_is_a_number_of_tokens():

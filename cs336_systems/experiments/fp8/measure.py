@@ -23,7 +23,7 @@ from cs336_systems.case import Unsupported
 from cs336_systems.config import PRECISIONS, Recipe
 from cs336_systems.costs.flops import forward_flops
 from cs336_systems.experiments.fp8.cells import Fp8Cell, product_shape
-from cs336_systems.experiments.kernels.peers import installed
+from cs336_systems.experiments.fp8.torchao_layers import with_float8
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.clock import WHOLE, time_phases
 from cs336_systems.harness.memory import PeakMeter, allocated_bytes
@@ -115,12 +115,7 @@ def _torch_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> Phas
 
 def _float8(module: nn.Module, how: str) -> nn.Module:
     """With torchao's linear layers, if the way is one of its."""
-    if how == "compiled":
-        return module
-    float8 = installed("torchao.float8", "torchao")
-    config = float8.Float8LinearConfig.from_recipe_name(how.removeprefix("torchao-"))
-    converted: nn.Module = float8.convert_to_float8_training(module, config=config)
-    return converted
+    return module if how == "compiled" else with_float8(module, how.removeprefix("torchao-"))
 
 
 # ---- blocks

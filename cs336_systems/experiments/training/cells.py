@@ -2,7 +2,9 @@
 
 import itertools
 import math
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, Literal
 
 from cs336_systems.config import ATTENTIONS, resolve_size
@@ -11,7 +13,18 @@ from cs336_systems.experiments.fp8.cells import RECIPES, RecipeName
 from cs336_systems.experiments.options import Kernels, RunOptions, Switch, cell_of
 from cs336_systems.pretraining.options import TrainOptions
 
-How = Literal["ours", "transformers", "transformers-liger"]
+How = Literal["ours", "transformers", "transformers-liger", "torchao-tensorwise", "torchao-rowwise"]
+
+TORCHAO: dict[str, RecipeName] = {"torchao-tensorwise": "e4m3-e5m2", "torchao-rowwise": "e4m3-row"}
+"""Ways of torchao, and the recipe of ours that has the same formats and scales."""
+
+LIBRARIES = {
+    "ours": (),
+    "transformers": ("transformers",),
+    "transformers-liger": ("transformers", "liger-kernel"),
+    **dict.fromkeys(TORCHAO, ("transformers", "torchao")),
+}
+"""Distributions that the ways are of."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +40,8 @@ class Options(RunOptions):
     """Named model sizes."""
     how: tuple[How, ...] = ("ours", "transformers", "transformers-liger")
     """The trainer of train.py; or a plain loop over transformers' model, compiled as a whole on a GPU; or the same with
-    Liger's kernels, each block compiled by itself, as its chunked loss does not compile."""
+    Liger's kernels, each block compiled by itself, as its chunked loss does not compile; or with torchao's float8 in
+    blocks, with one scale per tensor or row, each block and the loss compiled by itself."""
     context_length: int = 1024
     """Tokens per sequence."""
     batch_size: int = 32
@@ -83,6 +97,8 @@ class TrainingRunCell:
     seed: int
     data: str = "random tokens"
     """Of which the speed does not depend."""
+    library: str = ""
+    """Others' libraries, with versions."""
 
     @property
     def variant(self) -> str:
@@ -135,17 +151,27 @@ def make_cells(options: Options) -> list[TrainingRunCell]:
         check_known("attention", name, ATTENTIONS)
     words = ("kernels", "keep", "attention", "cuda_graph")
     of_ours = {name: getattr(options, name) for name in ("world_size", "zero", *words, "recipe")}
-    of_others = {"world_size": (1,), "zero": (0,), "recipe": ("stored",)} | dict.fromkeys(words, ("",))
+    of_others = {"world_size": (1,), "zero": (0,)} | dict.fromkeys(words, ("",))
     cells = []
     for size, how in itertools.product(options.size, options.how):
         resolve_size(size)
-        ways = of_ours if how == "ours" else of_others
+        ways = of_ours if how == "ours" else of_others | {"recipe": (TORCHAO.get(how, "stored"),)}
         chunks = options.lmhead_chunks if how == "ours" else None
         for values in itertools.product(*ways.values()):
-            own = {"size": size, "how": how, "lmhead_chunks": chunks} | dict(zip(ways, values, strict=True))
+            own = {"size": size, "how": how, "lmhead_chunks": chunks, "library": _library(how)}
+            own |= dict(zip(ways, values, strict=True))
             cell = cell_of(TrainingRunCell, options, data=TrainingRunCell.data, **own)
             if how == "ours":
                 cell.train_options.check()
             cell.train_options.micro_batches(cell.world_size)
             cells.append(cell)
     return cells
+
+
+def _library(how: str) -> str:
+    """Of a way, those that are installed."""
+    found = []
+    for name in LIBRARIES[how]:
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)

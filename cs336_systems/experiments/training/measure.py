@@ -2,7 +2,8 @@
 
 Ours is ``pretraining.trainer.train`` as a user has it, with loader, log and clipping, and without evaluations and
 checkpoints; its steps are timed by the device. The others are a plain loop over transformers' model, parameters and
-AdamW's moments in the same dtype; the host waits for each of their steps.
+AdamW's moments in the same dtype, by the same schedule; the host waits for each of their steps. torchao's layers take
+the place of those in its blocks; embedding, head and attention stay as stored, as in ours.
 """
 
 import signal
@@ -16,8 +17,10 @@ import torch
 from cs336_systems.case import Unsupported
 from cs336_systems.config import resolve_size
 from cs336_systems.distributed.process_group import Rank
+from cs336_systems.experiments.fp8.cells import RECIPES
+from cs336_systems.experiments.fp8.torchao_layers import with_float8
 from cs336_systems.experiments.ranked import largest
-from cs336_systems.experiments.training.cells import TrainingRunCell
+from cs336_systems.experiments.training.cells import TORCHAO, TrainingRunCell
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.harness.record import Metric
@@ -29,7 +32,7 @@ from cs336_systems.pretraining.signals import StopRequests
 from cs336_systems.pretraining.synthetic import write_random_tokens
 from cs336_systems.pretraining.token_stream import Dataset
 from cs336_systems.pretraining.trainer import train
-from cs336_systems.training.precision import parameter_dtype
+from cs336_systems.training.precision import parameter_dtype, recipe_unsupported_reason
 
 _STEPS_OF_DATA = 4
 """After which tokens come again."""
@@ -72,8 +75,8 @@ class Watch:
 
 
 def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
-    """Tokens per second, seconds and share of the speed of light of each steady step; of its seconds those that are
-    around the step itself, in ours; peak memory, and as predicted.
+    """Tokens per second, seconds, loss and share of the speed of light of each steady step; of its seconds those that
+    are around the step itself, in ours; peak memory, and as predicted.
 
     Returns:
         Nothing on ranks but the first.
@@ -87,7 +90,7 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
         options = replace(cell.train_options, data=data, out=Path(name) / "run")
         meter = PeakMeter(rank.device)
         watch = Watch(cell.warmup, cell.seconds, _N_LEFT if cell.how == "ours" else 0)
-        train(options, rank, watch) if cell.how == "ours" else _train_peer(cell.how, options, rank, watch)
+        train(options, rank, watch) if cell.how == "ours" else _train_peer(cell, options, rank, watch)
         peak = meter.peak_bytes()
         of_all = None if peak is None else largest(peak, rank)
         if rank.rank:
@@ -95,6 +98,7 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
         metrics = [
             Metric("step", "ms", [1000 * step.seconds for step in watch.steady]),
             Metric("tokens_per_s", "1/s", [step.tokens / step.seconds for step in watch.steady]),
+            Metric("loss", "nats", [step.loss for step in watch.steady]),
         ]
         bound = watch.light.seconds_per_token if watch.light else None
         if bound is not None:
@@ -109,20 +113,28 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
         return metrics
 
 
-def _train_peer(how: str, options: TrainOptions, rank: Rank, watch: Watch) -> None:
+def _train_peer(cell: TrainingRunCell, options: TrainOptions, rank: Rank, watch: Watch) -> None:
     assert options.data is not None
     dataset = Dataset.open(options.data)
     assert dataset.train is not None
     config = replace(resolve_size(options.size).at_context(options.context_length), vocab_size=dataset.vocab_size)
     precision = options.training_case(config, 1).precision
     torch.manual_seed(options.seed)
-    with_liger, on_gpu = how == "transformers-liger", rank.device.type == "cuda"
+    with_liger, on_gpu = cell.how == "transformers-liger", rank.device.type == "cuda"
     if with_liger and not on_gpu:
         raise Unsupported(f"Liger's kernels need a GPU, got {rank.device.type}")
+    if reason := recipe_unsupported_reason(RECIPES[cell.recipe], precision, rank.device):
+        raise Unsupported(reason)
     model = peer_model(config, rank.device, parameter_dtype(precision), liger=with_liger)
+    if cell.how in TORCHAO:
+        for block in model.blocks:
+            with_float8(block, cell.how.removeprefix("torchao-"))
     optimizer = peer_optimizer(model, options)
-    for part in (model.blocks if with_liger else [model]) if on_gpu else ():
-        part.compile()
+    if on_gpu and cell.how in TORCHAO:
+        model.compile_parts()
+    elif on_gpu:
+        for part in model.blocks if with_liger else [model]:
+            part.compile()
     tokens = options.tokens_per_step(1)
     loader = Loader(
         dataset.train,
@@ -132,8 +144,12 @@ def _train_peer(how: str, options: TrainOptions, rank: Rank, watch: Watch) -> No
         vocab_size=config.vocab_size,
         device=rank.device,
     )
+    assert options.steps is not None
+    schedule = options.schedule_of(options.steps)
     with loader, StopRequests() as stop:
         while stop.asked is None:
-            began = time.perf_counter()
+            began, rate = time.perf_counter(), schedule(len(watch.steps))
+            for group in optimizer.param_groups:
+                group["lr"] = rate
             loss, norm = (value.item() for value in peer_step(model, optimizer, next(loader), options, options.dtype))
-            watch.write(Step(len(watch.steps), time.perf_counter() - began, tokens, loss, norm, options.learning_rate))
+            watch.write(Step(len(watch.steps), time.perf_counter() - began, tokens, loss, norm, rate))

@@ -23,6 +23,15 @@ def _around(line: Line) -> float | None:
     return None if around is None or not step else 100 * around / step
 
 
+def _first_loss(line: Line) -> float | None:
+    losses = line.run.loc[line.run["metric"] == "loss", "samples"]
+    return losses.iloc[-1][0] if len(losses) and losses.iloc[-1] else None
+
+
+def _library(line: Line) -> str | None:
+    return line.last.get("library") or None
+
+
 TRAINING_TABLE = ResultTable(
     settings=(
         *("gpu", "device", "size", "batch_size", "context_length", "total_batch_tokens", "dtype", "how"),
@@ -39,6 +48,8 @@ TRAINING_TABLE = ResultTable(
         Column("around %", _around, ".2f", optional=True, note="of a step: loader, log, checks, late host"),
         Column("peak GiB", "peak_memory", ".1f", optional=True),
         Column("predicted GiB", "predicted_peak_memory", ".1f", optional=True),
+        Column("loss", _first_loss, ".4f", optional=True, note="nats per token, of the first step after the warm-up"),
+        Column("library", _library, optional=True),
     ),
 )
 

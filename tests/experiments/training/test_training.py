@@ -1,15 +1,20 @@
 """``benchmark_training.py``: its grid, and runs that end once they have been steady for long enough, on all ranks."""
 
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 
 import pytest
+import torch
 
+from cs336_systems.config import resolve_size
+from cs336_systems.experiments.fp8.torchao_layers import with_float8
 from cs336_systems.experiments.training.cells import Options, make_cells
 from cs336_systems.experiments.training.experiment import EXPERIMENT
 from cs336_systems.experiments.training.measure import measure
 from cs336_systems.experiments.training.table import TRAINING_TABLE
 from cs336_systems.harness.record import unsaid
 from cs336_systems.harness.sweep import outcome_rows, run_sweep
+from cs336_systems.pretraining.peer import peer_model
 
 CPU = replace(Options.default("cpu"), world_size=(1,))
 
@@ -35,7 +40,23 @@ def test_recipes_are_of_ours_alone_and_those_of_train_py():
 
 def test_earlier_rows_are_of_stored_products():
     assert unsaid(["total_batch_tokens"])["recipe"] == "stored"
+    assert unsaid(["total_batch_tokens"])["library"] == ""
     assert "recipe" not in unsaid(["context_length"])
+
+
+def test_torchaos_runs_say_formats_and_versions(monkeypatch):
+    def version(name):
+        if name == "torchao":
+            return "0.18.0"
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("cs336_systems.experiments.training.cells.version", version)
+    hows = ("ours", "torchao-tensorwise", "torchao-rowwise")
+    ours, by_tensor, by_row = make_cells(replace(Options(), world_size=(1,), recipe=("e4m3",), how=hows))
+    assert (ours.library, by_tensor.library, by_row.library) == ("", "torchao 0.18.0", "torchao 0.18.0")
+    assert (by_tensor.recipe, by_row.recipe) == ("e4m3-e5m2", "e4m3-row")
+    assert (by_tensor.kernels, by_tensor.keep, by_tensor.attention) == ("", "", "")
+    assert by_tensor.train_options.micro_batches(1) == ours.train_options.micro_batches(1) == 16
 
 
 @pytest.mark.parametrize(
@@ -75,7 +96,42 @@ def test_runs_end_once_they_have_been_steady_for_long_enough():
         assert all(0 <= ms < whole for ms, whole in zip(around, found["step"], strict=True))
     rates = [outcome.median("tokens_per_s") for outcome in outcomes]
     frame = TRAINING_TABLE.of(outcome_rows(outcomes)).frame
+    losses = [[m.samples[0] for m in outcome.metrics if m.name == "loss"] for outcome in outcomes]
+    assert list(frame["loss"]) == [f"{each[0]:.4f}" if each else "–" for each in losses]
+    assert list(frame["library"]) == [cell.library or "–" for cell in cells]
     assert list(frame["x one rank"]) == ["–", f"{rates[1] / rates[0]:.3f}", *["–"] * 4]
     assert list(frame["x"]) == [*["–"] * 5, f"{rates[5] / rates[4]:.3f}"]
     assert all(0 < float(frame["around %"][i]) < 100 for i in (0, 1, 4, 5))
     assert (other.status, other.message) == ("unsupported", "Liger's kernels need a GPU, got cpu")
+
+
+@pytest.mark.parametrize("recipe", [None, "rowwise"])
+def test_equal_blocks_share_a_graph(recipe):
+    pytest.importorskip("transformers")
+    if recipe:
+        pytest.importorskip("torchao.float8")
+    torch.compiler.reset()
+    config = replace(resolve_size("tiny").at_context(16), n_layers=10)  # more than dynamo compiles of one function
+    model = peer_model(config, torch.device("cpu"), torch.float32, liger=False)
+    for block in model.blocks if recipe else ():
+        with_float8(block, recipe)
+    ids = torch.randint(config.vocab_size, (2, 16))
+    expected = model(ids, ids)
+    graphs = []
+    model.compile_parts(backend=lambda graph, examples: graphs.append(graph) or graph)
+    assert torch.equal(model(ids, ids), expected)
+    assert len(graphs) == 3  # a block, the last norm, the loss
+
+
+@pytest.mark.slow
+def test_torchao_trains_the_same_model_on_the_same_tokens():
+    pytest.importorskip("transformers")
+    pytest.importorskip("torchao.float8")
+    hows = ("transformers", "torchao-tensorwise", "torchao-rowwise")
+    few = replace(CPU, how=hows, world_size=(1,), seconds=0.1, warmup=1, context_length=32, total_batch_tokens=256)
+    outcomes = list(run_sweep(EXPERIMENT.name, make_cells(few), measure, row_file=None, timeout_s=120))
+    assert [outcome.status for outcome in outcomes] == ["ok"] * 3, [outcome.message for outcome in outcomes]
+    stored, *quantized = (next(m.samples for m in outcome.metrics if m.name == "loss") for outcome in outcomes)
+    for losses in quantized:
+        off = [abs(a / b - 1) for a, b in zip(losses, stored, strict=False)]
+        assert 0 < max(off) < 0.01
