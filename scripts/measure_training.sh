@@ -3,20 +3,32 @@
 #
 #   scripts/measure_training.sh FOLDER PART...
 #
-# Parts, with minutes on one H200 by arithmetic, at sequences of 1,024 and 524,288 tokens a step:
+# Parts that are compared come from one host. Sequences are of 1,024 tokens, steps of 524,288, beside torchao of 131,072:
+# 7B would else take more than ten minutes. Seconds on an H200 by arithmetic: at least 60 of steps after the warm-up at the
+# rates of profiles/results/h200/fused-steps, with fp8 as slow as bf16; for a run 15 to begin, for a peer 30 more to
+# compile a block, or 3 for each where the whole model is compiled:
 #
-#   0.5b             8  Qwen2.5-0.5B at 32 sequences: ours with fused kernels and our own products, transformers compiled, and with Liger
-#   1.5b             9  Qwen2.5-1.5B at 16
-#   3b              10  Qwen2.5-3B at 16
-#   7b              15  Qwen2.5-7B at 8, keeping products: few and long steps
-#   keep             3  0.5B keeping products
-#   graph            3  0.5B as a CUDA graph
-#   fp8             16  each size with products of blocks in fp8, and in bf16 in the same command
-#   ranks            8  0.5B and 1.5B at ZeRO-1 and 2 on two GPUs, and on one of them (FOLDER/training-2)
+#   part          seconds  what
+#   0.5b              355  Qwen2.5-0.5B at 32 sequences: ours, transformers compiled, and with Liger
+#   1.5b              405  Qwen2.5-1.5B at 16
+#   3b                500  Qwen2.5-3B at 16
+#   7b                240  Qwen2.5-7B at 8, keeping products: ours; few and long steps
+#   7b-peers          450  the same: transformers compiled, and with Liger
+#   keep               80  0.5B keeping products
+#   graph              90  0.5B as a CUDA graph
+#   fp8-0.5b          165  products of blocks in fp8, and in bf16 in the same command: 0.5B at 32
+#   fp8-1.5b          190  1.5B at 32
+#   fp8-3b            235  3B at 16
+#   fp8-7b            480  7B at 16, keeping products
+#   torchao-0.5b      290  fp8 beside torchao's by tensor and by row in the same command: 0.5B at 32
+#   torchao-1.5b      305  1.5B at 32
+#   torchao-3b        315  3B at 16
+#   torchao-7b        360  7B at 16, ours keeping products
+#   ranks             505  0.5B and 1.5B at ZeRO-1 and 2 on two GPUs, and on one of them (FOLDER/training-2)
 #
-# Data are random tokens of the model's vocabulary, which the rows say. The peer needs liger-kernel and transformers (uv
-# sync); without them its row says so. Rows are appended to FOLDER/training; uv run scripts/report.py --adopt FOLDER moves
-# them to profiles/results/<gpu>/. PYTHON picks the interpreter (default: uv run). Run nothing else on the host.
+# Data are random tokens of the model's vocabulary, which the rows say. Peers need transformers, liger-kernel and torchao
+# (uv sync); without them their rows say so. Rows are appended to FOLDER/training; uv run scripts/report.py --adopt FOLDER
+# moves them to profiles/results/<gpu>/. PYTHON picks the interpreter (default: uv run). Run nothing else on the host.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_training.sh FOLDER PART...}
 shift
@@ -25,6 +37,11 @@ into() { "${python[@]}" benchmarks/benchmark_training.py --format csv --out "$fo
 ours=(--keep all --cuda-graph off --warmup 2)
 training() { into training "${ours[@]}" --kernels fused "$@"; }
 training-2() { into training-2 "${ours[@]}" --kernels fused "$@"; }
+in_fp8() { # size, then what is compared
+  local shape=(--batch-size 32)
+  case "$1" in 3b) shape=(--batch-size 16) ;; 7b) shape=(--batch-size 16 --keep products) ;; esac
+  training --size "qwen2.5-$1" "${shape[@]}" "${@:2}"
+}
 
 for part in "$@"; do
   case "$part" in
@@ -35,22 +52,24 @@ for part in "$@"; do
     3b)
       training --size qwen2.5-3b --batch-size 16 ;;
     7b)
-      training --size qwen2.5-7b --batch-size 8 --keep products ;;
+      training --size qwen2.5-7b --batch-size 8 --keep products --how ours ;;
+    7b-peers)
+      training --size qwen2.5-7b --batch-size 8 --how transformers transformers-liger ;;
     keep)
       training --size qwen2.5-0.5b --batch-size 32 --how ours --keep products ;;
     graph)
       training --size qwen2.5-0.5b --batch-size 32 --how ours --cuda-graph on --warmup 5 ;;
-    fp8)
-      for size in "0.5b --batch-size 32 --keep all" "1.5b --batch-size 32 --keep all" "3b --batch-size 16 --keep all" "7b --batch-size 16 --keep products"; do
-        into training "${ours[@]}" --size qwen2.5-$size --how ours --kernels fused --recipe stored e4m3
-      done ;;
+    fp8-0.5b|fp8-1.5b|fp8-3b|fp8-7b)
+      in_fp8 "${part#fp8-}" --how ours --recipe stored e4m3 ;;
+    torchao-0.5b|torchao-1.5b|torchao-3b|torchao-7b)
+      in_fp8 "${part#torchao-}" --how ours torchao-tensorwise torchao-rowwise --recipe e4m3 --total-batch-tokens 131072 ;;
     ranks)
       for size in "qwen2.5-0.5b --batch-size 32" "qwen2.5-1.5b --batch-size 16"; do
         training-2 --size $size --how ours --world-size 1 2 --zero 1
         training-2 --size $size --how ours --world-size 2 --zero 2
       done ;;
     *)
-      echo "unknown part '$part': parts are 0.5b, 1.5b, 3b, 7b, keep, graph, fp8, ranks" >&2
+      echo "unknown part '$part': see the head of scripts/measure_training.sh" >&2
       exit 2 ;;
   esac
 done

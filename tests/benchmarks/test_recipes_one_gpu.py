@@ -1,5 +1,6 @@
 """Recipes for one GPU, scripts/measure_*.sh: their parts' commands parse, and compare what they should."""
 
+import math
 import os
 import re
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.config import HANDOUT_SIZES
+from cs336_systems.config import HANDOUT_SIZES, resolve_size
 from cs336_systems.experiments.attention import cells as attention
 from cs336_systems.experiments.blocks import cells as blocks
 from cs336_systems.experiments.fp8 import cells as fp8
@@ -18,6 +19,7 @@ from cs336_systems.experiments.learning import cells as learning
 from cs336_systems.experiments.model import cells as model
 from cs336_systems.experiments.profile import cells as profile
 from cs336_systems.experiments.training import cells as training
+from cs336_systems.harness.record import read_rows
 from cs336_systems.report.command_line import parse
 from tests.benchmarks.commands import ROOT
 
@@ -39,7 +41,8 @@ PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+  ", ATTENTION.read_text(), re.MULTI
 KERNEL_PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+  ", KERNELS.read_text(), re.MULTILINE)
 FP8_PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+  ", FP8.read_text(), re.MULTILINE)
 MODEL_PARTS = re.findall(r"^#   ([a-z0-9-]+)  +\d+(?:  |$)", MODELS.read_text(), re.MULTILINE)
-TRAINING_PARTS = re.findall(r"^#   ([a-z0-9.-]+)  +\d+  ", TRAINING.read_text(), re.MULTILINE)
+TRAINING_SECONDS = dict(re.findall(r"^#   ([a-z0-9.-]+)  +(\d+)  ", TRAINING.read_text(), re.MULTILINE))
+TRAINING_PARTS = list(TRAINING_SECONDS)
 CLOCKS = {"harness", "do-bench"}
 
 
@@ -215,7 +218,7 @@ def test_every_digest_is_recorded_in_both_modes(tmp_path):
 
 
 def test_runs_are_measured_beside_the_peer_at_the_tokens_of_the_goals(tmp_path):
-    found = grids(TRAINING, tmp_path, *(part for part in TRAINING_PARTS if part != "fp8"))
+    found = grids(TRAINING, tmp_path, *(part for part in TRAINING_PARTS if not part.startswith(("fp8", "torchao"))))
     assert list(found) == ["training", "training-2"]
     assert all(len(set(cells)) == len(cells) for cells in found.values())
     assert {(cell.size, cell.zero) for cell in found["training-2"] if cell.world_size == 2} == {
@@ -233,13 +236,50 @@ def test_runs_are_measured_beside_the_peer_at_the_tokens_of_the_goals(tmp_path):
 
 
 def test_runs_in_fp8_are_measured_beside_those_in_bf16(tmp_path):
-    (cells,) = grids(TRAINING, tmp_path, "fp8").values()
+    (cells,) = grids(TRAINING, tmp_path, *(part for part in TRAINING_PARTS if part.startswith("fp8"))).values()
     assert {(cell.total_batch_tokens, cell.dtype, cell.how) for cell in cells} == {(524_288, "bf16", "ours")}
     assert min(cell.seconds for cell in cells) >= 60
     assert [cell.recipe for cell in cells] == ["stored", "e4m3"] * 4
     alike = [replace(cell, recipe="") for cell in cells]
     assert alike[::2] == alike[1::2]
     assert [cell.size for cell in alike[::2]] == [f"qwen2.5-{size}" for size in ("0.5b", "1.5b", "3b", "7b")]
+
+
+@pytest.mark.parametrize("size", ["0.5b", "1.5b", "3b", "7b"])
+def test_runs_in_fp8_are_measured_beside_torchaos_in_one_command(size, tmp_path):
+    (cells,) = grids(TRAINING, tmp_path, f"torchao-{size}").values()
+    assert {cell.size for cell in cells} == {f"qwen2.5-{size}"}
+    assert [(cell.how, cell.recipe) for cell in cells] == [
+        *(("ours", "e4m3"), ("torchao-tensorwise", "e4m3-e5m2"), ("torchao-rowwise", "e4m3-row"))
+    ]
+    own = {"how": "", "recipe": "", "library": ""}
+    of_ours = {"kernels": "", "keep": "", "attention": "", "cuda_graph": ""}
+    assert len({replace(cell, **own, **of_ours) for cell in cells}) == 1
+    quantized = grids(TRAINING, tmp_path, f"fp8-{size}")["training"][1]
+    assert quantized == replace(cells[0], total_batch_tokens=quantized.total_batch_tokens)
+    assert min(cell.seconds for cell in cells) >= 60
+
+
+@pytest.mark.parametrize("part", TRAINING_PARTS)
+def test_the_head_says_how_long_runs_take_and_none_takes_ten_minutes(part, tmp_path):
+    stated = int(TRAINING_SECONDS[part])
+    by_arithmetic = sum(map(seconds, *grids(TRAINING, tmp_path, part).values()))
+    assert stated == pytest.approx(by_arithmetic, rel=0.1)
+    assert max(stated, by_arithmetic) < 600
+
+
+def seconds(cell: training.TrainingRunCell) -> float:
+    """Of a run, as the head says, at the rates of committed steps, ours or compiled."""
+    ours = cell.how == "ours"
+    rows = read_rows(ROOT / "profiles" / "results" / "h200" / "fused-steps" / "benchmark_model.csv")
+    rows = rows[(rows["metric"] == "tokens_per_s") & (rows["mode"] == "backward") & (rows["size"] == cell.size)]
+    rate = rows["median"][rows["kernels"] == ("fused" if ours else "reference")].median()
+    step = cell.total_batch_tokens / (rate * cell.world_size)
+    # ours makes three steps more once it is asked to end, one step into the recorded ones at the earliest
+    n_steps = cell.warmup + max(4 if ours else 1, math.ceil(cell.seconds / step))
+    whole_model = 3 * resolve_size(cell.size).n_layers
+    compiling = 0 if ours else whole_model if cell.how == "transformers" else 30
+    return 15 + compiling + n_steps * step
 
 
 def test_products_in_fp8_are_measured_beside_stored_ones_and_learn_the_same_tokens(tmp_path):
