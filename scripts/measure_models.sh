@@ -3,7 +3,7 @@
 #
 #   scripts/measure_models.sh FOLDER PART...
 #
-# Seconds on an H200, from committed rows; whole-model by guess:
+# Seconds on an H200, from committed rows; medium's share of whole-model by guess:
 #
 #   grid                 420  every size and length
 #   context-512          200  every dtype
@@ -20,8 +20,8 @@
 #   leaderboard-one-gpu  120  the leaderboard's step on one GPU, inputs of blocks in host memory
 #
 # Checkpointing compares what the host adds to a step: run it alone on its host. PYTHON picks the interpreter (default:
-# uv run). Each part appends to its own folder below FOLDER, checkpointing's to one, whole-model to compiled; uv run
-# scripts/report.py --adopt FOLDER moves the rows to profiles/results/<gpu>/.
+# uv run). Each part appends to its own folder below FOLDER, checkpointing's to one; uv run scripts/report.py
+# --adopt FOLDER moves the rows to profiles/results/<gpu>/.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_models.sh FOLDER PART...}
 shift
@@ -54,7 +54,7 @@ for part in "$@"; do
       # Where torch.compile chose between kernels by their times, those were not alone: it chooses again.
       find "$TORCHINDUCTOR_CACHE_DIR" -name '*.best_config' -delete
       model --size "${whole[@]}" --dtype fp32 autocast-bf16 --mode step --compile off on whole-model --repeat 2 \
-        --out "$folder/compiled" ;;
+        --out "$out" ;;
     optimizers)
       model --size small xl 2.7b --optimizer reference torch-fused --mode step --out "$out" ;;
     checkpointing)

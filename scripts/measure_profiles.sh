@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Record the digests that profiles/digests/<gpu>/ holds: where time and memory go, on one GPU.
 #
-#   scripts/measure_profiles.sh FOLDER PART...    # parts: nsys nsys-autocast kineto memory
+#   scripts/measure_profiles.sh FOLDER PART...    # parts: nsys nsys-autocast memory
 #
-# On an H200 nsys takes about thirty minutes, kineto two, memory three. SIZES and LENGTHS name the models and contexts of
+# On an H200 nsys takes about thirty minutes, nsys-autocast two, memory three. SIZES and LENGTHS name the models and contexts of
 # nsys (default: five of each), so that it can be taken in pieces: LENGTHS=256 takes about four minutes, 1024 eight, 2048
-# eight; small at 256 and 2048 75 s, large at 256 50 s; a step that does not fit is a row that says so. Run nsys and kineto alone on their host: launches wait for it.
+# eight; small at 256 and 2048 75 s, large at 256 50 s; a step that does not fit is a row that says so. Run nsys alone on its host: launches wait for it.
 # PYTHON picks the interpreter (default: uv run). Raw traces and snapshots stay in profiles/raw; every part writes its
 # pages, CSVs and pictures to its own folder below FOLDER, from which uv run scripts/report.py --adopt FOLDER moves them
 # to profiles/digests/<gpu>/.
@@ -23,12 +23,10 @@ for part in "$@"; do
       profile --profiler nsys --size "${sizes[@]}" --context-length "${lengths[@]}" ;;
     nsys-autocast)
       profile --profiler nsys --size small large --context-length 512 --dtype autocast-bf16 ;;
-    kineto)
-      profile --profiler kineto --size small large --context-length 512 --dtype fp32 autocast-bf16 ;;
     memory)
       profile --profiler memory --size 2.7b --context-length 128 2048 --mode forward step --dtype fp32 autocast-bf16 ;;
     *)
-      echo "unknown part '$part': parts are nsys, nsys-autocast, kineto and memory" >&2
+      echo "unknown part '$part': parts are nsys, nsys-autocast and memory" >&2
       exit 2 ;;
   esac
 done

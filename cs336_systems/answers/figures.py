@@ -107,7 +107,7 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_grid.png": of_rows(step_figure, "grid"),
         "h200_context_512.png": of_rows(step_figure, "context-512"),
         "h200_mixed_precision.png": of_rows(speedups_figure, "context-512"),
-        "h200_checkpointing.png": of_rows(frontier_figure, "checkpointing"),
+        "h200_checkpointing.png": of_rows(frontier_figure, "checkpointing", context_length=2048),
         "h200_collectives.png": of_rows(
             _all_reduce_figure, "collectives", device="cuda", dtype="fp32", collective="all_reduce"
         ),

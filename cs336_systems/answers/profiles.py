@@ -14,6 +14,7 @@ import pandas as pd
 from cs336_systems.answers.committed import NotMeasured, caption, cells
 from cs336_systems.config import MODEL_SIZES, PRECISIONS
 from cs336_systems.costs.attention_stages import attention_stages
+from cs336_systems.harness.runs import newest
 from cs336_systems.profiling.ranges import SCORES, SOFTMAX, VALUES
 from cs336_systems.profiling.traces.kernels import CLASSES, MATMUL, short_name
 from cs336_systems.report.tables import Table, digits
@@ -129,9 +130,9 @@ def _label(cell: Mapping[str, Any] | pd.Series) -> dict[str, Any]:
 
 
 def forward_table(rows: pd.DataFrame) -> Table:
-    """Forward without gradients by the harness's clock and by the profiler, a line per size and context."""
+    """Forward without gradients by the harness's clock and by the profiler, the newest run of each size and context."""
     lines = []
-    for values, cell in cells(rows, _CELL):
+    for values, cell in cells(newest(rows, _CELL), _CELL):
         found = cell.set_index("metric")["median"]
         if "unprofiled_forward" not in found:
             lines.append(_label(values) | {"status": f"{cell['status'].iloc[-1]}: {cell['message'].iloc[-1]}"})

@@ -51,6 +51,9 @@ OF_ATTENTION = {"clock": "harness"}
 OF_SHARDS = {"update": "after-backward", "do_bench": "off", "losses": 0}
 """Likewise of rows of full sharding, which say how many units are gathered ahead."""
 
+OF_PROFILES = {"repeat": 0}
+"""Likewise of rows of profiles, which name their profiler."""
+
 OF_CAPS = {"peer": ""}
 """Likewise of rows of steps under memory caps, which say how much the host has."""
 
@@ -215,6 +218,7 @@ def unsaid(columns: Iterable[str]) -> dict[str, Any]:
     defaults = NOT_RECORDED | (DEFAULTS if "context_length" in known else {})
     defaults |= OF_ATTENTION if "d_head" in known else {}
     defaults |= OF_CAPS if "host_gib" in known else {}
+    defaults |= OF_PROFILES if "profiler" in known else {}
     defaults |= OF_RUNS if "total_batch_tokens" in known else {}
     return defaults | (OF_SHARDS if "prefetch" in known else {})
 

@@ -141,6 +141,20 @@ def test_earlier_rows_say_what_later_ones_could_be_asked(run, profiles):
     assert list(text["offload"]) == ["none", "none"] and list(text["fp8_skip_last"]) == ["0", "0"]
 
 
+def test_profiles_without_repeats_are_joined_by_those_with_them(run, profiles):
+    source = write(run / "nsys" / "profile_model.csv", 2.0, day=2)
+    newer = pd.read_csv(source, dtype=str, keep_default_na=False).assign(profiler="nsys", repeat="0")
+    newer.to_csv(source, index=False)
+    committed = profiles / "digests" / "h200" / "nsys" / "profile_model.csv"
+    committed.parent.mkdir(parents=True)
+    newer.assign(median="1.0", timestamp="2026-01-01T00:00:00+00:00").drop(columns="repeat").to_csv(
+        committed, index=False
+    )
+    (move,) = adopted(run, profiles)
+    assert move.what == "1 of 1 rows appended"
+    assert list(read_rows(committed)["repeat"]) == [0, 0]
+
+
 def test_torn_files_and_other_columns_are_refused(run, profiles):
     source = write(run / "grid" / "benchmark_model.csv", 1.0)
     committed = profiles / "results" / "h200" / "grid" / "benchmark_model.csv"

@@ -51,6 +51,15 @@ def test_the_leader_may_be_no_product():
     assert leading_classes(longer, "forward + backward") == ["matmul"]
 
 
+def test_forward_shows_the_newest_run_of_a_cell():
+    names = ("unprofiled_forward", "recorded_forward", "busy", "operations")
+    runs = [
+        make_cell(*(ms(name, time) for name in names), argv=argv, **CELL)
+        for argv, time in (("older", 9.0), ("newer", 2.0))
+    ]
+    assert list(forward_table(make_frame(*runs)).frame["harness ms"]) == ["2.00"]
+
+
 def test_shares_by_class_add_up():
     lines = classes_table(kernels()).frame.set_index("pass")
     assert lines.loc["inference forward", "matmul %"] == "78.9"
