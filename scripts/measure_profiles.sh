@@ -3,9 +3,10 @@
 #
 #   scripts/measure_profiles.sh FOLDER PART...    # parts: nsys nsys-autocast memory
 #
-# On an H200 nsys takes about thirty minutes, nsys-autocast two, memory three. SIZES and LENGTHS name the models and contexts of
-# nsys (default: five of each), so that it can be taken in pieces: LENGTHS=256 takes about four minutes, 1024 eight, 2048
-# eight; small at 256 and 2048 75 s, large at 256 50 s; a step that does not fit is a row that says so. Run nsys alone on its host: launches wait for it.
+# On an H200 nsys takes about thirty minutes, nsys-autocast two, memory three. SIZES and LENGTHS name the models and
+# contexts of nsys (default: five of each), so that it can be taken in pieces: LENGTHS=256 takes about four minutes, 1024
+# eight, 2048 eight; small at four of them two, large at 256 50 s; a step that does not fit is a row that says so. Run
+# nsys alone on its host: launches wait for it.
 # PYTHON picks the interpreter (default: uv run). Raw traces and snapshots stay in profiles/raw; every part writes its
 # pages, CSVs and pictures to its own folder below FOLDER, from which uv run scripts/report.py --adopt FOLDER moves them
 # to profiles/digests/<gpu>/.
