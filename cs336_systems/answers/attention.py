@@ -9,7 +9,9 @@ from cs336_systems.experiments.attention.table import PASSES, SETTINGS, by_clock
 from cs336_systems.harness.runs import newest
 from cs336_systems.report.tables import Table, digits
 
-PLAIN, COMPILED, FLASH = "reference", "reference-compiled", "flash"
+PLAIN, COMPILED, FLASH, HOPPER = "reference", "reference-compiled", "flash", "hopper"
+IN_ONE_RUN = [PLAIN, FLASH, HOPPER, "sdpa-cudnn"]
+"""Of the grids against length: what one run on one host measured. Rows of others are older, of other hosts."""
 _SETTINGS = ["batch_size", "dtype", "causal"]
 
 
@@ -70,29 +72,31 @@ def compiled_attention_table(rows: pd.DataFrame) -> Table:
 def flash_table(rows: pd.DataFrame) -> Table:
     """Our kernels beside materialised PyTorch attention: forward, backward and both, and the ratio of both.
 
-    Where ``do_bench`` timed a cell too, its median stands in parentheses.
+    The kernels for Hopper follow where they were measured. Where ``do_bench`` timed a cell too, its median stands in
+    parentheses.
     """
-    return _sided(rows, (PLAIN, FLASH), PASSES)
+    return _sided(rows, (PLAIN, FLASH), PASSES, beside=HOPPER)
 
 
-def _sided(rows: pd.DataFrame, impls: tuple[str, str], passes: tuple[str, ...]) -> Table:
+def _sided(rows: pd.DataFrame, impls: tuple[str, str], passes: tuple[str, ...], beside: str = "") -> Table:
     rows, benched = _newest(rows), _newest(rows, "do-bench")
     do_bench = benched.groupby(["d_head", "length", "metric", "impl"])["median"].last()
+    shown = [*impls, *({beside} & {*rows["impl"]})]
     lines = []
     for (d_head, length), own in rows.groupby(["d_head", "length"], sort=True):
         line = {"d": d_head, "length": f"{length:,}"}
         for name in passes:
             found = own[own["metric"] == name].groupby("impl")["median"].last()
             ended = own.groupby("impl")["status"].last()
-            for impl in impls:
-                beside = do_bench.get((d_head, length, name, impl))
+            for impl in shown:
+                benched_ms = do_bench.get((d_head, length, name, impl))
                 text = digits(found[impl]) if impl in found else ended.get(impl, "not measured")
-                line[f"{name} {impl}"] = text if beside is None else f"{text} ({digits(beside)})"
+                line[f"{name} {impl}"] = text if benched_ms is None else f"{text} ({digits(benched_ms)})"
             both = all(impl in found for impl in impls)
             line[f"{name} ratio"] = f"{found[impls[0]] / found[impls[1]]:.2f}" if both else "–"
         lines.append(line)
     note = f"ms, medians of {{n}} passes; ratio: {impls[0]} over {impls[1]}"
     if len(do_bench):
         note += "; in parentheses: by triton.testing.do_bench"
-    timed = rows[rows["metric"].isin(passes) & rows["impl"].isin(impls)]
+    timed = rows[rows["metric"].isin(passes) & rows["impl"].isin(shown)]
     return Table(caption(timed, _SETTINGS, note), pd.DataFrame(lines))

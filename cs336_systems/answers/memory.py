@@ -22,7 +22,7 @@ LARGE = "2.7b"
 """The size whose memory both handouts ask for; the 2026 one calls it xl."""
 
 POLICIES = ("none", "full", "every-2", "every-4", "every-8", "first-16", "keep-matmuls", "keep-attention", "recursive")
-_OUT_OF_MEMORY = r"allocate ([\d.]+) GiB.* capacity of ([\d.]+) GiB.* process has ([\d.]+) GiB"
+_OUT_OF_MEMORY = r"asked for ([\d.]+) GiB of ([\d.]+) GiB, ([\d.]+) GiB in tensors and ([\d.]+) GiB in free pieces"
 _CELL = ["size", "context_length", "dtype"]
 
 
@@ -56,8 +56,9 @@ class RanOut:
     asked: float
     device: float
     """The device's memory."""
-    taken: float
-    """By the process that asked."""
+    in_tensors: float
+    in_pieces: float
+    """Held by the allocator in free pieces, each smaller than what was asked for."""
 
 
 def ran_out(rows: pd.DataFrame) -> RanOut:

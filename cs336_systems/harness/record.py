@@ -45,7 +45,7 @@ DEFAULTS: dict[str, Any] = asdict(TrainingCase())
 NOT_RECORDED = {"nccl": ""}
 """Columns of provenance that earlier rows lack, and what they read as there."""
 
-OF_ATTENTION = {"clock": "harness"}
+OF_ATTENTION = {"clock": "harness", "repeat": 0}
 """Of rows of attention, which a head dimension tells from others, measured before they could say a setting."""
 
 OF_SHARDS = {"update": "after-backward", "do_bench": "off", "losses": 0}

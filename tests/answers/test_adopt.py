@@ -155,6 +155,20 @@ def test_profiles_without_repeats_are_joined_by_those_with_them(run, profiles):
     assert list(read_rows(committed)["repeat"]) == [0, 0]
 
 
+def test_earlier_rows_of_attention_are_of_the_first_turn_by_the_harness(run, profiles):
+    name, settings = "benchmark_attention.csv", ("device", "impl", "d_head", "clock", "repeat")
+    committed = profiles / "results" / "h200" / "grid" / name
+    for day, path in ((1, committed), (2, run / "grid" / name)):
+        cell = WHERE | {"impl": "flash", "d_head": 64, "clock": "do-bench", "repeat": 1}
+        file = RowFile(path, settings)
+        file.append(make_cell(ms("both", day), timestamp=f"2026-01-{day:02}T00:00:00+00:00", **cell))
+    earlier = pd.read_csv(committed, dtype=str, keep_default_na=False).drop(columns=["clock", "repeat"])
+    earlier.to_csv(committed, index=False)
+    adopted(run, profiles)
+    rows = read_rows(committed)
+    assert list(rows["clock"]) == ["harness", "do-bench"] and list(rows["repeat"]) == [0, 1]
+
+
 def test_torn_files_and_other_columns_are_refused(run, profiles):
     source = write(run / "grid" / "benchmark_model.csv", 1.0)
     committed = profiles / "results" / "h200" / "grid" / "benchmark_model.csv"

@@ -61,6 +61,13 @@ def test_do_bench_stands_beside_the_harness_where_it_was_asked():
     assert "do_bench" not in flash_table(rows(**measured)).caption
 
 
+def test_kernels_for_hopper_stand_beside_the_portable_ones_where_they_ran():
+    measured = {"reference": {128: 1.0, 256: 2.0}, "flash": {128: 0.5, 256: 1.0}, "sdpa_cudnn": {128: 0.2}}
+    lines = flash_table(rows(**measured, hopper={256: 0.25})).frame
+    assert list(lines["both hopper"]) == ["not measured", "0.250"]
+    assert not {"both hopper", "both sdpa-cudnn"} & {*flash_table(rows(**measured)).frame}
+
+
 def test_materialised_attention_says_how_a_cell_ended():
     lines = materialised_table(rows(reference={128: 1.0, 256: None})).frame
     assert list(lines["status"]) == ["ok", "oom"]

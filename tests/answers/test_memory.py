@@ -92,9 +92,8 @@ def test_peaks_are_measured_where_a_row_says_so(tmp_path):
 
 
 def test_what_the_allocator_said_when_it_ran_out_is_quoted():
-    said = "OutOfMemoryError: CUDA out of memory. Tried to allocate 32.00 GiB. GPU 0 has a total capacity of 139.80 GiB"
-    said += " of which 10.63 GiB is free. Including non-PyTorch memory, this process has 129.16 GiB ..."
+    said = "asked for 32.00 GiB of 139.80 GiB, 96.50 GiB in tensors and 31.91 GiB in free pieces too small"
     rows = make_frame(make_cell(status="oom", message=said), make_cell(status="predicted-oom", message="peak 300 GiB"))
-    assert ran_out(rows) == RanOut(asked=32.0, device=139.8, taken=129.16)
+    assert ran_out(rows) == RanOut(asked=32.0, device=139.8, in_tensors=96.5, in_pieces=31.91)
     with pytest.raises(NotMeasured):
         ran_out(rows[1:])
