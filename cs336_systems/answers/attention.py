@@ -10,8 +10,8 @@ from cs336_systems.harness.runs import newest
 from cs336_systems.report.tables import Table, digits
 
 PLAIN, COMPILED, FLASH, HOPPER = "reference", "reference-compiled", "flash", "hopper"
-IN_ONE_RUN = [PLAIN, FLASH, HOPPER, "sdpa-cudnn"]
-"""Of the grids against length: what one run on one host measured. Rows of others are older, of other hosts."""
+ON_ONE_HOST = [PLAIN, FLASH, HOPPER, "sdpa-cudnn"]
+"""Of the grids against length: whose newest rows of a dtype are of one host. Those of others are older, of others."""
 _SETTINGS = ["batch_size", "dtype", "causal"]
 
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from cs336_systems.answers import arithmetic
-from cs336_systems.answers.attention import IN_ONE_RUN
+from cs336_systems.answers.attention import ON_ONE_HOST
 from cs336_systems.answers.committed import Committed, NotMeasured
 from cs336_systems.answers.sums import seal
 from cs336_systems.answers.training_rates import rates_of_others
@@ -113,8 +113,8 @@ def figures(committed: Committed) -> dict[str, Drawing]:
             _all_reduce_figure, "collectives", device="cuda", dtype="fp32", collective="all_reduce"
         ),
         "h200_sharded_optimizer.png": of_rows(memory_figure, "sharded-optimizer"),
-        "h200_attention_bf16_d64.png": of_rows(attention_figure, "attention-flash-bf16", d_head=64, impl=IN_ONE_RUN),
-        "h200_attention_bf16_d128.png": of_rows(attention_figure, "attention-flash-bf16", d_head=128, impl=IN_ONE_RUN),
+        "h200_attention_bf16_d64.png": of_rows(attention_figure, "attention-flash-bf16", d_head=64, impl=ON_ONE_HOST),
+        "h200_attention_bf16_d128.png": of_rows(attention_figure, "attention-flash-bf16", d_head=128, impl=ON_ONE_HOST),
         "h200_attention_pytorch_d64.png": of_rows(attention_figure, "attention-pytorch", d_head=64),
         "h200_kernels.png": of_rows(shares_figure, "kernels"),
         "h200_blocks.png": of_rows(kept_figure, "fused"),

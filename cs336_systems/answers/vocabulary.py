@@ -174,7 +174,7 @@ CONSTANTS = {
     "NVLINK": predictions.DATASHEET,
     "MIB": 2**20,
     "GIB": 2**30,
-    "IN_ONE_RUN": attention.IN_ONE_RUN,
+    "ON_ONE_HOST": attention.ON_ONE_HOST,
 }
 
 
