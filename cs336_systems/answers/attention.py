@@ -20,24 +20,12 @@ def handout_attention(length: int) -> AttentionWork:
     return AttentionWork(8, 1, 1, length, length, 16, causal=False)
 
 
-def flash_wins_from(rows: pd.DataFrame) -> float:
-    """The least length from which flash is faster than materialised attention, forward and backward, at one d."""
-    times = _both_passes(rows, ["length"])
-    slower = times.index[~(times[FLASH] < times[PLAIN])]
-    longer = times.index[times.index > slower.max()] if len(slower) else times.index
-    return float(longer.min()) if len(longer) else float("inf")
-
-
 def flash_speedups(rows: pd.DataFrame) -> list[float]:
     """Materialised attention over flash, forward and backward, of every shape that both ran."""
-    times = _both_passes(rows, ["d_head", "length"])
-    return list((times[PLAIN] / times[FLASH]).dropna())
-
-
-def _both_passes(rows: pd.DataFrame, index: list[str]) -> pd.DataFrame:
     rows = _newest(rows)
     rows = rows[rows["metric"] == "both"]
-    return rows.pivot_table(index=index, columns="impl", values="median", aggfunc="last")
+    times = rows.pivot_table(index=["d_head", "length"], columns="impl", values="median", aggfunc="last")
+    return list((times[PLAIN] / times[FLASH]).dropna())
 
 
 def _newest(rows: pd.DataFrame, clock: Clock = "harness") -> pd.DataFrame:

@@ -12,7 +12,6 @@ from cs336_systems.answers.committed import NotMeasured, caption, cells
 from cs336_systems.answers.rendering import PENDING
 from cs336_systems.config import MODEL_SIZES, PRECISIONS
 from cs336_systems.costs.activations import block_saved_tensors, total_bytes
-from cs336_systems.costs.checkpointing import make_plan, runs_again
 from cs336_systems.costs.flops import hardware_flops
 from cs336_systems.costs.memory import PARTS, PeakMemory, peak_memory
 from cs336_systems.report.tables import Table, digits
@@ -88,12 +87,6 @@ def recomputed_flops(policy: str, context: int) -> float:
     """More executed FLOPs of the large model than without checkpointing, as a share."""
     work = (MODEL_SIZES[LARGE].at_context(context), 4, context, "step")
     return hardware_flops(*work, checkpoint=policy) / hardware_flops(*work) - 1
-
-
-def recomputed_blocks(policy: str) -> float:
-    """Blocks of the large model that run again in backward, over its blocks."""
-    n_layers = MODEL_SIZES[LARGE].n_layers
-    return runs_again(make_plan(policy, n_layers))[0] / n_layers
 
 
 def peaks_table(steps: pd.DataFrame, watched: pd.DataFrame, pages: pd.DataFrame) -> Table:

@@ -54,12 +54,6 @@ def top_kernel(kernels: pd.DataFrame, passes: str, size: str, context: int) -> T
     return _leader(_of_pass(kernels, passes, size, context))
 
 
-def leading_classes(kernels: pd.DataFrame, passes: str) -> list[str]:
-    """The classes of the leaders of a pass in every workload, each once: one where the same leads everywhere."""
-    own = kernels[kernels["passes"] == passes]
-    return list(dict.fromkeys(_leader(cell).kernel_class for _, cell in cells(own, _CELL)))
-
-
 def _leader(kernels_of_pass: pd.DataFrame) -> TopKernel:
     top = kernels_of_pass.sort_values("total_ms").iloc[-1]
     share, runs, ms = top["share_percent"] / 100, top["count"], top["total_ms"]

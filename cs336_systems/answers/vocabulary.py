@@ -25,11 +25,11 @@ from cs336_systems.answers.training_rates import fp8_rates_table, training_rates
 from cs336_systems.answers.training_runs import console_lines
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.communication import cost
-from cs336_systems.costs.fsdp import model_units, state_bytes, step_traffic
+from cs336_systems.costs.fsdp import model_units, state_bytes
 from cs336_systems.costs.parallelism.accounting import XXL
 from cs336_systems.costs.parallelism.forms import least_tokens_per_device
 from cs336_systems.costs.parallelism.scaling import communication_limit
-from cs336_systems.costs.sharding import link_bytes_per_step, state_bytes_by_rank
+from cs336_systems.costs.sharding import link_bytes_per_step
 from cs336_systems.experiments.attention import table as attention_tables
 from cs336_systems.experiments.blocks.table import BLOCK_TABLE
 from cs336_systems.experiments.collectives.table import collectives_table
@@ -47,7 +47,6 @@ from cs336_systems.experiments.parallelism.questions import QUESTIONS
 from cs336_systems.experiments.sharded_optimizer import table as sharded_tables
 from cs336_systems.experiments.streaming.table import STREAMING_TABLE
 from cs336_systems.experiments.training.table import TRAINING_TABLE
-from cs336_systems.report.run_summary import summary
 from cs336_systems.report.tables import Table
 
 LEAKS = {leak.NAME: leak.analyse for leak in (matmul_data, roofline_knee, launch_overhead, flops_against_time)}
@@ -132,15 +131,13 @@ NUMBERS = (
         models.first_and_rest,
         models.peak_ratio,
     ),
-    *(attention.handout_attention, attention.flash_wins_from, attention.flash_speedups, attention_tables.time_over),
+    *(attention.handout_attention, attention.flash_speedups, attention_tables.time_over),
     *(profiles.kernel_share, profiles.kernel_ms, profiles.top_kernel),
-    profiles.leading_classes,
     *(profiles.stage_times, profiles.products_over_softmax, profiles.attention_work),
-    *(memory.KeptByBlock, memory.predicted_peak, memory.peak_of, memory.recomputed_flops, memory.recomputed_blocks),
-    memory.ran_out,
+    *(memory.KeptByBlock, memory.predicted_peak, memory.recomputed_flops, memory.ran_out),
     *(predictions.gradient_sizes, predictions.rung_messages, predictions.predicted_exposed),
     *(predictions.link_of, predictions.best_bucket_mib),
-    *(cost, model_units, state_bytes, step_traffic, link_bytes_per_step, state_bytes_by_rank, resolve_size),
+    *(cost, model_units, state_bytes, link_bytes_per_step, resolve_size),
     *(arithmetic.ring_ratio, arithmetic.h100s_that_hide, arithmetic.Mesh, arithmetic.schedule, arithmetic.job),
     *(arithmetic.xxl_threshold, arithmetic.xxl_remedies, least_tokens_per_device, communication_limit),
     *(precision.accumulated, loss_deviations, outside.outside, outside.given),
@@ -199,7 +196,6 @@ def vocabulary(committed: Committed) -> dict[str, Any]:
     }
     numbers: dict[str, Callable[..., Any]] = {number.__name__: number for number in NUMBERS}
     numbers |= {"leak": leak, "parallelism": parallelism, **questions(committed.rows)}
-    numbers["trained"] = lambda what, name: summary(committed.run(name))[what]
     return {
         **{name: answering(table, _sentence) for name, table in tables.items()},
         **{name: answering(number, lambda _: Pending()) for name, number in numbers.items()},

@@ -11,7 +11,6 @@ from cs336_systems.answers.memory import (
     peak_of,
     peaks_table,
     ran_out,
-    recomputed_blocks,
     residuals_table,
     segments_table,
 )
@@ -60,8 +59,6 @@ def test_segments_are_predicted_where_no_row_has_them():
 def test_arithmetic_needs_no_rows():
     assert KeptByBlock(512).input_mib == 4 * 512 * 2560 * 4 / 2**20
     assert KeptByBlock(2048).n_bytes[0] == 4 * 32 * 2048**2 * 4
-    assert recomputed_blocks("full") == 1.0
-    assert recomputed_blocks("recursive") == 5 / 2
 
 
 def test_peaks_are_measured_where_a_row_says_so(tmp_path):
