@@ -29,7 +29,8 @@ from cs336_systems.harness.memory import cublas_workspace_bytes
 from cs336_systems.model.hf_weights import load_hf_weights
 from cs336_systems.pretraining.options import TrainerCase, TrainOptions
 from cs336_systems.streaming.build import build_forward
-from cs336_systems.streaming.choose import EFFORT, HOST_OVERHEAD, Caps, CapsTooSmallError, Choice, choose, chunk_sizes
+from cs336_systems.streaming.choice import HOST_OVERHEAD, Caps, CapsTooSmallError, Choice
+from cs336_systems.streaming.choose import EFFORT, choose, chunk_sizes
 from cs336_systems.streaming.explain import Elsewhere, next_gib, reasons, with_next_gib
 from cs336_systems.streaming.fence import Fence, refusals
 from cs336_systems.streaming.layout import Chunks

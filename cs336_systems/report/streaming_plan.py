@@ -7,7 +7,7 @@ import pandas as pd
 
 from cs336_systems.hardware import GIB
 from cs336_systems.report.tables import Table
-from cs336_systems.streaming.choose import Choice
+from cs336_systems.streaming.choice import Choice
 from cs336_systems.streaming.explain import seconds_by_kind
 
 _LANES = {"in": "copies to the device", "compute": "kernels", "out": "copies to the host"}

@@ -5,7 +5,7 @@ of the best ones and simulated, small steps (``candidate.py``) are taken from th
 So many rounds make a step that what the optimizer adds stays below 2 % of it, unless the tokens of a step are given.
 
     choice = choose(config, 8192, Caps(24 * GIB, 75 * GIB), Rates.of(hardware))
-    choice.plan, choice.tokens_per_s, choice.reasons
+    choice.plan, choice.tokens_per_s  # and explain.reasons(choice)
 """
 
 import math
@@ -16,15 +16,14 @@ from functools import cached_property
 from itertools import chain, product
 
 from cs336_systems.config import PRECISIONS, ModelConfig, Precision
-from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.costs.streaming import MOMENTS, Rates, StreamedWork
 from cs336_systems.hardware import GIB
-from cs336_systems.operators.pinned import TABLE_SHARE
 from cs336_systems.streaming.build import build, schedule_times
 from cs336_systems.streaming.candidate import Candidate, steps
+from cs336_systems.streaming.choice import Caps, CapsTooSmallError, Choice
 from cs336_systems.streaming.estimate import Layout, Levels, LevelsByHost, WorkSeconds
-from cs336_systems.streaming.plan import ORDERS, Order, Plan
-from cs336_systems.streaming.schedule import Kind, Schedule
+from cs336_systems.streaming.plan import ORDERS, Order
+from cs336_systems.streaming.schedule import Kind
 from cs336_systems.streaming.slots import TooFewSlotsError
 
 LEAST_CHUNK = 8192
@@ -55,74 +54,6 @@ SIMULATED_ROUNDS = 3
 and the last keep other levels, as backward of one that is like all others runs beside forward of another such."""
 LEAST_GAIN = 3e-4
 """For which a step is taken."""
-DEVICE_OVERHEAD = int(1.05 * GIB)
-"""Of the CUDA context and kernels (measured on an H200: 0.74), cuBLAS's workspaces and what torch reserves unused."""
-HOST_OVERHEAD = 3 * GIB
-"""By which the process grows beside its slab: the same."""
-
-
-@dataclass(frozen=True)
-class Caps:
-    """In bytes; what the process needs beside slots is inside."""
-
-    device: int
-    host: int
-    device_overhead: int = DEVICE_OVERHEAD
-    host_overhead: int = HOST_OVERHEAD
-    table_share: float = TABLE_SHARE
-    """Of the host's slab, which is pinned: what that takes of the device."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A plan that fits, and what it should cost."""
-
-    plan: Plan
-    schedule: Schedule
-    times: LaneTimes
-    caps: Caps
-    rates: Rates
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.plan.tokens / self.times.span
-
-    @property
-    def model_flops_per_s(self) -> float:
-        """Causal; MFU is its share of the peak."""
-        return self.tokens_per_s * self.plan.work.model_flops_per_token()
-
-    @property
-    def hardware_flops_per_s(self) -> float:
-        """What is computed again counts too: HFU."""
-        work = self.plan.work
-        flops = sum(work.hardware_flops(str(o.kind), o.chunk, o.level) for o in self.schedule.operations)
-        return flops / self.times.span
-
-    @property
-    def fits(self) -> bool:
-        """Both caps."""
-        device, host = sum(self.device_parts.values()), sum(self.host_parts.values())
-        return device <= self.caps.device and host <= self.caps.host
-
-    @cached_property
-    def device_parts(self) -> dict[str, int]:
-        """Bytes on the device, the page tables of the host's slab among what is not torch's."""
-        work = self.plan.work
-        tables = math.ceil(self.caps.table_share * sum(region.n_bytes for region in self.schedule.regions.values()))
-        rings = {ring: self.schedule.rings[ring].n_bytes for ring in self.schedule.rings}
-        beside = {"embedding, head": work.fixed_bytes, "temporaries": work.temporary_bytes}
-        return beside | {"context, libraries": self.caps.device_overhead + tables} | rings
-
-    @cached_property
-    def host_parts(self) -> dict[str, int]:
-        """Bytes on the host."""
-        regions = {name: region.n_bytes for name, region in self.schedule.regions.items()}
-        return {"process": self.caps.host_overhead} | regions
-
-
-class CapsTooSmallError(ValueError):
-    """No plan fits: one sentence on what is short, by how much, and the smallest caps that would do."""
 
 
 def choose(

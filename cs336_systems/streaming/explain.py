@@ -12,7 +12,7 @@ from typing import Any
 from cs336_systems.costs.streaming import LEVELS
 from cs336_systems.hardware import GIB
 from cs336_systems.processes import Died, FreshProcess, start_server
-from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice
+from cs336_systems.streaming.choice import Caps, CapsTooSmallError, Choice
 from cs336_systems.streaming.schedule import Kind
 
 _COPIES = {"in": "copies to the device", "out": "copies to the host"}

@@ -1,7 +1,7 @@
 """What has been decided for a step under memory caps: chunks, rounds, their order, what is kept, what lives where.
 
-    plan = choose(config, context_length, device_bytes=24 * GIB, host_bytes=75 * GIB, rates=rates)   # choose.py
-    schedule = build(plan)                                                                         # build.py
+    plan = choose(config, context_length, Caps(24 * GIB, 75 * GIB), rates).plan    # choose.py, choice.py
+    schedule = build(plan)                                                         # build.py
 
 State of layers (weights, gradients, moments) is resident, in slots of its own, or streams through a ring: resident
 layers lie spread over the model, so that the link's work is even. What forward keeps goes through rings, too, and the

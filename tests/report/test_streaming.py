@@ -11,7 +11,8 @@ from cs336_systems.costs.streaming import Rates
 from cs336_systems.report.figures import save
 from cs336_systems.report.streaming_plan import plan_tables
 from cs336_systems.report.streaming_timeline import streaming_figure, timeline_rows
-from cs336_systems.streaming.choose import Caps, Choice, choose
+from cs336_systems.streaming.choice import Caps, Choice
+from cs336_systems.streaming.choose import choose
 
 MIB = 1024**2
 

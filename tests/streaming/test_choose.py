@@ -15,7 +15,8 @@ from cs336_systems.costs.lanes import simulate
 from cs336_systems.costs.streaming import Rates, StreamedWork
 from cs336_systems.hardware import GIB, find_hardware
 from cs336_systems.streaming.candidate import Candidate
-from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice, _Search, choose, chunk_sizes
+from cs336_systems.streaming.choice import Caps, CapsTooSmallError, Choice
+from cs336_systems.streaming.choose import _Search, choose, chunk_sizes
 from cs336_systems.streaming.estimate import Layout, Levels, LevelsByHost, WorkSeconds
 from cs336_systems.streaming.explain import binds, end_seconds, next_gib, reasons
 from tests.streaming.memory_model import check

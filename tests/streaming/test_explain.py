@@ -8,7 +8,8 @@ import pytest
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.streaming import Rates
 from cs336_systems.hardware import find_hardware
-from cs336_systems.streaming.choose import Caps, CapsTooSmallError, choose
+from cs336_systems.streaming.choice import Caps, CapsTooSmallError
+from cs336_systems.streaming.choose import choose
 from cs336_systems.streaming.explain import Elsewhere, next_gib, reasons, with_next_gib
 
 CONFIG = ModelConfig("wide", 1024, 4096, 2, 8, vocab_size=1000, context_length=512)

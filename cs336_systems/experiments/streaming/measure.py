@@ -23,7 +23,8 @@ from cs336_systems.harness.record import Metric
 from cs336_systems.pretraining.capped import FRAGMENTS, beside_slabs
 from cs336_systems.report.figures import save
 from cs336_systems.report.streaming_timeline import streaming_figure, timeline_rows
-from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice, choose
+from cs336_systems.streaming.choice import Caps, CapsTooSmallError, Choice
+from cs336_systems.streaming.choose import choose
 from cs336_systems.streaming.fence import Fence
 from cs336_systems.streaming.lanes import Lanes, Streams
 from cs336_systems.streaming.layout import Chunks
