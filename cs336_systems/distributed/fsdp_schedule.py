@@ -41,7 +41,8 @@ from cs336_systems.distributed.fsdp_parameters import (
     ShardedParameter,
 )
 from cs336_systems.distributed.fsdp_runs import Forward, Run
-from cs336_systems.distributed.fsdp_units import Elsewhere, Layout, Unit
+from cs336_systems.distributed.fsdp_slots import Elsewhere
+from cs336_systems.distributed.fsdp_units import Layout, Unit
 
 _NO_TASK = -1
 """What autograd says where no backward runs on this thread."""
