@@ -36,8 +36,7 @@ is ``reduced_gradients``.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -46,6 +45,7 @@ from torch import Tensor
 from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB
 from cs336_systems.distributed.fsdp_gradients import GradientHooks
 from cs336_systems.distributed.optimizer_state import check_state_fits, state_of_piece, whole_state
+from cs336_systems.distributed.parameter_groups import Batch, copied, options_of, parameters_of
 from cs336_systems.distributed.process_group import check_same_across_ranks
 from cs336_systems.distributed.scattered import GradientScatter
 from cs336_systems.distributed.shards import (
@@ -56,28 +56,11 @@ from cs336_systems.distributed.shards import (
     check_dense,
     local_layout,
     owned_layout,
-    runs_of,
 )
 
 REDUCE_SCATTER, SHARD = "reduce-scatter", "shard"
 
-_NOT_OPTIONS = ("params", "param_names")
-_MUTABLE = (Tensor, list, dict, set)
 _CONFIGURATION = ("optimizer_cls", "reduce_gradients", "bucket_size_mb", "rank", "world_size", "_kwargs", "_batches")
-
-
-class _Batch(NamedTuple):
-    """Groups that were laid out together: a copy, whose parameters may lie elsewhere, must lay out the same."""
-
-    n_groups: int
-    runs: list[list[int]]
-    """Numbers of the groups' parameters, as ``shards.runs_of`` found them."""
-
-    @classmethod
-    def of(cls, groups: Sequence[dict[str, Any]]) -> "_Batch":
-        parameters = _parameters(groups)
-        number_of = {parameter: i for i, parameter in enumerate(parameters)}
-        return cls(len(groups), [[number_of[parameter] for parameter in run] for run in runs_of(parameters)])
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -169,26 +152,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._batches.append(batch)
             self._lay_out(added, batch)
 
-    def _agreed(self, groups: Sequence[dict[str, Any]]) -> "_Batch":
+    def _agreed(self, groups: Sequence[dict[str, Any]]) -> Batch:
         """How to lay out the parameters of new groups, which is the same on every rank."""
-        batch = _Batch.of(groups)
-        if self.world_size == 1:
-            return batch
-        options = f"{self.optimizer_cls.__name__} {self.reduce_gradients} {self.bucket_size_mb}"
-        numbered = _parameters(groups)
-        run_of = {numbered[i]: run for run in batch.runs for i in run}
-        described = [
-            f"{options}, group {i}: {tuple(p.shape)} {p.dtype}{' frozen' * (not p.requires_grad)}"
-            + f", in one memory with parameters {run_of[p]}" * (len(run_of[p]) > 1)
-            for i, group in enumerate(groups)
-            for p in group["params"]
-        ]
-        check_same_across_ranks(described, "parameters to shard")
+        batch = Batch.of(groups)
+        if self.world_size > 1:
+            options = f"{self.optimizer_cls.__name__} {self.reduce_gradients} {self.bucket_size_mb}"
+            described = [f"{options}, {parameter}" for parameter in batch.described(groups)]
+            check_same_across_ranks(described, "parameters to shard")
         return batch
 
-    def _lay_out(self, groups: Sequence[dict[str, Any]], batch: "_Batch") -> None:
+    def _lay_out(self, groups: Sequence[dict[str, Any]], batch: Batch) -> None:
         """Divide the parameters of new groups and give this rank's pieces to its optimizer."""
-        new = _parameters(groups)
+        new = parameters_of(groups)
         self._was_trainable |= {parameter: parameter.requires_grad for parameter in new}
         layout = self._layout([[new[i] for i in run] for run in batch.runs])
         self._buckets += layout.buckets
@@ -201,7 +176,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             pieces = [piece for parameter in dict.fromkeys(group["params"]) for piece in self._pieces[parameter]]
             tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
             self._group_of |= dict.fromkeys(tensors, i)
-            local_groups.append({**_options(group), "params": tensors})
+            local_groups.append({**options_of(group), "params": tensors})
         if self.local is None:
             self.local = self.optimizer_cls(local_groups, **self._kwargs)
         else:
@@ -245,17 +220,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter, name in self._names.items():
                 check_dense(parameter, name)
         sent = self._scatter.reduce_the_rest() if self._scatter is not None else []
-        options = [_options(group) for group in self.param_groups]
+        options = [options_of(group) for group in self.param_groups]
         for bucket in self._buckets:
             # What the optimizer counts in its groups counts steps, so only the last of its calls may change them.
             last = bucket is self._buckets[-1]
-            self._update(bucket.prepare(), options if last else [_copied(each) for each in options], kwargs)
+            self._update(bucket.prepare(), options if last else [copied(each) for each in options], kwargs)
             sent += bucket.send()
         for work in sent:
             work.wait()
         assert self.local is not None
         for group, local_group in zip(self.param_groups, self.local.param_groups, strict=True):
-            group.update(_options(local_group))
+            group.update(options_of(local_group))
         return loss
 
     def reduced_gradients(self) -> list[Tensor]:
@@ -376,7 +351,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         id_of = dict(zip(self._local_tensors(), ids, strict=True))
         packed["state"] = {id_of[tensor]: state for tensor, state in states.items()}
         for group, local_group in zip(self.param_groups, packed["param_groups"], strict=True):
-            local_group.update(_options(group))
+            local_group.update(options_of(group))
         self.local.load_state_dict(packed)
         self.state = self.local.state
 
@@ -423,18 +398,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
         name = type(self).__name__
         place = f"{self.optimizer_cls.__name__}, rank {self.rank} of {self.world_size}"
         return super().__repr__().replace(f"{name} (", f"{name} of {place} (", 1)
-
-
-def _parameters(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
-    """Those of all the groups, each once."""
-    return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group says besides its parameters."""
-    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
-
-
-def _copied(options: dict[str, Any]) -> dict[str, Any]:
-    """Options that may be changed without changing these."""
-    return {key: deepcopy(value) if isinstance(value, _MUTABLE) else value for key, value in options.items()}
