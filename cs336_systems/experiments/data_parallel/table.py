@@ -56,7 +56,7 @@ DATA_PARALLEL = ResultTable(
             "exposed",
             ".2f",
             spread=True,
-            note="mean over rounds of the step less that without communication",
+            note="mean of the step before and after steps without communication, less theirs",
         ),
         Column("exposed %", "exposed_share", ".1f", rank=2),
         Column("hidden %", "hidden_share", ".1f", rank=2, optional=True, note="communication beside other kernels"),
