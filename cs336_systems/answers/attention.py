@@ -85,6 +85,8 @@ def _sided(rows: pd.DataFrame, impls: tuple[str, str], passes: tuple[str, ...], 
         lines.append(line)
     note = f"ms, medians of {{n}} passes; ratio: {impls[0]} over {impls[1]}"
     if len(do_bench):
-        note += "; in parentheses: by triton.testing.do_bench"
+        passes_timed = benched.loc[benched["metric"].isin(passes) & benched["impl"].isin(shown), "n"]
+        note += "; in parentheses: by triton.testing.do_bench, which times what fits in 100 ms: "
+        note += f"{passes_timed.min():g} to {passes_timed.max():g} passes"
     timed = rows[rows["metric"].isin(passes) & rows["impl"].isin(shown)]
     return Table(caption(timed, _SETTINGS, note), pd.DataFrame(lines))
