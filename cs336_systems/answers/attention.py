@@ -11,7 +11,7 @@ from cs336_systems.report.tables import Table, digits
 
 PLAIN, COMPILED, FLASH, HOPPER = "reference", "reference-compiled", "flash", "hopper"
 ON_ONE_HOST = [PLAIN, FLASH, HOPPER, "sdpa-cudnn"]
-"""Of the grids against length: whose newest rows of a dtype are of one host. Those of others are older, of others."""
+"""Implementations whose newest rows of the grids against length are of one host; rows of all others are older."""
 _SETTINGS = ["batch_size", "dtype", "causal"]
 
 

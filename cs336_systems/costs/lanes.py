@@ -76,7 +76,7 @@ def simulate(lanes: Sequence[str], amounts: Sequence[float], waits: Sequence[Seq
         if not left:
             break
         copies = ("in" in left) + ("out" in left)
-        into, out = (rates.link_in_both, rates.link_both) if copies == 2 else (rates.link_alone, rates.link_alone)
+        into, out = (rates.link_in_both, rates.link_out_both) if copies == 2 else (rates.link_alone, rates.link_alone)
         speeds = {"in": into, "compute": 1 - copies * (1 - rates.beside_copies), "out": out}
         step = min(left[lane] / speeds[lane] for lane in left)
         now += step

@@ -56,7 +56,7 @@ class Rates:
     """Reads and writes together."""
     link_alone: float
     """Each way, while the other rests."""
-    link_both: float
+    link_out_both: float
     """From the device, while both ways are busy."""
     beside_copies: float = 0.995
     """Speed of kernels while one copy runs; two cost twice as much."""
@@ -85,19 +85,19 @@ class Rates:
             )
         products = flops or 0.675 * peak
         scale = products / 0.675
-        link_alone, link_both = 55.5 / 64 * link, 51 / 64 * link
+        link_alone, link_out_both = 55.5 / 64 * link, 51 / 64 * link
         memory *= 0.9
-        return cls(products, 0.596 * scale, 0.541 * scale, memory, link_alone, link_both, in_beside_out=0.855)
+        return cls(products, 0.596 * scale, 0.541 * scale, memory, link_alone, link_out_both, in_beside_out=0.855)
 
     @property
     def link_in_both(self) -> float:
         """To the device, while the other way is busy too."""
-        return self.link_both * self.in_beside_out
+        return self.link_out_both * self.in_beside_out
 
     def link_seconds(self, bytes_in: float, bytes_out: float) -> float:
         """Of copies both ways that begin together."""
-        both = min(bytes_in / self.link_in_both, bytes_out / self.link_both)
-        left = bytes_in - both * self.link_in_both + bytes_out - both * self.link_both  # of the longer one
+        both = min(bytes_in / self.link_in_both, bytes_out / self.link_out_both)
+        left = bytes_in - both * self.link_in_both + bytes_out - both * self.link_out_both  # of the longer one
         return both + left / self.link_alone
 
 

@@ -7,7 +7,7 @@ import pytest
 from cs336_systems.costs.lanes import simulate
 from cs336_systems.costs.streaming import Rates
 
-RATES = Rates(1, 1, 1, 1, link_alone=10, link_both=5, beside_copies=1, copy_latency_s=0)
+RATES = Rates(1, 1, 1, 1, link_alone=10, link_out_both=5, beside_copies=1, copy_latency_s=0)
 
 
 def test_a_lane_runs_in_its_order() -> None:
@@ -37,13 +37,13 @@ def test_copies_to_the_device_may_have_less_of_the_link() -> None:
 
 
 def test_kernels_are_slower_beside_copies() -> None:
-    slow = Rates(1, 1, 1, 1, link_alone=10, link_both=10, beside_copies=0.75, copy_latency_s=0)
+    slow = Rates(1, 1, 1, 1, link_alone=10, link_out_both=10, beside_copies=0.75, copy_latency_s=0)
     assert simulate(["compute", "in", "out"], [1, 100, 100], [(), (), ()], slow).ends[0] == pytest.approx(2)
     assert simulate(["compute", "in"], [1, 100], [(), ()], slow).ends[0] == pytest.approx(4 / 3)
 
 
 def test_latency() -> None:
-    late = Rates(1, 1, 1, 1, link_alone=10, link_both=10, beside_copies=1, copy_latency_s=0.5)
+    late = Rates(1, 1, 1, 1, link_alone=10, link_out_both=10, beside_copies=1, copy_latency_s=0.5)
     assert simulate(["in"], [10], [()], late).span == pytest.approx(1.5)
 
 

@@ -70,7 +70,7 @@ def test_measured_layer_of_an_h200() -> None:
 
 def test_copies_that_begin_together() -> None:
     """In at 8 beside out at 10: 24 come in while 30 leave, and the rest of either goes alone at 20."""
-    rates = Rates(1, 1, 1, 1, link_alone=20, link_both=10, in_beside_out=0.8)
+    rates = Rates(1, 1, 1, 1, link_alone=20, link_out_both=10, in_beside_out=0.8)
     assert rates.link_seconds(24, 30) == pytest.approx(3)
     assert rates.link_seconds(24, 50) == pytest.approx(3 + 20 / 20)
     assert rates.link_seconds(44, 30) == pytest.approx(3 + 20 / 20)

@@ -20,7 +20,7 @@ MIB = 1024**2
 @pytest.fixture(scope="module")
 def choice() -> Choice:
     config = ModelConfig("small", 64, 192, 4, 4, vocab_size=256, context_length=128)
-    rates = Rates(1e11, 1e11, 1e11, 1e10, link_alone=3e8, link_both=2.5e8)
+    rates = Rates(1e11, 1e11, 1e11, 1e10, link_alone=3e8, link_out_both=2.5e8)
     return choose(config, 64, Caps(2 * MIB, 3 * MIB, 0, 0), rates, least_chunk=32, tokens_per_step=384, effort=1)
 
 

@@ -26,7 +26,7 @@ assert H200 is not None
 RATES = Rates.of(H200)
 MIB = 1024**2
 SMALL = ModelConfig("small", 64, 192, 6, 4, vocab_size=256, context_length=128)
-SLOW = Rates(1e11, 1e11, 1e11, 1e10, link_alone=3e8, link_both=2.5e8)
+SLOW = Rates(1e11, 1e11, 1e11, 1e10, link_alone=3e8, link_out_both=2.5e8)
 """Of a CPU with a narrow link."""
 
 

@@ -157,7 +157,8 @@ def show_snapshot(path: Path, out: Path, form: Format) -> int:
         show(memory_tables.phase_table(history), form)
     show(memory_tables.allocation_table(history), form)
     print(*pictures, sep="\n", end="\n\n")
-    summary = {"read": str(path), "events": history.n_events, "peak_gib": round(history.peak().n_bytes / 2**30, 4)}
+    peak_gib = history.peak().n_bytes / memory_tables.GIB
+    summary = {"read": str(path), "events": history.n_events, "peak_gib": round(peak_gib, 4)}
     print(json.dumps({"benchmark": EXPERIMENT.name} | summary))
     return 0
 
