@@ -7,10 +7,10 @@
 # Parts, with minutes on one H200 and the GiB of host memory that they take:
 #
 #   1b         1   24  Llama 3 1B at 8,192 tokens within 12 and 24 GiB
-#   8k         4  115  Llama 3 8B at 8,192: 24 and 75 GiB with its timeline, without caps, 24 and 115 GiB
+#   8k         5  115  Llama 3 8B at 8,192: 24 and 75 GiB with its timeline, without caps beside the compiled model, 24 and 115
 #   32k        2   80  at 32,768: 24 and 80 GiB
 #   128k       2  115  at 131,072: 78 and 115 GiB
-#   peers      4  100  8B at 8,192 without caps: ours, the compiled model, and FSDP2 with state and optimizer on the host
+#   offload    3  100  8B at 8,192 without caps: ours, and FSDP2 with state and optimizer on the host
 #   profile    1   24  1B at 8,192 within 12 and 24 GiB under nsys; the recording stays in profiles/raw
 #   grid       8  115  at 8,192: three capacities of each in steps of 131,072 tokens
 #   simulated  -    1  both models at 1,024, 8,192, 32,768 and 131,072: an hour of one core
@@ -35,14 +35,13 @@ for part in "$@"; do
       streaming --size llama3-1b --device-gib 12 --host-gib 24 ;;
     8k)
       streaming --device-gib 24 --host-gib 75 --steps 1 --timeline
-      streaming --device-gib 132 --host-gib 16
+      streaming --device-gib 132 --host-gib 16 --peers compiled
       streaming --device-gib 24 --host-gib 115 --steps 1 ;;
     32k)
       streaming --context-length 32768 --device-gib 24 --host-gib 80 --steps 1 ;;
     128k)
       streaming --context-length 131072 --device-gib 78 --host-gib 115 --tokens-per-step 131072 --steps 1 ;;
-    peers)
-      streaming --device-gib 132 --host-gib 16 --peers compiled
+    offload)
       streaming --device-gib 132 --host-gib 16 --peers fsdp2-offload --tokens-per-step 65536 --steps 1 ;;
     profile)
       "${python[@]}" benchmarks/benchmark_streaming.py --profile --size llama3-1b --device-gib 12 --host-gib 24 --steps 1 ;;
@@ -54,7 +53,7 @@ for part in "$@"; do
       simulated --size llama3-8b --context-length 131072 --device-gib 24 40 78 --host-gib 80 115 230
       simulated --size llama3-1b --context-length 1024 8192 32768 131072 --device-gib 6 8 12 --host-gib 12 16 24 ;;
     *)
-      echo "unknown part '$part': parts are 1b, 8k, 32k, 128k, peers, profile, grid, simulated" >&2
+      echo "unknown part '$part': parts are 1b, 8k, 32k, 128k, offload, profile, grid, simulated" >&2
       exit 2 ;;
   esac
 done
