@@ -24,7 +24,8 @@
 #   torchao-1.5b      305  1.5B at 32
 #   torchao-3b        315  3B at 16
 #   torchao-7b        360  7B at 16, ours keeping products
-#   ranks             505  0.5B and 1.5B at ZeRO-1 and 2 on two GPUs, and on one of them (FOLDER/training-2)
+#   ranks-0.5b        245  0.5B at 32 at ZeRO-1 and 2 on two GPUs, and on one of them (FOLDER/training-2)
+#   ranks-1.5b        260  the same of 1.5B at 16
 #
 # Data are random tokens of the model's vocabulary, which the rows say. Peers need transformers, liger-kernel and torchao
 # (uv sync); without them their rows say so. Rows are appended to FOLDER/training; uv run scripts/report.py --adopt FOLDER
@@ -63,11 +64,11 @@ for part in "$@"; do
       in_fp8 "${part#fp8-}" --how ours --recipe stored e4m3 ;;
     torchao-0.5b|torchao-1.5b|torchao-3b|torchao-7b)
       in_fp8 "${part#torchao-}" --how ours torchao-tensorwise torchao-rowwise --recipe e4m3 --total-batch-tokens 131072 ;;
-    ranks)
-      for size in "qwen2.5-0.5b --batch-size 32" "qwen2.5-1.5b --batch-size 16"; do
-        training-2 --size $size --how ours --world-size 1 2 --zero 1
-        training-2 --size $size --how ours --world-size 2 --zero 2
-      done ;;
+    ranks-0.5b|ranks-1.5b)
+      case "$part" in ranks-0.5b) sequences=32 ;; *) sequences=16 ;; esac
+      ranks=(--size "qwen2.5-${part#ranks-}" --batch-size "$sequences" --how ours)
+      training-2 "${ranks[@]}" --world-size 1 2 --zero 1
+      training-2 "${ranks[@]}" --world-size 2 --zero 2 ;;
     *)
       echo "unknown part '$part': see the head of scripts/measure_training.sh" >&2
       exit 2 ;;
