@@ -10,20 +10,21 @@
 #   8k         5  115  Llama 3 8B at 8,192: 24 and 75 GiB with its timeline, without caps beside the compiled model, 24 and 115
 #   32k        2   80  at 32,768: 24 and 80 GiB
 #   128k       2  115  at 131,072: 78 and 115 GiB
-#   offload    3  100  8B at 8,192 without caps: ours, and FSDP2 with state and optimizer on the host
+#   offload    2  100  8B at 8,192 without caps: ours, and FSDP2 with state and optimizer on the host (streaming-offload)
 #   profile    1   24  1B at 8,192 within 12 and 24 GiB under nsys; the recording stays in profiles/raw
 #   grid       8  115  at 8,192: three capacities of each in steps of 131,072 tokens
 #   simulated  -    1  both models at 1,024, 8,192, 32,768 and 131,072: an hour of one core
 #
 # A recorded step begins after the kernels of a part of one have run, and lasts up to a minute. Rows are appended to
-# FOLDER/streaming and FOLDER/streaming-simulated; uv run scripts/report.py --adopt FOLDER moves the first to
-# profiles/results/<gpu>/; with --machine cpu, from a folder of its own, the others. PYTHON picks the interpreter
-# (default: uv run). Run nothing else on the host.
+# FOLDER/streaming, FOLDER/streaming-offload and FOLDER/streaming-simulated; uv run scripts/report.py --adopt FOLDER moves
+# them to profiles/results/<gpu>/; with --machine cpu, from a folder of its own, the simulated. PYTHON picks the
+# interpreter (default: uv run). Run nothing else on the host.
 set -euo pipefail
 folder=${1:?usage: scripts/measure_streaming.sh FOLDER PART...}
 shift
 read -r -a python <<<"${PYTHON:-uv run}"
-streaming() { "${python[@]}" benchmarks/benchmark_streaming.py --format csv --out "$folder/streaming" --warmup 0 "$@"; }
+into() { "${python[@]}" benchmarks/benchmark_streaming.py --format csv --out "$folder/$1" --warmup 0 "${@:2}"; }
+streaming() { into streaming "$@"; }
 simulated() {
   "${python[@]}" benchmarks/benchmark_streaming.py --format csv --out "$folder/streaming-simulated" --device cpu --gpu h200 \
     "$@"
@@ -42,7 +43,7 @@ for part in "$@"; do
     128k)
       streaming --context-length 131072 --device-gib 78 --host-gib 115 --tokens-per-step 131072 --steps 1 ;;
     offload)
-      streaming --device-gib 132 --host-gib 16 --peers fsdp2-offload --tokens-per-step 65536 --steps 1 ;;
+      into streaming-offload --device-gib 132 --host-gib 16 --peers fsdp2-offload --tokens-per-step 65536 --steps 1 ;;
     profile)
       "${python[@]}" benchmarks/benchmark_streaming.py --profile --size llama3-1b --device-gib 12 --host-gib 24 --steps 1 ;;
     grid)
