@@ -28,6 +28,7 @@ from cs336_systems.hardware import GIB
 from cs336_systems.harness.clock import WHOLE, time_phases
 from cs336_systems.harness.memory import PeakMeter, allocated_bytes
 from cs336_systems.harness.record import Metric
+from cs336_systems.kernels.scaled_products import add_scaled_product_
 from cs336_systems.model import REFERENCE_OPS, TransformerBlock, TransformerLM
 from cs336_systems.model.layers import Linear
 from cs336_systems.training.precision import parameter_dtype, recipe_unsupported_reason
@@ -57,9 +58,16 @@ def _measure_product(cell: Fp8Cell, device: torch.device) -> list[Metric]:
     dtype = parameter_dtype(PRECISIONS[cell.dtype])
     shapes = (cell.tokens, k), (cell.tokens, n), (n, k)
     x, dy, weight = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
-    phases = _torch_product(cell, x, dy, weight) if cell.recipe is None else _our_product(cell, x, dy, weight)
+    adding: Phases = {}
+    if cell.recipe is None:
+        phases = _torch_product(cell, x, dy, weight)
+    else:
+        phases, adding = _our_product(cell, x, dy, weight)
     times = time_phases(phases, device=device, warmup=cell.warmup, steps=cell.steps)
     metrics = [Metric(name, "ms", samples) for name, samples in times.samples_ms.items()]
+    for name, phase in adding.items():
+        times_alone = time_phases({name: phase}, device=device, warmup=cell.warmup, steps=cell.steps)
+        metrics.append(Metric(name, "ms", times_alone.samples_ms[name]))
     flops = 3 * 2 * cell.tokens * n * k
     metrics.append(_rate("tflops", flops, times.samples_ms[WHOLE]))
     if cell.recipe is not None:
@@ -72,7 +80,8 @@ def _rate(name: str, flops: float, samples_ms: Sequence[float]) -> Metric:
     return Metric(name, "TFLOP/s", [flops / ms / 1e9 for ms in samples_ms], derived=True)
 
 
-def _our_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> Phases:
+def _our_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Phases, Phases]:
+    """Forward and backward, and after them the weight's gradient alone, added to an earlier one."""
     assert cell.recipe is not None
     kernels = "reference" if cell.attention == "reference" else "fused"
     ops, products = block_ops(kernels, cell.attention), block_products(kernels, cell.recipe)
@@ -93,7 +102,17 @@ def _our_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> Phases
         products.backward(ops, read["dy"].rows, held.columns)
         products.backward_weight_(ops, dweight, read["dy"].columns, read["x"].columns, False)
 
-    return {"quantize_x": quantize_x, "forward": forward, "quantize_dy": quantize_dy, "backward": backward}
+    def accumulate() -> None:
+        products.backward_weight_(ops, dweight, read["dy"].columns, read["x"].columns, True)
+
+    def accumulate_within() -> None:
+        a, b = read["dy"].columns, read["x"].columns
+        add_scaled_product_(dweight, a.values, b.values, a.scale, b.scale)
+
+    phases = {"quantize_x": quantize_x, "forward": forward, "quantize_dy": quantize_dy, "backward": backward}
+    one_scale = cell.recipe.quantized and cell.recipe.scaling == "tensor"
+    within = {"accumulate_within": accumulate_within} if one_scale and x.is_cuda else {}
+    return phases, {"accumulate": accumulate} | within
 
 
 def _torch_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> Phases:

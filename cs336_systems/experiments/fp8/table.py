@@ -23,6 +23,8 @@ PRODUCT_TABLE = ResultTable(
         Column("backward ms", "backward", note="both products"),
         Column("all ms", "step", spread=True, rank=MAIN),
         _SPEEDUP,
+        Column("add dW ms", "accumulate", optional=True, note="dW, added to an earlier one, as training does"),
+        Column("within ms", "accumulate_within", optional=True, note="the same by a product that adds (cuBLASLt)"),
         Column("TFLOP/s", "tflops", ".0f", little=True),
         Column("alone TFLOP/s", "product_tflops", ".0f", optional=True, little=True, note="without quantization"),
     ),
