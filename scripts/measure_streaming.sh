@@ -10,12 +10,14 @@
 #   8k         5  115  Llama 3 8B at 8,192: 24 and 75 GiB with its timeline, without caps beside the compiled model, 24 and 115
 #   32k        2   80  at 32,768: 24 and 80 GiB
 #   128k       2  115  at 131,072: 78 and 115 GiB
+#   512k      14  120  at 524,288: 130 and 120 GiB; simulated: one step of 586 s, 894 tokens/s, after a forward of 134 s
+#   32b        5  240  Qwen2.5-32B's shape at 8,192: 80 and 240 GiB, on a host with 256; simulated: 153 s, 2,576 tokens/s
 #   offload    2  100  8B at 8,192 without caps: ours, and FSDP2 with state and optimizer on the host (streaming-offload)
 #   profile    1   24  1B at 8,192 within 12 and 24 GiB under nsys; the recording stays in profiles/raw
 #   grid       8  115  at 8,192: three capacities of each in steps of 131,072 tokens
 #   simulated  -    1  both models at 1,024, 8,192, 32,768 and 131,072: an hour of one core
 #
-# A recorded step begins after the kernels of a part of one have run, and lasts up to a minute. Rows are appended to
+# A recorded step begins after the kernels of a part of one have run, and mostly lasts a minute. Rows are appended to
 # FOLDER/streaming, FOLDER/streaming-offload and FOLDER/streaming-simulated; uv run scripts/report.py --adopt FOLDER moves
 # them to profiles/results/<gpu>/; with --machine cpu, from a folder of its own, the simulated. PYTHON picks the
 # interpreter (default: uv run). Run nothing else on the host.
@@ -42,6 +44,10 @@ for part in "$@"; do
       streaming --context-length 32768 --device-gib 24 --host-gib 80 --steps 1 ;;
     128k)
       streaming --context-length 131072 --device-gib 78 --host-gib 115 --tokens-per-step 131072 --steps 1 ;;
+    512k)
+      streaming --context-length 524288 --device-gib 130 --host-gib 120 --tokens-per-step 524288 --steps 1 --timeout 1800 ;;
+    32b)
+      streaming --size qwen2.5-32b --device-gib 80 --host-gib 240 --tokens-per-step 393216 --steps 1 ;;
     offload)
       into streaming-offload --device-gib 132 --host-gib 16 --peers fsdp2-offload --tokens-per-step 65536 --steps 1 ;;
     profile)
@@ -54,7 +60,7 @@ for part in "$@"; do
       simulated --size llama3-8b --context-length 131072 --device-gib 24 40 78 --host-gib 80 115 230
       simulated --size llama3-1b --context-length 1024 8192 32768 131072 --device-gib 6 8 12 --host-gib 12 16 24 ;;
     *)
-      echo "unknown part '$part': parts are 1b, 8k, 32k, 128k, offload, profile, grid, simulated" >&2
+      echo "unknown part '$part': parts are 1b, 8k, 32k, 128k, 512k, 32b, offload, profile, grid, simulated" >&2
       exit 2 ;;
   esac
 done

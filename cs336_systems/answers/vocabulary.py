@@ -103,6 +103,7 @@ def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
         "nsys_autocast": question("nsys-autocast", *profiled),
         "memory": question("memory", *profiled, dtype="fp32"),
         "streamed": question("streaming", "size", "context_length", "device_gib", "host_gib"),
+        "offloaded": question("streaming-offload", "variant"),
         "planned": question("streaming-simulated", "size", "context_length", "device_gib", "host_gib", machine="cpu"),
         "collective": question("collectives", "collective", "world_size", "size_mb", dtype="fp32"),
         "gloo": question("collectives", "world_size", "size_mb", machine="cpu"),
@@ -159,7 +160,7 @@ TABLES = (
     *(predictions.collectives_predictions, predictions.ddp_predictions),
     *(predictions.sharded_predictions, predictions.fsdp_predictions),
     *(precision.sums_table, precision.toy_table, outside.outside_table),
-    streaming.beside_peer_table,
+    *(streaming.beside_peer_table, streaming.goals_table, streaming.kernels_table, streaming.beyond_simulation_table),
 )
 
 CONSTANTS = {
