@@ -22,7 +22,7 @@ from cs336_systems.report.results import MISSING, Line
 from cs336_systems.report.tables import Table
 
 PHASES = ("forward", "backward", "optimizer")
-_NOTE = "at the datasheet's peaks, without recomputation"
+_NOTE = "at the datasheet's peaks; recomputed are attention's scores alone"
 
 
 def recorded_lines(rows: pd.DataFrame) -> list[Line]:
