@@ -58,14 +58,14 @@ def _measure_product(cell: Fp8Cell, device: torch.device) -> list[Metric]:
     dtype = parameter_dtype(PRECISIONS[cell.dtype])
     shapes = (cell.tokens, k), (cell.tokens, n), (n, k)
     x, dy, weight = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
-    adding: Phases = {}
+    later: Phases = {}
     if cell.recipe is None:
         phases = _torch_product(cell, x, dy, weight)
     else:
-        phases, adding = _our_product(cell, x, dy, weight)
+        phases, later = _our_product(cell, x, dy, weight)
     times = time_phases(phases, device=device, warmup=cell.warmup, steps=cell.steps)
     metrics = [Metric(name, "ms", samples) for name, samples in times.samples_ms.items()]
-    for name, phase in adding.items():
+    for name, phase in later.items():
         times_alone = time_phases({name: phase}, device=device, warmup=cell.warmup, steps=cell.steps)
         metrics.append(Metric(name, "ms", times_alone.samples_ms[name]))
     flops = 3 * 2 * cell.tokens * n * k
@@ -81,7 +81,7 @@ def _rate(name: str, flops: float, samples_ms: Sequence[float]) -> Metric:
 
 
 def _our_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Phases, Phases]:
-    """Forward and backward, and after them the weight's gradient alone, added to an earlier one."""
+    """Forward and backward, and what comes after them, each alone: the weight's gradient, also added to one."""
     assert cell.recipe is not None
     kernels = "reference" if cell.attention == "reference" else "fused"
     ops, products = block_ops(kernels, cell.attention), block_products(kernels, cell.recipe)
@@ -102,8 +102,8 @@ def _our_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[
         products.backward(ops, read["dy"].rows, held.columns)
         products.backward_weight_(ops, dweight, read["dy"].columns, read["x"].columns, False)
 
-    def accumulate() -> None:
-        products.backward_weight_(ops, dweight, read["dy"].columns, read["x"].columns, True)
+    def gradient_of_weight(accumulate: bool) -> None:
+        products.backward_weight_(ops, dweight, read["dy"].columns, read["x"].columns, accumulate)
 
     def accumulate_within() -> None:
         a, b = read["dy"].columns, read["x"].columns
@@ -111,8 +111,11 @@ def _our_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[
 
     phases = {"quantize_x": quantize_x, "forward": forward, "quantize_dy": quantize_dy, "backward": backward}
     one_scale = cell.recipe.quantized and cell.recipe.scaling == "tensor"
-    within = {"accumulate_within": accumulate_within} if one_scale and x.is_cuda else {}
-    return phases, {"accumulate": accumulate} | within
+    alone: Phases = {
+        "weight_gradient": functools.partial(gradient_of_weight, False),
+        "accumulate": functools.partial(gradient_of_weight, True),
+    }
+    return phases, alone | ({"accumulate_within": accumulate_within} if one_scale and x.is_cuda else {})
 
 
 def _torch_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> Phases:

@@ -52,6 +52,7 @@ def test_rows_hold_times_and_cosines(tmp_path, capsys):
     assert (rows["status"] == "ok").all()
     phases = set(rows[(rows["part"] == "product") & (rows["how"] == "e4m3")]["metric"])
     assert {"quantize_x", "forward", "quantize_dy", "backward", "step", "tflops", "product_tflops"} <= phases
+    assert {"weight_gradient", "accumulate"} <= phases
     least = rows[rows["metric"] == "least_cosine"].set_index("how")["median"]
     assert 1 + 1e-12 >= least["stored"] > 0.999999
     assert 0.98 <= least["e4m3"] < 0.999999
