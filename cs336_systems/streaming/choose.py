@@ -326,12 +326,15 @@ class _Tried:
 
 
 def _ranked(rated: Iterable[tuple[Candidate, float]]) -> list[Candidate]:
-    """The fastest first; of equals sequential ones, which are simpler."""
+    """The fastest first; of equals sequential ones, which are simpler, and of those the ones with the shortest rounds,
+    which hold least. Equal is what differs by how sums were rounded alone.
+    """
 
-    def speed(pair: tuple[Candidate, float]) -> float:
-        return pair[1] * (1 + LEAST_GAIN * (pair[0].layout.order == "sequential"))
+    def rank(pair: tuple[Candidate, float]) -> tuple[float, int]:
+        layout, speed = pair[0].layout, pair[1] * (1 + LEAST_GAIN * (pair[0].layout.order == "sequential"))
+        return float(f"{speed:.9e}"), -layout.chunks
 
-    return [candidate for candidate, _ in sorted(rated, key=speed, reverse=True)]
+    return [candidate for candidate, _ in sorted(rated, key=rank, reverse=True)]
 
 
 def _least(candidate: Candidate) -> Candidate:

@@ -118,7 +118,7 @@ def test_ten_steps_are_to_the_bit_those_without_caps(folder, alone, tmp_path, ch
 
 @pytest.fixture(scope="module")
 def whole(folder, alone):
-    """A run under the smallest caps, with a checkpoint after each step; with room, rounds would be longer."""
+    """A run under the smallest caps, with a checkpoint after each step."""
     one = asked(folder, folder / "run", save_every=1, keep_last=20, batch_size=2, accumulate=8, **ROOMY)
     one = replace(one, **smallest_caps(one, alone))
     train(one, alone)
@@ -143,7 +143,10 @@ def test_a_run_that_resumes_is_the_run_that_was_not_interrupted(whole, alone, tm
 
 @pytest.mark.slow
 def test_caps_that_do_not_hold_the_chunks_of_before_cut_anew_and_say_so(whole, alone, tmp_path):
-    train(replace(whole, out=tmp_path / "run", steps=3, **ROOMY), alone)
+    """With more of the device, rounds are longer, as each round brings the layers from the host again."""
+    before = replace(whole, out=tmp_path / "run", steps=3, device_gib=1.2 * whole.device_gib)
+    assert (step_of(before, alone).chunking.chunks, step_of(whole, alone).chunking.chunks) == (4, 1)
+    train(before, alone)
     train(replace(whole, out=tmp_path / "run", steps=4), alone)
     said = [one.text for one in read_run(tmp_path / "run" / LOG).all(Message)]
     assert sum("from here on sums are rounded in another order" in text for text in said) == 1

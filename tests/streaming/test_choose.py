@@ -73,6 +73,13 @@ def test_with_all_the_memory_nothing_is_copied_or_computed_again() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rate", [0.9, 1.0, 1.1, 1.3])
+def test_of_rounds_that_take_the_same_time_the_shortest_are_chosen(rate: float) -> None:
+    """Where nothing streams they all do, but for the last bits of their sums, which no plan shall depend on."""
+    rates = replace(SLOW, products=rate * SLOW.products)
+    assert choose(SMALL, 64, Caps(64 * MIB, 64 * MIB, 0, 0), rates, chunk=64, tokens_per_step=768).plan.chunks == 1
+
+
 def test_more_memory_is_never_slower() -> None:
     speeds = [[small(device, host).tokens_per_s for host in (2.5, 5)] for device in (2.3, 4)]
     for line in (*speeds, *zip(*speeds, strict=True)):
