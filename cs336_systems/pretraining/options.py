@@ -203,11 +203,12 @@ class TrainOptions:
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{_flag(name)} must be {'finite' if value == math.inf else 'positive'}, got {value}")
+                must = "must be positive" if math.isfinite(value) else "must be finite"
+                raise ValueError(f"{_flag(name)} {must}, got {value}")
         for name in _NOT_NEGATIVE:
             value = getattr(self, name)
             if value is not None and not (value >= 0 and math.isfinite(value)):
-                must = "must be finite" if value == math.inf else "must not be negative"
+                must = "must not be negative" if math.isfinite(value) else "must be finite"
                 raise ValueError(f"{_flag(name)} {must}, got {value}")
         if self.seed >= _SEEDS:
             raise ValueError(f"--seed must be less than 2^32, got {self.seed}")

@@ -86,7 +86,7 @@ def test_a_file_must_be_named_and_there(tmp_path):
         ({"size": "tinny"}, "unknown model size 'tinny': did you mean tiny"),
         ({"batch_size": 0}, "--batch-size must be positive, got 0"),
         ({"clip": 0.0}, "--clip must be positive, got 0.0"),
-        ({"learning_rate": float("nan")}, "--learning-rate must not be negative, got nan"),
+        ({"learning_rate": float("nan")}, "--learning-rate must be finite, got nan"),
         ({"learning_rate": float("inf")}, "--learning-rate must be finite, got inf"),
         ({"clip": float("inf")}, "--clip must be finite, got inf"),
         ({"eps": 0.0}, "--eps must be positive, got 0.0"),
