@@ -134,7 +134,7 @@ def smaller_batches(layer: FeedForward, fsdp: int, tp: int, network: Network) ->
 
     In order: the mesh and network as given; the same devices cut as well as whole numbers allow; the axes' collectives
     at the same time instead of one after another; both; and the bound that no split of many devices passes. Beyond this
-    arithmetic help pipeline stages between groups of devices, which send activations only, and more axes of the torus.
+    arithmetic help pipeline stages between groups of devices, which send activations only.
     Narrower numbers alone do not: half the bytes at twice the FLOP/s leaves every limit where it was.
     """
     own = replace(network, overlapping=True)
