@@ -88,18 +88,11 @@ PLAIN, GATED = Buffering(3, 2), Buffering(4, 1)
 
 
 @aggregate
-class Work:
-    """The shape of a result, its tiles, and the shared memory in which they are made."""
+class Tiles:
+    """The shape of a result, and its tiles."""
 
     n_rows: gl.tensor
     n_columns: gl.tensor
-    depth: gl.tensor
-    left: gl.shared_memory_descriptor
-    """For each slot of the ring, the part of the first consumer and that of the second."""
-    right: Ring
-    out: gl.shared_memory_descriptor
-    SWIGLU: gl.constexpr
-    BUFFERS: gl.constexpr
 
     @gluon.jit
     def n_tiles(self):
@@ -115,14 +108,28 @@ class Work:
         return (first + within % here) * (2 * ROWS), within // here * COLUMNS
 
 
+@aggregate
+class Work:
+    """The tiles of a product, and the shared memory in which they are made."""
+
+    tiles: Tiles
+    depth: gl.tensor
+    left: gl.shared_memory_descriptor
+    """For each slot of the ring, the part of the first consumer and that of the second."""
+    right: Ring
+    out: gl.shared_memory_descriptor
+    SWIGLU: gl.constexpr
+    BUFFERS: gl.constexpr
+
+
 @gluon.jit
 def product_producer(work, left, right):
     """One warp: for each step of each tile, what it takes of both operands."""
     BYTES: gl.constexpr = (2 * ROWS + COLUMNS) * DEPTH * 2
     HALF: gl.constexpr = COLUMNS // 2
     step = 0
-    for i in range(gl.program_id(0), work.n_tiles(), gl.num_programs(0)):
-        row, column = work.tile(i)
+    for i in range(gl.program_id(0), work.tiles.n_tiles(), gl.num_programs(0)):
+        row, column = work.tiles.tile(i)
         for k in range(0, work.depth, DEPTH):
             full = work.right.begin(step, BYTES)
             slot = work.right.slot(step)
@@ -133,7 +140,7 @@ def product_producer(work, left, right):
             if work.SWIGLU:  # half of the columns are gates, the others the ups of the same
                 first = column // 2
                 tma.async_copy_global_to_shared(right, [first, k], full, tile.slice(0, HALF, 0))
-                up = work.n_columns // 2 + first
+                up = work.tiles.n_columns // 2 + first
                 tma.async_copy_global_to_shared(right, [up, k], full, tile.slice(HALF, HALF, 0))
             else:
                 tma.async_copy_global_to_shared(right, [column, k], full, tile)
@@ -177,8 +184,8 @@ def product_consumer(work, out, product, WHO: gl.constexpr):
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     step = 0
     n_sent = 0
-    for i in range(gl.program_id(0), work.n_tiles(), gl.num_programs(0)):
-        row, column = work.tile(i)
+    for i in range(gl.program_id(0), work.tiles.n_tiles(), gl.num_programs(0)):
+        row, column = work.tiles.tile(i)
         row += WHO * ROWS
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
         acc = multiply(work, acc, step, WHO, True)
@@ -194,7 +201,7 @@ def product_consumer(work, out, product, WHO: gl.constexpr):
             gate, up = left.to(dtype), right.to(dtype)
             column = column // 2
             n_sent = send(work, out, gate, row, column, n_sent, WHO)
-            n_sent = send(work, out, up, row, work.n_columns // 2 + column, n_sent, WHO)
+            n_sent = send(work, out, up, row, work.tiles.n_columns // 2 + column, n_sent, WHO)
             wide = gate.to(gl.float32)
             silu = wide * (1.0 / (1.0 + gl.exp2(-LOG2_E * wide)))
             n_sent = send(work, product, (silu * up.to(gl.float32)).to(dtype), row, column, n_sent, WHO)
@@ -216,7 +223,7 @@ def product_kernel(
     right_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, DEPTH], dtype)
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], dtype)
     work = Work(
-        n_rows, n_columns, depth,
+        Tiles(n_rows, n_columns), depth,
         gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, DEPTH], left_layout),
         add_barriers(gl.allocate_shared_memory(dtype, [STAGES, COLUMNS, DEPTH], right_layout), STAGES, 2),
         gl.allocate_shared_memory(dtype, [2 * BUFFERS, ROWS, HALF], out_layout),
@@ -273,13 +280,14 @@ def _prepared(
 
 
 @lru_cache
-def _is_hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
+    """Compute capability 9.0."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def launch_product(x: Tensor, weight: Tensor, out: Tensor, product: Tensor | None = None) -> bool:
     """Fill out and, with SwiGLU, its product; False, and nothing is done, where the kernel does not serve."""
-    if not _is_hopper(x.device):
+    if not is_hopper(x.device):
         return False
     tensors = x, weight, out, out if product is None else product
     shapes, strides = tuple(tuple(t.shape) for t in tensors), tuple(t.stride() for t in tensors)

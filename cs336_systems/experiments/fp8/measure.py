@@ -29,6 +29,7 @@ from cs336_systems.harness.clock import WHOLE, time_phases
 from cs336_systems.harness.memory import PeakMeter, allocated_bytes
 from cs336_systems.harness.record import Metric
 from cs336_systems.kernels.scaled_products import add_scaled_product_
+from cs336_systems.kernels.weight_gradients import add_weight_gradient_
 from cs336_systems.model import REFERENCE_OPS, TransformerBlock, TransformerLM
 from cs336_systems.model.layers import Linear
 from cs336_systems.training.precision import parameter_dtype, recipe_unsupported_reason
@@ -82,9 +83,10 @@ def _rate(name: str, flops: float, samples_ms: Sequence[float]) -> Metric:
 
 def _our_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Phases, Phases]:
     """Forward and backward, and what comes after them, each alone: the weight's gradient, also added to one."""
-    assert cell.recipe is not None
+    recipe = cell.recipe
+    assert recipe is not None
     kernels = "reference" if cell.attention == "reference" else "fused"
-    ops, products = block_ops(kernels, cell.attention), block_products(kernels, cell.recipe)
+    ops, products = block_ops(kernels, cell.attention), block_products(kernels, recipe)
     held = products.read_weight(cell.product, weight, rows=True, columns=True)
     y, dweight = torch.empty_like(dy), torch.empty_like(weight)
     read: dict[str, Any] = {}
@@ -107,15 +109,18 @@ def _our_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[
 
     def accumulate_within() -> None:
         a, b = read["dy"].columns, read["x"].columns
-        add_scaled_product_(dweight, a.values, b.values, a.scale, b.scale)
+        if not recipe.quantized:
+            add_weight_gradient_(dweight, a, b)
+        else:
+            add_scaled_product_(dweight, a.values, b.values, a.scale, b.scale)
 
     phases = {"quantize_x": quantize_x, "forward": forward, "quantize_dy": quantize_dy, "backward": backward}
-    one_scale = cell.recipe.quantized and cell.recipe.scaling == "tensor"
+    has_one_launch = not recipe.quantized or recipe.scaling == "tensor"
     alone: Phases = {
         "weight_gradient": functools.partial(gradient_of_weight, False),
         "accumulate": functools.partial(gradient_of_weight, True),
     }
-    return phases, alone | ({"accumulate_within": accumulate_within} if one_scale and x.is_cuda else {})
+    return phases, alone | ({"accumulate_within": accumulate_within} if has_one_launch and x.is_cuda else {})
 
 
 def _torch_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> Phases:
