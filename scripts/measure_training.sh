@@ -24,8 +24,14 @@
 #   torchao-1.5b      305  1.5B at 32
 #   torchao-3b        315  3B at 16
 #   torchao-7b        360  7B at 16, ours keeping products
-#   ranks-0.5b        245  0.5B at 32 at ZeRO-1 and 2 on two GPUs, and on one of them (FOLDER/training-2)
+#   ranks-0.5b        245  0.5B at 32 at ZeRO-1 and 3 on two GPUs, and on one of them (FOLDER/training-2)
 #   ranks-1.5b        260  the same of 1.5B at 16
+#   ranks-7b          500  of 7B at 8, keeping products
+#   ranks-fp8-0.5b    245  products of blocks in fp8: 0.5B at 32
+#   ranks-fp8-1.5b    260  1.5B at 16
+#   ranks-fp8-7b      500  7B at 8, keeping products
+#
+# RANKS names the worlds of the last six (default: 1 2), which come from one host.
 #
 # Data are random tokens of the model's vocabulary, which the rows say. Peers need transformers, liger-kernel and torchao
 # (uv sync); without them their rows say so. Rows are appended to FOLDER/training; uv run scripts/report.py --adopt FOLDER
@@ -37,7 +43,13 @@ read -r -a python <<<"${PYTHON:-uv run}"
 into() { "${python[@]}" benchmarks/benchmark_training.py --format csv --out "$folder/$1" "${@:2}"; }
 ours=(--keep all --cuda-graph off --warmup 2)
 training() { into training "${ours[@]}" --kernels fused "$@"; }
-training-2() { into training-2 "${ours[@]}" --kernels fused "$@"; }
+read -r -a worlds <<<"${RANKS:-1 2}"
+in_worlds() { # size, then the recipe
+  local shape=(--batch-size 16)
+  case "$1" in 0.5b) shape=(--batch-size 32) ;; 7b) shape=(--batch-size 8 --keep products) ;; esac
+  into training-2 "${ours[@]}" --kernels fused --size "qwen2.5-$1" "${shape[@]}" "${@:2}" --how ours --zero 1 3 \
+    --world-size "${worlds[@]}"
+}
 in_fp8() { # size, then what is compared
   local shape=(--batch-size 32)
   case "$1" in 3b) shape=(--batch-size 16) ;; 7b) shape=(--batch-size 16 --keep products) ;; esac
@@ -64,11 +76,10 @@ for part in "$@"; do
       in_fp8 "${part#fp8-}" --how ours --recipe stored e4m3 ;;
     torchao-0.5b|torchao-1.5b|torchao-3b|torchao-7b)
       in_fp8 "${part#torchao-}" --how ours torchao-tensorwise torchao-rowwise --recipe e4m3 --total-batch-tokens 131072 ;;
-    ranks-0.5b|ranks-1.5b)
-      case "$part" in ranks-0.5b) sequences=32 ;; *) sequences=16 ;; esac
-      ranks=(--size "qwen2.5-${part#ranks-}" --batch-size "$sequences" --how ours)
-      training-2 "${ranks[@]}" --world-size 1 2 --zero 1
-      training-2 "${ranks[@]}" --world-size 2 --zero 2 ;;
+    ranks-fp8-0.5b|ranks-fp8-1.5b|ranks-fp8-7b)
+      in_worlds "${part#ranks-fp8-}" --recipe e4m3 ;;
+    ranks-0.5b|ranks-1.5b|ranks-7b)
+      in_worlds "${part#ranks-}" ;;
     *)
       echo "unknown part '$part': see the head of scripts/measure_training.sh" >&2
       exit 2 ;;

@@ -51,7 +51,7 @@ class Options(RunOptions):
     world_size: tuple[int, ...] | None = None
     """Ranks, for ours; under torchrun those that it has started. [default: 1]"""
     zero: tuple[Literal[0, 1, 2, 3], ...] = (0,)
-    """State sharded among ranks, as for train.py."""
+    """State sharded among ranks, as for train.py; one rank runs at the lowest of several."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Dtype of parameters, gradients, moments and matrix products."""
     recipe: tuple[RecipeName, ...] = ("stored",)
@@ -140,7 +140,8 @@ class TrainingRunCell:
 
 
 def make_cells(options: Options) -> list[TrainingRunCell]:
-    """Each size in each way; what others do not have is asked of ours alone.
+    """Each size in each way; what others do not have is asked of ours alone, and one rank, which has nobody to share
+    state with, of the lowest ZeRO level alone.
 
     Raises:
         ValueError: a value that no run can have.
@@ -160,6 +161,8 @@ def make_cells(options: Options) -> list[TrainingRunCell]:
         for values in itertools.product(*ways.values()):
             own = {"size": size, "how": how, "lmhead_chunks": chunks, "library": _library(how)}
             own |= dict(zip(ways, values, strict=True))
+            if how == "ours" and own["world_size"] == 1 and own["zero"] != min(options.zero):
+                continue
             cell = cell_of(TrainingRunCell, options, data=TrainingRunCell.data, **own)
             if how == "ours":
                 cell.train_options.check()

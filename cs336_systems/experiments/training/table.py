@@ -14,8 +14,10 @@ def _speedup(line: Line) -> Spread | None:
 
 
 def _scaling(line: Line) -> Spread | None:
-    alone = None if line.settings["world_size"] == 1 else line.peer(world_size=1)
-    return line.repeats_over("tokens_per_s", alone)
+    if line.settings["world_size"] == 1:
+        return None
+    alone = (line.peer(world_size=1, zero=zero) for zero in range(4))
+    return next(filter(None, (line.repeats_over("tokens_per_s", peer) for peer in alone)), None)
 
 
 def _around(line: Line) -> float | None:
@@ -43,7 +45,7 @@ TRAINING_TABLE = ResultTable(
         Column("step ms", "step", ",.1f"),
         Column("tokens/s", "tokens_per_s", ",.0f", rank=MAIN, note="median of the steps after the first few"),
         Column("x", _speedup, ".3f", optional=True, note="times as fast as stored products in the same command"),
-        Column("x one rank", _scaling, ".3f", optional=True, note="times as fast, in the same command"),
+        Column("x one rank", _scaling, ".3f", optional=True, note="times as fast as one, in the same command"),
         Column("speed of light %", "speed_of_light", ".1f", optional=True),
         Column("around %", _around, ".2f", optional=True, note="of a step: loader, log, checks, late host"),
         Column("peak GiB", "peak_memory", ".1f", optional=True),

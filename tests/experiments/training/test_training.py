@@ -30,6 +30,11 @@ def test_what_others_do_not_have_is_asked_of_ours_alone():
     assert str(cells[-3]).endswith("ours fused all hopper CUDA graph on 2 ranks, ZeRO 1")
 
 
+def test_one_rank_has_nobody_to_share_with_and_runs_once():
+    cells = make_cells(replace(Options(), how=("ours",), world_size=(1, 2, 4), zero=(1, 3)))
+    assert [(cell.world_size, cell.zero) for cell in cells] == [(1, 1), (2, 1), (2, 3), (4, 1), (4, 3)]
+
+
 def test_recipes_are_of_ours_alone_and_those_of_train_py():
     cells = make_cells(replace(Options(), world_size=(1,), recipe=("stored", "e4m3-row", "e4m3-e5m2")))
     assert [cell.recipe for cell in cells] == ["stored", "e4m3-row", "e4m3-e5m2", "stored", "stored"]
@@ -79,13 +84,13 @@ def test_a_run_that_cannot_be_is_refused(fault, message):
 def test_runs_end_once_they_have_been_steady_for_long_enough():
     pytest.importorskip("transformers")
     hows = ("ours", "transformers", "transformers-liger")
-    asked = replace(CPU, world_size=(1, 2), zero=(1,), how=hows, seconds=0.5, warmup=2)
-    recipes = replace(asked, how=("ours",), world_size=(1,), keep=("products",), recipe=("stored", "e4m3"))
+    asked = replace(CPU, world_size=(1, 2), zero=(1, 3), how=hows, seconds=0.5, warmup=2)
+    recipes = replace(asked, how=("ours",), world_size=(1,), zero=(1,), keep=("products",), recipe=("stored", "e4m3"))
     cells = [*make_cells(asked), *make_cells(recipes)]
     outcomes = list(run_sweep(EXPERIMENT.name, cells, measure, row_file=None, timeout_s=120))
-    alone, two, peer, other, stored, e4m3 = outcomes
+    alone, *two, peer, other, stored, e4m3 = outcomes
     assert peer.status == "ok", peer.message
-    for outcome in (alone, two, stored, e4m3):
+    for outcome in (alone, *two, stored, e4m3):
         assert outcome.status == "ok", outcome.message
         found = {metric.name: metric.samples for metric in outcome.metrics}
         assert len(found["step"]) == len(found["tokens_per_s"]) >= 4
@@ -99,9 +104,9 @@ def test_runs_end_once_they_have_been_steady_for_long_enough():
     losses = [[m.samples[0] for m in outcome.metrics if m.name == "loss"] for outcome in outcomes]
     assert list(frame["loss"]) == [f"{each[0]:.4f}" if each else "–" for each in losses]
     assert list(frame["library"]) == [cell.library or "–" for cell in cells]
-    assert list(frame["x one rank"]) == ["–", f"{rates[1] / rates[0]:.3f}", *["–"] * 4]
-    assert list(frame["x"]) == [*["–"] * 5, f"{rates[5] / rates[4]:.3f}"]
-    assert all(0 < float(frame["around %"][i]) < 100 for i in (0, 1, 4, 5))
+    assert list(frame["x one rank"]) == ["–", *(f"{rate / rates[0]:.3f}" for rate in rates[1:3]), *["–"] * 4]
+    assert list(frame["x"]) == [*["–"] * 6, f"{rates[6] / rates[5]:.3f}"]
+    assert all(0 < float(frame["around %"][i]) < 100 for i in (0, 1, 2, 5, 6))
     assert (other.status, other.message) == ("unsupported", "Liger's kernels need a GPU, got cpu")
 
 
