@@ -36,7 +36,7 @@ _FP32 = _TYPES[torch.float32]
 _TRANSPOSE_A, _SCALE_OF_A, _SCALE_OF_B = 3, 17, 18  # CUBLASLT_MATMUL_DESC_...
 _MOST_WORKSPACE = 1  # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES
 _ALIGNMENT = 16
-"""Bytes at which rows and matrices begin, which fp8 products ask for."""
+"""Bytes at which rows, matrices and scales begin, which fp8 products ask for."""
 
 
 class _Found(ctypes.Structure):
@@ -106,7 +106,7 @@ def _description(scale_of_a: int, scale_of_b: int) -> Iterator[ctypes.c_void_p]:
 
 
 class _Plan:
-    """Layouts and algorithm of products of one shape; kept for the life of the process."""
+    """Layouts and algorithm of products of one shape on the current device; kept for the life of the process."""
 
     def __init__(self, device: int, sizes: tuple[int, int, int], dtypes: tuple[torch.dtype, ...]) -> None:
         (m, n, k), (of_c, of_a, of_b) = sizes, dtypes
@@ -150,10 +150,10 @@ def add_scaled_product_(c: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_
         RuntimeError: cuBLASLt has no such product, or refuses it.
     """
     (m, k), (n, _) = _checked(c, a, b, scale_a, scale_b)
-    plan = _plan(c.device.index, (m, n, k), (c.dtype, a.dtype, b.dtype))
-    workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=c.device)
     one = ctypes.byref(ctypes.c_float(1.0))
     with torch.cuda.device(c.device), _description(scale_b.data_ptr(), scale_a.data_ptr()) as description:
+        plan = _plan(c.device.index, (m, n, k), (c.dtype, a.dtype, b.dtype))
+        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=c.device)
         operands = one, b.data_ptr(), plan.first, a.data_ptr(), plan.second
         into = one, c.data_ptr(), plan.result, c.data_ptr(), plan.result, plan.algorithm
         scratch = workspace.data_ptr(), plan.workspace_bytes, torch.cuda.current_stream().cuda_stream
@@ -178,6 +178,8 @@ def _checked(c: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) 
         raise ValueError(f"K and N must be multiples of {_ALIGNMENT}, got {a.shape[1]} and {b.shape[0]}")
     if any(not x.is_contiguous() or x.data_ptr() % _ALIGNMENT for x in (c, a, b)):
         raise ValueError(f"c, a and b must be contiguous and begin at multiples of {_ALIGNMENT} bytes")
+    if any(x.data_ptr() % _ALIGNMENT for x in (scale_a, scale_b)):  # which cuBLAS refused (LOG.md)
+        raise ValueError(f"scales must lie at multiples of {_ALIGNMENT} bytes")
     tensors = {"c": c, "a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
     if not all(x.is_cuda and x.device == c.device for x in tensors.values()):
         got = ", ".join(f"{name} on {x.device}" for name, x in tensors.items())

@@ -1,6 +1,8 @@
 """Products in fp8 that add to a matrix: against fp64 and the pair of kernels, and what is refused."""
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -86,12 +88,39 @@ def test_it_runs_on_the_current_stream() -> None:
         ({"c": torch.zeros(N, M, dtype=torch.bfloat16)}, r"do not fit, got \[\(272, 384\)"),
         ({"c": torch.zeros(M, 8), "b": torch.zeros(8, K, dtype=E4M3)}, "multiples of 16, got 1280 and 8"),
         ({"c": torch.zeros(N, M).T}, "must be contiguous and begin at multiples of 16 bytes"),
+        ({"scale_b": torch.ones(8)[1]}, "scales must lie at multiples of 16 bytes"),
     ],
 )
 def test_what_it_cannot_multiply_is_told(fault: dict[str, Tensor], message: str) -> None:
     tensors = dict(zip(("c", "a", "b", "scale_a", "scale_b"), make("cpu"), strict=True)) | fault
     with pytest.raises(ValueError, match=message):
         add_scaled_product_(**tensors)
+
+
+def test_a_plan_is_made_where_the_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another device may be the current one, and cuBLASLt makes its handle for that which is."""
+    current: list[torch.device] = []
+
+    @contextmanager
+    def device(of: torch.device) -> Iterator[None]:
+        current.append(of)
+        yield
+        current.pop()
+
+    @contextmanager
+    def description(*addresses: int) -> Iterator[None]:
+        yield
+
+    def plan(*arguments: object) -> None:
+        raise RuntimeError(f"planned on {current}")
+
+    c, a, b, *scales = make("cpu")
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(scaled_products, "_description", description)
+    monkeypatch.setattr(scaled_products, "_checked", lambda *tensors: (a.shape, b.shape))
+    monkeypatch.setattr(scaled_products, "_plan", plan)
+    with pytest.raises(RuntimeError, match=r"planned on \[device\(type='cpu'\)\]"):
+        add_scaled_product_(c, a, b, *scales)
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch without CUDA has no cuBLASLt")
