@@ -27,7 +27,9 @@ def losses_of(case: TrainingCase, n_steps: int, **fields: object) -> Tensor:
     return torch.stack([step(*batch) for _ in range(n_steps)])
 
 
-@pytest.mark.parametrize("recipe", [{}, {"gradient_dtype": "e5m2"}, {"scaling": "row"}, {"fp8_skip_last": 1}], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [{}, {"gradient_dtype": "e5m2"}, {"scaling": "row"}, {"scaling": "block"}, {"fp8_skip_last": 1}], ids=str
+)
 def test_losses_are_near_those_of_products_that_are_not_quantized(recipe):
     """Within a percent or two over ten steps on one batch, which add differences up; the loss falls by a third."""
     case = TrainingCase.of(CONFIG, batch_size=4, dtype="bf16", **E4M3, **recipe)
