@@ -63,6 +63,21 @@ def test_bits_are_the_same_each_time_and_in_a_graph() -> None:
 
 @pytest.mark.gpu
 @on_a_gpu_with_fp8
+@pytest.mark.parametrize("shifted", ["c", "a", "b"])
+def test_matrices_that_begin_16_bytes_into_an_aligned_block(shifted: str) -> None:
+    """As parts of flat memory do."""
+    tensors = dict(zip(("c", "a", "b", "scale_a", "scale_b"), make("cuda"), strict=True))
+    whole = tensors[shifted]
+    memory = torch.empty(whole.numel() + 16 // whole.element_size(), dtype=whole.dtype, device="cuda")
+    tensors[shifted] = memory[16 // whole.element_size() :].view_as(whole).copy_(whole)
+    assert scaled_products._alignment(tensors[shifted]) == 16
+    exact = exact_sum(**tensors)
+    add_scaled_product_(**tensors)
+    assert (tensors["c"].double() - exact).abs().max() < 1 + exact.abs().max() / 256
+
+
+@pytest.mark.gpu
+@on_a_gpu_with_fp8
 def test_it_runs_on_the_current_stream() -> None:
     c, *operands = make("cuda")
     expected = c.clone()
@@ -139,6 +154,15 @@ def test_the_library_reads_what_is_described() -> None:
         ):
             asked = ctypes.byref(value), ctypes.sizeof(value), ctypes.byref(written)
             assert library.cublasLtMatmulDescGetAttribute(description, attribute, *asked) == 0
+            assert value.value == expected
+    library.cublasLtMatmulPreferenceGetAttribute.argtypes = library.cublasLtMatmulDescGetAttribute.argtypes
+    with scaled_products._preference((16, 32, 64, 128)) as preference:
+        for attribute, value, expected in (
+            (scaled_products._MOST_WORKSPACE, ctypes.c_uint64(), scaled_products.WORKSPACE_BYTES),
+            *((each, ctypes.c_uint32(), 16 << i) for i, each in enumerate(scaled_products._LEAST_ALIGNMENTS)),
+        ):
+            asked = ctypes.byref(value), ctypes.sizeof(value), ctypes.byref(written)
+            assert library.cublasLtMatmulPreferenceGetAttribute(preference, attribute, *asked) == 0
             assert value.value == expected
     with pytest.raises(RuntimeError, match="cublasLtMatmulDescSetAttribute returned status 7"):
         scaled_products._set("MatmulDesc", None, scaled_products._TRANSPOSE_A, ctypes.c_int32(1))
