@@ -55,7 +55,7 @@ def raise_absmax(absmax, bits, DTYPE: tl.constexpr):
     half a percent where only those that raise it have one. A value that is old by then is less, and costs an atomic.
     """
     largest = tl.max(tl.ravel(bits), axis=0).to(tl.float32, bitcast=True).to(DTYPE).to(tl.float32)
-    at, own = absmax.to(tl.pointer_type(tl.int32)), largest.to(tl.int32, bitcast=True)
+    at, own = absmax.to(tl.pointer_type(tl.int32)), magnitude_bits(largest)  # rounding may give a NaN a sign
     tl.atomic_max(at, own, mask=own > tl.load(at, volatile=True), sem="relaxed")
 
 

@@ -240,19 +240,26 @@ def product_kernel(
     )
 
 
+def one_of_two_bytes(dtypes: tuple[torch.dtype, ...]) -> bool:
+    """Whether all are bf16, or all fp16."""
+    return set(dtypes) in ({torch.bfloat16}, {torch.float16})
+
+
 @lru_cache(maxsize=MAX_REMEMBERED)
 def _prepared(
     shapes: tuple[tuple[int, ...], ...],
     strides: tuple[tuple[int, ...], ...],
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, ...],
     device: torch.device,
     swiglu: bool,
 ) -> Prepared | None:
     """For the addresses of x, weight, out and SwiGLU's product; None if the kernel does not serve these."""
-    tensors = [(shape, of, dtype) for shape, of in zip(shapes, strides, strict=True)]
+    tensors = list(zip(shapes, strides, dtypes, strict=True))
     (n_rows, depth), (n_columns, _) = shapes[:2]
     n_tiles = ceil_div(n_rows, 2 * ROWS.value) * ceil_div(n_columns, COLUMNS.value)
-    served = dtype in (torch.bfloat16, torch.float16) and all(can_be_copied(*tensor) for tensor in tensors)
+    results = (n_rows, n_columns), (n_rows, n_columns // 2 if swiglu else n_columns)
+    served = shapes[1][1] == depth and shapes[2:] == results and one_of_two_bytes(dtypes)
+    served = served and all(can_be_copied(*tensor) for tensor in tensors)
     served = served and depth >= DEPTH.value and not (swiglu and n_columns % COLUMNS.value)
     if not (served and n_tiles >= 2 * n_multiprocessors(device)):
         return None
@@ -291,7 +298,7 @@ def launch_product(x: Tensor, weight: Tensor, out: Tensor, product: Tensor | Non
         return False
     tensors = x, weight, out, out if product is None else product
     shapes, strides = tuple(tuple(t.shape) for t in tensors), tuple(t.stride() for t in tensors)
-    run = _prepared(shapes, strides, x.dtype, x.device, product is not None)
+    run = _prepared(shapes, strides, tuple(t.dtype for t in tensors), x.device, product is not None)
     addresses = [t.data_ptr() for t in tensors]
     if run is None or any(address % ALIGNMENT_BYTES for address in addresses):
         return False

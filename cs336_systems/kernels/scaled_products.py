@@ -35,8 +35,11 @@ _SUM_IN_FP32 = 68  # CUBLAS_COMPUTE_32F
 _FP32 = _TYPES[torch.float32]
 _TRANSPOSE_A, _SCALE_OF_A, _SCALE_OF_B = 3, 17, 18  # CUBLASLT_MATMUL_DESC_...
 _MOST_WORKSPACE = 1  # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES
+_LEAST_ALIGNMENTS = (5, 6, 7, 8)  # CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_{A, B, C, D}_BYTES
+_BEST_ALIGNMENT = 256
+"""Bytes to which cuBLASLt takes matrices to be aligned, unless it is told."""
 _ALIGNMENT = 16
-"""Bytes at which rows and matrices begin, which fp8 products ask for."""
+"""Bytes at which rows, matrices and scales begin, which fp8 products ask for."""
 
 
 class _Found(ctypes.Structure):
@@ -105,23 +108,47 @@ def _description(scale_of_a: int, scale_of_b: int) -> Iterator[ctypes.c_void_p]:
         _call("MatmulDescDestroy", description)
 
 
-class _Plan:
-    """Layouts and algorithm of products of one shape; kept for the life of the process."""
+def _alignment(x: Tensor) -> int:
+    """Of its memory in bytes: a power of two, at most what cuBLASLt makes a difference of."""
+    return min(x.data_ptr() & -x.data_ptr(), _BEST_ALIGNMENT)
 
-    def __init__(self, device: int, sizes: tuple[int, int, int], dtypes: tuple[torch.dtype, ...]) -> None:
+
+@contextmanager
+def _preference(alignments: tuple[int, ...]) -> Iterator[ctypes.c_void_p]:
+    """Of algorithms that the workspace is enough for, and matrices so aligned: as cuBLASLt's A, B, C and D."""
+    preference = ctypes.c_void_p()
+    _call("MatmulPreferenceCreate", ctypes.byref(preference))
+    try:
+        _set("MatmulPreference", preference, _MOST_WORKSPACE, ctypes.c_uint64(WORKSPACE_BYTES))
+        for attribute, alignment in zip(_LEAST_ALIGNMENTS, alignments, strict=True):
+            _set("MatmulPreference", preference, attribute, ctypes.c_uint32(alignment))
+        yield preference
+    finally:
+        _call("MatmulPreferenceDestroy", preference)
+
+
+class _Plan:
+    """Layouts and algorithm of products of one shape on the current device; kept for the life of the process."""
+
+    def __init__(
+        self,
+        device: int,
+        sizes: tuple[int, int, int],
+        dtypes: tuple[torch.dtype, ...],
+        alignments: tuple[int, int, int],
+    ) -> None:
         (m, n, k), (of_c, of_a, of_b) = sizes, dtypes
+        c_aligned, a_aligned, b_aligned = alignments
         self.first, self.second = _layout(of_b, k, n), _layout(of_a, k, m)
         self.result = _layout(of_c, n, m)
-        preference, found, n_found = ctypes.c_void_p(), _Found(), ctypes.c_int()
-        _call("MatmulPreferenceCreate", ctypes.byref(preference))
-        try:
-            _set("MatmulPreference", preference, _MOST_WORKSPACE, ctypes.c_uint64(WORKSPACE_BYTES))
-            with _description(_ALIGNMENT, _ALIGNMENT) as description:
-                layouts = self.first, self.second, self.result, self.result
-                asked = _handle(device), description, *layouts, preference, 1
-                _call("MatmulAlgoGetHeuristic", *asked, ctypes.byref(found), ctypes.byref(n_found))
-        finally:
-            _call("MatmulPreferenceDestroy", preference)
+        found, n_found = _Found(), ctypes.c_int()
+        with (
+            _preference((b_aligned, a_aligned, c_aligned, c_aligned)) as preference,
+            _description(_ALIGNMENT, _ALIGNMENT) as description,
+        ):
+            layouts = self.first, self.second, self.result, self.result
+            asked = _handle(device), description, *layouts, preference, 1
+            _call("MatmulAlgoGetHeuristic", *asked, ctypes.byref(found), ctypes.byref(n_found))
         if n_found.value == 0 or found.status:
             raise RuntimeError(f"cuBLASLt has no product of {of_a} {m} x {k} and {of_b} {n} x {k} that adds to {of_c}")
         self.algorithm, self.workspace_bytes = found.algorithm, found.workspace_bytes
@@ -150,10 +177,11 @@ def add_scaled_product_(c: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_
         RuntimeError: cuBLASLt has no such product, or refuses it.
     """
     (m, k), (n, _) = _checked(c, a, b, scale_a, scale_b)
-    plan = _plan(c.device.index, (m, n, k), (c.dtype, a.dtype, b.dtype))
-    workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=c.device)
     one = ctypes.byref(ctypes.c_float(1.0))
     with torch.cuda.device(c.device), _description(scale_b.data_ptr(), scale_a.data_ptr()) as description:
+        dtypes, alignments = (c.dtype, a.dtype, b.dtype), (_alignment(c), _alignment(a), _alignment(b))
+        plan = _plan(c.device.index, (m, n, k), dtypes, alignments)
+        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=c.device)
         operands = one, b.data_ptr(), plan.first, a.data_ptr(), plan.second
         into = one, c.data_ptr(), plan.result, c.data_ptr(), plan.result, plan.algorithm
         scratch = workspace.data_ptr(), plan.workspace_bytes, torch.cuda.current_stream().cuda_stream
@@ -178,6 +206,8 @@ def _checked(c: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) 
         raise ValueError(f"K and N must be multiples of {_ALIGNMENT}, got {a.shape[1]} and {b.shape[0]}")
     if any(not x.is_contiguous() or x.data_ptr() % _ALIGNMENT for x in (c, a, b)):
         raise ValueError(f"c, a and b must be contiguous and begin at multiples of {_ALIGNMENT} bytes")
+    if any(x.data_ptr() % _ALIGNMENT for x in (scale_a, scale_b)):  # which cuBLAS refused (LOG.md)
+        raise ValueError(f"scales must lie at multiples of {_ALIGNMENT} bytes")
     tensors = {"c": c, "a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
     if not all(x.is_cuda and x.device == c.device for x in tensors.values()):
         got = ", ".join(f"{name} on {x.device}" for name, x in tensors.items())

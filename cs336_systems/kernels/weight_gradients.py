@@ -6,8 +6,8 @@ sum's dimension as their rows, so that shared memory holds them as they come and
 before a tile ends, the same warp has copied what the gradient holds there to the buffers from which the sum will leave;
 the warpgroups add to it in fp32 and round once. So reading hides behind products, as writing does.
 
-Limits: bf16 and fp16, compute capability 9.0, rows that begin at multiples of 16 bytes, sums of at least 1,024, and
-enough tiles to fill the device twice; other tensors go to torch.
+Limits: all three in bf16 or all in fp16, compute capability 9.0, rows that begin at multiples of 16 bytes, sums of at
+least 1,024, and enough tiles to fill the device twice; other tensors go to torch.
 
     add_weight_gradient_(gradient, dy, x)     # gradient (N, K) += dy (R, N)^T x (R, K)
 
@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.kernels.products import COLUMNS, DEPTH, ROWS, Tiles, halves, is_hopper
+from cs336_systems.kernels.products import COLUMNS, DEPTH, ROWS, Tiles, halves, is_hopper, one_of_two_bytes
 from cs336_systems.operators.copy_engine import ALIGNMENT_BYTES, can_be_copied, descriptor
 from cs336_systems.operators.launching import MAX_REMEMBERED, ceil_div, n_multiprocessors
 from cs336_systems.operators.prepared import Prepared
@@ -178,13 +178,17 @@ def weight_gradient_kernel(left, right, gradient, n_rows, n_columns, depth, STAG
 
 @lru_cache(maxsize=MAX_REMEMBERED)
 def _prepared(
-    shapes: tuple[tuple[int, ...], ...], strides: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
+    shapes: tuple[tuple[int, ...], ...],
+    strides: tuple[tuple[int, ...], ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
 ) -> Prepared | None:
     """For the addresses of dy, x and the gradient; None if the kernel does not serve these."""
-    tensors = [(shape, of, dtype) for shape, of in zip(shapes, strides, strict=True)]
+    tensors = list(zip(shapes, strides, dtypes, strict=True))
     depth, (n_rows, n_columns) = shapes[0][0], shapes[2]
     n_tiles = ceil_div(n_rows, 2 * ROWS.value) * ceil_div(n_columns, COLUMNS.value)
-    served = dtype in (torch.bfloat16, torch.float16) and all(can_be_copied(*tensor) for tensor in tensors)
+    served = shapes[:2] == ((depth, n_rows), (depth, n_columns)) and one_of_two_bytes(dtypes)
+    served = served and all(can_be_copied(*tensor) for tensor in tensors)
     served = served and depth >= LEAST_STEPS * DEPTH.value
     if not (served and n_tiles >= 2 * n_multiprocessors(device)):
         return None
@@ -208,7 +212,7 @@ def launch_weight_gradient(gradient: Tensor, dy: Tensor, x: Tensor) -> bool:
         return False
     tensors = dy, x, gradient
     shapes, strides = tuple(tuple(t.shape) for t in tensors), tuple(t.stride() for t in tensors)
-    run = _prepared(shapes, strides, dy.dtype, dy.device)
+    run = _prepared(shapes, strides, tuple(t.dtype for t in tensors), dy.device)
     addresses = [t.data_ptr() for t in tensors]
     if run is None or any(address % ALIGNMENT_BYTES for address in addresses):
         return False

@@ -134,6 +134,44 @@ def test_sums_by_that_arithmetic_lose_no_more(promoted_every):
     assert lost.max() > 100 * 2**-24 * (a.abs() @ b.abs().T).max()
 
 
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_the_library_is_asked_for(monkeypatch, recipe, asked):
+    """Operands along the sum and scales as it wants them, and fast accumulation in forward alone; by block it refuses
+    that and biases, and adds up in fp32."""
+    by_block, calls = RECIPES[recipe].scaling == "block", []
+
+    def library(a, b, scale_a, scale_b, **how):
+        out = how.get("out")
+        assert a.is_contiguous() and b.T.is_contiguous()
+        m, n, blocks = len(a), b.shape[1], math.ceil(a.shape[1] / 128)
+        shapes = {"tensor": ((), ()), "row": ((m, 1), (1, n)), "block": ((m, blocks), (blocks, n))}
+        assert (tuple(scale_a.shape), tuple(scale_b.shape)) == shapes[RECIPES[recipe].scaling]
+        if by_block:
+            assert (scale_a.stride(), scale_b.stride()) == ((1, m), (n, 1))
+        assert how["out_dtype"] == torch.bfloat16
+        calls.append((how.get("use_fast_accum"), how.get("bias") is not None))
+        return torch.zeros(m, n, dtype=torch.bfloat16) if out is None else out.zero_()
+
+    monkeypatch.setattr("cs336_systems.blocks.quantized._emulated", _scaled_mm)  # as on a GPU
+    monkeypatch.setattr(torch, "_scaled_mm", library)
+    products = block_products("reference", replace(RECIPES[recipe], fast_accumulation=asked))
+    assert isinstance(products, QuantizedProducts)
+    m, n, k = 288, 144, 272
+    x, dy, weight, bias = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((m, k), (m, n), (n, k), (n,)))
+    x_read = products.read(x, products.maxima(x).of("normed1", x))
+    dy_read = products.read_gradient(dy, products.gradient_maxima(dy).of("dy", dy))
+    weight_read, ops = products.read_weight("qkv", weight, rows=True, columns=True), block_ops("reference", "reference")
+    y = torch.full((m, n), torch.nan, dtype=torch.bfloat16)
+    products.forward_(ops, y, x_read.rows, weight_read.rows, bias)
+    assert torch.equal(y, bias.expand(m, n) if by_block else torch.zeros(m, n, dtype=torch.bfloat16))
+    products.add_forward_(ops, y, dy, x_read.rows, weight_read.rows)
+    products.backward(ops, dy_read.rows, weight_read.columns)
+    products.backward_weight_(ops, weight, dy_read.columns, x_read.columns, False)
+    expected = [(asked, True), (asked, False), (False, False), (False, False)]
+    assert calls == (4 * [(None, False)] if by_block else expected)
+
+
 @pytest.mark.gpu
 @on_a_gpu_with_fp8
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -146,6 +146,13 @@ def others_travel_as_they_are_stored(rank):
     train(uneven, 1)
 
 
+def every_recipe_trains_as_on_one_rank(rank):
+    for recipe in (Recipe("e4m3", "e5m2"), *(Recipe("e4m3", scaling=scaling) for scaling in ("row", "block"))):
+        alone, model = model_of(recipe), fsdp_of(model_of(recipe))
+        assert equal(train(model), train(alone)), recipe
+        assert equal(values_of(model), values_of(alone)), recipe
+
+
 def kernels_give_the_same_steps(rank):
     """On GPUs, of fused kernels, over NCCL and on streams of their own; shards of 8 rows are quantized as 16."""
     for config in (CONFIG, replace(CONFIG, d_model=256, n_heads=8, n_kv_heads=1, d_ff=512)):
@@ -163,6 +170,7 @@ CHECKS = (
     a_nan_on_one_rank_is_every_ranks,
     half_the_bytes_travel,
     others_travel_as_they_are_stored,
+    every_recipe_trains_as_on_one_rank,
 )
 world = world_of(2, CHECKS)
 

@@ -18,8 +18,9 @@ from cs336_systems.kernels.rotary import rotate_, rotate_in_place_op
 from cs336_systems.kernels.swiglu import backward_in_place_op, forward_op, swiglu_backward_, swiglu_forward
 from tests.attention.offline import ON_HOPPER, report
 from tests.kernels.against_fp64 import INTERPRETED, PLACES, random
+from tests.kernels.test_quantize import check_same
 
-E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+BF16 = torch.bfloat16
 EPS = 1e-5
 ABSMAX_PLACES = [*PLACES, pytest.param("cpu", BF16, marks=INTERPRETED, id="interpreted-bf16")]
 
@@ -137,27 +138,36 @@ def test_of_long_rows(name: str, device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's
-def test_what_is_not_finite_comes_through(name: str, device: str, dtype: torch.dtype) -> None:
+def test_what_is_not_finite_comes_through(name: str, value: float, device: str, dtype: torch.dtype) -> None:
     shape, writer = writers(8, 16, device, dtype)[name]
     x, slot = random(shape, device, dtype), torch.zeros((), device=device)
-    x[5, -1] = math.nan  # of v, of up
-    assert writer(x, slot)[0].isnan().any()
-    assert slot.isnan()
+    x[5, -1] = value  # of v, of up
+    largest = reference.absmax(writer(x, slot)[0])
+    assert largest.isnan() if math.isnan(value) else not largest.isfinite()
+    assert slot.isnan() if largest.isnan() else slot == largest
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [None, 0.0, math.nan, math.inf])
+@pytest.mark.parametrize("fp8", reference.LARGEST, ids=str)
 @pytest.mark.parametrize(("device", "dtype"), ABSMAX_PLACES)
-def test_quantized_from_it_as_from_the_operation_and_its_maximum(name: str, device: str, dtype: torch.dtype) -> None:
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # the interpreter's
+def test_quantized_from_it_as_from_the_operation_and_its_maximum(
+    name: str, value: float | None, fp8: torch.dtype, device: str, dtype: torch.dtype
+) -> None:
+    """Also of a tensor that is all zero, or holds what is not finite."""
     shape, writer = writers(48, 64, device, dtype)[name]
     x, slot = random(shape, device, dtype), torch.zeros((), device=device)
-    written = writer(x, slot)[0]
-    found = quantize(written, slot, E4M3, transposed=True)
+    if value == 0:
+        x.zero_()
+    elif value is not None:
+        x[5, -1] = value
+    found = quantize(writer(x, slot)[0], slot, fp8, transposed=True)
     apart = writer(x, None)[0]
-    expected = reference.quantize(apart, reference.absmax(apart), E4M3, transposed=True)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours.float(), theirs.float())
+    check_same(found, reference.quantize(apart, reference.absmax(apart), fp8, transposed=True))
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)

@@ -1,7 +1,10 @@
 """Products and SwiGLU with them in one launch: against fp64, and where the kernel does not serve."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from cs336_systems.kernels import products
@@ -56,6 +59,25 @@ def test_what_it_serves(device: str, dtype: torch.dtype, shape: tuple[int, int, 
     assert not launch_product(x[:, :8], weight[:, :8], out)  # a short sum
 
 
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_what_does_not_fit_is_left_to_torch_which_says_so(monkeypatch: pytest.MonkeyPatch, swiglu: bool) -> None:
+    """Memory is described by the shapes and dtypes that are given: it would be read and written past its end."""
+    launched: list[tuple[int, ...]] = []
+    monkeypatch.setattr(products, "is_hopper", lambda device: True)
+    monkeypatch.setattr(products, "n_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(products, "Prepared", lambda *arguments, **options: lambda _, *at: launched.append(at))
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 0))
+    monkeypatch.setattr(triton.runtime, "driver", driver)
+    x, weight, out = make((256, 64, 512), "cpu", torch.bfloat16)
+    others = [torch.empty(256, 256, dtype=torch.bfloat16)] if swiglu else []
+    assert launch_product(x, weight, out, *others)
+    wrong = [(x, weight.float(), out, *others), (x, weight, out.half(), *others), (x, weight[:, :56], out, *others)]
+    wrong += [(x, weight, out[:128], *others), (x, weight[:256], out, *others)]
+    wrong += [(x, weight, out, each) for each in (others[0].float(), out)] if swiglu else []
+    assert not any(launch_product(*tensors) for tensors in wrong)
+    assert len(launched) == 1
+
+
 def test_the_kernel_is_asked_for_shapes_for_which_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(products, "FASTER", {(96, 24, True), (160, 24, False)})
@@ -75,9 +97,10 @@ import json, sys
 from cs336_systems.kernels import products
 
 products.n_multiprocessors = lambda device: 132
-swiglu, shapes = sys.argv[1] == "swiglu", ((32768, 896), (9728, 896), (32768, 9728), (32768, 4864))
+swiglu = sys.argv[1] == "swiglu"
+shapes = ((32768, 896), (9728, 896), (32768, 9728), (32768, 4864 if swiglu else 9728))
 strides = tuple((shape[1], 1) for shape in shapes)
-products._prepared(shapes, strides, torch.bfloat16, torch.device("cpu"), swiglu)
+products._prepared(shapes, strides, 4 * (torch.bfloat16,), torch.device("cpu"), swiglu)
 kernel = compiled["product_kernel"]
 print(json.dumps({"ptx": kernel.asm["ptx"], "metadata": {"shared": kernel.metadata.shared}}))
 """

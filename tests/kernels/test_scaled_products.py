@@ -1,6 +1,8 @@
 """Products in fp8 that add to a matrix: against fp64 and the pair of kernels, and what is refused."""
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -61,6 +63,21 @@ def test_bits_are_the_same_each_time_and_in_a_graph() -> None:
 
 @pytest.mark.gpu
 @on_a_gpu_with_fp8
+@pytest.mark.parametrize("shifted", ["c", "a", "b"])
+def test_matrices_that_begin_16_bytes_into_an_aligned_block(shifted: str) -> None:
+    """As parts of flat memory do."""
+    tensors = dict(zip(("c", "a", "b", "scale_a", "scale_b"), make("cuda"), strict=True))
+    whole = tensors[shifted]
+    memory = torch.empty(whole.numel() + 16 // whole.element_size(), dtype=whole.dtype, device="cuda")
+    tensors[shifted] = memory[16 // whole.element_size() :].view_as(whole).copy_(whole)
+    assert scaled_products._alignment(tensors[shifted]) == 16
+    exact = exact_sum(**tensors)
+    add_scaled_product_(**tensors)
+    assert (tensors["c"].double() - exact).abs().max() < 1 + exact.abs().max() / 256
+
+
+@pytest.mark.gpu
+@on_a_gpu_with_fp8
 def test_it_runs_on_the_current_stream() -> None:
     c, *operands = make("cuda")
     expected = c.clone()
@@ -86,12 +103,39 @@ def test_it_runs_on_the_current_stream() -> None:
         ({"c": torch.zeros(N, M, dtype=torch.bfloat16)}, r"do not fit, got \[\(272, 384\)"),
         ({"c": torch.zeros(M, 8), "b": torch.zeros(8, K, dtype=E4M3)}, "multiples of 16, got 1280 and 8"),
         ({"c": torch.zeros(N, M).T}, "must be contiguous and begin at multiples of 16 bytes"),
+        ({"scale_b": torch.ones(8)[1]}, "scales must lie at multiples of 16 bytes"),
     ],
 )
 def test_what_it_cannot_multiply_is_told(fault: dict[str, Tensor], message: str) -> None:
     tensors = dict(zip(("c", "a", "b", "scale_a", "scale_b"), make("cpu"), strict=True)) | fault
     with pytest.raises(ValueError, match=message):
         add_scaled_product_(**tensors)
+
+
+def test_a_plan_is_made_where_the_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another device may be the current one, and cuBLASLt makes its handle for that which is."""
+    current: list[torch.device] = []
+
+    @contextmanager
+    def device(of: torch.device) -> Iterator[None]:
+        current.append(of)
+        yield
+        current.pop()
+
+    @contextmanager
+    def description(*addresses: int) -> Iterator[None]:
+        yield
+
+    def plan(*arguments: object) -> None:
+        raise RuntimeError(f"planned on {current}")
+
+    c, a, b, *scales = make("cpu")
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(scaled_products, "_description", description)
+    monkeypatch.setattr(scaled_products, "_checked", lambda *tensors: (a.shape, b.shape))
+    monkeypatch.setattr(scaled_products, "_plan", plan)
+    with pytest.raises(RuntimeError, match=r"planned on \[device\(type='cpu'\)\]"):
+        add_scaled_product_(c, a, b, *scales)
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch without CUDA has no cuBLASLt")
@@ -110,6 +154,15 @@ def test_the_library_reads_what_is_described() -> None:
         ):
             asked = ctypes.byref(value), ctypes.sizeof(value), ctypes.byref(written)
             assert library.cublasLtMatmulDescGetAttribute(description, attribute, *asked) == 0
+            assert value.value == expected
+    library.cublasLtMatmulPreferenceGetAttribute.argtypes = library.cublasLtMatmulDescGetAttribute.argtypes
+    with scaled_products._preference((16, 32, 64, 128)) as preference:
+        for attribute, value, expected in (
+            (scaled_products._MOST_WORKSPACE, ctypes.c_uint64(), scaled_products.WORKSPACE_BYTES),
+            *((each, ctypes.c_uint32(), 16 << i) for i, each in enumerate(scaled_products._LEAST_ALIGNMENTS)),
+        ):
+            asked = ctypes.byref(value), ctypes.sizeof(value), ctypes.byref(written)
+            assert library.cublasLtMatmulPreferenceGetAttribute(preference, attribute, *asked) == 0
             assert value.value == expected
     with pytest.raises(RuntimeError, match="cublasLtMatmulDescSetAttribute returned status 7"):
         scaled_products._set("MatmulDesc", None, scaled_products._TRANSPOSE_A, ctypes.c_int32(1))

@@ -1,9 +1,13 @@
 """A weight's gradient added in one launch: against fp64, beside torch's, and where the kernel does not serve."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import triton
 from torch import Tensor
 
+from cs336_systems.kernels import weight_gradients
 from cs336_systems.kernels.weight_gradients import add_weight_gradient_, launch_weight_gradient
 from tests.attention.offline import ON_HOPPER, report
 from tests.kernels.against_fp64 import ON_GPU, check, random
@@ -54,6 +58,29 @@ def test_what_it_serves(device: str, dtype: torch.dtype, shape: tuple[int, int, 
     assert not launch_weight_gradient(gradient, dy[:1016], x[:1016])  # a short sum
 
 
+def test_what_does_not_fit_is_left_to_torch_which_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is described by the shapes and dtypes that are given: it would be read and written past its end."""
+    launched: list[tuple[int, ...]] = []
+    monkeypatch.setattr(weight_gradients, "is_hopper", lambda device: True)
+    monkeypatch.setattr(weight_gradients, "n_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(weight_gradients, "Prepared", lambda *arguments, **options: lambda _, *at: launched.append(at))
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 0))
+    monkeypatch.setattr(triton.runtime, "driver", driver)
+    gradient, dy, x = make((1024, 256, 512), "cpu", torch.bfloat16)
+    assert launch_weight_gradient(gradient, dy, x)
+    assert len(launched) == 1
+    for wrong in (
+        (gradient.float(), dy, x),
+        (gradient, dy, x.half()),
+        (gradient[:128], dy, x),
+        (gradient, dy, x[:, :256]),
+        (gradient, torch.cat([dy, dy]), x),
+    ):
+        with pytest.raises(RuntimeError):
+            add_weight_gradient_(*wrong)
+    assert len(launched) == 1
+
+
 COMPILE = (
     ON_HOPPER
     + """
@@ -63,7 +90,7 @@ from cs336_systems.kernels import weight_gradients
 weight_gradients.n_multiprocessors = lambda device: 132
 shapes = ((8192, 28672), (8192, 4096), (28672, 4096))
 strides = tuple((shape[1], 1) for shape in shapes)
-weight_gradients._prepared(shapes, strides, torch.bfloat16, torch.device("cpu"))
+weight_gradients._prepared(shapes, strides, 3 * (torch.bfloat16,), torch.device("cpu"))
 kernel = compiled["weight_gradient_kernel"]
 print(json.dumps({"ptx": kernel.asm["ptx"], "metadata": {"shared": kernel.metadata.shared}}))
 """

@@ -31,6 +31,7 @@ from cs336_systems.pretraining.run_records import (
     Data,
     End,
     Evaluation,
+    Light,
     Memory,
     Message,
     Model,
@@ -403,6 +404,9 @@ def test_the_log_tells_on_request_what_quantization_does_and_the_run_is_the_same
     assert read_run(tmp_path / "plain" / LOG).all(Quantization) == ()
     run = read_run(tmp_path / "run" / LOG)
     assert [record.step for record in run.all(Quantization)] == [0, 4, 8]
+    (light,) = run.all(Light)
+    parts = {"blocks": "fp8", "stored blocks": "fp32", "attention": "fp32", "head": "fp32"}
+    assert {name: part["dtype"] for name, part in light.parts.items()} == parts
     found, n_blocks = run.quantization, resolve_size("tiny").n_layers
     assert len(found) == 3 * 12 * (n_blocks - 1)
     assert set(found["block"]) == set(range(1, n_blocks))

@@ -3,7 +3,7 @@
 import pytest
 
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.costs.flops import model_flops
+from cs336_systems.costs.flops import forward_flops, model_flops
 from cs336_systems.experiments.model.cells import ModelCell
 from cs336_systems.experiments.model.rates import step_rates
 from cs336_systems.harness.clock import WHOLE
@@ -19,7 +19,7 @@ def rates(
     device_name: str,
     ceilings: dict[str, float],
     samples: dict[str, list[float]] | None = None,
-    **fields: int,
+    **fields: int | str,
 ) -> dict[str, float]:
     samples = samples or (TIMES if mode == "step" else {"forward": [1.0], WHOLE: [1.0]})
     cell = ModelCell(size="tiny", batch_size=2, context_length=128, mode=mode, **fields)
@@ -42,6 +42,20 @@ def test_a_step_on_a_known_device():
     assert found["matmul_ceiling_share"] == pytest.approx(100 * found["model_tflops"] / 2.0)
     assert found["optimizer_bandwidth"] == pytest.approx(7 * 4 * CONFIG.n_parameters / 1e-3 / 1e9)
     assert found["optimizer_copy_share"] == pytest.approx(100 * found["optimizer_bandwidth"] / 10.0)
+
+
+def test_the_speed_of_light_is_that_of_the_products_dtypes():
+    """At twice the peak blocks take half the time, those that are skipped and the rest as long as ever."""
+    bf16 = {"dtype": "bf16", "keep": "products"}
+    stored, quantized, half = (
+        rates("step", "NVIDIA H200", CEILINGS, **bf16, **fields)["light"]
+        for fields in ({}, {"matmul_dtype": "e4m3"}, {"matmul_dtype": "e4m3", "fp8_skip_last": 1})
+    )
+    forward = forward_flops(CONFIG, 2, 128)
+    share_of_blocks = (forward.projections + forward.feed_forward) / forward.total
+    assert CONFIG.n_layers == 2
+    assert quantized == pytest.approx(stored * (1 - share_of_blocks / 2), rel=1e-3)
+    assert half == pytest.approx((stored + quantized) / 2)
 
 
 def test_every_rate_is_known_by_the_time_that_it_follows_from():
