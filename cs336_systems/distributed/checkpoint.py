@@ -137,13 +137,27 @@ def write(root: Path, collected: Collected, group: dist.ProcessGroup, keep_last:
     """Write files, marker and name, then remove what is to go; a collective on this group alone.
 
     Raises:
-        OSError: as ``save_checkpoint``.
+        OSError: as ``save_checkpoint``; what was written is removed, as it may be what fills the disk.
     """
     marker = dict(collected.marker)
     temporary, marker["saved_at"] = on_rank_0(lambda: checkpoint_folder.begin(root, marker["step"]), group)
     try:
+        final = _write_files(temporary, collected.tensors, marker, group)
+    except Exception:
+        if group.rank() == 0:  # all ranks know by now that they have failed
+            checkpoint_folder.abandon(temporary)
+        raise
+    on_rank_0(lambda: checkpoint_folder.retire(root, final, keep_last, keep_every), group)
+    return final
+
+
+def _write_files(
+    temporary: Path, tensors: dict[str, Tensor], marker: dict[str, Any], group: dist.ProcessGroup
+) -> Path:
+    """Fill a directory and give it its name."""
+    try:
         writer = file_writer(temporary)
-        dcp.save(collected.tensors, storage_writer=writer, planner=InPlacePlanner(), process_group=group)
+        dcp.save(tensors, storage_writer=writer, planner=InPlacePlanner(), process_group=group)
     except CheckpointException as error:  # which ``except Exception`` would not catch
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in error.failures.items())
         raise OSError(f"{temporary} could not be written: {reasons}") from error
@@ -157,9 +171,7 @@ def write(root: Path, collected: Collected, group: dist.ProcessGroup, keep_last:
 
     of_ranks = on_every_rank(describe_files, group)
     marker["files"] = {name: described for files in of_ranks for name, described in files.items()}
-    final = on_rank_0(lambda: checkpoint_folder.publish(temporary, marker), group)
-    on_rank_0(lambda: checkpoint_folder.retire(root, final, keep_last, keep_every), group)
-    return final
+    return on_rank_0(lambda: checkpoint_folder.publish(temporary, marker), group)
 
 
 def load_checkpoint(

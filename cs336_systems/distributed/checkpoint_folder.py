@@ -218,6 +218,12 @@ def retire(folder: Path, newest: Path, keep_last: int, keep_every: int | None = 
             n_last += not stays
 
 
+def abandon(temporary: Path) -> None:
+    """Remove a directory that could not be filled; one that has its name by now stays."""
+    if temporary.exists():
+        _discard(temporary)
+
+
 def note_damage(path: Path, reason: str) -> None:
     """Have a checkpoint neither loaded nor removed from now on, if this folder can be written."""
     with suppress(OSError):
