@@ -151,9 +151,7 @@ def write(root: Path, collected: Collected, group: dist.ProcessGroup, keep_last:
     return final
 
 
-def _write_files(
-    temporary: Path, tensors: dict[str, Tensor], marker: dict[str, Any], group: dist.ProcessGroup
-) -> Path:
+def _write_files(temporary: Path, tensors: dict[str, Tensor], marker: dict[str, Any], group: dist.ProcessGroup) -> Path:
     """Fill a directory and give it its name."""
     try:
         writer = file_writer(temporary)

@@ -16,7 +16,8 @@ Records hold numbers of the host. To read a loss from the device is to wait for 
 trains reads it a step later, from a copy that the device has made meanwhile: ``deferred.py``. No sink sees a tensor.
 
 A step that is far from those before it is flagged with a record of its own. A sink that cannot write (its disk is full)
-is reported to the others, and training goes on; what it did not take is lost to it alone.
+is reported to the others, and training goes on; what it did not take is lost to it alone. Where it cannot take the
+options, with which a session begins, there is none: what came after would be read as an earlier session's.
 """
 
 import os
@@ -44,8 +45,8 @@ class Sink(Protocol):
 class LogFile:
     """The file of JSON lines."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self._descriptor, self._path = descriptor, path
 
     @classmethod
     def open(cls, path: Path, *, resume: bool) -> Self:
@@ -58,11 +59,11 @@ class LogFile:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if not resume or not path.exists():
-            return cls(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644))
+            return cls(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644), path)
         whole = read_run(path).n_bytes
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.ftruncate(descriptor, whole)
-        return cls(descriptor)
+        return cls(descriptor, path)
 
     def write(self, record: Record) -> None:
         """Append the record's line, or nothing of it.
@@ -76,9 +77,9 @@ class LogFile:
         try:
             while line:  # a disk takes some of a line before it says that it is full
                 line = line[os.write(self._descriptor, line) :]
-        except OSError:
+        except OSError as error:
             os.ftruncate(self._descriptor, start)
-            raise
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -100,7 +101,11 @@ class RunLog:
             self._watch.see(step)
 
     def write(self, record: Record) -> None:
-        """Say it now."""
+        """Say it now.
+
+        Raises:
+            OSError: a sink cannot take the options.
+        """
         with self._lock:
             self._hand(record, self._sinks)
             for outlier in self._watch.see(record) if isinstance(record, Step) else ():
@@ -127,6 +132,8 @@ class RunLog:
             try:
                 sink.write(record)
             except OSError as error:
+                if isinstance(record, Options):
+                    raise
                 if sink not in self._failing:
                     self._failing.append(sink)
                     fault = f"{type(sink).__name__} cannot be written and will lack lines: {error.strerror or error}"

@@ -120,11 +120,10 @@ def run_prepared(prepared: Prepared, rank: Rank, *sinks: Sink, ends_at: float | 
     Args:
         ends_at: when to save and end, by ``time.monotonic``.
     """
-    options = prepared.options
     with ExitStack() as stack:
         stack.enter_context(prepared.loader)
         first_step = _resume(prepared)
-        log = stack.enter_context(_open_log(options, first_step, sinks))
+        log = stack.enter_context(_open_log(prepared, first_step, sinks))
         _introduce(prepared, rank, log, first_step)
         stop = stack.enter_context(StopRequests(ends_at))
         told = rank.device if rank.rank == 0 else torch.device("cpu")  # of which there is nothing to tell
@@ -155,15 +154,23 @@ def _saver(prepared: Prepared) -> BackgroundSaver:
     return BackgroundSaver(options.out, step.model, step.optimizer, keep_last=keep_last, keep_every=keep_every)
 
 
-def _open_log(options: TrainOptions, first_step: int, sinks: Sequence[Sink]) -> RunLog:
-    """The first rank's log, to which the others have nothing to say; a collective, as it may fail there."""
+def _open_log(prepared: Prepared, first_step: int, sinks: Sequence[Sink]) -> RunLog:
+    """The first rank's log, begun, to which the others have nothing to say; a collective, as it may fail there."""
+    options = prepared.options
     logs, path = [RunLog()], options.out / LOG
+    asked = Options(asdict(options), asdict(TrainOptions.default(options.device)), prepared.n_steps, first_step)
 
     def open_it() -> None:
         made = read_run(path).all(Step) if path.exists() else ()
         earlier = [step for step in made if step.step < first_step]
         trackers = trackers_of(options, first_step)
-        logs[0] = RunLog(LogFile.open(path, resume=True), *sinks, *trackers, earlier=earlier)
+        log = RunLog(LogFile.open(path, resume=True), *sinks, *trackers, earlier=earlier)
+        try:
+            log.write(asked)
+        except OSError:
+            log.close()
+            raise
+        logs[0] = log
 
     on_rank_0(open_it)
     return logs[0]
@@ -172,7 +179,6 @@ def _open_log(options: TrainOptions, first_step: int, sinks: Sequence[Sink]) -> 
 def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> None:
     """Say what the run is."""
     options, config, dataset = prepared.options, prepared.config, prepared.dataset
-    log.write(Options(asdict(options), asdict(TrainOptions.default(options.device)), prepared.n_steps, first_step))
     cuda = rank.device.type == "cuda"
     name = torch.cuda.get_device_name(rank.device) if cuda else host_name()
     memory = torch.cuda.get_device_properties(rank.device).total_memory if cuda else None

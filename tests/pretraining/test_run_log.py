@@ -236,6 +236,21 @@ def test_a_full_disk_is_told_once_and_leaves_whole_lines(path, monkeypatch):
     assert kept.closed
 
 
+def test_a_session_that_cannot_begin_its_log_is_none(path, monkeypatch):
+    """Else its steps would follow those that it makes again, as if all were of one session."""
+    write(path, *opening(3), STEP)
+    before = path.read_bytes()
+
+    def full(descriptor, line):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with RunLog(LogFile.open(path, resume=True)) as log, monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space left on device: .*log.jsonl"):
+            log.write(next(opening(3, first_step=1)))
+    assert path.read_bytes() == before
+
+
 def test_outliers_follow_their_step_into_every_sink_and_a_resumed_run_remembers(path):
     kept = Kept()
     calm = tuple(replace(STEP, step=i, loss=2 + (-1) ** i * 0.1, norm=1.0) for i in range(WINDOW + 20))

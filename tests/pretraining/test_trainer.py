@@ -18,7 +18,7 @@ from cs336_systems.config import resolve_size
 from cs336_systems.distributed import background_checkpoint
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import joined
-from cs336_systems.pretraining import trainer
+from cs336_systems.pretraining import run_log, trainer
 from cs336_systems.pretraining.checkpoint import load_weights
 from cs336_systems.pretraining.export import export
 from cs336_systems.pretraining.loader import epoch_order
@@ -322,6 +322,20 @@ def test_a_checkpoint_waits_for_the_one_before_and_a_long_wait_is_said(whole, al
     said = [message.text.split(" waited ") for message in run.all(Message)]
     assert [step for step, _ in said] == ["step 6", "step 9"]  # the last one has to wait
     assert said[0][1].endswith(" s for the checkpoint before to be written: --save-every 3 is too often")
+
+
+def test_where_the_log_cannot_go_on_nor_does_the_run(whole, alone, tmp_path, monkeypatch):
+    shutil.copytree(whole / "run", tmp_path / "run")
+    before = (tmp_path / "run" / LOG).read_bytes()
+
+    def full(descriptor, line):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_log.os, "write", full)
+    with pytest.raises(OSError, match="No space left on device: .*log.jsonl"):
+        train(options(tmp_path, data=whole / "data", steps=12), alone)
+    assert (tmp_path / "run" / LOG).read_bytes() == before
+    assert load_weights(tmp_path / "run").step == 10
 
 
 @pytest.mark.parametrize(
