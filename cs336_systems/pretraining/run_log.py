@@ -9,7 +9,8 @@ A run that resumes at a step appends to its log, and hands over what led up to i
     earlier = [step for step in read_run(folder / LOG).all(Step) if step.step < first_step]
     with RunLog(LogFile.open(folder / LOG, resume=True), RunConsole(), earlier=earlier) as log: ...
 
-The first rank alone has a log. Every line is written in one piece the moment it is said, so at every moment the file is
+The first rank alone has a log, and one process at a time writes it: the file is locked, where its file system has
+locks. Every line is written in one piece the moment it is said, so at every moment the file is
 whole lines and at most one that is torn, at its end: after a kill, or on a full disk. A resumed run cuts that off.
 
 Records hold numbers of the host. To read a loss from the device is to wait for the step that makes it, so whoever
@@ -20,6 +21,7 @@ is reported to the others, and training goes on; what it did not take is lost to
 options, with which a session begins, there is none: what came after would be read as an earlier session's.
 """
 
+import fcntl
 import os
 import threading
 from collections.abc import Sequence
@@ -53,17 +55,20 @@ class LogFile:
         """A new log, or the end of one that is there; resuming where there is none begins one.
 
         Raises:
-            ValueError: what is to be resumed is no log, or of another version.
+            ValueError: what is to be resumed is no log, of another version, or written by another process now.
             FileExistsError: what is to be new is there.
             OSError: it cannot be written.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not resume or not path.exists():
-            return cls(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644), path)
-        whole = read_run(path).n_bytes
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
-        os.ftruncate(descriptor, whole)
-        return cls(descriptor, path)
+        flags = os.O_APPEND if resume and path.exists() else os.O_APPEND | os.O_CREAT | os.O_EXCL
+        log = cls(os.open(path, os.O_WRONLY | flags, 0o644), path)
+        try:
+            log._lock()
+            os.ftruncate(log._descriptor, read_run(path).n_bytes)
+        except BaseException:
+            log.close()
+            raise
+        return log
 
     def write(self, record: Record) -> None:
         """Append the record's line, or nothing of it.
@@ -83,6 +88,14 @@ class LogFile:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{self._path} is being written by another process") from None
+        except OSError:  # of a file system that has no locks
+            pass
 
 
 class RunLog:

@@ -161,6 +161,19 @@ def test_resuming_without_a_log_begins_one_and_a_new_run_never_writes_into_anoth
     assert len(read_run(path).records) == len(list(opening(3)))
 
 
+def test_two_processes_do_not_write_one_log(path):
+    with RunLog(LogFile.open(path, resume=False)) as log:
+        log.write(next(opening(3)))
+        with path.open("ab") as file:
+            file.write(b'{"kind": "st')  # a line that the first is writing
+        before = path.read_bytes()
+        with pytest.raises(ValueError, match=r"log.jsonl is being written by another process$"):
+            LogFile.open(path, resume=True)
+        assert path.read_bytes() == before
+    LogFile.open(path, resume=True).close()
+    assert path.read_bytes() == before[:-12]
+
+
 def test_a_log_begins_with_options(path):
     with RunLog(LogFile.open(path, resume=False)) as log, pytest.raises(AssertionError, match="begins with options"):
         log.write(STEP)
