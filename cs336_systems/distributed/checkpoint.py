@@ -18,7 +18,7 @@ digests before a checkpoint is loaded: every rank reads its part of the files on
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,11 +181,18 @@ def load_checkpoint(
 
 
 def resume_checkpoint(
-    folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    tell: Callable[[str], None] = checkpoint_folder.warn,
 ) -> StoredCheckpoint | None:
     """Read the checkpoint of ``folder`` that was written last into the model and the optimizer; a collective.
 
-    One that is damaged is warned of, and the one before it read in its place.
+    One that is damaged is told of, and the one before it read in its place.
+
+    Args:
+        tell: is given that sentence, on the first rank.
 
     Returns:
         The one that was read, or None if the folder holds no checkpoint, and nothing was changed.
@@ -195,7 +202,7 @@ def resume_checkpoint(
         NoneWhole: the folder holds checkpoints of which none is whole; nothing was changed.
     """
     group = group_of(model)
-    found = _newest_sound(group, Path(folder))
+    found = _newest_sound(group, Path(folder), tell)
     if found is None:
         return None
     path, marker = found.path, found.marker
@@ -237,12 +244,12 @@ def group_of(model: nn.Module) -> dist.ProcessGroup:
     return model.process_group if isinstance(model, FSDP) else dist.distributed_c10d._get_default_group()
 
 
-def _newest_sound(group: dist.ProcessGroup, folder: Path) -> StoredCheckpoint | None:
+def _newest_sound(group: dist.ProcessGroup, folder: Path, tell: Callable[[str], None]) -> StoredCheckpoint | None:
     """The checkpoint to load, its digests checked by all ranks together; or None if there are none at all."""
     complete, unreadable = on_rank_0(lambda: checkpoint_folder.survey(folder), group)
     found = checkpoint_folder.newest_sound(folder, complete, unreadable, lambda stored: _damage(group, stored))
     if group.rank() == 0:
-        checkpoint_folder.warn_of(unreadable)
+        checkpoint_folder.tell_of(unreadable, tell)
     return found
 
 

@@ -24,7 +24,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -122,8 +122,11 @@ def run_prepared(prepared: Prepared, rank: Rank, *sinks: Sink, ends_at: float | 
     """
     with ExitStack() as stack:
         stack.enter_context(prepared.loader)
-        first_step = _resume(prepared)
+        passed_over: list[str] = []
+        first_step = _resume(prepared, passed_over.append)
         log = stack.enter_context(_open_log(prepared, first_step, sinks))
+        for sentence in passed_over:
+            log.say(sentence, "warning")
         _introduce(prepared, rank, log, first_step)
         stop = stack.enter_context(StopRequests(ends_at))
         told = rank.device if rank.rank == 0 else torch.device("cpu")  # of which there is nothing to tell
@@ -132,12 +135,12 @@ def run_prepared(prepared: Prepared, rank: Rank, *sinks: Sink, ends_at: float | 
         return _Run(prepared, rank, log, saver, first_step).to_the_end(stop, gpu)
 
 
-def _resume(prepared: Prepared) -> int:
-    """Take up the newest checkpoint; returns the steps that it has made, 0 if there is none."""
+def _resume(prepared: Prepared, tell: Callable[[str], None]) -> int:
+    """Take up the newest checkpoint that is whole; returns the steps that it has made, 0 if there is none."""
     step, options = prepared.step, prepared.options
     groups: list[dict[str, Any]] = step.optimizer.param_groups
     asked = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    found = resume_checkpoint(options.out, step.model, step.optimizer)
+    found = resume_checkpoint(options.out, step.model, step.optimizer, tell=tell)
     if found is None:
         return 0
     if found.step > prepared.n_steps:

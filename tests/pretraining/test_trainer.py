@@ -100,6 +100,20 @@ def test_a_run_that_resumes_is_the_run_that_was_not_interrupted(whole, alone, se
     assert not list((tmp_path / "run").glob(".*"))
 
 
+def test_a_damaged_checkpoint_is_passed_over_which_the_log_says(whole, alone, tmp_path, recwarn):
+    shutil.copytree(whole / "run", tmp_path / "run")
+    for later in (9, 10):
+        shutil.rmtree(tmp_path / "run" / f"step-{later:08d}")
+    with next((tmp_path / "run" / "step-00000008").glob("*.distcp")).open("r+b") as file:
+        file.seek(5000)
+        file.write(b"other")
+    assert train(options(tmp_path, data=whole / "data", save_every=None, export=False), alone).first_step == 7
+    (said,) = read_run(tmp_path / "run" / LOG).all(Message)
+    assert (said.level, said.text.endswith(".distcp have changed since they were written")) == ("warning", True)
+    assert "step-00000008" in said.text and not recwarn.list
+    assert losses_and_norms(tmp_path / "run") == losses_and_norms(whole / "run")
+
+
 def test_a_run_that_is_done_is_left_as_it_is(whole, alone):
     before = losses_and_norms(whole / "run")
     outcome = train(options(whole), alone)
@@ -110,7 +124,7 @@ def test_a_run_that_is_done_is_left_as_it_is(whole, alone):
 def test_hyperparameters_are_those_of_the_command_that_resumes(whole, alone):
     prepared = prepare(options(whole, steps=12, weight_decay=0.3, betas=(0.5, 0.6), eps=1e-3), alone)
     with prepared.loader:
-        assert trainer._resume(prepared) == 10
+        assert trainer._resume(prepared, pytest.fail) == 10
     matrices, others = prepared.step.optimizer.param_groups
     assert (matrices["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
     assert all((group["betas"], group["eps"]) == ((0.5, 0.6), 1e-3) for group in (matrices, others))
