@@ -143,6 +143,10 @@ def test_what_a_block_keeps_and_computes_again_changes_no_bit(whole, alone, tmp_
         found[keep] = losses_and_norms(tmp_path / keep)
         assert_equal_weights(tmp_path / keep, tmp_path / "input")
     assert all(one == found["input"] for one in found.values())
+    for recompute in ("block", "norm-swiglu", "ffn", "att"):
+        out = tmp_path / f"again-{recompute}"
+        train(options(tmp_path, data=whole / "data", out=out, recompute=recompute), alone)
+        assert losses_and_norms(out) == found["input"]
     train(options(tmp_path, data=whole / "data", out=tmp_path / "full", recompute="full"), alone)
     assert losses_and_norms(tmp_path / "full") == losses_and_norms(whole / "run")
 
