@@ -96,6 +96,10 @@ class Outcome:
     complaint: str | None
 
 
+class RankAlone(ValueError):
+    """A fault of one rank's data, of which the others know nothing."""
+
+
 def train(options: TrainOptions, rank: Rank, *sinks: Sink) -> Outcome:
     """Make the steps that are still to be made; a collective.
 
@@ -106,6 +110,7 @@ def train(options: TrainOptions, rank: Rank, *sinks: Sink) -> Outcome:
         ValueError: options, data, folder, weights or device do not serve, or the run has made more steps already; one
             sentence, before anything is changed.
             From a run under way: its data hold what is no token; what was learned is saved.
+        RankAlone: the same where there are several ranks, on one of them; what the last checkpoint lacks is lost.
         OSError: something cannot be read, or the log not be written.
         NoneWhole: the folder has checkpoints, all of them damaged.
         NonFiniteStep: a loss or a gradient is not finite; checkpoints are as they were.
@@ -248,10 +253,12 @@ class _Run:
             self._fail(error)
             raise
         except ValueError as error:  # of the data: tokens that no step has seen
-            if self._rank.world_size == 1:  # other ranks know nothing of it
-                self._tell(deferred.flush(), self._made - 1)
-                if self._options.save_every is not None and self._made > self._saved_step:
-                    self._save()
+            if self._rank.world_size > 1:
+                self._fail(error)
+                raise RankAlone(f"rank {self._rank.rank}: {error}") from error
+            self._tell(deferred.flush(), self._made - 1)
+            if self._options.save_every is not None and self._made > self._saved_step:
+                self._save()
             self._fail(error)
             raise
         self._tell_saves(self._saver.wait())
