@@ -34,7 +34,7 @@ _PRINT, _PRINT_MEMORY = "--print-config", "--print-memory"
 def main(arguments: list[str] | None = None) -> int:
     """Parse, train, draw, export, say what came of it; returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    first = os.environ.get("RANK", "0") == "0"
+    first = os.environ.get("LOCAL_RANK", "0") == "0"  # of its node, which may lack what others have
     try:
         options = parse([one for one in given if one not in (_PRINT, _PRINT_MEMORY)])
         options.check()

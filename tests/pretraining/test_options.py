@@ -73,9 +73,12 @@ def test_what_a_file_cannot_say(content, message, tmp_path):
     assert "\n" not in str(refusal.value)
 
 
-def test_a_file_must_be_named_and_there(tmp_path):
+def test_one_file_must_be_named_and_there(tmp_path):
     with pytest.raises(ValueError, match="--config needs a file"):
         from_file(PLAIN, ["--config"])
+    (tmp_path / "run.toml").write_text("seed = 1")
+    with pytest.raises(ValueError, match="--config is given twice: one file has all options"):
+        from_file(PLAIN, ["--config", str(tmp_path / "run.toml"), "--seed", "2", "--config=other.toml"])
     with pytest.raises(FileNotFoundError):
         from_file(PLAIN, ["--config", str(tmp_path / "nowhere.toml")])
 

@@ -242,6 +242,13 @@ def test_bad_input_is_one_sentence_and_code_2(main, tmp_path, arguments, message
     assert not (tmp_path / "runs").exists()
 
 
+def test_each_node_says_what_it_lacks(main, monkeypatch):
+    monkeypatch.setenv("RANK", "2")
+    for local_rank, said in (("0", "train: nowhere.toml: No such file or directory\n"), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert main("--config", "nowhere.toml") == (2, "", said)
+
+
 def test_damaged_checkpoints_are_said_and_left(main, tmp_path):
     write_dataset(tmp_path / "data")
     quick = ("--data", "data", "--out", "run", "--context-length", "16", "--warmup-steps", "0", "--no-export")
