@@ -25,8 +25,8 @@ def from_file(defaults: Options, arguments: Sequence[str]) -> tuple[Options, lis
     """The options as the file says that ``--config`` names, and the other arguments; without one, as given.
 
     Raises:
-        ValueError: no file is named after ``--config``, or several are, or it is not TOML, or an option is unknown or of
-            a wrong kind; one sentence.
+        ValueError: no file is named after ``--config``, or several are; or it is not TOML; or an option is unknown, or
+            of a wrong kind; one sentence.
         OSError: it cannot be read.
     """
     rest = list(arguments)
