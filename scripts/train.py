@@ -34,7 +34,7 @@ _PRINT, _PRINT_MEMORY = "--print-config", "--print-memory"
 def main(arguments: list[str] | None = None) -> int:
     """Parse, train, draw, export, say what came of it; returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    first = os.environ.get("RANK", "0") == "0"
+    first = os.environ.get("LOCAL_RANK", "0") == "0"  # of its node, which may lack what others have
     try:
         options = parse([one for one in given if one not in (_PRINT, _PRINT_MEMORY)])
         options.check()
@@ -96,7 +96,7 @@ def _train(options: TrainOptions) -> int:
     from cs336_systems.distributed.checkpoint_folder import NoneWhole
     from cs336_systems.distributed.process_group import joined
     from cs336_systems.pretraining.nonfinite import NonFiniteStep
-    from cs336_systems.pretraining.trainer import train
+    from cs336_systems.pretraining.trainer import RankAlone, train
     from cs336_systems.report.run_console import RunConsole
 
     started = time.perf_counter()
@@ -105,6 +105,8 @@ def _train(options: TrainOptions) -> int:
             outcome = train(options, rank, RunConsole(options.log_every))
         except NoneWhole as error:
             raise ValueError(str(error)) from None
+        except RankAlone as error:
+            return complain(NAME, error)
         except NonFiniteStep:  # which the console has said
             return 1
         except torch.OutOfMemoryError as error:

@@ -18,7 +18,7 @@ digests before a checkpoint is loaded: every rank reads its part of the files on
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,13 +137,25 @@ def write(root: Path, collected: Collected, group: dist.ProcessGroup, keep_last:
     """Write files, marker and name, then remove what is to go; a collective on this group alone.
 
     Raises:
-        OSError: as ``save_checkpoint``.
+        OSError: as ``save_checkpoint``; what was written is removed, as it may be what fills the disk.
     """
     marker = dict(collected.marker)
     temporary, marker["saved_at"] = on_rank_0(lambda: checkpoint_folder.begin(root, marker["step"]), group)
     try:
+        final = _write_files(temporary, collected.tensors, marker, group)
+    except Exception:
+        if group.rank() == 0:  # all ranks know by now that they have failed
+            checkpoint_folder.abandon(temporary)
+        raise
+    on_rank_0(lambda: checkpoint_folder.retire(root, final, keep_last, keep_every), group)
+    return final
+
+
+def _write_files(temporary: Path, tensors: dict[str, Tensor], marker: dict[str, Any], group: dist.ProcessGroup) -> Path:
+    """Fill a directory and give it its name."""
+    try:
         writer = file_writer(temporary)
-        dcp.save(collected.tensors, storage_writer=writer, planner=InPlacePlanner(), process_group=group)
+        dcp.save(tensors, storage_writer=writer, planner=InPlacePlanner(), process_group=group)
     except CheckpointException as error:  # which ``except Exception`` would not catch
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in error.failures.items())
         raise OSError(f"{temporary} could not be written: {reasons}") from error
@@ -157,9 +169,7 @@ def write(root: Path, collected: Collected, group: dist.ProcessGroup, keep_last:
 
     of_ranks = on_every_rank(describe_files, group)
     marker["files"] = {name: described for files in of_ranks for name, described in files.items()}
-    final = on_rank_0(lambda: checkpoint_folder.publish(temporary, marker), group)
-    on_rank_0(lambda: checkpoint_folder.retire(root, final, keep_last, keep_every), group)
-    return final
+    return on_rank_0(lambda: checkpoint_folder.publish(temporary, marker), group)
 
 
 def load_checkpoint(
@@ -171,11 +181,18 @@ def load_checkpoint(
 
 
 def resume_checkpoint(
-    folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    tell: Callable[[str], None] = checkpoint_folder.warn,
 ) -> StoredCheckpoint | None:
     """Read the checkpoint of ``folder`` that was written last into the model and the optimizer; a collective.
 
-    One that is damaged is warned of, and the one before it read in its place.
+    One that is damaged is told of, and the one before it read in its place.
+
+    Args:
+        tell: is given that sentence, on the first rank.
 
     Returns:
         The one that was read, or None if the folder holds no checkpoint, and nothing was changed.
@@ -185,7 +202,7 @@ def resume_checkpoint(
         NoneWhole: the folder holds checkpoints of which none is whole; nothing was changed.
     """
     group = group_of(model)
-    found = _newest_sound(group, Path(folder))
+    found = _newest_sound(group, Path(folder), tell)
     if found is None:
         return None
     path, marker = found.path, found.marker
@@ -227,12 +244,12 @@ def group_of(model: nn.Module) -> dist.ProcessGroup:
     return model.process_group if isinstance(model, FSDP) else dist.distributed_c10d._get_default_group()
 
 
-def _newest_sound(group: dist.ProcessGroup, folder: Path) -> StoredCheckpoint | None:
+def _newest_sound(group: dist.ProcessGroup, folder: Path, tell: Callable[[str], None]) -> StoredCheckpoint | None:
     """The checkpoint to load, its digests checked by all ranks together; or None if there are none at all."""
     complete, unreadable = on_rank_0(lambda: checkpoint_folder.survey(folder), group)
     found = checkpoint_folder.newest_sound(folder, complete, unreadable, lambda stored: _damage(group, stored))
     if group.rank() == 0:
-        checkpoint_folder.warn_of(unreadable)
+        checkpoint_folder.tell_of(unreadable, tell)
     return found
 
 

@@ -148,9 +148,13 @@ def describe(unreadable: dict[Path, str]) -> str:
     return "; ".join(f"{path}: {reason}" for path, reason in unreadable.items())
 
 
-def warn_of(unreadable: dict[Path, str]) -> None:
+def warn(sentence: str) -> None:
+    warnings.warn(sentence, stacklevel=3)
+
+
+def tell_of(unreadable: dict[Path, str], tell: Callable[[str], None] = warn) -> None:
     if unreadable:
-        warnings.warn(f"checkpoints that are neither loaded nor removed: {describe(unreadable)}", stacklevel=2)
+        tell(f"checkpoints that are neither loaded nor removed: {describe(unreadable)}")
 
 
 def begin(folder: Path, step: int) -> tuple[Path, int]:
@@ -164,7 +168,7 @@ def begin(folder: Path, step: int) -> tuple[Path, int]:
         if _TEMPORARY.fullmatch(path.name):
             _discard(path)
     complete, unreadable = survey(folder)
-    warn_of(unreadable)
+    tell_of(unreadable)
     temporary = folder / f".step-{step:08d}.tmp"
     temporary.mkdir()
     now = time.time_ns()
@@ -205,7 +209,7 @@ def retire(folder: Path, newest: Path, keep_last: int, keep_every: int | None = 
     """
     complete, unreadable = survey(folder)
     if not complete or complete[-1].path != newest:
-        warn_of(unreadable)
+        tell_of(unreadable)
         return
     kept: set[int] = set()
     n_last = 0
@@ -216,6 +220,12 @@ def retire(folder: Path, newest: Path, keep_last: int, keep_every: int | None = 
         else:
             kept.add(stored.step)
             n_last += not stays
+
+
+def abandon(temporary: Path) -> None:
+    """Remove a directory that could not be filled; one that has its name by now stays."""
+    if temporary.exists():
+        _discard(temporary)
 
 
 def note_damage(path: Path, reason: str) -> None:

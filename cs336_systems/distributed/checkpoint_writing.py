@@ -4,6 +4,8 @@
 no copy before the file is complete: as much again as is saved. Here it is shown tensors that are all of their storage:
 one in host memory as it lies there, one on a device in memory that the next one takes over.
 
+A disk that is full makes torch complain of positions within its file; what the disk said is told instead.
+
     dcp.save(tensors, storage_writer=file_writer(folder), planner=InPlacePlanner(), process_group=group)
 """
 
@@ -18,7 +20,18 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 def file_writer(folder: Path) -> dcp.FileSystemWriter:
     """Which writes one tensor before it asks for the next, as ``InPlacePlanner`` needs it."""
-    return dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+    return _FileWriter(folder, per_thread_copy_ahead=0)
+
+
+class _FileWriter(dcp.FileSystemWriter):
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:  # of a file that torch closes after a write has failed
+            before: BaseException | None = error
+            while before is not None and not isinstance(before, OSError):
+                before = before.__context__
+            raise before or error from None
 
 
 class InPlacePlanner(dcp.DefaultSavePlanner):

@@ -25,8 +25,8 @@ def from_file(defaults: Options, arguments: Sequence[str]) -> tuple[Options, lis
     """The options as the file says that ``--config`` names, and the other arguments; without one, as given.
 
     Raises:
-        ValueError: no file is named after ``--config``, or it is not TOML, or an option is unknown or of a wrong kind;
-            one sentence.
+        ValueError: no file is named after ``--config``, or several are; or it is not TOML; or an option is unknown, or
+            of a wrong kind; one sentence.
         OSError: it cannot be read.
     """
     rest = list(arguments)
@@ -38,6 +38,8 @@ def from_file(defaults: Options, arguments: Sequence[str]) -> tuple[Options, lis
                     raise ValueError(f"{_FLAG} needs a file")
                 name = rest.pop(place + 1)
             del rest[place]
+            if any(other.partition("=")[0] == _FLAG for other in rest):
+                raise ValueError(f"{_FLAG} is given twice: one file has all options")
             return _overlaid(defaults, Path(name)), rest
     return defaults, rest
 

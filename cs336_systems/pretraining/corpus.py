@@ -24,6 +24,7 @@ SUFFIXES = (".py", ".txt", ".md", ".jsonl", ".parquet")
 MOST_BYTES = 64 * 2**20
 """Of a text file that is one document."""
 
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
 _CHUNK_BYTES = 2**20
 
@@ -94,8 +95,8 @@ class Corpus:
         """All documents, in order.
 
         Raises:
-            ValueError: a file is not what its name says, lacks the field, is too large to be one document, or needs a
-                library that is not installed.
+            ValueError: a file is not what its name says, compressed, lacks the field, is too large to be one document,
+                or needs a library that is not installed.
             OSError: a file cannot be read.
         """
         for path in self.files:
@@ -108,6 +109,8 @@ class Corpus:
             return _json_lines(path, self.field)
         if path.suffix == ".parquet":
             return _parquet(path, self.field)
+        if path.suffix in _COMPRESSED:
+            raise ValueError(f"{path} is compressed: unpack it first")
         return _text(path, self.separator)
 
 

@@ -36,12 +36,8 @@ _UNDER_CAPS: dict[str, list[Any]] = {
     **{"z_loss": [0.0], "lmhead_chunks": [None]},
 }
 """Options with the only values that they may have under caps on memory."""
-_RECOMPUTED = {
-    **{name: f"all-{name}" for name in ("swiglu", "norm", "ffn", "qkv")},
-    "att": "all-qkv-attention",
-    "block": "input",
-}
-"""What other trainers name by its recomputation, as ``--keep`` has it."""
+_RECOMPUTED = {name: name for name in ("swiglu", "norm", "ffn", "qkv")} | {"att": "qkv-attention"}
+"""What a block computes again, as switches of ``--keep``."""
 _SEEDS = 2**32
 """As many as NumPy's RandomState has."""
 _MOST_WARMUP = 100
@@ -144,7 +140,8 @@ class TrainOptions:
     fp8_skip_last: int = 0
     """Last blocks that stay out of fp8."""
     recompute: str = "none"
-    """With --keep autograd, activation checkpointing: none, full, every-K, ..."""
+    """What blocks compute again, instead of --keep: swiglu, norm, ffn, qkv, att, several as norm-swiglu, or block; with
+    --keep autograd, activation checkpointing: full, every-K, ..."""
     compile: Literal["off", "on"] = "off"
     """With --keep autograd, torch.compile of each block."""
     cuda_graph: Literal["off", "on"] = "off"
@@ -242,10 +239,9 @@ class TrainOptions:
             raise ValueError("--save-every None leaves no checkpoint to be exported: --no-export does without")
         if self.init is None:
             resolve_size(self.size)
-        if kept := _RECOMPUTED.get(self.recompute):
-            asked = f"--recompute {self.recompute} is --keep {kept}"
-            raise ValueError(f"{asked}: blocks that are written out choose what they keep")
-        canonical_policy(self.recompute)
+        if self.keep is not None and self._kept_beside is not None:
+            raise ValueError(f"--recompute {self.recompute} is --keep {self._kept_beside}: give one of them")
+        canonical_policy(self._policy)
         any_depth = 1 + max(self.fp8_skip_first, 0) + max(self.fp8_skip_last, 0)
         case = self.training_case(ModelConfig("any", 64, 192, any_depth, 4), 1)
         if reason := unserved_reason(case) or offload_reason(case):
@@ -286,7 +282,20 @@ class TrainOptions:
         """What blocks keep, said or not; under caps at most."""
         if self.capped:
             return "products"
-        return self.keep or default_keep(self.kernels, self.matmul_dtype)
+        return self.keep or self._kept_beside or default_keep(self.kernels, self.matmul_dtype)
+
+    @property
+    def _kept_beside(self) -> str | None:
+        """What blocks keep beside the parts that ``recompute`` names; None if it names none."""
+        parts = self.recompute.split("-")
+        if not all(part in _RECOMPUTED for part in parts):
+            return "input" if self.recompute == "block" else None
+        return "-".join(["all", *(_RECOMPUTED[part] for part in parts)])
+
+    @property
+    def _policy(self) -> str:
+        """Of activation checkpointing."""
+        return self.recompute if self._kept_beside is None else "none"
 
     def micro_batches(self, world_size: int) -> int:
         """Per step.
@@ -332,7 +341,7 @@ class TrainOptions:
             dtype=self.dtype,
             attention=self.attention,
             compile=self.compile,
-            checkpoint=canonical_policy(self.recompute),
+            checkpoint=canonical_policy(self._policy),
             optimizer=self.optimizer,
             accumulate=self.micro_batches(world_size),
             cuda_graph=self.cuda_graph,

@@ -9,16 +9,19 @@ A run that resumes at a step appends to its log, and hands over what led up to i
     earlier = [step for step in read_run(folder / LOG).all(Step) if step.step < first_step]
     with RunLog(LogFile.open(folder / LOG, resume=True), RunConsole(), earlier=earlier) as log: ...
 
-The first rank alone has a log. Every line is written in one piece the moment it is said, so at every moment the file is
+The first rank alone has a log, and one process at a time writes it: the file is locked, where its file system has
+locks. Every line is written in one piece the moment it is said, so at every moment the file is
 whole lines and at most one that is torn, at its end: after a kill, or on a full disk. A resumed run cuts that off.
 
 Records hold numbers of the host. To read a loss from the device is to wait for the step that makes it, so whoever
 trains reads it a step later, from a copy that the device has made meanwhile: ``deferred.py``. No sink sees a tensor.
 
 A step that is far from those before it is flagged with a record of its own. A sink that cannot write (its disk is full)
-is reported to the others, and training goes on; what it did not take is lost to it alone.
+is reported to the others, and training goes on; what it did not take is lost to it alone. Where it cannot take the
+options, with which a session begins, there is none: what came after would be read as an earlier session's.
 """
 
+import fcntl
 import os
 import threading
 from collections.abc import Sequence
@@ -44,25 +47,28 @@ class Sink(Protocol):
 class LogFile:
     """The file of JSON lines."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self._descriptor, self._path = descriptor, path
 
     @classmethod
     def open(cls, path: Path, *, resume: bool) -> Self:
         """A new log, or the end of one that is there; resuming where there is none begins one.
 
         Raises:
-            ValueError: what is to be resumed is no log, or of another version.
+            ValueError: what is to be resumed is no log, of another version, or written by another process now.
             FileExistsError: what is to be new is there.
             OSError: it cannot be written.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not resume or not path.exists():
-            return cls(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644))
-        whole = read_run(path).n_bytes
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
-        os.ftruncate(descriptor, whole)
-        return cls(descriptor)
+        flags = os.O_APPEND if resume and path.exists() else os.O_APPEND | os.O_CREAT | os.O_EXCL
+        log = cls(os.open(path, os.O_WRONLY | flags, 0o644), path)
+        try:
+            log._lock()
+            os.ftruncate(log._descriptor, read_run(path).n_bytes)
+        except BaseException:
+            log.close()
+            raise
+        return log
 
     def write(self, record: Record) -> None:
         """Append the record's line, or nothing of it.
@@ -76,12 +82,20 @@ class LogFile:
         try:
             while line:  # a disk takes some of a line before it says that it is full
                 line = line[os.write(self._descriptor, line) :]
-        except OSError:
+        except OSError as error:
             os.ftruncate(self._descriptor, start)
-            raise
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{self._path} is being written by another process") from None
+        except OSError:  # of a file system that has no locks
+            pass
 
 
 class RunLog:
@@ -100,7 +114,11 @@ class RunLog:
             self._watch.see(step)
 
     def write(self, record: Record) -> None:
-        """Say it now."""
+        """Say it now.
+
+        Raises:
+            OSError: a sink cannot take the options.
+        """
         with self._lock:
             self._hand(record, self._sinks)
             for outlier in self._watch.see(record) if isinstance(record, Step) else ():
@@ -127,6 +145,8 @@ class RunLog:
             try:
                 sink.write(record)
             except OSError as error:
+                if isinstance(record, Options):
+                    raise
                 if sink not in self._failing:
                     self._failing.append(sink)
                     fault = f"{type(sink).__name__} cannot be written and will lack lines: {error.strerror or error}"

@@ -24,7 +24,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -96,6 +96,10 @@ class Outcome:
     complaint: str | None
 
 
+class RankAlone(ValueError):
+    """A fault of one rank's data, of which the others know nothing."""
+
+
 def train(options: TrainOptions, rank: Rank, *sinks: Sink) -> Outcome:
     """Make the steps that are still to be made; a collective.
 
@@ -106,6 +110,7 @@ def train(options: TrainOptions, rank: Rank, *sinks: Sink) -> Outcome:
         ValueError: options, data, folder, weights or device do not serve, or the run has made more steps already; one
             sentence, before anything is changed.
             From a run under way: its data hold what is no token; what was learned is saved.
+        RankAlone: the same where there are several ranks, on one of them; what the last checkpoint lacks is lost.
         OSError: something cannot be read, or the log not be written.
         NoneWhole: the folder has checkpoints, all of them damaged.
         NonFiniteStep: a loss or a gradient is not finite; checkpoints are as they were.
@@ -120,11 +125,13 @@ def run_prepared(prepared: Prepared, rank: Rank, *sinks: Sink, ends_at: float | 
     Args:
         ends_at: when to save and end, by ``time.monotonic``.
     """
-    options = prepared.options
     with ExitStack() as stack:
         stack.enter_context(prepared.loader)
-        first_step = _resume(prepared)
-        log = stack.enter_context(_open_log(options, first_step, sinks))
+        passed_over: list[str] = []
+        first_step = _resume(prepared, passed_over.append)
+        log = stack.enter_context(_open_log(prepared, first_step, sinks))
+        for sentence in passed_over:
+            log.say(sentence, "warning")
         _introduce(prepared, rank, log, first_step)
         stop = stack.enter_context(StopRequests(ends_at))
         told = rank.device if rank.rank == 0 else torch.device("cpu")  # of which there is nothing to tell
@@ -133,12 +140,12 @@ def run_prepared(prepared: Prepared, rank: Rank, *sinks: Sink, ends_at: float | 
         return _Run(prepared, rank, log, saver, first_step).to_the_end(stop, gpu)
 
 
-def _resume(prepared: Prepared) -> int:
-    """Take up the newest checkpoint; returns the steps that it has made, 0 if there is none."""
+def _resume(prepared: Prepared, tell: Callable[[str], None]) -> int:
+    """Take up the newest checkpoint that is whole; returns the steps that it has made, 0 if there is none."""
     step, options = prepared.step, prepared.options
     groups: list[dict[str, Any]] = step.optimizer.param_groups
     asked = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    found = resume_checkpoint(options.out, step.model, step.optimizer)
+    found = resume_checkpoint(options.out, step.model, step.optimizer, tell=tell)
     if found is None:
         return 0
     if found.step > prepared.n_steps:
@@ -155,15 +162,23 @@ def _saver(prepared: Prepared) -> BackgroundSaver:
     return BackgroundSaver(options.out, step.model, step.optimizer, keep_last=keep_last, keep_every=keep_every)
 
 
-def _open_log(options: TrainOptions, first_step: int, sinks: Sequence[Sink]) -> RunLog:
-    """The first rank's log, to which the others have nothing to say; a collective, as it may fail there."""
+def _open_log(prepared: Prepared, first_step: int, sinks: Sequence[Sink]) -> RunLog:
+    """The first rank's log, begun, to which the others have nothing to say; a collective, as it may fail there."""
+    options = prepared.options
     logs, path = [RunLog()], options.out / LOG
+    asked = Options(asdict(options), asdict(TrainOptions.default(options.device)), prepared.n_steps, first_step)
 
     def open_it() -> None:
         made = read_run(path).all(Step) if path.exists() else ()
         earlier = [step for step in made if step.step < first_step]
         trackers = trackers_of(options, first_step)
-        logs[0] = RunLog(LogFile.open(path, resume=True), *sinks, *trackers, earlier=earlier)
+        log = RunLog(LogFile.open(path, resume=True), *sinks, *trackers, earlier=earlier)
+        try:
+            log.write(asked)
+        except OSError:
+            log.close()
+            raise
+        logs[0] = log
 
     on_rank_0(open_it)
     return logs[0]
@@ -172,7 +187,6 @@ def _open_log(options: TrainOptions, first_step: int, sinks: Sequence[Sink]) -> 
 def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> None:
     """Say what the run is."""
     options, config, dataset = prepared.options, prepared.config, prepared.dataset
-    log.write(Options(asdict(options), asdict(TrainOptions.default(options.device)), prepared.n_steps, first_step))
     cuda = rank.device.type == "cuda"
     name = torch.cuda.get_device_name(rank.device) if cuda else host_name()
     memory = torch.cuda.get_device_properties(rank.device).total_memory if cuda else None
@@ -239,10 +253,12 @@ class _Run:
             self._fail(error)
             raise
         except ValueError as error:  # of the data: tokens that no step has seen
-            if self._rank.world_size == 1:  # other ranks know nothing of it
-                self._tell(deferred.flush(), self._made - 1)
-                if self._options.save_every is not None and self._made > self._saved_step:
-                    self._save()
+            if self._rank.world_size > 1:
+                self._fail(error)
+                raise RankAlone(f"rank {self._rank.rank}: {error}") from error
+            self._tell(deferred.flush(), self._made - 1)
+            if self._options.save_every is not None and self._made > self._saved_step:
+                self._save()
             self._fail(error)
             raise
         self._tell_saves(self._saver.wait())

@@ -176,11 +176,10 @@ def die_while_saving(rank: Rank, folder):
     trained = Trained("torch")
     trained.step()
 
-    class Dying(dcp.FileSystemWriter):
-        def finish(self, *args, **kwargs):
-            os.kill(os.getpid(), signal.SIGKILL)
+    def die(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    dcp.FileSystemWriter = Dying
+    dcp.FileSystemWriter.finish = die
     save_checkpoint(folder / "torch", trained.fsdp, trained.optimizer, 9)
 
 

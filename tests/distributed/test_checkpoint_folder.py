@@ -4,14 +4,15 @@ import errno
 import itertools
 import json
 import os
+import resource
 import sys
 import time
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from cs336_systems.distributed.checkpoint import MARKER, complete_checkpoints, load_checkpoint, save_checkpoint
@@ -176,17 +177,27 @@ def test_the_previous_layout_is_named(run):
         run.load()
 
 
-def test_a_rank_that_cannot_write(run, monkeypatch):
-    run.save(1)
+@contextmanager
+def full_disk(n_bytes):
+    """No file can grow beyond so many bytes, which fails as on a disk that is full, in other words."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    class Full(dcp.FileSystemWriter):
-        def write_data(self, plan, planner):
-            raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="step-00000002.tmp could not be written: rank 0"):
-        patch.setattr(dcp, "FileSystemWriter", Full)
-        run.save(2)
-    assert run.load() == 1
+def test_a_disk_that_is_full_is_said_and_not_kept_full(run):
+    """Whichever file comes to its end: what is left of it has the name of none, and takes no place."""
+    sizes = [file.stat().st_size for file in run.save(1).iterdir()]
+    run.save(1)  # so that the one before is gone
+    for n_bytes in [0, min(sizes) // 2, *(size - 1 for size in sizes)]:
+        with full_disk(n_bytes), pytest.raises(OSError, match=os.strerror(errno.EFBIG)) as failure:
+            run.save(2)
+        assert "\n" not in str(failure.value)
+        assert run.names() == ["step-00000001"]
+        assert run.load() == 1
     run.save(2)
     assert run.names() == ["step-00000001", "step-00000002"]
 

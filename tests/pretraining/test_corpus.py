@@ -66,6 +66,13 @@ def test_a_text_too_large_for_one_document_asks_for_a_separator(tmp_path, monkey
         texts(tmp_path / "a.txt", separator="")
 
 
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.zst"])
+def test_what_is_compressed_is_not_read_as_text(tmp_path, name):
+    (tmp_path / name).write_bytes(b"\x1f\x8b\x08\x00")
+    with pytest.raises(ValueError, match=f"{name} is compressed: unpack it first"):
+        texts(tmp_path / name)
+
+
 def test_lines_of_json(tmp_path):
     path = tmp_path / "a.jsonl"
     rows = [

@@ -73,9 +73,12 @@ def test_what_a_file_cannot_say(content, message, tmp_path):
     assert "\n" not in str(refusal.value)
 
 
-def test_a_file_must_be_named_and_there(tmp_path):
+def test_one_file_must_be_named_and_there(tmp_path):
     with pytest.raises(ValueError, match="--config needs a file"):
         from_file(PLAIN, ["--config"])
+    (tmp_path / "run.toml").write_text("seed = 1")
+    with pytest.raises(ValueError, match="--config is given twice: one file has all options"):
+        from_file(PLAIN, ["--config", str(tmp_path / "run.toml"), "--seed", "2", "--config=other.toml"])
     with pytest.raises(FileNotFoundError):
         from_file(PLAIN, ["--config", str(tmp_path / "nowhere.toml")])
 
@@ -110,9 +113,9 @@ def test_a_file_must_be_named_and_there(tmp_path):
         ({"save_every": None}, "--save-every None leaves no checkpoint to be exported: --no-export does without"),
         ({"recompute": "some"}, "unknown checkpoint policy 'some': known are"),
         ({"recompute": "fulll"}, "unknown checkpoint policy 'fulll': did you mean 'full'? known are none, full"),
-        ({"recompute": "swiglu"}, "--recompute swiglu is --keep all-swiglu: blocks that are written out choose what"),
-        ({"recompute": "att"}, "--recompute att is --keep all-qkv-attention:"),
-        ({"recompute": "block"}, "--recompute block is --keep input:"),
+        ({"recompute": "swiglu-norn"}, "unknown checkpoint policy 'swiglu-norn'"),
+        ({"recompute": "swiglu", "keep": "all"}, "--recompute swiglu is --keep all-swiglu: give one of them"),
+        ({"recompute": "block", "keep": "autograd"}, "--recompute block is --keep input: give one of them"),
         ({"keep": "everything"}, "unknown level"),
         ({"keep": "nosuch"}, "unknown level 'nosuch' in what to keep, 'nosuch': known are"),
         ({"kernels": "fused", "keep": "autograd"}, "kernels fused with keep autograd"),
@@ -137,6 +140,21 @@ def test_what_does_not_go_is_said(changes, message):
         replace(PLAIN, **changes).check()
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "keep"),
+    [
+        *(("swiglu", "all-swiglu"), ("norm", "all-norm"), ("ffn", "all-ffn"), ("qkv", "all-qkv")),
+        *(("att", "all-qkv-attention"), ("norm-swiglu", "all-norm-swiglu"), ("block", "input")),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_blocks_compute_again_is_what_they_do_not_keep(device, recompute, keep):
+    options = replace(TrainOptions.default(device), recompute=recompute)
+    options.check()
+    config = resolve_size("tiny")
+    assert options.training_case(config, 1) == replace(options, recompute="none", keep=keep).training_case(config, 1)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -161,6 +161,19 @@ def test_resuming_without_a_log_begins_one_and_a_new_run_never_writes_into_anoth
     assert len(read_run(path).records) == len(list(opening(3)))
 
 
+def test_two_processes_do_not_write_one_log(path):
+    with RunLog(LogFile.open(path, resume=False)) as log:
+        log.write(next(opening(3)))
+        with path.open("ab") as file:
+            file.write(b'{"kind": "st')  # a line that the first is writing
+        before = path.read_bytes()
+        with pytest.raises(ValueError, match=r"log.jsonl is being written by another process$"):
+            LogFile.open(path, resume=True)
+        assert path.read_bytes() == before
+    LogFile.open(path, resume=True).close()
+    assert path.read_bytes() == before[:-12]
+
+
 def test_a_log_begins_with_options(path):
     with RunLog(LogFile.open(path, resume=False)) as log, pytest.raises(AssertionError, match="begins with options"):
         log.write(STEP)
@@ -234,6 +247,21 @@ def test_a_full_disk_is_told_once_and_leaves_whole_lines(path, monkeypatch):
     told = [record.text for record in kept if isinstance(record, Message)]
     assert told == ["LogFile cannot be written and will lack lines: No space left on device"]
     assert kept.closed
+
+
+def test_a_session_that_cannot_begin_its_log_is_none(path, monkeypatch):
+    """Else its steps would follow those that it makes again, as if all were of one session."""
+    write(path, *opening(3), STEP)
+    before = path.read_bytes()
+
+    def full(descriptor, line):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with RunLog(LogFile.open(path, resume=True)) as log, monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space left on device: .*log.jsonl"):
+            log.write(next(opening(3, first_step=1)))
+    assert path.read_bytes() == before
 
 
 def test_outliers_follow_their_step_into_every_sink_and_a_resumed_run_remembers(path):

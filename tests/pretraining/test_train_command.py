@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
@@ -22,6 +23,7 @@ from cs336_systems.distributed.process_group import joined
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.pretraining import preparation
 from cs336_systems.pretraining.checkpoint import load_trained, load_weights
+from cs336_systems.pretraining.loader import epoch_order
 from cs336_systems.pretraining.run_log import LOG
 from cs336_systems.pretraining.run_reader import read_run
 from cs336_systems.pretraining.run_records import End
@@ -153,6 +155,27 @@ def _newest(folder):
     return int(found[-1].name.removeprefix("step-")) if found else 0
 
 
+@pytest.mark.slow
+def test_a_fault_of_one_rank_is_said_by_it(tmp_path):
+    """The second of two has the broken token, of its half of the third batch."""
+    write_dataset(tmp_path / "data")
+    tokens = np.memmap(tmp_path / "data" / "train-00000.bin", "<u4", "r+", offset=1024)
+    tokens[16 * epoch_order(249, seed=0, epoch=0)[2 * 8 + 5] + 5] = 77_777
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "scripts/train.py")]
+    asked = ["--out", "run", "--batch-size", "4", "--steps", "9", "--save-every", "2", "--evaluate-every", "None"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, *command, *SMALL, *asked],
+        **{"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 120, "check": False},
+    )
+    assert ended.returncode == 1
+    said = [line for line in ended.stderr.splitlines() if line.startswith("train: ")]
+    assert len(said) == 1
+    assert re.match(
+        r"train: rank 1: token 77777 is beyond the model's vocabulary of 320: data/train-00000.bin", said[0]
+    )
+
+
 @pytest.fixture
 def main(load_script, monkeypatch, tmp_path, capfd):
     """Runs the command in this process; returns code, stdout and stderr."""
@@ -217,6 +240,13 @@ def test_bad_input_is_one_sentence_and_code_2(main, tmp_path, arguments, message
     assert err.startswith("train: ")
     assert err.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_each_node_says_what_it_lacks(main, monkeypatch):
+    monkeypatch.setenv("RANK", "2")
+    for local_rank, said in (("0", "train: nowhere.toml: No such file or directory\n"), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert main("--config", "nowhere.toml") == (2, "", said)
 
 
 def test_damaged_checkpoints_are_said_and_left(main, tmp_path):

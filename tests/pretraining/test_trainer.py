@@ -18,7 +18,7 @@ from cs336_systems.config import resolve_size
 from cs336_systems.distributed import background_checkpoint
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import joined
-from cs336_systems.pretraining import trainer
+from cs336_systems.pretraining import run_log, trainer
 from cs336_systems.pretraining.checkpoint import load_weights
 from cs336_systems.pretraining.export import export
 from cs336_systems.pretraining.loader import epoch_order
@@ -101,6 +101,20 @@ def test_a_run_that_resumes_is_the_run_that_was_not_interrupted(whole, alone, se
     assert not list((tmp_path / "run").glob(".*"))
 
 
+def test_a_damaged_checkpoint_is_passed_over_which_the_log_says(whole, alone, tmp_path, recwarn):
+    shutil.copytree(whole / "run", tmp_path / "run")
+    for later in (9, 10):
+        shutil.rmtree(tmp_path / "run" / f"step-{later:08d}")
+    with next((tmp_path / "run" / "step-00000008").glob("*.distcp")).open("r+b") as file:
+        file.seek(5000)
+        file.write(b"other")
+    assert train(options(tmp_path, data=whole / "data", save_every=None, export=False), alone).first_step == 7
+    (said,) = read_run(tmp_path / "run" / LOG).all(Message)
+    assert (said.level, said.text.endswith(".distcp have changed since they were written")) == ("warning", True)
+    assert "step-00000008" in said.text and not recwarn.list
+    assert losses_and_norms(tmp_path / "run") == losses_and_norms(whole / "run")
+
+
 def test_a_run_that_is_done_is_left_as_it_is(whole, alone):
     before = losses_and_norms(whole / "run")
     outcome = train(options(whole), alone)
@@ -111,7 +125,7 @@ def test_a_run_that_is_done_is_left_as_it_is(whole, alone):
 def test_hyperparameters_are_those_of_the_command_that_resumes(whole, alone):
     prepared = prepare(options(whole, steps=12, weight_decay=0.3, betas=(0.5, 0.6), eps=1e-3), alone)
     with prepared.loader:
-        assert trainer._resume(prepared) == 10
+        assert trainer._resume(prepared, pytest.fail) == 10
     matrices, others = prepared.step.optimizer.param_groups
     assert (matrices["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
     assert all((group["betas"], group["eps"]) == ((0.5, 0.6), 1e-3) for group in (matrices, others))
@@ -130,6 +144,10 @@ def test_what_a_block_keeps_and_computes_again_changes_no_bit(whole, alone, tmp_
         found[keep] = losses_and_norms(tmp_path / keep)
         assert_equal_weights(tmp_path / keep, tmp_path / "input")
     assert all(one == found["input"] for one in found.values())
+    for recompute in ("block", "norm-swiglu", "ffn", "att"):
+        out = tmp_path / f"again-{recompute}"
+        train(options(tmp_path, data=whole / "data", out=out, recompute=recompute), alone)
+        assert losses_and_norms(out) == found["input"]
     train(options(tmp_path, data=whole / "data", out=tmp_path / "full", recompute="full"), alone)
     assert losses_and_norms(tmp_path / "full") == losses_and_norms(whole / "run")
 
@@ -323,6 +341,20 @@ def test_a_checkpoint_waits_for_the_one_before_and_a_long_wait_is_said(whole, al
     said = [message.text.split(" waited ") for message in run.all(Message)]
     assert [step for step, _ in said] == ["step 6", "step 9"]  # the last one has to wait
     assert said[0][1].endswith(" s for the checkpoint before to be written: --save-every 3 is too often")
+
+
+def test_where_the_log_cannot_go_on_nor_does_the_run(whole, alone, tmp_path, monkeypatch):
+    shutil.copytree(whole / "run", tmp_path / "run")
+    before = (tmp_path / "run" / LOG).read_bytes()
+
+    def full(descriptor, line):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_log.os, "write", full)
+    with pytest.raises(OSError, match="No space left on device: .*log.jsonl"):
+        train(options(tmp_path, data=whole / "data", steps=12), alone)
+    assert (tmp_path / "run" / LOG).read_bytes() == before
+    assert load_weights(tmp_path / "run").step == 10
 
 
 @pytest.mark.parametrize(

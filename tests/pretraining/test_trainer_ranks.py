@@ -80,6 +80,15 @@ def test_ranks_and_resharding_change_no_more_than_another_order_of_addition(trai
 
 
 @pytest.mark.slow
+def test_losses_of_all_levels_are_the_same_bits(trained, budget):
+    """As long as nothing is clipped: norms, sums over shards, are rounded in another order."""
+    losses, norms = torch.stack([values(trained / f"two-{zero}") for zero in ZEROS]).unbind(-1)
+    assert (norms < options(trained).clip).all()
+    assert (losses == losses[0]).all()
+    assert ((norms - norms[0]).abs() <= budget[:, 1]).all()
+
+
+@pytest.mark.slow
 def test_gradients_that_are_freed_are_the_same_numbers(trained):
     """One micro-batch a step; of several each one is averaged by itself."""
     assert losses_and_norms(trained / "two-2") == losses_and_norms(trained / "two-1")
