@@ -35,9 +35,9 @@ class Levels:
     products: int
 
 
-def level_steps(pairs: int, steps: int = 16) -> list[Levels]:
-    """From input to attention, then to products, in so many steps each."""
-    up = sorted({pairs * i // steps for i in range(steps + 1)})
+def level_steps(pairs: int) -> list[Levels]:
+    """From input to attention, then to products, in sixteen steps each."""
+    up = sorted({pairs * i // 16 for i in range(17)})
     return [Levels(n, 0) for n in up] + [Levels(pairs, n) for n in up[1:]]
 
 

@@ -76,7 +76,6 @@ class Workload:
 class FsdpStep:
     """One step of FSDP on so many devices."""
 
-    n_devices: int
     compute_s: float
     communication_s: float
     tokens_per_device: float
@@ -100,7 +99,6 @@ def fsdp_step(workload: Workload, n_devices: int, device: Device) -> FsdpStep:
     weights = BYTES_PER_ELEMENT * workload.n_parameters
     sent = sum(cost(name, n_devices, weights).wire_bytes for name in ("all_gather", "all_gather", "reduce_scatter"))
     return FsdpStep(
-        n_devices,
         flops / device.flops_per_s,
         sent / device.egress(n_devices),
         workload.batch_tokens / n_devices,
