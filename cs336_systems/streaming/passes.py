@@ -226,7 +226,7 @@ class Passes:
         """q | k | v (n, P) of a chunk, from its slots."""
         d_model, rows = self.config.d_model, self.chunks.n_tokens
         q = self._of(operation, "products")["q"]
-        joined = q.new_empty(rows, d_model + 2 * self.config.d_kv)
+        joined = q.new_empty(rows, self.config.d_qkv)
         joined[:, :d_model].copy_(q)
         joined[:, d_model:].copy_(self._of(operation, "context")["keys_values"].view(rows, -1))
         return joined
