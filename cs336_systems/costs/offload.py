@@ -8,7 +8,7 @@
 ``m-v-residual`` names several. No choice changes a bit of what is computed.
 
 On an H200 Qwen2.5-14B (two micro-batches of 16 sequences of 1,024, ``keep`` input) trains at 4,595 tokens/s in 66.1 GiB
-with m and v on the host. Gradients on the host pass their tests there (``profiles/gpu_tests.md``).
+with m and v on the host. Gradients on the host have passed their tests there (``profiles/gpu_tests.md``).
 """
 
 from cs336_systems.case import TrainingCase
