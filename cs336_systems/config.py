@@ -93,10 +93,15 @@ class ModelConfig:
         return self.kv_heads * self.d_head
 
     @property
+    def d_qkv(self) -> int:
+        """Width of query, key and value beside each other."""
+        return self.d_model + 2 * self.d_kv
+
+    @property
     def n_block_parameters(self) -> int:
         """Parameters of one Transformer block: four attention projections, three SwiGLU matrices, two norms."""
         attention = 2 * self.d_model**2 + 2 * self.d_model * self.d_kv
-        biases = (self.d_model + 2 * self.d_kv) if self.qkv_bias else 0
+        biases = self.d_qkv if self.qkv_bias else 0
         return attention + biases + 3 * self.d_model * self.d_ff + 2 * self.d_model
 
     @property

@@ -82,6 +82,13 @@ class Hardware:
             raise ValueError(f"no matmul dtype {dtype!r}; allowed: {', '.join(MATMUL_DTYPES)}")
         return self.peak_flops.get(dtype)
 
+    def peaks(self, dtype: str) -> tuple[float, float]:
+        """Dense matmul FLOP/s of `dtype`, and bytes/s of memory; ValueError where one is not published."""
+        flops_per_s = self.peak(dtype)
+        if flops_per_s is None or self.memory_bytes_per_s is None:
+            raise ValueError(f"no peaks are published for {self.name}, {dtype}")
+        return flops_per_s, self.memory_bytes_per_s
+
 
 def _gpu(
     name: str,

@@ -5,21 +5,17 @@ from cs336_systems.blocks.block import backward, forward, recall
 from cs336_systems.blocks.head import head_ops
 from cs336_systems.blocks.named import block_ops, block_products
 from cs336_systems.blocks.ops import BlockOps
-from cs336_systems.blocks.products import STORED, Products
-from cs336_systems.blocks.quantized import QuantizedProducts, Quantizers
+from cs336_systems.blocks.quantized import QuantizedProducts
 from cs336_systems.blocks.reference import REFERENCE
 from cs336_systems.blocks.saved import Saved
 from cs336_systems.blocks.weights import BlockGradients, BlockWeights, merge_
 
 __all__ = [
     "REFERENCE",
-    "STORED",
     "BlockGradients",
     "BlockOps",
     "BlockWeights",
-    "Products",
     "QuantizedProducts",
-    "Quantizers",
     "Saved",
     "WrittenOutBlock",
     "backward",

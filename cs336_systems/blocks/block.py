@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from cs336_systems.blocks.ops import BlockOps
-from cs336_systems.blocks.products import NONE, OPERANDS, STORED, Maxima, Operand, Products
+from cs336_systems.blocks.products import NONE, STORED, Maxima, Operand, Products
 from cs336_systems.blocks.saved import Saved
 from cs336_systems.blocks.weights import BlockGradients, BlockWeights
 from cs336_systems.config import ModelConfig
-from cs336_systems.costs.kept import KEPT
+from cs336_systems.costs.kept import KEPT, OPERANDS
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,6 @@ from torch import Tensor
 
 from cs336_systems.blocks.ops import BlockOps
 
-OPERANDS = ("normed1", "normed2", "product")
-"""Of what a block may keep, those that nothing but products reads."""
-
 
 @dataclass(frozen=True)
 class Operand:
@@ -123,7 +120,7 @@ class Products:
         ops.weight_backward_(gradient, dy, x, accumulate)
 
     def kept(self, name: str, operand: Operand) -> dict[str, Tensor]:
-        """What is kept of one of ``OPERANDS``, by names in ``costs.kept.KEPT``."""
+        """What is kept of one of ``costs.kept.OPERANDS``, by names in ``KEPT``."""
         return {name: operand.rows}
 
     def recall(self, name: str, tensors: Mapping[str, Tensor]) -> Operand:

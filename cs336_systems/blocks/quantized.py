@@ -1,6 +1,6 @@
 """The four matrix products of a block in fp8: operands are quantized, results have the block's dtype.
 
-    products = QuantizedProducts(Recipe("e4m3"), REFERENCE_QUANTIZERS)
+    products = block_products("reference", Recipe("e4m3"))
     y = forward(x, weights, saved, REFERENCE, config, cos, sin, products=products)
 
 Scales are current: of the tensor at hand. Fp8 products on Hopper sum over the last dimension of both operands, so a
@@ -34,6 +34,7 @@ from torch import Tensor
 from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.products import NONE, Maxima, Operand, Products
 from cs336_systems.config import Recipe
+from cs336_systems.costs.kept import SCALED_BLOCK
 
 ACTIVATIONS = ("normed1", "attended", "normed2", "product")
 GRADIENTS = ("dy", "dgate_up", "dresidual", "dqkv")
@@ -317,5 +318,10 @@ def _emulated(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: 
 
 
 def _unscaled(x: Quantized, dtype: torch.dtype) -> Tensor:
-    """Values times the scale of their 128 numbers."""
-    return x.values.to(dtype) * x.scale.repeat_interleave(128, dim=1)[:, : x.values.shape[1]]
+    """Values times the scale of their block."""
+    return x.values.to(dtype) * spread(x.scale, x.values.shape[1])
+
+
+def spread(scale: Tensor, width: int) -> Tensor:
+    """Scales by block, (M, K / 128) rounded up, as one for each number: (M, K) of this width."""
+    return scale.repeat_interleave(SCALED_BLOCK, dim=1)[:, :width]

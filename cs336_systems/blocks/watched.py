@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from cs336_systems.blocks.autograd import WrittenOutBlock
 from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.products import Maxima, Operand, Products
-from cs336_systems.blocks.quantized import Quantized, QuantizedProducts
+from cs336_systems.blocks.quantized import Quantized, QuantizedProducts, spread
 
 _AT_ONCE = 2**23
 """Elements, of which copies in fp32 are made."""
@@ -128,7 +128,7 @@ def _counted(x_RK: Tensor, quantized: Quantized) -> Tensor:
         if scale.dim() == 2:
             scale = scale[some]
         if scale.dim() == 2 and scale.shape[1] > 1:
-            scale = scale.repeat_interleave(128, dim=1)[:, :width]
+            scale = spread(scale, width)
         zeroed, cut_off = (values == 0) & (x != 0), x > scale * (torch.finfo(quantized.values.dtype).max * _ROUNDING)
         parts.append(torch.stack([x.amax().double(), zeroed.sum().double(), cut_off.sum().double()]))
     absmax, *counts = torch.stack(parts).unbind(1)

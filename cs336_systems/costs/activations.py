@@ -146,13 +146,13 @@ def block_cast_bytes(config: ModelConfig, precision: Precision) -> int:
     if not precision.autocast:
         return 0
     norms = 2 * config.d_model
-    biases = config.d_model + 2 * config.d_kv if config.qkv_bias else 0
+    biases = config.d_qkv if config.qkv_bias else 0
     return (config.n_block_parameters - norms - biases) * precision.matmul_bytes
 
 
 def qkv_cast_bytes(config: ModelConfig, precision: Precision) -> int:
     """Of those, what is left when backward has reached the scores: the matrices of queries, keys and values."""
-    return (config.d_model + 2 * config.d_kv) * config.d_model * precision.matmul_bytes if precision.autocast else 0
+    return config.d_qkv * config.d_model * precision.matmul_bytes if precision.autocast else 0
 
 
 def head_cast_bytes(config: ModelConfig, precision: Precision) -> int:

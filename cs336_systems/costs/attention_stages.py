@@ -23,11 +23,6 @@ class StageWork:
     flops: int
     n_bytes: int
 
-    @property
-    def intensity(self) -> float:
-        """FLOPs per byte."""
-        return self.flops / self.n_bytes
-
 
 @dataclass(frozen=True)
 class AttentionStages:

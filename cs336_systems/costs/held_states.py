@@ -20,10 +20,10 @@ SLOT_ELEMENTS = 64
 
 def block_pieces(config: ModelConfig, width: int) -> dict[str, int]:
     """A block's weights as they lie in memory, and its gradients: matrices that are multiplied together as one."""
-    d_model, qkv = config.d_model, config.d_model + 2 * config.d_kv
-    vectors = {"ln1": d_model, "ln2": d_model} | ({"qkv_bias": qkv} if config.qkv_bias else {})
+    d_model = config.d_model
+    vectors = {"ln1": d_model, "ln2": d_model} | ({"qkv_bias": config.d_qkv} if config.qkv_bias else {})
     matrices = {
-        "qkv": qkv * d_model,
+        "qkv": config.d_qkv * d_model,
         "output": d_model * d_model,
         "gate_up": 2 * config.d_ff * d_model,
         "down": config.d_ff * d_model,

@@ -87,6 +87,8 @@ KEPT = (
     ),
 )
 """In the order of their levels."""
+OPERANDS = tuple(row.name for row in KEPT if row.operand)
+"""Of what a block may keep, those that nothing but products reads."""
 
 
 def kept_names(keep: str, *, quantized: bool = False) -> tuple[str, ...]:
@@ -183,7 +185,7 @@ def _sizes(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, int]
         "S": seq_len,
         "R": batch_size * seq_len,
         "D": config.d_model,
-        "P": config.d_model + 2 * config.d_kv,
+        "P": config.d_qkv,
         "H": config.n_heads,
         "F": config.d_ff,
         "2F": 2 * config.d_ff,

@@ -50,11 +50,6 @@ def parameter_bytes(config: ModelConfig, precision: Precision) -> int:
     return config.n_parameters * precision.parameter_bytes
 
 
-def adamw_state_bytes(config: ModelConfig, precision: Precision) -> int:
-    """Two moments per parameter, in the parameter's dtype."""
-    return 2 * parameter_bytes(config, precision)
-
-
 def adamw_traffic_bytes(config: ModelConfig, precision: Precision) -> int:
     """Least bytes that one AdamW step moves: reads parameter, gradient, both moments; writes all but the gradient."""
     return 7 * parameter_bytes(config, precision)

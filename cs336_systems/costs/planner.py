@@ -23,6 +23,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, product
 
 from cs336_systems.case import TrainingCase
@@ -30,7 +31,7 @@ from cs336_systems.costs.checkpointing import SELECTIVE
 from cs336_systems.costs.flops import hardware_flops
 from cs336_systems.costs.kept import LEVELS, SWITCHES, keep_of_blocks, kept_names
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, peak_memory
-from cs336_systems.costs.offload import offloaded, state_bytes
+from cs336_systems.costs.offload import offloaded, state_bytes_per_parameter
 from cs336_systems.costs.recomputed import WORDS, recomputed
 from cs336_systems.costs.written_out import written_out_peak
 from cs336_systems.hardware import GIB, find_hardware
@@ -171,61 +172,62 @@ def cheapest_keep(
         ValueError: no choice fits, and the message names the smallest predicted peak; or an unknown mode, optimizer or
             attention, or a dtype with autocast.
     """
-    hardware = find_hardware("NVIDIA H200")
-    assert hardware is not None
-    config = case.config
-    step_flops = hardware_flops(*case.work, mode, attention="flash")
-    backward = mode != "forward"
-
-    def choice_of(keep: str) -> KeepChoice:
-        peak = written_out_peak(
-            *case.work,
-            case.precision,
-            mode,
-            keep=keep,
-            chunk=chunk,
-            attention=case.attention,
-            optimizer=case.optimizer,
-            recipe=case.recipe,
-            n_shards=n_shards,
-            prefetch=case.parallel.prefetch,
-            update=case.parallel.update,
-            states=state_bytes(case),
-            away=offloaded(case),
-            device_type=case.device,
-            workspace_bytes=workspace_bytes,
-        )
-        blocks = Counter(keep_of_blocks(keep, config.n_layers)) if backward else Counter()
-        again = {each: recomputed(*case.work, case.precision, each) for each in blocks}
-        names = {name for each in again.values() for name in each.names}
-        return KeepChoice(
-            keep,
-            peak.n_bytes,
-            peak.moment,
-            tuple(name for name in WORDS if name in names),
-            sum(n * again[each].flops for each, n in blocks.items()),
-            step_flops,
-            sum(n * again[each].traffic_bytes for each, n in blocks.items()),
-            sum(n * again[each].seconds(hardware, case.precision.matmul_dtype) for each, n in blocks.items()),
-        )
-
+    choice_of = partial(_keep_choice, case, mode, chunk=chunk, workspace_bytes=workspace_bytes, n_shards=n_shards)
     choices = [choice_of(keep) for keep in candidate_keeps()]
     fitting = [choice for choice in choices if choice.peak_bytes <= budget_bytes]
     if not fitting:
         least = min(choices, key=lambda choice: choice.peak_bytes)
         raise ValueError(
-            f"nothing that blocks may keep fits {budget_bytes / GIB:.4g} GiB for {config.name}, batch "
+            f"nothing that blocks may keep fits {budget_bytes / GIB:.4g} GiB for {case.config.name}, batch "
             f"{case.batch_size}, context {case.context_length}, {case.dtype}, {mode}: the smallest predicted peak is "
             f"{least.peak_bytes / GIB:.4g} GiB ({least.moment}), with keep {least.keep}"
         )
-    if mixed and backward:
+    if mixed and mode != "forward":
         best = _best_of_their_size(choices)
         for more, less in product(best, best):
             if more.peak_bytes > budget_bytes >= less.peak_bytes:
-                mixes = [f"{n}x{more.keep}+{less.keep}" for n in range(1, config.n_layers)]
+                mixes = [f"{n}x{more.keep}+{less.keep}" for n in range(1, case.config.n_layers)]
                 n_fit = bisect_right(mixes, budget_bytes, key=lambda keep: choice_of(keep).peak_bytes)
                 fitting += [choice_of(keep) for keep in mixes[max(0, n_fit - 1) : n_fit]]
     return min(fitting, key=lambda choice: (choice.seconds, choice.peak_bytes))
+
+
+def _keep_choice(
+    case: TrainingCase, mode: str, keep: str, *, chunk: int, workspace_bytes: int, n_shards: int
+) -> KeepChoice:
+    """What blocks keep, with its costs; arguments as of ``cheapest_keep``."""
+    hardware = find_hardware("NVIDIA H200")
+    assert hardware is not None
+    peak = written_out_peak(
+        *case.work,
+        case.precision,
+        mode,
+        keep=keep,
+        chunk=chunk,
+        attention=case.attention,
+        optimizer=case.optimizer,
+        recipe=case.recipe,
+        n_shards=n_shards,
+        prefetch=case.parallel.prefetch,
+        update=case.parallel.update,
+        states=state_bytes_per_parameter(case),
+        away=offloaded(case),
+        device_type=case.device,
+        workspace_bytes=workspace_bytes,
+    )
+    blocks = Counter(keep_of_blocks(keep, case.config.n_layers)) if mode != "forward" else Counter()
+    again = {each: recomputed(*case.work, case.precision, each) for each in blocks}
+    names = {name for each in again.values() for name in each.names}
+    return KeepChoice(
+        keep,
+        peak.n_bytes,
+        peak.moment,
+        tuple(name for name in WORDS if name in names),
+        sum(n * again[each].flops for each, n in blocks.items()),
+        hardware_flops(*case.work, mode, attention="flash"),
+        sum(n * again[each].traffic_bytes for each, n in blocks.items()),
+        sum(n * again[each].seconds(hardware, case.precision.matmul_dtype) for each, n in blocks.items()),
+    )
 
 
 def _best_of_their_size(choices: list[KeepChoice]) -> list[KeepChoice]:

@@ -28,7 +28,7 @@ def quantizing_bytes(config: ModelConfig, keep: str, element_bytes: int = 2) -> 
     names, e = kept_names(keep), element_bytes
     if missing := {"attended", "qkv", "residual", "gate_up"}.difference(names):
         raise ValueError(f"keep {keep} computes {', '.join(sorted(missing))} again: not counted here")
-    d, d_qkv, d_ff = config.d_model, config.d_model + 2 * config.d_kv, config.d_ff
+    d, d_qkv, d_ff = config.d_model, config.d_qkv, config.d_ff
     rows, both = e + 1, e + 2  # a pass that writes a tensor one way, and both ways
 
     def activation(name: str) -> int:
@@ -52,5 +52,5 @@ def quantizing_bytes(config: ModelConfig, keep: str, element_bytes: int = 2) -> 
 
 def quantizing_weights_bytes(config: ModelConfig, element_bytes: int = 2) -> int:
     """Bytes read and written for the weights of one block, once a step."""
-    d, d_qkv, d_ff = config.d_model, config.d_model + 2 * config.d_kv, config.d_ff
+    d, d_qkv, d_ff = config.d_model, config.d_qkv, config.d_ff
     return (element_bytes + 2) * (d_qkv * d + d * d + 3 * d_ff * d)

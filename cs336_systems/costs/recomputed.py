@@ -41,9 +41,7 @@ class Recomputed:
         Raises:
             ValueError: they are not published.
         """
-        flops_per_s, bytes_per_s = hardware.peak(matmul_dtype), hardware.memory_bytes_per_s
-        if flops_per_s is None or bytes_per_s is None:
-            raise ValueError(f"no peaks are published for {hardware.name}, {matmul_dtype}")
+        flops_per_s, bytes_per_s = hardware.peaks(matmul_dtype)
         return self.flops / flops_per_s + self.traffic_bytes / bytes_per_s
 
 

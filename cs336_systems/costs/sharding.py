@@ -126,32 +126,31 @@ def state_bytes_by_rank(
     return [per_parameter * n_bytes for n_bytes in held]
 
 
-def step_messages(form: str, parameter_bytes: int, gradient_bytes: int | None = None) -> dict[str, int]:
+def step_messages(form: str, n_bytes: int) -> dict[str, int]:
     """Total bytes of each kind of collective in one step, without padding; kinds as ``communication.COLLECTIVES``.
 
     Args:
-        gradient_bytes: as many as the parameters' unless they travel in another dtype.
+        n_bytes: of the parameters, and of their gradients.
 
     Raises:
         ValueError: no such form.
     """
     _check(form)
-    gradients = parameter_bytes if gradient_bytes is None else gradient_bytes
     return {
-        "replicated": {"all_reduce": gradients},
-        "owned": {"all_reduce": gradients, "broadcast": parameter_bytes},
-        "scattered": {"reduce_scatter": gradients, "all_gather": parameter_bytes},
+        "replicated": {"all_reduce": n_bytes},
+        "owned": {"all_reduce": n_bytes, "broadcast": n_bytes},
+        "scattered": {"reduce_scatter": n_bytes, "all_gather": n_bytes},
     }[form]
 
 
-def link_bytes_per_step(form: str, parameter_bytes: int, world_size: int, gradient_bytes: int | None = None) -> float:
+def link_bytes_per_step(form: str, n_bytes: int, world_size: int) -> float:
     """Bytes of the busiest link of a ring in one direction, collective after collective; bound the time of sending.
 
     Broadcasts of different owners leave different links idle, but run one after another: each counts in full, though
     over a step a link carries only (W-1)/W of them. Arguments as for ``step_messages``.
     """
-    messages = step_messages(form, parameter_bytes, gradient_bytes)
-    return sum(cost(collective, world_size, n_bytes).wire_bytes for collective, n_bytes in messages.items())
+    messages = step_messages(form, n_bytes)
+    return sum(cost(collective, world_size, total).wire_bytes for collective, total in messages.items())
 
 
 def _check(form: str) -> None:

@@ -30,9 +30,7 @@ def least_ms(
     Raises:
         ValueError: the device's peaks are not published.
     """
-    flops_per_s, bytes_per_s = hardware.peak(precision.matmul_dtype), hardware.memory_bytes_per_s
-    if flops_per_s is None or bytes_per_s is None:
-        raise ValueError(f"no peaks are published for {hardware.name}, {precision.matmul_dtype}")
+    flops_per_s, bytes_per_s = hardware.peaks(precision.matmul_dtype)
     flops, width, tokens = forward_flops(config, batch_size, seq_len), precision.parameter_bytes, batch_size * seq_len
     blocks, stream, inner = flops.projections + flops.feed_forward, config.d_model, config.d_ff
     rotated, words = config.d_model + config.d_kv, config.vocab_size

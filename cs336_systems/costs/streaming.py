@@ -27,7 +27,7 @@ from functools import cached_property
 
 from cs336_systems.config import PRECISIONS, ModelConfig, Precision
 from cs336_systems.costs.activations import WIDE
-from cs336_systems.costs.flops import model_flops
+from cs336_systems.costs.flops import ForwardFlops, forward_flops, model_flops
 from cs336_systems.costs.kept import flops_again, kept_tensors
 from cs336_systems.costs.memory import rotary_bytes
 from cs336_systems.costs.recomputed import recomputed
@@ -187,6 +187,11 @@ class StreamedWork:
         return 2 * self.layer_bytes + sum(self.item_bytes(name) for name, _ in self.moments)
 
     @property
+    def _fixed_parameters(self) -> int:
+        """Of embedding, head and final norm."""
+        return self.config.n_parameters - self.config.n_layers * self.config.n_block_parameters
+
+    @property
     def fixed_bytes(self) -> int:
         """Embedding, head and final norm with all their state, and the rotary tables: they stay on the device.
 
@@ -194,9 +199,8 @@ class StreamedWork:
         one chunk adds to the gradients of its keys and values.
         """
         config, width = self.config, self.precision.parameter_bytes
-        parameters = config.n_parameters - config.n_layers * config.n_block_parameters
         per_parameter = 2 * width + sum(n for _, n in self.moments)
-        found = parameters * per_parameter + rotary_bytes(config.at_context(self.context_length))
+        found = self._fixed_parameters * per_parameter + rotary_bytes(config.at_context(self.context_length))
         found += config.vocab_size * config.d_model * width if config.tie_embeddings else 0
         return found + (self.context_length * 2 * config.d_kv * width if self.is_long else 0)
 
@@ -205,20 +209,22 @@ class StreamedWork:
         """The most that the kernels of one operation need besides slots."""
         config, width, tokens = self.config, self.precision.parameter_bytes, self.chunk
         d_model, wide_queries = config.d_model, 4 * config.d_model  # attention's fp32 sums of dq
-        query_key_value = d_model + 2 * config.d_kv
         feed_forward = (config.d_ff + d_model) * width  # the gradient of SwiGLU's output beside a norm's output
-        attention = (2 * d_model + (2 if self.is_long else 1) * query_key_value) * width + wide_queries
+        attention = (2 * d_model + (2 if self.is_long else 1) * config.d_qkv) * width + wide_queries
         head = 3 * d_model * width  # norm, its gradient, and x
         logits = min(tokens, HEAD_TOKENS) * config.vocab_size * width
         return max(tokens * max(feed_forward, attention), tokens * head + logits)
 
     # operations
 
+    @cached_property
+    def _forward_flops(self) -> ForwardFlops:
+        """Of all layers and the head on one chunk, as if it were a sequence."""
+        return forward_flops(self.config, 1, self.chunk)
+
     def _products_flops(self) -> int:
         """Of one layer's forward on one chunk, attention's left out."""
-        config = self.config
-        matrices = 2 * config.d_model**2 + 2 * config.d_model * config.d_kv + 3 * config.d_model * config.d_ff
-        return 2 * self.chunk * matrices
+        return (self._forward_flops.projections + self._forward_flops.feed_forward) // self.config.n_layers
 
     def attention_flops(self, chunk: int) -> int:
         """Of one layer's forward on one chunk, by its place in its sequence; causal."""
@@ -227,7 +233,7 @@ class StreamedWork:
 
     def _keys_flops(self) -> int:
         """Of one layer's q, k and v of one chunk: one product, as in forward, for k and v with its bits."""
-        return 2 * self.chunk * self.config.d_model * (self.config.d_model + 2 * self.config.d_kv)
+        return 2 * self.chunk * self.config.d_model * self.config.d_qkv
 
     def again_flops(self, chunk: int, level: str) -> tuple[int, int]:
         """Of products and of attention that are computed again for one (layer, chunk), ``keys`` not among them."""
@@ -244,8 +250,7 @@ class StreamedWork:
             return sum(self.again_flops(chunk, level))
         if kind == "keys":
             return self._keys_flops()
-        head = 2 * self.chunk * self.config.d_model * self.config.vocab_size
-        products, attention = self._products_flops(), self.attention_flops(chunk)
+        products, attention, head = self._products_flops(), self.attention_flops(chunk), self._forward_flops.head
         found = {"forward": products + attention, "backward": 2 * products + 5 * attention // 2, "head": 3 * head}
         return found.get(kind, 0)
 
@@ -283,7 +288,7 @@ class StreamedWork:
                 traffic = row * (4 * config.d_model + 6 * config.d_kv)  # norm, rotation, k and v to their place
                 return products / rates.products + traffic / rates.memory
             case "head":  # its rows' passes are in the rate of products: 665 TFLOP/s in all (LOG.md)
-                return 6 * tokens * config.d_model * config.vocab_size / rates.products
+                return 3 * self._forward_flops.head / rates.products
             case "embed":
                 return 2 * row * config.d_model / rates.memory
             case "embed backward":
@@ -293,8 +298,7 @@ class StreamedWork:
             case "optimizer":
                 return self._optimizer_bytes(config.n_block_parameters) / rates.memory
             case "fixed optimizer":
-                parameters = config.n_parameters - config.n_layers * config.n_block_parameters
-                return self._optimizer_bytes(parameters) / rates.memory
+                return self._optimizer_bytes(self._fixed_parameters) / rates.memory
         raise KeyError(kind)
 
     def _optimizer_bytes(self, parameters: int) -> int:

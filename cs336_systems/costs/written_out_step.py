@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from cs336_systems.costs.held_states import Whole, block_pieces
-from cs336_systems.costs.kept import KEPT
+from cs336_systems.costs.kept import OPERANDS
 from cs336_systems.costs.ledger import Ledger
 from cs336_systems.costs.written_out_sizes import Sizes
-
-OPERANDS = tuple(row.name for row in KEPT if row.operand)
 
 
 class Step:
@@ -107,7 +105,7 @@ class Step:
         return self._product(block, weight)
 
     def _read_gradient(self, block: int, elements: int, *made_from: str) -> None:
-        """Both ways of a gradient of an activation, out of what is freed then; ``_read`` says until when."""
+        """Both ways of a gradient of an activation, until ``_done_with_gradient``, out of what is freed then."""
         if self.quantized[block]:
             self.ledger.make("temporaries", **{"gradient rows": elements, "gradient columns": elements})
             self.ledger.free(*made_from)

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from cs336_systems.case import TrainingCase
 from cs336_systems.costs.fsdp import is_sharded, model_units, state_bytes
 from cs336_systems.costs.memory import PeakMemory, parameter_bytes, peak_memory
-from cs336_systems.costs.offload import offloaded
-from cs336_systems.costs.offload import state_bytes as state_bytes_of
+from cs336_systems.costs.offload import offloaded, state_bytes_per_parameter
 from cs336_systems.costs.written_out import written_out_peak
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.hardware import GIB
@@ -49,7 +48,8 @@ def predicted_bytes(case: TrainingCase, mode: str = "step", *, world_size: int =
     if case.parallel.wrapper in ("fsdp", "fsdp2"):
         return predicted_states(case, world_size)
     weights, away = parameter_bytes(case.config, case.precision), offloaded(case)
-    states = case.config.n_parameters * sum(n for name, n in state_bytes_of(case).items() if name not in away)
+    per_parameter = sum(n for name, n in state_bytes_per_parameter(case).items() if name not in away)
+    states = case.config.n_parameters * per_parameter
     if case.parallel.optimizer_state != "replicated":
         states //= world_size
     gradients = weights // (world_size if case.parallel.optimizer_state == "scattered-gradients" else 1)
@@ -74,7 +74,7 @@ def predicted_peak(case: TrainingCase, mode: str = "step", *, world_size: int = 
             prefetch=case.parallel.prefetch,
             accumulates=case.accumulate > 1,
             update=case.parallel.update,
-            states=state_bytes_of(case),
+            states=state_bytes_per_parameter(case),
             away=offloaded(case),
             device_type=device.type,
             workspace_bytes=cublas_workspace_bytes(device),
@@ -97,7 +97,7 @@ def predicted_states(case: TrainingCase, world_size: int) -> int:
     """
     units, width = model_units(case.config), case.precision.parameter_bytes
     states = state_bytes(units, world_size, width)
-    optimizer = states.parameters // width * sum(state_bytes_of(case).values())
+    optimizer = states.parameters // width * sum(state_bytes_per_parameter(case).values())
     if case.parallel.update == "after-backward":
         return states.parameters + states.gradients + optimizer
     replicated = sum(prod(shape) for unit in units for shape in unit if not is_sharded(shape))

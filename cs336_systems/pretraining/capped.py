@@ -142,7 +142,7 @@ class CappedStep:
 
     def __init__(self, options: TrainOptions, case: TrainerCase, device: torch.device) -> None:
         check_supported(case, device)
-        self.device, self.precision = device, case.precision
+        self.precision = case.precision
         self._saves = options.save_every is not None
         self._fence: Fence | None = None
         if device.type == "cuda":

@@ -14,7 +14,6 @@ Reading takes one process and no GPU, whatever the number of ranks that wrote, a
 
 import json
 import os
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,11 @@ from cs336_systems.distributed.checkpoint_folder import is_checkpoint
 from cs336_systems.distributed.whole_checkpoint import find_checkpoint, load_whole_model
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
-from cs336_systems.pretraining.tokenizer import JsonTokenizer, load_tokenizer
+from cs336_systems.pretraining.tokenizer import TOKENIZER, JsonTokenizer, copy_tokenizer, load_tokenizer
 
 RUN = "run.json"
 LAYOUT = 1
 """Of ``run.json``."""
-TOKENIZER = "tokenizer.json"
-BESIDE_TOKENIZER = ("tokenizer_config.json", "chat_template.jinja")
-"""Files that transformers reads with a ``tokenizer.json``."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +90,7 @@ def write_run_json(folder: Path, config: ModelConfig, tokenizer: Path, eos_id: i
             raise ValueError(f"{fault}: {', '.join(others[:3])}")
         return there
     folder.mkdir(parents=True, exist_ok=True)
-    source = tokenizer / TOKENIZER if tokenizer.is_dir() else tokenizer
-    shutil.copyfile(source, folder / TOKENIZER)
-    for name in BESIDE_TOKENIZER:
-        if source.with_name(name).exists():
-            shutil.copyfile(source.with_name(name), folder / name)
+    copy_tokenizer(tokenizer, folder)
     unfinished = folder / f".{RUN}.{os.getpid()}.tmp"
     try:
         with unfinished.open("w") as file:

@@ -14,7 +14,6 @@ beside its files; any other folder of a model only if asked, and what is no mode
 """
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +25,8 @@ from torch import Tensor
 from cs336_systems.config import ModelConfig
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import config_to_hf, read_json, save_hf_weights
-from cs336_systems.pretraining.checkpoint import BESIDE_TOKENIZER, TOKENIZER
 from cs336_systems.pretraining.publishing import published
-from cs336_systems.pretraining.tokenizer import JsonTokenizer, load_tokenizer
+from cs336_systems.pretraining.tokenizer import JsonTokenizer, copy_tokenizer, load_tokenizer
 
 MANIFEST = "export.json"
 LAYOUT = 1
@@ -158,11 +156,7 @@ def _parameters(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str,
 
 def _copy_tokenizer(folder: Path, tokenizer: Path, loaded: JsonTokenizer) -> None:
     """The definition as it is, with its own config or one that any version of transformers understands."""
-    source = tokenizer / TOKENIZER if tokenizer.is_dir() else tokenizer
-    shutil.copyfile(source, folder / TOKENIZER)
-    for name in BESIDE_TOKENIZER:
-        if source.with_name(name).exists():
-            shutil.copyfile(source.with_name(name), folder / name)
+    copy_tokenizer(tokenizer, folder)
     config, eos = folder / "tokenizer_config.json", loaded.eos_token
     settings: dict[str, Any] = {"bos_token": eos, "pad_token": eos, "unk_token": None}
     settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

@@ -18,8 +18,7 @@ import torch
 from cs336_systems.costs.fsdp import model_units, state_bytes
 from cs336_systems.costs.kept import LEVELS, keep_of_blocks
 from cs336_systems.costs.memory import parameter_bytes
-from cs336_systems.costs.offload import STATES, host_bytes, offloaded
-from cs336_systems.costs.offload import state_bytes as state_bytes_of
+from cs336_systems.costs.offload import STATES, host_bytes, offloaded, state_bytes_per_parameter
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.fit import is_predictable, predicted_peak
 from cs336_systems.pretraining.options import TrainerCase
@@ -38,7 +37,7 @@ def predicted_segments(case: TrainerCase, total: int | None) -> dict[str, int]:
         total: of the device; None if it has no memory of its own, and none is free.
     """
     width, away = case.precision.parameter_bytes, offloaded(case)
-    states = {name: n_bytes for name, n_bytes in state_bytes_of(case).items() if name not in away}
+    states = {name: n_bytes for name, n_bytes in state_bytes_per_parameter(case).items() if name not in away}
     on_host = {f"{name} on the host": n_bytes for name, n_bytes in host_bytes(case, case.world_size).items()}
     if not is_predictable(case):
         held = parameter_bytes(case.config, case.precision)

@@ -6,6 +6,7 @@ micro-batches there are follows from the options and the number of ranks.
 
 import math
 from dataclasses import dataclass, replace
+from operator import ge, gt
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -197,16 +198,11 @@ class TrainOptions:
 
     def check(self) -> None:
         """Raise ValueError for what can be said without looking at data, device or ranks."""
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                must = "must be positive" if math.isfinite(value) else "must be finite"
-                raise ValueError(f"{_flag(name)} {must}, got {value}")
-        for name in _NOT_NEGATIVE:
-            value = getattr(self, name)
-            if value is not None and not (value >= 0 and math.isfinite(value)):
-                must = "must not be negative" if math.isfinite(value) else "must be finite"
-                raise ValueError(f"{_flag(name)} {must}, got {value}")
+        for names, serves, must in ((_POSITIVE, gt, "be positive"), (_NOT_NEGATIVE, ge, "not be negative")):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not (serves(value, 0) and math.isfinite(value)):
+                    raise ValueError(f"{_flag(name)} must {must if math.isfinite(value) else 'be finite'}, got {value}")
         if self.seed >= _SEEDS:
             raise ValueError(f"--seed must be less than 2^32, got {self.seed}")
         if not all(0 <= beta < 1 for beta in self.betas):

@@ -14,14 +14,16 @@ from cs336_systems.hardware import GIB
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
 from cs336_systems.operators.host_memory import free_host_bytes
 from cs336_systems.pretraining.capped import CappedStep
-from cs336_systems.pretraining.checkpoint import TOKENIZER, write_run_json
+from cs336_systems.pretraining.checkpoint import write_run_json
+from cs336_systems.pretraining.corpus import Corpus
 from cs336_systems.pretraining.loader import Loader, count_sequences
 from cs336_systems.pretraining.memory import predicted_segments
 from cs336_systems.pretraining.options import TrainerCase, TrainOptions
 from cs336_systems.pretraining.schedules import Schedule
 from cs336_systems.pretraining.token_stream import Dataset, TokenStream
 from cs336_systems.pretraining.tokenize_options import TokenizeOptions
-from cs336_systems.pretraining.tokenizer import vocabulary
+from cs336_systems.pretraining.tokenizer import TOKENIZER, vocabulary
+from cs336_systems.pretraining.tokenizing import default_folder, tokenize
 from cs336_systems.training.assemble import build_model, finish
 from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.step import TrainStep
@@ -101,9 +103,6 @@ def default_data() -> Path:
     Raises:
         OSError: it cannot be written.
     """
-    from cs336_systems.pretraining.corpus import Corpus  # the tokenizers library comes with these
-    from cs336_systems.pretraining.tokenizing import default_folder, tokenize
-
     options = TokenizeOptions()
     folder = default_folder(options, Corpus.find(options.input))
     return folder if folder.exists() else tokenize(options).folder
@@ -135,8 +134,7 @@ def _check_tokenizer(init: Path | None, dataset: Dataset) -> None:
     """Raise ValueError if weights to begin with know other tokens than the data's, as far as their folder tells."""
     if init is None or not (init / TOKENIZER).exists():
         return
-    file = dataset.tokenizer / TOKENIZER if dataset.tokenizer.is_dir() else dataset.tokenizer
-    if vocabulary(init / TOKENIZER) != vocabulary(file):
+    if vocabulary(init / TOKENIZER) != vocabulary(dataset.tokenizer):
         raise ValueError(f"{dataset.folder} has other tokens than {init}: tokenize its text with --tokenizer {init}")
 
 

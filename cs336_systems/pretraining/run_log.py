@@ -26,7 +26,6 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 from cs336_systems.pretraining.outliers import WINDOW, OutlierWatch
@@ -135,9 +134,7 @@ class RunLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _hand(self, record: Record, sinks: Sequence[Sink]) -> None:

@@ -10,7 +10,7 @@ kind does what it always did.
 import signal
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Literal, Self, get_args
 
 Reason = Literal["walltime", "terminated", "interrupted"]
@@ -43,9 +43,7 @@ class StopRequests:
             self._earlier = {number: signal.signal(number, self._hear) for number in _SIGNALS}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._earlier.items():
             signal.signal(number, handler)
 

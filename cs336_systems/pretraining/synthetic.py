@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from cs336_systems.pretraining.token_file import TokenFileWriter
-from cs336_systems.pretraining.token_stream import LAYOUT, MANIFEST, TOKENIZER
-from cs336_systems.pretraining.tokenizer import ByteTokenizer
+from cs336_systems.pretraining.token_stream import LAYOUT, MANIFEST
+from cs336_systems.pretraining.tokenizer import TOKENIZER, ByteTokenizer
 
 CORPUS = "random tokens"
 

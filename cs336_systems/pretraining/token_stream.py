@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cs336_systems.pretraining.token_file import TokenFile
+from cs336_systems.pretraining.tokenizer import TOKENIZER
 
 MANIFEST = "dataset.json"
 LAYOUT = 1
 """Of the manifest."""
-TOKENIZER = "tokenizer.json"
 
 
 class TokenStream:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from cs336_systems.pretraining.corpus import SUFFIXES
+
 MOST_SHARD_TOKENS = 2**31 - 1
 
 
@@ -13,7 +15,7 @@ class TokenizeOptions:
 
     input: tuple[Path, ...] = ()
     """Text, .jsonl and .parquet files, and folders of such; by default the standard library of the running Python."""
-    suffix: tuple[str, ...] = (".py", ".txt", ".md", ".jsonl", ".parquet")
+    suffix: tuple[str, ...] = SUFFIXES
     """Suffixes of the files that are taken from folders."""
     field: str = "text"
     """Field of a JSON line or Parquet row that holds the text."""

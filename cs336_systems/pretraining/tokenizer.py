@@ -12,6 +12,7 @@ that spells a special token is text, never that token. Truncation and padding in
 """
 
 import json
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,9 @@ from tokenizers import Tokenizer as Definition
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
+TOKENIZER = "tokenizer.json"
+BESIDE_TOKENIZER = ("tokenizer_config.json", "chat_template.jinja")
+"""Files that transformers reads with a ``tokenizer.json``."""
 
 
 class Tokenizer(Protocol):
@@ -156,6 +160,20 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
     return JsonTokenizer(definition.to_str(), END_OF_TEXT)
 
 
+def tokenizer_file(path: Path) -> Path:
+    """The ``tokenizer.json`` that is named itself, or by its folder."""
+    return path / TOKENIZER if path.is_dir() else path
+
+
+def copy_tokenizer(path: Path, folder: Path) -> None:
+    """Copy a ``tokenizer.json``, named as for ``load_tokenizer``, and what transformers reads with it."""
+    source = tokenizer_file(path)
+    shutil.copyfile(source, folder / TOKENIZER)
+    for name in BESIDE_TOKENIZER:
+        if source.with_name(name).exists():
+            shutil.copyfile(source.with_name(name), folder / name)
+
+
 def load_tokenizer(path: Path, eos: str | int | None = None) -> JsonTokenizer:
     """The tokenizer of a ``tokenizer.json``, or of a folder that has one.
 
@@ -167,7 +185,7 @@ def load_tokenizer(path: Path, eos: str | int | None = None) -> JsonTokenizer:
         ValueError: there is none, it is damaged, or it has no such token.
         OSError: it cannot be read.
     """
-    file = path / "tokenizer.json" if path.is_dir() else path
+    file = tokenizer_file(path)
     if not file.exists():
         raise ValueError(f"tokenizer {path}: there is no {file}")
     try:

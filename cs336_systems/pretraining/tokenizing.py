@@ -26,9 +26,9 @@ from cs336_systems.pretraining.corpus import Corpus
 from cs336_systems.pretraining.encoding import Encoded, encode, is_held_out
 from cs336_systems.pretraining.publishing import published
 from cs336_systems.pretraining.token_file import TokenFileWriter, check_width
-from cs336_systems.pretraining.token_stream import LAYOUT, MANIFEST, TOKENIZER, Dataset
+from cs336_systems.pretraining.token_stream import LAYOUT, MANIFEST, Dataset
 from cs336_systems.pretraining.tokenize_options import TokenizeOptions
-from cs336_systems.pretraining.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+from cs336_systems.pretraining.tokenizer import TOKENIZER, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 
 
 def tokenize(options: TokenizeOptions) -> Dataset:

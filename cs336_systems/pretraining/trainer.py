@@ -84,7 +84,6 @@ class Outcome:
     Attributes:
         steps: made in all.
         reason: done, walltime, terminated or interrupted.
-        saved: the newest checkpoint of this process; None if it made none.
         complaint: why the last checkpoint could not be written.
     """
 
@@ -92,7 +91,6 @@ class Outcome:
     first_step: int
     steps: int
     reason: str
-    saved: Path | None
     complaint: str | None
 
 
@@ -226,7 +224,6 @@ class _Run:
         self._first_step = self._made = self._saved_step = first_step
         self._copies = prepared.options.save_every is not None
         """Whether checkpoints are copied before they are written."""
-        self._saved: Path | None = None
         self._complaint: str | None = None
         self._recent: deque[tuple[int, tuple[Tensor, Tensor]]] = deque(maxlen=2)
         every = prepared.options.quantization_every if rank.rank == 0 else None
@@ -266,7 +263,7 @@ class _Run:
             self._log.say(passed, "warning")
         reason = self._reason if self._made < self._prepared.n_steps and self._reason else "done"
         self._log.write(End(self._made, reason))
-        return Outcome(self._options.out, self._first_step, self._made, reason, self._saved, self._complaint)
+        return Outcome(self._options.out, self._first_step, self._made, reason, self._complaint)
 
     def _fail(self, error: Exception) -> None:
         """Say why and where the run ends."""
@@ -385,7 +382,7 @@ class _Run:
                 self._complaint = f"no checkpoint of step {one.step}: {one.error}"
                 self._log.say(self._complaint, "error")
                 continue
-            self._saved, self._complaint = one.path, None
+            self._complaint = None
             self._log.write(Checkpoint(one.step, one.n_bytes, one.stall_seconds, one.seconds, one.waited_seconds))
             if one.waited_seconds >= _LONG_WAIT_S and one.step < self._prepared.n_steps:
                 waited = f"step {one.step} waited {one.waited_seconds:.1f} s for the checkpoint before to be written"

@@ -35,9 +35,9 @@ class Levels:
     products: int
 
 
-def level_steps(pairs: int, steps: int = 16) -> list[Levels]:
-    """From input to attention, then to products, in so many steps each."""
-    up = sorted({pairs * i // steps for i in range(steps + 1)})
+def level_steps(pairs: int) -> list[Levels]:
+    """From input to attention, then to products, in sixteen steps each."""
+    up = sorted({pairs * i // 16 for i in range(17)})
     return [Levels(n, 0) for n in up] + [Levels(pairs, n) for n in up[1:]]
 
 
@@ -98,9 +98,7 @@ class Layout:
     @cached_property
     def _fixed_rings(self) -> int:
         work = self.work
-        resident = (
-            self.weights * work.layer_bytes + self.gradients * work.layer_bytes + self.moments * self.moment_bytes
-        )
+        resident = (self.weights + self.gradients) * work.layer_bytes + self.moments * self.moment_bytes
         sums = work.item_bytes("dcontext") * work.chunks_per_sequence if work.is_long else 0
         return resident + sums + self.chunks * work.item_bytes("dy")
 
@@ -145,10 +143,14 @@ class Layout:
     # the host
 
     @cached_property
+    def _updated_bytes(self) -> int:
+        """Weights and moments that stream."""
+        n_layers = self.work.config.n_layers
+        return (n_layers - self.weights) * self.work.layer_bytes + (n_layers - self.moments) * self.moment_bytes
+
+    @cached_property
     def host_state_bytes(self) -> int:
-        n_layers, layer = self.work.config.n_layers, self.work.layer_bytes
-        streamed = (n_layers - self.weights) * layer + (n_layers - self.moments) * self.moment_bytes
-        return streamed + (n_layers - self.gradients) * layer
+        return self._updated_bytes + (self.work.config.n_layers - self.gradients) * self.work.layer_bytes
 
     def host_bytes(self, levels: Levels, ring_bytes: int) -> int:
         share = self.share_on_device(levels, ring_bytes)
@@ -184,9 +186,7 @@ class Layout:
     @cached_property
     def optimizer_seconds(self) -> float:
         """Of the step's end, if it waits for that of backward."""
-        n_layers, layer = self.work.config.n_layers, self.work.layer_bytes
-        state = (n_layers - self.weights) * layer + (n_layers - self.moments) * self.moment_bytes
-        link = self.seconds.rates.link_seconds(state + (n_layers - self.gradients) * layer, state)
+        link = self.seconds.rates.link_seconds(self.host_state_bytes, self._updated_bytes)
         return max(link, self.seconds.optimizer)
 
 

@@ -109,11 +109,10 @@ class Layout:
             for name, size in (moments or dict.fromkeys(("exp_avg", "exp_avg_sq"), dtype.itemsize)).items()
         }
         n, d, wide = chunks.n_tokens, config.d_model, torch.promote_types(dtype, torch.float32)
-        d_qkv = d + 2 * config.d_kv
         weights = (
             Part("ln1", (d,), dtype),
-            Part("qkv", (d_qkv, d), dtype),
-            *([Part("qkv_bias", (d_qkv,), dtype)] if config.qkv_bias else []),
+            Part("qkv", (config.d_qkv, d), dtype),
+            *([Part("qkv_bias", (config.d_qkv,), dtype)] if config.qkv_bias else []),
             Part("output", (d, d), dtype),
             Part("ln2", (d,), dtype),
             Part("gate_up", (2 * config.d_ff, d), dtype),
@@ -133,7 +132,7 @@ class Layout:
             "context": (Part("keys_values", keys_values, dtype),),
             "attention": (Part("attended", (n, d), dtype), Part("lse", (sequences, config.n_heads, positions), wide)),
             "products": (
-                Part("q", (n, d), dtype) if long else Part("qkv", (n, d_qkv), dtype),
+                Part("q", (n, d), dtype) if long else Part("qkv", (n, config.d_qkv), dtype),
                 Part("residual", (n, d), dtype),
                 Part("gate_up", (n, 2 * config.d_ff), dtype),
             ),

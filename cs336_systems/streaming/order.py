@@ -110,10 +110,10 @@ def _forward(plan: Plan, layer: int, r: int, chunk: int, *, learns: bool = True)
 
 def _backward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Step]:
     at, level = (layer, r, chunk), plan.level(layer, r, chunk)
-    is_long = plan.work.is_long
+    is_long, last_of_sequence = plan.work.is_long, (chunk + 1) % plan.work.chunks_per_sequence == 0
     common = _reads(Item("weights", layer), Item("input", *at))
     own, before = Item("context", *at), _before(plan, "context", *at)
-    if is_long and not plan.keep_context and (chunk + 1) % plan.work.chunks_per_sequence == 0:
+    if is_long and not plan.keep_context and last_of_sequence:
         for item in (*before, own):
             x = Item("input", layer, r, item.chunk)
             yield Step(Kind.KEYS, layer, r, item.chunk, _reads(Item("weights", layer), x) + _writes(item))
@@ -125,7 +125,6 @@ def _backward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Step]:
         yield Step(Kind.RECOMPUTE, *at, common + uses + _writes(Item("products", *at)), level)
     uses = common + _reads(Item("attention", *at)) + _changes(Item("products", *at), Item("dy", 0, r, chunk))
     if is_long:
-        last_of_sequence = (chunk + 1) % plan.work.chunks_per_sequence == 0
         sums = (*_before(plan, "dcontext", *at), Item("dcontext", *at))
         uses += _reads(own, *before) + (_writes(*sums) if last_of_sequence else _changes(*sums))
     accumulate = r > 0 or chunk < plan.chunks - 1

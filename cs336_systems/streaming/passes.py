@@ -1,6 +1,6 @@
 """What each kind of operation computes, on tensors in slots: the block, head and optimizer of one layer and chunk.
 
-    passes = Passes(config, chunks, memory, fixed, ops, optimizer)
+    passes = Passes(config, chunks, memory, fixed, ops, head, optimizer, guard)
     passes.begin(token_ids, targets)
     passes.run(operation)                        # for every operation on the compute lane, in order
     passes.loss()
@@ -11,7 +11,7 @@ rounds are taken in the schedule's order of one layer, which plans do not change
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class Passes:
 
     Args:
         ops: of blocks; the same bits under every plan are those of deterministic ones.
-        guard: clips gradients, and passes over steps, where operations of kind ``NORM`` have taken norms.
+        guard: takes norms; where operations of kind ``NORM`` have them taken, clips gradients and passes over steps.
     """
 
     def __init__(
@@ -73,7 +73,6 @@ class Passes:
         """Of each layer's gradients, and of the fixed ones."""
         self.clipping = False
         """Whether layers' norms have been taken in this step."""
-        self._norm_tables: dict[int, Any] = {}
         self.scale: Tensor | None = None
         step_dtype = torch.int64 if device.type == "cuda" else torch.float32
         n_parameters = config.n_layers * len(self.block_parameters) + len(fixed.weights)
@@ -226,7 +225,7 @@ class Passes:
         """q | k | v (n, P) of a chunk, from its slots."""
         d_model, rows = self.config.d_model, self.chunks.n_tokens
         q = self._of(operation, "products")["q"]
-        joined = q.new_empty(rows, d_model + 2 * self.config.d_kv)
+        joined = q.new_empty(rows, self.config.d_qkv)
         joined[:, :d_model].copy_(q)
         joined[:, d_model:].copy_(self._of(operation, "context")["keys_values"].view(rows, -1))
         return joined
@@ -321,12 +320,7 @@ class Passes:
 
     def _norm_of(self, layer: int, gradients: Iterable[Tensor]) -> Tensor:
         """L2, of all elements of one layer's gradients, or of the fixed ones for -1; ()."""
-        tensors = list(gradients)
-        if tensors[0].device.type != "cuda":
-            return torch.stack([torch.linalg.vector_norm(one, dtype=_wide(one.dtype)) for one in tensors]).norm()
-        from cs336_systems.kernels.grad_norm import grad_norm, norm_table  # brings Triton along
-
-        return grad_norm(tensors, self._norm_tables.setdefault(layer, norm_table()))
+        return self.guard.norm_of(f"layer {layer}", list(gradients), self.norms.device)
 
     def _clip(self, fixed_gradients: Iterable[Tensor]) -> None:
         """All layers' norms and losses are there."""

@@ -30,7 +30,7 @@ from cs336_systems.streaming.passes import HeadPasses, LayerOptimizer, Passes
 from cs336_systems.streaming.schedule import Item, Kind, Lane, Operation, Schedule
 from cs336_systems.streaming.slabs import Memory
 from cs336_systems.training.clipping import GradientGuard
-from cs336_systems.training.optimizer import AdamW
+from cs336_systems.training.optimizer import AdamW, decay_groups
 
 
 class StreamedStep:
@@ -245,8 +245,7 @@ class StateInPlace(AdamW):
     """What a checkpoint holds is read into the tensors that are there (``distributed/checkpoint_state.py``)."""
 
     def __init__(self, states: Mapping[Tensor, Mapping[str, Tensor]], **hyperparameters: Any) -> None:
-        matrices, others = ([p for p in states if (p.dim() > 1) == wanted] for wanted in (True, False))
-        super().__init__([{"params": matrices}, {"params": others, "weight_decay": 0.0}], **hyperparameters)
+        super().__init__(decay_groups(states), **hyperparameters)
         self.state.update({parameter: dict(state) for parameter, state in states.items()})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

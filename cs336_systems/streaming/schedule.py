@@ -78,8 +78,8 @@ class Kind(StrEnum):
     """Of a layer; layer -1 stands for embedding, head and final norm."""
 
 
-LANES = {Kind.FETCH: Lane.IN, Kind.EVICT: Lane.OUT}
-"""Of kinds that are copies; all others compute."""
+_COPIES = {Kind.FETCH: Lane.IN, Kind.EVICT: Lane.OUT}
+"""All other kinds compute."""
 
 
 class Item(NamedTuple):
@@ -140,7 +140,7 @@ class Operation:
 
     @property
     def lane(self) -> Lane:
-        return LANES.get(self.kind, Lane.COMPUTE)
+        return _COPIES.get(self.kind, Lane.COMPUTE)
 
     def slot(self, what: str, chunk: int | None = None, layer: int | None = None) -> Slot:
         """Where an item that this operation uses lies; of several, that of a chunk or a layer.

@@ -2,7 +2,7 @@
 
     memory = Memory(schedule, layout, device)
     memory.tensors(Slot("products", 3), "products")["gate_up"]
-    memory.run_of("context", first=4, n=2)                       # neighbouring slots as one tensor
+    memory.run_of("context", "context", first=4, n=2)            # neighbouring slots as one tensor
     memory.slot_bytes(Slot("weights", 0), "weights").copy_(memory.place_bytes(place, "weights"), non_blocking=True)
 
 Tensors are made once for each slot and kept: a step makes none.

@@ -69,7 +69,7 @@ class TooFewSlotsError(ValueError):
 def ring_of(plan: Plan, item: Item) -> str:
     """The ring in which an item lies: moments of layers that stream share the slots of ``products``."""
     if item.what in dict(plan.work.moments):
-        return "moments" if item.layer in plan.resident_layers("moments") else "products"
+        return "moments" if is_resident(plan, item) else "products"
     return item.what
 
 
@@ -82,9 +82,8 @@ def unit_of(plan: Plan, item: Item) -> Unit:
 
 def is_resident(plan: Plan, item: Item) -> bool:
     """Whether it has a slot of its own from step to step."""
-    if item.what in dict(plan.work.moments):
-        return item.layer in plan.resident_layers("moments")
-    return item.what in STATE_RINGS and item.layer in plan.resident_layers(item.what)
+    what = "moments" if item.what in dict(plan.work.moments) else item.what
+    return item.layer in plan.resident_layers(what)
 
 
 def is_state(plan: Plan, item: Item) -> bool:

@@ -15,6 +15,7 @@ that again to see where.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ class GradientGuard:
         self.loss: Tensor | None = None
         """Of the last step, the mean over the ranks, at one place too; 0 if none was given."""
         self._halted: Tensor | None = None
-        self._tables: dict[str, object] = {}
+        self._tables: dict[str, Any] = {}
 
     @torch.no_grad()
     def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor | None = None) -> None:
@@ -81,25 +82,26 @@ class GradientGuard:
             norm = host_gradients.norm()
         else:
             shares, whole = _gradients(model, optimizer)
-            norm = self._norm("whole", whole, device)
+            norm = self.norm_of("whole", whole, device)
         group = model.process_group if isinstance(model, FSDP) else None
         n_ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         if shares is None and (loss is None or n_ranks == 1):
             return norm, mean
-        squares = torch.zeros_like(norm) if shares is None else self._norm("shares", shares, device).square()
+        squares = torch.zeros_like(norm) if shares is None else self.norm_of("shares", shares, device).square()
         shared = torch.stack([squares, mean / n_ranks])
         dist.all_reduce(shared, group=group)
         return norm if shares is None else (shared[0] + norm.square()).sqrt(), shared[1]
 
-    def _norm(self, name: str, gradients: list[Tensor], device: torch.device) -> Tensor:
-        """Of all gradients together, fp32, shape ()."""
+    def norm_of(self, name: str, gradients: list[Tensor], device: torch.device) -> Tensor:
+        """L2, of all gradients together, at least fp32, shape (); ``name`` says which of several sets they are."""
         if not gradients:
             return torch.zeros((), device=device)
         if device.type != "cuda":
-            return torch.stack([torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients]).norm()
+            wide = torch.promote_types(gradients[0].dtype, torch.float32)
+            return torch.stack([torch.linalg.vector_norm(one, dtype=wide) for one in gradients]).norm()
         from cs336_systems.kernels.grad_norm import grad_norm, norm_table  # brings Triton along
 
-        return grad_norm(gradients, self._tables.setdefault(name, norm_table()))  # type: ignore[arg-type]
+        return grad_norm(gradients, self._tables.setdefault(name, norm_table()))
 
 
 def _gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor] | None, list[Tensor]]:

@@ -92,6 +92,13 @@ def check_hyperparameters(lr: float, betas: tuple[float, float], eps: float, wei
         raise ValueError(f"weight_decay must not be negative, got {weight_decay}")
 
 
+def decay_groups(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """Two groups of an optimizer: matrices, and norms and biases, which do not decay."""
+    every = list(parameters)
+    matrices, others = ([p for p in every if (p.dim() > 1) == wanted] for wanted in (True, False))
+    return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+
+
 def optimizer_class(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Class and arguments of a name in ``config.OPTIMIZERS``.
 

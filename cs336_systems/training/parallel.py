@@ -28,7 +28,7 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER, SHARD, ShardedOptimizer
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.transformer import TransformerBlock
-from cs336_systems.training.optimizer import make_optimizer, optimizer_class
+from cs336_systems.training.optimizer import decay_groups, make_optimizer, optimizer_class
 
 _DTYPES = {"same": None, "bf16": torch.bfloat16}
 _LADDER = {"naive": NaiveDDP, "flat": FlatDDP, "overlapped": OverlappedDDP, "bucketed": BucketedDDP}
@@ -136,8 +136,7 @@ def make_parallel_optimizer(
     """
     params: list[Any] = list(model.parameters())
     if decay == "matrices":
-        matrices, others = ([p for p in params if (p.dim() > 1) == wanted] for wanted in (True, False))
-        params = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+        params = decay_groups(params)
     if parallel.optimizer_state == "replicated":
         return make_optimizer(name, params, **hyperparameters)
     cls, options = optimizer_class(name)

@@ -137,9 +137,8 @@ class TrainStep:
                 self.scaler.scale(graph_loss.pop()).backward()
             if not last:
                 return
-            if isinstance(
-                self.model, (DDP, FSDP)
-            ):  # others have averaged inside backward, or leave it to the optimizer
+            # Others have averaged inside backward, or leave it to the optimizer.
+            if isinstance(self.model, (DDP, FSDP)):
                 self.model.finish_gradient_synchronization()
             if mode == "backward":
                 self.optimizer.zero_grad(set_to_none=True)

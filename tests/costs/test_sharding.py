@@ -81,8 +81,8 @@ def test_bytes_per_link(world_size, expected):
     assert tuple(link_bytes_per_step(form, 100, world_size) for form in FORMS) == pytest.approx(expected)
 
 
-def test_gradients_may_travel_narrower():
-    assert step_messages("scattered", 100, gradient_bytes=50) == {"reduce_scatter": 50, "all_gather": 100}
+def test_messages_of_a_step():
+    assert step_messages("scattered", 100) == {"reduce_scatter": 100, "all_gather": 100}
     assert step_messages("owned", 100) == {"all_reduce": 100, "broadcast": 100}
 
 

@@ -5,14 +5,15 @@ handout, section 2.4; the shape is Llama-3 405B's). Master weights, accumulated 
 FP32: 16 bytes per parameter. What forward keeps for backward is BF16: per token the input of each matrix, 2 (d_model +
 d_ff) bytes a block.
 
-Where states and a share s of activations are cut over N devices and the rest is not, a device holds
+Where states and half of the activations (every second layer's) are cut over N devices and the rest is not, a device
+holds
 
-    (16 P + s A) / N + (1 - s) A
+    (16 P + A / 2) / N + A / 2
 
-with A the activations of the tokens at hand; the handout has s = 1/2, every second layer. Gathered weights, workspaces
-and fragmentation come on top. A device is busy in forward if ``costs/parallelism/mesh.py`` says so: there stand both
-conventions, collectives of the two axes at the same time or one after another, and rings of n against n - 1. "GB" is
-1e9 bytes; the H100's 80 GB are 80 GiB, so both counts are given.
+with A the activations of the tokens at hand. Gathered weights, workspaces and fragmentation come on top. A device is
+busy in forward if ``costs/parallelism/mesh.py`` says so: there stand both conventions, collectives of the two axes at
+the same time or one after another, and rings of n against n - 1. "GB" is 1e9 bytes; the H100's 80 GB are 80 GiB, so
+both counts are given.
 """
 
 import math
@@ -57,37 +58,33 @@ class FeedForwardStack:
         gated = (self.layer.n_matrices - 1) * self.layer.d_ff if self.layer.n_matrices > 2 else 0
         return self.n_blocks * self.layer.bytes_per_element * (inputs + gated)
 
-    def device_bytes(self, n_devices: int, tokens: float = 0.0, sharded_activations: float = 0.5) -> float:
-        """Bytes per device with states and a share of the activations of ``tokens`` cut over ``n_devices``.
+    def device_bytes(self, n_devices: int, tokens: float = 0.0) -> float:
+        """Bytes per device with states and half of the activations of ``tokens`` cut over ``n_devices``.
 
         Raises:
-            ValueError: no devices, negative tokens, or a share that is none.
+            ValueError: no devices, or negative tokens.
         """
         if n_devices < 1:
             raise ValueError(f"number of devices must be positive, got {n_devices}")
-        activations = self._activations(tokens, sharded_activations)
-        return (self.state_bytes + sharded_activations * activations) / n_devices + (
-            1 - sharded_activations
-        ) * activations
+        half = self._half_of_activations(tokens)
+        return (self.state_bytes + half) / n_devices + half
 
-    def least_devices(self, memory_bytes: float, tokens: float = 0.0, sharded_activations: float = 0.5) -> int:
+    def least_devices(self, memory_bytes: float, tokens: float = 0.0) -> int:
         """Fewest devices of which each holds its part.
 
         Raises:
             ValueError: as ``device_bytes``; or the activations that are not cut fill a device by themselves.
         """
-        activations = self._activations(tokens, sharded_activations)
-        room = memory_bytes - (1 - sharded_activations) * activations
+        half = self._half_of_activations(tokens)
+        room = memory_bytes - half
         if room <= 0:
             raise ValueError(f"activations of {tokens:g} tokens leave nothing of {memory_bytes:g} bytes per device")
-        return max(1, math.ceil((self.state_bytes + sharded_activations * activations) / room))
+        return max(1, math.ceil((self.state_bytes + half) / room))
 
-    def _activations(self, tokens: float, share: float) -> float:
+    def _half_of_activations(self, tokens: float) -> float:
         if tokens < 0:
             raise ValueError(f"tokens must not be negative, got {tokens}")
-        if not 0 <= share <= 1:
-            raise ValueError(f"share of sharded activations must be between 0 and 1, got {share}")
-        return tokens * self.activation_bytes_per_token
+        return tokens * self.activation_bytes_per_token / 2
 
 
 XXL = FeedForwardStack(FeedForward(16_384, 53_248, n_matrices=2), n_blocks=126)

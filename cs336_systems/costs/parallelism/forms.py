@@ -117,6 +117,13 @@ def find_device(name: str) -> Device:
     return DEVICES[name]
 
 
+def check_positive(of: object, *names: str) -> None:
+    """Raise ValueError for one of these fields that is not positive; the message holds its name and value."""
+    for name in names:
+        if not getattr(of, name) > 0:
+            raise ValueError(f"{name} must be positive, got {getattr(of, name)}")
+
+
 @dataclass(frozen=True)
 class FeedForward:
     """One feed-forward layer: the matrices between two widths.
@@ -132,9 +139,7 @@ class FeedForward:
     bytes_per_element: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "d_ff", "n_matrices", "bytes_per_element"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        check_positive(self, "d_model", "d_ff", "n_matrices", "bytes_per_element")
 
     @property
     def n_parameters(self) -> int:

@@ -27,7 +27,7 @@ Sources: CS336 2026 handout, section 8.5; scaling book, chapter 5, "Mixed FSDP a
 import math
 from dataclasses import dataclass
 
-from cs336_systems.costs.parallelism.forms import FeedForward
+from cs336_systems.costs.parallelism.forms import FeedForward, check_positive
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,7 @@ class Network:
     """Take (n-1)/n for 1, as the scaling book does."""
 
     def __post_init__(self) -> None:
-        for name in ("flops_per_s", "fsdp_bytes_per_s", "tp_bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        check_positive(self, "flops_per_s", "fsdp_bytes_per_s", "tp_bytes_per_s")
 
     @property
     def _own(self) -> int:

@@ -22,7 +22,7 @@ says.
     run.seconds(450e9)      # each step takes as long as its largest message
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 Holdings = tuple[dict[int, frozenset[int]], ...]
@@ -103,22 +103,6 @@ def alternate_all_reduce(world_size: int, total_bytes: int) -> RingRun:
     """
     _check(total_bytes, world_size)
     return _play(_own(world_size), [total_bytes] * world_size, lambda rank, step: rank - step)
-
-
-def summation_orders(run: RingRun) -> tuple[tuple[int, ...], ...]:
-    """The order in which each rank of an alternate all-reduce adds the tensors: its own first, then as they arrive."""
-    orders: list[list[int]] = [[rank] for rank in range(run.world_size)]
-    for step in run.steps:
-        for message in step:
-            orders[message.destination].append(message.chunk)
-    return tuple(tuple(order) for order in orders)
-
-
-def complete(holdings: Holdings, chunks: Iterable[int]) -> bool:
-    """Whether every rank holds each of ``chunks``, summed over all ranks."""
-    everyone = frozenset(range(len(holdings)))
-    wanted = list(chunks)
-    return all(held.get(chunk) == everyone for held in holdings for chunk in wanted)
 
 
 def _own(world_size: int) -> Holdings:

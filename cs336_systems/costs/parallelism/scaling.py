@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.communication import cost
-from cs336_systems.costs.parallelism.forms import Device
+from cs336_systems.costs.parallelism.forms import Device, check_positive
 
 LLAMA3_70B = replace(
     MODEL_SIZES["llama3-8b"], name="llama3-70b", d_model=8192, d_ff=28_672, n_layers=80, n_heads=64, context_length=8192
@@ -58,9 +58,7 @@ class Workload:
     sequence_length: int
 
     def __post_init__(self) -> None:
-        for name in ("n_parameters", "batch_tokens", "sequence_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        check_positive(self, "n_parameters", "batch_tokens", "sequence_length")
         if self.batch_tokens < self.sequence_length:
             raise ValueError(
                 f"a batch of {self.batch_tokens} tokens is shorter than a sequence of {self.sequence_length}"
@@ -76,7 +74,6 @@ class Workload:
 class FsdpStep:
     """One step of FSDP on so many devices."""
 
-    n_devices: int
     compute_s: float
     communication_s: float
     tokens_per_device: float
@@ -100,7 +97,6 @@ def fsdp_step(workload: Workload, n_devices: int, device: Device) -> FsdpStep:
     weights = BYTES_PER_ELEMENT * workload.n_parameters
     sent = sum(cost(name, n_devices, weights).wire_bytes for name in ("all_gather", "all_gather", "reduce_scatter"))
     return FsdpStep(
-        n_devices,
         flops / device.flops_per_s,
         sent / device.egress(n_devices),
         workload.batch_tokens / n_devices,

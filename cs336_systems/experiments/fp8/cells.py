@@ -121,7 +121,7 @@ class Fp8Cell:
 def product_shape(config: ModelConfig, product: str) -> tuple[int, int]:
     """(outputs, inputs) of a product's weight."""
     return {
-        "qkv": (config.d_model + 2 * config.d_kv, config.d_model),
+        "qkv": (config.d_qkv, config.d_model),
         "output": (config.d_model, config.d_model),
         "gate_up": (2 * config.d_ff, config.d_model),
         "down": (config.d_model, config.d_ff),

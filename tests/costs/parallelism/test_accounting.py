@@ -21,10 +21,9 @@ def test_states_of_xxl():
 
 
 @pytest.mark.parametrize("tokens", [0, 396, 4096])
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_the_least_degree_fits_and_one_less_does_not(tokens, share):
-    degree = XXL.least_devices(95e9, tokens, share)
-    assert XXL.device_bytes(degree, tokens, share) <= 95e9 < XXL.device_bytes(degree - 1, tokens, share)
+def test_the_least_degree_fits_and_one_less_does_not(tokens):
+    degree = XXL.least_devices(95e9, tokens)
+    assert XXL.device_bytes(degree, tokens) <= 95e9 < XXL.device_bytes(degree - 1, tokens)
 
 
 def test_the_degree_that_fits_a_tpu_v5p():
@@ -78,7 +77,6 @@ def test_narrower_numbers_leave_every_limit_where_it_was():
         (lambda: FeedForwardStack(XXL.layer, 0), "number of blocks must be positive, got 0"),
         (lambda: XXL.device_bytes(0), "number of devices must be positive, got 0"),
         (lambda: XXL.device_bytes(1, -1), "tokens must not be negative, got -1"),
-        (lambda: XXL.device_bytes(1, 1, 2), "must be between 0 and 1, got 2"),
         (lambda: XXL.least_devices(95e9, 1e6), "activations of 1e\\+06 tokens leave nothing of 9.5e\\+10 bytes"),
         (lambda: thresholds(XXL.layer, 0, torus_network(TPU, 2, 1, overlapping=True, large_rings=True)), "got 0"),
     ],
