@@ -22,7 +22,7 @@ from cs336_systems.model.hf_weights import config_to_hf
 from cs336_systems.pretraining.deferred import Deferred
 from cs336_systems.pretraining.evaluation import evaluate
 from cs336_systems.pretraining.options import TrainOptions
-from cs336_systems.pretraining.preparation import Prepared
+from cs336_systems.pretraining.preparation import Prepared, describe_device
 from cs336_systems.pretraining.run_log import RunLog
 from cs336_systems.pretraining.run_records import End, Evaluation, Model, Options, Step
 from cs336_systems.training.accumulation import micro_batches
@@ -133,6 +133,7 @@ def train_peer(prepared: Prepared, weights: Path, rank: Rank, log: RunLog) -> fl
     model = peer_model(config, rank.device, torch.float32, liger=False, weights=weights)
     optimizer, deferred = peer_optimizer(model, options), Deferred(rank.device, ("loss", "norm"))
     log.write(Options({"model": "transformers", "dtype": dtype}, {}, prepared.n_steps))
+    log.write(describe_device(rank))
     log.write(Model(f"{config.name}, transformers", config.n_parameters, config.context_length))
     for step in range(prepared.n_steps + 1):
         if step < prepared.n_steps:

@@ -11,6 +11,7 @@ import torch
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.distributed.process_group import Rank, on_rank_0
 from cs336_systems.hardware import GIB
+from cs336_systems.harness.provenance import host_name, versions
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
 from cs336_systems.operators.host_memory import free_host_bytes
 from cs336_systems.pretraining.capped import CappedStep
@@ -19,6 +20,7 @@ from cs336_systems.pretraining.corpus import Corpus
 from cs336_systems.pretraining.loader import Loader, count_sequences
 from cs336_systems.pretraining.memory import predicted_segments
 from cs336_systems.pretraining.options import TrainerCase, TrainOptions
+from cs336_systems.pretraining.run_records import Device
 from cs336_systems.pretraining.schedules import Schedule
 from cs336_systems.pretraining.token_stream import Dataset, TokenStream
 from cs336_systems.pretraining.tokenize_options import TokenizeOptions
@@ -53,6 +55,15 @@ class Prepared:
     case: TrainerCase
     step: TrainStep | CappedStep
     tokens_per_step: int
+
+
+def describe_device(rank: Rank) -> Device:
+    """What a rank runs on, as a run's log says it."""
+    count, about = rank.world_size, versions(rank.device)
+    if rank.device.type != "cuda":
+        return Device(host_name(), count, None, about)
+    gpu = torch.cuda.get_device_properties(rank.device)
+    return Device(gpu.name, count, gpu.total_memory, about)
 
 
 def prepare(options: TrainOptions, rank: Rank) -> Prepared:

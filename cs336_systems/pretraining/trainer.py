@@ -40,7 +40,6 @@ from cs336_systems.distributed.checkpoint import resume_checkpoint
 from cs336_systems.distributed.process_group import Rank, on_rank_0
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.memory import free_bytes
-from cs336_systems.harness.provenance import host_name, versions
 from cs336_systems.pretraining.capped import CappedStep, planned_segments
 from cs336_systems.pretraining.deferred import Deferred, Done
 from cs336_systems.pretraining.evaluation import evaluate
@@ -48,14 +47,13 @@ from cs336_systems.pretraining.gpu_state import GpuSampler
 from cs336_systems.pretraining.memory import actual_segments, hint, predicted_segments
 from cs336_systems.pretraining.nonfinite import NonFiniteStep, find_nonfinite
 from cs336_systems.pretraining.options import TrainOptions
-from cs336_systems.pretraining.preparation import Prepared, prepare
+from cs336_systems.pretraining.preparation import Prepared, describe_device, prepare
 from cs336_systems.pretraining.quantization_log import QuantizationSampler
 from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog, Sink
 from cs336_systems.pretraining.run_reader import read_run
 from cs336_systems.pretraining.run_records import (
     Checkpoint,
     Data,
-    Device,
     End,
     Evaluation,
     Light,
@@ -185,10 +183,8 @@ def _open_log(prepared: Prepared, first_step: int, sinks: Sequence[Sink]) -> Run
 def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> None:
     """Say what the run is."""
     options, config, dataset = prepared.options, prepared.config, prepared.dataset
-    cuda = rank.device.type == "cuda"
-    name = torch.cuda.get_device_name(rank.device) if cuda else host_name()
-    memory = torch.cuda.get_device_properties(rank.device).total_memory if cuda else None
-    log.write(Device(name, rank.world_size, memory, versions(rank.device)))
+    device = describe_device(rank)
+    log.write(device)
     log.write(Model(config.name, config.n_parameters, config.context_length))
     split, tokenizer = dataset.manifest["splits"], dataset.manifest["tokenizer"]
     held_out = split["evaluation"]["tokens"] if "evaluation" in split else 0
@@ -199,7 +195,7 @@ def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> 
     light = speed_of_light(
         config,
         options.context_length,
-        find_hardware(name),
+        find_hardware(device.name),
         block_dtype="fp8" if recipe.quantized else products,
         dtype=products,
         n_stored_blocks=recipe.n_skipped,
@@ -210,7 +206,8 @@ def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> 
         for sentence in prepared.step.explanation():
             log.say(sentence)
     else:
-        log.write(Memory(predicted_segments(prepared.case, memory), hint=hint(prepared.case, memory)))
+        case, memory = prepared.case, device.memory_bytes
+        log.write(Memory(predicted_segments(case, memory), hint=hint(case, memory)))
     parts = {name: asdict(part) for name, part in light.parts.items()}
     log.write(Light(parts, light.seconds_per_token))
 

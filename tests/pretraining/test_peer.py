@@ -6,7 +6,7 @@ import pytest
 
 from cs336_systems.pretraining.run_log import LOG
 from cs336_systems.pretraining.run_reader import read_run
-from cs336_systems.pretraining.run_records import Evaluation, Step
+from cs336_systems.pretraining.run_records import Device, Evaluation, Step
 from tests.pretraining.trained import write_dataset
 
 pytest.importorskip("transformers")
@@ -36,6 +36,8 @@ def test_both_runs_learn_the_same(load_script, tmp_path, monkeypatch, capfd):
     out, err = capfd.readouterr()
     assert "Loading" not in err, "a bar that no terminal shows"
     assert read_run(tmp_path / "compared" / "transformers" / LOG).last(Evaluation).seconds > 1e-3
+    about = [read_run(tmp_path / "compared" / name / LOG).last(Device) for name in ("ours", "transformers")]
+    assert about[0].provenance == about[1].provenance and about[0].provenance["commit"], "which adopting a log asks for"
     said = json.loads(out.splitlines()[-1])
     assert said["steps"] == 12 and abs(said["off_percent"]) < 1e-3
     ours, theirs = (read_run(tmp_path / "compared" / name / LOG).all(Step) for name in ("ours", "transformers"))

@@ -28,8 +28,6 @@ from cs336_systems.hardware import GIB
 from cs336_systems.harness.clock import WHOLE, time_phases
 from cs336_systems.harness.memory import PeakMeter, allocated_bytes
 from cs336_systems.harness.record import Metric
-from cs336_systems.kernels.scaled_products import add_scaled_product_
-from cs336_systems.kernels.weight_gradients import add_weight_gradient_
 from cs336_systems.model import REFERENCE_OPS, TransformerBlock, TransformerLM
 from cs336_systems.model.layers import Linear
 from cs336_systems.training.precision import parameter_dtype, recipe_unsupported_reason
@@ -107,20 +105,12 @@ def _our_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[
     def gradient_of_weight(accumulate: bool) -> None:
         products.backward_weight_(ops, dweight, read["dy"].columns, read["x"].columns, accumulate)
 
-    def accumulate_within() -> None:
-        a, b = read["dy"].columns, read["x"].columns
-        if not recipe.quantized:
-            add_weight_gradient_(dweight, a, b)
-        else:
-            add_scaled_product_(dweight, a.values, b.values, a.scale, b.scale)
-
     phases = {"quantize_x": quantize_x, "forward": forward, "quantize_dy": quantize_dy, "backward": backward}
-    has_one_launch = not recipe.quantized or recipe.scaling == "tensor"
     alone: Phases = {
         "weight_gradient": functools.partial(gradient_of_weight, False),
         "accumulate": functools.partial(gradient_of_weight, True),
     }
-    return phases, alone | ({"accumulate_within": accumulate_within} if has_one_launch and x.is_cuda else {})
+    return phases, alone
 
 
 def _torch_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> Phases:

@@ -25,7 +25,6 @@ PRODUCT_TABLE = ResultTable(
         _SPEEDUP,
         Column("dW ms", "weight_gradient", optional=True, note="the weight's gradient alone"),
         Column("add dW ms", "accumulate", optional=True, note="the same, added to an earlier one, as training does"),
-        Column("within ms", "accumulate_within", optional=True, note="the same in one launch: ours, of fp8 cuBLASLt's"),
         Column("TFLOP/s", "tflops", ".0f", little=True),
         Column("alone TFLOP/s", "product_tflops", ".0f", optional=True, little=True, note="without quantization"),
     ),
