@@ -23,24 +23,25 @@ def time_figure(rows: pd.DataFrame) -> Figure | None:
     for part, table in (("block", BLOCK_TABLE), ("product", PRODUCT_TABLE)):
         of_part = ok[ok["part"] == part]
         for line in [] if of_part.empty else table.lines(of_part):
-            panels.setdefault(f"{line.settings.get('product', part)} of {_shape(line)}", []).append(line)
+            panels.setdefault(f"{line.settings.get('product', part)}\n{_shape(line)}", []).append(line)
     if not panels:
         return None
     longest = max(map(len, panels.values()))
-    figure = Figure(figsize=(max(6, 4 * len(panels)), 0.4 * longest + 1.6), layout="constrained")
+    figure = Figure(figsize=(2 + 2.6 * len(panels), 0.4 * longest + 1.6), layout="constrained")
     labelled = {}
-    for axes, (title, own) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+    every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, own) in zip(every, panels.items(), strict=True):
         names, left = [str(line.settings["how"]) for line in own], [0.0] * len(own)
         for phase, (label, colour) in _PHASES.items():
             ms = [line.median(phase) or 0.0 for line in own]
             if any(ms):
                 labelled[label] = axes.barh(names, ms, left=left, color=colour, height=0.7)
                 left = [sum(pair) for pair in zip(left, ms, strict=True)]
-        axes.invert_yaxis()
         axes.set_xlabel("ms")
         axes.set_title(title, fontsize=10)
         dress(axes)
         axes.set_axisbelow(True)
+    every[0].invert_yaxis()
     figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, frameon=False)
     first = next(iter(panels.values()))[0].settings
     figure.suptitle(f"On {first.get('gpu', first['device'])}", fontsize=11)

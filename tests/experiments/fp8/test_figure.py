@@ -27,8 +27,8 @@ def test_phases_stand_one_after_the_other_in_the_bar_of_their_way():
     figure = time_figure(rows)
     block, qkv, down = figure.axes
     titles = [axes.get_title() for axes in (block, qkv, down)]
-    assert titles == [f"{what} of llama3-8b, 16,384 tokens" for what in ("block", "qkv", "down")]
-    assert [label.get_text() for label in qkv.get_yticklabels()] == ["e4m3", "compiled"]
+    assert titles == [f"{what}\nllama3-8b, 16,384 tokens" for what in ("block", "qkv", "down")]
+    assert [label.get_text() for label in block.get_yticklabels()] == ["e4m3", "compiled"]
     pieces = [(bar.get_x(), bar.get_width()) for bar in qkv.patches]
     assert pieces[::2] == [(0.0, 1.0), (1.0, 2.0), (3.0, 0.5), (3.5, 0.75)]
     assert pieces[1::2] == [(0.0, 2.0), (2.0, 4.0), (6.0, 0.0), (6.0, 0.0)]
