@@ -131,6 +131,7 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         **{f"h200_leak_{name}.png": of_leak(name) for name in LEAKS},
         "h200_training.png": Drawing(rates_figure, lambda: _with_others(rows("training").frame())),
         "h200_run_first.png": Drawing(_run_figure, lambda: ("first", committed.run("first"))),
+        "h200_run_100m.png": Drawing(_run_figure, lambda: ("100m", committed.run("100m"))),
         "attention_masks.png": Drawing(masks_figure, lambda: (1024,)),
         "pipeline_schedules.png": Drawing(pipelines_figure, lambda: (timelines,)),
         "fsdp_scaling.png": Drawing(scaling_figure, lambda: (arithmetic.WORKLOAD, arithmetic.H100, 8192)),

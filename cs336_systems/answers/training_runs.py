@@ -12,7 +12,7 @@ from rich.console import Console
 from cs336_systems.answers.evidence import UNKNOWN
 from cs336_systems.pretraining.run_log import LOG
 from cs336_systems.pretraining.run_reader import Run, read_run
-from cs336_systems.pretraining.run_records import Device, End, Evaluation, Light, Options, Step
+from cs336_systems.pretraining.run_records import Device, End, Evaluation, Light, Options, Record, Step
 from cs336_systems.report.run_console import RunConsole
 
 FOLDER = "runs"
@@ -20,7 +20,8 @@ FOLDER = "runs"
 
 
 def console_lines(run: Run, steps: Collection[int]) -> str:
-    """The console's lines of some steps, of every evaluation and of the end; ``...`` where steps are left out."""
+    """The console's lines of some steps and the evaluations after as many, and the end's; ``...`` where some are left
+    out."""
     file = io.StringIO()
     console = RunConsole(console=Console(file=file))
     for record in (*run.all(Options), *run.all(Light)):
@@ -30,7 +31,7 @@ def console_lines(run: Run, steps: Collection[int]) -> str:
     for record in run.records:
         if not isinstance(record, Step | Evaluation | End):
             continue
-        if isinstance(record, Step) and record.step not in steps:
+        if not isinstance(record, End) and record.step not in steps:
             left_out = True
             continue
         if left_out:
@@ -38,6 +39,23 @@ def console_lines(run: Run, steps: Collection[int]) -> str:
         left_out = False
         console.write(record)
     return file.getvalue().rstrip("\n")
+
+
+def last_record(run: Run, kind: str) -> Record:
+    """The newest record of a kind, by the name that the log has for it.
+
+    Raises:
+        ValueError: the log has none.
+    """
+    found = [record for record in run.records if record.kind == kind]
+    if not found:
+        raise ValueError(f"{run.path} has no record of kind {kind!r}")
+    return found[-1]
+
+
+def best_evaluation(run: Run) -> Evaluation:
+    """The one with the least loss, of a run that has one."""
+    return min(run.all(Evaluation), key=lambda evaluation: evaluation.loss)
 
 
 def run_problems(profiles: Path, commits: Set[str] | None) -> list[str]:

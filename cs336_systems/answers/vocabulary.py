@@ -22,7 +22,7 @@ from cs336_systems.answers.committed import Committed, NotMeasured, Rows
 from cs336_systems.answers.quantizing import quantizing_table
 from cs336_systems.answers.rendering import Pending
 from cs336_systems.answers.training_rates import fp8_rates_table, training_rates_table
-from cs336_systems.answers.training_runs import console_lines
+from cs336_systems.answers.training_runs import best_evaluation, console_lines, last_record
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.communication import cost
 from cs336_systems.costs.fsdp import model_units, state_bytes
@@ -196,6 +196,8 @@ def vocabulary(committed: Committed) -> dict[str, Any]:
         "console_of": lambda name, *steps: console_lines(committed.run(name), steps),
     }
     numbers: dict[str, Callable[..., Any]] = {number.__name__: number for number in NUMBERS}
+    numbers |= {"last_of": lambda name, kind: last_record(committed.run(name), kind)}
+    numbers |= {"best_evaluation": lambda name: best_evaluation(committed.run(name))}
     numbers |= {"leak": leak, "parallelism": parallelism, **questions(committed.rows)}
     return {
         **{name: answering(table, _sentence) for name, table in tables.items()},

@@ -8,7 +8,7 @@ from cs336_systems.answers.adopt import carry_out, plan
 from cs336_systems.answers.committed import Committed, NotMeasured
 from cs336_systems.answers.figures import Drawing
 from cs336_systems.answers.sums import broken_seals
-from cs336_systems.answers.training_runs import console_lines, problems_of_run, run_problems
+from cs336_systems.answers.training_runs import console_lines, last_record, problems_of_run, run_problems
 from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog
 from cs336_systems.pretraining.run_reader import read_run
 from cs336_systems.pretraining.run_records import Device, End, Evaluation, Options, Step
@@ -71,7 +71,9 @@ def test_a_changed_log_and_a_forged_commit_are_named(tmp_path):
 
 
 def test_the_console_of_some_steps(tmp_path):
-    lines = console_lines(read_run(written(tmp_path / "first") / LOG), [0, 3]).splitlines()
+    run = read_run(written(tmp_path / "first") / LOG)
+    assert [line[:7] for line in console_lines(run, [4]).splitlines()] == ["...", "[T] ste", "...", "done, a"]
+    lines = console_lines(run, [0, 3, 5]).splitlines()
     assert [line[:12] for line in lines] == [
         "[T] step 0 [",
         "...",
@@ -92,3 +94,10 @@ def test_a_figure_knows_a_run_by_its_records_and_not_by_its_place(tmp_path):
     assert source(here) == source(there)
     there.write_text(json.dumps({}).join(there.read_text().rsplit("{}", 1)).replace("3.0", "3.1"))
     assert source(here) != source(there)
+
+
+def test_the_last_record_of_a_kind_is_found_by_its_name(tmp_path):
+    run = read_run(written(tmp_path / "first") / LOG)
+    assert last_record(run, "step") == run.all(Step)[-1] and last_record(run, "end").reason == "done"
+    with pytest.raises(ValueError, match="no record of kind 'checkpoint'"):
+        last_record(run, "checkpoint")
