@@ -21,7 +21,7 @@ from cs336_systems.profiling.traces.tables import Trace
 CLASS_COLOURS = dict(
     zip(
         CLASSES,
-        ("#0072B2", "#56B4E9", "#D55E00", "#F0E442", "#E69F00", "#CC79A7", "#009E73", "#000000", "#999999"),
+        ("#0072B2", "#56B4E9", "#D55E00", "#F0E442", "#E69F00", "#8B4513", "#CC79A7", "#009E73", "#000000", "#999999"),
         strict=True,
     )
 )

@@ -217,6 +217,13 @@ def test_every_digest_is_recorded_in_both_modes(tmp_path):
         assert {cell.mode for cell in cells} == {"forward", "step"}, part
 
 
+def test_the_step_in_fp8_is_profiled_as_the_trainer_makes_it_beside_bf16(tmp_path):
+    stored, quantized = grids(PROFILES, tmp_path, "fp8")["fp8"]
+    assert (stored.matmul_dtype, quantized.matmul_dtype) == ("same", "e4m3")
+    assert replace(quantized, matmul_dtype="same") == stored
+    assert (stored.size, stored.mode, stored.optimizer, stored.keep) == ("qwen2.5-7b", "step", "fused", "products")
+
+
 def test_runs_are_measured_beside_the_peer_at_the_tokens_of_the_goals(tmp_path):
     found = grids(TRAINING, tmp_path, *(part for part in TRAINING_PARTS if not part.startswith(("fp8", "torchao"))))
     assert list(found) == ["training", "training-2"]

@@ -12,11 +12,13 @@ import re
 ATTENTION, MATMUL, COMMUNICATION = "fused attention", "matmul", "communication"
 SOFTMAX, REDUCTION, ELEMENTWISE = "softmax", "reduction", "elementwise"
 OPTIMIZER, COPY, OTHER = "optimizer", "copy or cast", "other"
+QUANTIZATION = "quantization"
 
-CLASSES = (MATMUL, ATTENTION, SOFTMAX, REDUCTION, ELEMENTWISE, COPY, OPTIMIZER, COMMUNICATION, OTHER)
+CLASSES = (MATMUL, ATTENTION, SOFTMAX, REDUCTION, ELEMENTWISE, QUANTIZATION, COPY, OPTIMIZER, COMMUNICATION, OTHER)
 """In the order in which tables and figures show them."""
 
 _PATTERNS = (
+    (QUANTIZATION, r"^\w*(quantize|absmax)\w*_kernel$"),  # also where SwiGLU's gradient is computed as it is quantized
     (ATTENTION, r"^triton_tem_\w*(flex|attention)"),
     (MATMUL, r"^triton_tem_"),
     (SOFTMAX, r"^triton_(red|per)_\w*softmax"),

@@ -43,6 +43,9 @@ MUL = "at::native::BinaryFunctor<float, float, float, at::native::binary_interna
         ("product_kernel", "matmul"),
         ("rotary_kernel", "elementwise"),
         ("update_kernel", "optimizer"),
+        ("quantize_kernel", "quantization"),
+        ("row_and_column_absmax_kernel", "quantization"),
+        ("swiglu_backward_quantize_kernel", "quantization"),
         ("something_new", "other"),
     ],
 )
