@@ -12,8 +12,11 @@ from cs336_systems.answers.outside import outside
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.streaming import Rates, StreamedWork
 from cs336_systems.experiments.streaming.cells import hardware_named
+from cs336_systems.hardware import GIB
 from cs336_systems.report.results import MISSING
 from cs336_systems.report.tables import Table
+from cs336_systems.streaming.choice import DEVICE_OVERHEAD, HOST_OVERHEAD
+from cs336_systems.streaming.estimate import Layout, Levels, WorkSeconds
 
 PEER = "ml_dataflow"
 """Of whose cells ``outside.csv`` holds tokens per second: ``ml_dataflow 8192 24/75``."""
@@ -53,6 +56,136 @@ def streamed_work(size: str, context_length: int, chunk: int) -> StreamedWork:
 def sustained(device: str = "h200") -> Rates:
     """What a device sustains, as the simulation has it."""
     return Rates.of(hardware_named(device))
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """Interleaved rounds of so many chunks within two caps, by sums alone: each pair of layer and chunk is kept at
+    ``products`` or at ``attention``, and nothing else is sought.
+    """
+
+    work: StreamedWork
+    chunks: int
+    device_gib: float
+    host_gib: float
+
+    @property
+    def _layout(self) -> Layout:
+        seconds = WorkSeconds.of(self.work, sustained())
+        return Layout(self.work, seconds, self.chunks, "interleaved", weights=0, gradients=0, moments=0)
+
+    def _kept_bytes(self, products: int) -> int:
+        layout = self._layout
+        counts = layout.kept_counts(Levels(layout.pairs, products))
+        return sum(n * layout.slot_bytes[ring] for ring, n in counts.items())
+
+    @property
+    def least_bytes(self) -> int:
+        """That a round keeps with all pairs at ``attention``."""
+        return self._kept_bytes(0)
+
+    @property
+    def products_bytes(self) -> int:
+        """That it keeps besides with all of them at ``products``."""
+        return self._kept_bytes(self._layout.pairs) - self.least_bytes
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of the smallest rings."""
+        return self._layout.least_ring_bytes
+
+    @property
+    def device_bytes(self) -> float:
+        """Of the device, for state and what is kept."""
+        beside = DEVICE_OVERHEAD + self.work.fixed_bytes + self.work.temporary_bytes
+        return self.device_gib * GIB - beside - self.ring_bytes
+
+    @property
+    def kept_room(self) -> float:
+        """Bytes of both memories that state leaves for what forward keeps."""
+        state = self.work.config.n_layers * self.work.state_bytes
+        return self.device_bytes + self.host_gib * GIB - HOST_OVERHEAD - state
+
+    @property
+    def by_memory(self) -> float:
+        """Share of pairs whose products have room."""
+        return (self.kept_room - self.least_bytes) / self.products_bytes
+
+    @property
+    def round_seconds(self) -> float:
+        """Of kernels, nothing computed again."""
+        seconds = self._layout.seconds
+        return self.chunks * (seconds.forward + seconds.backward + seconds.ends)
+
+    @property
+    def again_seconds(self) -> float:
+        """Of a round with all pairs at ``attention``."""
+        return self._layout.pairs * self._layout.seconds.again_attention
+
+    @property
+    def state_in_bytes(self) -> float:
+        """Of weights, twice, and gradients that a round has come in: the device's bytes hold weights first."""
+        layer, n_layers = self.work.layer_bytes, self.work.config.n_layers
+        return 3 * n_layers * layer - self.device_bytes - min(self.device_bytes, n_layers * layer)
+
+    @property
+    def by_link(self) -> float:
+        """Share of pairs whose products come in while kernels run."""
+        rate = sustained().link_in_both
+        left = rate * (self.round_seconds + self.again_seconds) - self.state_in_bytes - self.least_bytes
+        return left / (self.products_bytes + rate * self.again_seconds)
+
+    @property
+    def at_products(self) -> float:
+        """Share of pairs that are kept at ``products``."""
+        return max(0.0, min(1.0, self.by_memory, self.by_link))
+
+    @property
+    def again_share(self) -> float:
+        """Of the time of a round, in which kernels compute again."""
+        again = (1 - self.at_products) * self.again_seconds
+        return again / (self.round_seconds + again)
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """While moments come in and go out."""
+        moments = self.work.state_bytes - 2 * self.work.layer_bytes
+        return self.work.config.n_layers * moments / sustained().link_in_both
+
+    def tokens_per_s(self, tokens_per_step: float) -> float:
+        rounds = tokens_per_step / (self.chunks * self.work.chunk)
+        seconds = rounds * (self.round_seconds + (1 - self.at_products) * self.again_seconds)
+        return tokens_per_step / (seconds + self.optimizer_seconds)
+
+
+def by_hand_table(rows: pd.DataFrame) -> Table:
+    """Sums beside simulations of llama3-8b in chunks of 8,192 tokens, where there is room for all at ``attention``."""
+    lines = []
+    found = rows[(rows["size"] == "llama3-8b") & rows["context_length"].isin([8192, 32_768]) & (rows["status"] == "ok")]
+    for length, device, host in found[["context_length", "device_gib", "host_gib"]].drop_duplicates().to_numpy():
+        cell = _Cell(rows, int(length), device, host)
+        tokens, chunk = cell("planned_tokens_per_step"), int(cell("planned_chunk"))
+        chunks = round(tokens / cell("planned_rounds") / chunk)
+        hand = ByHand(streamed_work(cell.size, cell.context_length, chunk), chunks, device, host)
+        if hand.by_memory < 0:
+            continue
+        rate, simulated = hand.tokens_per_s(tokens), cell("simulated_tokens_per_s")
+        lines.append(
+            {
+                "length": f"{cell.context_length:,}",
+                "device / host GiB": cell.caps,
+                "chunks": chunks,
+                "room %": f"{100 * hand.by_memory:.0f}",
+                "link %": f"{100 * hand.by_link:.0f}",
+                "again %, by hand": f"{100 * hand.again_share:.1f}",
+                "again %, simulated": f"{cell('simulated_recompute'):.1f}",
+                "tokens/s, by hand": f"{rate:,.0f}",
+                "tokens/s, simulated": f"{simulated:,.0f}",
+                "by hand / simulated": f"{rate / simulated:.3f}",
+            }
+        )
+    notes = {"room %": "of pairs whose products both memories hold", "link %": "of pairs whose products can come in"}
+    return Table("llama3-8b, the same sums with each plan's chunks and tokens of a step.", pd.DataFrame(lines), notes)
 
 
 def beside_peer_table(rows: pd.DataFrame) -> Table:

@@ -48,6 +48,7 @@ from cs336_systems.experiments.sharded_optimizer import table as sharded_tables
 from cs336_systems.experiments.streaming.table import STREAMING_TABLE
 from cs336_systems.experiments.training.table import TRAINING_TABLE
 from cs336_systems.report.tables import Table
+from cs336_systems.streaming.choice import DEVICE_OVERHEAD, HOST_OVERHEAD
 
 LEAKS = {leak.NAME: leak.analyse for leak in (matmul_data, roofline_knee, launch_overhead, flops_against_time)}
 
@@ -142,7 +143,7 @@ NUMBERS = (
     *(arithmetic.ring_ratio, arithmetic.h100s_that_hide, arithmetic.Mesh, arithmetic.schedule, arithmetic.job),
     *(arithmetic.xxl_threshold, arithmetic.xxl_remedies, least_tokens_per_device, communication_limit),
     *(precision.accumulated, loss_deviations, outside.outside, outside.given),
-    *(streaming.streamed_work, streaming.sustained),
+    *(streaming.streamed_work, streaming.sustained, streaming.ByHand),
 )
 
 TABLES = (
@@ -160,7 +161,8 @@ TABLES = (
     *(predictions.collectives_predictions, predictions.ddp_predictions),
     *(predictions.sharded_predictions, predictions.fsdp_predictions),
     *(precision.sums_table, precision.toy_table, outside.outside_table),
-    *(streaming.beside_peer_table, streaming.goals_table, streaming.kernels_table, streaming.beyond_simulation_table),
+    *(streaming.by_hand_table, streaming.beside_peer_table, streaming.goals_table, streaming.kernels_table),
+    streaming.beyond_simulation_table,
 )
 
 CONSTANTS = {
@@ -173,6 +175,8 @@ CONSTANTS = {
     "MIB": 2**20,
     "GIB": 2**30,
     "ON_ONE_HOST": attention.ON_ONE_HOST,
+    "DEVICE_OVERHEAD": DEVICE_OVERHEAD,
+    "HOST_OVERHEAD": HOST_OVERHEAD,
 }
 
 

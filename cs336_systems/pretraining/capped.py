@@ -146,9 +146,6 @@ class CappedStep:
         self._saves = options.save_every is not None
         self._fence: Fence | None = None
         if device.type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory / GIB
-            if options.device_gib is not None and options.device_gib > total:
-                raise ValueError(f"--device-gib {options.device_gib:g} is more than the device's {total:.1f} GiB")
             self._fence = Fence(device, *(int(cap * GIB) for cap in (options.device_gib, options.host_gib) if cap))
         caps, chunking = caps_of(options, case, device, self._fence), Chunking.of_run(options)
         self._again = choose_plan = chooser(options, case, device, chunking)

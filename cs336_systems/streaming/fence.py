@@ -41,7 +41,7 @@ class Fence:
     """Of one device and its host; what earlier work of the process has left behind is freed, or counts.
 
     Raises:
-        ValueError: the device's context alone takes what it may have.
+        ValueError: the device has not as much memory, or its context alone takes what it may have.
     """
 
     def __init__(self, device: torch.device, device_bytes: int, host_bytes: int) -> None:
@@ -53,12 +53,15 @@ class Fence:
         if device.type != "cuda":
             return
         torch.cuda.init()
+        total = torch.cuda.get_device_properties(device).total_memory
+        if device_bytes > total:
+            raise ValueError(f"a cap of {device_bytes / GIB:.2f} GiB is more than the device's {total / GIB:.2f} GiB")
         torch._C._cuda_clearCublasWorkspaces()  # cut from a larger piece, each would keep all of that
         torch.cuda.empty_cache()
         torch.empty(1, device=device)
         torch.cuda.reset_peak_memory_stats(device)
         index = torch.cuda.current_device() if device.index is None else device.index  # the next call wants one
-        total, context = torch.cuda.get_device_properties(device).total_memory, self._context()
+        context = self._context()
         kept = torch.cuda.memory_reserved(device)
         self.overhead = context + LATER + kept
         left = device_bytes - self.overhead

@@ -3,8 +3,17 @@
 import pandas as pd
 import pytest
 
-from cs336_systems.answers.streaming import GOALS, beyond_simulation_table, goals_table, kernels_table
+from cs336_systems.answers.streaming import (
+    GOALS,
+    ByHand,
+    beyond_simulation_table,
+    by_hand_table,
+    goals_table,
+    kernels_table,
+    streamed_work,
+)
 from cs336_systems.config import resolve_size
+from cs336_systems.hardware import GIB
 
 LAYERS = resolve_size("llama3-8b").n_layers
 CHUNK = 8192
@@ -58,3 +67,30 @@ def test_time_beyond_the_simulation_adds_up() -> None:
 def test_what_was_not_measured_is_named() -> None:
     with pytest.raises(LookupError, match="simulated_head_operation"):
         kernels_table(rows(missing="simulated_head_operation"))
+
+
+def test_by_hand_memory_or_the_link_decides_what_is_computed_again() -> None:
+    work = streamed_work("llama3-8b", 8192, CHUNK)
+    tight, more, most = (ByHand(work, 2, 24, host) for host in (75, 76, 115))
+    assert tight.at_products == tight.by_memory < tight.by_link
+    assert more.by_memory - tight.by_memory == pytest.approx(GIB / tight.products_bytes)
+    assert more.again_share < tight.again_share
+    assert most.at_products == most.by_link == tight.by_link < most.by_memory
+    assert tight.tokens_per_s(2**19) < most.tokens_per_s(2**19) < 2 * CHUNK / tight.round_seconds
+    everything = ByHand(work, 2, 132, 75)
+    assert everything.again_share == 0
+    steps = 2**19 / (2 * CHUNK) * everything.round_seconds + everything.optimizer_seconds
+    assert everything.tokens_per_s(2**19) == pytest.approx(2**19 / steps)
+
+
+def test_by_hand_stands_beside_each_simulation_that_its_sums_are_for() -> None:
+    """Not where even `attention` of all pairs has no room."""
+    metrics = {"planned_tokens_per_step": 2**19, "planned_chunk": CHUNK, "planned_rounds": 32}
+    metrics |= {"simulated_tokens_per_s": 10_000.0, "simulated_recompute": 8.0}
+    cell = {"size": "llama3-8b", "context_length": 8192, "status": "ok", "device_gib": 24.0}
+    found = [cell | {"host_gib": host, "metric": m, "median": v} for host in (50.0, 75.0) for m, v in metrics.items()]
+    (line,) = by_hand_table(pd.DataFrame(found)).frame.to_dict("records")
+    assert (line["device / host GiB"], line["chunks"]) == ("24 / 75", 2)
+    assert line["again %, simulated"] == "8.0"
+    by_hand = ByHand(streamed_work("llama3-8b", 8192, CHUNK), 2, 24, 75).tokens_per_s(2**19)
+    assert line["by hand / simulated"] == f"{by_hand / 10_000:.3f}"

@@ -1,5 +1,7 @@
 """Caps on a machine without a GPU: the host's."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -26,3 +28,10 @@ def test_what_a_run_before_has_given_back_does_not_count():
     slab = torch.ones(2 * n_bytes, dtype=torch.uint8)
     del slab
     assert fence.in_use().host > with_it  # the highest since
+
+
+def test_a_cap_above_what_the_device_has_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
+    with pytest.raises(ValueError, match=r"^a cap of 200\.00 GiB is more than the device's 80\.00 GiB$"):
+        Fence(torch.device("cuda"), 200 * GIB, GIB)
