@@ -4,7 +4,7 @@ and what stands between them and what was measured.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import pandas as pd
 
@@ -69,7 +69,7 @@ class ByHand:
     device_gib: float
     host_gib: float
 
-    @property
+    @cached_property
     def _layout(self) -> Layout:
         seconds = WorkSeconds.of(self.work, sustained())
         return Layout(self.work, seconds, self.chunks, "interleaved", weights=0, gradients=0, moments=0)
@@ -153,6 +153,7 @@ class ByHand:
         return self.work.config.n_layers * moments / sustained().link_in_both
 
     def tokens_per_s(self, tokens_per_step: float) -> float:
+        """Of steps of so many tokens, whose rounds an optimizer follows that nothing hides."""
         rounds = tokens_per_step / (self.chunks * self.work.chunk)
         seconds = rounds * (self.round_seconds + (1 - self.at_products) * self.again_seconds)
         return tokens_per_step / (seconds + self.optimizer_seconds)

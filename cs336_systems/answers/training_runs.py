@@ -12,7 +12,7 @@ from rich.console import Console
 from cs336_systems.answers.evidence import UNKNOWN
 from cs336_systems.pretraining.run_log import LOG
 from cs336_systems.pretraining.run_reader import Run, read_run
-from cs336_systems.pretraining.run_records import Device, End, Evaluation, Light, Options, Record, Step
+from cs336_systems.pretraining.run_records import KINDS, Device, End, Evaluation, Light, Options, Record, Step
 from cs336_systems.report.run_console import RunConsole
 
 FOLDER = "runs"
@@ -47,10 +47,10 @@ def last_record(run: Run, kind: str) -> Record:
     Raises:
         ValueError: the log has none.
     """
-    found = [record for record in run.records if record.kind == kind]
-    if not found:
+    found = run.last(KINDS[kind])
+    if found is None:
         raise ValueError(f"{run.path} has no record of kind {kind!r}")
-    return found[-1]
+    return found
 
 
 def best_evaluation(run: Run) -> Evaluation:

@@ -200,8 +200,10 @@ def vocabulary(committed: Committed) -> dict[str, Any]:
         "console_of": lambda name, *steps: console_lines(committed.run(name), steps),
     }
     numbers: dict[str, Callable[..., Any]] = {number.__name__: number for number in NUMBERS}
-    numbers |= {"last_of": lambda name, kind: last_record(committed.run(name), kind)}
-    numbers |= {"best_evaluation": lambda name: best_evaluation(committed.run(name))}
+    numbers |= {
+        "last_of": lambda name, kind: last_record(committed.run(name), kind),
+        "best_evaluation": lambda name: best_evaluation(committed.run(name)),
+    }
     numbers |= {"leak": leak, "parallelism": parallelism, **questions(committed.rows)}
     return {
         **{name: answering(table, _sentence) for name, table in tables.items()},

@@ -240,11 +240,6 @@ def product_kernel(
     )
 
 
-def one_of_two_bytes(dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Whether all are bf16, or all fp16."""
-    return set(dtypes) in ({torch.bfloat16}, {torch.float16})
-
-
 @lru_cache(maxsize=MAX_REMEMBERED)
 def _prepared(
     shapes: tuple[tuple[int, ...], ...],
@@ -258,7 +253,8 @@ def _prepared(
     (n_rows, depth), (n_columns, _) = shapes[:2]
     n_tiles = ceil_div(n_rows, 2 * ROWS.value) * ceil_div(n_columns, COLUMNS.value)
     results = (n_rows, n_columns), (n_rows, n_columns // 2 if swiglu else n_columns)
-    served = shapes[1][1] == depth and shapes[2:] == results and one_of_two_bytes(dtypes)
+    served = shapes[1][1] == depth and shapes[2:] == results
+    served = served and set(dtypes) in ({torch.bfloat16}, {torch.float16})
     served = served and all(can_be_copied(*tensor) for tensor in tensors)
     served = served and depth >= DEPTH.value and not (swiglu and n_columns % COLUMNS.value)
     if not (served and n_tiles >= 2 * n_multiprocessors(device)):

@@ -1,8 +1,8 @@
 """One step on the time line, as PNG: the ranges above, by thread and depth; what the device did below, by stream.
 
 The ranges are when the host issued work, the operations when the device did it: the slant between the two is how far
-the device lags behind. Operations are coloured by class, in the Okabe-Ito colours; the phases are drawn a second time
-over the streams, where their operations ran. Drawn without pyplot, so importing this touches no display.
+the device lags behind. Operations are coloured by class, in the Okabe-Ito colours, brown and grey; the phases are drawn
+a second time over the streams, where their operations ran. Drawn without pyplot, so importing this touches no display.
 """
 
 from pathlib import Path

@@ -127,8 +127,9 @@ class _Search:
         smaller caps of a ladder, then with all of it under its own. What is found there is a plan here and where steps
         begin, so that more of the host's memory is not slower than a rung of the ladder. Than a cap between rungs,
         whose own search may find more, it can be; and more of the device's memory, which has no ladder: llama3-8b at
-        8,192 tokens within 26 / 85 GiB is planned 3.3 % slower than within 24 / 85. Neither do steps change the chunks
-        of a round: within 24 / 115 the plan has two, and with three asked for it would be 2.1 % faster.
+        8,192 tokens within 26 / 85 GiB is planned 3.3 % slower than within 24 / 85 (LOG.md). Neither do steps
+        change the chunks of a round: within 24 / 115 the plan has two, and with three asked for it would be 2.1 %
+        faster.
         """
         tried = _Tried(self)
         for host_cap in self._host_ladder():

@@ -179,12 +179,11 @@ def test_a_crash_is_no_oom_even_if_the_kernel_killed_something_else(monkeypatch)
 def test_a_timeout_kills_the_cell_and_all_that_it_started(tmp_path):
     started = time.perf_counter()
     outcome = run("sleep", tmp_path, timeout_s=1.5)
-    assert 1.5 <= time.perf_counter() - started < 4
-    assert 1.5 <= outcome.seconds < 4
+    assert 1.5 <= outcome.seconds <= time.perf_counter() - started < 60  # it sleeps for 120
     assert (outcome.status, outcome.message) == ("timeout", "took longer than 1.5 s and was killed")
     cell, grandchild = wait_for_pids(tmp_path, 0)
-    assert is_gone(cell, 0.5)
-    assert is_gone(grandchild, 0.5)
+    assert is_gone(cell)
+    assert is_gone(grandchild)
 
 
 def test_every_cell_has_a_process_of_its_own():
@@ -275,7 +274,7 @@ def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(scripts):
     cell, grandchild = wait_for_pids(folder, 60)
     descendants = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=15)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert json.loads(out.splitlines()[-1]) == ["ok", "ok", "interrupted"]

@@ -315,29 +315,25 @@ def test_a_full_disk_costs_a_checkpoint_and_no_step(whole, alone, tmp_path, monk
 
 def test_a_checkpoint_waits_for_the_one_before_and_a_long_wait_is_said(whole, alone, tmp_path, monkeypatch):
     """Each is written a tenth of a second after the next one, or the end, has come to wait for it."""
-    written, saver, n_saves = threading.Semaphore(0), trainer.BackgroundSaver, count()
+    written, saver = threading.Semaphore(0), trainer.BackgroundSaver
 
     def slowly(*arguments, write=background_checkpoint.write):
         assert written.acquire(timeout=60)
         return write(*arguments)
 
-    def save(self, *arguments, save=saver.save):
-        threading.Timer(0.1, written.release).start() if next(n_saves) else None
-        save(self, *arguments)
-
-    def wait(self, wait=saver.wait):
-        written.release()
-        return wait(self)
+    def join(self, join=saver._join):
+        if self._saves and self._thread is not None:
+            threading.Timer(0.1, written.release).start()
+        join(self)
 
     monkeypatch.setattr(background_checkpoint, "write", slowly)
-    monkeypatch.setattr(saver, "save", save)
-    monkeypatch.setattr(saver, "wait", wait)
+    monkeypatch.setattr(saver, "_join", join)
     monkeypatch.setattr(trainer, "_LONG_WAIT_S", 0.05)
     train(options(tmp_path, data=whole / "data", save_every=3, keep_last=9), alone)
     assert [path.name[-2:] for path in complete_checkpoints(tmp_path / "run")] == ["03", "06", "09", "10"]
     run = read_run(tmp_path / "run" / LOG)
     saves = run.all(Checkpoint)
-    assert saves[0].waited_seconds == 0 and all(0.09 < one.waited_seconds < one.stall_seconds for one in saves[1:])
+    assert saves[0].waited_seconds == 0 and all(0.1 <= one.waited_seconds < one.stall_seconds for one in saves[1:])
     said = [message.text.split(" waited ") for message in run.all(Message)]
     assert [step for step, _ in said] == ["step 6", "step 9"]  # the last one has to wait
     assert said[0][1].endswith(" s for the checkpoint before to be written: --save-every 3 is too often")
