@@ -45,6 +45,9 @@ class Options(RunOptions):
     device; fsdp2-offload, torch's FSDP2 with state and optimizer on the host, blocks compiled and checkpointed."""
     gpu: str | None = None
     """Simulate this device and measure nothing: h200, h100, b200, a100-sxm-80gb, rtx-5090 ... (hardware.py)."""
+    explain: bool = False
+    """Also print of each plan what lives where, what binds it, and what one more GiB of either memory would bring, for
+    which two more plans are searched."""
     timeline: bool = False
     """Write and draw what each lane does, into the folder of --out: measured on a GPU, else simulated."""
     profile: bool = False

@@ -27,6 +27,8 @@ from cs336_systems.report.tables import Table
 def make_cells(options: Options) -> list[StreamingCell]:
     """The grid; raises ValueError for a value that no cell can have, or where nothing can be recorded."""
     if options.profile:
+        if options.explain:
+            raise ValueError("--explain is of plans: --profile goes without")
         if options.gpu or options.device == "cpu":
             where = f"--gpu {options.gpu}" if options.gpu else "--device cpu"
             raise ValueError(f"--profile records CUDA work, and there is none with {where}")
@@ -43,7 +45,11 @@ def stages(options: Options, cells: Sequence[StreamingCell], outcomes: list[Outc
         return [Stage(cells, partial(profile, raw=options.raw))]
     pictures = options.out if options.timeline else None
     own, peers = ([cell for cell in cells if bool(cell.peer) is wanted] for wanted in (False, True))
-    streamed = Stage(own, partial(measure, pictures=pictures), share=lambda cell: cell.simulated_device or cell)
+    streamed = Stage(
+        own,
+        partial(measure, pictures=pictures, explain=options.explain),
+        share=lambda cell: cell.simulated_device or cell,
+    )
     return [streamed, Stage(peers, measure_peer)]
 
 

@@ -6,6 +6,7 @@ copies; the plan is then made for an H200, and its simulation is of that, as is 
 """
 
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from cs336_systems.hardware import GIB, Hardware, find_hardware
 from cs336_systems.harness.clock import WHOLE, time_phases
 from cs336_systems.harness.process import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
-from cs336_systems.pretraining.capped import FRAGMENTS, beside_slabs
+from cs336_systems.pretraining.capped import FRAGMENTS, beside_slabs, explanation
 from cs336_systems.report.figures import save
 from cs336_systems.report.streaming_timeline import streaming_figure, timeline_rows
 from cs336_systems.streaming.choice import Caps, CapsTooSmallError, Choice
@@ -36,11 +37,12 @@ MOST_CPU_PARAMETERS = 2_000_000
 CPU_PLANS_FOR = "h200"
 
 
-def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
+def measure(cell: StreamingCell, pictures: Path | None = None, explain: bool = False) -> list[Metric]:
     """The plan's simulation, and unless it is all that is asked for, the step's times, rates and memory.
 
     Args:
         pictures: folder in which the step's timeline is drawn, as measured on a GPU, else as simulated.
+        explain: print the plan in sentences, and what one more GiB on either side would bring.
 
     Raises:
         PredictedOutOfMemory: the caps hold no plan; the message says what is short.
@@ -51,15 +53,25 @@ def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
     device = torch.device(cell.device)
     if not cell.simulated_device and device.type == "cpu" and cell.config.n_parameters > MOST_CPU_PARAMETERS:
         raise Unsupported(f"{cell.size} runs on a GPU alone: --gpu {CPU_PLANS_FOR} simulates it here")
-    on_gpu = not cell.simulated_device and device.type == "cuda"
     if device.type == "cpu":
         torch.set_num_threads(1)  # of tiny tensors several would wait for each other
     choice, hardware, fence = planned(cell)
     metrics = simulated(choice, hardware)
-    if pictures is not None and not on_gpu:
+    if pictures is not None and fence is None:
         _draw(pictures, cell, choice, choice.times, f"simulated for {hardware.name}")
-    if cell.simulated_device:
-        return metrics
+    if not cell.simulated_device:
+        metrics += _run(cell, choice, hardware, fence, pictures)
+    if explain:  # after the steps: two more searches would count as the host's memory
+        sentences = explanation(choice, partial(_choose, cell, hardware))
+        print(f"\n{cell}:", *sentences, sep="\n  ", end="\n\n", flush=True)
+    return metrics
+
+
+def _run(
+    cell: StreamingCell, choice: Choice, hardware: Hardware, fence: Fence | None, pictures: Path | None
+) -> list[Metric]:
+    """Of the step as it runs, on a GPU within its fence."""
+    device, on_gpu = torch.device(cell.device), fence is not None
     step, ids, targets = prepared(cell, choice, Streams(device, timed=True) if on_gpu else None)
     loss: list[Tensor] = []
 
@@ -72,7 +84,7 @@ def measure(cell: StreamingCell, pictures: Path | None = None) -> list[Metric]:
     if not loss[0].isfinite():
         raise FloatingPointError(f"loss is {loss[0].item()}")
     step_ms = times.samples_ms[WHOLE]
-    metrics += measured(choice, hardware if on_gpu else None, step_ms)
+    metrics = measured(choice, hardware if on_gpu else None, step_ms)
     if times.warmup_ms:
         metrics.append(Metric("warmup_step", "ms", times.warmup_ms))
     if isinstance(step.lanes, Streams):
@@ -107,7 +119,10 @@ def planned(cell: StreamingCell) -> tuple[Choice, Hardware, Fence | None]:
         caps = Caps(device_bytes, host_bytes)
     else:
         caps = Caps(device_bytes, host_bytes, 0, 0, 0)  # on a CPU slabs alone count
-    return _chosen(cell, hardware, caps), hardware, fence
+    try:
+        return _choose(cell, hardware, caps), hardware, fence
+    except CapsTooSmallError as error:
+        raise PredictedOutOfMemory(str(error).partition(": ")[2]) from error  # model and caps are the cell's
 
 
 def _hardware(cell: StreamingCell, device: torch.device) -> Hardware:
@@ -119,21 +134,19 @@ def _hardware(cell: StreamingCell, device: torch.device) -> Hardware:
     return hardware
 
 
-def _chosen(cell: StreamingCell, hardware: Hardware, caps: Caps) -> Choice:
-    try:
-        return choose(
-            cell.config,
-            cell.context_length,
-            caps,
-            Rates.of(hardware),
-            tokens_per_step=cell.tokens_per_step or None,
-            chunk=cell.chunk or None,
-            order=None if cell.order == "auto" else cell.order,  # type: ignore[arg-type]
-            clipping=cell.clipping,
-            moments=MASTER_MOMENTS if cell.master == "fp32" else MOMENTS,
-        )
-    except CapsTooSmallError as error:
-        raise PredictedOutOfMemory(str(error).partition(": ")[2]) from error  # model and caps are the cell's
+def _choose(cell: StreamingCell, hardware: Hardware, caps: Caps) -> Choice:
+    """The plan that the cell asks for, within these caps; raises CapsTooSmallError."""
+    return choose(
+        cell.config,
+        cell.context_length,
+        caps,
+        Rates.of(hardware),
+        tokens_per_step=cell.tokens_per_step or None,
+        chunk=cell.chunk or None,
+        order=None if cell.order == "auto" else cell.order,  # type: ignore[arg-type]
+        clipping=cell.clipping,
+        moments=MASTER_MOMENTS if cell.master == "fp32" else MOMENTS,
+    )
 
 
 def prepared(cell: StreamingCell, choice: Choice, lanes: Lanes | None) -> tuple[StreamedStep, Tensor, Tensor]:

@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -79,6 +80,7 @@ def test_devices_are_named_as_they_are_typed():
         (("--timeline",), "--timeline draws in the folder of --out"),
         (("--profile",), "--profile records CUDA work, and there is none with --device cpu"),
         (("--profile", "--gpu", "h200"), "--profile records CUDA work, and there is none with --gpu h200"),
+        (("--profile", "--explain"), "--explain is of plans: --profile goes without"),
         (("--peers", "compiled", "--gpu", "h200"), "--peers compiled is measured: --gpu and --profile go without"),
         (("--gpu", "abacus"), "--gpu abacus: known are .*h200"),
         (("--gpu", "a100-80gb"), "--gpu a100-80gb: did you mean .*a100-sxm-80gb.* known are .*h200"),
@@ -88,6 +90,22 @@ def test_devices_are_named_as_they_are_typed():
 def test_bad_values_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         cells_of("streaming", *arguments)
+
+
+def test_a_plan_is_explained_and_a_next_gib_is_that_of_a_plan_within_it(capsys, monkeypatch):
+    module = sys.modules[measure.__module__]
+    monkeypatch.setattr(module, "choose", partial(module.choose, effort=4_000))
+    small, large = cells_of("streaming", "--gpu", "h200", "--size", "llama3-1b", "--device-gib", "6", "7",
+                            "--host-gib", "24", "--tokens-per-step", "131072", "--chunk", "8192")  # fmt: skip
+    rates = [{metric.name: metric for metric in measure(cell)}["simulated_tokens_per_s"] for cell in (small, large)]
+    gain = rates[1].samples[0] / rates[0].samples[0] - 1
+    assert gain > 0.001, "or the sentence would say that it brings nothing"
+    capsys.readouterr()
+    measure(small, explain=True)
+    title, *sentences = capsys.readouterr().out.strip().splitlines()
+    assert title == "llama3-1b 8,192 within 6 / 24 GiB auto:"
+    assert sentences[-2] == f"  One more GiB of device memory would bring {100 * gain:.1f} % more tokens per second."
+    assert any(re.search(r"it is bound by \w+", sentence) for sentence in sentences)
 
 
 def test_a_large_model_is_not_run_on_a_cpu():
