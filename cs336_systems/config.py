@@ -219,7 +219,8 @@ class Recipe:
     gradient: str = "e4m3"
     """Of gradients of activations, where products are quantized: e4m3, or e5m2, with more range and less precision."""
     scaling: str = "tensor"
-    """What shares a scale: all of a tensor; row, what one sum of a product reads; or block, 128 numbers of that."""
+    """What shares a scale: all of a tensor; row, what one sum of a product reads; or block, 128 numbers of that, and of
+    weights 128 x 128."""
     skip_first: int = 0
     """Blocks at the input that are not quantized."""
     skip_last: int = 0

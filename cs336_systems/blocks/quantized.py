@@ -96,9 +96,21 @@ class Quantized:
 
     values: Tensor
     scale: Tensor
-    """fp32: (), (M, 1), or (M, K / 128), rounded up."""
+    """fp32: (), (M, 1), or by block (M, K / 128), of weights (M / 128, K / 128), rounded up."""
     dtype: torch.dtype
     """Of what was quantized."""
+
+    @property
+    def square(self) -> bool:
+        """Whether scales are of 128 x 128 blocks; M is at least 16."""
+        return self.scale.dim() == 2 and self.scale.shape[0] != self.values.shape[0]
+
+    def rows(self, some: slice) -> "Quantized":
+        """Of these rows alone, whole blocks of 128."""
+        scale = self.scale
+        if scale.dim() == 2:
+            scale = scale[slice(some.start // SCALED_BLOCK, -(-some.stop // SCALED_BLOCK)) if self.square else some]
+        return Quantized(self.values[some], scale, self.dtype)
 
 
 class QuantizedProducts(Products):
@@ -151,11 +163,11 @@ class QuantizedProducts(Products):
                 Quantized(*self._arrived(name, True), weight_NK.dtype) if columns else None,
             )
         if not self.remember:
-            return self._quantize(weight_NK, self.recipe.matmul, rows, columns)
+            return self._quantize(weight_NK, self.recipe.matmul, rows, columns, square=True)
         if name not in self._weights:
             right = self._noted and self._noted == self._versions
             absmax = self._maxima_of_weights.get(name) if right else None
-            self._weights[name] = self._quantize(weight_NK, self.recipe.matmul, True, True, absmax)
+            self._weights[name] = self._quantize(weight_NK, self.recipe.matmul, True, True, absmax, square=True)
         return self._weights[name]
 
     def at(self, parameters: Sequence[Tensor]) -> None:
@@ -244,7 +256,10 @@ class QuantizedProducts(Products):
     def recall(self, name: str, tensors: Mapping[str, Tensor]) -> Operand:
         return Operand(columns=Quantized(tensors[name], tensors[f"{name}_scale"], tensors["x"].dtype))
 
-    def _quantize(self, x_RK: Tensor, name: str, rows: bool, columns: bool, absmax: Tensor | None = None) -> Operand:
+    def _quantize(
+        self, x_RK: Tensor, name: str, rows: bool, columns: bool, absmax: Tensor | None = None, *, square: bool = False
+    ) -> Operand:
+        """``square``: blocks, where the recipe has them, are 128 x 128."""
         quantizers, dtype = self.quantizers, FORMATS[name]
         asked: dict[str, Any] = {"rows": rows, "transposed": columns}
         match self.recipe.scaling:
@@ -258,7 +273,7 @@ class QuantizedProducts(Products):
                 found = quantizers.quantize(x_RK, by_row, dtype, **asked)
             case _:
                 assert self.recipe.scaling == "block", self.recipe
-                found = quantizers.quantize_blocks(x_RK, dtype, **asked)
+                found = quantizers.quantize_blocks(x_RK, dtype, square=square, **asked)
         return _operand(found, x_RK.dtype)
 
     def _multiply(
@@ -294,8 +309,9 @@ def _scaled_mm(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out:
     scale_a, scale_b = a.scale, b.scale
     if by == "row":
         scale_b = scale_b.T
-    if by == "block":  # along M and N first
-        scale_a, scale_b = scale_a.T.contiguous().T, scale_b.T.contiguous()
+    if by == "block":  # of 1 x 128 along M or N first, of 128 x 128 along K, as quantizers leave them
+        scale_a = scale_a.T.contiguous().T
+        scale_b = scale_b.T if b.square else scale_b.T.contiguous()
     how: dict[str, Any] = {"out_dtype": a.dtype}
     if by != "block":
         how |= {"bias": bias, "use_fast_accum": fast}
@@ -319,9 +335,14 @@ def _emulated(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: 
 
 def _unscaled(x: Quantized, dtype: torch.dtype) -> Tensor:
     """Values times the scale of their block."""
-    return x.values.to(dtype) * spread(x.scale, x.values.shape[1])
+    return x.values.to(dtype) * spread(x)
 
 
-def spread(scale: Tensor, width: int) -> Tensor:
-    """Scales by block, (M, K / 128) rounded up, as one for each number: (M, K) of this width."""
-    return scale.repeat_interleave(SCALED_BLOCK, dim=1)[:, :width]
+def spread(x: Quantized) -> Tensor:
+    """Scales as they go with the values (M, K): (), (M, 1), or by block one for each number, (M, K)."""
+    (n_rows, width), scale = x.values.shape, x.scale
+    if x.square:
+        scale = scale.repeat_interleave(SCALED_BLOCK, dim=0)[:n_rows]
+    if scale.dim() == 2 and scale.shape[1] > 1:
+        scale = scale.repeat_interleave(SCALED_BLOCK, dim=1)[:, :width]
+    return scale

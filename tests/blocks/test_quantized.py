@@ -18,6 +18,7 @@ from cs336_systems.blocks import (
     forward,
     write_out,
 )
+from cs336_systems.blocks.quantized import spread
 from cs336_systems.config import ModelConfig, Recipe
 from cs336_systems.costs.kept import kept_names, kept_tensors
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
@@ -82,7 +83,8 @@ class FakeQuantizedLinear(torch.autograd.Function):
     def forward(ctx, x, weight, recipe):
         ctx.save_for_backward(x, weight)
         ctx.recipe = recipe
-        rows, columns = (rounded(tensor.flatten(0, -2), recipe.matmul, recipe.scaling)[0] for tensor in (x, weight))
+        rows = rounded(x.flatten(0, -2), recipe.matmul, recipe.scaling)[0]
+        columns = rounded(weight, recipe.matmul, of_weights(recipe))[0]
         return (rows @ columns.T).view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -90,21 +92,46 @@ class FakeQuantizedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dy_rows, dy_columns = rounded(dy.flatten(0, -2), ctx.recipe.gradient, ctx.recipe.scaling)
         _, x_columns = rounded(x.flatten(0, -2), ctx.recipe.matmul, ctx.recipe.scaling)
-        _, weight_columns = rounded(weight, ctx.recipe.matmul, ctx.recipe.scaling)
+        _, weight_columns = rounded(weight, ctx.recipe.matmul, of_weights(ctx.recipe))
         return (dy_rows @ weight_columns.T).view_as(x), dy_columns @ x_columns.T, None
+
+
+def of_weights(recipe: Recipe) -> str:
+    return "square" if recipe.scaling == "block" else recipe.scaling
 
 
 def rounded(x: torch.Tensor, name: str, scaling: str) -> tuple[torch.Tensor, torch.Tensor]:
     """x and its transpose, each rounded to fp8 where its last dimension is summed over, in x's dtype."""
     dtype, largest = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}[name]
+    height, width = {"tensor": (None, None), "row": (1, None), "block": (1, 128), "square": (128, 128)}[scaling]
     found = []
     for matrix in (x, x.T):
-        groups = matrix.float().split(128 if scaling == "block" else matrix.shape[1], dim=1)
-        absmax = [group.abs().amax(None if scaling == "tensor" else 1, keepdim=True) for group in groups]
-        scales = [torch.full_like(largest_one, largest) / largest_one.clamp(min=1e-10) for largest_one in absmax]
-        parts = [(group * scale).to(dtype).to(x.dtype) for group, scale in zip(groups, scales, strict=True)]
-        found.append(torch.cat([part / scale for part, scale in zip(parts, scales, strict=True)], dim=1))
+        result = torch.empty_like(matrix)
+        for rows in torch.arange(len(matrix)).split(height or len(matrix)):
+            for columns in torch.arange(matrix.shape[1]).split(width or matrix.shape[1]):
+                group = matrix[rows][:, columns].float()
+                absmax = group.abs().amax().clamp(min=1e-10)
+                scale = torch.full_like(absmax, largest) / absmax
+                result[rows[:, None], columns] = (group * scale).to(dtype).to(x.dtype) / scale
+        found.append(result)
     return found[0], found[1]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_weight_is_quantized_by_its_definition(recipe):
+    """Of which blocks of 128 x 128 hold the same numbers both ways."""
+    torch.manual_seed(0)
+    weight = torch.randn(272, 144, dtype=torch.bfloat16) * torch.logspace(-2, 2, 272)[:, None]
+    weight = weight.bfloat16()
+    held = products_of(RECIPES[recipe]).read_weight("qkv", weight, rows=True, columns=True)
+    expected = rounded(weight.float(), "e4m3", of_weights(RECIPES[recipe]))
+    for operand, exact in zip((held.rows, held.columns), expected, strict=True):
+        torch.testing.assert_close(operand.values.float() * spread(operand), exact, rtol=2**-22, atol=0)
+    assert held.rows.square == (recipe == "block")
+    same = torch.equal(held.rows.values, held.columns.values.T)
+    assert same == (recipe != "row")
+    some = held.rows.rows(slice(128, 272))
+    assert torch.equal(spread(some).expand(144, 144), spread(held.rows).expand(272, 144)[128:])
 
 
 def by_definition(recipe: Recipe) -> dict[str, torch.Tensor]:
