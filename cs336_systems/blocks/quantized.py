@@ -96,21 +96,9 @@ class Quantized:
 
     values: Tensor
     scale: Tensor
-    """fp32: (), (M, 1), or by block (M, K / 128), of weights (M / 128, K / 128), rounded up."""
+    """fp32: (), (M, 1), or (M, K / 128), rounded up."""
     dtype: torch.dtype
     """Of what was quantized."""
-
-    @property
-    def square(self) -> bool:
-        """Whether scales are of 128 x 128 blocks; M is at least 16."""
-        return self.scale.dim() == 2 and self.scale.shape[0] != self.values.shape[0]
-
-    def rows(self, some: slice) -> "Quantized":
-        """Of these rows alone, whole blocks of 128."""
-        scale = self.scale
-        if scale.dim() == 2:
-            scale = scale[slice(some.start // SCALED_BLOCK, -(-some.stop // SCALED_BLOCK)) if self.square else some]
-        return Quantized(self.values[some], scale, self.dtype)
 
 
 class QuantizedProducts(Products):
@@ -274,6 +262,11 @@ class QuantizedProducts(Products):
             case _:
                 assert self.recipe.scaling == "block", self.recipe
                 found = quantizers.quantize_blocks(x_RK, dtype, square=square, **asked)
+                if square:
+                    found = found._replace(
+                        inverse_scale=_of_each_row(found.inverse_scale, found.q),
+                        inverse_scale_t=_of_each_row(found.inverse_scale_t, found.q_t),
+                    )
         return _operand(found, x_RK.dtype)
 
     def _multiply(
@@ -300,6 +293,16 @@ def _operand(found: Any, dtype: torch.dtype) -> Operand:
     return Operand(*(None if each[0] is None else Quantized(*each, dtype) for each in (rows, columns)))
 
 
+def _of_each_row(scale: Tensor | None, values: Tensor | None) -> Tensor | None:
+    """(M, K / 128) from scales of 128 x 128 blocks of values (M, K); as kernels leave them, M is contiguous.
+
+    Where 4 does not divide K / 128, versions of PyTorch want different strides of larger blocks' scales.
+    """
+    if scale is None or values is None:
+        return None
+    return scale.t().repeat_interleave(SCALED_BLOCK, dim=1)[:, : len(values)].contiguous().t()
+
+
 def _make(recipe: Recipe, quantizers: Quantizers, remember: bool) -> QuantizedProducts:
     return QuantizedProducts(recipe, quantizers, remember=remember)
 
@@ -309,9 +312,8 @@ def _scaled_mm(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out:
     scale_a, scale_b = a.scale, b.scale
     if by == "row":
         scale_b = scale_b.T
-    if by == "block":  # of 1 x 128 along M or N first, of 128 x 128 along K, as quantizers leave them
-        scale_a = scale_a.T.contiguous().T
-        scale_b = scale_b.T if b.square else scale_b.T.contiguous()
+    if by == "block":  # along M and N first
+        scale_a, scale_b = scale_a.T.contiguous().T, scale_b.T.contiguous()
     how: dict[str, Any] = {"out_dtype": a.dtype}
     if by != "block":
         how |= {"bias": bias, "use_fast_accum": fast}
@@ -335,14 +337,9 @@ def _emulated(a: Quantized, b: Quantized, bias: Tensor | None, fast: bool, out: 
 
 def _unscaled(x: Quantized, dtype: torch.dtype) -> Tensor:
     """Values times the scale of their block."""
-    return x.values.to(dtype) * spread(x)
+    return x.values.to(dtype) * spread(x.scale, x.values.shape[1])
 
 
-def spread(x: Quantized) -> Tensor:
-    """Scales as they go with the values (M, K): (), (M, 1), or by block one for each number, (M, K)."""
-    (n_rows, width), scale = x.values.shape, x.scale
-    if x.square:
-        scale = scale.repeat_interleave(SCALED_BLOCK, dim=0)[:n_rows]
-    if scale.dim() == 2 and scale.shape[1] > 1:
-        scale = scale.repeat_interleave(SCALED_BLOCK, dim=1)[:, :width]
-    return scale
+def spread(scale: Tensor, width: int) -> Tensor:
+    """Scales by block, (M, K / 128) rounded up, as one for each number: (M, K) of this width."""
+    return scale.repeat_interleave(SCALED_BLOCK, dim=1)[:, :width]

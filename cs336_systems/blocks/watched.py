@@ -26,7 +26,6 @@ from cs336_systems.blocks.autograd import WrittenOutBlock
 from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.products import Maxima, Operand, Products
 from cs336_systems.blocks.quantized import Quantized, QuantizedProducts, spread
-from cs336_systems.costs.kept import SCALED_BLOCK
 
 _AT_ONCE = 2**23
 """Elements, of which copies in fp32 are made."""
@@ -121,11 +120,15 @@ class _NamedMaxima(Maxima):
 def _counted(x_RK: Tensor, quantized: Quantized) -> Tensor:
     """(4,) in fp64."""
     width = x_RK.shape[1]
-    n_rows = SCALED_BLOCK * max(1, _AT_ONCE // (SCALED_BLOCK * width))  # whole blocks, also of 128 x 128
+    n_rows = max(1, _AT_ONCE // width)
     parts = []
     for start in range(0, x_RK.shape[0], n_rows):
-        some = quantized.rows(slice(start, start + n_rows))
-        x, values, scale = x_RK[start : start + n_rows].float().abs(), some.values.float(), spread(some)
+        some = slice(start, start + n_rows)
+        x, values, scale = x_RK[some].float().abs(), quantized.values[some].float(), quantized.scale
+        if scale.dim() == 2:
+            scale = scale[some]
+        if scale.dim() == 2 and scale.shape[1] > 1:
+            scale = spread(scale, width)
         zeroed, cut_off = (values == 0) & (x != 0), x > scale * (torch.finfo(quantized.values.dtype).max * _ROUNDING)
         parts.append(torch.stack([x.amax().double(), zeroed.sum().double(), cut_off.sum().double()]))
     absmax, *counts = torch.stack(parts).unbind(1)

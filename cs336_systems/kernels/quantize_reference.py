@@ -141,8 +141,6 @@ def _quantize_blocks(x: Tensor, dtype: torch.dtype, square: bool) -> tuple[Tenso
     padded = torch.nn.functional.pad(x, (0, -width % BLOCK, 0, -n_rows % height))
     blocks = padded.view(padded.shape[0] // height, height, padded.shape[1] // BLOCK, BLOCK)
     scale, inverse = scales(blocks.abs().amax(dim=(1, 3)).float(), dtype)
-    if square:  # rows apart by a multiple of 4
-        inverse = torch.nn.functional.pad(inverse, (0, -inverse.shape[1] % 4))[:, : inverse.shape[1]]
     return cast(x, _repeated(scale, x, height), dtype), inverse
 
 
