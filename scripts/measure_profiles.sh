@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Record the digests that profiles/digests/<gpu>/ holds: where time and memory go, on one GPU.
 #
-#   scripts/measure_profiles.sh FOLDER PART...    # parts: nsys nsys-autocast fp8 memory
+#   scripts/measure_profiles.sh FOLDER PART...    # parts: nsys nsys-autocast quantization memory
 #
-# On an H200 nsys takes about thirty minutes, nsys-autocast two, fp8 two (predicted), memory three. SIZES and LENGTHS name
+# On an H200 nsys takes about thirty minutes, nsys-autocast two, quantization two, memory three. SIZES and LENGTHS name
 # the models and contexts of nsys (default: five of each), so that it can be taken in pieces: LENGTHS=256 takes about four
 # minutes, 1024 eight, 2048 eight; small at four of them two, large at 256 50 s; a step that does not fit is a row that
 # says so. Run nsys alone on its host: launches wait for it.
@@ -24,13 +24,13 @@ for part in "$@"; do
       profile --profiler nsys --size "${sizes[@]}" --context-length "${lengths[@]}" ;;
     nsys-autocast)
       profile --profiler nsys --size small large --context-length 512 --dtype autocast-bf16 ;;
-    fp8) # a micro-batch of 7B and its optimizer step: what quantization takes of each
+    quantization) # a micro-batch of 7B and its optimizer step: what quantization takes of each
       profile --profiler kineto --size qwen2.5-7b --context-length 1024 --batch-size 16 --dtype bf16 \
         --kernels fused --attention hopper --optimizer fused --keep products --matmul-dtype same e4m3 --mode step ;;
     memory)
       profile --profiler memory --size 2.7b --context-length 128 2048 --mode forward step --dtype fp32 autocast-bf16 ;;
     *)
-      echo "unknown part '$part': parts are nsys, nsys-autocast, fp8 and memory" >&2
+      echo "unknown part '$part': parts are nsys, nsys-autocast, quantization and memory" >&2
       exit 2 ;;
   esac
 done
