@@ -45,6 +45,14 @@ from tests.pretraining.runs import Kept
 from tests.pretraining.trained import EXPLODING, losses_and_norms, options, write_dataset
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_wait_is_long():
+    """Or how fast the disk is would decide what the log says."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "_LONG_WAIT_S", math.inf)
+        yield
+
+
 @pytest.fixture(scope="module")
 def alone():
     with joined("cpu") as rank:
