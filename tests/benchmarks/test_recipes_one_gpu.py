@@ -217,8 +217,8 @@ def test_every_digest_is_recorded_in_both_modes(tmp_path):
         assert {cell.mode for cell in cells} == {"forward", "step"}, part
 
 
-def test_the_step_in_fp8_is_profiled_as_the_trainer_makes_it_beside_bf16(tmp_path):
-    stored, quantized = grids(PROFILES, tmp_path, "fp8")["fp8"]
+def test_the_step_that_quantizes_is_profiled_as_the_trainer_makes_it_beside_bf16(tmp_path):
+    stored, quantized = grids(PROFILES, tmp_path, "quantization")["quantization"]
     assert (stored.matmul_dtype, quantized.matmul_dtype) == ("same", "e4m3")
     assert replace(quantized, matmul_dtype="same") == stored
     assert (stored.size, stored.mode, stored.optimizer, stored.keep) == ("qwen2.5-7b", "step", "fused", "products")
