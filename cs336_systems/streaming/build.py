@@ -11,15 +11,15 @@ and places: who wrote what it reads, who still reads what it writes over; what t
 """
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 
 from cs336_systems.costs.lanes import LANES, LaneTimes, simulate
 from cs336_systems.costs.streaming import Rates
 from cs336_systems.streaming.order import Step, compute_order, forward_order
 from cs336_systems.streaming.plan import STATE_RINGS, Plan
-from cs336_systems.streaming.schedule import Held, Item, Kind, Operation, Place, Region, Ring, Schedule, Slot
+from cs336_systems.streaming.schedule import Held, Item, Kind, Lane, Operation, Place, Region, Ring, Schedule, Slot
 from cs336_systems.streaming.slots import (
     EVICTION_LAG,
     GROUPED,
@@ -95,11 +95,11 @@ class _Memory:
         self._writer: dict[Slot | Place, int] = {}
         self._readers: dict[Slot | Place, list[int]] = defaultdict(list)
 
-    def needs(self, reads: list[Slot | Place], writes: list[Slot | Place]) -> set[int]:
+    def needs(self, reads: Sequence[Slot | Place], writes: Sequence[Slot | Place]) -> set[int]:
         found = {self._writer[where] for where in (*reads, *writes) if where in self._writer}
         return found.union(*(self._readers[where] for where in writes))
 
-    def used(self, index: int, reads: list[Slot | Place], writes: list[Slot | Place]) -> None:
+    def used(self, index: int, reads: Sequence[Slot | Place], writes: Sequence[Slot | Place]) -> None:
         for where in writes:
             self._writer[where], self._readers[where] = index, []
         for where in reads:
@@ -225,29 +225,32 @@ class _Builder:
         reads = tuple(Held(use.item, slots[use.item]) for use in step.uses if use.reads)
         writes = tuple(Held(use.item, slots[use.item]) for use in step.uses if use.writes)
         at = step.layer, step.round, step.chunk
-        operation = Operation(step.kind, *at, reads, writes, (), level=step.level, accumulate=step.accumulate)
-        self._add(operation, [held.slot for held in reads], [held.slot for held in writes])
+        waits = self._waits(Lane.COMPUTE, [held.slot for held in reads], [held.slot for held in writes])
+        operation = Operation(step.kind, *at, reads, writes, waits, level=step.level, accumulate=step.accumulate)
+        self.operations.append(operation)
 
     def _evict(self, copy: _Copy) -> None:
         item, place = copy.item, self.places.get(copy.item) or self._take_place(copy.item)
         held, n_bytes = (Held(item, copy.slot),), self.plan.work.item_bytes(item.what)
-        operation = Operation(Kind.EVICT, item.layer, item.round, item.chunk, held, (), (), place, n_bytes)
-        self._add(operation, [copy.slot], [place])
+        waits = self._waits(Lane.OUT, [copy.slot], [place])
+        at = item.layer, item.round, item.chunk
+        self.operations.append(Operation(Kind.EVICT, *at, held, (), waits, place, n_bytes))
 
     def _fetch(self, copy: _Copy) -> None:
         item, place = copy.item, self.places[copy.item]
         held, n_bytes = (Held(item, copy.slot),), self.plan.work.item_bytes(item.what)
-        operation = Operation(Kind.FETCH, item.layer, item.round, item.chunk, (), held, (), place, n_bytes)
-        self._add(operation, [place], [copy.slot])
+        waits = self._waits(Lane.IN, [place], [copy.slot])
+        at = item.layer, item.round, item.chunk
+        self.operations.append(Operation(Kind.FETCH, *at, (), held, waits, place, n_bytes))
         self.fetches_left[item] -= 1
         if not self.fetches_left[item] and not is_state(self.plan, item):
             self.free_places[place.region].append(self.places.pop(item))
 
-    def _add(self, operation: Operation, reads: list[Slot | Place], writes: list[Slot | Place]) -> None:
-        index = len(self.operations)
-        waits = self.order.add(operation.lane, self.memory.needs(reads, writes))
-        self.memory.used(index, reads, writes)
-        self.operations.append(replace(operation, waits=waits))
+    def _waits(self, lane: Lane, reads: Sequence[Slot | Place], writes: Sequence[Slot | Place]) -> tuple[int, ...]:
+        """Of the next operation."""
+        found = self.order.add(lane, self.memory.needs(reads, writes))
+        self.memory.used(len(self.operations), reads, writes)
+        return found
 
     # the host
 

@@ -8,9 +8,11 @@ So many rounds make a step that what the optimizer adds stays below 2 % of it, u
     choice.plan, choice.tokens_per_s  # and explain.reasons(choice)
 """
 
+import gc
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, product
@@ -36,19 +38,22 @@ MOST_CHUNKS = 16
 OPTIMIZER_SHARE = 0.02
 """Of a step, at most, where its tokens are not given."""
 ALL_AT_INPUT = Levels(0, 0)
-SIMULATED = 12
+SIMULATED = 40
 """Kinds of layouts of which a schedule is built."""
 EFFORT = 80_000
-"""Operations that are simulated of them, and again on the way from the best one of each order to better neighbours."""
-LIKELY = 6
-"""Layouts of each order, of which a schedule is built whatever the effort."""
+"""Operations that are simulated of them, and again on the way from the best plan that was found to better ones."""
+STARTS = 6
+"""The best of them, from each of which steps are taken first: neighbours of the fifth can be 2 % faster than those of
+the first."""
+START = 4
+"""Part of the effort that goes into each of these."""
 FIRST_RUNG, GROWTH = 0.03, 1.5
 """Of a ladder of smaller capacities of the host: what the second has above the least that holds a plan, as a share of
 that, and the growth of this from one to the next."""
 LESS = 16
 """Part of the effort that goes into each of these."""
-LESS_SIMULATED = 2
-"""Kinds of layouts there."""
+LESS_SIMULATED, LESS_STARTS = 2, 1
+"""Kinds of layouts there, and of those whose neighbours are tried."""
 SIMULATED_ROUNDS = 3
 """Of a step, while plans are compared: the first, one that is like all others, and the last; one more where the first
 and the last keep other levels, as backward of one that is like all others runs beside forward of another such."""
@@ -126,16 +131,14 @@ class _Search:
         """By estimates first, then by simulation, then by small steps from the best ones: with little effort under the
         smaller caps of a ladder, then with all of it under its own. What is found there is a plan here and where steps
         begin, so that more of the host's memory is not slower than a rung of the ladder. Than a cap between rungs,
-        whose own search may find more, it can be; and more of the device's memory, which has no ladder: llama3-8b at
-        8,192 tokens within 26 / 85 GiB is planned 3.3 % slower than within 24 / 85 (LOG.md). Neither do steps
-        change the chunks of a round: within 24 / 115 the plan has two, and with three asked for it would be 2.1 %
-        faster.
+        whose own search may find more, it can be, and more of the device's memory, which has no ladder: of llama3-8b
+        at 8,192 tokens, among 28 pairs of caps, by up to 1.0 % (LOG.md).
         """
         tried = _Tried(self)
         for host_cap in self._host_ladder():
-            tried.explore(host_cap, self.estimated(host_cap), LESS_SIMULATED, self.effort // LESS)
+            tried.explore(host_cap, self.estimated(host_cap), LESS_SIMULATED, LESS_STARTS, self.effort // LESS)
         found = self.estimated(self.caps.host)
-        tried.explore(self.caps.host, found, SIMULATED, self.effort)
+        tried.explore(self.caps.host, found, SIMULATED, STARTS, self.effort)
         late = (one for one in chain(found, map(_least, found)) if tried.rate(one, self.caps.host))
         for candidate in chain(tried.ranking(self.caps.host), late):
             if (choice := self.choice(candidate)) is not None:
@@ -143,13 +146,15 @@ class _Search:
         raise CapsTooSmallError(self._shortage())
 
     def estimated(self, host_cap: int) -> list[Candidate]:
-        """The best of each kind of layouts under a cap of the host, the fastest first."""
+        """The best of each kind of layouts under a cap of the host, the fastest first: an order, chunks, whether
+        context is kept, and how many layers' weights are resident, as steps seldom find another number of those.
+        """
         best: dict[tuple, Candidate] = {}
         for levels in self._levels:
             candidate = self._candidate(levels, host_cap - self.caps.host_overhead)
             if candidate is not None:
                 layout = candidate.layout
-                kind = layout.order, layout.work.chunk, layout.chunks, layout.keep_context
+                kind = layout.order, layout.work.chunk, layout.chunks, layout.keep_context, layout.weights
                 if kind not in best or best[kind].tokens_per_s < candidate.tokens_per_s:
                     best[kind] = candidate
         return _ranked((candidate, candidate.tokens_per_s) for candidate in best.values())
@@ -291,7 +296,8 @@ class _Tried:
     def rate(self, candidate: Candidate, host_cap: int) -> float:
         """Tokens per second; 0 if it does not fit."""
         if candidate not in self.simulated:
-            self.simulated[candidate] = self.search.simulate(candidate)
+            with _without_collector():
+                self.simulated[candidate] = self.search.simulate(candidate)
             self.operations += self.simulated[candidate].n_operations
         found = self.simulated[candidate]
         return found.tokens_per_s * (found.host_bytes <= host_cap)
@@ -301,19 +307,19 @@ class _Tried:
         rated = ((candidate, self.rate(candidate, host_cap)) for candidate in self.simulated)
         return _ranked((candidate, rate) for candidate, rate in rated if rate)
 
-    def explore(self, host_cap: int, estimated: list[Candidate], kinds: int, effort: int) -> None:
-        """So many of the best estimates under one cap, and steps from the best ones that are known under it."""
+    def explore(self, host_cap: int, estimated: list[Candidate], kinds: int, starts: int, effort: int) -> None:
+        """So many of the best estimates under one cap, then steps from so many of the best plans that are known under
+        it, then from the best one.
+        """
         most = self.operations + effort
         for n, candidate in enumerate(chain(estimated, map(_least, estimated))):  # estimates can be low
             if self.ranking(host_cap) and (n >= kinds or self.operations >= most):
                 break
             self.rate(candidate, host_cap)
-        for order in ORDERS:
-            likely = [candidate for candidate in estimated if candidate.layout.order == order][:LIKELY]
-            fitting = [candidate for candidate in likely if self.rate(candidate, host_cap)]
-            known = [candidate for candidate in self.ranking(host_cap) if candidate.layout.order == order]
-            for start in dict.fromkeys(known[:1] + fitting[:1]):
-                self._climb(start, host_cap, self.operations + effort)
+        for start in self.ranking(host_cap)[:starts]:
+            self._climb(start, host_cap, self.operations + effort // START)
+        for best in self.ranking(host_cap)[:1]:
+            self._climb(best, host_cap, self.operations + effort)
 
     def _climb(self, best: Candidate, host_cap: int, most: int) -> None:
         """Step by step, large ones first, as long as one is faster, up to so many simulated operations."""
@@ -326,6 +332,19 @@ class _Tried:
                         if self.rate(after, host_cap) <= self.rate(best, host_cap) * (1 + LEAST_GAIN):
                             break
                         best, improved = after, True
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """A schedule is thousands of small objects without a cycle: looking for cycles takes half of the time it is built
+    in."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _ranked(rated: Iterable[tuple[Candidate, float]]) -> list[Candidate]:

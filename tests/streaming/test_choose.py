@@ -91,13 +91,26 @@ def test_more_memory_is_never_slower() -> None:
 def test_more_host_memory_is_not_slower_whatever_the_caps(seed: int) -> None:
     rng = random.Random(seed)
     device, length = rng.uniform(0.9, 2.2), rng.choice((64, 128))
+    check_none_is_slower([(device, host, length) for host in sorted(rng.uniform(1, 4) for _ in range(6))])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_more_device_memory_is_not_slower_whatever_the_caps(seed: int) -> None:
+    rng = random.Random(seed)
+    host, length = rng.uniform(1.5, 4), rng.choice((64, 128))
+    check_none_is_slower([(device, host, length) for device in sorted(rng.uniform(0.9, 2.6) for _ in range(6))])
+
+
+def check_none_is_slower(rising: list[tuple[float, float, int]]) -> None:
+    """Than the one before it."""
     speeds = []
-    for host in sorted(rng.uniform(1, 4) for _ in range(6)):
+    for one in rising:
         try:
-            speeds.append(small(device, host, length).tokens_per_s)
+            speeds.append(small(*one).tokens_per_s)
         except CapsTooSmallError:
             speeds.append(0.0)
-    assert [(a, b) for a, b in pairwise(speeds) if b < 0.99 * a] == [], (device, length, speeds)
+    assert [(a, b) for a, b in pairwise(speeds) if b < 0.99 * a] == [], (rising, speeds)
 
 
 def test_a_few_rounds_show_how_fast_all_of_them_are() -> None:
