@@ -57,17 +57,18 @@ class _Stages:
     def columns_of(self, name: str) -> Any:
         return self.products.read_weight(name, getattr(self.weights, name), columns=True).columns
 
-    def read(self, name: str, x: Tensor, *, rows: bool = True, columns: bool = True) -> Operand:
+    def read(self, name: str, x: Any, *, rows: bool = True, columns: bool = True) -> Operand:
         """An activation, by its name among ``Saved``'s, as products read it."""
         return self.products.read(x, self.maxima.of(name, x), rows=rows, columns=columns)
 
-    def norm1(self, x_RD: Tensor) -> tuple[Tensor, Tensor]:
-        how = self.weights.ln1, self.config.rms_norm_eps
-        return self.ops.rms_norm_forward(x_RD, *how, **self.maxima.raised("normed1"))
+    def norm1(self, x_RD: Tensor, rstd_R: Tensor | None = None) -> tuple[Any, Tensor]:
+        """The norm of x, to be read, and its statistic, which may be known."""
+        how = self.weights.ln1, self.config.rms_norm_eps, self.maxima.raised("normed1")
+        return self.products.norm(self.ops, x_RD, *how, rstd_R)
 
-    def norm2(self, residual_RD: Tensor) -> tuple[Tensor, Tensor]:
-        how = self.weights.ln2, self.config.rms_norm_eps
-        return self.ops.rms_norm_forward(residual_RD, *how, **self.maxima.raised("normed2"))
+    def norm2(self, residual_RD: Tensor, rstd_R: Tensor | None = None) -> tuple[Any, Tensor]:
+        how = self.weights.ln2, self.config.rms_norm_eps, self.maxima.raised("normed2")
+        return self.products.norm(self.ops, residual_RD, *how, rstd_R)
 
     def project(self, x_RD: Tensor, normed1_RD: Operand) -> Tensor:
         """Rotated q | k | v (R, P)."""
@@ -98,14 +99,14 @@ class _Stages:
         o_BHSE, lse = self.ops.attention_forward(*self.qkv_heads(qkv_RP))
         return o_BHSE.transpose(1, 2).reshape(qkv_RP.shape[0], -1), lse
 
-    def add(self, x_RD: Tensor, attended_RD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The residual stream after attention, its norm and the norm's statistic."""
+    def add(self, x_RD: Tensor, attended_RD: Tensor) -> tuple[Tensor, Any, Tensor]:
+        """The residual stream after attention, its norm, to be read, and the norm's statistic."""
         branch = torch.empty_like(x_RD)
         attended = self.read("attended", attended_RD, columns=False)
         self.products.forward_(self.ops, branch, attended.rows, self.rows_of("output"))
         del attended
-        how = self.weights.ln2, self.config.rms_norm_eps
-        return self.ops.add_rms_norm_forward(x_RD, branch, *how, **self.maxima.raised("normed2"))
+        how = self.weights.ln2, self.config.rms_norm_eps, self.maxima.raised("normed2")
+        return self.products.add_norm(self.ops, x_RD, branch, *how)
 
     def gate_up(self, x_RD: Tensor, normed2_RD: Operand) -> Tensor:
         gate_up = self.place("gate_up", x_RD, self.weights.gate_up.shape[0])
@@ -114,9 +115,8 @@ class _Stages:
 
     def feed(self, x_RD: Tensor, normed2_RD: Operand) -> tuple[Tensor, Tensor]:
         """gate | up and SwiGLU's product of it."""
-        gate_up, absmax = self.place("gate_up", x_RD, self.weights.gate_up.shape[0]), self.maxima.raised("product")
-        weight = self.rows_of("gate_up")
-        return gate_up, self.products.swiglu_forward_(self.ops, gate_up, normed2_RD.rows, weight, **absmax)
+        gate_up, weight = self.place("gate_up", x_RD, self.weights.gate_up.shape[0]), self.rows_of("gate_up")
+        return gate_up, self.products.swiglu_forward_(self.ops, gate_up, normed2_RD.rows, weight, self.maxima)
 
 
 class _Recalled:
@@ -124,7 +124,8 @@ class _Recalled:
 
     def __init__(self, stages: _Stages, saved: Saved, *, consume: bool) -> None:
         x, products = saved.tensors["x"], stages.products
-        self.stages, self.there = stages, saved.tensors | {"x": x.view(-1, x.shape[-1])}
+        self.stages = stages
+        self.there: dict[str, Any] = saved.tensors | {"x": x.view(-1, x.shape[-1])}
         self.operands = {name: products.recall(name, self.there) for name in OPERANDS if name in self.there}
         for name in self.operands:
             del self.there[name]
@@ -132,7 +133,8 @@ class _Recalled:
             saved.tensors.clear()
         self.stay = frozenset(saved.tensors)
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Any:
+        """A tensor, or a norm to be read."""
         if name not in self.there:
             self.there |= self._again(name)
         return self.there[name]
@@ -157,10 +159,10 @@ class _Recalled:
         self.forget(name)
         return tensor.clone() if name in self.stay else tensor
 
-    def _again(self, name: str) -> dict[str, Tensor]:
+    def _again(self, name: str) -> dict[str, Any]:
         match name:
             case "normed1":
-                return {"normed1": self.stages.norm1(self["x"])[0]}
+                return {"normed1": self.stages.norm1(self["x"], self["rstd1"])[0]}
             case "qkv":
                 return {"qkv": self.stages.project(self["x"], self.operand("normed1", rows=True))}
             case "attended" | "lse":
@@ -172,7 +174,9 @@ class _Recalled:
                 return {"residual": residual, "normed2": normed2}
             case "normed2":
                 residual = self["residual"]  # which brings its norm, if it had to be computed again
-                return {} if "normed2" in self.there else {"normed2": self.stages.norm2(residual)[0]}
+                if "normed2" in self.there:
+                    return {}
+                return {"normed2": self.stages.norm2(residual, self["rstd2"])[0]}
             case _:
                 assert name == "gate_up", name
                 return {"gate_up": self.stages.gate_up(self["x"], self.operand("normed2", rows=True))}

@@ -9,7 +9,7 @@ from typing import Any
 from cs336_systems.blocks import reference
 from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.products import STORED, Products
-from cs336_systems.blocks.quantized import QuantizedProducts, Quantizers
+from cs336_systems.blocks.quantized import FusedQuantizers, QuantizedProducts, Quantizers
 from cs336_systems.blocks.reference import REFERENCE
 from cs336_systems.config import Recipe
 
@@ -50,6 +50,14 @@ def block_products(kernels: str, recipe: Recipe, *, remember: bool = False) -> P
 
     own: Any = quantize_reference if kernels == "reference" else by_kernels
     swiglu = reference.swiglu if kernels == "reference" else by_kernels.swiglu_forward
-    backward = None if kernels == "reference" else by_kernels.swiglu_backward_quantize
-    functions = own.absmax, own.row_and_column_absmax, own.quantize, own.quantize_blocks, swiglu, backward
-    return QuantizedProducts(recipe, Quantizers(*functions, raised=kernels != "reference"), remember=remember)
+    functions = own.absmax, own.row_and_column_absmax, own.quantize, own.quantize_blocks, swiglu
+    if kernels == "reference":
+        return QuantizedProducts(recipe, Quantizers(*functions, raised=False), remember=remember)
+    fused = FusedQuantizers(
+        by_kernels.rms_norm_absmax,
+        by_kernels.add_rms_norm_absmax,
+        by_kernels.rms_norm_quantize,
+        by_kernels.empty_slopes,
+        by_kernels.swiglu_backward_quantize,
+    )
+    return QuantizedProducts(recipe, Quantizers(*functions, raised=True, fused=fused), remember=remember)

@@ -28,6 +28,15 @@ class Operand:
     columns: Any = None
 
 
+@dataclass(frozen=True)
+class UnstoredNorm:
+    """RMSNorm of x (R, D) before it is computed: products that quantize it do so as they read x."""
+
+    x_RD: Tensor
+    gain_D: Tensor
+    rstd_R: Tensor
+
+
 class Maxima:
     """The largest magnitudes of what products read, by name, for those that need them; these need none."""
 
@@ -35,7 +44,7 @@ class Maxima:
         """What to give to the operation that writes the tensor of this name, so that it notes the largest magnitude."""
         return {}
 
-    def of(self, name: str, x: Tensor) -> Tensor | None:
+    def of(self, name: str, x: Any) -> Tensor | None:
         """That of x, noted before or found now."""
         return None
 
@@ -43,8 +52,12 @@ class Maxima:
         """That which was noted before."""
         return None
 
+    def steepest(self, gate_up: Tensor) -> dict[str, Tensor]:
+        """What to give to SwiGLU, so that it notes its slopes for backward."""
+        return {}
+
     def kept(self) -> dict[str, Tensor]:
-        """What is kept for backward, by names in ``costs.kept.KEPT``."""
+        """What is kept for backward, by names of ``costs.kept.kept_names``."""
         return {}
 
 
@@ -62,7 +75,36 @@ class Products:
         """Of gradients, to be found in backward."""
         return NONE
 
-    def read(self, x_RK: Tensor, absmax: Tensor | None, *, rows: bool = True, columns: bool = True) -> Operand:
+    def norm(
+        self,
+        ops: BlockOps,
+        x_RD: Tensor,
+        gain_D: Tensor,
+        eps: float,
+        raised: Mapping[str, Tensor],
+        rstd_R: Tensor | None = None,
+    ) -> tuple[Any, Tensor]:
+        """(RMSNorm of x, to be read, and rstd).
+
+        Args:
+            raised: for the norm, as of ``Maxima``.
+            rstd_R: where it is known, and the largest magnitude of the result with it.
+        """
+        return ops.rms_norm_forward(x_RD, gain_D, eps, **raised)
+
+    def add_norm(
+        self,
+        ops: BlockOps,
+        x_RD: Tensor,
+        branch_RD: Tensor,
+        gain_D: Tensor,
+        eps: float,
+        raised: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Any, Tensor]:
+        """(x + branch, RMSNorm of it, to be read, and rstd)."""
+        return ops.add_rms_norm_forward(x_RD, branch_RD, gain_D, eps, **raised)
+
+    def read(self, x_RK: Any, absmax: Tensor | None, *, rows: bool = True, columns: bool = True) -> Operand:
         """An activation and its largest magnitude; ``rows`` and ``columns`` say how it will be read."""
         return Operand(x_RK, x_RK)
 
@@ -88,7 +130,7 @@ class Products:
         """base + x W^T of rows; ``out`` may be ``base``."""
         ops.add_product_(out, base, x, weight)
 
-    def swiglu_forward_(self, ops: BlockOps, gate_up: Tensor, x: Any, weight: Any, **absmax: Tensor) -> Tensor:
+    def swiglu_forward_(self, ops: BlockOps, gate_up: Tensor, x: Any, weight: Any, maxima: Maxima) -> Tensor:
         """SwiGLU of gate | up = x W^T, of rows, which is written besides."""
         return ops.swiglu_product_(gate_up, x, weight)
 

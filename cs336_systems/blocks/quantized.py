@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.blocks.ops import BlockOps
-from cs336_systems.blocks.products import NONE, Maxima, Operand, Products
+from cs336_systems.blocks.products import NONE, Maxima, Operand, Products, UnstoredNorm
 from cs336_systems.config import Recipe
 from cs336_systems.costs.kept import SCALED_BLOCK
 
@@ -52,10 +52,22 @@ class Quantizers:
     quantize: Callable[..., Any]
     quantize_blocks: Callable[..., Any]
     swiglu: Callable[..., Tensor]
-    swiglu_backward: Callable[..., Any] | None
-    """With one scale, quantized: as ``kernels.swiglu_backward_quantize``."""
     raised: bool
     """Whether the block's operations note the largest magnitudes of what they write."""
+    fused: "FusedQuantizers | None" = None
+    """For one scale."""
+
+
+@dataclass(frozen=True)
+class FusedQuantizers:
+    """Kernels that quantize what they compute, and store it in no other way, by their names in ``kernels``."""
+
+    rms_norm_absmax: Callable[..., Tensor]
+    add_rms_norm_absmax: Callable[..., tuple[Tensor, Tensor]]
+    rms_norm_quantize: Callable[..., Any]
+    empty_slopes: Callable[[Tensor], Tensor]
+    """For those of SwiGLU, which the next reads."""
+    swiglu_backward_quantize: Callable[..., Any]
 
 
 class FoundMaxima(Maxima):
@@ -63,10 +75,19 @@ class FoundMaxima(Maxima):
 
     Args:
         known: whether they are there already.
+        slopes: of SwiGLU, if they are.
     """
 
-    def __init__(self, values: Tensor, names: Sequence[str], quantizers: Quantizers, *, known: bool) -> None:
-        self._values, self._quantizers = values, quantizers
+    def __init__(
+        self,
+        values: Tensor,
+        names: Sequence[str],
+        quantizers: Quantizers,
+        *,
+        known: bool,
+        slopes: Tensor | None = None,
+    ) -> None:
+        self._values, self._quantizers, self.slopes = values, quantizers, slopes
         self._each = dict(zip(names, values.unbind(), strict=True))
         self._known = set(names if known else ())
 
@@ -76,7 +97,7 @@ class FoundMaxima(Maxima):
         self._known.add(name)
         return {"absmax": self._each[name]}
 
-    def of(self, name: str, x: Tensor) -> Tensor:
+    def of(self, name: str, x: Any) -> Tensor:
         if name not in self._known:
             self._known.add(name)
             self._each[name].copy_(self._quantizers.absmax(x))
@@ -86,8 +107,14 @@ class FoundMaxima(Maxima):
         assert name in self._known, name
         return self._each[name]
 
+    def steepest(self, gate_up: Tensor) -> dict[str, Tensor]:
+        if self._quantizers.fused is None:
+            return {}
+        self.slopes = self._quantizers.fused.empty_slopes(gate_up)
+        return {"slopes": self.slopes}
+
     def kept(self) -> dict[str, Tensor]:
-        return {"absmax": self._values}
+        return {"absmax": self._values} | ({} if self.slopes is None else {"slopes": self.slopes})
 
 
 @dataclass(frozen=True)
@@ -127,18 +154,57 @@ class QuantizedProducts(Products):
         return _make, (self.recipe, self.quantizers, self.remember)
 
     def maxima(self, x: Tensor, kept: Mapping[str, Tensor] | None = None) -> Maxima:
-        return self._maxima(x, ACTIVATIONS, None if kept is None else kept.get("absmax"))
+        return self._maxima(x, ACTIVATIONS, kept or {})
 
     def gradient_maxima(self, dy: Tensor) -> Maxima:
-        return self._maxima(dy, GRADIENTS, None)
+        return self._maxima(dy, GRADIENTS, {})
 
-    def _maxima(self, x: Tensor, names: Sequence[str], known: Tensor | None) -> Maxima:
+    def _maxima(self, x: Tensor, names: Sequence[str], kept: Mapping[str, Tensor]) -> Maxima:
         if self.recipe.scaling != "tensor":
             return NONE
+        known = kept.get("absmax")
         values = torch.zeros(len(names), device=x.device) if known is None else known
-        return FoundMaxima(values, names, self.quantizers, known=known is not None)
+        return FoundMaxima(values, names, self.quantizers, known=known is not None, slopes=kept.get("slopes"))
 
-    def read(self, x_RK: Tensor, absmax: Tensor | None, *, rows: bool = True, columns: bool = True) -> Operand:
+    @property
+    def _fused(self) -> FusedQuantizers | None:
+        return self.quantizers.fused if self.recipe.scaling == "tensor" else None
+
+    def norm(
+        self,
+        ops: BlockOps,
+        x_RD: Tensor,
+        gain_D: Tensor,
+        eps: float,
+        raised: Mapping[str, Tensor],
+        rstd_R: Tensor | None = None,
+    ) -> tuple[Any, Tensor]:
+        if self._fused is None:
+            return super().norm(ops, x_RD, gain_D, eps, raised, rstd_R)
+        rstd = self._fused.rms_norm_absmax(x_RD, gain_D, eps, **raised) if rstd_R is None else rstd_R
+        return UnstoredNorm(x_RD, gain_D, rstd), rstd
+
+    def add_norm(
+        self,
+        ops: BlockOps,
+        x_RD: Tensor,
+        branch_RD: Tensor,
+        gain_D: Tensor,
+        eps: float,
+        raised: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Any, Tensor]:
+        if self._fused is None:
+            return super().add_norm(ops, x_RD, branch_RD, gain_D, eps, raised)
+        residual, rstd = self._fused.add_rms_norm_absmax(x_RD, branch_RD, gain_D, eps, **raised)
+        return residual, UnstoredNorm(residual, gain_D, rstd), rstd
+
+    def read(self, x_RK: Any, absmax: Tensor | None, *, rows: bool = True, columns: bool = True) -> Operand:
+        if isinstance(x_RK, UnstoredNorm):
+            assert self._fused is not None and absmax is not None
+            x, dtype = x_RK.x_RD, FORMATS[self.recipe.matmul]
+            how = {"rows": rows, "transposed": columns}
+            found = self._fused.rms_norm_quantize(x, x_RK.gain_D, x_RK.rstd_R, absmax, dtype, **how)
+            return _operand(found, x.dtype)
         return self._quantize(x_RK, self.recipe.matmul, rows, columns, absmax)
 
     def read_gradient(self, dy_RN: Tensor, absmax: Tensor | None, *, columns: bool = True) -> Operand:
@@ -199,10 +265,10 @@ class QuantizedProducts(Products):
         torch.add(base, self._multiply(x, weight, fast=self.recipe.fast_accumulation), out=out)
 
     def swiglu_forward_(
-        self, ops: BlockOps, gate_up: Tensor, x: Quantized, weight: Quantized, **absmax: Tensor
+        self, ops: BlockOps, gate_up: Tensor, x: Quantized, weight: Quantized, maxima: Maxima
     ) -> Tensor:
         self.forward_(ops, gate_up, x, weight)
-        product: Tensor = self.quantizers.swiglu(gate_up, **absmax)
+        product: Tensor = self.quantizers.swiglu(gate_up, **maxima.raised("product"), **maxima.steepest(gate_up))
         return product
 
     def swiglu_backward_(
@@ -216,14 +282,14 @@ class QuantizedProducts(Products):
         with_product: bool,
         columns: bool,
     ) -> tuple[Operand | None, Operand]:
-        fused = self.quantizers.swiglu_backward
-        if fused is None or self.recipe.scaling != "tensor":
+        if self._fused is None or not isinstance(maxima, FoundMaxima):
             how: dict[str, Any] = {"with_product": with_product, "columns": columns}
             return super().swiglu_backward_(ops, dproduct, gate_up, maxima, gradient_maxima, **how)
         how = {"transposed": columns, "z_dtype": FORMATS[self.recipe.matmul]}
         how |= {"z_absmax": maxima.found("product")} if with_product else {}
         absmax = gradient_maxima.raised("dgate_up")["absmax"]
-        gradient, product = fused(dproduct, gate_up, absmax, FORMATS[self.recipe.gradient], **how)
+        quantize, dtype = self._fused.swiglu_backward_quantize, FORMATS[self.recipe.gradient]
+        gradient, product = quantize(dproduct, gate_up, maxima.slopes, absmax, dtype, **how)
         dtype = gate_up.dtype
         return None if product is None else _operand(product, dtype), _operand(gradient, dtype)
 

@@ -76,8 +76,8 @@ class WatchedProducts(Products):
     def add_forward_(self, ops: BlockOps, out: Tensor, base: Tensor, x: Any, weight: Any) -> None:
         self.products.add_forward_(ops, out, base, x, weight)
 
-    def swiglu_forward_(self, ops: BlockOps, gate_up: Tensor, x: Any, weight: Any, **absmax: Tensor) -> Tensor:
-        return self.products.swiglu_forward_(ops, gate_up, x, weight, **absmax)
+    def swiglu_forward_(self, ops: BlockOps, gate_up: Tensor, x: Any, weight: Any, maxima: Maxima) -> Tensor:
+        return self.products.swiglu_forward_(ops, gate_up, x, weight, maxima)
 
     def backward(self, ops: BlockOps, dy: Any, weight: Any) -> Tensor:
         return self.products.backward(ops, dy, weight)
@@ -112,6 +112,9 @@ class _NamedMaxima(Maxima):
     def of(self, name: str, x: Tensor) -> Tensor | None:
         self._watched.reading = name
         return self._maxima.of(name, x)
+
+    def steepest(self, gate_up: Tensor) -> dict[str, Tensor]:
+        return self._maxima.steepest(gate_up)
 
     def kept(self) -> dict[str, Tensor]:
         return self._maxima.kept()

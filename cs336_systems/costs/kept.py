@@ -34,6 +34,8 @@ STORED = Recipe()
 """Products of tensors as they are stored."""
 SCALED_BLOCK = 128
 """Numbers that share a scale by block."""
+SLOPES_BLOCK = (8, 256)
+"""Tokens and columns of SwiGLU's result of which the steepest slope is kept (``kernels/swiglu.py``)."""
 
 LEVELS = ("input", "attention", "products", "all")
 
@@ -96,7 +98,7 @@ def kept_names(keep: str, *, quantized: bool = False) -> tuple[str, ...]:
 
     Args:
         quantized: whether the block's products are; with an operand they keep its scale, ``normed1_scale``, and always,
-            as small as a number each, ``absmax`` of all that they read in forward.
+            small as they are, ``absmax`` of all that they read in forward and SwiGLU's ``slopes``.
 
     Raises:
         ValueError: no such level or switch; the message has the nearest names.
@@ -108,7 +110,7 @@ def kept_names(keep: str, *, quantized: bool = False) -> tuple[str, ...]:
     levels = LEVELS[: LEVELS.index(level) + 1]
     rows = [row for row in KEPT if row.level in levels and not set(row.switches) & set(switches)]
     scales = [f"{row.name}_scale" for row in rows if row.operand and quantized]
-    return (*(row.name for row in rows), *scales, *(["absmax"] if quantized else []))
+    return (*(row.name for row in rows), *scales, *(["absmax", "slopes"] if quantized else []))
 
 
 _COUNTED = re.compile(r"([1-9]\d{0,8})x(.*)")
@@ -205,12 +207,20 @@ def flops_again(config: ModelConfig, batch_size: int, seq_len: int, keep: str, a
 
 
 def kept_tensors(
-    config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, keep: str, recipe: Recipe = STORED
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    precision: Precision,
+    keep: str,
+    recipe: Recipe = STORED,
+    *,
+    fused: bool = False,
 ) -> list[SavedTensor]:
     """What one block keeps, with shapes and bytes.
 
     Args:
         recipe: of its products; one of a block that the recipe skips is without.
+        fused: whether its kernels are: with a scale for each tensor, these keep SwiGLU's slopes.
 
     Raises:
         ValueError: no such level or switch, or a precision with autocast, in which these blocks do not run.
@@ -219,7 +229,12 @@ def kept_tensors(
         raise ValueError(f"blocks with a written backward run in one dtype: {precision.name} is not served")
     sizes = _sizes(config, batch_size, seq_len)
     names, narrow = kept_names(keep), precision.parameter_bytes
-    found = [SavedTensor("absmax", "input", (4,), WIDE)] if recipe.scaling == "tensor" and recipe.quantized else []
+    found = []
+    if recipe.scaling == "tensor" and recipe.quantized:
+        found.append(SavedTensor("absmax", "input", (4,), WIDE))
+        if fused:
+            blocks = tuple(-(-sizes[letter] // n) for letter, n in zip("RF", SLOPES_BLOCK, strict=True))
+            found.append(SavedTensor("slopes", "input", blocks, WIDE))
     for row in (row for row in KEPT if row.name in names):
         shape = tuple(sizes[letter] for letter in row.shape)
         if not (row.operand and recipe.quantized):

@@ -3,9 +3,11 @@
 With one scale for each tensor, fused kernels, and blocks that keep at least the results of their products. The largest
 magnitudes of what norms, SwiGLU and rotation write are found as they write it, and those of weights by the optimizer;
 attention's output and the gradient that comes into the block are read for theirs. One pass reads a tensor and writes it
-in fp8, as it is for a product, transposed for the gradient of a weight, or both. SwiGLU's backward computes its result
-twice instead of storing it (``kernels/swiglu_quantize.py``). ``tests/costs/test_quantizing.py`` counts the same in a
-block that runs.
+in fp8, as it is for a product, transposed for the gradient of a weight, or both. Norms and SwiGLU's backward store no
+result besides: norms read their input twice, SwiGLU's backward its gradient, and gate and up in the few blocks whose
+bounds do not exclude the largest magnitude, which are not counted (``kernels/rms_norm_quantize.py``,
+``kernels/swiglu_quantize.py``). ``tests/costs/test_quantizing.py`` counts the same in
+a block that runs.
 
     sum(quantizing_bytes(config, "all").values())     # of a token and a block
     quantizing_weights_bytes(config)                   # of a block, once a step
@@ -31,17 +33,17 @@ def quantizing_bytes(config: ModelConfig, keep: str, element_bytes: int = 2) -> 
     d, d_qkv, d_ff = config.d_model, config.d_qkv, config.d_ff
     rows, both = e + 1, e + 2  # a pass that writes a tensor one way, and both ways
 
-    def activation(name: str) -> int:
-        """Rows in forward; their transpose then, if it is kept, or from a second reading in backward."""
-        return both if name in names else rows + rows
+    def norm(name: str) -> int:
+        """Rows in forward; their transpose then, if it is kept, or in backward, where bf16 reads x and writes y."""
+        return both - e if name in names else (rows - e) + (rows - 2 * e)
 
-    in_two_passes, stored = 6 * e + 4, 5 * e  # SwiGLU's backward: reads dz, gate and up; writes both gradients
+    in_two_passes, stored = 4 * e + 4, 5 * e  # SwiGLU's backward: reads dz, gate and up; writes both gradients
     if "product" not in names:
         in_two_passes, stored = in_two_passes + 1, stored + e  # and its result again
     return {
-        "normed1": activation("normed1") * d,
+        "normed1": norm("normed1") * d,
         "attended": (e + rows + rows) * d,
-        "normed2": activation("normed2") * d,
+        "normed2": norm("normed2") * d,
         "product": (both if "product" in names else rows) * d_ff,
         "dy": (e + both) * d,
         "dgate_up": (in_two_passes - stored) * d_ff,

@@ -8,7 +8,7 @@ where its last reference goes. What is alive, block by block:
                   what it has still to read
     gradients     of a whole block from the beginning of its backward on; q, k, v in one piece, gate and up in another
     quantized     of weights two copies of a byte; what products read in one or two, as they are made and dropped; the
-                  few bytes of scales are left out
+                  few bytes of scales and of SwiGLU's slopes are left out
     head          the gradients of its input and its weight are made in forward beside one chunk of logits; backward
                   multiplies them where they lie
     accumulation  gradients of earlier micro-batches are there all the time, and a unit's new ones until they are added
@@ -124,6 +124,7 @@ def written_out_peak(
         quantized,
         inputs_away=inputs_away,
         made_at_use=n_shards > 1 and recipe.scaling != "tensor",
+        one_scale=recipe.scaling == "tensor",
     )
     step.run(mode, largest_temporary=optimizer == "reference")
     if mode == "step" and (fetched := [sizes.width] * ("gradients" in away) + [widths.get(name, 0) for name in away]):

@@ -8,6 +8,8 @@ from cs336_systems.costs.kept import OPERANDS
 from cs336_systems.costs.ledger import Ledger
 from cs336_systems.costs.written_out_sizes import Sizes
 
+NORM_OF = {"normed1": "x", "normed2": "residual"}
+
 
 class Step:
     """Goes through forward, backward and optimizer as ``model/transformer.py`` and ``blocks/`` do."""
@@ -22,11 +24,12 @@ class Step:
         *,
         inputs_away: bool,
         made_at_use: bool,
+        one_scale: bool,
     ) -> None:
         self.sizes, self.ledger, self.states, self.kept = sizes, ledger, states, kept
         self.inputs_away = inputs_away
         self.n_layers = sizes.config.n_layers
-        self.quantized, self.made_at_use = quantized, made_at_use
+        self.quantized, self.made_at_use, self.one_scale = quantized, made_at_use, one_scale
 
     def run(self, mode: str, *, largest_temporary: bool) -> None:
         config, ledger, states, sizes = self.sizes.config, self.ledger, self.states, self.sizes
@@ -75,11 +78,16 @@ class Step:
         if not self.quantized[block]:
             self._make(block, name)
             return
-        self.ledger.make("temporaries", stored=self.sizes.of[name])
+        stored = {"stored": self.sizes.of[name]} if self.stores(block, name) else {}
+        self.ledger.make("temporaries", **stored)
         self.ledger.make("temporaries", **{f"{block} {name} rows": self.sizes.elements[name]})
         if name in self.kept[block]:
             self.ledger.make("activations", **{f"{block} {name}": self.sizes.elements[name]})
-        self.ledger.free("stored")
+        self.ledger.free(*stored)
+
+    def stores(self, block: int, name: str) -> bool:
+        """Whether what products read is there in the block's dtype first: norms with one scale are not."""
+        return not (self.quantized[block] and self.one_scale and name in NORM_OF)
 
     def _drop_operand(self, block: int, name: str) -> None:
         if self.quantized[block]:
@@ -134,8 +142,9 @@ class Step:
             ledger.make("temporaries", branch=sizes.stream)
         self._make(i, "residual", "rstd2")
         if self.quantized[i]:
-            ledger.make("temporaries", **{"norm": sizes.stream})
-            ledger.free("branch", "norm")
+            norm = {"norm": sizes.stream} if self.stores(i, "normed2") else {}
+            ledger.make("temporaries", **norm)
+            ledger.free("branch", *norm)
             self._drop(i, "attended", "lse")
             self._make_operand(i, "normed2")
         else:
@@ -264,11 +273,13 @@ class _Recalled:
         if not self.quantized:
             self.want(name)
         elif rows or name not in self.operands:
-            self.want(name)
+            stored = self.step.stores(self.block, name)
+            self.want(name if stored else NORM_OF[name])
             again = {f"again {name} columns": self.sizes.elements[name]}
             again |= {f"again {name} rows": self.sizes.elements[name]} if rows else {}
             self.ledger.make("temporaries", **again)
-            self.ledger.free(*([self.operands[name]] if name in self.operands else []), self.there.pop(name))
+            self.ledger.free(*([self.operands[name]] if name in self.operands else []))
+            self.ledger.free(*([self.there.pop(name)] if stored else []))
             self.operands[name] = f"again {name} columns"
             self.rows |= {name} if rows else set()
 
@@ -290,7 +301,8 @@ class _Recalled:
                 self.want("attended")
                 with self.step._product(self.block, "output", **{"attended rows": self.sizes.elements["attended"]}):
                     self.ledger.make("temporaries", branch=stream)
-                self._make("residual", "normed2", again_rstd=row)
+                norm = ["normed2"] if self.step.stores(self.block, "normed2") else []
+                self._make("residual", *norm, again_rstd=row)
                 self.ledger.free("branch")
             case "normed2":
                 self.want("residual")

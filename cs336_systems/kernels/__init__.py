@@ -13,8 +13,16 @@ from cs336_systems.kernels.rms_norm import (
     rms_norm_backward,
     rms_norm_forward,
 )
+from cs336_systems.kernels.rms_norm_quantize import add_rms_norm_absmax, rms_norm_absmax, rms_norm_quantize
 from cs336_systems.kernels.rotary import Rotary, rotary, rotate_
-from cs336_systems.kernels.swiglu import SwiGLU, swiglu, swiglu_backward, swiglu_backward_, swiglu_forward
+from cs336_systems.kernels.swiglu import (
+    SwiGLU,
+    empty_slopes,
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_,
+    swiglu_forward,
+)
 from cs336_systems.kernels.swiglu_quantize import swiglu_backward_quantize
 from cs336_systems.kernels.weighted_sum import WeightedSum, weighted_sum
 
@@ -27,14 +35,18 @@ __all__ = [
     "WeightedSum",
     "absmax",
     "add_rms_norm",
+    "add_rms_norm_absmax",
     "add_rms_norm_forward",
+    "empty_slopes",
     "linear_cross_entropy",
     "linear_cross_entropy_forward_backward",
     "quantize",
     "quantize_blocks",
     "rms_norm",
+    "rms_norm_absmax",
     "rms_norm_backward",
     "rms_norm_forward",
+    "rms_norm_quantize",
     "rotary",
     "rotate_",
     "row_and_column_absmax",

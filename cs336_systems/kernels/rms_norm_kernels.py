@@ -64,11 +64,19 @@ def _inverse_rms(squares, eps, D: tl.constexpr):
 
 
 @triton.jit
-def _store_output(total, inverse_rms, gain_block, residual, y, inside, ADD: tl.constexpr):
+def normed(total, inverse_rms, gain_block, DTYPE: tl.constexpr):
+    """y in fp32, before it is rounded to DTYPE."""
+    return (total * inverse_rms).to(DTYPE).to(tl.float32) * gain_block
+
+
+@triton.jit
+def _store_output(
+    total, inverse_rms, gain_block, residual, y, inside, ADD: tl.constexpr, STORE_Y: tl.constexpr, DTYPE: tl.constexpr
+):
     """Returns the magnitude bits of y."""
-    normed = (total * inverse_rms).to(y.dtype.element_ty)
-    output = normed.to(tl.float32) * gain_block
-    tl.store(y, output, mask=inside)  # a store rounds to the tensor's dtype
+    output = normed(total, inverse_rms, gain_block, DTYPE)
+    if STORE_Y:
+        tl.store(y, output, mask=inside)  # a store rounds to the tensor's dtype
     if ADD:
         tl.store(residual, total, mask=inside)
     return tl.where(inside, magnitude_bits(output), 0)  # with eps = 0, NaN elsewhere
@@ -89,20 +97,26 @@ def rms_norm_forward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ADD: tl.constexpr,
+    STORE_Y: tl.constexpr,
     WITH_ABSMAX: tl.constexpr,
 ):
-    """y, rstd (n_rows) and, with ADD, residual of contiguous (n_rows, D); program i owns rows i * BLOCK_ROWS and on."""
+    """rstd (n_rows) and, with STORE_Y and ADD, y and residual of contiguous (n_rows, D).
+
+    Program i owns rows i * BLOCK_ROWS and on.
+    """
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
     first = first_row * D  # may pass 2^31; what is inside a block does not
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     exists = first_row + rows < n_rows
+    DTYPE: tl.constexpr = x.dtype.element_ty
     if D <= BLOCK_D:
         at, columns = _block_at(0, D, BLOCK_ROWS, BLOCK_D)
         inside = exists & (columns < D)
         total = _load_sum(x + first + at, branch + first + at, inside, ADD)
         gain_block = _load(gain + columns, columns < D)
         inverse_rms = _inverse_rms(total * total, eps, D)
-        bits = _store_output(total, inverse_rms, gain_block, residual + first + at, y + first + at, inside, ADD)
+        residual_at, y_at = residual + first + at, y + first + at
+        bits = _store_output(total, inverse_rms, gain_block, residual_at, y_at, inside, ADD, STORE_Y, DTYPE)
     else:
         squares = tl.zeros((BLOCK_ROWS, BLOCK_D), dtype=tl.float32)
         for start in range(0, D, BLOCK_D):
@@ -116,13 +130,12 @@ def rms_norm_forward_kernel(
             inside = exists & (columns < D)
             total = _load_sum(x + first + at, branch + first + at, inside, ADD)
             gain_block = _load(gain + columns, columns < D)
-            block_bits = _store_output(
-                total, inverse_rms, gain_block, residual + first + at, y + first + at, inside, ADD
-            )
+            residual_at, y_at = residual + first + at, y + first + at
+            block_bits = _store_output(total, inverse_rms, gain_block, residual_at, y_at, inside, ADD, STORE_Y, DTYPE)
             bits = tl.maximum(bits, block_bits)
     tl.store(rstd + first_row + rows, inverse_rms, mask=exists)
     if WITH_ABSMAX:
-        raise_absmax(absmax, bits, y.dtype.element_ty)
+        raise_absmax(absmax, bits, DTYPE)
 
 
 @triton.jit
@@ -245,14 +258,20 @@ def tile_for(d: int) -> Tile:
 
 
 def launch_forward(
-    x_RD: Tensor, branch_RD: Tensor | None, gain_D: Tensor, eps: float, absmax: Tensor | None = None
+    x_RD: Tensor,
+    branch_RD: Tensor | None,
+    gain_D: Tensor,
+    eps: float,
+    absmax: Tensor | None = None,
+    *,
+    store_y: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(residual, y, rstd); without a branch, residual is x."""
+    """(residual, y, rstd); without a branch residual is x, and y is if it is not to be stored."""
     check_absmax(absmax, x_RD)
     n_rows, d = x_RD.shape
     x, gain = x_RD.contiguous(), gain_D.contiguous()
     branch, residual = (x, x) if branch_RD is None else (branch_RD.contiguous(), torch.empty_like(x))
-    y, rstd = torch.empty_like(x), torch.empty(n_rows, dtype=torch.float32, device=x.device)
+    y, rstd = torch.empty_like(x) if store_y else x, torch.empty(n_rows, dtype=torch.float32, device=x.device)
     if x.numel():
         block_rows, block_d, num_warps, *_ = tile_for(d)
         with torch.cuda.device_of(x):  # Triton launches on the current device, which may be another
@@ -264,6 +283,7 @@ def launch_forward(
                 BLOCK_ROWS=block_rows,
                 BLOCK_D=block_d,
                 ADD=branch_RD is not None,
+                STORE_Y=store_y,
                 WITH_ABSMAX=absmax is not None,
                 num_warps=num_warps,
                 enable_fp_fusion=ALLOW_FMA,

@@ -3,14 +3,15 @@
 Formula (Shazeer 2020, eq. 6), with s = 1 / (1 + exp(-gate)) and the gradient dz that arrives at the output:
 
     z     = gate s up
-    dgate = dz up (s + gate s (1 - s))
+    dgate = dz (up (s + gate s (1 - s)))
     dup   = dz gate s
 
 Method: elementwise, one program per block of rows and columns. Nothing but gate_up is kept for backward: the product of
 the next weights with z needs z again for the weights' gradient, and backward, which reads gate and up anyway, can write
 it on the way (``with_product``). ``swiglu_backward_`` writes over what it read: dgate_up over gate_up and z over dz, so
 that a whole backward takes no further memory. The largest magnitude of z, or of dgate_up, comes along where it is asked
-for (``absmax.py``).
+for (``absmax.py``). Forward can note the steepest slope of z within each of its blocks, which tells backward into fp8
+which of them cannot hold the largest gradient (``swiglu_quantize.py``).
 
 Rounding: all in fp32 and rounded once, where bf16 eager code rounds silu(gate) before it multiplies, and in backward
 its gradient too; so results differ from eager ones by a rounding or two, and are closer to the exact ones.
@@ -62,30 +63,42 @@ def own_block(n_rows, d_ff, BLOCK_ROWS: tl.constexpr, BLOCK_F: tl.constexpr):
 
 
 @triton.jit
-def gradients_of(gate, up, dz):
-    """(dgate, dup, z), all in fp32."""
+def slopes_of(gate, up):
+    """z's derivatives by gate and by up, and z, all in fp32."""
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
-    return dz * up * (sigmoid + silu * (1 - sigmoid)), dz * silu, silu * up
+    return up * (sigmoid + silu * (1 - sigmoid)), silu, silu * up
+
+
+@triton.jit
+def gradients_of(gate, up, dz):
+    """(dgate, dup, z), all in fp32."""
+    by_gate, by_up, product = slopes_of(gate, up)
+    return dz * by_gate, dz * by_up, product
 
 
 @triton.jit
 def swiglu_forward_kernel(
     gate_up,
     z,
+    slopes,
     absmax,
     n_rows,
     d_ff,
+    WITH_SLOPES: tl.constexpr,
     WITH_ABSMAX: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """z (n_rows, d_ff) of gate_up (n_rows, 2 d_ff), both contiguous."""
+    """z (n_rows, d_ff) of gate_up (n_rows, 2 d_ff), both contiguous, and the steepest slope in each program's block."""
     at, gate_at, inside = own_block(n_rows, d_ff, BLOCK_ROWS, BLOCK_F)
     gate = tl.load(gate_up + gate_at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + gate_at + d_ff, mask=inside, other=0.0).to(tl.float32)
-    product = gate * tl.sigmoid(gate) * up
+    by_gate, by_up, product = slopes_of(gate, up)
     tl.store(z + at, product, mask=inside)
+    if WITH_SLOPES:
+        bits = tl.maximum(magnitude_bits(by_gate), magnitude_bits(by_up))
+        tl.store(slopes + tl.program_id(0), tl.max(tl.ravel(bits), axis=0).to(tl.float32, bitcast=True))
     if WITH_ABSMAX:
         raise_absmax(absmax, magnitude_bits(product), z.dtype.element_ty)
 
@@ -132,16 +145,17 @@ def _launch(kernel: Any, absmax: Tensor | None, gate_up_R2F: Tensor, *tensors: T
             launch(kernel, grid, *arguments, **constants, BLOCK_ROWS=BLOCK_ROWS, BLOCK_F=BLOCK_F)
 
 
-def _product_like(gate_up_R2F: Tensor, absmax: Tensor | None = None) -> Tensor:
+def _product_like(gate_up_R2F: Tensor, absmax: Tensor | None = None, slopes: Tensor | None = None) -> Tensor:
     *leading, width = gate_up_R2F.shape
     return torch.empty(*leading, width // 2, dtype=gate_up_R2F.dtype, device=gate_up_R2F.device)
 
 
-@operator("swiglu_forward", _product_like, mutates=("absmax",))
-def forward_op(gate_up: Tensor, absmax: Tensor | None = None) -> Tensor:
+@operator("swiglu_forward", _product_like, mutates=("absmax", "slopes"))
+def forward_op(gate_up: Tensor, absmax: Tensor | None = None, slopes: Tensor | None = None) -> Tensor:
     """z of contiguous gate_up."""
     z = _product_like(gate_up)
-    _launch(swiglu_forward_kernel, absmax, gate_up, gate_up, z)
+    noted = gate_up if slopes is None else slopes
+    _launch(swiglu_forward_kernel, absmax, gate_up, gate_up, z, noted, WITH_SLOPES=slopes is not None)
     return z
 
 
@@ -196,15 +210,44 @@ def swiglu(gate_up_R2F: Tensor) -> Tensor:
     return SwiGLU.apply(gate_up_R2F)
 
 
-def swiglu_forward(gate_up_R2F: Tensor, absmax: Tensor | None = None) -> Tensor:
+def swiglu_forward(gate_up_R2F: Tensor, absmax: Tensor | None = None, slopes: Tensor | None = None) -> Tensor:
     """``swiglu`` that autograd does not see.
 
     Args:
         absmax: one fp32 element, which is raised to the largest magnitude of z.
+        slopes: as ``empty_slopes`` makes them; become the largest magnitudes of z's derivatives.
+
+    Raises:
+        ValueError: as ``swiglu``, or absmax or slopes do not fit.
     """
     _check(gate_up_R2F)
     check_absmax(absmax, gate_up_R2F)
-    return forward_op(gate_up_R2F.contiguous(), absmax)
+    check_slopes(slopes, gate_up_R2F)
+    return forward_op(gate_up_R2F.contiguous(), absmax, slopes)
+
+
+def empty_slopes(gate_up_R2F: Tensor) -> Tensor:
+    """For the largest magnitude of z's derivatives by gate and by up in each block of 8 rows and 256 columns of z:
+    (R / 8, F / 256) in fp32, rounded up."""
+    return torch.empty(_blocks_of(gate_up_R2F), dtype=torch.float32, device=gate_up_R2F.device)
+
+
+def check_slopes(slopes: Tensor | None, gate_up_R2F: Tensor) -> None:
+    """Raises ValueError unless slopes, if there are any, are such as ``empty_slopes`` makes."""
+    if slopes is None:
+        return
+    shape, device = _blocks_of(gate_up_R2F), gate_up_R2F.device
+    if (tuple(slopes.shape), slopes.dtype, slopes.device) != (shape, torch.float32, device):
+        got = f"{slopes.dtype} of shape {tuple(slopes.shape)} on {slopes.device}"
+        raise ValueError(f"slopes must be float32 of shape {shape} on {device}, got {got}")
+    if not slopes.is_contiguous():
+        raise ValueError(f"slopes must be contiguous, got strides {slopes.stride()}")
+
+
+def _blocks_of(gate_up_R2F: Tensor) -> tuple[int, int]:
+    """Of z, by rows and by columns."""
+    n_rows, d_ff = gate_up_R2F.shape[:-1].numel(), gate_up_R2F.shape[-1] // 2
+    return ceil_div(n_rows, BLOCK_ROWS), ceil_div(d_ff, BLOCK_F)
 
 
 def swiglu_backward(dz_RF: Tensor, gate_up_R2F: Tensor, *, with_product: bool) -> tuple[Tensor, Tensor | None]:

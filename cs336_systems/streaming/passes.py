@@ -185,7 +185,7 @@ class Passes:
 
     def _keys(self, operation: Operation) -> None:
         saved = Saved(["qkv"])
-        saved.tensors["x"] = self._of(operation, "input")["x"]
+        saved.tensors |= self._of(operation, "input")
         recall(saved, self._weights(operation), self.ops, self.config, *self._tables(operation))
         context = self._of(operation, "context")["keys_values"]
         context.view(self.chunks.n_tokens, -1).copy_(saved.tensors["qkv"][:, self.config.d_model :])

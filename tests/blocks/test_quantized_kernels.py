@@ -8,8 +8,8 @@ import torch
 
 from cs336_systems.blocks import BlockGradients, BlockWeights, Saved, backward, block_ops, block_products, forward
 from cs336_systems.blocks.quantized import Quantized, QuantizedProducts, _emulated, _scaled_mm, _unscaled
-from cs336_systems.config import ModelConfig, Recipe
-from cs336_systems.costs.kept import LEVELS, kept_names
+from cs336_systems.config import PRECISIONS, ModelConfig, Recipe
+from cs336_systems.costs.kept import LEVELS, kept_names, kept_tensors
 from cs336_systems.training import TrainingCase, assemble, random_batch
 
 from .cases import block_of, inputs, tables
@@ -77,14 +77,33 @@ def test_a_block_of_kernels_is_that_of_the_reference(device, recipe):
 
 @pytest.mark.parametrize("device", [CUDA, CPU])
 @pytest.mark.parametrize("recipe", ["tensor", "e5m2"])
-@pytest.mark.parametrize("keep", ["products", "all"])
+@pytest.mark.parametrize("keep", [*LEVELS, "all-residual"])
 def test_what_is_quantized_where_it_is_made_has_the_same_bits(device, recipe, keep):
-    """Gate | up's gradient and SwiGLU's product again, whatever the optimizer wants of them."""
+    """Norms, gate | up's gradient and SwiGLU's product again."""
     if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU with fp8")
     how = device, "fused", keep, RECIPES[recipe], torch.bfloat16 if device == "cuda" else torch.float32
-    got, apart = run(*how), run(*how, swiglu_backward=None)
+    got, apart = run(*how), run(*how, fused=None)
     assert all(torch.equal(got[name], value) for name, value in apart.items())
+
+
+@pytest.mark.parametrize("device", [CUDA, CPU])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_held_bytes_are_the_predicted_ones(device, recipe):
+    """Slopes of SwiGLU among them, where there is one scale."""
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU with fp8")
+    precision, dtype = ("bf16", torch.bfloat16) if device == "cuda" else ("fp32", torch.float32)
+    parameters = {name: p.detach().to(device) for name, p in block_of(CONFIG, dtype).named_parameters()}
+    x, _ = (t.to(device) for t in inputs(CONFIG, 32, dtype))
+    angles = [t.to(device) for t in tables(CONFIG, 32, dtype)]
+    for keep in LEVELS:
+        saved = Saved(kept_names(keep, quantized=True))
+        products = block_products("fused", RECIPES[recipe])
+        forward(x, BlockWeights.of(parameters), saved, block_ops("fused", "flash"), CONFIG, *angles, products=products)
+        predicted = kept_tensors(CONFIG, 2, 32, PRECISIONS[precision], keep, RECIPES[recipe], fused=True)
+        found = {name: (tuple(tensor.shape), tensor.element_size()) for name, tensor in saved.tensors.items()}
+        assert found == {tensor.name: (tensor.shape, tensor.bytes_per_element) for tensor in predicted}, keep
 
 
 def sums_may_lose(a_MK: torch.Tensor, b_NK: torch.Tensor, promoted_every: int) -> torch.Tensor:

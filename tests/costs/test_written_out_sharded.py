@@ -21,7 +21,7 @@ from cs336_systems.training.backward_update import BackwardUpdate
 from cs336_systems.training.parallel import _travel
 
 from .test_memory import LiveBytes
-from .test_written_out import CONFIGS, QUANTIZED, SCALARS, SCALES
+from .test_written_out import CONFIGS, QUANTIZED, SCALARS, noted_bytes
 from .unlaunched import CHUNK, leave_out_launches, unlaunched_model
 
 
@@ -100,8 +100,8 @@ def compare(
             if updates:
                 updates.finish()
         alive = live.peak - 2 * 8 * ids.numel()
-    scales = SCALES * config.n_layers if recipe.quantized else 0
-    assert 0 <= alive - peak.n_bytes <= SCALARS + scales, (peak, alive)
+    noted = noted_bytes(config, seq_len) if recipe.quantized else 0
+    assert 0 <= alive - peak.n_bytes <= SCALARS + noted, (peak, alive)
     return peak
 
 

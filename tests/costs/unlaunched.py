@@ -20,9 +20,12 @@ from cs336_systems.kernels import rms_norm_kernels, sum_rows
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
 from cs336_systems.training.precision import parameter_dtype
 
-linear_cross_entropy, rms_norm, swiglu, absmax, quantize, swiglu_quantize = (
+linear_cross_entropy, rms_norm, swiglu, absmax, quantize, rms_norm_quantize, swiglu_quantize = (
     import_module(f"cs336_systems.kernels.{name}")
-    for name in ("linear_cross_entropy", "rms_norm", "swiglu", "absmax", "quantize", "swiglu_quantize")
+    for name in (
+        *("linear_cross_entropy", "rms_norm", "swiglu", "absmax", "quantize"),
+        *("rms_norm_quantize", "swiglu_quantize"),
+    )
 )  # the package has functions of these names
 
 CHUNK = 256
@@ -31,11 +34,11 @@ CHUNK = 256
 
 def leave_out_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers that allocate and do not launch, on devices that Triton does not know."""
-    modules = (rms_norm_kernels, sum_rows, swiglu, linear_cross_entropy, absmax, quantize, swiglu_quantize)
-    modules += (flash_forward, flash_backward, flash_preprocess)
+    checked = (rms_norm, swiglu, linear_cross_entropy, absmax, quantize, rms_norm_quantize, swiglu_quantize)
+    modules = (rms_norm_kernels, sum_rows, *checked[1:], flash_forward, flash_backward, flash_preprocess)
     for module in modules:
         monkeypatch.setattr(module, "launch", lambda *args, **kwargs: None)
-    for module in (rms_norm, swiglu, linear_cross_entropy, absmax, quantize, swiglu_quantize):
+    for module in checked:
         monkeypatch.setattr(module, "check_runnable", lambda *args: None)
     monkeypatch.setattr(rms_norm_kernels, "INTERPRETED_MULTIPROCESSORS", MULTIPROCESSORS)
     monkeypatch.setattr(rms_norm, "rms_norm_forward", rms_norm_forward)

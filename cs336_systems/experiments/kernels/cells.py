@@ -12,7 +12,7 @@ KERNELS = (
     *("weighted_sum", "rms_norm", "add_rms_norm", "swiglu", "rotary"),
     *("linear_cross_entropy", "adamw", "grad_norm"),
     *("absmax", "rms_norm.absmax", "swiglu.absmax", "adamw.absmax"),
-    *("quantize", "quantize.transposed", "quantize_blocks", "swiglu_quantize"),
+    *("quantize", "quantize.transposed", "quantize_blocks", "rms_norm_quantize", "swiglu_quantize"),
 )
 """Each a file in ``cs336_systems/kernels`` and one in this folder; after a dot, a form of it that writes more."""
 

@@ -40,8 +40,13 @@ def subject(cell: KernelCell, device: torch.device) -> Subject:
                 exact = x * (quantize_reference.LARGEST[FP8] / absmax.double())
                 return (exact, exact.t())[: 1 + transposed]
             found = quantizer(x, absmax, FP8, transposed=transposed)
-            return tuple(each for each in found[:2] if each is not None)
+            return present(found)
 
         return quantized
 
     return Subject({"x": x}, of(quantize), of(quantize_reference.quantize), x.nbytes + (1 + transposed) * x.numel())
+
+
+def present(found: Quantized) -> tuple[Tensor, ...]:
+    """What was quantized, in one or both ways."""
+    return tuple(each for each in found[:2] if each is not None)

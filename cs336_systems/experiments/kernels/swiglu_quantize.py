@@ -7,6 +7,7 @@ from cs336_systems.experiments.kernels.cells import KernelCell
 from cs336_systems.experiments.kernels.measure import Subject
 from cs336_systems.experiments.kernels.quantize import FP8, matrix
 from cs336_systems.kernels import quantize_reference
+from cs336_systems.kernels.swiglu import empty_slopes, swiglu_forward
 from cs336_systems.kernels.swiglu_quantize import swiglu_backward_quantize
 from cs336_systems.model import ops
 
@@ -24,6 +25,8 @@ def subject(cell: KernelCell, device: torch.device) -> Subject:
     gradient as it is and transposed, and of z transposed. What ours reads a second time is not counted. The errors are
     those of e4m3."""
     dz, gate_up = matrix(cell, device), torch.cat([matrix(cell, device), matrix(cell, device)], dim=1)
+    slopes = empty_slopes(gate_up)
+    swiglu_forward(gate_up, slopes=slopes)
     dgate_up_absmax, z_absmax = map(quantize_reference.absmax, gradients(dz, gate_up))
 
     def reference(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, ...]:
@@ -40,7 +43,7 @@ def subject(cell: KernelCell, device: torch.device) -> Subject:
 
     def ours(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, ...]:
         slot = torch.zeros((), device=dz.device)
-        found, again = swiglu_backward_quantize(dz, gate_up, slot, FP8, z_absmax=z_absmax)
+        found, again = swiglu_backward_quantize(dz, gate_up, slopes, slot, FP8, z_absmax=z_absmax)
         return _present(found.q, found.q_t, None if again is None else again.q_t)
 
     n_bytes = dz.nbytes + gate_up.nbytes + 5 * dz.numel()

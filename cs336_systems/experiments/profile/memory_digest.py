@@ -159,7 +159,8 @@ def digest(
     ]
     if case.written_out or case.attention == "reference":
         if case.written_out:
-            listed = kept_tensors(*case.work, case.precision, case.keep, case.recipe)
+            fused = case.kernels != "reference"
+            listed = kept_tensors(*case.work, case.precision, case.keep, case.recipe, fused=fused)
         else:
             listed = block_saved_tensors(*case.work, case.precision.on(torch.device(case.device).type))
         parts.append(f"Predicted for the eager block: {total_bytes(listed) / MIB:,.2f} MiB.")

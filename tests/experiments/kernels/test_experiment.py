@@ -122,7 +122,7 @@ def test_what_fp8_asks_for_is_the_formula_and_the_error_that_of_its_format(kerne
             assert metric.samples[0] < (0.04 if "quantize" in kernel else 1e-6), metric
 
 
-@pytest.mark.parametrize("kernel", ["quantize", "quantize_blocks", "swiglu_quantize"])
+@pytest.mark.parametrize("kernel", ["quantize", "quantize_blocks", "rms_norm_quantize", "swiglu_quantize"])
 def test_dimensions_that_fp8_does_not_take_are_not_measured(kernel):
     with pytest.raises(Unsupported, match="16 does not divide 8 x 256"):
         measure(KernelCell("cpu", kernel, "fp32", 8, 256, "eager", 5, 0))

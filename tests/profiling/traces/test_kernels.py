@@ -46,6 +46,7 @@ MUL = "at::native::BinaryFunctor<float, float, float, at::native::binary_interna
         ("quantize_kernel", "quantization"),
         ("row_and_column_absmax_kernel", "quantization"),
         ("swiglu_backward_quantize_kernel", "quantization"),
+        ("rms_norm_quantize_kernel", "quantization"),
         ("something_new", "other"),
     ],
 )

@@ -1,0 +1,199 @@
+"""RMSNorm into fp8, with one scale: what products read of it, with y stored in no other way.
+
+Formula: ``rms_norm.py``, rounded to the dtype of x, then quantized as ``quantize_reference.py`` says. To the bit what
+``rms_norm_forward`` and ``quantize`` give one after the other.
+
+Method: one scale needs the largest magnitude before anything is quantized. So forward's kernel runs without storing y,
+for rstd, the largest magnitude and, where a branch is added, the residual. Then x is read again, and y computed and
+quantized in tiles of four rows in each thread, as ``quantize.py`` does. Backward, which reads y transposed, finds both
+statistics kept and needs the second part alone.
+
+Traffic per element of bf16, plain or transposed: forward reads 4 bytes and writes 1, where two launches that store y
+between them move 7; again in backward 3, where they move 7.
+
+Limits: as ``rms_norm.py`` and ``quantize.py``.
+
+    slot = torch.zeros((), device=x.device)
+    residual, rstd = add_rms_norm_absmax(x, branch, gain, eps, slot)
+    quantized = rms_norm_quantize(residual, gain, rstd, slot, torch.float8_e4m3fn)
+"""
+
+# mypy: allow-untyped-defs
+# A kernel's arguments are Triton values; the host functions below are typed.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cs336_systems.kernels.absmax import check_absmax
+from cs336_systems.kernels.checks import check_runnable
+from cs336_systems.kernels.quantize import (
+    FORMATS,
+    LANES,
+    TILE,
+    TILE_TRANSPOSED,
+    fp8_bytes,
+    load_tile,
+    packed,
+    scales_of,
+    store_transposed,
+)
+from cs336_systems.kernels.quantize_reference import LARGEST, Quantized, check, only
+from cs336_systems.kernels.rms_norm import check as check_norm
+from cs336_systems.kernels.rms_norm_kernels import launch_forward, normed
+from cs336_systems.operators.launching import ceil_div, launch
+from cs336_systems.operators.registration import operator
+
+
+@triton.jit
+def load_lanes_of_rows(x, words, n_rows):
+    """Four vectors, of every fourth row."""
+    inside = words < n_rows // LANES
+    return (
+        tl.load(x + LANES * words, mask=inside, other=0.0)[:, None],
+        tl.load(x + LANES * words + 1, mask=inside, other=0.0)[:, None],
+        tl.load(x + LANES * words + 2, mask=inside, other=0.0)[:, None],
+        tl.load(x + LANES * words + 3, mask=inside, other=0.0)[:, None],
+    )
+
+
+@triton.jit
+def rms_norm_quantize_kernel(
+    x,
+    gain,
+    rstd,
+    absmax,
+    q,
+    q_t,
+    inverse_scale,
+    n_rows,
+    width,
+    DTYPE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """q (n_rows, width) and q_t (width, n_rows) of the norm of contiguous x."""
+    n_tiles = tl.cdiv(width, TILE_COLUMNS)
+    tile_row, tile_column = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
+    blocks, words, columns, inside, at = load_tile(x, tile_row, tile_column, n_rows, width, TILE_ROWS, TILE_COLUMNS)
+    gains = tl.load(gain + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
+    inverse_rms = load_lanes_of_rows(rstd, words, n_rows)
+    scale, inverse = scales_of(tl.load(absmax), LARGEST)
+    tl.store(inverse_scale, inverse, mask=tl.program_id(0) == 0)
+    word = tl.zeros((TILE_ROWS // LANES, TILE_COLUMNS), tl.uint32)
+    ROUNDED_TO: tl.constexpr = x.dtype.element_ty
+    for lane in tl.static_range(LANES):
+        y = normed(blocks[lane].to(tl.float32), inverse_rms[lane], gains, ROUNDED_TO).to(ROUNDED_TO)
+        quantized = fp8_bytes(y.to(tl.float32) * scale, DTYPE)
+        if ROWS:
+            tl.store(q + at + lane * width, quantized.to(DTYPE, bitcast=True), mask=inside)
+        if TRANSPOSED:
+            word = packed(word, quantized, lane)
+    if TRANSPOSED:
+        store_transposed(q_t, word, words, columns, inside, n_rows)
+
+
+def results(
+    x: Tensor, gain: Tensor, rstd: Tensor, absmax: Tensor, dtype: torch.dtype, rows: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty tensors for ``rms_norm_quantize_op``; one of no elements stands for what was not asked for."""
+    n_rows, width = x.shape
+    return (
+        torch.empty((n_rows, width) if rows else (0,), dtype=dtype, device=x.device),
+        torch.empty((width, n_rows) if transposed else (0,), dtype=dtype, device=x.device),
+        torch.empty((), device=x.device),
+    )
+
+
+@operator("rms_norm_quantize", results)
+def rms_norm_quantize_op(
+    x: Tensor, gain: Tensor, rstd: Tensor, absmax: Tensor, dtype: torch.dtype, rows: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, q_t, inverse_scale) of contiguous tensors."""
+    found = results(x, gain, rstd, absmax, dtype, rows, transposed)
+    n_rows, width = x.shape
+    tile = TILE_TRANSPOSED if transposed else TILE
+    if x.numel():
+        with torch.cuda.device_of(x):  # Triton launches on the current device, which may be another
+            launch(
+                rms_norm_quantize_kernel,
+                (ceil_div(n_rows, tile.rows) * ceil_div(width, tile.columns),),
+                *(x, gain, rstd, absmax, *found, n_rows, width),
+                DTYPE=FORMATS[dtype],
+                LARGEST=LARGEST[dtype],
+                ROWS=rows,
+                TRANSPOSED=transposed,
+                TILE_ROWS=tile.rows,
+                TILE_COLUMNS=tile.columns,
+                num_warps=tile.num_warps,
+            )
+    return found
+
+
+def rms_norm_quantize(
+    x_RD: Tensor,
+    gain_D: Tensor,
+    rstd_R: Tensor,
+    absmax: Tensor,
+    dtype: torch.dtype,
+    *,
+    rows: bool = True,
+    transposed: bool = False,
+) -> Quantized:
+    """RMSNorm of x (R, D) in fp8, as it is, transposed, or both, in one pass.
+
+    Args:
+        x_RD: of it and the gain, fp32, bf16 or fp16, other than contiguous costs a copy.
+        rstd_R: in fp32, of the same kernels.
+        absmax: the largest magnitude of the norm, () in fp32.
+
+    Raises:
+        ValueError: as ``rms_norm`` and ``quantize``, or rstd or absmax do not fit.
+    """
+    check_norm(x_RD, gain_D)
+    check(x_RD, dtype, rows, transposed)
+    check_absmax(absmax, x_RD)
+    if (rstd_R.shape, rstd_R.dtype, rstd_R.device) != (x_RD.shape[:1], torch.float32, x_RD.device):
+        got = f"{rstd_R.dtype} of shape {tuple(rstd_R.shape)} on {rstd_R.device}"
+        raise ValueError(f"rstd must be float32 of shape {tuple(x_RD.shape[:1])} on {x_RD.device}, got {got}")
+    check_runnable(rms_norm_quantize_kernel, x_RD)
+    tensors = x_RD.contiguous(), gain_D.contiguous(), rstd_R.contiguous(), absmax
+    q, q_t, inverse = rms_norm_quantize_op(*tensors, dtype, rows, transposed)
+    return only(Quantized(q, q_t, inverse, inverse), rows, transposed)
+
+
+def _rstd_like(x_RD: Tensor, *rest: object) -> Tensor:
+    return x_RD.new_empty(x_RD.shape[:1], dtype=torch.float32)
+
+
+def _residual_and_rstd_like(x_RD: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    return x_RD.new_empty(x_RD.shape), _rstd_like(x_RD)
+
+
+@operator("rms_norm_absmax", _rstd_like, mutates=("absmax",))
+def rms_norm_absmax(x_RD: Tensor, gain_D: Tensor, eps: float, absmax: Tensor) -> Tensor:
+    """rstd (R) in fp32.
+
+    Args:
+        absmax: one fp32 element, which is raised to the largest magnitude of the norm.
+    """
+    *_, rstd = launch_forward(x_RD, None, gain_D, eps, absmax, store_y=False)
+    return rstd
+
+
+@operator("add_rms_norm_absmax", _residual_and_rstd_like, mutates=("absmax",))
+def add_rms_norm_absmax(
+    x_RD: Tensor, branch_RD: Tensor, gain_D: Tensor, eps: float, absmax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(residual = x + branch (R, D) in x's dtype, rstd (R) in fp32).
+
+    Args:
+        absmax: one fp32 element, which is raised to the largest magnitude of the residual's norm, where that is not
+            known.
+    """
+    residual, _, rstd = launch_forward(x_RD, branch_RD, gain_D, eps, absmax, store_y=False)
+    return residual, rstd

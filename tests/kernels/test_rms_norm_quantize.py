@@ -1,0 +1,163 @@
+"""RMSNorm into fp8: to the bit what it is stored and then quantized, and its statistics without storing it."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from cs336_systems.kernels import quantize_reference as reference
+from cs336_systems.kernels import rms_norm_kernels
+from cs336_systems.kernels.rms_norm import add_rms_norm_forward, rms_norm_forward
+from cs336_systems.kernels.rms_norm_quantize import (
+    add_rms_norm_absmax,
+    rms_norm_absmax,
+    rms_norm_quantize,
+    rms_norm_quantize_op,
+)
+from tests.attention.offline import ON_HOPPER, report
+from tests.kernels.against_fp64 import INTERPRETED, ON_GPU, PLACES, random
+from tests.kernels.test_quantize import check_same
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16 = torch.bfloat16
+EPS = 1e-5
+QUANTIZED_PLACES = [*PLACES, pytest.param("cpu", BF16, marks=INTERPRETED, id="interpreted-bf16")]
+
+
+def operands(n_rows: int, d: int, device: str, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """x, a branch and a gain."""
+    shapes = (n_rows, d), (n_rows, d), (d,)
+    return [random(shape, device, dtype, seed + i) for i, shape in enumerate(shapes)]
+
+
+def check_both_ways(x: Tensor, branch: Tensor, gain: Tensor, fp8: torch.dtype, eps: float = EPS) -> None:
+    """With and without a branch, each orientation and both, twice."""
+    residual, y, rstd = add_rms_norm_forward(x, branch, gain, eps)
+    for each, norm in ((None, rms_norm_forward(x, gain, eps)), (branch, (y, rstd))):
+        stored, expected_rstd = norm
+        largest = reference.absmax(stored)
+        for _ in range(2):
+            slot = torch.zeros((), device=x.device)
+            if each is None:
+                normed, found_rstd = x, rms_norm_absmax(x, gain, eps, slot)
+            else:
+                normed, found_rstd = add_rms_norm_absmax(x, each, gain, eps, slot)
+                again = add_rms_norm_absmax(x, each, gain, eps)
+                assert all(
+                    torch.equal(a.nan_to_num(-1.0), b.nan_to_num(-1.0))
+                    for a, b in zip(again, (normed, found_rstd), strict=True)
+                )
+                assert torch.equal(normed.nan_to_num(-1.0), residual.nan_to_num(-1.0))
+            assert torch.equal(found_rstd.nan_to_num(-1.0), expected_rstd.nan_to_num(-1.0))
+            assert torch.equal(slot.nan_to_num(-1.0), largest.nan_to_num(-1.0))
+            for how in ({}, {"transposed": True}, {"rows": False, "transposed": True}):
+                expected = reference.quantize(stored, largest, fp8, **how)
+                check_same(rms_norm_quantize(normed, gain, found_rstd, slot, fp8, **how), expected)
+
+
+@pytest.mark.parametrize("fp8", reference.LARGEST, ids=str)
+@pytest.mark.parametrize("shape", [(16, 16), (16, 272), (144, 48), (128, 256)], ids=str)
+@pytest.mark.parametrize(("device", "dtype"), QUANTIZED_PLACES)
+@pytest.mark.usefixtures("poisoned")
+def test_as_in_two_launches(shape: tuple[int, int], device: str, dtype: torch.dtype, fp8: torch.dtype) -> None:
+    check_both_ways(*operands(*shape, device, dtype), fp8)
+
+
+@INTERPRETED  # as each width is compiled for itself
+@settings(deadline=None, max_examples=20)
+@given(n_rows=st.integers(1, 12), d=st.integers(1, 20), seed=st.integers(0, 3), in_parts=st.booleans())
+def test_any_shape(n_rows: int, d: int, seed: int, in_parts: bool) -> None:
+    """Rows held at once, or walked over as those are that are too long."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if in_parts:
+            monkeypatch.setattr(rms_norm_kernels, "tile_for", lambda d: rms_norm_kernels.Tile(1, 64, 1, 3, 4, 4))
+        check_both_ways(*operands(16 * n_rows, 16 * d, "cpu", torch.float32, seed), E5M2)
+
+
+@pytest.mark.parametrize("d", [896, 1536, 2048, 3584, 4096])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+def test_as_in_two_launches_at_the_widths_of_models(d: int, device: str) -> None:
+    check_both_ways(*operands(2064, d, device, BF16), E4M3)
+
+
+@pytest.mark.parametrize("of", ["x", "branch", "gain"])
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("device", "dtype"), QUANTIZED_PLACES)
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered")  # the interpreter's
+def test_zero_nan_and_infinity_are_seen(device: str, dtype: torch.dtype, value: float, of: str) -> None:
+    tensors = dict(zip(("x", "branch", "gain"), operands(32, 48, device, dtype), strict=True))
+    if value == 0:
+        tensors[of].zero_()
+    tensors[of].view(-1)[5] = value
+    check_both_ways(*tensors.values(), E4M3)
+
+
+def test_strides_and_empty_tensors() -> None:
+    x, branch, gain = operands(32, 48, "cpu", torch.float32)
+    gain = torch.stack((gain, gain), 1)[:, 0]
+    check_both_ways(x.t().contiguous().t(), torch.cat([branch, x], dim=1)[:, :48], gain, E4M3)
+    slot = torch.zeros(())
+    found = rms_norm_quantize(x[:0], gain, rms_norm_absmax(x[:0], gain, EPS, slot), slot, E4M3, transposed=True)
+    assert (found.q.shape, found.q_t.shape) == ((0, 48), (48, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
+def test_operators_pass_opcheck(device: str, dtype: torch.dtype) -> None:
+    x, branch, gain = operands(32, 16, device, dtype)
+    slot = torch.zeros((), device=device)
+    torch.library.opcheck(rms_norm_absmax, (x, gain, EPS, slot))
+    torch.library.opcheck(add_rms_norm_absmax, (x, branch, gain, EPS, slot))
+    rstd = rms_norm_absmax(x, gain, EPS, slot)
+    for rows, transposed in ((True, True), (True, False), (False, True)):
+        torch.library.opcheck(rms_norm_quantize_op, (x, gain, rstd, slot, E4M3, rows, transposed))
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, _, gain = operands(32, 48, "cpu", torch.float32)
+    rstd, slot = torch.ones(32), torch.zeros(())
+    with pytest.raises(ValueError, match=r"weight \(32,\) does not match the last dimension of x \(32, 48\)"):
+        rms_norm_quantize(x, rstd, rstd, slot, E4M3)
+    with pytest.raises(ValueError, match=r"dimensions 16 divides, got \(24, 48\)"):
+        rms_norm_quantize(x[:24], gain, rstd[:24], slot, E4M3)
+    with pytest.raises(ValueError, match="not to torch.bfloat16"):
+        rms_norm_quantize(x, gain, rstd, slot, BF16)
+    with pytest.raises(ValueError, match="neither was asked for"):
+        rms_norm_quantize(x, gain, rstd, slot, E4M3, rows=False)
+    with pytest.raises(ValueError, match="absmax must be one float32 element on cpu"):
+        rms_norm_quantize(x, gain, rstd, torch.zeros(2), E4M3)
+    with pytest.raises(ValueError, match=r"rstd must be float32 of shape \(32,\) on cpu, got .* \(48,\) on cpu"):
+        rms_norm_quantize(x, gain, gain, slot, E4M3)
+    monkeypatch.setattr("triton.JITFunction", object)  # what a kernel is without the interpreter
+    with pytest.raises(ValueError, match=r"needs a CUDA device .* got a tensor on cpu"):
+        rms_norm_quantize(x, gain, rstd, slot, E4M3)
+
+
+COMPILE = (
+    ON_HOPPER
+    + """
+import importlib, json, sys
+own = importlib.import_module("cs336_systems.kernels.rms_norm_quantize")
+
+x, gain = torch.zeros(512, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
+own.rms_norm_quantize_op(x, gain, torch.zeros(512), torch.zeros(()), torch.float8_e4m3fn, True, sys.argv[1] == "True")
+kernel = compiled["rms_norm_quantize_kernel"]
+lines = kernel.asm["ptx"].splitlines()
+metadata = {"threads": 32 * kernel.metadata.num_warps, "wide": sum("ld.global.v4.b32" in line for line in lines)}
+metadata |= {"bytes": sum(f"st.{space}.b8" in line for line in lines for space in ("global", "shared"))}
+metadata |= {"conversions": sum("cvt.rn.satfinite" in line for line in lines)}
+print(json.dumps({"ptx": kernel.asm["ptx"], "metadata": metadata}))
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transposed", [False, True])
+def test_it_compiles_to_wide_accesses(transposed: bool) -> None:
+    """A thread loads 16 bytes of x and stores no single one; two programs have room in registers."""
+    found = report(COMPILE, transposed)
+    assert found["spill_stores"] == found["stack_frame"] == 0
+    assert found["registers"] * found["threads"] * 2 <= 65536
+    assert found["wide"] >= found["conversions"] * 2 // 8
+    assert found["bytes"] == 0
