@@ -33,6 +33,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
+from cs336_systems.kernels.assembly import sigmoid_of
 from cs336_systems.kernels.swiglu import _product_like
 from cs336_systems.kernels.swiglu import forward_op as swiglu_op
 from cs336_systems.operators.copy_engine import ALIGNMENT_BYTES, can_be_copied, descriptor
@@ -43,7 +44,6 @@ from cs336_systems.operators.rings import Ring, add_barriers, aggregate
 
 DEPTH = gl.constexpr(64)
 """Of one step along the sum: 128 bytes, the widest row that shared memory swizzles."""
-LOG2_E = gl.constexpr(1.4426950408889634)
 BAND = gl.constexpr(2048)
 """Rows that share a column's tiles of the weight."""
 ROWS = gl.constexpr(64)
@@ -203,8 +203,8 @@ def product_consumer(work, out, product, WHO: gl.constexpr):
             n_sent = send(work, out, gate, row, column, n_sent, WHO)
             n_sent = send(work, out, up, row, work.tiles.n_columns // 2 + column, n_sent, WHO)
             wide = gate.to(gl.float32)
-            silu = wide * (1.0 / (1.0 + gl.exp2(-LOG2_E * wide)))
-            n_sent = send(work, product, (silu * up.to(gl.float32)).to(dtype), row, column, n_sent, WHO)
+            z = wide * sigmoid_of(wide) * up.to(gl.float32)
+            n_sent = send(work, product, z.to(dtype), row, column, n_sent, WHO)
         else:
             n_sent = send(work, out, left.to(dtype), row, column, n_sent, WHO)
             n_sent = send(work, out, right.to(dtype), row, column + HALF, n_sent, WHO)

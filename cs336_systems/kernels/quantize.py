@@ -12,9 +12,8 @@ bytes would take. Both sides of memory see 16 bytes of a thread at a time.
 
 Traffic per element of bf16: reads 2 bytes and writes 1, or 2 with both.
 
-Conversions are inline assembly where they are transposed, as ptxas gets others wrong (LOG.md). In a whole step at 7B
-on an H200, where all forms of it take 17.8 ms, they move 91 % of what a copy would; shares of tiles below are of the
-form before.
+In a whole step at 7B on an H200, where all forms of it take 17.8 ms, they move 91 % of what a copy would; shares of
+tiles below are of the form before.
 
 Limits: fp32, bf16 and fp16 to e4m3 and e5m2; matrices whose dimensions 16 divides, as products ask for; no autograd.
 
@@ -33,20 +32,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cs336_systems.kernels.assembly import fp8_bytes, packed
 from cs336_systems.kernels.checks import check_runnable
 from cs336_systems.kernels.quantize_reference import LARGEST, MIN_ABSMAX, Quantized, check, check_absmax, only
 from cs336_systems.operators.launching import ceil_div, launch
 from cs336_systems.operators.registration import operator
 
 SMALLEST = tl.constexpr(MIN_ABSMAX)
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-CONVERT = """{{
-    .reg .b16 low, high;
-    cvt.rn.satfinite.{format}x2.f32 low, $2, $1;
-    cvt.rn.satfinite.{format}x2.f32 high, $4, $3;
-    mov.b32 $0, {{low, high}};
-}}"""
-E4M3, E5M2 = (tl.constexpr(CONVERT.format(format=name)) for name in ("e4m3", "e5m2"))
 LANES = tl.constexpr(4)
 """Rows whose bytes make one word."""
 
@@ -95,26 +87,6 @@ def load_tile(x, tile_row, tile_column, n_rows, width, TILE_ROWS: tl.constexpr, 
         tl.load(x + at + 3 * width, mask=inside, other=0.0),
     )
     return blocks, words, columns, inside, at
-
-
-@triton.jit
-def fp8_bytes(x, DTYPE: tl.constexpr):
-    """fp32 x as bytes of fp8, rounded to nearest even and saturated.
-
-    Four conversions leave one register: ptxas 12.8 gives those wrong bytes who take a conversion's 16 bits both alone
-    and joined to others, as the two copies would.
-    """
-    if INTERPRETED:
-        q = x.to(DTYPE).to(tl.uint8, bitcast=True)
-    else:
-        q = tl.inline_asm_elementwise(E4M3 if tl.float8e4nv == DTYPE else E5M2, "=r,r,r,r,r", [x], tl.uint8, True, 4)
-    return q
-
-
-@triton.jit
-def packed(word, q, lane: tl.constexpr):
-    """``word`` with the bytes q in its place of the four: those of the first row are lowest."""
-    return word | (q.to(tl.uint32) << (8 * lane))
 
 
 @triton.jit

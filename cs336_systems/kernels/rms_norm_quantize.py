@@ -27,15 +27,14 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.kernels.absmax import check_absmax
+from cs336_systems.kernels.assembly import fp8_bytes, packed
 from cs336_systems.kernels.checks import check_runnable
 from cs336_systems.kernels.quantize import (
     FORMATS,
     LANES,
     TILE,
     TILE_TRANSPOSED,
-    fp8_bytes,
     load_tile,
-    packed,
     scales_of,
     store_transposed,
 )
@@ -87,8 +86,8 @@ def rms_norm_quantize_kernel(
     word = tl.zeros((TILE_ROWS // LANES, TILE_COLUMNS), tl.uint32)
     ROUNDED_TO: tl.constexpr = x.dtype.element_ty
     for lane in tl.static_range(LANES):
-        y = normed(blocks[lane].to(tl.float32), inverse_rms[lane], gains, ROUNDED_TO).to(ROUNDED_TO)
-        quantized = fp8_bytes(y.to(tl.float32) * scale, DTYPE)
+        y = normed(blocks[lane].to(tl.float32), inverse_rms[lane], gains, ROUNDED_TO)
+        quantized = fp8_bytes(y.to(ROUNDED_TO).to(tl.float32) * scale, DTYPE)
         if ROWS:
             tl.store(q + at + lane * width, quantized.to(DTYPE, bitcast=True), mask=inside)
         if TRANSPOSED:

@@ -32,8 +32,9 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
+from cs336_systems.kernels.assembly import fp8_bytes, packed, rounded
 from cs336_systems.kernels.checks import check_alike, check_runnable
-from cs336_systems.kernels.quantize import FORMATS, LANES, Tile, fp8_bytes, packed, scales_of, store_transposed
+from cs336_systems.kernels.quantize import FORMATS, LANES, Tile, scales_of, store_transposed
 from cs336_systems.kernels.quantize_reference import LARGEST, Quantized, check, only
 from cs336_systems.kernels.swiglu import BLOCK_F, BLOCK_ROWS, check_slopes, gradients_of, own_block
 from cs336_systems.operators.launching import ceil_div, launch
@@ -95,7 +96,7 @@ def load_lanes(x, at, stride, inside):
 @triton.jit
 def quantized_bytes(x, scale, ROUNDED_TO: tl.constexpr, DTYPE: tl.constexpr):
     """Of fp32 x as it would be stored, times its scale."""
-    return fp8_bytes(x.to(ROUNDED_TO).to(tl.float32) * scale, DTYPE)
+    return fp8_bytes(rounded(x, ROUNDED_TO) * scale, DTYPE)
 
 
 @triton.jit
