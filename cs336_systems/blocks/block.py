@@ -212,11 +212,14 @@ def forward(
     attended, lse = stages.attend(qkv)
     del qkv
     saved.keep(attended=attended, lse=lse)
+    attended = saved.tensors.get("attended", attended)  # at its place, if it has one
+    del lse
     residual, y, rstd2 = stages.add(x, attended)
-    del attended, lse
+    del attended
     normed2 = stages.read("normed2", y, columns="normed2" in saved.names)
     del y
     saved.keep(residual=residual, rstd2=rstd2, **products.kept("normed2", normed2))
+    residual = saved.tensors.get("residual", residual)
     gate_up, y = stages.feed(residual, normed2)
     saved.keep(gate_up=gate_up)
     del normed2, gate_up
