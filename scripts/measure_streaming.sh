@@ -8,7 +8,7 @@
 #
 #   1b         1   24  Llama 3 1B at 8,192 tokens within 12 and 24 GiB
 #   8k         5  115  Llama 3 8B at 8,192: 24 and 75 GiB with its timeline, without caps beside the compiled model, 24 and 115
-#   32k        2   80  at 32,768: 24 and 80 GiB
+#   32k        5  120  at 32,768: 24 and 80 GiB, 24 and 120
 #   128k       2  115  at 131,072: 78 and 115 GiB
 #   512k      14  120  at 524,288: 130 and 120 GiB; simulated: one step of 590 s, 888 tokens/s, after a forward of 134 s
 #   32b        5  240  Qwen2.5-32B's shape at 8,192: 80 and 240 GiB, on a host with 256; simulated: 153 s, 2,574 tokens/s
@@ -41,7 +41,7 @@ for part in "$@"; do
       streaming --device-gib 132 --host-gib 16 --peers compiled
       streaming --device-gib 24 --host-gib 115 --steps 1 ;;
     32k)
-      streaming --context-length 32768 --device-gib 24 --host-gib 80 --steps 1 ;;
+      streaming --context-length 32768 --device-gib 24 --host-gib 80 120 --steps 1 ;;
     128k)
       streaming --context-length 131072 --device-gib 78 --host-gib 115 --tokens-per-step 131072 --steps 1 ;;
     512k)

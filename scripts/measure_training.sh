@@ -17,9 +17,9 @@
 #   keep               80  0.5B keeping products
 #   graph              90  0.5B as a CUDA graph
 #   fp8-0.5b          165  products of blocks in fp8, and in bf16 in the same command: 0.5B at 32
-#   fp8-1.5b          190  1.5B at 32
-#   fp8-3b            235  3B at 16
-#   fp8-7b            480  7B at 16, keeping products
+#   fp8-1.5b          100  in fp8 alone, as large micro-batches do not fit in bf16: 1.5B at 64
+#   fp8-3b            110  3B at 32
+#   fp8-7b            480  in both: 7B at 16, keeping products
 #   torchao-0.5b      290  fp8 beside torchao's by tensor and by row in the same command: 0.5B at 32
 #   torchao-1.5b      305  1.5B at 32
 #   torchao-3b        315  3B at 16
@@ -72,8 +72,12 @@ for part in "$@"; do
       training --size qwen2.5-0.5b --batch-size 32 --how ours --keep products ;;
     graph)
       training --size qwen2.5-0.5b --batch-size 32 --how ours --cuda-graph on --warmup 5 ;;
-    fp8-0.5b|fp8-1.5b|fp8-3b|fp8-7b)
+    fp8-0.5b|fp8-7b)
       in_fp8 "${part#fp8-}" --how ours --recipe stored e4m3 ;;
+    fp8-1.5b)
+      training --size qwen2.5-1.5b --batch-size 64 --how ours --recipe e4m3 ;;
+    fp8-3b)
+      training --size qwen2.5-3b --batch-size 32 --how ours --recipe e4m3 ;;
     torchao-0.5b|torchao-1.5b|torchao-3b|torchao-7b)
       in_fp8 "${part#torchao-}" --how ours torchao-tensorwise torchao-rowwise --recipe e4m3 --total-batch-tokens 131072 ;;
     ranks-fp8-0.5b|ranks-fp8-1.5b|ranks-fp8-7b)
