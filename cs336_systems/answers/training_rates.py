@@ -72,7 +72,8 @@ def fp8_rates_table(rows: pd.DataFrame) -> Table:
         line = _line(run, pairs)
         lines.append({"size": line.pop("size"), "products": run["recipe"]} | line)
     libraries = ", ".join(sorted({*rows["library"][rows["how"].isin(TORCHAO)]}))
-    compared = f", of one command; torchao's: {libraries}" if libraries else ""
+    smaller = "of one command, whose steps and micro-batches may be smaller than those of our fastest run"
+    compared = f", {smaller}; torchao's: {libraries}" if libraries else ""
     return _table(lines, runs, "what is not quantized", compared)
 
 

@@ -112,7 +112,7 @@ def test_fp8_stands_beside_torchaos_of_a_command_that_has_both():
     assert (line["tokens/s"], line["bf16"]) == ("190,000", "160,000 (1.19)")
     assert line["torchao, tensorwise"] == "160,000 (1.12)"  # over its command's 180,000
     assert line["torchao, rowwise"] == "150,000 (1.20)"
-    assert "of one command; torchao's: transformers 5, torchao 0.18" in table.caption
+    assert "our fastest run; torchao's: transformers 5, torchao 0.18" in table.caption
     assert "torchao, rowwise" not in fp8_rates_table(in_fp8(190_000.0, "b", 160_000.0)).frame
     assert training_rates_table(both).frame.equals(training_rates_table(rows()).frame)
     assert ways_in(rates_figure(both, {}))[-2:] == ["torchao-tensorwise, e4m3-e5m2", "torchao-rowwise, e4m3-row"]

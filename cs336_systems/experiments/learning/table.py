@@ -38,6 +38,16 @@ def _held_out(line: Line) -> Spread | None:
     return _spread(by_seed(line, "evaluation_loss"))
 
 
+def _least_cosine(line: Line) -> float | None:
+    cosines = by_seed(line, "least_cosine")
+    return cosines.min() if len(cosines) else None
+
+
+def _mean_cosine(line: Line) -> float | None:
+    cosines = by_seed(line, "mean_cosine")
+    return cosines.mean() if len(cosines) else None
+
+
 LEARNING_TABLE = ResultTable(
     settings=(
         *("gpu", "device", "size", "batch_size", "context_length", "total_batch_tokens", "steps", "learning_rate"),
@@ -55,8 +65,13 @@ LEARNING_TABLE = ResultTable(
             rank=MAIN,
             note="with the same seed, mean and range over the seeds",
         ),
-        Column("least cosine", "least_cosine", ".4f", note="of a parameter's gradient with that of fp32, at the end"),
-        Column("mean cosine", "mean_cosine", ".4f"),
+        Column(
+            "least cosine",
+            _least_cosine,
+            ".4f",
+            note="of a parameter's gradient with that of fp32, at the end, over all seeds",
+        ),
+        Column("mean cosine", _mean_cosine, ".4f"),
         Column("tokens/s", "tokens_per_s", ",.0f", rank=MAIN),
         Column("x", speedup, ".3f", note="times as fast as stored"),
     ),

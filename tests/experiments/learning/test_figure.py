@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from cs336_systems.experiments.learning.figure import loss_figure
-from cs336_systems.experiments.learning.table import loss_deviations
+from cs336_systems.experiments.learning.table import LEARNING_TABLE, loss_deviations
 from cs336_systems.harness.record import Metric, parse_samples
 from tests.report.rows import make_cell
 
@@ -51,3 +51,20 @@ def test_deviations_are_of_pairs_with_one_seed():
     assert (every.mean, every.least) == pytest.approx((0.5 / 3, -0.5))
     with pytest.raises(ValueError, match="no run of e4m3-block stands beside one of stored products"):
         loss_deviations(rows, "e4m3-block")
+
+
+def test_the_table_has_the_least_cosine_of_all_seeds_and_the_mean_of_their_means():
+    cosines = {0: (0.99, 0.996), 1: (0.98, 0.998)}
+    cells = [
+        make_cell(
+            Metric("least_cosine", "", [least]),
+            Metric("mean_cosine", "", [mean]),
+            recipe="e4m3",
+            seed=seed,
+            repeat=seed,
+            **SHAPE,
+        )
+        for seed, (least, mean) in cosines.items()
+    ]
+    (line,) = LEARNING_TABLE.of(frame(*cells)).frame.to_dict("records")
+    assert (line["least cosine"], line["mean cosine"]) == ("0.9800", "0.9970")
