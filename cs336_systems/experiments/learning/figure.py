@@ -48,7 +48,7 @@ def loss_figure(rows: pd.DataFrame) -> Figure | None:
     beside.set_xlabel("times as fast as stored products, whole steps")
     beside.set_ylabel("held-out loss above that of stored products, %")
     beside.set_title(f"dots: seeds; bars: means; grey: ±{GOAL_PERCENT:g} %", fontsize=10)
-    beside.margins(0.25, 0.15)
+    beside.margins(0.35, 0.15)
     over_steps.set_xlabel("step")
     over_steps.set_ylabel("training's loss above that of stored products, %")
     over_steps.set_title(f"a line for each seed, means over {_SMOOTHED_SHARE:.0%} of the steps", fontsize=10)
