@@ -5,8 +5,8 @@
     uv run benchmarks/benchmark_fp8.py --size qwen2.5-7b --context-length 1024 --batch-size 16 --part product
 
 At each shape the variants take turns in one process, on the same weights and data, ``--repeat`` times. Gradients of a
-block are compared, tensor by tensor, with those of fp32 on a short sequence. For whole steps use
-``benchmark_model.py --matmul-dtype``. On an H200 the defaults take about six minutes.
+block are compared, tensor by tensor, with those of fp32 on a short sequence. For whole runs use
+``benchmark_training.py --recipe``. On an H200 the defaults take about six minutes.
 """
 
 from cs336_systems.experiments.fp8.cells import Options

@@ -10,7 +10,7 @@
 #   8k         5  115  Llama 3 8B at 8,192: 24 and 75 GiB with its timeline, without caps beside the compiled model, 24 and 115
 #   32k        5  120  at 32,768: 24 and 80 GiB, 24 and 120
 #   128k       2  115  at 131,072: 78 and 115 GiB
-#   512k      14  120  at 524,288: 130 and 120 GiB; simulated: one step of 590 s, 888 tokens/s, after a forward of 134 s
+#   512k      14  120  at 524,288: 130 and 120 GiB; simulated: one step of 586 to 590 s, 888 to 894 tokens/s, after a forward of 134 s
 #   32b        5  240  Qwen2.5-32B's shape at 8,192: 80 and 240 GiB, on a host with 256; simulated: 153 s, 2,574 tokens/s
 #   offload    2  100  8B at 8,192 without caps: ours, and FSDP2 with state and optimizer on the host (streaming-offload)
 #   profile    1   24  1B at 8,192 within 12 and 24 GiB under nsys; the recording stays in profiles/raw

@@ -209,7 +209,7 @@ class StreamedWork:
         """The most that the kernels of one operation need besides slots."""
         config, width, tokens = self.config, self.precision.parameter_bytes, self.chunk
         d_model, wide_queries = config.d_model, 4 * config.d_model  # attention's fp32 sums of dq
-        # forward's q | k | v of a long sequence, what its norms and its residual lay in, and SwiGLU's output behind them
+        # forward's q | k | v of a long sequence, the holes of its norms and residual, and SwiGLU's output behind them
         feed_forward = (config.d_ff + 3 * d_model + (config.d_qkv if self.is_long else 0)) * width
         attention = (2 * d_model + (2 if self.is_long else 1) * config.d_qkv) * width + wide_queries
         head = 3 * d_model * width  # norm, its gradient, and x

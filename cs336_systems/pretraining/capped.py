@@ -211,8 +211,9 @@ class CappedStep:
             return self._step.evaluate(self._forward, token_ids, targets)
 
     def find_nonfinite(self, token_ids: Tensor, targets: Tensor) -> str | None:
-        """As ``StreamedStep.find_nonfinite``."""
-        return self._step.find_nonfinite(token_ids, targets)
+        """As ``StreamedStep.find_nonfinite``; raises as a step."""
+        with self._refusals():
+            return self._step.find_nonfinite(token_ids, targets)
 
     def explanation(self) -> Iterator[str]:
         """As the function of that name; and what the caps change for a run that resumes."""

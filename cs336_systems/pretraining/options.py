@@ -121,7 +121,8 @@ class TrainOptions:
     attention: str = "flash"
     """Implementation: reference, flash, hopper, sdpa-flash, ..."""
     deterministic: bool = False
-    """The same bits every run, and under all memory caps: with --attention hopper, whose backward then takes longer."""
+    """The same bits every run, and under all memory caps that give the same chunks in a round: with --attention hopper,
+    whose backward then takes longer."""
     keep: str | None = None
     """What blocks with a written-out backward keep: input, attention, products, all, or a level without some parts, as
     all-norm; autograd: backward is left to autograd. By default products for fused kernels and fp8, else autograd."""

@@ -7,7 +7,8 @@
 
 Where results are written follows from the schedule: matrix products write into slots themselves, what a kernel returns
 is copied there. Besides slots, kernels take memory from torch for as long as an operation lasts. Sums over chunks and
-rounds are taken in the schedule's order of one layer, which plans do not change: the same bits under every plan.
+rounds are taken in the schedule's order of one layer, which plans of the same chunks in a round do not change: the same
+bits under each of them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -32,6 +32,9 @@ from cs336_systems.streaming.slabs import Memory
 from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.optimizer import AdamW, decay_groups
 
+PIECE = 2**24
+"""Elements that are looked at together in search of one that is not finite."""
+
 
 class StreamedStep:
     """A model and its training step under a schedule.
@@ -133,7 +136,7 @@ class StreamedStep:
         The step is run again, after one that changed nothing under a guard that halts.
         """
         for name, weight in self._named("weights"):
-            if not weight.isfinite().all():
+            if not _finite(weight):
                 return f"parameter {name}"
         found: list[str] = []
 
@@ -141,7 +144,7 @@ class StreamedStep:
             self.passes.run(operation)
             for held in () if found else operation.writes:
                 for name, tensor in self.memory.tensors(held.slot, held.item.what).items():
-                    if not (name.startswith("rstd") or tensor.isfinite().all()):  # who writes x leaves its statistics
+                    if not (name.startswith("rstd") or _finite(tensor)):  # who writes x leaves its statistics
                         found.append(f"{name} of {held.item.what}, layer {operation.layer}, by {operation.kind}")
 
         self.passes.begin(token_ids, targets)
@@ -252,6 +255,11 @@ class StateInPlace(AdamW):
         """Take the groups' hyperparameters; the state has been read."""
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own.update({name: saved[name] for name in own.keys() & saved.keys() - {"params"}})
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Whether all of it is; in pieces, as memory beside slots is short and this takes some bytes an element."""
+    return all(bool(piece.isfinite().all()) for piece in tensor.reshape(-1).split(PIECE))
 
 
 def _head_of(device: torch.device) -> HeadPasses:

@@ -5,7 +5,7 @@
     memory.run_of("context", "context", first=4, n=2)            # neighbouring slots as one tensor
     memory.slot_bytes(Slot("weights", 0), "weights").copy_(memory.place_bytes(place, "weights"), non_blocking=True)
 
-Tensors are made once for each slot and kept: a step makes none.
+Tensors are made once for each slot and kept: a step makes none of these.
 """
 
 from functools import cache

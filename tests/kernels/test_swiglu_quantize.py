@@ -48,6 +48,13 @@ def check_both_ways(dz: Tensor, gate_up: Tensor, fp8: torch.dtype, z_fp8: torch.
                 check_same(found_z, reference.quantize(z, z_absmax, z_fp8, rows=False, transposed=True))
 
 
+def test_blocks_that_differ_by_little_are_not_passed_over() -> None:
+    dz, gate_up = torch.ones(64, 16), torch.ones(64, 32)
+    for i in range(4):
+        gate_up[16 * i : 16 * i + 16, 16:] = 1 + 0.01 * i  # each block's steepest slope is the largest so far
+    check_both_ways(dz, gate_up, E4M3)
+
+
 @pytest.mark.parametrize("fp8", reference.LARGEST, ids=str)
 @pytest.mark.parametrize("shape", [(16, 16), (16, 272), (144, 48), (128, 256)], ids=str)
 @pytest.mark.parametrize(("device", "dtype"), QUANTIZED_PLACES)

@@ -80,6 +80,8 @@ def _run(
 
     if on_gpu:
         step.rehearse(ids, targets)
+        assert fence is not None
+        fence.check()  # before steps that may take minutes
     times = time_phases({WHOLE: whole}, device=device, warmup=cell.warmup, steps=cell.steps)
     if not loss[0].isfinite():
         raise FloatingPointError(f"loss is {loss[0].item()}")
