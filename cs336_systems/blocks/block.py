@@ -161,17 +161,23 @@ class _Recalled:
 
     def _again(self, name: str) -> dict[str, Any]:
         match name:
+            case "rstd1":
+                normed1, rstd1 = self.stages.norm1(self["x"])
+                return {"normed1": normed1, "rstd1": rstd1}
             case "normed1":
-                return {"normed1": self.stages.norm1(self["x"], self["rstd1"])[0]}
+                rstd1 = self["rstd1"]  # which brings its norm, if it had to be computed again
+                if "normed1" in self.there:
+                    return {}
+                return {"normed1": self.stages.norm1(self["x"], rstd1)[0]}
             case "qkv":
                 return {"qkv": self.stages.project(self["x"], self.operand("normed1", rows=True))}
             case "attended" | "lse":
                 attended, lse = self.stages.attend(self["qkv"])
                 return {"attended": attended, "lse": lse}
-            case "residual":
-                residual, normed2, _ = self.stages.add(self["x"], self["attended"])
+            case "residual" | "rstd2":
+                residual, normed2, rstd2 = self.stages.add(self["x"], self["attended"])
                 self.operands.pop("normed2", None)
-                return {"residual": residual, "normed2": normed2}
+                return {"residual": residual, "normed2": normed2, "rstd2": self.there.get("rstd2", rstd2)}
             case "normed2":
                 residual = self["residual"]  # which brings its norm, if it had to be computed again
                 if "normed2" in self.there:
@@ -196,24 +202,28 @@ def forward(
 ) -> Tensor:
     """The block's output (B, S, D) for contiguous x (B, S, D); fills ``saved``, and writes into no argument besides.
 
+    Where ``saved`` holds attention's output already, what comes before it is not computed.
+
     Args:
         cos: of the angles of every position, (S, E/2), as ``model.layers.RotaryEmbedding`` gives them; sin likewise.
         out: contiguous memory for the output, which none of the arguments has.
     """
     stages = _Stages(weights, ops, products, products.maxima(x_BSD), config, cos, sin, saved.places)
     x = x_BSD.view(-1, x_BSD.shape[-1])
-    y, rstd1 = stages.norm1(x)
-    normed1 = stages.read("normed1", y, columns="normed1" in saved.names)
-    del y  # each is freed once it has been read, unless it is kept
-    saved.keep(x=x_BSD, rstd1=rstd1, **products.kept("normed1", normed1))
-    qkv = stages.project(x, normed1)
-    del normed1
-    saved.keep(qkv=qkv)
-    attended, lse = stages.attend(qkv)
-    del qkv
-    saved.keep(attended=attended, lse=lse)
-    attended = saved.tensors.get("attended", attended)  # at its place, if it has one
-    del lse
+    attended = saved.tensors.get("attended")
+    if attended is None:
+        y, rstd1 = stages.norm1(x)
+        normed1 = stages.read("normed1", y, columns="normed1" in saved.names)
+        del y  # each is freed once it has been read, unless it is kept
+        saved.keep(x=x_BSD, rstd1=rstd1, **products.kept("normed1", normed1))
+        qkv = stages.project(x, normed1)
+        del normed1
+        saved.keep(qkv=qkv)
+        attended, lse = stages.attend(qkv)
+        del qkv
+        saved.keep(attended=attended, lse=lse)
+        attended = saved.tensors.get("attended", attended)  # at its place, if it has one
+        del lse
     residual, y, rstd2 = stages.add(x, attended)
     del attended
     normed2 = stages.read("normed2", y, columns="normed2" in saved.names)

@@ -236,8 +236,12 @@ class StreamedWork:
         """Of one layer's q, k and v of one chunk: one product, as in forward, for k and v with its bits."""
         return 2 * self.chunk * self.config.d_model * self.config.d_qkv
 
+    def _restore_flops(self) -> int:
+        """Of one layer's products behind attention, on one chunk."""
+        return self._products_flops() - self._keys_flops()
+
     def again_flops(self, chunk: int, level: str) -> tuple[int, int]:
-        """Of products and of attention that are computed again for one (layer, chunk), ``keys`` not among them."""
+        """Of products and of attention that ``recompute`` runs for one (layer, chunk)."""
         products = flops_again(self.config, *self._batch, level, 0)
         return products, self.attention_flops(chunk) if level == "input" else 0
 
@@ -251,6 +255,8 @@ class StreamedWork:
             return sum(self.again_flops(chunk, level))
         if kind == "keys":
             return self._keys_flops()
+        if kind == "restore":
+            return self._restore_flops()
         products, attention, head = self._products_flops(), self.attention_flops(chunk), self._forward_flops.head
         found = {"forward": products + attention, "backward": 2 * products + 5 * attention // 2, "head": 3 * head}
         return found.get(kind, 0)
@@ -288,6 +294,9 @@ class StreamedWork:
                 products = self._keys_flops()
                 traffic = row * (4 * config.d_model + 6 * config.d_kv)  # norm, rotation, k and v to their place
                 return products / rates.products + traffic / rates.memory
+            case "restore":
+                traffic = row * (4 * config.d_model + 3 * config.d_ff)  # a norm with its sum, SwiGLU
+                return self._restore_flops() / rates.products + traffic / rates.memory
             case "head":  # its rows' passes are in the rate of products: 665 TFLOP/s in all (LOG.md)
                 return 3 * self._forward_flops.head / rates.products
             case "embed":

@@ -27,6 +27,7 @@ _KERNELS: dict[str, tuple[str, str]] = {
     Kind.BACKWARD: ("backward", _BLUE),
     Kind.RECOMPUTE: ("computed again", _ORANGE),
     Kind.KEYS: ("computed again", _ORANGE),
+    Kind.RESTORE: ("computed again", _ORANGE),
     Kind.HEAD: ("head and loss", "#999999"),
     Kind.OPTIMIZER: ("optimizer", _BLACK),
 }

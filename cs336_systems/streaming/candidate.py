@@ -25,7 +25,8 @@ class Candidate:
         layout, n_layers = self.layout, self.layout.work.config.n_layers
 
         def spread(levels: Levels) -> tuple[tuple[str, ...], ...]:
-            return spread_levels(n_layers, layout.chunks, levels.products, levels.attention - levels.products)
+            attention = levels.attention - levels.products
+            return spread_levels(n_layers, layout.chunks, levels.products, attention, layout.input_every)
 
         largest = Levels(*(max(pair) for pair in zip(astuple(self.levels), astuple(self.edges), strict=True)))
         return Plan(
@@ -38,6 +39,7 @@ class Candidate:
             (("weights", layout.weights), ("gradients", layout.gradients), ("moments", layout.moments)),
             spread(self.edges) if self.edges != self.levels else None,
             layout.keep_context,
+            layout.input_every,
             clipping,
         )
 
@@ -56,9 +58,10 @@ def steps(layout: Layout, parts: int) -> Iterator[Callable[[Candidate], Candidat
 
 def _with_levels(candidate: Candidate, edge: bool | None, attention: int, products: int) -> Candidate | None:
     """Of edge rounds, of the others, or (None) of all."""
-    levels, pairs = candidate.edges if edge else candidate.levels, candidate.layout.pairs
-    n_products = max(0, min(pairs, levels.products + products))
-    after = Levels(max(n_products, min(pairs, levels.attention + attention)), n_products)
+    levels, least, most = candidate.edges if edge else candidate.levels, *candidate.layout.level_bounds
+    n_products = max(least.products, min(most.products, levels.products + products))
+    n_attention = max(least.attention, min(most.attention, levels.attention + attention))
+    after = Levels(max(n_products, n_attention), n_products)
     if after == levels:
         return None
     return replace(

@@ -23,7 +23,7 @@ from cs336_systems.hardware import GIB
 from cs336_systems.streaming.build import build, schedule_times
 from cs336_systems.streaming.candidate import Candidate, steps
 from cs336_systems.streaming.choice import Caps, CapsTooSmallError, Choice
-from cs336_systems.streaming.estimate import Layout, Levels, LevelsByHost, WorkSeconds
+from cs336_systems.streaming.estimate import Layout, LevelsByHost, WorkSeconds
 from cs336_systems.streaming.plan import ORDERS, Order
 from cs336_systems.streaming.schedule import Kind
 from cs336_systems.streaming.slots import TooFewSlotsError
@@ -37,7 +37,9 @@ MOST_CHUNKS = 16
 """Of a round, where they are not those of one sequence."""
 OPTIMIZER_SHARE = 0.02
 """Of a step, at most, where its tokens are not given."""
-ALL_AT_INPUT = Levels(0, 0)
+INPUT_EVERY = (1, 2, 3, 4)
+"""Layers of which the first keeps x: more than one where to restore x takes less time than attention, as on long
+sequences."""
 SIMULATED = 40
 """Kinds of layouts of which a schedule is built."""
 EFFORT = 80_000
@@ -147,14 +149,16 @@ class _Search:
 
     def estimated(self, host_cap: int) -> list[Candidate]:
         """The best of each kind of layouts under a cap of the host, the fastest first: an order, chunks, whether
-        context is kept, and how many layers' weights are resident, as steps seldom find another number of those.
+        context is kept, of how many layers x is, and how many layers' weights are resident, as steps seldom find
+        another number of those.
         """
         best: dict[tuple, Candidate] = {}
         for levels in self._levels:
             candidate = self._candidate(levels, host_cap - self.caps.host_overhead)
             if candidate is not None:
                 layout = candidate.layout
-                kind = layout.order, layout.work.chunk, layout.chunks, layout.keep_context, layout.weights
+                kept = layout.keep_context, layout.input_every
+                kind = layout.order, layout.work.chunk, layout.chunks, kept, layout.weights
                 if kind not in best or best[kind].tokens_per_s < candidate.tokens_per_s:
                     best[kind] = candidate
         return _ranked((candidate, candidate.tokens_per_s) for candidate in best.values())
@@ -177,7 +181,7 @@ class _Search:
             for work in self.works
             for ring_bytes in [self._ring_bytes(work)]
             for layout in self._layouts(work)
-            if layout.least_bytes(ALL_AT_INPUT) <= ring_bytes
+            if layout.least_bytes(layout.level_bounds[0]) <= ring_bytes
         ]
 
     def _candidate(self, of: LevelsByHost, host_bytes: int) -> Candidate | None:
@@ -208,10 +212,12 @@ class _Search:
             for weights, gradients, moments in product(parts, repeat=3)
             if gradients <= weights or weights == n_layers
         ]
-        for chunks, order, kept in product(counts, ORDERS, (True, False) if work.is_long else (True,)):
+        attention = seconds.again_input - seconds.again_attention
+        inputs = INPUT_EVERY if seconds.restore < attention else (1,)
+        for chunks, order, kept, every in product(counts, ORDERS, (True, False) if work.is_long else (True,), inputs):
             if self.order in (None, order) and not (self.tokens_per_step or 0) % (chunks * work.chunk):
                 for resident in residents:
-                    yield Layout(work, seconds, chunks, order, *resident, kept, self.caps.table_share)
+                    yield Layout(work, seconds, chunks, order, *resident, kept, every, self.caps.table_share)
 
     def _rounds(self, layout: Layout, seconds: float) -> int:
         if self.tokens_per_step:
@@ -221,7 +227,7 @@ class _Search:
     def simulate(self, candidate: Candidate) -> "_Simulated":
         """From as few rounds as show them all."""
         layout = candidate.layout
-        if layout.least_bytes(ALL_AT_INPUT) > candidate.ring_bytes:
+        if layout.least_bytes(layout.level_bounds[0]) > candidate.ring_bytes:
             return _Simulated()
         rounds = min(candidate.rounds, SIMULATED_ROUNDS + (candidate.edges != candidate.levels))
         plan = replace(candidate, rounds=rounds).plan(self.clipping)
@@ -257,14 +263,15 @@ class _Search:
         who = f"{self.config.name} on sequences of {self.context_length:,} tokens"
         layouts = [layout for work in self.works for layout in self._layouts(work)]
         device = min(
-            caps.device - self._ring_bytes(layout.work) + layout.least_bytes(ALL_AT_INPUT) for layout in layouts
+            caps.device - self._ring_bytes(layout.work) + layout.least_bytes(layout.level_bounds[0])
+            for layout in layouts
         )
         device_cap = max(device, caps.device)
         host = min(
-            caps.host_overhead + layout.host_bytes(ALL_AT_INPUT, ring_bytes)
+            caps.host_overhead + layout.host_bytes(layout.level_bounds[0], ring_bytes)
             for layout in layouts
             for ring_bytes in [device_cap - caps.device + self._ring_bytes(layout.work)]
-            if layout.least_bytes(ALL_AT_INPUT) <= ring_bytes
+            if layout.least_bytes(layout.level_bounds[0]) <= ring_bytes
         )
         short = [
             f"{what} is {_gib(needed - has)} GiB short"
@@ -361,4 +368,5 @@ def _ranked(rated: Iterable[tuple[Candidate, float]]) -> list[Candidate]:
 
 def _least(candidate: Candidate) -> Candidate:
     """The same that keeps the least."""
-    return replace(candidate, levels=ALL_AT_INPUT, edges=ALL_AT_INPUT)
+    least, _ = candidate.layout.level_bounds
+    return replace(candidate, levels=least, edges=least)

@@ -35,10 +35,13 @@ class Levels:
     products: int
 
 
-def level_steps(pairs: int) -> list[Levels]:
+def level_steps(least: Levels, most: Levels) -> list[Levels]:
     """From input to attention, then to products, in sixteen steps each."""
-    up = sorted({pairs * i // 16 for i in range(17)})
-    return [Levels(n, 0) for n in up] + [Levels(pairs, n) for n in up[1:]]
+    attention, products = (
+        sorted({low + (high - low) * i // 16 for i in range(17)})
+        for low, high in ((least.attention, most.attention), (least.products, most.products))
+    )
+    return [Levels(n, least.products) for n in attention] + [Levels(most.attention, n) for n in products[1:]]
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Layout:
     gradients: int
     moments: int
     keep_context: bool = True
+    input_every: int = 1
+    """As of ``Plan``."""
     table_share: float = 0.0
     """Of what lies on the host, the device's page tables."""
     more_slots: tuple[tuple[str, int], ...] = ()
@@ -67,6 +72,13 @@ class Layout:
     def tokens(self) -> int:
         """Of a round."""
         return self.chunks * self.work.chunk
+
+    @cached_property
+    def level_bounds(self) -> tuple[Levels, Levels]:
+        """The least and the most that can be kept."""
+        n_layers, every = self.work.config.n_layers, self.input_every
+        sources = n_layers - math.ceil(n_layers / every)
+        return Levels(sources * self.chunks, 0), Levels(self.pairs, self.pairs if every == 1 else 0)
 
     @cached_property
     def moment_bytes(self) -> int:
@@ -87,7 +99,7 @@ class Layout:
         n_layers, found = self.work.config.n_layers, dict(LEAST_SLOTS[self.order])
         for ring, n in (*self.more_slots, ("input", self.chunks)):
             found[ring] += n
-        found["weights"] = min(found["weights"], n_layers - self.weights)
+        found["weights"] = min(found["weights"] + self.input_every - 1, n_layers - self.weights)
         found["gradients"] = min(found["gradients"], n_layers - self.gradients)
         if self.moments < n_layers:
             found["products"] = max(found["products"], len(self.work.moments))
@@ -111,7 +123,8 @@ class Layout:
         """Slots' worth of each part that forward leaves in a round."""
         sequences = self.pairs // self.work.chunks_per_sequence
         context = {"context": sequences} if self.work.is_long and self.keep_context else {}
-        return {"input": self.pairs, **context, "attention": levels.attention, "products": levels.products}
+        inputs = math.ceil(self.work.config.n_layers / self.input_every) * self.chunks
+        return {"input": inputs, **context, "attention": levels.attention, "products": levels.products}
 
     def _kept_bytes(self, levels: Levels) -> int:
         return sum(n * self.slot_bytes[ring] for ring, n in self.kept_counts(levels).items())
@@ -174,7 +187,8 @@ class Layout:
         n_input, n_attention = self.pairs - levels.attention, levels.attention - levels.products
         forward, ends = self.chunks * seconds.forward, self.chunks * seconds.ends
         keys = self.pairs * seconds.keys if self.work.is_long and not self.keep_context else 0.0
-        again = keys + n_input * seconds.again_input + n_attention * seconds.again_attention
+        restored = self.chunks * sum(layer % self.input_every for layer in range(n_layers)) * seconds.restore
+        again = keys + restored + n_input * seconds.again_input + n_attention * seconds.again_attention
         backward = self.chunks * seconds.backward + again
         weights, gradients = (n_layers - self.weights) * layer, (n_layers - self.gradients) * layer
         kept, link = self._evicted(levels, ring_bytes), seconds.rates.link_seconds
@@ -205,7 +219,7 @@ class LevelsByHost:
 
     @classmethod
     def of(cls, layout: Layout, ring_bytes: int) -> "LevelsByHost":
-        fitting = (one for one in level_steps(layout.pairs) if layout.least_bytes(one) <= ring_bytes)
+        fitting = (one for one in level_steps(*layout.level_bounds) if layout.least_bytes(one) <= ring_bytes)
         sized = sorted(((layout.host_bytes(one, ring_bytes), one) for one in fitting), key=itemgetter(0))
 
         def faster(a: tuple[float, Levels], b: tuple[float, Levels]) -> tuple[float, Levels]:
@@ -236,6 +250,8 @@ class WorkSeconds:
     """Through one layer, if its level is that one; likewise the next."""
     again_attention: float
     keys: float
+    restore: float
+    """Through one layer."""
     ends: float
     """Embedding, head, loss and their backward."""
     optimizer: float
@@ -257,6 +273,7 @@ class WorkSeconds:
             mean("recompute", "input"),
             mean("recompute", "attention"),
             mean("keys"),
+            mean("restore"),
             sum(map(mean, ("embed", "head", "embed backward"))),
             n_layers * mean("optimizer") + mean("fixed optimizer"),
         )

@@ -13,7 +13,7 @@ from cs336_systems.costs.streaming import LEVELS
 from cs336_systems.hardware import GIB
 from cs336_systems.processes import Died, FreshProcess, start_server
 from cs336_systems.streaming.choice import Caps, CapsTooSmallError, Choice
-from cs336_systems.streaming.schedule import Kind
+from cs336_systems.streaming.schedule import AGAIN, Kind
 
 _COPIES = {"in": "copies to the device", "out": "copies to the host"}
 
@@ -36,7 +36,7 @@ def end_seconds(choice: Choice) -> float:
 def recomputed_share(choice: Choice) -> float:
     """Of the step's time, in which kernels compute again."""
     seconds = seconds_by_kind(choice)
-    return (seconds.get(Kind.RECOMPUTE, 0.0) + seconds.get(Kind.KEYS, 0.0)) / choice.times.span
+    return sum(seconds.get(kind, 0.0) for kind in AGAIN) / choice.times.span
 
 
 def binds(choice: Choice) -> str:
@@ -65,6 +65,8 @@ def reasons(choice: Choice) -> Iterator[str]:
         f"it is bound by {binds(choice)}."
     )
     kept = f"Of {n_layers * plan.chunks} pairs of layer and chunk {levels_in_words(choice)} are kept"
+    if (every := plan.input_every) > 1:
+        kept += f", but x itself of every {every}{'rd' if every == 3 else 'th' if every > 3 else 'nd'} layer alone"
     yield f"{kept}; {100 * recomputed_share(choice):.1f} % of the time computes again."
     streamed = [
         f"{what} of {n_layers - n}"

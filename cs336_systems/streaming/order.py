@@ -112,17 +112,23 @@ def _backward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Step]:
     at, level = (layer, r, chunk), plan.level(layer, r, chunk)
     is_long, last_of_sequence = plan.work.is_long, (chunk + 1) % plan.work.chunks_per_sequence == 0
     common = _reads(Item("weights", layer), Item("input", *at))
+    restored = layer % plan.input_every > 0
+    with_statistics = _changes if restored else _reads  # of x, which x that is restored lacks
     own, before = Item("context", *at), _before(plan, "context", *at)
-    if is_long and not plan.keep_context and last_of_sequence:
-        for item in (*before, own):
-            x = Item("input", layer, r, item.chunk)
-            yield Step(Kind.KEYS, layer, r, item.chunk, _reads(Item("weights", layer), x) + _writes(item))
+    if is_long and not plan.keep_context:
+        for item in (*before, own) if last_of_sequence else ():
+            yield from _restore(plan, layer, r, item.chunk)
+            x = with_statistics(Item("input", layer, r, item.chunk))
+            yield Step(Kind.KEYS, layer, r, item.chunk, _reads(Item("weights", layer)) + x + _writes(item))
+    else:
+        yield from _restore(plan, *at)
     if level != "products":
         if level == "input":
             uses = _writes(Item("attention", *at)) + (_reads(own, *before) if is_long else ())
         else:  # q alone is computed again where k and v are there
             uses = _reads(Item("attention", *at))
-        yield Step(Kind.RECOMPUTE, *at, common + uses + _writes(Item("products", *at)), level)
+        uses += _reads(Item("weights", layer)) + with_statistics(Item("input", *at)) + _writes(Item("products", *at))
+        yield Step(Kind.RECOMPUTE, *at, uses, level)
     uses = common + _reads(Item("attention", *at)) + _changes(Item("products", *at), Item("dy", 0, r, chunk))
     if is_long:
         sums = (*_before(plan, "dcontext", *at), Item("dcontext", *at))
@@ -132,6 +138,15 @@ def _backward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Step]:
     yield Step(Kind.BACKWARD, *at, uses, level, accumulate)
     if layer == 0:
         yield Step(Kind.EMBED_BACKWARD, *at, _reads(Item("dy", 0, r, chunk)))
+
+
+def _restore(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Step]:
+    """x of a layer, from that of the nearest one below whose x is kept; ``products`` is where forward's has results."""
+    for below in range(layer - layer % plan.input_every, layer):
+        at = below, r, chunk
+        uses = _reads(Item("weights", below), Item("input", *at), Item("attention", *at))
+        uses += _writes(Item("products", *at), Item("input", below + 1, r, chunk))
+        yield Step(Kind.RESTORE, *at, uses)
 
 
 def _complete(plan: Plan, layer: int) -> Iterator[Step]:

@@ -88,6 +88,7 @@ class Passes:
             Kind.FORWARD: self._forward,
             Kind.HEAD: self._head,
             Kind.LOSS: self._loss,
+            Kind.RESTORE: self._restore,
             Kind.KEYS: self._keys,
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
@@ -177,16 +178,29 @@ class Passes:
 
     def _recompute(self, operation: Operation) -> None:
         saved = self._saved(operation, self._of(operation, "input"))
-        there = kept_names(operation.level)
+        there = self._kept(operation)
         saved.tensors |= {name: place for name, place in saved.places.items() if name in there}
         reads_context = operation.level == "input"
         ops = self._attending(operation) if reads_context else self.ops
         recall(saved, self._weights(operation), ops, self.config, *self._tables(operation))
         self._keep_queries(operation, saved)
 
+    def _kept(self, operation: Operation) -> frozenset[str]:
+        """Names of what is there when forward's work is done again; of x that was restored, no statistics."""
+        restored = any(held.item.what == "input" for held in operation.writes)
+        return frozenset(kept_names(operation.level or "input")) - ({"rstd1", "rstd2"} if restored else set())
+
+    def _restore(self, operation: Operation) -> None:
+        places = self._of(operation, "products")
+        saved = Saved(["attended", *places], {name: place for name, place in places.items() if name != "q"})
+        saved.tensors["attended"] = self._of(operation, "attention")["attended"]
+        x, y = (self._of(operation, "input", operation.layer + i)["x"] for i in (0, 1))
+        forward(x, self._weights(operation), saved, self.ops, self.config, *self._tables(operation), out=y)
+
     def _keys(self, operation: Operation) -> None:
-        saved = Saved(["qkv"])
-        saved.tensors |= self._of(operation, "input")
+        own, there = self._of(operation, "input"), self._kept(operation)
+        saved = Saved(["rstd1", "qkv"], own)
+        saved.tensors |= {name: place for name, place in own.items() if name in there}
         recall(saved, self._weights(operation), self.ops, self.config, *self._tables(operation))
         context = self._of(operation, "context")["keys_values"]
         context.view(self.chunks.n_tokens, -1).copy_(saved.tensors["qkv"][:, self.config.d_model :])

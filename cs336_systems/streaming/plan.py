@@ -41,11 +41,16 @@ class Plan:
     """Of the first and the last of interleaved rounds, which run partly alone; None for those of the others."""
     keep_context: bool = True
     """Of sequences longer than a chunk: k and v are kept; else their product runs again."""
+    input_every: int = 1
+    """x is kept of every so-manieth layer, from the first one on. That of the others is restored: computed again from
+    what the layers below, down to one whose x is kept, keep of x and attention. None keeps products then."""
     clipping: bool = True
     """By the global norm: the optimizer waits for the end of backward."""
 
     def __post_init__(self) -> None:
         n_layers = self.work.config.n_layers
+        if self.input_every < 1:
+            raise ValueError(f"input_every must be at least 1, got {self.input_every}")
         if self.order not in ORDERS:
             raise ValueError(f"unknown order {self.order!r}: known are {', '.join(ORDERS)}")
         if self.rounds < 1 or self.chunks < 1 or self.chunks % self.work.chunks_per_sequence:
@@ -56,6 +61,13 @@ class Plan:
                 raise ValueError(f"levels must be of {n_layers} layers and {self.chunks} chunks each")
             if unknown := {level for levels in of_round for level in levels} - set(LEVELS):
                 raise ValueError(f"unknown level {min(unknown)!r}: known are {', '.join(LEVELS)}")
+            for layer, levels in enumerate(of_round):
+                known: tuple[str, ...] = LEVELS if self.input_every == 1 else LEVELS[:2]
+                if is_source(layer, n_layers, self.input_every):
+                    known = ("attention",)
+                if wrong := set(levels) - set(known):
+                    every = f"where x is kept of every {self.input_every} layers, layer {layer}"
+                    raise ValueError(f"{every} keeps {' or '.join(known)}, got {min(wrong)}")
         for what, layers in self.resident:
             if what not in (*STATE_RINGS, "moments") or not 0 <= layers <= n_layers:
                 raise ValueError(f"{layers} layers cannot have resident {what}, of {n_layers}")
@@ -81,9 +93,19 @@ class Plan:
         return tuple((2 * i + 1) * n_layers // (2 * n) for i in range(n))
 
 
-def spread_levels(n_layers: int, chunks: int, products: int, attention: int) -> tuple[tuple[str, ...], ...]:
-    """So many (layer, chunk) pairs keep products, so many of the others attention, spread evenly over the model."""
+def is_source(layer: int, n_layers: int, input_every: int) -> bool:
+    """Whether x of the next layer is restored from what this one keeps."""
+    return layer + 1 < n_layers and (layer + 1) % input_every > 0
+
+
+def spread_levels(
+    n_layers: int, chunks: int, products: int, attention: int, input_every: int = 1
+) -> tuple[tuple[str, ...], ...]:
+    """So many (layer, chunk) pairs keep products, so many of the others attention, spread evenly over the model, but
+    that layers from which x of the next is restored keep attention first of all.
+    """
     pairs = n_layers * chunks
+    sources = sum(is_source(layer, n_layers, input_every) for layer in range(n_layers)) * chunks
 
     def chosen(i: int, n: int, of: int) -> bool:
         return (i + 1) * n // of > i * n // of
@@ -92,7 +114,9 @@ def spread_levels(n_layers: int, chunks: int, products: int, attention: int) -> 
     for i in range(pairs):
         if chosen(i, products, pairs):
             levels.append("products")
+        elif is_source(i // chunks, n_layers, input_every):
+            levels.append("attention")
         else:
-            levels.append("attention" if chosen(others, attention, pairs - products) else "input")
+            levels.append("attention" if chosen(others, attention - sources, pairs - products - sources) else "input")
             others += 1
     return tuple(tuple(levels[layer * chunks : (layer + 1) * chunks]) for layer in range(n_layers))

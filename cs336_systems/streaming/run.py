@@ -105,14 +105,21 @@ class StreamedStep:
 
     @torch.no_grad()
     def rehearse(self, token_ids: Tensor, targets: Tensor) -> None:
-        """Begin a step and leave it after the first backward of a layer, and make updates that change nothing, so that
-        kernels are compiled, clocks have risen and the device knows where tensors are that an update reads; weights and
-        what the optimizer keeps stay as they are.
+        """Run what a step computes once for each kind of operation, level and place of a chunk in its sequence, on
+        whatever lies in the slots, and make updates that change nothing, so that kernels are compiled, torch has the
+        memory that they take, and the device knows where tensors are that an update reads; weights and what the
+        optimizer keeps stay as they are.
         """
         operations = self.schedule.operations
-        first = next(i for i, operation in enumerate(operations) if operation.kind is Kind.BACKWARD)
+        updates = (Kind.NORM, Kind.OPTIMIZER, Kind.EMBED_BACKWARD)
+        once: dict[tuple, Operation] = {}
+        for operation in operations:
+            if operation.lane is Lane.COMPUTE and operation.kind not in updates:
+                place = operation.chunk % self.chunks.per_sequence
+                once.setdefault((operation.kind, operation.level, operation.accumulate, place), operation)
+        rehearsed = tuple(replace(operation, waits=()) for operation in once.values())
         self.passes.begin(token_ids, targets)
-        self.lanes.run(replace(self.schedule, operations=operations[: first + 1]), self.passes.run, self._copy)
+        self.lanes.run(replace(self.schedule, operations=rehearsed), self.passes.run, self._copy)
         self.passes.rehearse_updates(operations)
 
     @torch.no_grad()

@@ -27,7 +27,8 @@ A level of ``costs/kept.py`` says which of these a (layer, chunk) still has when
 ``attention`` too, or ``products`` too. Forward writes all of them, each into a slot; backward reads all of them, each
 in a slot, what was not kept having been computed again by the ``recompute`` just before it. ``context`` is kept for all
 chunks or for none: a layer's backward needs that of whole sequences, so that ``keys`` of all their chunks come first.
-Embedding, head and final norm never move and have no slots.
+Of layers whose ``input`` is not kept at all it is written again by ``restore``, which leaves the norms' statistics to
+the ``keys`` and the ``recompute`` that follow. Embedding, head and final norm never move and have no slots.
 
 Where k and v alone are computed again, all of the product of q | k | v runs: they must round as they did in forward.
 
@@ -64,6 +65,8 @@ class Kind(StrEnum):
     """Of a chunk: final norm, head, loss and the gradients of all three; writes dy."""
     LOSS = "loss"
     """In its place where no backward comes: the loss alone."""
+    RESTORE = "restore"
+    """Of a layer and a chunk, from x and attention's output: writes x of the next layer again."""
     KEYS = "keys"
     """Of a layer and a chunk of a long sequence, before the layer's backward: writes ``context`` again."""
     RECOMPUTE = "recompute"
@@ -77,6 +80,9 @@ class Kind(StrEnum):
     OPTIMIZER = "optimizer"
     """Of a layer; layer -1 stands for embedding, head and final norm."""
 
+
+AGAIN = (Kind.RESTORE, Kind.KEYS, Kind.RECOMPUTE)
+"""What forward has computed before."""
 
 _COPIES = {Kind.FETCH: Lane.IN, Kind.EVICT: Lane.OUT}
 """All other kinds compute."""

@@ -1,5 +1,7 @@
 """The written-out block against autograd of the reference block, at every choice of what to keep."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -104,8 +106,9 @@ def test_gradients_that_nobody_wants_are_left_out():
         torch.testing.assert_close(gradient, expected[name])
 
 
+@pytest.mark.parametrize("statistics", [True, False], ids=["", "without statistics"])
 @pytest.mark.parametrize("keep", ["input", "attention", "products"])
-def test_recalled_into_places_of_the_callers(keep):
+def test_recalled_into_places_of_the_callers(keep, statistics):
     """Forward fills them, recall fills those that were lost, and backward finds the bits that it would compute."""
     expected, everything = written_out(QWEN, 17, torch.bfloat16, "products")
     parameters, (x, dy) = dict(block_of(QWEN, torch.bfloat16).named_parameters()), inputs(QWEN, 17, torch.bfloat16)
@@ -114,7 +117,8 @@ def test_recalled_into_places_of_the_callers(keep):
     saved, out = Saved(kept_names("products"), places), torch.full_like(x, float("nan"))
     assert torch.equal(forward(x, weights, saved, *how, out=out), expected["y"])
     assert torch.equal(out, expected["y"])
-    for name in set(places) - set(kept_names(keep)):
+    there = set(kept_names(keep)) - (set() if statistics else {"rstd1", "rstd2"})
+    for name in set(places) - there:
         del saved.tensors[name]
         places[name].fill_(float("nan"))
     recall(saved, weights, *how)
@@ -125,3 +129,17 @@ def test_recalled_into_places_of_the_callers(keep):
     assert torch.equal(backward(dy, weights, saved, grads, *how, consume=True), expected["dx"])
     for name, gradient in grads.by_parameter(parameters).items():
         assert torch.equal(gradient, expected[name]), name
+
+
+def test_forward_goes_on_from_attention_that_is_there():
+    """Nothing before it is computed: of q, k and v there are no weights."""
+    expected, everything = written_out(QWEN, 17, torch.bfloat16, "products")
+    parameters, (x, _) = dict(block_of(QWEN, torch.bfloat16).named_parameters()), inputs(QWEN, 17, torch.bfloat16)
+    weights = replace(BlockWeights.of(parameters), ln1=None, qkv=None, qkv_bias=None)
+    saved = Saved(["attended", "residual", "gate_up"])
+    saved.tensors["attended"] = everything.tensors["attended"]
+    y = forward(x, weights, saved, REFERENCE, QWEN, *tables(QWEN, 17, torch.bfloat16))
+    assert torch.equal(y, expected["y"])
+    assert saved.tensors.keys() == saved.names
+    for name, tensor in saved.tensors.items():
+        assert torch.equal(tensor, everything.tensors[name]), name

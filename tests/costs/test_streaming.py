@@ -82,6 +82,15 @@ def test_keys_of_a_long_sequence_as_measured() -> None:
     assert 1e3 * work.seconds("keys", 0, "", RATES) == pytest.approx(0.73, rel=0.08)
 
 
+def test_restoring_x_runs_the_products_behind_attention() -> None:
+    """Output, gate and up, down: of forward all but attention and q, k and v."""
+    work = StreamedWork(LLAMA, 65_536, 8192)
+    assert work.hardware_flops("restore", 3, "") == 2 * 8192 * 4096 * (4096 + 3 * 14_336)
+    forward, keys = (work.hardware_flops(kind, 3, "") for kind in ("forward", "keys"))
+    assert work.hardware_flops("restore", 3, "") == forward - keys - work.attention_flops(3)
+    assert work.seconds("restore", 3, "", RATES) < work.seconds("forward", 3, "", RATES)
+
+
 def test_levels_save_what_they_cost() -> None:
     work = StreamedWork(LLAMA, 8192, 8192)
     again = [work.seconds("recompute", 0, level, RATES) for level in LEVELS]

@@ -113,6 +113,13 @@ class _Model:
             if self.newest[item] != n:
                 raise ScheduleError(f"{operation.kind}: {item} was written {self.newest[item]} times, not {n}")
 
+    def restores(self, layer: int) -> int:
+        """How often x of a layer is written again: before its own backward and those of the layers above it, up to the
+        next one whose x is kept.
+        """
+        every, n_layers = self.plan.input_every, self.plan.work.config.n_layers
+        return min(-layer % every, n_layers - layer) if layer % every else 0
+
     def expected(self, operation: Operation) -> tuple[set[Item], set[Item]]:
         """What each kernel reads and writes, and how far that must have come."""
         plan, layer, r, chunk = self.plan, operation.layer, operation.round, operation.chunk
@@ -125,6 +132,9 @@ class _Model:
         attention, dy = Item("attention", *at), Item("dy", 0, r, chunk)
         moments = {Item(name, layer) for name, _ in plan.work.moments}
         uses_level = operation.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
+        again = self.restores(layer)  # of this layer's x, by then
+        statistics = {x} if again else set()  # of x, which come with x that is kept
+        with_keys = bool(plan.work.is_long and not plan.keep_context and again)
         if uses_level and operation.level != plan.level(*at):
             raise ScheduleError(f"{operation.kind} of {at} at level {operation.level}")
         match operation.kind:
@@ -136,19 +146,23 @@ class _Model:
             case Kind.HEAD:
                 self.versions(operation, input=1)
                 return {x}, {dy}
+            case Kind.RESTORE:
+                self.versions(operation, weights=0, attention=1)
+                return {weights, x, attention}, {products, Item("input", layer + 1, r, chunk)}
             case Kind.KEYS:
                 assert not plan.keep_context
-                self.versions(operation, weights=0, input=2)
-                return {weights, x}, own
+                self.versions(operation, weights=0, input=2 + again)
+                return {weights, x}, own | statistics
             case Kind.RECOMPUTE:
-                self.versions(operation, weights=0, input=2)
+                self.versions(operation, weights=0, input=2 + again + with_keys)
                 if operation.level == "attention":
-                    return {weights, x, attention}, {products}
+                    return {weights, x, attention}, {products} | statistics
                 assert operation.level == "input"
-                return {weights, x} | keys, {attention, products}
+                return {weights, x} | keys, {attention, products} | statistics
             case Kind.BACKWARD:
-                again = 1 if operation.level == "products" else 2
-                self.versions(operation, weights=0, input=2, dy=n_layers - layer, products=again)
+                written = 1 if operation.level == "products" else 2 + self.restores(layer + 1)
+                n_inputs = 2 + again + with_keys + bool(again)
+                self.versions(operation, weights=0, input=n_inputs, dy=n_layers - layer, products=written)
                 so_far = r * plan.chunks + plan.chunks - 1 - chunk
                 gradients = Item("gradients", layer)
                 if self.newest[gradients] != so_far or operation.accumulate != (so_far > 0):
@@ -182,6 +196,8 @@ class _Model:
                     expected[Kind.FORWARD, layer, r, chunk] = expected[Kind.BACKWARD, layer, r, chunk] = 1
                     if plan.work.is_long and not plan.keep_context:
                         expected[Kind.KEYS, layer, r, chunk] = 1
+                    if n := self.restores(layer):
+                        expected[Kind.RESTORE, layer - 1, r, chunk] = n
                     if plan.level(layer, r, chunk) != "products":
                         expected[Kind.RECOMPUTE, layer, r, chunk] = 1
         for layer in range(-1, n_layers):

@@ -22,9 +22,16 @@ def random_plan(seed: int) -> tuple[Plan, Schedule]:
     work = StreamedWork(config, context_length, CHUNK, moments=tuple(rng.choice((MOMENTS, MASTER_MOMENTS)).items()))
     chunks = group * rng.randint(1, 4 // group)
 
+    every = rng.choice((1, 1, 2, 3))
+    known = LEVELS if every == 1 else LEVELS[:2]
+
     def levels() -> tuple[tuple[str, ...], ...]:
-        level = rng.choice((*LEVELS, None))
-        return tuple(tuple(level or rng.choice(LEVELS) for _ in range(chunks)) for _ in range(n_layers))
+        level = rng.choice((*known, None))
+        found = [[level or rng.choice(known) for _ in range(chunks)] for _ in range(n_layers)]
+        for layer in range(n_layers - 1):
+            if every > 1 and layer % every != every - 1:  # x of the next one is restored from it
+                found[layer] = ["attention"] * chunks
+        return tuple(map(tuple, found))
 
     state = [what for what in ("weights", "gradients", "moments") if rng.random() < 0.5]
     resident = tuple((what, rng.randint(0, n_layers)) for what in state)
@@ -34,7 +41,7 @@ def random_plan(seed: int) -> tuple[Plan, Schedule]:
     order, edges = rng.choice(ORDERS), levels() if rng.random() < 0.3 else None
     keep_context, clipping = rng.random() < 0.6, rng.random() < 0.5
     rounds = rng.randint(1, 4)
-    options = resident, edges, keep_context, clipping
+    options = resident, edges, keep_context, every, clipping
     plan = Plan(work, chunks, rounds, order, levels(), tuple(slots.items()), *options)
     while True:
         try:

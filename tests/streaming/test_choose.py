@@ -14,11 +14,13 @@ from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.costs.lanes import simulate
 from cs336_systems.costs.streaming import Rates, StreamedWork
 from cs336_systems.hardware import GIB, find_hardware
+from cs336_systems.streaming import choose as search
 from cs336_systems.streaming.candidate import Candidate
 from cs336_systems.streaming.choice import Caps, CapsTooSmallError, Choice
 from cs336_systems.streaming.choose import _Search, choose, chunk_sizes
 from cs336_systems.streaming.estimate import Layout, Levels, LevelsByHost, WorkSeconds
 from cs336_systems.streaming.explain import binds, end_seconds, next_gib, reasons
+from cs336_systems.streaming.plan import Plan
 from tests.streaming.memory_model import check
 
 H200 = find_hardware("NVIDIA H200")
@@ -182,6 +184,37 @@ def test_it_says_why() -> None:
     more = list(next_gib(choice, lambda caps: small(caps.device / MIB, caps.host / MIB)))
     assert len(more) == 2
     assert "of device memory would bring" in more[0]
+
+
+def test_on_long_sequences_x_of_some_layers_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where attention's outputs and x of all layers do not fit, and to run attention again would take longer."""
+
+    def long() -> Choice:
+        caps = Caps(int(8.5 * MIB), 6 * MIB, 0, 0)
+        return choose(SMALL, 4096, caps, SLOW, chunk=512, tokens_per_step=4096, effort=4000)
+
+    choice = long()
+    assert choice.plan.input_every > 1
+    check(choice.plan, choice.schedule)
+    ordinal = "2nd" if choice.plan.input_every == 2 else f"{choice.plan.input_every}"
+    assert f"but x itself of every {ordinal}" in " ".join(reasons(choice))
+    monkeypatch.setattr(search, "INPUT_EVERY", (1,))
+    assert choice.tokens_per_s > 1.03 * long().tokens_per_s
+
+
+@pytest.mark.parametrize(
+    ("levels", "message"),
+    [
+        (("attention", "products"), "layer 1 keeps input or attention, got products"),
+        (("input", "attention"), "layer 0 keeps attention, got input"),
+    ],
+)
+def test_what_layers_keep_where_x_is_restored(levels: tuple[str, str], message: str) -> None:
+    work = StreamedWork(replace(SMALL, n_layers=2), 64, 64)
+    with pytest.raises(ValueError, match=f"where x is kept of every 2 layers, {message}"):
+        Plan(work, 1, 1, "sequential", tuple((level,) for level in levels), (), input_every=2)
+    with pytest.raises(ValueError, match="input_every must be at least 1, got 0"):
+        Plan(work, 1, 1, "sequential", (("input",),) * 2, (), input_every=0)
 
 
 def test_chunk_sizes() -> None:

@@ -76,7 +76,8 @@ def test_fewer_sequences_than_a_round_has():
 
 
 def test_a_tensor_that_is_not_finite_is_named(monkeypatch):
-    plan, schedule = next(one for one in map(random_plan, range(100)) if one[0].work.config.n_layers > 1)
+    plans = map(random_plan, range(100))
+    plan, schedule = next(one for one in plans if one[0].work.config.n_layers > 1 and one[0].clipping)
     step = step_of(plan, schedule, 0)
     (batch,) = batches(step.chunks, 1, plan.work.config)
     assert step.find_nonfinite(*batch) is None

@@ -17,7 +17,7 @@ from cs336_systems.streaming.layout import Chunks, Layout
 from cs336_systems.streaming.optimizer import LayerAdamW
 from cs336_systems.streaming.plan import Plan
 from cs336_systems.streaming.run import StreamedStep
-from cs336_systems.streaming.schedule import Schedule
+from cs336_systems.streaming.schedule import Kind, Schedule
 from tests.streaming.plans import random_plan
 from tests.streaming.resident import resident
 
@@ -227,6 +227,8 @@ def test_a_dependency_that_is_dropped_shows(seed):
     waits = [(i, j) for i, operation in enumerate(schedule.operations) for j in operation.waits]
     for i, j in random.Random(seed).sample(waits, min(6, len(waits))):
         operations = list(schedule.operations)
+        if operations[i].kind is Kind.RECOMPUTE and "context" in {held.item.what for held in operations[j].writes}:
+            continue  # attention that is computed again writes its own keys and values again, the same bits
         operations[i] = replace(operations[i], waits=tuple(k for k in operations[i].waits if k != j))
         lame = replace(schedule, operations=tuple(operations))
         links = [PretendedLink(), *(PretendedLink(k) for k in range(20))]

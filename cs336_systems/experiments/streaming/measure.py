@@ -30,7 +30,7 @@ from cs336_systems.streaming.fence import Fence
 from cs336_systems.streaming.lanes import Lanes, Streams
 from cs336_systems.streaming.layout import Chunks
 from cs336_systems.streaming.run import StreamedStep
-from cs336_systems.streaming.schedule import Kind
+from cs336_systems.streaming.schedule import AGAIN, Kind
 
 MOST_CPU_PARAMETERS = 2_000_000
 """Of a model that is run on a CPU."""
@@ -215,7 +215,7 @@ def shares(choice: Choice, times: LaneTimes) -> dict[str, float]:
     again = sum(
         end - start
         for operation, start, end in zip(choice.schedule.operations, times.starts, times.ends, strict=True)
-        if operation.kind in (Kind.RECOMPUTE, Kind.KEYS)
+        if operation.kind in AGAIN
     )
     return {
         "link_in": busy["in"],
