@@ -13,7 +13,7 @@ from itertools import accumulate
 from operator import itemgetter
 
 from cs336_systems.costs.streaming import Rates, StreamedWork
-from cs336_systems.streaming.plan import Order
+from cs336_systems.streaming.plan import Order, restored_from
 
 LEAST_SLOTS: dict[Order, dict[str, int]] = {
     "sequential": {"weights": 2, "gradients": 2, "input": 2, "context": 1, "attention": 2, "products": 2},
@@ -153,6 +153,12 @@ class Layout:
         counts = self.kept_counts(levels)
         return {ring: n + int(share * counts.get(ring, 0)) for ring, n in self.least_slots.items()}
 
+    @cached_property
+    def _restores(self) -> int:
+        """Of a chunk."""
+        n_layers = self.work.config.n_layers
+        return sum(layer - restored_from(layer, n_layers, self.input_every, self.order) for layer in range(n_layers))
+
     # the host
 
     @cached_property
@@ -187,8 +193,8 @@ class Layout:
         n_input, n_attention = self.pairs - levels.attention, levels.attention - levels.products
         forward, ends = self.chunks * seconds.forward, self.chunks * seconds.ends
         keys = self.pairs * seconds.keys if self.work.is_long and not self.keep_context else 0.0
-        restored = self.chunks * sum(layer % self.input_every for layer in range(n_layers)) * seconds.restore
-        again = keys + restored + n_input * seconds.again_input + n_attention * seconds.again_attention
+        again = keys + self.chunks * self._restores * seconds.restore
+        again += n_input * seconds.again_input + n_attention * seconds.again_attention
         backward = self.chunks * seconds.backward + again
         weights, gradients = (n_layers - self.weights) * layer, (n_layers - self.gradients) * layer
         kept, link = self._evicted(levels, ring_bytes), seconds.rates.link_seconds

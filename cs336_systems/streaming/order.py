@@ -8,7 +8,7 @@ round r + 1 at layer k: weights do not change inside a step, and the link then w
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cs336_systems.streaming.plan import Plan
+from cs336_systems.streaming.plan import Plan, restored_from
 from cs336_systems.streaming.schedule import Item, Kind
 
 
@@ -141,8 +141,8 @@ def _backward(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Step]:
 
 
 def _restore(plan: Plan, layer: int, r: int, chunk: int) -> Iterator[Step]:
-    """x of a layer, from that of the nearest one below whose x is kept; ``products`` is where forward's has results."""
-    for below in range(layer - layer % plan.input_every, layer):
+    """x of a layer that has none; the products on the way lie where those of forward do."""
+    for below in range(restored_from(layer, plan.work.config.n_layers, plan.input_every, plan.order), layer):
         at = below, r, chunk
         uses = _reads(Item("weights", below), Item("input", *at), Item("attention", *at))
         uses += _writes(Item("products", *at), Item("input", below + 1, r, chunk))

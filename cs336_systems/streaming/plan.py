@@ -8,6 +8,7 @@ layers lie spread over the model, so that the link's work is even. What forward 
 pairs of (layer, chunk) that backward needs soonest stay in their slots, as many as there are.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,6 +92,19 @@ class Plan:
         """Which layers' ``weights``, ``gradients`` or ``moments`` are resident, spread evenly."""
         n, n_layers = dict(self.resident).get(what, 0), self.work.config.n_layers
         return tuple((2 * i + 1) * n_layers // (2 * n) for i in range(n))
+
+
+def restored_from(layer: int, n_layers: int, input_every: int, order: Order) -> int:
+    """The layer from whose x that of ``layer`` is restored before its backward; itself, where x is there.
+
+    What a group's last layer has restored on its way stays for the layers below it if there is room: in sequential
+    rounds as much as groups above have left, with the x that they had kept. In interleaved ones the next round has it.
+    """
+    first = layer - layer % input_every
+    if layer == min(first + input_every, n_layers) - 1:
+        return first
+    groups_above = math.ceil(n_layers / input_every) - 1 - first // input_every
+    return min(layer, first + (groups_above if order == "sequential" else 0))
 
 
 def is_source(layer: int, n_layers: int, input_every: int) -> bool:

@@ -115,10 +115,14 @@ class _Model:
 
     def restores(self, layer: int) -> int:
         """How often x of a layer is written again: before its own backward and those of the layers above it, up to the
-        next one whose x is kept.
+        next one whose x is kept; or once, if it stays since.
         """
         every, n_layers = self.plan.input_every, self.plan.work.config.n_layers
-        return min(-layer % every, n_layers - layer) if layer % every else 0
+        if layer % every == 0 or layer >= n_layers:
+            return 0
+        groups_above = (n_layers - 1) // every - layer // every
+        stays = self.plan.order == "sequential" and layer % every <= groups_above
+        return 1 if stays else min(-layer % every, n_layers - layer)
 
     def expected(self, operation: Operation) -> tuple[set[Item], set[Item]]:
         """What each kernel reads and writes, and how far that must have come."""
