@@ -10,14 +10,14 @@
 #   8k         5  115  Llama 3 8B at 8,192: 24 and 75 GiB with its timeline, without caps beside the compiled model, 24 and 115
 #   32k        5  120  at 32,768: 24 and 80 GiB, 24 and 120
 #   128k       2  115  at 131,072: 78 and 115 GiB
-#   512k      14  120  at 524,288: 130 and 120 GiB; simulated: one step of 586 to 590 s, 888 to 894 tokens/s, after a forward of 134 s
-#   32b        5  240  Qwen2.5-32B's shape at 8,192: 80 and 240 GiB, on a host with 256; simulated: 153 s, 2,574 tokens/s
+#   512k      11  120  at 524,288: 130 and 120 GiB, one step
+#   32b        5  240  Qwen2.5-32B's shape at 8,192: 80 and 240 GiB, on a host with 256
 #   offload    2  100  8B at 8,192 without caps: ours, and FSDP2 with state and optimizer on the host (streaming-offload)
 #   profile    1   24  1B at 8,192 within 12 and 24 GiB under nsys; the recording stays in profiles/raw
 #   grid       8  115  at 8,192: three capacities of each in steps of 131,072 tokens
-#   simulated  -    1  both models at 1,024, 8,192, 32,768 and 131,072: half an hour of one core
+#   simulated  -    1  both models at 1,024, 8,192, 32,768 and 131,072, 8B at 524,288: 40 minutes of one core
 #
-# A recorded step begins after the kernels of a part of one have run, and mostly lasts a minute. Rows are appended to
+# A recorded step begins after each of its kernels has run once, and mostly lasts a minute. Rows are appended to
 # FOLDER/streaming, FOLDER/streaming-offload and FOLDER/streaming-simulated; uv run scripts/report.py --adopt FOLDER moves
 # them to profiles/results/<gpu>/; with --machine cpu, from a folder of its own, the simulated. PYTHON picks the
 # interpreter (default: uv run). Run nothing else on the host.
@@ -58,6 +58,7 @@ for part in "$@"; do
       simulated --size llama3-8b --context-length 1024 8192 --device-gib 16 24 40 --host-gib 60 75 115
       simulated --size llama3-8b --context-length 32768 --device-gib 16 24 40 --host-gib 60 80 115
       simulated --size llama3-8b --context-length 131072 --device-gib 24 40 78 --host-gib 80 115 230
+      simulated --size llama3-8b --context-length 524288 --device-gib 78 130 --host-gib 120 230
       simulated --size llama3-1b --context-length 1024 8192 32768 131072 --device-gib 6 8 12 --host-gib 12 16 24 ;;
     *)
       echo "unknown part '$part': parts are 1b, 8k, 32k, 128k, 512k, 32b, offload, profile, grid, simulated" >&2

@@ -45,6 +45,7 @@ GOALS = (
     Goal(32_768, 24, 80, 7_400),
     Goal(32_768, 24, 120, 7_400),
     Goal(131_072, 78, 115, 3_600, for_host_gib=120),
+    Goal(524_288, 130, 120, 1_000),
 )
 
 
@@ -158,6 +159,75 @@ class ByHand:
         rounds = tokens_per_step / (self.chunks * self.work.chunk)
         seconds = rounds * (self.round_seconds + (1 - self.at_products) * self.again_seconds)
         return tokens_per_step / (seconds + self.optimizer_seconds)
+
+
+@dataclass(frozen=True)
+class LongByHand:
+    """One round of one sequence in two caps, by sums alone: x kept of every so-manieth layer, of all attention."""
+
+    work: StreamedWork
+    device_gib: float
+    host_gib: float
+    input_every: int
+
+    @cached_property
+    def _layout(self) -> Layout:
+        seconds, chunks = WorkSeconds.of(self.work, sustained()), self.work.chunks_per_sequence
+        return Layout(self.work, seconds, chunks, "sequential", 0, 0, 0, False, self.input_every)
+
+    @property
+    def pairs(self) -> int:
+        """Of layer and chunk."""
+        return self._layout.pairs
+
+    @property
+    def room(self) -> float:
+        """Bytes of both memories beside state, rings at their smallest, temporaries and the process."""
+        beside = DEVICE_OVERHEAD + HOST_OVERHEAD + self.work.fixed_bytes + self.work.temporary_bytes
+        state = self.work.config.n_layers * self.work.state_bytes
+        return (self.device_gib + self.host_gib) * GIB - beside - state - self._layout.least_ring_bytes
+
+    @property
+    def input_bytes(self) -> int:
+        """Of x of all pairs."""
+        return self.pairs * self.work.item_bytes("input")
+
+    @property
+    def attention_bytes(self) -> int:
+        """Of attention's output of all pairs."""
+        return self.pairs * self.work.item_bytes("attention")
+
+    @property
+    def restored(self) -> int:
+        """Layers' x that a chunk has restored."""
+        return self._layout.restores
+
+    @property
+    def kernels_seconds(self) -> float:
+        """Of a step with nothing computed again."""
+        seconds = self._layout.seconds
+        return self.work.chunks_per_sequence * (seconds.forward + seconds.backward + seconds.ends)
+
+    @property
+    def attention_seconds(self) -> float:
+        """Of a pair whose attention is computed again, beyond what is again at ``attention``."""
+        return self._layout.seconds.again_input - self._layout.seconds.again_attention
+
+    @property
+    def least_again_seconds(self) -> float:
+        """Of a step that keeps x and attention of all."""
+        return self.pairs * (self._layout.seconds.keys + self._layout.seconds.again_attention)
+
+    @property
+    def restore_seconds(self) -> float:
+        """Of a layer's x of one chunk."""
+        return self._layout.seconds.restore
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one round, without its optimizer."""
+        again = self.least_again_seconds + self.work.chunks_per_sequence * self.restored * self.restore_seconds
+        return self.work.context_length / (self.kernels_seconds + again)
 
 
 def by_hand_table(rows: pd.DataFrame) -> Table:

@@ -143,7 +143,7 @@ NUMBERS = (
     *(arithmetic.ring_ratio, arithmetic.h100s_that_hide, arithmetic.Mesh, arithmetic.schedule, arithmetic.job),
     *(arithmetic.xxl_threshold, arithmetic.xxl_remedies, least_tokens_per_device, communication_limit),
     *(precision.accumulated, loss_deviations, outside.outside, outside.given),
-    *(streaming.streamed_work, streaming.sustained, streaming.ByHand),
+    *(streaming.streamed_work, streaming.sustained, streaming.ByHand, streaming.LongByHand),
 )
 
 TABLES = (

@@ -42,9 +42,9 @@ def control_group_headroom(
     for line in lines:
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0":
-            base, files = root, ("memory.max", "memory.current", "inactive_file")
+            base, files = root, ("memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
-            base, files = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            base, files = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         else:
             continue
         group = base / path.strip("/")
@@ -54,11 +54,14 @@ def control_group_headroom(
     return min(headrooms, default=None)
 
 
-def _headroom_of(folder: Path, limit_file: str, usage_file: str, inactive_name: str) -> int | None:
-    """Limit less usage of one control group, or None without a limit; reclaimable page cache does not count as used."""
+def _headroom_of(folder: Path, limit_file: str, usage_file: str, prefix: str) -> int | None:
+    """Limit less usage of one control group, or None without a limit; page cache, which the kernel gives back, does not
+    count as used, however lately it was read.
+    """
     try:
         limit, usage = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return None if limit in _UNLIMITED else int(limit) - usage + int(stat.get(inactive_name, 0))
+        cache = sum(int(stat.get(f"{prefix}{of}_file", 0)) for of in ("active", "inactive"))
+        return None if limit in _UNLIMITED else int(limit) - usage + cache
     except (OSError, ValueError):
         return None

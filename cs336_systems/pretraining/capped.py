@@ -32,7 +32,7 @@ from cs336_systems.streaming.build import build_forward
 from cs336_systems.streaming.choice import HOST_OVERHEAD, Caps, CapsTooSmallError, Choice
 from cs336_systems.streaming.choose import EFFORT, choose, chunk_sizes
 from cs336_systems.streaming.explain import Elsewhere, next_gib, reasons, with_next_gib
-from cs336_systems.streaming.fence import Fence, refusals
+from cs336_systems.streaming.fence import Fence, check_cpu_caps, refusals
 from cs336_systems.streaming.layout import Chunks
 from cs336_systems.streaming.optimizer import LayerAdamW
 from cs336_systems.streaming.run import StreamedStep
@@ -148,6 +148,8 @@ class CappedStep:
         if device.type == "cuda":
             self._fence = Fence(device, *(int(cap * GIB) for cap in (options.device_gib, options.host_gib) if cap))
         caps, chunking = caps_of(options, case, device, self._fence), Chunking.of_run(options)
+        if device.type == "cpu":
+            check_cpu_caps(caps.device, caps.host)
         self._again = choose_plan = chooser(options, case, device, chunking)
         with ExitStack() as unless_chosen:
             if device.type == "cuda":

@@ -270,6 +270,19 @@ def from_line(line: bytes) -> Record | None:
         raise ValueError(f"it is no whole line of kind {kind!r}") from None
 
 
+def changed_options(before: Options, now: Options) -> str:
+    """Of two sessions of a run, in words: ``--chunk 64 (32), --matmul-dtype e4m3 (same)``; "" if there are none. Where
+    the run lies, and how long it may take, do not count.
+    """
+    read = from_line(to_line(now))
+    assert isinstance(read, Options)
+    return ", ".join(
+        f"--{name.replace('_', '-')} {value} ({before.options[name]})"
+        for name, value in read.options.items()
+        if before.options.get(name, value) != value and name not in ("out", "walltime")
+    )
+
+
 def _as_float(value: Any) -> float | None:
     return None if value is None else float(value)
 

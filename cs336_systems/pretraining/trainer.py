@@ -61,6 +61,7 @@ from cs336_systems.pretraining.run_records import (
     Model,
     Options,
     Step,
+    changed_options,
 )
 from cs336_systems.pretraining.signals import REASONS, StopRequests
 from cs336_systems.pretraining.trackers import trackers_of
@@ -165,12 +166,15 @@ def _open_log(prepared: Prepared, first_step: int, sinks: Sequence[Sink]) -> Run
     asked = Options(asdict(options), asdict(TrainOptions.default(options.device)), prepared.n_steps, first_step)
 
     def open_it() -> None:
-        made = read_run(path).all(Step) if path.exists() else ()
-        earlier = [step for step in made if step.step < first_step]
+        run = read_run(path) if path.exists() else None
+        earlier = [step for step in (run.all(Step) if run else ()) if step.step < first_step]
+        before = run.last(Options) if run and first_step else None
         trackers = trackers_of(options, first_step)
         log = RunLog(LogFile.open(path, resume=True), *sinks, *trackers, earlier=earlier)
         try:
             log.write(asked)
+            if before is not None and (changes := changed_options(before, asked)):
+                log.say(f"unlike the session before: {changes}")
         except OSError:
             log.close()
             raise

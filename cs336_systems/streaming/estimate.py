@@ -154,8 +154,8 @@ class Layout:
         return {ring: n + int(share * counts.get(ring, 0)) for ring, n in self.least_slots.items()}
 
     @cached_property
-    def _restores(self) -> int:
-        """Of a chunk."""
+    def restores(self) -> int:
+        """Of a chunk in one round."""
         n_layers = self.work.config.n_layers
         return sum(layer - restored_from(layer, n_layers, self.input_every, self.order) for layer in range(n_layers))
 
@@ -193,7 +193,7 @@ class Layout:
         n_input, n_attention = self.pairs - levels.attention, levels.attention - levels.products
         forward, ends = self.chunks * seconds.forward, self.chunks * seconds.ends
         keys = self.pairs * seconds.keys if self.work.is_long and not self.keep_context else 0.0
-        again = keys + self.chunks * self._restores * seconds.restore
+        again = keys + self.chunks * self.restores * seconds.restore
         again += n_input * seconds.again_input + n_attention * seconds.again_attention
         backward = self.chunks * seconds.backward + again
         weights, gradients = (n_layers - self.weights) * layer, (n_layers - self.gradients) * layer

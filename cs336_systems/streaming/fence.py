@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from cs336_systems.hardware import GIB
+from cs336_systems.operators.host_memory import allowed_host_bytes
 
 LATER = 256 * 2**20
 """Bytes by which the context may grow after the fence is up, as kernels are loaded."""
@@ -35,6 +36,20 @@ class InUse:
     host: int
     context: int
     """Of the device's, what is not torch's."""
+
+
+def check_cpu_caps(device_bytes: int, host_bytes: int) -> None:
+    """Of a step on a CPU, whose device is the host's memory as well.
+
+    Raises:
+        ValueError: a cap is more than what is free.
+    """
+    free = allowed_host_bytes()
+    for n_bytes in (device_bytes, host_bytes):
+        if n_bytes > free:
+            raise ValueError(
+                f"a cap of {n_bytes / GIB:.2f} GiB is more than the {free / GIB:.2f} GiB that are free here"
+            )
 
 
 class Fence:

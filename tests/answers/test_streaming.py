@@ -6,11 +6,13 @@ import pytest
 from cs336_systems.answers.streaming import (
     GOALS,
     ByHand,
+    LongByHand,
     beyond_simulation_table,
     by_hand_table,
     goals_table,
     kernels_table,
     streamed_work,
+    sustained,
 )
 from cs336_systems.config import resolve_size
 from cs336_systems.hardware import GIB
@@ -81,6 +83,20 @@ def test_by_hand_memory_or_the_link_decides_what_is_computed_again() -> None:
     assert everything.again_share == 0
     steps = 2**19 / (2 * CHUNK) * everything.round_seconds + everything.optimizer_seconds
     assert everything.tokens_per_s(2**19) == pytest.approx(2**19 / steps)
+
+
+def test_a_long_sequence_by_hand_restores_x_where_attention_would_run_again() -> None:
+    """Groups of four, of which the topmost restores 3 + 2 + 1 times, the next 3 + 1, the others 3 each; all with less
+    room for what is kept, as rings have more weights.
+    """
+    work = streamed_work("llama3-8b", 2**19, 2 * CHUNK)
+    plain, fourth = (LongByHand(work, 130, 120, every) for every in (1, 4))
+    assert (plain.restored, fourth.restored) == (0, 6 + 4 + 6 * 3)
+    assert fourth.room == plain.room - 3 * work.layer_bytes
+    assert plain.input_bytes + plain.attention_bytes > plain.room
+    assert fourth.input_bytes / 4 + fourth.attention_bytes <= fourth.room
+    slower = 2**19 / fourth.tokens_per_s - 2**19 / plain.tokens_per_s
+    assert slower == pytest.approx(32 * 28 * work.seconds("restore", 0, "", sustained()))
 
 
 def test_by_hand_stands_beside_each_simulation_that_its_sums_are_for() -> None:

@@ -26,11 +26,11 @@ def below(folder, files):
     }
 
 
-def v2(limit, current, stat="anon 10\ninactive_file 300\nactive_file 5\n"):
+def v2(limit, current, stat="anon 10\ninactive_file 280\nactive_file 20\n"):
     return {"memory.max": f"{limit}\n", "memory.current": f"{current}\n", "memory.stat": stat}
 
 
-def v1(limit, usage, stat="cache 9\ninactive_file 1\ntotal_inactive_file 400\n"):
+def v1(limit, usage, stat="cache 9\ninactive_file 1\ntotal_inactive_file 370\ntotal_active_file 30\n"):
     return {
         "memory/memory.limit_in_bytes": f"{limit}\n",
         "memory/memory.usage_in_bytes": f"{usage}\n",

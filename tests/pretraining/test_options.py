@@ -116,6 +116,11 @@ def test_one_file_must_be_named_and_there(tmp_path):
         ({"recompute": "swiglu-norn"}, "unknown checkpoint policy 'swiglu-norn'"),
         ({"recompute": "swiglu", "keep": "all"}, "--recompute swiglu is --keep all-swiglu: give one of them"),
         ({"recompute": "block", "keep": "autograd"}, "--recompute block is --keep input: give one of them"),
+        (
+            {"recompute": "full", "matmul_dtype": "e4m3"},
+            "--recompute full is of autograd, and --kernels reference and --matmul-dtype e4m3 have blocks without it: "
+            "--recompute block is theirs",
+        ),
         ({"keep": "everything"}, "unknown level"),
         ({"keep": "nosuch"}, "unknown level 'nosuch' in what to keep, 'nosuch': known are"),
         ({"kernels": "fused", "keep": "autograd"}, "kernels fused with keep autograd"),

@@ -107,6 +107,8 @@ def test_a_run_that_resumes_is_the_run_that_was_not_interrupted(whole, alone, se
     assert losses_and_norms(tmp_path / "run") == losses_and_norms(whole / "run")
     assert_equal_weights(tmp_path / "run", whole / "run")
     assert not list((tmp_path / "run").glob(".*"))
+    (said,) = read_run(tmp_path / "run" / LOG).all(Message)
+    assert said.text == "unlike the session before: --save-every 5 (1), --keep-last 2 (20)"
 
 
 def test_a_damaged_checkpoint_is_passed_over_which_the_log_says(whole, alone, tmp_path, recwarn):
@@ -117,9 +119,10 @@ def test_a_damaged_checkpoint_is_passed_over_which_the_log_says(whole, alone, tm
         file.seek(5000)
         file.write(b"other")
     assert train(options(tmp_path, data=whole / "data", save_every=None, export=False), alone).first_step == 7
-    (said,) = read_run(tmp_path / "run" / LOG).all(Message)
+    changes, said = read_run(tmp_path / "run" / LOG).all(Message)
     assert (said.level, said.text.endswith(".distcp have changed since they were written")) == ("warning", True)
     assert "step-00000008" in said.text and not recwarn.list
+    assert changes.text == "unlike the session before: --save-every None (1), --keep-last 2 (20), --export False (True)"
     assert losses_and_norms(tmp_path / "run") == losses_and_norms(whole / "run")
 
 
@@ -428,6 +431,7 @@ def test_a_run_in_fp8_resumes_to_the_bit(whole, alone, tmp_path):
     assert train(options(tmp_path, **fp8, out=tmp_path / "resumed"), alone).first_step == 5
     in_fp8, stored = losses_and_norms(tmp_path / "whole"), losses_and_norms(whole / "run")
     assert losses_and_norms(tmp_path / "resumed") == in_fp8 != stored
+    assert "unlike" not in (tmp_path / "resumed" / LOG).read_text()  # nothing but the folder
     assert_equal_weights(tmp_path / "resumed", tmp_path / "whole")
 
 

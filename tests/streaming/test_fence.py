@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cs336_systems.streaming.fence import GIB, Fence
+from cs336_systems.streaming import fence as fences
+from cs336_systems.streaming.fence import GIB, Fence, check_cpu_caps
 
 CPU = torch.device("cpu")
 
@@ -35,3 +36,11 @@ def test_a_cap_above_what_the_device_has_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
     with pytest.raises(ValueError, match=r"^a cap of 200\.00 GiB is more than the device's 80\.00 GiB$"):
         Fence(torch.device("cuda"), 200 * GIB, GIB)
+
+
+@pytest.mark.parametrize("caps", [(9 * GIB, GIB), (GIB, 9 * GIB)])
+def test_a_cap_above_what_a_cpu_has_is_refused(monkeypatch, caps):
+    monkeypatch.setattr(fences, "allowed_host_bytes", lambda: 8 * GIB)
+    check_cpu_caps(8 * GIB, GIB)
+    with pytest.raises(ValueError, match=r"^a cap of 9\.00 GiB is more than the 8\.00 GiB that are free here$"):
+        check_cpu_caps(*caps)

@@ -28,7 +28,7 @@ class Options(RunOptions):
     """Caps on device memory: all that the process has there, CUDA's context included; by default 24, for tiny one that
     holds the model and one that does not."""
     host_gib: tuple[float, ...] | None = None
-    """Caps on host memory of the process; by default 75, and 0.001 for tiny."""
+    """Caps on host memory of the process; by default 75, and 0.001 for tiny, or with fp32 masters 140 and 0.002."""
     order: tuple[Order, ...] = ("auto",)
     """Order of rounds: sequential; interleaved, forward of a round under backward of the one before; auto, the faster
     one."""
@@ -133,6 +133,10 @@ _TINY = {
 }
 
 
+_WITH_MASTERS = {"host_gib": (140.0,)}
+_TINY_WITH_MASTERS = {"device_gib": (0.001, 0.003), "host_gib": (0.002,)}
+
+
 def make_cells(options: Options) -> list[StreamingCell]:
     """The grid; raises ValueError for a value that no cell can have."""
     for name in _DEFAULTS:
@@ -150,7 +154,7 @@ def make_cells(options: Options) -> list[StreamingCell]:
         name = resolve_size(size).name
         of_size: dict[str, Any] = {
             key: value if (given := getattr(options, key)) is None else given
-            for key, value in (_TINY if name == "tiny" else _DEFAULTS).items()
+            for key, value in _defaults(name, options.master_weights).items()
         }
         sets = {key: value for key, value in of_size.items() if isinstance(value, tuple)} | {"order": options.order}
         own = {key: value for key, value in of_size.items() if key not in sets}
@@ -167,6 +171,11 @@ def make_cells(options: Options) -> list[StreamingCell]:
             for length, peer in itertools.product(of_size["context_length"], options.peers)
         ]
     return cells
+
+
+def _defaults(size: str, master_weights: str) -> dict[str, Any]:
+    defaults, with_masters = (_TINY, _TINY_WITH_MASTERS) if size == "tiny" else (_DEFAULTS, _WITH_MASTERS)
+    return defaults | (with_masters if master_weights == "fp32" else {})
 
 
 def _check_tokens(context_length: int, chunk: int, tokens_per_step: int) -> None:

@@ -38,6 +38,9 @@ def test_a_tiny_model_has_defaults_of_its_own():
     assert (tiny.context_length, tiny.chunk, tiny.tokens_per_step) == (64, 32, 512)
     assert tiny.device_gib < resident.device_gib < 0.01
     assert (large.context_length, large.device_gib, large.host_gib, large.chunk) == (8192, 24, 75, 0)
+    _, tiny, large = make_cells(Options(size=("tiny", "llama3-8b"), master_weights="fp32"))
+    assert tiny.host_gib > 12 * tiny.config.n_layers * tiny.config.n_block_parameters / GIB
+    assert large.host_gib > 12 * large.config.n_layers * large.config.n_block_parameters / GIB
 
 
 def test_peers_run_without_caps_once_for_each_length():
