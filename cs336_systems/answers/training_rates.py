@@ -38,7 +38,7 @@ def rates_of_others(rows: pd.DataFrame) -> dict[str, dict[str, float]]:
 def training_rates_table(rows: pd.DataFrame) -> Table:
     """A line for each size: our fastest run in bf16, how it ran, and the others' tokens per second, with ours over
     them."""
-    runs = {(run["size"], run["how"]): run for run in _fastest(rows[rows["recipe"] == "stored"])}
+    runs = {(run["size"], run["how"]): run for run in _fastest(_of_bf16_commands(rows))}
     known = llmq_rates()
     ours = [runs[size, "ours"] for size in MODEL_SIZES if (size, "ours") in runs]
 
@@ -75,6 +75,13 @@ def fp8_rates_table(rows: pd.DataFrame) -> Table:
     smaller = "of one command, whose steps and micro-batches may be smaller than those of our fastest run"
     compared = f", {smaller}; torchao's: {libraries}" if libraries else ""
     return _table(lines, runs, "what is not quantized", compared)
+
+
+def _of_bf16_commands(rows: pd.DataFrame) -> pd.DataFrame:
+    """Runs of commands that quantize nothing: elsewhere one in bf16 stands beside those in fp8, not beside the peers of
+    another day."""
+    quantizes = (rows["recipe"] != "stored").groupby([rows[name] for name in COMMAND], sort=False).transform("any")
+    return rows[~quantizes]
 
 
 def _in_one_command(run: dict[str, Any], rows: pd.DataFrame, **other: str) -> _Pair | None:
