@@ -163,7 +163,9 @@ class ByHand:
 
 @dataclass(frozen=True)
 class LongByHand:
-    """One round of one sequence in two caps, by sums alone: x kept of every so-manieth layer, of all attention."""
+    """One round of one sequence within two caps, by sums alone: attention's output of all layers is kept, and x of
+    every ``input_every``-th.
+    """
 
     work: StreamedWork
     device_gib: float

@@ -74,8 +74,8 @@ class KeptTensor:
 
 KEPT = (
     KeptTensor("x", ("B", "S", "D"), "input", (), "never: the block's input"),
-    KeptTensor("rstd1", ("R",), "input", (), "with x alone: as small as one column of it", statistic=True),
-    KeptTensor("rstd2", ("R",), "input", (), "with x alone: as small as one column of it", statistic=True),
+    KeptTensor("rstd1", ("R",), "input", (), "norm of x, where that was computed again", statistic=True),
+    KeptTensor("rstd2", ("R",), "input", (), "norm of residual, where x was computed again", statistic=True),
     KeptTensor("attended", ("R", "D"), "attention", ("attention",), "attention of qkv"),
     KeptTensor("lse", ("B", "H", "S"), "attention", ("attention",), "attention of qkv", statistic=True),
     KeptTensor("qkv", ("R", "P"), "products", ("qkv",), "product of normed1, rotated", ("R", "D", "P")),

@@ -56,7 +56,7 @@ def control_group_headroom(
 
 def _headroom_of(folder: Path, limit_file: str, usage_file: str, prefix: str) -> int | None:
     """Limit less usage of one control group, or None without a limit; page cache, which the kernel gives back, does not
-    count as used, however lately it was read.
+    count as used, however recently it was read.
     """
     try:
         limit, usage = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())

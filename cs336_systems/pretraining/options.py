@@ -239,8 +239,10 @@ class TrainOptions:
         if self.keep is not None and self._kept_beside is not None:
             raise ValueError(f"--recompute {self.recompute} is --keep {self._kept_beside}: give one of them")
         if canonical_policy(self._policy) != "none" and self.keep is None and self.kept != "autograd":
-            how = f"--kernels {self.kernels} and --matmul-dtype {self.matmul_dtype} have blocks without it"
-            raise ValueError(f"--recompute {self.recompute} is of autograd, and {how}: --recompute block is theirs")
+            how = (
+                f"--kernels {self.kernels} with --matmul-dtype {self.matmul_dtype} does not have: use --recompute block"
+            )
+            raise ValueError(f"--recompute {self.recompute} needs blocks under autograd, which {how}")
         any_depth = 1 + max(self.fp8_skip_first, 0) + max(self.fp8_skip_last, 0)
         case = self.training_case(ModelConfig("any", 64, 192, any_depth, 4), 1)
         if reason := unserved_reason(case) or offload_reason(case):

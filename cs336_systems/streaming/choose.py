@@ -213,7 +213,7 @@ class _Search:
             if gradients <= weights or weights == n_layers
         ]
         attention = seconds.again_input - seconds.again_attention
-        inputs = INPUT_EVERY if seconds.restore < attention else (1,)
+        inputs = [n for n in INPUT_EVERY if n == 1 or (n <= n_layers and seconds.restore < attention)]
         for chunks, order, kept, every in product(counts, ORDERS, (True, False) if work.is_long else (True,), inputs):
             if self.order in (None, order) and not (self.tokens_per_step or 0) % (chunks * work.chunk):
                 for resident in residents:

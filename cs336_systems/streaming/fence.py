@@ -42,14 +42,11 @@ def check_cpu_caps(device_bytes: int, host_bytes: int) -> None:
     """Of a step on a CPU, whose device is the host's memory as well.
 
     Raises:
-        ValueError: a cap is more than what is free.
+        ValueError: together they are more than what is free.
     """
-    free = allowed_host_bytes()
-    for n_bytes in (device_bytes, host_bytes):
-        if n_bytes > free:
-            raise ValueError(
-                f"a cap of {n_bytes / GIB:.2f} GiB is more than the {free / GIB:.2f} GiB that are free here"
-            )
+    if (n_bytes := device_bytes + host_bytes) > (free := allowed_host_bytes()):
+        has = f"the {free / GIB:.2f} GiB of memory that are free here, where the device is a CPU"
+        raise ValueError(f"caps of {n_bytes / GIB:.2f} GiB together are more than {has}")
 
 
 class Fence:

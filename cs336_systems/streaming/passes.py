@@ -191,8 +191,9 @@ class Passes:
         return frozenset(kept_names(operation.level or "input")) - ({"rstd1", "rstd2"} if restored else set())
 
     def _restore(self, operation: Operation) -> None:
-        places = self._of(operation, "products")
-        saved = Saved(["attended", *places], {name: place for name, place in places.items() if name != "q"})
+        products = self._of(operation, "products")
+        places = {name: products[name] for name in ("residual", "gate_up")}
+        saved = Saved(places, places)
         saved.tensors["attended"] = self._of(operation, "attention")["attended"]
         x, y = (self._of(operation, "input", operation.layer + i)["x"] for i in (0, 1))
         forward(x, self._weights(operation), saved, self.ops, self.config, *self._tables(operation), out=y)

@@ -8,7 +8,6 @@ layers lie spread over the model, so that the link's work is even. What forward 
 pairs of (layer, chunk) that backward needs soonest stay in their slots, as many as there are.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,7 +42,7 @@ class Plan:
     keep_context: bool = True
     """Of sequences longer than a chunk: k and v are kept; else their product runs again."""
     input_every: int = 1
-    """x is kept of every so-manieth layer, from the first one on. That of the others is restored: computed again from
+    """n: x is kept of every n-th layer, the first one included. That of the others is restored: computed again from
     what the layers below, down to one whose x is kept, keep of x and attention. None keeps products then."""
     clipping: bool = True
     """By the global norm: the optimizer waits for the end of backward."""
@@ -103,7 +102,7 @@ def restored_from(layer: int, n_layers: int, input_every: int, order: Order) -> 
     first = layer - layer % input_every
     if layer == min(first + input_every, n_layers) - 1:
         return first
-    groups_above = math.ceil(n_layers / input_every) - 1 - first // input_every
+    groups_above = (n_layers - 1) // input_every - layer // input_every
     return min(layer, first + (groups_above if order == "sequential" else 0))
 
 

@@ -105,10 +105,10 @@ class StreamedStep:
 
     @torch.no_grad()
     def rehearse(self, token_ids: Tensor, targets: Tensor) -> None:
-        """Run what a step computes once for each kind of operation, level and place of a chunk in its sequence, on
-        whatever lies in the slots, and make updates that change nothing, so that kernels are compiled, torch has the
-        memory that they take, and the device knows where tensors are that an update reads; weights and what the
-        optimizer keeps stay as they are.
+        """Run what a step computes once for each kind of operation, level and place of a chunk in its sequence, adding
+        to gradients or not, on whatever lies in the slots, and make updates that change nothing, so that kernels are
+        compiled, torch has the memory that they take, and the device knows where tensors are that an update reads;
+        weights and what the optimizer keeps stay as they are.
         """
         operations = self.schedule.operations
         updates = (Kind.NORM, Kind.OPTIMIZER, Kind.EMBED_BACKWARD)
@@ -149,9 +149,11 @@ class StreamedStep:
 
         def watched(operation: Operation) -> None:
             self.passes.run(operation)
+            # Who writes x leaves its statistics, and who restores it q.
+            left = ("rstd1", "rstd2", *(("q", "qkv") if operation.kind is Kind.RESTORE else ()))
             for held in () if found else operation.writes:
                 for name, tensor in self.memory.tensors(held.slot, held.item.what).items():
-                    if not (name.startswith("rstd") or _finite(tensor)):  # who writes x leaves its statistics
+                    if not (name in left or _finite(tensor)):
                         found.append(f"{name} of {held.item.what}, layer {operation.layer}, by {operation.kind}")
 
         self.passes.begin(token_ids, targets)

@@ -68,7 +68,8 @@ class Kind(StrEnum):
     RESTORE = "restore"
     """Of a layer and a chunk, from x and attention's output: writes x of the next layer again."""
     KEYS = "keys"
-    """Of a layer and a chunk of a long sequence, before the layer's backward: writes ``context`` again."""
+    """Of a layer and a chunk of a long sequence, before the layer's backward: writes ``context`` again, and of x that
+    was restored the first norm's statistic."""
     RECOMPUTE = "recompute"
     """Of a layer and a chunk: writes again what its level has not kept."""
     BACKWARD = "backward"

@@ -118,8 +118,8 @@ def test_one_file_must_be_named_and_there(tmp_path):
         ({"recompute": "block", "keep": "autograd"}, "--recompute block is --keep input: give one of them"),
         (
             {"recompute": "full", "matmul_dtype": "e4m3"},
-            "--recompute full is of autograd, and --kernels reference and --matmul-dtype e4m3 have blocks without it: "
-            "--recompute block is theirs",
+            "--recompute full needs blocks under autograd, which --kernels reference with --matmul-dtype e4m3 does not "
+            "have: use --recompute block",
         ),
         ({"keep": "everything"}, "unknown level"),
         ({"keep": "nosuch"}, "unknown level 'nosuch' in what to keep, 'nosuch': known are"),

@@ -75,6 +75,15 @@ def test_fewer_sequences_than_a_round_has():
             step.evaluate(forward, wrong, wrong)
 
 
+@pytest.mark.parametrize("seed", [102, 180])  # in which x is restored in slots that nothing else has written
+def test_what_nobody_writes_is_not_looked_at(seed):
+    plan, schedule = random_plan(seed)
+    assert plan.input_every > 1
+    step = step_of(plan, schedule, 0)
+    (batch,) = batches(step.chunks, 1, plan.work.config)
+    assert step.find_nonfinite(*batch) is None
+
+
 def test_a_tensor_that_is_not_finite_is_named(monkeypatch):
     plans = map(random_plan, range(100))
     plan, schedule = next(one for one in plans if one[0].work.config.n_layers > 1 and one[0].clipping)
