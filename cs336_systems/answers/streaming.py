@@ -1,22 +1,18 @@
-"""A step under memory caps, for prose: its parts by arithmetic, and cells as measured, simulated and published; goals,
-and what stands between them and what was measured.
+"""A step under memory caps, for prose: cells by hand, as measured, simulated and published; goals, and what stands
+between them and what was measured.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 
 import pandas as pd
 
 from cs336_systems.answers.outside import outside
+from cs336_systems.answers.streaming_by_hand import ByHand, streamed_work
 from cs336_systems.config import resolve_size
-from cs336_systems.costs.streaming import Rates, StreamedWork
-from cs336_systems.experiments.streaming.cells import hardware_named
-from cs336_systems.hardware import GIB
 from cs336_systems.report.results import MISSING
 from cs336_systems.report.tables import Table
-from cs336_systems.streaming.choice import DEVICE_OVERHEAD, HOST_OVERHEAD
-from cs336_systems.streaming.estimate import Layout, Levels, WorkSeconds
 
 PEER = "ml_dataflow"
 """Of whose cells ``outside.csv`` holds tokens per second: ``ml_dataflow 8192 24/75``."""
@@ -47,189 +43,6 @@ GOALS = (
     Goal(131_072, 78, 115, 3_600, for_host_gib=120),
     Goal(524_288, 130, 120, 1_000),
 )
-
-
-def streamed_work(size: str, context_length: int, chunk: int) -> StreamedWork:
-    """A model's pieces on sequences of a length in chunks of so many tokens."""
-    config = replace(resolve_size(size), max_context_length=None).at_context(context_length)
-    return StreamedWork(config, context_length, chunk)
-
-
-def sustained(device: str = "h200") -> Rates:
-    """What a device sustains, as the simulation has it."""
-    return Rates.of(hardware_named(device))
-
-
-@dataclass(frozen=True)
-class ByHand:
-    """Interleaved rounds of so many chunks within two caps, by sums alone: each pair of layer and chunk is kept at
-    ``products`` or at ``attention``, and nothing else is sought.
-    """
-
-    work: StreamedWork
-    chunks: int
-    device_gib: float
-    host_gib: float
-
-    @cached_property
-    def _layout(self) -> Layout:
-        seconds = WorkSeconds.of(self.work, sustained())
-        return Layout(self.work, seconds, self.chunks, "interleaved", weights=0, gradients=0, moments=0)
-
-    def _kept_bytes(self, products: int) -> int:
-        layout = self._layout
-        counts = layout.kept_counts(Levels(layout.pairs, products))
-        return sum(n * layout.slot_bytes[ring] for ring, n in counts.items())
-
-    @property
-    def least_bytes(self) -> int:
-        """That a round keeps with all pairs at ``attention``."""
-        return self._kept_bytes(0)
-
-    @property
-    def products_bytes(self) -> int:
-        """That it keeps besides with all of them at ``products``."""
-        return self._kept_bytes(self._layout.pairs) - self.least_bytes
-
-    @property
-    def ring_bytes(self) -> int:
-        """Of the smallest rings."""
-        return self._layout.least_ring_bytes
-
-    @property
-    def device_bytes(self) -> float:
-        """Of the device, for state and what is kept."""
-        beside = DEVICE_OVERHEAD + self.work.fixed_bytes + self.work.temporary_bytes
-        return self.device_gib * GIB - beside - self.ring_bytes
-
-    @property
-    def kept_room(self) -> float:
-        """Bytes of both memories that state leaves for what forward keeps."""
-        state = self.work.config.n_layers * self.work.state_bytes
-        return self.device_bytes + self.host_gib * GIB - HOST_OVERHEAD - state
-
-    @property
-    def by_memory(self) -> float:
-        """Share of pairs whose products have room."""
-        return (self.kept_room - self.least_bytes) / self.products_bytes
-
-    @property
-    def round_seconds(self) -> float:
-        """Of kernels, nothing computed again."""
-        seconds = self._layout.seconds
-        return self.chunks * (seconds.forward + seconds.backward + seconds.ends)
-
-    @property
-    def again_seconds(self) -> float:
-        """Of a round with all pairs at ``attention``."""
-        return self._layout.pairs * self._layout.seconds.again_attention
-
-    @property
-    def state_in_bytes(self) -> float:
-        """Of weights, twice, and gradients that a round has come in: the device's bytes hold weights first."""
-        layer, n_layers = self.work.layer_bytes, self.work.config.n_layers
-        return 3 * n_layers * layer - self.device_bytes - min(self.device_bytes, n_layers * layer)
-
-    @property
-    def by_link(self) -> float:
-        """Share of pairs whose products come in while kernels run."""
-        rate = sustained().link_in_both
-        left = rate * (self.round_seconds + self.again_seconds) - self.state_in_bytes - self.least_bytes
-        return left / (self.products_bytes + rate * self.again_seconds)
-
-    @property
-    def at_products(self) -> float:
-        """Share of pairs that are kept at ``products``."""
-        return max(0.0, min(1.0, self.by_memory, self.by_link))
-
-    @property
-    def again_share(self) -> float:
-        """Of the time of a round, in which kernels compute again."""
-        again = (1 - self.at_products) * self.again_seconds
-        return again / (self.round_seconds + again)
-
-    @property
-    def optimizer_seconds(self) -> float:
-        """While moments come in and go out."""
-        moments = self.work.state_bytes - 2 * self.work.layer_bytes
-        return self.work.config.n_layers * moments / sustained().link_in_both
-
-    def tokens_per_s(self, tokens_per_step: float) -> float:
-        """Of steps of so many tokens, whose rounds an optimizer follows that nothing hides."""
-        rounds = tokens_per_step / (self.chunks * self.work.chunk)
-        seconds = rounds * (self.round_seconds + (1 - self.at_products) * self.again_seconds)
-        return tokens_per_step / (seconds + self.optimizer_seconds)
-
-
-@dataclass(frozen=True)
-class LongByHand:
-    """One round of one sequence within two caps, by sums alone: attention's output of all layers is kept, and x of
-    every ``input_every``-th.
-    """
-
-    work: StreamedWork
-    device_gib: float
-    host_gib: float
-    input_every: int
-
-    @cached_property
-    def _layout(self) -> Layout:
-        seconds, chunks = WorkSeconds.of(self.work, sustained()), self.work.chunks_per_sequence
-        return Layout(self.work, seconds, chunks, "sequential", 0, 0, 0, False, self.input_every)
-
-    @property
-    def pairs(self) -> int:
-        """Of layer and chunk."""
-        return self._layout.pairs
-
-    @property
-    def room(self) -> float:
-        """Bytes of both memories beside state, rings at their smallest, temporaries and the process."""
-        beside = DEVICE_OVERHEAD + HOST_OVERHEAD + self.work.fixed_bytes + self.work.temporary_bytes
-        state = self.work.config.n_layers * self.work.state_bytes
-        return (self.device_gib + self.host_gib) * GIB - beside - state - self._layout.least_ring_bytes
-
-    @property
-    def input_bytes(self) -> int:
-        """Of x of all pairs."""
-        return self.pairs * self.work.item_bytes("input")
-
-    @property
-    def attention_bytes(self) -> int:
-        """Of attention's output of all pairs."""
-        return self.pairs * self.work.item_bytes("attention")
-
-    @property
-    def restored(self) -> int:
-        """Layers' x that a chunk has restored."""
-        return self._layout.restores
-
-    @property
-    def kernels_seconds(self) -> float:
-        """Of a step with nothing computed again."""
-        seconds = self._layout.seconds
-        return self.work.chunks_per_sequence * (seconds.forward + seconds.backward + seconds.ends)
-
-    @property
-    def attention_seconds(self) -> float:
-        """Of a pair whose attention is computed again, beyond what is again at ``attention``."""
-        return self._layout.seconds.again_input - self._layout.seconds.again_attention
-
-    @property
-    def least_again_seconds(self) -> float:
-        """Of a step that keeps x and attention of all."""
-        return self.pairs * (self._layout.seconds.keys + self._layout.seconds.again_attention)
-
-    @property
-    def restore_seconds(self) -> float:
-        """Of a layer's x of one chunk."""
-        return self._layout.seconds.restore
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of one round, without its optimizer."""
-        again = self.least_again_seconds + self.work.chunks_per_sequence * self.restored * self.restore_seconds
-        return self.work.context_length / (self.kernels_seconds + again)
 
 
 def by_hand_table(rows: pd.DataFrame) -> Table:

@@ -17,6 +17,7 @@ from cs336_systems.answers import (
     predictions,
     profiles,
     streaming,
+    streaming_by_hand,
 )
 from cs336_systems.answers.committed import Committed, NotMeasured, Rows
 from cs336_systems.answers.quantizing import quantizing_table
@@ -143,7 +144,8 @@ NUMBERS = (
     *(arithmetic.ring_ratio, arithmetic.h100s_that_hide, arithmetic.Mesh, arithmetic.schedule, arithmetic.job),
     *(arithmetic.xxl_threshold, arithmetic.xxl_remedies, least_tokens_per_device, communication_limit),
     *(precision.accumulated, loss_deviations, outside.outside, outside.given),
-    *(streaming.streamed_work, streaming.sustained, streaming.ByHand, streaming.LongByHand),
+    *(streaming_by_hand.streamed_work, streaming_by_hand.sustained),
+    *(streaming_by_hand.ByHand, streaming_by_hand.LongByHand),
 )
 
 TABLES = (

@@ -253,12 +253,9 @@ class StreamedWork:
         """Executed by one operation (a kind of ``streaming/schedule.py``)."""
         if kind == "recompute":
             return sum(self.again_flops(chunk, level))
-        if kind == "keys":
-            return self._keys_flops()
-        if kind == "restore":
-            return self._restore_flops()
         products, attention, head = self._products_flops(), self.attention_flops(chunk), self._forward_flops.head
         found = {"forward": products + attention, "backward": 2 * products + 5 * attention // 2, "head": 3 * head}
+        found |= {"keys": self._keys_flops(), "restore": self._restore_flops()}
         return found.get(kind, 0)
 
     # seconds

@@ -58,7 +58,8 @@ def steps(layout: Layout, parts: int) -> Iterator[Callable[[Candidate], Candidat
 
 def _with_levels(candidate: Candidate, edge: bool | None, attention: int, products: int) -> Candidate | None:
     """Of edge rounds, of the others, or (None) of all."""
-    levels, least, most = candidate.edges if edge else candidate.levels, *candidate.layout.level_bounds
+    levels = candidate.edges if edge else candidate.levels
+    least, most = candidate.layout.level_bounds
     n_products = max(least.products, min(most.products, levels.products + products))
     n_attention = max(least.attention, min(most.attention, levels.attention + attention))
     after = Levels(max(n_products, n_attention), n_products)

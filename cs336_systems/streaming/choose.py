@@ -38,8 +38,8 @@ MOST_CHUNKS = 16
 OPTIMIZER_SHARE = 0.02
 """Of a step, at most, where its tokens are not given."""
 INPUT_EVERY = (1, 2, 3, 4)
-"""Layers of which the first keeps x: more than one where to restore x takes less time than attention, as on long
-sequences."""
+"""Of how many layers the first keeps x, to be tried: more than one where restoring x takes less time than attention,
+as on long sequences."""
 SIMULATED = 40
 """Kinds of layouts of which a schedule is built."""
 EFFORT = 80_000

@@ -13,7 +13,7 @@ from itertools import accumulate
 from operator import itemgetter
 
 from cs336_systems.costs.streaming import Rates, StreamedWork
-from cs336_systems.streaming.plan import Order, restored_from
+from cs336_systems.streaming.plan import Order, is_source, restored_from
 
 LEAST_SLOTS: dict[Order, dict[str, int]] = {
     "sequential": {"weights": 2, "gradients": 2, "input": 2, "context": 1, "attention": 2, "products": 2},
@@ -77,7 +77,7 @@ class Layout:
     def level_bounds(self) -> tuple[Levels, Levels]:
         """The least and the most that can be kept."""
         n_layers, every = self.work.config.n_layers, self.input_every
-        sources = n_layers - math.ceil(n_layers / every)
+        sources = sum(is_source(layer, n_layers, every) for layer in range(n_layers))
         return Levels(sources * self.chunks, 0), Levels(self.pairs, self.pairs if every == 1 else 0)
 
     @cached_property

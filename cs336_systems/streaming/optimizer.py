@@ -79,7 +79,7 @@ class LayerAdamW:
                 grad_scale=None,
                 found_inf=skipped,
             )
-        if MASTER in state and not (skipped is not None and skipped.item()):
+        if MASTER in state and (skipped is None or not skipped):
             for weight, master in zip(state["weights"], state[MASTER], strict=True):
                 weight.copy_(master)
 

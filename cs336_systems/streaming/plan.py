@@ -22,7 +22,8 @@ STATE_RINGS = ("weights", "gradients")
 @dataclass(frozen=True)
 class Plan:
     """Raises:
-    ValueError: a number is not positive, an order or a level is unknown, or layers are missing or too many.
+    ValueError: a number is not positive, an order or a level is unknown, layers are missing or too many, or x is to be
+        restored from what is not kept.
     """
 
     work: StreamedWork

@@ -115,8 +115,8 @@ class StreamedStep:
         once: dict[tuple, Operation] = {}
         for operation in operations:
             if operation.lane is Lane.COMPUTE and operation.kind not in updates:
-                place = operation.chunk % self.chunks.per_sequence
-                once.setdefault((operation.kind, operation.level, operation.accumulate, place), operation)
+                in_sequence = operation.chunk % self.chunks.per_sequence
+                once.setdefault((operation.kind, operation.level, operation.accumulate, in_sequence), operation)
         rehearsed = tuple(replace(operation, waits=()) for operation in once.values())
         self.passes.begin(token_ids, targets)
         self.lanes.run(replace(self.schedule, operations=rehearsed), self.passes.run, self._copy)
