@@ -27,7 +27,7 @@ from torch import Tensor
 
 from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.products import NONE, STORED, Maxima, Operand, Products
-from cs336_systems.blocks.saved import Saved
+from cs336_systems.blocks.saved import APART, Saved
 from cs336_systems.blocks.weights import BlockGradients, BlockWeights
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import KEPT, OPERANDS
@@ -70,34 +70,43 @@ class _Stages:
         how = self.weights.ln2, self.config.rms_norm_eps, self.maxima.raised("normed2")
         return self.products.norm(self.ops, residual_RD, *how, rstd_R)
 
-    def project(self, x_RD: Tensor, normed1_RD: Operand) -> Tensor:
-        """Rotated q | k | v (R, P)."""
-        qkv = self.place("qkv", x_RD, self.weights.qkv.shape[0])
-        self.products.forward_(self.ops, qkv, normed1_RD.rows, self.rows_of("qkv"), self.weights.qkv_bias)
-        self.rotate_(qkv, inverse=False)
-        return qkv
+    def project(self, name: str, x_RD: Tensor, normed1_RD: Operand) -> Tensor:
+        """Rotated q | k | v (R, P), or of ``APART`` the one of this name."""
+        config, weight, bias = self.config, self.rows_of("qkv"), self.weights.qkv_bias
+        n_heads, n_kv_heads = config.n_heads, config.kv_heads
+        if name == "q":
+            weight, bias, n_kv_heads = weight[: config.d_model], None if bias is None else bias[: config.d_model], 0
+        elif name == "keys_values":
+            weight, bias, n_heads = weight[config.d_model :], None if bias is None else bias[config.d_model :], 0
+        out = self.place(name, x_RD, (n_heads + 2 * n_kv_heads) * config.d_head)
+        self.products.forward_(self.ops, out, normed1_RD.rows, weight, bias)
+        self.rotate_(out, n_heads, n_kv_heads, inverse=False)
+        return out
 
-    def rotate_(self, qkv_RP: Tensor, *, inverse: bool, **absmax: Tensor) -> None:
-        qkv_BSP = qkv_RP.view(-1, self.cos.shape[0], qkv_RP.shape[-1])
-        heads = self.config.n_heads, self.config.kv_heads
-        self.ops.rotate_(qkv_BSP, self.cos, self.sin, *heads, inverse=inverse, **absmax)
+    def rotate_(self, rows: Tensor, n_heads: int, n_kv_heads: int, *, inverse: bool, **absmax: Tensor) -> None:
+        sequences = rows.view(-1, self.cos.shape[0], rows.shape[-1])
+        self.ops.rotate_(sequences, self.cos, self.sin, n_heads, n_kv_heads, inverse=inverse, **absmax)
 
     def heads(self, rows: Tensor) -> Tensor:
         """Rows of heads (R, n E) as attention takes them: a view (B, n, S, E)."""
         d_head = self.config.d_head
         return rows.view(-1, self.cos.shape[0], rows.shape[-1] // d_head, d_head).transpose(1, 2)
 
-    def qkv_heads(self, qkv_RP: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of q | k | v: views (B, H, S, E) and (B, K, S, E)."""
+    def qkv_heads(self, *projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of q | k | v, or of q and k | v: views (B, H, S, E) and (B, K, S, E)."""
         config = self.config
-        sizes = config.n_heads, config.kv_heads, config.kv_heads
-        q, k, v = self.heads(qkv_RP).split_with_sizes(sizes, dim=1)
+        if len(projected) == 1:
+            sizes = config.n_heads, config.kv_heads, config.kv_heads
+            q, k, v = self.heads(*projected).split_with_sizes(sizes, dim=1)
+        else:
+            q, keys_values = map(self.heads, projected)
+            k, v = keys_values.chunk(2, dim=1)
         return q, k, v
 
-    def attend(self, qkv_RP: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, *projected: Tensor) -> tuple[Tensor, Tensor]:
         """Attention's output (R, D) and lse (B, H, S)."""
-        o_BHSE, lse = self.ops.attention_forward(*self.qkv_heads(qkv_RP))
-        return o_BHSE.transpose(1, 2).reshape(qkv_RP.shape[0], -1), lse
+        o_BHSE, lse = self.ops.attention_forward(*self.qkv_heads(*projected))
+        return o_BHSE.transpose(1, 2).reshape(projected[0].shape[0], -1), lse
 
     def add(self, x_RD: Tensor, attended_RD: Tensor) -> tuple[Tensor, Any, Tensor]:
         """The residual stream after attention, its norm, to be read, and the norm's statistic."""
@@ -124,7 +133,7 @@ class _Recalled:
 
     def __init__(self, stages: _Stages, saved: Saved, *, consume: bool) -> None:
         x, products = saved.tensors["x"], stages.products
-        self.stages = stages
+        self.stages, self.projections = stages, saved.projections
         self.there: dict[str, Any] = saved.tensors | {"x": x.view(-1, x.shape[-1])}
         self.operands = {name: products.recall(name, self.there) for name in OPERANDS if name in self.there}
         for name in self.operands:
@@ -138,6 +147,10 @@ class _Recalled:
         if name not in self.there:
             self.there |= self._again(name)
         return self.there[name]
+
+    def projected(self) -> list[Tensor]:
+        """q | k | v, or q and k | v."""
+        return [self[name] for name in self.projections]
 
     def operand(self, name: str, *, rows: bool = False) -> Operand:
         """As products read it: by its columns, and by its rows where what follows it is computed again."""
@@ -169,10 +182,10 @@ class _Recalled:
                 if "normed1" in self.there:
                     return {}
                 return {"normed1": self.stages.norm1(self["x"], rstd1)[0]}
-            case "qkv":
-                return {"qkv": self.stages.project(self["x"], self.operand("normed1", rows=True))}
+            case "qkv" | "q" | "keys_values":
+                return {name: self.stages.project(name, self["x"], self.operand("normed1", rows=True))}
             case "attended" | "lse":
-                attended, lse = self.stages.attend(self["qkv"])
+                attended, lse = self.stages.attend(*self.projected())
                 return {"attended": attended, "lse": lse}
             case "residual" | "rstd2":
                 residual, normed2, rstd2 = self.stages.add(self["x"], self["attended"])
@@ -216,11 +229,11 @@ def forward(
         normed1 = stages.read("normed1", y, columns="normed1" in saved.names)
         del y  # each is freed once it has been read, unless it is kept
         saved.keep(x=x_BSD, rstd1=rstd1, **products.kept("normed1", normed1))
-        qkv = stages.project(x, normed1)
+        projected = {name: stages.project(name, x, normed1) for name in saved.projections}
         del normed1
-        saved.keep(qkv=qkv)
-        attended, lse = stages.attend(qkv)
-        del qkv
+        saved.keep(**projected)
+        attended, lse = stages.attend(*projected.values())
+        del projected
         saved.keep(attended=attended, lse=lse)
         attended = saved.tensors.get("attended", attended)  # at its place, if it has one
         del lse
@@ -251,9 +264,9 @@ def recall(saved: Saved, weights: BlockWeights, ops: BlockOps, config: ModelConf
     """
     stages = _Stages(weights, ops, STORED, NONE, config, cos, sin, saved.places)
     again = _Recalled(stages, saved, consume=False)
-    for row in KEPT:
-        if row.name in saved.names and row.name not in saved.tensors:
-            saved.keep(**{row.name: again.operand(row.name, rows=True).rows if row.operand else again[row.name]})
+    for name in (*(row.name for row in KEPT), *APART):
+        if name in saved.names and name not in saved.tensors:
+            saved.keep(**{name: again.operand(name, rows=True).rows if name in OPERANDS else again[name]})
 
 
 @dataclass(frozen=True)
@@ -328,17 +341,18 @@ def backward(
     write.product(grads.output, dy_read, stages.read("attended", recalled["attended"], rows=False))
     dattended = products.backward(ops, dy_read.rows, stages.columns_of("output"))
     del dy_read
-    dqkv = torch.empty_like(recalled["qkv"])
+    projected = recalled.projected()
+    dqkv = dy.new_empty(dy.shape[0], config.d_qkv)
     ops.attention_backward(
         stages.heads(dattended),
-        *stages.qkv_heads(recalled["qkv"]),
+        *stages.qkv_heads(*projected),
         stages.heads(recalled["attended"]),
         recalled["lse"],
         stages.qkv_heads(dqkv),
     )
-    del dattended
-    recalled.forget("qkv", "attended", "lse")
-    stages.rotate_(dqkv, inverse=True, **maxima.raised("dqkv"))
+    del dattended, projected
+    recalled.forget("qkv", *APART, "attended", "lse")
+    stages.rotate_(dqkv, config.n_heads, config.kv_heads, inverse=True, **maxima.raised("dqkv"))
     if grads.qkv_bias is not None:
         write.vector(grads.qkv_bias, dqkv.sum(0))
     dy_read = products.read_gradient(dqkv, maxima.of("dqkv", dqkv), columns=grads.qkv is not None)

@@ -47,7 +47,9 @@ class BlockOps:
     """(dproduct_RF, gate | up (R, 2F), with_product=), in place: gate | up becomes its gradient, and with_product
     dproduct becomes silu(gate) * up again."""
     rotate_: Callable[..., object]
-    """(qkv_BSP, cos (S, E/2), sin, H, K, inverse=): rotate the heads of q and k in place, forth or back."""
+    """(qkv_BSP, cos (S, E/2), sin, H, K, inverse=): rotate the heads of q and k in place, forth or back.
+
+    H or K may be 0."""
     attention_forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     """Causal, scaled by 1 / sqrt(E): (q_BHSE, k_BKSE, v_BKSE) -> (o_BHSE, lse_BHS).
 

@@ -9,9 +9,12 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
+APART = ("q", "keys_values")
+"""In place of ``qkv``: of stored matrices, two products instead of one, with results (R, H E) and (R, 2 K E)."""
+
 
 class Saved:
-    """Tensors by their names in ``costs.kept.KEPT``.
+    """Tensors by their names in ``costs.kept.KEPT``, or in ``APART``.
 
     Args:
         names: of those to keep; a forward after which no backward comes keeps none.
@@ -22,6 +25,11 @@ class Saved:
         self.names = frozenset(names)
         self.places = places or {}
         self.tensors: dict[str, Tensor] = {}
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The names by which q, k and v are computed."""
+        return ("qkv",) if self.names.isdisjoint(APART) else APART
 
     def keep(self, **tensors: Tensor) -> None:
         """Keep those tensors that are to be kept, each at its place if it has one."""

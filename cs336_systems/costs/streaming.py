@@ -209,9 +209,9 @@ class StreamedWork:
         """The most that the kernels of one operation need besides slots."""
         config, width, tokens = self.config, self.precision.parameter_bytes, self.chunk
         d_model, wide_queries = config.d_model, 4 * config.d_model  # attention's fp32 sums of dq
-        # forward's q | k | v of a long sequence, the holes of its norms and residual, and SwiGLU's output behind them
-        feed_forward = (config.d_ff + 3 * d_model + (config.d_qkv if self.is_long else 0)) * width
-        attention = (2 * d_model + (2 if self.is_long else 1) * config.d_qkv) * width + wide_queries
+        # the holes of forward's norms and residual, and SwiGLU's output behind them
+        feed_forward = (config.d_ff + 3 * d_model) * width
+        attention = (2 * d_model + config.d_qkv) * width + wide_queries
         head = 3 * d_model * width  # norm, its gradient, and x
         logits = min(tokens, HEAD_TOKENS) * config.vocab_size * width
         return max(tokens * max(feed_forward, attention), tokens * head + logits)
@@ -233,16 +233,17 @@ class StreamedWork:
         return 2 * self.config.d_model * self.chunk * (2 * before + length)
 
     def _keys_flops(self) -> int:
-        """Of one layer's q, k and v of one chunk: one product, as in forward, for k and v with its bits."""
-        return 2 * self.chunk * self.config.d_model * self.config.d_qkv
+        """Of one layer's k and v of one chunk, which of a sequence longer than a chunk are a product of their own."""
+        return 2 * self.chunk * self.config.d_model * 2 * self.config.d_kv
 
     def _restore_flops(self) -> int:
         """Of one layer's products behind attention, on one chunk."""
-        return self._products_flops() - self._keys_flops()
+        return self._products_flops() - 2 * self.chunk * self.config.d_model * self.config.d_qkv
 
     def again_flops(self, chunk: int, level: str) -> tuple[int, int]:
-        """Of products and of attention that ``recompute`` runs for one (layer, chunk)."""
+        """Of products and of attention that ``recompute`` runs for one (layer, chunk); ``keys`` has run before."""
         products = flops_again(self.config, *self._batch, level, 0)
+        products -= self._keys_flops() if self.is_long and level != "products" else 0
         return products, self.attention_flops(chunk) if level == "input" else 0
 
     def model_flops_per_token(self) -> float:
@@ -281,6 +282,7 @@ class StreamedWork:
             case "recompute":
                 products, attention = self.again_flops(chunk, level)
                 traffic = recomputed(config, *self._batch, self.precision, level).traffic_bytes - always
+                traffic -= 2 * row * config.d_kv if self.is_long and level != "products" else 0  # k has been rotated
                 return products / rates.products + attention / attention_forward + traffic / rates.memory
             case "backward":
                 # SwiGLU 5 d_ff, two norms 8 d, rotation 2 (d + d_kv), attention's outputs and sums 8 d
@@ -288,9 +290,8 @@ class StreamedWork:
                 attended = 2.5 * attention / attention_backward
                 return 2 * products / rates.products + attended + traffic / rates.memory
             case "keys":
-                products = self._keys_flops()
-                traffic = row * (4 * config.d_model + 6 * config.d_kv)  # norm, rotation, k and v to their place
-                return products / rates.products + traffic / rates.memory
+                traffic = row * (2 * config.d_model + 2 * config.d_kv)  # norm, rotation
+                return self._keys_flops() / rates.products + traffic / rates.memory
             case "restore":
                 traffic = row * (4 * config.d_model + 3 * config.d_ff)  # a norm with its sum, SwiGLU
                 return self._restore_flops() / rates.products + traffic / rates.memory

@@ -238,14 +238,14 @@ def rotate_(
 
     Args:
         cos_SE2, sin_SE2: (S, E/2), fp32. Row r has position r % S; tokens are whole sequences.
-        n_heads, n_kv_heads: H and K, so that W = (H + 2 K) E.
+        n_heads, n_kv_heads: H and K, so that W = (H + 2 K) E; 0 for rows of k | v, or of q, alone.
         inverse: by the negative angles: the rotation back, which is also what backward does to a gradient.
         absmax: one fp32 element, which is raised to the largest magnitude of all of qkv as it is then, v too.
 
     Raises:
         ValueError: shapes, strides, dtypes (qkv fp32, bf16 or fp16) or devices, or no CUDA device.
     """
-    if min(n_heads, n_kv_heads) < 1 or cos_SE2.dim() != 2:
+    if min(n_heads, n_kv_heads) < 0 or n_heads + n_kv_heads == 0 or cos_SE2.dim() != 2:
         raise ValueError(f"needs heads and cos (S, E/2), got {n_heads}, {n_kv_heads} and {tuple(cos_SE2.shape)}")
     n_positions, half = cos_SE2.shape
     width = (n_heads + 2 * n_kv_heads) * 2 * half

@@ -1,13 +1,14 @@
 """Attention of a sequence that is longer than a chunk: the keys and values of a layer stay, chunk after chunk.
 
-Forward visits chunks first to last. A chunk's keys and values are written behind those of the chunks before, and its
-queries attend to all of them, the last query seeing the last key. Backward visits chunks last to first: each adds
+Forward visits chunks first to last. A chunk's keys and values, a product of their own (``blocks/saved.py``: ``APART``),
+are written behind those of the chunks before, and its queries attend to all of them, the last query seeing the last
+key. Backward visits chunks last to first: each adds
 what its queries give to the gradients of all keys and values up to its own, and what has then been added up for its
 own is complete, as no earlier query sees them. A block calls this as it calls any attention (``blocks/ops.py``), so
 what is not kept is computed again from the same keys by the same function: the same bits.
 
-    ops = attending(REFERENCE, context, start)                            # forward, and recomputation
-    ops = attending(REFERENCE, context, start, Sums(dcontext, part, is_last=...))
+    ops = attending(REFERENCE, context)                            # forward, and recomputation
+    ops = attending(REFERENCE, context, Sums(dcontext, part, is_last=...))
 
 Sums over chunks are kept in at least fp32. One set of gradients beside them holds what one chunk gives.
 
@@ -34,12 +35,10 @@ class Sums:
     """Whether the chunk is its sequence's last, whose backward comes first: ``total`` is then overwritten."""
 
 
-def attending(ops: BlockOps, context_S2KE: Tensor, start: int, sums: Sums | None = None) -> BlockOps:
-    """``ops`` for a chunk of one sequence, at whose position ``start`` it begins."""
+def attending(ops: BlockOps, context_S2KE: Tensor, sums: Sums | None = None) -> BlockOps:
+    """``ops`` for a chunk of one sequence, whose own keys and values are the last ones of ``context``."""
 
     def forward(q_1HSE: Tensor, k_1KSE: Tensor, v_1KSE: Tensor) -> tuple[Tensor, Tensor]:
-        for own, new in zip(_heads(context_S2KE[start:]), (k_1KSE, v_1KSE), strict=True):
-            own.copy_(new)
         return ops.attention_forward(q_1HSE, *_heads(context_S2KE))
 
     def backward(
@@ -52,7 +51,7 @@ def attending(ops: BlockOps, context_S2KE: Tensor, start: int, sums: Sums | None
             sums.total.copy_(sums.part)
         else:
             sums.total.add_(sums.part)
-        for gradient, complete in zip(own, _heads(sums.total[start:]), strict=True):
+        for gradient, complete in zip(own, _heads(sums.total[-q.shape[2] :]), strict=True):
             gradient.copy_(complete)
 
     return replace(ops, attention_forward=forward, attention_backward=backward)

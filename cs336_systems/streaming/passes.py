@@ -174,16 +174,14 @@ class Passes:
         ops = self._attending(operation)
         y = self._of(operation, "input", operation.layer + 1)["x"]
         forward(own["x"], weights, saved, ops, self.config, *self._tables(operation), out=y)
-        self._keep_queries(operation, saved)
 
     def _recompute(self, operation: Operation) -> None:
-        saved = self._saved(operation, self._of(operation, "input"))
-        there = self._kept(operation)
+        attends = operation.level == "input"
+        saved = self._saved(operation, self._of(operation, "input"), context=attends)
+        there = self._kept(operation) | {"keys_values"}
         saved.tensors |= {name: place for name, place in saved.places.items() if name in there}
-        reads_context = operation.level == "input"
-        ops = self._attending(operation) if reads_context else self.ops
+        ops = self._attending(operation) if attends else self.ops
         recall(saved, self._weights(operation), ops, self.config, *self._tables(operation))
-        self._keep_queries(operation, saved)
 
     def _kept(self, operation: Operation) -> frozenset[str]:
         """Names of what is there when forward's work is done again; of x that was restored, no statistics."""
@@ -200,17 +198,13 @@ class Passes:
 
     def _keys(self, operation: Operation) -> None:
         own, there = self._of(operation, "input"), self._kept(operation)
-        saved = Saved(["rstd1", "qkv"], own)
+        saved = Saved(["rstd1", "keys_values"], own | self._keys_values(operation))
         saved.tensors |= {name: place for name, place in own.items() if name in there}
         recall(saved, self._weights(operation), self.ops, self.config, *self._tables(operation))
-        context = self._of(operation, "context")["keys_values"]
-        context.view(self.chunks.n_tokens, -1).copy_(saved.tensors["qkv"][:, self.config.d_model :])
 
     def _backward(self, operation: Operation) -> None:
         saved = self._saved(operation, self._of(operation, "input"))
         saved.tensors |= saved.places
-        if self.part is not None:
-            saved.tensors["qkv"] = self._joined(operation)
         dy, gradients = self._of(operation, "dy")["dy"], BlockGradients(**self._of(operation, "gradients"))
         dx = backward(
             dy,
@@ -228,33 +222,25 @@ class Passes:
     def _weights(self, operation: Operation) -> BlockWeights:
         return BlockWeights(**self._of(operation, "weights"))
 
-    def _saved(self, operation: Operation, own: Mapping[str, Tensor]) -> Saved:
-        """Keeps all of the level ``products``, in slots; of a long sequence, q alone is in its slot."""
+    def _saved(self, operation: Operation, own: Mapping[str, Tensor], *, context: bool = True) -> Saved:
+        """Keeps all of the level ``products``, in slots; of a long sequence, keys and values where ``context`` is."""
         places = dict(own) | self._of(operation, "attention") | self._of(operation, "products")
-        return Saved(kept_names("products"), {name: place for name, place in places.items() if name != "q"})
+        if self.part is not None and context:
+            places |= self._keys_values(operation)
+        return Saved(places, places)
 
-    def _keep_queries(self, operation: Operation, saved: Saved) -> None:
-        if self.part is not None:
-            self._of(operation, "products")["q"].copy_(saved.tensors["qkv"][:, : self.config.d_model])
-
-    def _joined(self, operation: Operation) -> Tensor:
-        """q | k | v (n, P) of a chunk, from its slots."""
-        d_model, rows = self.config.d_model, self.chunks.n_tokens
-        q = self._of(operation, "products")["q"]
-        joined = q.new_empty(rows, self.config.d_qkv)
-        joined[:, :d_model].copy_(q)
-        joined[:, d_model:].copy_(self._of(operation, "context")["keys_values"].view(rows, -1))
-        return joined
+    def _keys_values(self, operation: Operation) -> dict[str, Tensor]:
+        return {"keys_values": self._of(operation, "context")["keys_values"].view(self.chunks.n_tokens, -1)}
 
     def _attending(self, operation: Operation, *, backward: bool = False) -> BlockOps:
         if self.part is None:
             return self.ops
-        context, start = self._until(operation, "context"), self.chunks.start(operation.chunk)
+        context = self._until(operation, "context")
         if not backward:
-            return attending(self.ops, context, start)
+            return attending(self.ops, context)
         is_last = (operation.chunk + 1) % self.chunks.per_sequence == 0
         sums = Sums(self._until(operation, "dcontext"), self.part[: len(context)], is_last)
-        return attending(self.ops, context, start, sums)
+        return attending(self.ops, context, sums)
 
     def _until(self, operation: Operation, what: str) -> Tensor:
         """Of an operation's sequence up to its chunk: (S, 2, K, E)."""

@@ -61,6 +61,10 @@ def test_rotation_there_and_back():
     turning = n_heads + n_kv_heads
     close(rotated[:, :turning], REFERENCE_OPS.rotary(heads[:, :turning], cos, sin))
     assert torch.equal(rotated[:, turning:], heads[:, turning:])
+    q, keys_values = (x.contiguous() for x in before.split([n_heads * d_head, 2 * n_kv_heads * d_head], dim=-1))
+    REFERENCE.rotate_(q, cos, sin, n_heads, 0, inverse=False)
+    REFERENCE.rotate_(keys_values, cos, sin, 0, n_kv_heads, inverse=False)
+    assert torch.equal(torch.cat((q, keys_values), dim=-1), after)
     REFERENCE.rotate_(after, cos, sin, n_heads, n_kv_heads, inverse=True)
     close(after, before)
 

@@ -69,6 +69,11 @@ def test_in_place_is_out_of_place_and_back_is_the_start(
         expected = rotary_op(q, *tables, inverse), rotary_op(k, *tables, inverse), v
         for found, other in zip(split(written, n_heads, n_kv_heads), expected, strict=True):
             assert torch.equal(found, other)
+    for first, *heads in ((0, n_heads, 0), (n_heads * d_head, 0, n_kv_heads)):
+        part = rows[..., first : first + (heads[0] + 2 * heads[1]) * d_head]
+        alone = qkv.view_as(rows)[..., first : first + part.shape[-1]].contiguous()
+        rotate_(alone, *tables, *heads)
+        assert torch.equal(alone, part)
     rotate_(rows, *tables, n_heads, n_kv_heads, inverse=True)
     # Each way rounds a pair, of length sqrt(2) max|x| at most, to the dtype, after a few smaller roundings in fp32.
     bound = 6 * torch.finfo(dtype).eps * qkv.abs().max().item() if qkv.numel() else 0.0
@@ -158,8 +163,9 @@ def test_refusals() -> None:
     for shape in ((2, 6, 32), (12, 32), (2, 5, 40), (1, 2, 5, 32)):
         with pytest.raises(ValueError, match=r"neither \(batch, 5, 32\) nor \(a multiple of 5, 32\), as 2 \+ 2 x 1"):
             rotate_(torch.zeros(shape), cos, sin, 2, 1)
-    with pytest.raises(ValueError, match="needs heads and cos .*, got 2, 0 and"):
-        rotate_(torch.zeros(5, 16), cos, sin, 2, 0)
+    for heads in ((2, -1), (0, 0)):
+        with pytest.raises(ValueError, match=f"needs heads and cos .*, got {heads[0]}, {heads[1]} and"):
+            rotate_(torch.zeros(5, 16), cos, sin, *heads)
     with pytest.raises(ValueError, match=r"qkv is overwritten and must be contiguous, got strides \(1, 5\)"):
         rotate_(torch.zeros(32, 5).t(), cos, sin, 2, 1)
 

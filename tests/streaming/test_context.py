@@ -28,16 +28,17 @@ def in_chunks(config: ModelConfig, dtype: torch.dtype, n_chunks: int, keep: str)
     context, part, total = (memory(config, of) for of in (dtype, dtype, torch.promote_types(dtype, torch.float32)))
     size = LENGTH // n_chunks
     saved, ys, dxs = [], [], []
+    kept = [name if name != "qkv" else "q" for name in kept_names(keep)]
     for start in range(0, LENGTH, size):
         piece = slice(start, start + size)
-        saved.append(Saved(kept_names(keep)))
-        ops = attending(REFERENCE, context[: piece.stop], start)
+        saved.append(Saved([*kept, "keys_values"], {"keys_values": context[piece].view(size, -1)}))
+        ops = attending(REFERENCE, context[: piece.stop])
         ys.append(forward(x[:, piece].contiguous(), weights, saved[-1], ops, config, cos[piece], sin[piece]))
     for chunk in reversed(range(n_chunks)):
         piece = slice(chunk * size, (chunk + 1) * size)
         is_last = chunk == n_chunks - 1
         sums = Sums(total[: piece.stop], part[: piece.stop], is_last)
-        how = attending(REFERENCE, context[: piece.stop], piece.start, sums), config, cos[piece], sin[piece]
+        how = attending(REFERENCE, context[: piece.stop], sums), config, cos[piece], sin[piece]
         dxs.append(backward(dy[:, piece].contiguous(), weights, saved[chunk], grads, *how, accumulate=not is_last))
     return {"y": torch.cat(ys, 1), "dx": torch.cat(dxs[::-1], 1), **grads.by_parameter(parameters)}
 
