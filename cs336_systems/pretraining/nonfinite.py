@@ -31,6 +31,15 @@ def find_nonfinite(step: TrainStep | CappedStep, token_ids: Tensor, targets: Ten
     return found or "nothing, when it ran again"
 
 
+def losses_of_ranks(loss: Tensor) -> str:
+    """What each rank's own loss was, in words to follow others; nothing where there is one rank; a collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ""
+    losses: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(losses, loss.item())
+    return f", of ranks {' and '.join(f'{one:g}' for one in losses)}"
+
+
 def _found(step: TrainStep, token_ids: Tensor, targets: Tensor) -> str | None:
     parameters = [(name.removeprefix("module."), p) for name, p in step.model.named_parameters()]
     found = [f"parameter {name}" for name, parameter in parameters if not _finite(parameter.detach())]

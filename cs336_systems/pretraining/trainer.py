@@ -45,7 +45,7 @@ from cs336_systems.pretraining.deferred import Deferred, Done
 from cs336_systems.pretraining.evaluation import evaluate
 from cs336_systems.pretraining.gpu_state import GpuSampler
 from cs336_systems.pretraining.memory import actual_segments, hint, predicted_segments
-from cs336_systems.pretraining.nonfinite import NonFiniteStep, find_nonfinite
+from cs336_systems.pretraining.nonfinite import NonFiniteStep, find_nonfinite, losses_of_ranks
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.preparation import Prepared, describe_device, prepare
 from cs336_systems.pretraining.quantization_log import QuantizationSampler
@@ -226,7 +226,8 @@ class _Run:
         self._copies = prepared.options.save_every is not None
         """Whether checkpoints are copied before they are written."""
         self._complaint: str | None = None
-        self._recent: deque[tuple[int, tuple[Tensor, Tensor]]] = deque(maxlen=2)
+        self._recent: deque[tuple[int, tuple[Tensor, Tensor], Tensor]] = deque(maxlen=2)
+        """Steps with their batches and this rank's losses."""
         every = prepared.options.quantization_every if rank.rank == 0 else None
         self._quantization = QuantizationSampler(log, prepared.step.model, every)
         self._no_reason = torch.zeros(len(REASONS), device=rank.device)
@@ -278,10 +279,10 @@ class _Run:
         for group in self._step.optimizer.param_groups:
             group["lr"] = rate
         batch = next(self._prepared.loader)
-        self._recent.append((self._made, batch))
         deferred.begin()
         with self._quantization.step(self._made):
-            self._step(*batch)
+            loss = self._step(*batch)
+        self._recent.append((self._made, batch, loss))
         reasons, asked = self._no_reason, stop.asked
         if asked is not None:
             reasons = torch.tensor([float(reason == asked) for reason in REASONS], device=self._rank.device)
@@ -330,7 +331,9 @@ class _Run:
         if self._options.skip_nonfinite:
             self._log.say(f"{what}: it changed nothing", "warning")
             return
-        where = find_nonfinite(self._step, *dict(self._recent)[step])
+        batch, own_loss = next((batch, own) for n, batch, own in self._recent if n == step)
+        what = f"step {step}: loss {loss:g}{losses_of_ranks(own_loss)}, norm {norm:g}"
+        where = find_nonfinite(self._step, *batch)
         self._made = step
         raise NonFiniteStep(f"{what}; the first tensor that is not finite is {where}; --skip-nonfinite passes over it")
 
