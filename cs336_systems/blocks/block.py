@@ -3,7 +3,7 @@
     x -> norm -> q | k | v (one product) -> rotate -> attention -> output product -> + x = residual
     residual -> norm -> gate | up (one product) -> SwiGLU -> down product -> + residual
 
-Written out, backward can be told what it may keep (``saved.py``), where gradients go (``grads``, in place, so that
+q and k | v may be two products instead (``saved.APART``). Written out, backward can be told what it may keep (``saved.py``), where gradients go (``grads``, in place, so that
 micro-batches accumulate without a second buffer), which operations it calls (``ops.py``), and how its matrix products
 are computed (``products.py``). What was not kept is computed again by the functions that computed it first, so
 gradients are the same bits whatever is kept.
@@ -74,10 +74,10 @@ class _Stages:
         """Rotated q | k | v (R, P), or of ``APART`` the one of this name."""
         config, weight, bias = self.config, self.rows_of("qkv"), self.weights.qkv_bias
         n_heads, n_kv_heads = config.n_heads, config.kv_heads
-        if name == "q":
-            weight, bias, n_kv_heads = weight[: config.d_model], None if bias is None else bias[: config.d_model], 0
-        elif name == "keys_values":
-            weight, bias, n_heads = weight[config.d_model :], None if bias is None else bias[config.d_model :], 0
+        if name in APART:
+            rows = slice(config.d_model) if name == "q" else slice(config.d_model, None)
+            weight, bias = weight[rows], None if bias is None else bias[rows]
+            n_heads, n_kv_heads = (n_heads, 0) if name == "q" else (0, n_kv_heads)
         out = self.place(name, x_RD, (n_heads + 2 * n_kv_heads) * config.d_head)
         self.products.forward_(self.ops, out, normed1_RD.rows, weight, bias)
         self.rotate_(out, n_heads, n_kv_heads, inverse=False)
