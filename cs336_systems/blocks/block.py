@@ -3,7 +3,9 @@
     x -> norm -> q | k | v (one product) -> rotate -> attention -> output product -> + x = residual
     residual -> norm -> gate | up (one product) -> SwiGLU -> down product -> + residual
 
-q and k | v may be two products instead (``saved.APART``). Written out, backward can be told what it may keep (``saved.py``), where gradients go (``grads``, in place, so that
+q and k | v may be two products instead (``saved.APART``).
+
+Written out, backward can be told what it may keep (``saved.py``), where gradients go (``grads``, in place, so that
 micro-batches accumulate without a second buffer), which operations it calls (``ops.py``), and how its matrix products
 are computed (``products.py``). What was not kept is computed again by the functions that computed it first, so
 gradients are the same bits whatever is kept.
