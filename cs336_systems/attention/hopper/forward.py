@@ -215,10 +215,12 @@ def hopper_forward_kernel(
         q.shape[2], k.shape[2], q.shape[1], q.shape[0] * q.shape[1], group, section_heads,
         CAUSAL, CONSUMERS * ROWS, BLOCK_K,
     )  # fmt: skip
-    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for consumer in gl.static_range(CONSUMERS):
-        mbarrier.init(turns.index(consumer), count=1)
     q_tiles = make_ring(dtype, ROWS, BLOCK_D, 2 * CONSUMERS, 1)
+    turns = q_tiles.full  # where nobody takes turns: barriers of their own, made and never used, would lie under a tile
+    if TAKE_TURNS:
+        turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+        for consumer in gl.static_range(CONSUMERS):
+            mbarrier.init(turns.index(consumer), count=1)
     tiles = Tiles(
         make_items(CONSUMERS),
         q_tiles,

@@ -66,6 +66,7 @@ def _counter_of_stream(device: torch.device, stream: int) -> Tensor:
     current = torch.cuda.current_stream(device)
 
     def make() -> Tensor:
+        torch.cuda.set_device(device)  # a thread begins on device 0, on which leaving the stream would make a context
         with torch.cuda.stream(current):
             return torch.zeros(1, dtype=torch.int32, device=device)
 

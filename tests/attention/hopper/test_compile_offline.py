@@ -10,7 +10,7 @@ from tests.attention.offline import ON_HOPPER, report
 COMPILE = (
     ON_HOPPER
     + """
-import json, sys
+import json, re, sys
 from cs336_systems.attention.hopper import backward, forward, host
 
 host.current_stream = lambda device: 0
@@ -25,7 +25,13 @@ else:
     backward.launch_backward(q, q, q, q, torch.zeros(1, 2, 200), q, q, q, q, True, 0.1, ordered)
 kernel = compiled[f"hopper_{name.split()[0]}_kernel"]
 metadata = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
-print(json.dumps({"ptx": kernel.asm["ptx"], "metadata": metadata}))
+ptx = kernel.asm["ptx"]
+places = dict.fromkeys(re.findall(r"mov\\.b32\\s+(%r\\d+), global_smem;", ptx), 0)
+for register, base, offset in re.findall(r"add\\.s32\\s+(%r\\d+), (%r\\d+), (\\d+);", ptx):
+    if base in places:
+        places[register] = places[base] + int(offset)
+metadata["barriers"] = sorted(places[register] for register in re.findall(r"mbarrier\\.init\\S* \\[(%r\\d+)\\]", ptx))
+print(json.dumps({"ptx": ptx, "metadata": metadata}))
 """
 )
 
@@ -45,3 +51,6 @@ def test_schedule_compiles_for_hopper(kernel: str, d_head: int, most_spilled_byt
     assert not found["serialised"]
     assert found["warps"] in (12, 16)
     assert found["shared"] <= 227 * 1024
+    # Behind all tiles: what a barrier leaves behind would else race with the copies of a tile into the same bytes.
+    assert found["barriers"][0] > found["shared"] - 1024
+    assert len(found["barriers"]) == len(set(found["barriers"]))
