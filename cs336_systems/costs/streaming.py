@@ -241,7 +241,7 @@ class StreamedWork:
         return self._products_flops() - 2 * self.chunk * self.config.d_model * self.config.d_qkv
 
     def again_flops(self, chunk: int, level: str) -> tuple[int, int]:
-        """Of products and of attention that ``recompute`` runs for one (layer, chunk); ``keys`` has run before."""
+        """Of products and of attention that ``recompute`` runs for one (layer, chunk), to which k and v are given."""
         products = flops_again(self.config, *self._batch, level, 0)
         products -= self._keys_flops() if self.is_long and level != "products" else 0
         return products, self.attention_flops(chunk) if level == "input" else 0
