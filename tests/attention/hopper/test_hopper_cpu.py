@@ -227,6 +227,8 @@ def test_streams_and_captures_have_counters_of_their_own(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
     device, makers, zeros = torch.device("cpu"), [], torch.zeros
+    begun_on: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", begun_on.append)
 
     def make(*args: object, **kwargs: object) -> Tensor:
         makers.append(threading.get_ident())
@@ -242,6 +244,7 @@ def test_streams_and_captures_have_counters_of_their_own(monkeypatch: pytest.Mon
     assert len({id(x) for x in (first, *captured, counter(device, now.cuda_stream))}) == 4
     # What is kept is not made in this thread, whose memory may belong to a graph.
     assert [maker == threading.get_ident() for maker in makers] == [False, True, True, False]
+    assert begun_on == [device, device]
 
 
 def test_registers_fit_the_multiprocessor() -> None:
