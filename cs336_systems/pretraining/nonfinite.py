@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.process_group import on_every_rank
 from cs336_systems.pretraining.capped import CappedStep
 from cs336_systems.training.step import TrainStep
 
@@ -32,12 +33,10 @@ def find_nonfinite(step: TrainStep | CappedStep, token_ids: Tensor, targets: Ten
 
 
 def losses_of_ranks(loss: Tensor) -> str:
-    """What each rank's own loss was, in words to follow others; nothing where there is one rank; a collective."""
+    """What each rank's own loss, (), was, in words to follow others; nothing where there is one rank; a collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ""
-    losses: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(losses, loss.item())
-    return f", of ranks {' and '.join(f'{one:g}' for one in losses)}"
+    return f", of ranks {' and '.join(f'{one:g}' for one in on_every_rank(loss.item))}"
 
 
 def _found(step: TrainStep, token_ids: Tensor, targets: Tensor) -> str | None:

@@ -327,9 +327,8 @@ class _Run:
         self._reason = next((reason for reason in reversed(REASONS) if done.values[reason]), self._reason)
         if math.isfinite(loss) and math.isfinite(norm):
             return
-        what = f"step {step}: loss {loss:g}, norm {norm:g}"
         if self._options.skip_nonfinite:
-            self._log.say(f"{what}: it changed nothing", "warning")
+            self._log.say(f"step {step}: loss {loss:g}, norm {norm:g}: it changed nothing", "warning")
             return
         batch, own_loss = next((batch, own) for n, batch, own in self._recent if n == step)
         what = f"step {step}: loss {loss:g}{losses_of_ranks(own_loss)}, norm {norm:g}"

@@ -2,12 +2,12 @@
 
 Forward visits chunks first to last. A chunk's keys and values, a product of their own (``blocks/saved.py``: ``APART``),
 are written behind those of the chunks before, and its queries attend to all of them, the last query seeing the last
-key. Backward visits chunks last to first: each adds
-what its queries give to the gradients of all keys and values up to its own, and what has then been added up for its
-own is complete, as no earlier query sees them. A block calls this as it calls any attention (``blocks/ops.py``), so
-what is not kept is computed again from the same keys by the same function: the same bits.
+key. Backward visits chunks last to first: each adds what its queries give to the gradients of all keys and values up to
+its own, and what has then been added up for its own is complete, as no earlier query sees them. A block calls this as
+it calls any attention (``blocks/ops.py``), so what is not kept is computed again from the same keys by the same
+function: the same bits.
 
-    ops = attending(REFERENCE, context)                            # forward, and recomputation
+    ops = attending(REFERENCE, context)                                   # forward, and recomputation
     ops = attending(REFERENCE, context, Sums(dcontext, part, is_last=...))
 
 Sums over chunks are kept in at least fp32. One set of gradients beside them holds what one chunk gives.

@@ -230,6 +230,7 @@ class Passes:
         return Saved(places, places)
 
     def _keys_values(self, operation: Operation) -> dict[str, Tensor]:
+        """k | v (n, 2 K E) of an operation's chunk, in its slot of ``context``."""
         return {"keys_values": self._of(operation, "context")["keys_values"].view(self.chunks.n_tokens, -1)}
 
     def _attending(self, operation: Operation, *, backward: bool = False) -> BlockOps:

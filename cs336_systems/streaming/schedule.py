@@ -30,7 +30,8 @@ chunks or for none: a layer's backward needs that of whole sequences, so that ``
 Of layers whose ``input`` is not kept at all it is written again by ``restore``, which leaves the norms' statistics to
 the ``keys`` and the ``recompute`` that follow. Embedding, head and final norm never move and have no slots.
 
-Where k and v alone are computed again, all of the product of q | k | v runs: they must round as they did in forward.
+Where ``context`` is an item of its own, k and v are a product of their own (``blocks/saved.py``: ``APART``): computed
+again alone, they round as they did in forward.
 
 Slots of ``context`` and ``dcontext`` come in groups, one after the other in memory, as many as a sequence has chunks:
 chunk c of a sequence lies in slot g G + c, so that a sequence's keys are one tensor.
