@@ -118,9 +118,8 @@ def _be_a_rank(
 ) -> None:
     """Body of a rank: join, work, report: ("told", ...) at will, then ("result", ...) or ("failed", ...)."""
     os.environ.update({name: str(value) for name, value in environment.items()})
-    if device == "cpu":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // environment["WORLD_SIZE"]))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // environment["WORLD_SIZE"]))
 
     def tell(value: Any) -> None:
         connection.send(("told", value))

@@ -42,8 +42,9 @@ from cs336_systems.training.host_gradients import HostGradients
 from cs336_systems.training.host_states import place, staged_adamw_
 from cs336_systems.training.optimizer import check_hyperparameters
 
-MAX_TABLES = 64
-"""Sets of tensors that were stepped together: buckets, if there are any. Who has more of them copies more often."""
+MAX_DESCRIPTIONS = 64
+"""How often tables may describe each parameter, on average. Buckets, however many, do so once; who steps ever other
+sets of parameters together copies more often."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _STATES = ("exp_avg", "exp_avg_sq", "master")
@@ -302,7 +303,7 @@ class FusedAdamW(torch.optim.Optimizer):
     def _table(self, updates: list[Update]) -> UpdateTable:
         key = tuple(id(update.parameter) for update in updates)
         if key not in self._tables:
-            if len(self._tables) >= MAX_TABLES:
+            if sum(map(len, self._tables)) + len(key) > MAX_DESCRIPTIONS * len(self._places):
                 self._tables.clear()
             self._tables[key] = UpdateTable()
         return self._tables[key]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cs336_systems.kernels import adamw_table, tensor_table
 from cs336_systems.kernels.grad_norm import clip_scale, grad_norm
-from cs336_systems.training import AdamW, TrainingCase, assemble
+from cs336_systems.training import AdamW, TrainingCase, assemble, fused_adamw
 from cs336_systems.training.fused_adamw import FusedAdamW
 from tests.attention.offline import run_apart
 
@@ -164,6 +165,38 @@ def test_clipping_is_torchs_and_a_bad_gradient_skips_the_step() -> None:
     # Gradients clipped beforehand are rounded once more, and so are three updates of at most lr each.
     torch.testing.assert_close(flat(ours), flat(theirs), rtol=1e-6, atol=3 * 0.01 * 1e-5)
     assert fused.state[ours[0]]["step"] == 3
+
+
+def test_what_is_stepped_in_many_parts_is_described_to_the_device_once(monkeypatch) -> None:
+    params = parameters(BF16, [(8,)] * 70)
+    optimizer = FusedAdamW(params)
+    copied: list[Tensor] = []
+    to_device = tensor_table.to_device
+
+    def counted(values: Tensor, device: torch.device) -> Tensor:
+        copied.append(values)
+        return to_device(values, device)
+
+    for module in (tensor_table, adamw_table):
+        monkeypatch.setattr(module, "to_device", counted)
+
+    def step(parts: list[list[nn.Parameter]]) -> int:
+        """Copies of a step of one part after the other, as ``ShardedOptimizer`` makes."""
+        copied.clear()
+        for part in parts:
+            optimizer.param_groups[0]["params"] = part
+            optimizer.step()
+        optimizer.param_groups[0]["params"] = params
+        return len(copied)
+
+    set_gradients(params, 0)
+    buckets = [[param] for param in params]
+    assert step(buckets) > 0
+    assert step(buckets) == 0
+    monkeypatch.setattr(fused_adamw, "MAX_DESCRIPTIONS", 3)
+    for gap in range(5):  # ever other sets take no more memory than so many of all parameters
+        step([params[:gap] + params[gap + 1 :]])
+        assert 0 < sum(map(len, optimizer._tables)) <= 3 * len(params)
 
 
 def test_gradients_can_be_cleared_in_the_same_pass() -> None:
