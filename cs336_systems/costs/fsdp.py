@@ -100,7 +100,7 @@ def step_traffic(
         compute_bytes: per element of a gathered weight.
         gradient_bytes: per element of a gradient that is reduced; replicated gradients travel in fp32.
         first: whether it is the first step, before the order of the units is known: it gathers the last one twice.
-        quantized: numbers of the units whose weights travel in eight bits, each gather after an agreement on the
+        quantized: numbers of the units whose weights travel in eight bits, once a step after an agreement on the
             largest magnitudes of their matrices. The last unit is none of them.
     """
     gathers = [
@@ -112,7 +112,7 @@ def step_traffic(
     replicated = sum(prod(shape) for unit in units for shape in unit if not is_sharded(shape))
     n_parameters = sum(len(unit) for unit in units)
     gathered = 2 * sum(map(prod, gathers)) - (0 if first or not gathers else prod(gathers[-1]))
-    agreements = 2 * len(quantized)
+    agreements = len(quantized)
     messages = {
         "all-gather": gathered,
         "reduce-scatter": gradient_bytes * sum(sizes),

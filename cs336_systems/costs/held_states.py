@@ -146,7 +146,6 @@ class Sharded(Whole):
     ) -> None:
         super().__init__(config, width, ledger)
         self.in_bytes = in_bytes
-        self.sent: set[int] = set()
         self.transposed: dict[int, list[str]] = {}
         self.n_shards, self.prefetch, self.updates_early = n_shards, prefetch, update == "under-backward"
         units = model_units(config)
@@ -163,6 +162,9 @@ class Sharded(Whole):
         for unit, matrices in enumerate(self.matrices):
             shards = sum(self._slot(shape, 1) for shape in matrices)
             self.ledger.make("parameters", **{f"{unit} shards": shards * self.width})
+            if self.in_bytes[unit]:
+                n_bytes = sum(shard_elements(shape, self.n_shards) for shape in matrices)
+                self.ledger.make("parameters", **{f"{unit} quantized shards": n_bytes})
         for i, shape in enumerate(shape for unit in model_units(self.config) for shape in unit):
             self._make_states(i, shard_elements(shape, self.n_shards), states)
 
@@ -184,18 +186,8 @@ class Sharded(Whole):
             whole = sum(self._slot(shape, self.n_shards) for shape in self.matrices[group])
             width = 1 if self.in_bytes[group] else self.width
             self.ledger.make("gathered parameters", **{f"{group} gathered": whole * width})
-            if self.in_bytes[group]:
-                self.sent.add(group)
-                n_bytes = sum(shard_elements(shape, self.n_shards) for shape in self.matrices[group])
-                self.ledger.make("gathered parameters", **{f"{group} sent": n_bytes})
-
-    def _wait(self, unit: int) -> None:
-        if unit in self.sent:
-            self.sent.remove(unit)
-            self.ledger.free(f"{unit} sent")
 
     def _free(self, unit: int) -> None:
-        self._wait(unit)
         self.gathered.remove(unit)
         self.ledger.free(f"{unit} gathered", *self.transposed.pop(unit, ()))
 
@@ -208,7 +200,6 @@ class Sharded(Whole):
     def begin(self, unit: int) -> None:
         for each in range(unit, min(unit + self.prefetch, self.head_unit) + 1):
             self._gather(each)
-        self._wait(self._group(unit))
 
     def end(self, unit: int, *, last: bool = False) -> None:
         stays = last or (unit == 0 and self._group(self.head_unit) == 0)  # a tied embedding is used again
@@ -222,7 +213,6 @@ class Sharded(Whole):
             self._free(group)
         for each in sorted(window, reverse=True):
             self._gather(each)
-        self._wait(self._group(unit))
         if unit < self.head_unit and self._group(unit + 1) != 0:
             self._reduce(unit + 1)
 

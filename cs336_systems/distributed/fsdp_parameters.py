@@ -269,6 +269,14 @@ class ShardedGroup:
         """Bytes that the unsharded parameters hold at this moment."""
         return self._unsharded.untyped_storage().nbytes()
 
+    @property
+    def changed(self) -> bool:
+        """Whether this rank keeps something for its gathers that its shards have left behind."""
+        return False
+
+    def prepare_anew(self) -> None:
+        """On some rank that is so: the next gather must not use what is kept; called on all ranks."""
+
     def gather(self) -> None:
         """Start to make the unsharded parameters, unless they are there or on their way."""
         if self.state is not GroupState.SHARDED:

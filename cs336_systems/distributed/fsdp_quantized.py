@@ -7,6 +7,10 @@ So each rank quantizes its rows, by the largest magnitude of the whole matrix, o
 reduction of one number for each matrix), and bytes are gathered. Rounding element by element they are the same bits as
 those of the whole, quantized. The transposed copy is made of the bytes that arrived, when it is first asked for.
 
+A rank keeps its bytes until rows of the group have changed on some rank, so that micro-batches share them, forward and
+backward as well. A change is seen by the shards' versions when a forward or a backward begins or ends; who writes
+shards without raising versions, as fused optimizers do, must raise them (``torch.autograd.graph.increment_version``).
+
 The unsharded parameters are then names without memory: they have shape and dtype, autograd hangs their gradients on
 them, and whoever reads their values reads nothing. ``deliver`` tells the unit where the bytes are.
 
@@ -74,11 +78,31 @@ class QuantizedGroup(ShardedGroup):
         ]
         self._unsharded.untyped_storage().resize_(0)
         self._inverse_scales = torch.zeros(len(self._parts), _SCALE_STRIDE, device=self.device)[:, 0]
+        self._kept: list[Tensor] | None = None
+        """This rank's rows in bytes, of the versions below."""
+        self._versions: list[int] = []
         self._transposed: dict[str, Tensor] = {}
         travel.deliver(self.matrix)
 
+    @property
+    def changed(self) -> bool:
+        moved = (p.sharded_param.data_ptr() != p.memory.data_ptr() for p in self.parameters)  # to be adopted
+        return self._kept is not None and (self._versions != self._versions_now() or any(moved))
+
+    def prepare_anew(self) -> None:
+        self._kept = None
+
+    def _versions_now(self) -> list[int]:
+        return [parameter.sharded_param._version for parameter in self.parameters]
+
     def _exchanged(self) -> tuple[list[Tensor], list[Tensor]]:
-        """In bytes, once ranks have agreed on the largest magnitudes."""
+        """In bytes."""
+        if self._kept is None:
+            self._versions, self._kept = self._versions_now(), self._quantized()
+        return self._byte_outputs, self._kept
+
+    def _quantized(self) -> list[Tensor]:
+        """This rank's rows in bytes, once ranks have agreed on the largest magnitudes."""
         shards = [parameter.memory.to(self.compute_dtype) for parameter in self.parameters]
         maxima = torch.stack([self._absmax([shards[i] for i in parts]) for parts in self._parts.values()])
         # As integers, whose order is that of magnitudes, and in which NaN is the largest.
@@ -89,7 +113,7 @@ class QuantizedGroup(ShardedGroup):
                 quantized = self._travel.quantize(_tiled(shards[i]), absmax, self._travel.dtype)
                 sent[i] = quantized.q.view(torch.uint8).view(-1)
             self._inverse_scales[number].copy_(quantized.inverse_scale)
-        return self._byte_outputs, sent
+        return sent
 
     def free(self) -> None:
         """Give the memory of the bytes back, those of transposed copies too."""

@@ -26,8 +26,8 @@ def test_a_step_by_hand():
     assert step_traffic(units, 2, compute_bytes=2, first=True).counts["all-gather"] == 6
     quantized = step_traffic(units, 2, compute_bytes=2, quantized=(1,))
     assert quantized.messages["all-gather"] == 2 * (2 * 8 + 4) + 2 * 8
-    assert quantized.messages["all-reduce"] - traffic.messages["all-reduce"] == 2 * 4 * 4
-    assert quantized.counts == {"all-gather": 5, "reduce-scatter": 3, "all-reduce": 3}
+    assert quantized.messages["all-reduce"] - traffic.messages["all-reduce"] == 4 * 4
+    assert quantized.counts == {"all-gather": 5, "reduce-scatter": 3, "all-reduce": 2}
     state = state_bytes(units, 2)
     assert state.parameters == state.gradients == state.optimizer / 2 == 4 * (4 + 4 + 5 + 2)
     assert state.total == 4 * state.parameters

@@ -118,6 +118,50 @@ def a_nan_on_one_rank_is_every_ranks(rank):
     group.free()
 
 
+def rows_are_quantized_once_until_some_rank_changes_its_own(rank):
+    model, alone = fsdp_of(model_of()), model_of()
+    quantized: Counter[str] = Counter()
+    for group in quantized_groups(model):
+        quantize_rows = group._quantized
+        group._quantized = lambda rows=quantize_rows: quantized.update(["group"]) or rows()
+    n_groups = CONFIG.n_layers
+
+    def losses() -> list[Tensor]:
+        """Of two micro-batches."""
+        found: list[Tensor] = []
+        for _ in range(2):
+            for each in (model, alone):
+                loss = nn.functional.cross_entropy(each(IDS).flatten(0, 1).float(), IDS.flatten())
+                loss.backward()
+                found.append(loss)
+        assert torch.equal(found[0], found[1]) and equal(found[:2], found[2:])
+        return found
+
+    def change(by_data: bool) -> None:
+        """The first row of rank 1's part of a matrix of block 0."""
+        own = quantized_groups(model)[0].parameters[0]
+        whole = dict(alone.named_parameters())[own.names[0]]
+        with torch.no_grad():
+            whole[whole.shape[0] // 2] *= 3
+            if rank.rank == 1:
+                row = torch.cat([3 * own.sharded_param[:1], own.sharded_param[1:]])
+                if by_data:
+                    own.sharded_param.data = row
+                else:
+                    own.sharded_param.copy_(row)
+
+    first = losses()
+    assert quantized["group"] == n_groups
+    for n, by_data in enumerate((False, True), start=1):
+        change(by_data)
+        assert not equal(losses(), first)
+        assert quantized["group"] == n_groups + n  # on both ranks
+    train(model, 1)
+    assert quantized["group"] == n_groups + 2
+    model(IDS)
+    assert quantized["group"] == 2 * n_groups + 2  # its optimizer has changed all
+
+
 def half_the_bytes_travel(rank):
     n_bytes: Counter[torch.dtype] = Counter()
     gather = fsdp_parameters._all_gather
@@ -168,6 +212,7 @@ CHECKS = (
     and_those_without_where_shards_are_wider_than_what_computes,
     what_arrives_is_the_whole_quantized,
     a_nan_on_one_rank_is_every_ranks,
+    rows_are_quantized_once_until_some_rank_changes_its_own,
     half_the_bytes_travel,
     others_travel_as_they_are_stored,
     every_recipe_trains_as_on_one_rank,
