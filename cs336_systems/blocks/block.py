@@ -363,6 +363,9 @@ def backward(
     dnormed1 = products.backward(ops, dy_read.rows, stages.columns_of("qkv"))
     del dy_read
     recalled.forget("normed1")
-    dx, dgain = ops.rms_norm_backward(dnormed1, recalled["x"], weights.ln1, recalled["rstd1"], dresidual)
+    how = weights.ln1, recalled["rstd1"], dresidual
+    dx, dgain = ops.rms_norm_backward(dnormed1, recalled["x"], *how, **maxima.raised("dx"))
     write.vector(grads.ln1, dgain)
-    return dx.view_as(dy_BSD)
+    dx_BSD = dx.view_as(dy_BSD)
+    products.hand_on(dx_BSD, maxima)
+    return dx_BSD

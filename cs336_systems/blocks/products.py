@@ -72,8 +72,11 @@ class Products:
         return NONE
 
     def gradient_maxima(self, dy: Tensor) -> Maxima:
-        """Of gradients, to be found in backward."""
+        """Of gradients, to be found in backward, but that of dy if it was handed on with it."""
         return NONE
+
+    def hand_on(self, dx: Tensor, maxima: Maxima) -> None:
+        """dx leaves the block as the dy of another, with its largest magnitude if that was noted."""
 
     def norm(
         self,

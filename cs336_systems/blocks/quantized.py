@@ -22,6 +22,9 @@ without raising it, so who lets them must (``torch.autograd.graph.increment_vers
 FSDP, which fills and frees the same parameters again and again, must not remember; it may quantize weights itself and
 hand them over (``receive``), as ``distributed/fsdp_quantized.py`` does to move half the bytes. Who writes weights may
 find their largest magnitudes on the way (``maxima_of_weights``), and they are read once less.
+
+So is the gradient that a block hands to the one below, if kernels note magnitudes. It carries its own as an attribute,
+which autograd keeps with the tensor: a hook that puts another tensor in its place, or writes to it, is noticed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +43,8 @@ ACTIVATIONS = ("normed1", "attended", "normed2", "product")
 GRADIENTS = ("dy", "dgate_up", "dresidual", "dqkv")
 """What products read, beside weights."""
 WEIGHTS = ("qkv", "output", "gate_up", "down")
+_HANDED_ON = "_largest_magnitude"
+"""An attribute of gradients: the magnitude, (), and the version that it is of."""
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -71,7 +76,7 @@ class FusedQuantizers:
 
 
 class FoundMaxima(Maxima):
-    """Largest magnitudes in fp32, (4,), in the order of ``names``.
+    """Largest magnitudes in fp32, (n,), in the order of the n ``names``.
 
     Args:
         known: whether they are there already.
@@ -106,6 +111,15 @@ class FoundMaxima(Maxima):
     def found(self, name: str) -> Tensor:
         assert name in self._known, name
         return self._each[name]
+
+    def knows(self, name: str) -> bool:
+        """Whether that one was found or noted."""
+        return name in self._known
+
+    def learn(self, name: str, absmax: Tensor) -> None:
+        """That one is known, () in fp32."""
+        self._each[name] = absmax
+        self._known.add(name)
 
     def steepest(self, gate_up: Tensor) -> dict[str, Tensor]:
         if self._quantizers.fused is None:
@@ -157,7 +171,15 @@ class QuantizedProducts(Products):
         return self._maxima(x, ACTIVATIONS, kept or {})
 
     def gradient_maxima(self, dy: Tensor) -> Maxima:
-        return self._maxima(dy, GRADIENTS, {})
+        maxima = self._maxima(dy, (*GRADIENTS, "dx"), {})
+        absmax, version = getattr(dy, _HANDED_ON, (None, None))
+        if absmax is not None and version == dy._version and isinstance(maxima, FoundMaxima):
+            maxima.learn("dy", absmax)
+        return maxima
+
+    def hand_on(self, dx: Tensor, maxima: Maxima) -> None:
+        if isinstance(maxima, FoundMaxima) and maxima.knows("dx"):
+            setattr(dx, _HANDED_ON, (maxima.found("dx"), dx._version))
 
     def _maxima(self, x: Tensor, names: Sequence[str], kept: Mapping[str, Tensor]) -> Maxima:
         if self.recipe.scaling != "tensor":

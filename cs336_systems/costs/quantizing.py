@@ -2,7 +2,8 @@
 
 With one scale for each tensor, fused kernels, and blocks that keep at least the results of their products. The largest
 magnitudes of what norms, SwiGLU and rotation write are found as they write it, and those of weights by the optimizer;
-attention's output and the gradient that comes into the block are read for theirs. One pass reads a tensor and writes it
+attention's output is read for its own. The gradient that comes into the block brings it along, but in the last block,
+which reads it once more. One pass reads a tensor and writes it
 in fp8, as it is for a product, transposed for the gradient of a weight, or both. Norms and SwiGLU's backward store no
 result besides: norms read their input twice, SwiGLU's backward its gradient, and gate and up in the few blocks whose
 bounds do not exclude the largest magnitude, which are not counted (``kernels/rms_norm_quantize.py``,
@@ -45,7 +46,7 @@ def quantizing_bytes(config: ModelConfig, keep: str, element_bytes: int = 2) -> 
         "attended": (e + rows + rows) * d,
         "normed2": norm("normed2") * d,
         "product": (both if "product" in names else rows) * d_ff,
-        "dy": (e + both) * d,
+        "dy": both * d,
         "dgate_up": (in_two_passes - stored) * d_ff,
         "dresidual": both * d,
         "dqkv": both * d_qkv,
