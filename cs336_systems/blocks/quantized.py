@@ -17,7 +17,7 @@ Gradients of weights that add to earlier ones: the product is rounded to the gra
 product in bf16 rounds the sum alone; ``_scaled_mm`` adds to nothing.
 
 Weights are quantized each time they are read, or, with ``remember``, once until they change. A change is seen by their
-version, which operations in place raise. Fused optimizers, collectives into flat memory and replayed graphs write
+version, which operations in place raise, and ``FusedAdamW``. Collectives into flat memory and replayed graphs write
 without raising it, so who lets them must (``torch.autograd.graph.increment_version``), as ``training.TrainStep`` does.
 FSDP, which fills and frees the same parameters again and again, must not remember; it may quantize weights itself and
 hand them over (``receive``), as ``distributed/fsdp_quantized.py`` does to move half the bytes. Who writes weights may

@@ -9,7 +9,7 @@ those of the whole, quantized. The transposed copy is made of the bytes that arr
 
 A rank keeps its bytes until rows of the group have changed on some rank, so that micro-batches share them, forward and
 backward as well. A change is seen by the shards' versions when a forward or a backward begins or ends; who writes
-shards without raising versions, as fused optimizers do, must raise them (``torch.autograd.graph.increment_version``).
+shards without raising versions must raise them (``torch.autograd.graph.increment_version``).
 
 The unsharded parameters are then names without memory: they have shape and dtype, autograd hangs their gradients on
 them, and whoever reads their values reads nothing. ``deliver`` tells the unit where the bytes are.

@@ -206,6 +206,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 staged_adamw_(updates, staged, self._link(device), grad_scale, **rest)
             else:
                 adamw_(self._noting(updates), grad_scale, **rest, table=self._table(updates))
+            # Which autograd would see in an operation of torch, and who keeps something made of the weights compares.
+            torch.autograd.graph.increment_version([update.parameter for update in updates])
         return loss
 
     def state_dict(self) -> dict[str, Any]:

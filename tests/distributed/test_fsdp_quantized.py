@@ -16,7 +16,9 @@ from cs336_systems.distributed.fsdp_quantized import QuantizedGroup, QuantizedTr
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.kernels.quantize_reference import absmax, quantize
 from cs336_systems.model import TransformerBlock, TransformerLM
+from cs336_systems.training.backward_update import BackwardUpdate
 from cs336_systems.training.parallel import _travel
+from tests.kernels.interpreter import interpret_without_gpu
 
 from .checks import failures, run_checks, world_of
 from .test_ddp import on_gpus
@@ -162,6 +164,29 @@ def rows_are_quantized_once_until_some_rank_changes_its_own(rank):
     assert quantized["group"] == 2 * n_groups + 2  # its optimizer has changed all
 
 
+def rows_that_a_kernel_updates_under_backward_are_quantized_anew(rank):
+    interpret_without_gpu()
+    from cs336_systems.training.fused_adamw import FusedAdamW  # brings Triton along
+
+    found = []
+    for under_backward in (True, False):
+        model = fsdp_of(model_of(), travels=under_backward)
+        optimizer = FusedAdamW(model.parameters(), lr=0.01)
+        update = BackwardUpdate(model, optimizer) if under_backward else None
+        losses = []
+        for _ in range(3):
+            loss = nn.functional.cross_entropy(model(IDS).flatten(0, 1).float(), IDS.flatten())
+            loss.backward()
+            losses.append(loss.detach())
+            if update is not None:
+                update.finish()
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(losses)
+    assert equal(*found)
+
+
 def half_the_bytes_travel(rank):
     n_bytes: Counter[torch.dtype] = Counter()
     gather = fsdp_parameters._all_gather
@@ -213,6 +238,7 @@ CHECKS = (
     what_arrives_is_the_whole_quantized,
     a_nan_on_one_rank_is_every_ranks,
     rows_are_quantized_once_until_some_rank_changes_its_own,
+    rows_that_a_kernel_updates_under_backward_are_quantized_anew,
     half_the_bytes_travel,
     others_travel_as_they_are_stored,
     every_recipe_trains_as_on_one_rank,

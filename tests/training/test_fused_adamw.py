@@ -217,6 +217,16 @@ def test_parameters_without_gradients_are_left_alone_and_count_their_own_steps()
     torch.testing.assert_close(flat(ours), flat(theirs), rtol=1e-5, atol=1e-6)
 
 
+def test_a_step_raises_the_versions_of_what_it_writes() -> None:
+    params = parameters(BF16)
+    optimizer, before = FusedAdamW(params), [parameter._version for parameter in params]
+    set_gradients(params, 0)
+    params[1].grad = None
+    optimizer.step()
+    raised = [parameter._version > version for parameter, version in zip(params, before, strict=True)]
+    assert raised == [i != 1 for i in range(len(params))]
+
+
 def test_a_transposed_parameter_is_updated_where_it_lies() -> None:
     ours, theirs = (nn.Parameter(torch.arange(12.0, device=DEVICE).view(3, 4).t()) for _ in range(2))
     for optimizer, parameter in ((FusedAdamW([ours], lr=0.1), ours), (AdamW([theirs], lr=0.1), theirs)):
