@@ -71,7 +71,7 @@ def fp8_rates_table(rows: pd.DataFrame) -> Table:
         pairs["llm.q in fp8, one H100"] = (rate, run["tokens_per_s"]) if rate else None
         line = _line(run, pairs)
         lines.append({"size": line.pop("size"), "products": run["recipe"]} | line)
-    libraries = ", ".join(sorted({*rows["library"][rows["how"].isin(TORCHAO)]}))
+    libraries = "; ".join(sorted({*rows["library"][rows["how"].isin(TORCHAO)]}))
     smaller = "of one command, whose steps and micro-batches may be smaller than those of our fastest run"
     compared = f", {smaller}; torchao's: {libraries}" if libraries else ""
     return _table(lines, runs, "what is not quantized", compared)

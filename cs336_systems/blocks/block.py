@@ -367,5 +367,5 @@ def backward(
     dx, dgain = ops.rms_norm_backward(dnormed1, recalled["x"], *how, **maxima.raised("dx"))
     write.vector(grads.ln1, dgain)
     dx_BSD = dx.view_as(dy_BSD)
-    products.hand_on(dx_BSD, maxima)
+    maxima.hand_on(dx_BSD)
     return dx_BSD

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from cs336_systems.blocks import reference
+from cs336_systems.blocks.maxima import FusedQuantizers, Quantizers
 from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.products import STORED, Products
-from cs336_systems.blocks.quantized import FusedQuantizers, QuantizedProducts, Quantizers
+from cs336_systems.blocks.quantized import QuantizedProducts
 from cs336_systems.blocks.reference import REFERENCE
 from cs336_systems.config import Recipe
 

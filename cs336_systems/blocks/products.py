@@ -52,6 +52,12 @@ class Maxima:
         """That which was noted before."""
         return None
 
+    def hand_on(self, dx: Tensor) -> None:
+        """dx (B, S, D) leaves the block as the dy of another: let it bring its largest magnitude along, if noted."""
+
+    def take_over(self, dy: Tensor) -> None:
+        """Note the largest magnitude that dy (B, S, D) brings along, if it does."""
+
     def steepest(self, gate_up: Tensor) -> dict[str, Tensor]:
         """What to give to SwiGLU, so that it notes its slopes for backward."""
         return {}
@@ -72,11 +78,8 @@ class Products:
         return NONE
 
     def gradient_maxima(self, dy: Tensor) -> Maxima:
-        """Of gradients, to be found in backward, but that of dy if it was handed on with it."""
+        """Of gradients, to be found in backward, but that of dy if it brings it along."""
         return NONE
-
-    def hand_on(self, dx: Tensor, maxima: Maxima) -> None:
-        """dx leaves the block as the dy of another, with its largest magnitude if that was noted."""
 
     def norm(
         self,

@@ -22,9 +22,6 @@ without raising it, so who lets them must (``torch.autograd.graph.increment_vers
 FSDP, which fills and frees the same parameters again and again, must not remember; it may quantize weights itself and
 hand them over (``receive``), as ``distributed/fsdp_quantized.py`` does to move half the bytes. Who writes weights may
 find their largest magnitudes on the way (``maxima_of_weights``), and they are read once less.
-
-So is the gradient that a block hands to the one below, if kernels note magnitudes. It carries its own as an attribute,
-which autograd keeps with the tensor: a hook that puts another tensor in its place, or writes to it, is noticed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cs336_systems.blocks.maxima import FoundMaxima, FusedQuantizers, Quantizers
 from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.products import NONE, Maxima, Operand, Products, UnstoredNorm
 from cs336_systems.config import Recipe
@@ -43,92 +41,7 @@ ACTIVATIONS = ("normed1", "attended", "normed2", "product")
 GRADIENTS = ("dy", "dgate_up", "dresidual", "dqkv")
 """What products read, beside weights."""
 WEIGHTS = ("qkv", "output", "gate_up", "down")
-_HANDED_ON = "_largest_magnitude"
-"""An attribute of gradients: the magnitude, (), and the version that it is of."""
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-
-
-@dataclass(frozen=True)
-class Quantizers:
-    """The functions of ``kernels/quantize_reference.py`` and SwiGLU of gate | up, these or kernels."""
-
-    absmax: Callable[[Tensor], Tensor]
-    row_and_column_absmax: Callable[[Tensor], tuple[Tensor, Tensor]]
-    quantize: Callable[..., Any]
-    quantize_blocks: Callable[..., Any]
-    swiglu: Callable[..., Tensor]
-    raised: bool
-    """Whether the block's operations note the largest magnitudes of what they write."""
-    fused: "FusedQuantizers | None" = None
-    """For one scale."""
-
-
-@dataclass(frozen=True)
-class FusedQuantizers:
-    """Kernels that quantize what they compute, and store it in no other way, by their names in ``kernels``."""
-
-    rms_norm_absmax: Callable[..., Tensor]
-    add_rms_norm_absmax: Callable[..., tuple[Tensor, Tensor]]
-    rms_norm_quantize: Callable[..., Any]
-    empty_slopes: Callable[[Tensor], Tensor]
-    """For those of SwiGLU, which the next reads."""
-    swiglu_backward_quantize: Callable[..., Any]
-
-
-class FoundMaxima(Maxima):
-    """Largest magnitudes in fp32, (n,), in the order of the n ``names``.
-
-    Args:
-        known: whether they are there already.
-        slopes: of SwiGLU, if they are.
-    """
-
-    def __init__(
-        self,
-        values: Tensor,
-        names: Sequence[str],
-        quantizers: Quantizers,
-        *,
-        known: bool,
-        slopes: Tensor | None = None,
-    ) -> None:
-        self._values, self._quantizers, self.slopes = values, quantizers, slopes
-        self._each = dict(zip(names, values.unbind(), strict=True))
-        self._known = set(names if known else ())
-
-    def raised(self, name: str) -> dict[str, Tensor]:
-        if name in self._known or not self._quantizers.raised:
-            return {}
-        self._known.add(name)
-        return {"absmax": self._each[name]}
-
-    def of(self, name: str, x: Any) -> Tensor:
-        if name not in self._known:
-            self._known.add(name)
-            self._each[name].copy_(self._quantizers.absmax(x))
-        return self._each[name]
-
-    def found(self, name: str) -> Tensor:
-        assert name in self._known, name
-        return self._each[name]
-
-    def knows(self, name: str) -> bool:
-        """Whether that one was found or noted."""
-        return name in self._known
-
-    def learn(self, name: str, absmax: Tensor) -> None:
-        """That one is known, () in fp32."""
-        self._each[name] = absmax
-        self._known.add(name)
-
-    def steepest(self, gate_up: Tensor) -> dict[str, Tensor]:
-        if self._quantizers.fused is None:
-            return {}
-        self.slopes = self._quantizers.fused.empty_slopes(gate_up)
-        return {"slopes": self.slopes}
-
-    def kept(self) -> dict[str, Tensor]:
-        return {"absmax": self._values} | ({} if self.slopes is None else {"slopes": self.slopes})
 
 
 @dataclass(frozen=True)
@@ -172,14 +85,8 @@ class QuantizedProducts(Products):
 
     def gradient_maxima(self, dy: Tensor) -> Maxima:
         maxima = self._maxima(dy, (*GRADIENTS, "dx"), {})
-        absmax, version = getattr(dy, _HANDED_ON, (None, None))
-        if absmax is not None and version == dy._version and isinstance(maxima, FoundMaxima):
-            maxima.learn("dy", absmax)
+        maxima.take_over(dy)
         return maxima
-
-    def hand_on(self, dx: Tensor, maxima: Maxima) -> None:
-        if isinstance(maxima, FoundMaxima) and maxima.knows("dx"):
-            setattr(dx, _HANDED_ON, (maxima.found("dx"), dx._version))
 
     def _maxima(self, x: Tensor, names: Sequence[str], kept: Mapping[str, Tensor]) -> Maxima:
         if self.recipe.scaling != "tensor":

@@ -55,10 +55,6 @@ class WatchedProducts(Products):
     def gradient_maxima(self, dy: Tensor) -> Maxima:
         return _NamedMaxima(self.products.gradient_maxima(dy), self)
 
-    def hand_on(self, dx: Tensor, maxima: Maxima) -> None:
-        assert isinstance(maxima, _NamedMaxima)
-        self.products.hand_on(dx, maxima.maxima)
-
     def read(self, x_RK: Tensor, absmax: Tensor | None, *, rows: bool = True, columns: bool = True) -> Operand:
         return self._noted(self.reading, x_RK, self.products.read(x_RK, absmax, rows=rows, columns=columns))
 
@@ -108,20 +104,23 @@ class _NamedMaxima(Maxima):
     """Tells whose maximum was asked for: what is read next."""
 
     def __init__(self, maxima: Maxima, watched: WatchedProducts) -> None:
-        self.maxima, self._watched = maxima, watched
+        self._maxima, self._watched = maxima, watched
 
     def raised(self, name: str) -> dict[str, Tensor]:
-        return self.maxima.raised(name)
+        return self._maxima.raised(name)
 
     def of(self, name: str, x: Tensor) -> Tensor | None:
         self._watched.reading = name
-        return self.maxima.of(name, x)
+        return self._maxima.of(name, x)
+
+    def hand_on(self, dx: Tensor) -> None:
+        self._maxima.hand_on(dx)
 
     def steepest(self, gate_up: Tensor) -> dict[str, Tensor]:
-        return self.maxima.steepest(gate_up)
+        return self._maxima.steepest(gate_up)
 
     def kept(self) -> dict[str, Tensor]:
-        return self.maxima.kept()
+        return self._maxima.kept()
 
 
 def _counted(x_RK: Tensor, quantized: Quantized) -> Tensor:

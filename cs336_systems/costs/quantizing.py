@@ -3,12 +3,11 @@
 With one scale for each tensor, fused kernels, and blocks that keep at least the results of their products. The largest
 magnitudes of what norms, SwiGLU and rotation write are found as they write it, and those of weights by the optimizer;
 attention's output is read for its own. The gradient that comes into the block brings it along, but in the last block,
-which reads it once more. One pass reads a tensor and writes it
-in fp8, as it is for a product, transposed for the gradient of a weight, or both. Norms and SwiGLU's backward store no
-result besides: norms read their input twice, SwiGLU's backward its gradient, and gate and up in the few blocks whose
-bounds do not exclude the largest magnitude, which are not counted (``kernels/rms_norm_quantize.py``,
-``kernels/swiglu_quantize.py``). ``tests/costs/test_quantizing.py`` counts the same in
-a block that runs.
+which reads it once more and is not counted so. One pass reads a tensor and writes it in fp8, as it is for a product,
+transposed for the gradient of a weight, or both. Norms and SwiGLU's backward store no result besides: norms read their
+input twice, SwiGLU's backward its gradient, and gate and up in the few blocks whose bounds do not exclude the largest
+magnitude, which are not counted (``kernels/rms_norm_quantize.py``, ``kernels/swiglu_quantize.py``).
+``tests/costs/test_quantizing.py`` counts the same in a block that runs.
 
     sum(quantizing_bytes(config, "all").values())     # of a token and a block
     quantizing_weights_bytes(config)                   # of a block, once a step

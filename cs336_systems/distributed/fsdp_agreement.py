@@ -5,7 +5,8 @@ therefore tell each other where a forward and a backward begin and end, and whic
 ones of the last forward. They do so through the process group's store, from host to host: no device waits, and no
 collective is added. One comparison takes about 0.2 ms of the host (2 ranks of one machine); a step has three.
 
-With it they tell which groups of parameters have changed on their rank, as what one rank makes anew all must.
+The same message has flags, of which each rank learns those that are up on any: what one rank has to make anew, with
+collectives, all must.
 """
 
 from collections.abc import Sequence

@@ -270,12 +270,12 @@ class ShardedGroup:
         return self._unsharded.untyped_storage().nbytes()
 
     @property
-    def changed(self) -> bool:
-        """Whether this rank keeps something for its gathers that its shards have left behind."""
+    def stale(self) -> bool:
+        """Whether this rank keeps something for gathers that was made of older values of its shards."""
         return False
 
-    def prepare_anew(self) -> None:
-        """On some rank that is so: the next gather must not use what is kept; called on all ranks."""
+    def drop_kept(self) -> None:
+        """Give up what is kept for gathers, as it is stale on some rank; called on all of them."""
 
     def gather(self) -> None:
         """Start to make the unsharded parameters, unless they are there or on their way."""

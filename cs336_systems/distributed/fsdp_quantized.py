@@ -85,11 +85,11 @@ class QuantizedGroup(ShardedGroup):
         travel.deliver(self.matrix)
 
     @property
-    def changed(self) -> bool:
+    def stale(self) -> bool:
         moved = (p.sharded_param.data_ptr() != p.memory.data_ptr() for p in self.parameters)  # to be adopted
         return self._kept is not None and (self._versions != self._versions_now() or any(moved))
 
-    def prepare_anew(self) -> None:
+    def drop_kept(self) -> None:
         self._kept = None
 
     def _versions_now(self) -> list[int]:

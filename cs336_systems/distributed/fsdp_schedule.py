@@ -220,13 +220,13 @@ class Schedule:
             forward.as_expected = False
             self._free_idle()
         try:
-            changed = self._agreement.check(what, [group.changed for group in self.groups])
+            stale = self._agreement.check(what, [group.stale for group in self.groups])
         except RuntimeError:
             self._n_to_come = 0  # ranks that have disagreed start again alike
             raise
-        for group, is_changed in zip(self.groups, changed, strict=True):
-            if is_changed:
-                group.prepare_anew()
+        for group, is_stale in zip(self.groups, stale, strict=True):
+            if is_stale:
+                group.drop_kept()
 
     def _record(self, forward: Forward, unit: Unit, started: int, output: Any) -> None:
         """Have the unit's backward announced, if there will be one."""

@@ -1,13 +1,15 @@
 """A gradient that goes from block to block brings its largest magnitude along, and loses it to who changes it."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.blocks import REFERENCE, QuantizedProducts, write_out
+from cs336_systems.blocks import REFERENCE, write_out
+from cs336_systems.blocks.maxima import FoundMaxima
 from cs336_systems.blocks.watched import watching
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
 from tests.costs.test_quantizing import Counted, noting
@@ -44,16 +46,10 @@ def backward_of(
         model.layers[0].register_forward_hook(lambda module, inputs, output: output.register_hook(change) and None)
     ids = torch.arange(2 * 16).view(2, 16) * 7 % SMALL.vocab_size
 
-    def run() -> None:
+    with watching(model) if watched else nullcontext():
         loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
         reads.read.clear()
         loss.backward()
-
-    if watched:
-        with watching(model):
-            run()
-    else:
-        run()
     return [parameter.grad for parameter in model.parameters()], reads.read
 
 
@@ -61,7 +57,7 @@ def backward_of(
 def test_only_the_last_block_reads_its_gradient_for_its_magnitude(monkeypatch, watched):
     gradients, read = backward_of(watched=watched)
     with monkeypatch.context() as patch:
-        patch.setattr(QuantizedProducts, "hand_on", lambda self, dx, maxima: None)
+        patch.setattr(FoundMaxima, "hand_on", lambda self, dx: None)
         expected, read_without = backward_of()
     assert (len(read), len(read_without)) == (1, SMALL.n_layers)
     assert torch.equal(read[0], read_without[0])
@@ -80,7 +76,7 @@ def doubled_in_place(gradient: Tensor) -> None:
 def test_a_gradient_that_a_hook_changes_is_read(monkeypatch, change):
     gradients, read = backward_of(change)
     with monkeypatch.context() as patch:
-        patch.setattr(QuantizedProducts, "hand_on", lambda self, dx, maxima: None)
+        patch.setattr(FoundMaxima, "hand_on", lambda self, dx: None)
         expected, read_without = backward_of(change)
     assert (len(read), len(read_without)) == (2, SMALL.n_layers)
     assert torch.equal(read[1], read_without[-1])

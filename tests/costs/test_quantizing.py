@@ -16,7 +16,7 @@ from cs336_systems.blocks import (
     block_products,
     forward,
 )
-from cs336_systems.blocks.quantized import FoundMaxima, FusedQuantizers
+from cs336_systems.blocks.maxima import FusedQuantizers
 from cs336_systems.config import MODEL_SIZES, Recipe
 from cs336_systems.costs.kept import kept_names
 from cs336_systems.costs.quantizing import quantizing_bytes, quantizing_weights_bytes
@@ -123,12 +123,11 @@ def test_a_block_moves_what_is_predicted(keep):
         counted.products.read_weight(name, getattr(weights, name), rows=True)
     of_weights = counted.moved.pop("quantize")
     assert of_weights == quantizing_weights_bytes(CONFIG, E)
-    del counted.moved["absmax"]  # the optimizer has them, in training
+    above = counted.products.gradient_maxima(dy)
+    above.of("dx", dy)
+    above.hand_on(dy)
+    del counted.moved["absmax"]  # in training the optimizer has those of weights, the block above that of dy
     forward(x, weights, saved, *how, products=counted.products)
-    maxima = counted.products.gradient_maxima(dy)
-    assert isinstance(maxima, FoundMaxima)
-    maxima.learn("dx", dy.abs().max())
-    counted.products.hand_on(dy, maxima)  # as a block above would
     backward(dy, weights, saved, grads, *how, products=counted.products)
     assert counted.moved.total() == x.shape[0] * x.shape[1] * sum(quantizing_bytes(CONFIG, keep, E).values())
 

@@ -1,0 +1,101 @@
+"""The largest magnitudes of what quantized products read, and the functions that find them and quantize.
+
+Kernels note the largest magnitude of what they write; what nobody noted is read for it. The gradient that a block hands
+to the one below carries its own as an attribute, which autograd keeps with the tensor: a hook that puts another tensor
+in its place, or writes to it, is noticed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from cs336_systems.blocks.products import Maxima
+
+_HANDED_ON = "_largest_magnitude"
+"""An attribute of gradients: the magnitude, () in fp32, and the version of the gradient that it is of."""
+
+
+@dataclass(frozen=True)
+class Quantizers:
+    """The functions of ``kernels/quantize_reference.py`` and SwiGLU of gate | up, these or kernels."""
+
+    absmax: Callable[[Tensor], Tensor]
+    row_and_column_absmax: Callable[[Tensor], tuple[Tensor, Tensor]]
+    quantize: Callable[..., Any]
+    quantize_blocks: Callable[..., Any]
+    swiglu: Callable[..., Tensor]
+    raised: bool
+    """Whether the block's operations note the largest magnitudes of what they write."""
+    fused: "FusedQuantizers | None" = None
+    """For one scale."""
+
+
+@dataclass(frozen=True)
+class FusedQuantizers:
+    """Kernels that quantize what they compute, and store it in no other way, by their names in ``kernels``."""
+
+    rms_norm_absmax: Callable[..., Tensor]
+    add_rms_norm_absmax: Callable[..., tuple[Tensor, Tensor]]
+    rms_norm_quantize: Callable[..., Any]
+    empty_slopes: Callable[[Tensor], Tensor]
+    """For those of SwiGLU, which the next reads."""
+    swiglu_backward_quantize: Callable[..., Any]
+
+
+class FoundMaxima(Maxima):
+    """Largest magnitudes in fp32, (n,), in the order of the n ``names``.
+
+    Args:
+        known: whether they are there already.
+        slopes: of SwiGLU, if they are.
+    """
+
+    def __init__(
+        self,
+        values: Tensor,
+        names: Sequence[str],
+        quantizers: Quantizers,
+        *,
+        known: bool,
+        slopes: Tensor | None = None,
+    ) -> None:
+        self._values, self._quantizers, self.slopes = values, quantizers, slopes
+        self._each = dict(zip(names, values.unbind(), strict=True))
+        self._known = set(names if known else ())
+
+    def raised(self, name: str) -> dict[str, Tensor]:
+        if name in self._known or not self._quantizers.raised:
+            return {}
+        self._known.add(name)
+        return {"absmax": self._each[name]}
+
+    def of(self, name: str, x: Any) -> Tensor:
+        if name not in self._known:
+            self._known.add(name)
+            self._each[name].copy_(self._quantizers.absmax(x))
+        return self._each[name]
+
+    def found(self, name: str) -> Tensor:
+        assert name in self._known, name
+        return self._each[name]
+
+    def hand_on(self, dx: Tensor) -> None:
+        if "dx" in self._known:
+            setattr(dx, _HANDED_ON, (self._each["dx"], dx._version))
+
+    def take_over(self, dy: Tensor) -> None:
+        absmax, version = getattr(dy, _HANDED_ON, (None, None))
+        if absmax is not None and version == dy._version:
+            self._each["dy"] = absmax
+            self._known.add("dy")
+
+    def steepest(self, gate_up: Tensor) -> dict[str, Tensor]:
+        if self._quantizers.fused is None:
+            return {}
+        self.slopes = self._quantizers.fused.empty_slopes(gate_up)
+        return {"slopes": self.slopes}
+
+    def kept(self) -> dict[str, Tensor]:
+        return {"absmax": self._values} | ({} if self.slopes is None else {"slopes": self.slopes})
