@@ -356,7 +356,7 @@ def backward(
     recalled.forget("qkv", *APART, "attended", "lse")
     stages.rotate_(dqkv, config.n_heads, config.kv_heads, inverse=True, **maxima.raised("dqkv"))
     if grads.qkv_bias is not None:
-        write.vector(grads.qkv_bias, dqkv.sum(0))
+        write.vector(grads.qkv_bias, ops.column_sums(dqkv))
     dy_read = products.read_gradient(dqkv, maxima.of("dqkv", dqkv), columns=grads.qkv is not None)
     del dqkv
     write.product(grads.qkv, dy_read, recalled.operand("normed1"))

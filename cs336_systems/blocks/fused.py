@@ -18,6 +18,7 @@ from cs336_systems.kernels import (
     rotate_,
     swiglu_backward_,
 )
+from cs336_systems.kernels.column_sums import column_sums
 from cs336_systems.kernels.products import product_, swiglu_product_
 
 
@@ -31,6 +32,7 @@ def fused(attention: AttentionOps) -> BlockOps:
         product_=product_,
         swiglu_product_=swiglu_product_,
         swiglu_backward_=swiglu_backward_,
+        column_sums=column_sums,
         rotate_=rotate_,
         **attention,
     )

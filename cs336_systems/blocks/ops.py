@@ -46,6 +46,8 @@ class BlockOps:
     swiglu_backward_: Callable[..., object]
     """(dproduct_RF, gate | up (R, 2F), with_product=), in place: gate | up becomes its gradient, and with_product
     dproduct becomes silu(gate) * up again."""
+    column_sums: Callable[[Tensor], Tensor]
+    """x_RP -> the sum of its rows (P,), the gradient of a bias."""
     rotate_: Callable[..., object]
     """(qkv_BSP, cos (S, E/2), sin, H, K, inverse=): rotate the heads of q and k in place, forth or back.
 

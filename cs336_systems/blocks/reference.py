@@ -82,6 +82,11 @@ def swiglu_backward_(dproduct: Tensor, gate_up: Tensor, *, with_product: bool) -
     gate_up.copy_(torch.cat(gradients, dim=-1))
 
 
+def column_sums(x_RP: Tensor) -> Tensor:
+    """The gradient of a bias."""
+    return x_RP.sum(0)
+
+
 def rotate_(qkv_BSP: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: int, *, inverse: bool) -> None:
     """Rotate the pairs (x[i], x[i + E/2]) of every head of q and k by their position's angle, or back by it."""
     d_half = cos.shape[-1]
@@ -143,6 +148,7 @@ REFERENCE = BlockOps(
     weight_backward_=weight_backward_,
     swiglu_product_=swiglu_product_,
     swiglu_backward_=swiglu_backward_,
+    column_sums=column_sums,
     rotate_=rotate_,
     attention_forward=attention_forward,
     attention_backward=attention_backward,

@@ -102,6 +102,7 @@ def unlaunched_ops(attention: str) -> BlockOps:
         weight_backward_=reference.weight_backward_,
         swiglu_product_=swiglu_product_,
         swiglu_backward_=lambda *args, **kwargs: None,
+        column_sums=reference.column_sums,
         rotate_=lambda *args, **kwargs: None,
         **ATTENTIONS[attention],
     )

@@ -1,0 +1,100 @@
+"""The sum over the rows of a matrix: the gradient of a bias that was added to each row.
+
+Formula, for x (T, D):
+
+    sums[d] = sum over t of x[t, d]
+
+How. A program adds up, in fp32, the rows of one chunk in one block of columns, several at a time, and writes its sums
+to a row of a buffer; ``sum_rows.py`` adds up these rows, begun meanwhile and waiting for the last of them. No atomics:
+the same bits every time.
+
+Traffic: reads x once, and 4 / (2 x 256) of that twice for the buffer in bf16.
+
+Limits: fp32, bf16 and fp16; T D < 2^63. A sum is rounded once, where it is stored.
+
+    column_sums(x)          # (D,)
+"""
+
+# mypy: allow-untyped-defs
+# A kernel's arguments are Triton values; the host function below is typed.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from cs336_systems.kernels.checks import check_runnable
+from cs336_systems.kernels.sum_rows import sum_rows, sum_rows_kernel
+from cs336_systems.operators.launching import ceil_div, launch, overlaps
+from cs336_systems.operators.registration import operator
+
+CHUNK_ROWS, BLOCK_ROWS, BLOCK_COLUMNS = 256, 32, 128
+"""A chunk's rows, those of them that are under way at once, and columns: 256 bytes of a row in bf16."""
+WARPS, STAGES = 4, 4
+"""32 elements for each thread, of each of as many blocks as there are stages."""
+
+
+@triton.jit
+def column_sums_kernel(
+    x, partial_sums, n_rows, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """partial_sums (chunks, D) of contiguous x (n_rows, D); a program for each chunk and block of columns."""
+    if OVERLAP:
+        gdc_launch_dependents()
+    n_blocks = tl.cdiv(D, BLOCK_COLUMNS)
+    chunk = tl.program_id(0) // n_blocks
+    columns = tl.program_id(0) % n_blocks * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    first = tl.cast(chunk, tl.int64) * CHUNK
+    rows = tl.arange(0, BLOCK_ROWS)
+    at = x + (first + rows)[:, None] * D + columns[None, :]
+    sums = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    for start in tl.range(0, CHUNK, BLOCK_ROWS, num_stages=STAGES):
+        inside = (first + start + rows < n_rows)[:, None] & (columns < D)[None, :]
+        sums += tl.load(at + start * D, mask=inside, other=0.0).to(tl.float32)
+    tl.store(partial_sums + tl.cast(chunk, tl.int64) * D + columns, tl.sum(sums, axis=0), mask=columns < D)
+
+
+def _result(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[1])
+
+
+@operator("column_sums", _result)
+def column_sums_op(x: Tensor) -> Tensor:
+    """(D,) of contiguous x (T, D)."""
+    n_rows, d = x.shape
+    sums = torch.empty(d, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return sums.zero_()
+    n_chunks = ceil_div(n_rows, CHUNK_ROWS)
+    partial_sums = torch.empty(n_chunks, d, dtype=torch.float32, device=x.device)
+    overlap = overlaps(sum_rows_kernel)
+    with torch.cuda.device_of(x):  # Triton launches on the current device, which may be another
+        launch(
+            column_sums_kernel,
+            (n_chunks * ceil_div(d, BLOCK_COLUMNS),),
+            *(x, partial_sums, n_rows),
+            D=d,
+            CHUNK=CHUNK_ROWS,
+            BLOCK_ROWS=BLOCK_ROWS,
+            BLOCK_COLUMNS=BLOCK_COLUMNS,
+            STAGES=STAGES,
+            OVERLAP=overlap,
+            num_warps=WARPS,
+        )
+        sum_rows(partial_sums, sums, overlap=overlap)
+    return sums
+
+
+def column_sums(x_TD: Tensor) -> Tensor:
+    """The sum over the rows of x, (D,) in its dtype.
+
+    Raises:
+        ValueError: x is no matrix, or where Triton does not run.
+    """
+    if x_TD.dim() != 2:
+        raise ValueError(f"column_sums takes a matrix, got one of {x_TD.dim()} dimensions")
+    check_runnable(column_sums_kernel, x_TD)
+    sums: Tensor = column_sums_op(x_TD.contiguous())
+    return sums
