@@ -124,7 +124,8 @@ class UpdateTable:
             for i in changed:
                 self.hyperparameters[:, i].fill_(now[i][0])
         else:
-            self.hyperparameters.copy_(to_device(torch.tensor(rows, dtype=torch.float64), self._device))
+            host = torch.tensor(rows, dtype=torch.float64, device="cpu")
+            self.hyperparameters.copy_(to_device(host, self._device))
         self._described = list(rows)
 
 

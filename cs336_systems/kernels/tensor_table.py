@@ -54,10 +54,10 @@ class TensorTable:
         chunks = [ceil_div(n, self.chunk) for n in sizes]
         first = [0, *accumulate(chunks)]
         table = [(n, start, *columns) for (n, *columns), start in zip(rows, first, strict=False)]
-        self.rows = to_device(torch.tensor(table, dtype=torch.int64), device)
+        self.rows = to_device(torch.tensor(table, dtype=torch.int64, device="cpu"), device)
         if sizes != [row[0] for row in self._described] or device != self._device:
-            owners = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(chunks))
-            self.owners = to_device(owners, device)
+            owners = torch.arange(len(rows), dtype=torch.int32, device="cpu")
+            self.owners = to_device(owners.repeat_interleave(torch.tensor(chunks, device="cpu")), device)
         self.n_chunks, self._described, self._device = first[-1], rows, device
 
 

@@ -227,6 +227,18 @@ def test_a_step_raises_the_versions_of_what_it_writes() -> None:
     assert raised == [i != 1 for i in range(len(params))]
 
 
+def test_where_new_tensors_lie_by_default_changes_nothing() -> None:
+    kinds = []
+    for default in ("cpu", "meta"):
+        params = parameters(BF16)
+        set_gradients(params, 0)
+        with torch.device(default):
+            norm = grad_norm(params)
+            FusedAdamW(params).step(grad_scale=clip_scale(norm, 1.0))
+        kinds.append(params)
+    assert same_bits(*kinds)
+
+
 def test_a_transposed_parameter_is_updated_where_it_lies() -> None:
     ours, theirs = (nn.Parameter(torch.arange(12.0, device=DEVICE).view(3, 4).t()) for _ in range(2))
     for optimizer, parameter in ((FusedAdamW([ours], lr=0.1), ours), (AdamW([theirs], lr=0.1), theirs)):
