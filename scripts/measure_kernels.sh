@@ -8,13 +8,13 @@
 # `compile` before them: torch.compile takes 2 to 9 s for a shape, a Triton kernel 0.5 s, one of attention more.
 #
 #   compile          75  compiles, on all cores, what widths, tokens and head will run
-#   widths          105  RMSNorm, with and without the residual add, SwiGLU, RoPE, AdamW, gradient norm: 16,384 tokens,
-#                        widths of six models
+#   widths          105  RMSNorm, with and without the residual add, SwiGLU, RoPE, AdamW, gradient norm, sums of columns: 16,384
+#                        tokens, widths of six models
 #   tokens           50  the first four at 4,096 and 65,536 tokens, widths of llama3-8b
 #   head             60  loss of a head beside compiled chunks and Liger's: 32,768 x 4096 x 151,936
 #   head-peers       60  the same with all logits at once, and Apple's cut cross entropy
 #   head-widths     400  all ways at 16,384 tokens, widths of six models
-#   quantize        150  quantization to fp8 and the largest magnitudes that it asks for
+#   quantize        150  quantization to fp8, its transposes, and the largest magnitudes that it asks for
 #   leaderboard      80  a block of leaderboard-8b at 1 x 32,768, at each level and compiled
 #   llama            65  the same of llama3-8b at 2 x 8,192
 #   qwen            240  blocks of Qwen2.5 at sequences of 1,024
@@ -68,7 +68,7 @@ for part in "$@"; do
         done
         in_background kernels --how compiled --samples 1 --kernel "$kernel" --size llama3-8b --rows "${tokens[@]}"
       done
-      in_background kernels --how ours compiled --samples 1 --kernel adamw grad_norm
+      in_background kernels --how ours compiled --samples 1 --kernel adamw grad_norm column_sums
       in_background kernels --how ours compiled liger --samples 1 --kernel linear_cross_entropy --rows 32768 \
         --size llama3-8b
       wait
@@ -76,7 +76,7 @@ for part in "$@"; do
       # Where torch.compile chose between kernels by their times, those were not alone: it chooses again.
       find "$TORCHINDUCTOR_CACHE_DIR" -name '*.best_config' -delete ;;
     widths)
-      kernels --kernel "${norms_and_passes[@]}" adamw grad_norm ;;
+      kernels --kernel "${norms_and_passes[@]}" adamw grad_norm column_sums ;;
     tokens)
       kernels --kernel "${norms_and_passes[@]}" --size llama3-8b --rows "${tokens[@]}" ;;
     head)
@@ -89,7 +89,7 @@ for part in "$@"; do
       kernels --kernel linear_cross_entropy --rows 16384 --samples 20 ;;
     quantize)
       kernels --kernel absmax rms_norm.absmax swiglu.absmax adamw.absmax \
-        quantize quantize.transposed quantize_blocks rms_norm_quantize swiglu_quantize ;;
+        quantize quantize.transposed quantize_blocks rms_norm_quantize swiglu_quantize transpose_bytes ;;
     leaderboard)
       blocks "${leaderboard[@]}" --how compiled "${levels[@]}" --steps 10 ;;
     llama)

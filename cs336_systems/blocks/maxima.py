@@ -25,6 +25,7 @@ class Quantizers:
     row_and_column_absmax: Callable[[Tensor], tuple[Tensor, Tensor]]
     quantize: Callable[..., Any]
     quantize_blocks: Callable[..., Any]
+    transpose_bytes: Callable[[Tensor], Tensor]
     swiglu: Callable[..., Tensor]
     raised: bool
     """Whether the block's operations note the largest magnitudes of what they write."""

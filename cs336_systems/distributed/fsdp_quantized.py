@@ -43,6 +43,7 @@ class QuantizedTravel:
         dtype: of eight bits.
         absmax: the largest magnitude of a tensor, () in fp32.
         quantize: (tensor, absmax, dtype) -> something with ``q``, of the same shape, and ``inverse_scale``, ().
+        transpose: of what ``quantize`` gives, row-major.
         deliver: takes the function from a matrix's name and whether it is to be transposed to (values, inverse scale).
     """
 
@@ -50,6 +51,7 @@ class QuantizedTravel:
     dtype: torch.dtype
     absmax: Callable[[Tensor], Tensor]
     quantize: Callable[..., Any]
+    transpose: Callable[[Tensor], Tensor]
     deliver: Callable[[Callable[[str, bool], tuple[Tensor, Tensor]]], None]
 
     def serves(self, parameters: Sequence[Tensor], world_size: int) -> bool:
@@ -127,11 +129,11 @@ class QuantizedGroup(ShardedGroup):
         own = [self.parameters[i] for i in self._parts[name]]
         first, width = self._byte_outputs[self._parts[name][0]], own[0].shape[1]
         n_rows = sum(parameter.shape[0] for parameter in own)
-        values = first.as_strided((n_rows, width), (width, 1), first.storage_offset())
+        values = first.as_strided((n_rows, width), (width, 1), first.storage_offset()).view(self._travel.dtype)
         if not transposed:
-            return values.view(self._travel.dtype), scale
+            return values, scale
         if name not in self._transposed:
-            self._transposed[name] = values.t().contiguous().view(self._travel.dtype)
+            self._transposed[name] = self._travel.transpose(values)
         return self._transposed[name], scale
 
     def _absmax(self, shards: Sequence[Tensor]) -> Tensor:

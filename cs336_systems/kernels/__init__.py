@@ -24,6 +24,7 @@ from cs336_systems.kernels.swiglu import (
     swiglu_forward,
 )
 from cs336_systems.kernels.swiglu_quantize import swiglu_backward_quantize
+from cs336_systems.kernels.transpose_bytes import transpose_bytes
 from cs336_systems.kernels.weighted_sum import WeightedSum, weighted_sum
 
 __all__ = [
@@ -55,5 +56,6 @@ __all__ = [
     "swiglu_backward_",
     "swiglu_backward_quantize",
     "swiglu_forward",
+    "transpose_bytes",
     "weighted_sum",
 ]

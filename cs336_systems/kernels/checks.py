@@ -18,6 +18,11 @@ def check_runnable(kernel: Any, x: Tensor) -> None:
     """
     if x.dtype not in DTYPES:
         raise ValueError(f"the kernel takes float32, bfloat16 and float16, got {x.dtype}")
+    check_device(kernel, x)
+
+
+def check_device(kernel: Any, x: Tensor) -> None:
+    """Raises ValueError unless ``x`` is a CUDA tensor, where kernels are compiled."""
     if needs_other_device(kernel, x.device):
         raise ValueError(
             f"the kernel needs a CUDA device (or TRITON_INTERPRET=1 before it is imported), got a tensor on {x.device}"

@@ -53,10 +53,22 @@ def check(x: Tensor, dtype: torch.dtype, rows: bool, transposed: bool) -> None:
     """Raises ValueError, one sentence, unless x can be quantized to ``dtype`` and something is wanted of it."""
     if dtype not in LARGEST:
         raise ValueError(f"quantization is to {' or '.join(map(str, LARGEST))}, not to {dtype}")
-    if x.dim() != 2 or x.shape[0] % QUANTUM or x.shape[1] % QUANTUM:
-        raise ValueError(f"products in fp8 take matrices whose dimensions {QUANTUM} divides, got {tuple(x.shape)}")
+    check_shape(x)
     if not (rows or transposed):
         raise ValueError("quantization gives rows, transposed or both, and neither was asked for")
+
+
+def check_shape(x: Tensor) -> None:
+    """Raises ValueError unless x is a matrix that a product in fp8 takes."""
+    if x.dim() != 2 or x.shape[0] % QUANTUM or x.shape[1] % QUANTUM:
+        raise ValueError(f"products in fp8 take matrices whose dimensions {QUANTUM} divides, got {tuple(x.shape)}")
+
+
+def check_bytes(q: Tensor) -> None:
+    """Raises ValueError unless q is such a matrix, of eight bits an element."""
+    check_shape(q)
+    if q.dtype.itemsize != 1:
+        raise ValueError(f"bytes are transposed, got {q.dtype}")
 
 
 def check_absmax(x: Tensor, absmax: Tensor, absmax_t: Tensor | None, transposed: bool) -> None:
@@ -133,6 +145,12 @@ def quantize_blocks(
     check(x, dtype, rows, transposed)
     (q, inverse), (q_t, inverse_t) = (_quantize_blocks(each, dtype, square) for each in (x, x.t()))
     return only(Quantized(q, q_t, inverse, inverse_t), rows, transposed)
+
+
+def transpose_bytes(q: Tensor) -> Tensor:
+    """As ``transpose_bytes.transpose_bytes``."""
+    check_bytes(q)
+    return q.t().contiguous()
 
 
 def _quantize_blocks(x: Tensor, dtype: torch.dtype, square: bool) -> tuple[Tensor, Tensor]:

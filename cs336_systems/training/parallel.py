@@ -71,7 +71,8 @@ def _travel(unit: nn.Module) -> QuantizedTravel | None:
         return None
     matrices = {name: PARTS[name] for name in WEIGHTS}
     own = products.quantizers
-    return QuantizedTravel(matrices, FORMATS[products.recipe.matmul], own.absmax, own.quantize, products.receive)
+    how = own.absmax, own.quantize, own.transpose_bytes
+    return QuantizedTravel(matrices, FORMATS[products.recipe.matmul], *how, products.receive)
 
 
 def _fsdp2(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:

@@ -14,7 +14,7 @@ from cs336_systems.config import MODEL_SIZES, Recipe
 from cs336_systems.distributed import FSDP, fsdp_parameters
 from cs336_systems.distributed.fsdp_quantized import QuantizedGroup, QuantizedTravel, _tiled
 from cs336_systems.distributed.spawn import spawn
-from cs336_systems.kernels.quantize_reference import absmax, quantize
+from cs336_systems.kernels.quantize_reference import absmax, quantize, transpose_bytes
 from cs336_systems.model import TransformerBlock, TransformerLM
 from cs336_systems.training.backward_update import BackwardUpdate
 from cs336_systems.training.parallel import _travel
@@ -267,7 +267,9 @@ def test_two_gpus(world_size, device):
 
 
 def test_a_unit_with_other_matrices_or_shards_that_are_no_tiles_travels_as_stored():
-    travel = QuantizedTravel({"one": ("a", "b")}, torch.float8_e4m3fn, absmax, quantize, lambda matrix: None)
+    travel = QuantizedTravel(
+        {"one": ("a", "b")}, torch.float8_e4m3fn, absmax, quantize, transpose_bytes, lambda matrix: None
+    )
     a, b = torch.empty(32, 64), torch.empty(64, 64)
     assert travel.serves([a, b], 2) and travel.serves([a, b], 4)
     assert not travel.serves([a, b, b], 2)

@@ -10,9 +10,9 @@ from cs336_systems.experiments.options import RunOptions
 
 KERNELS = (
     *("weighted_sum", "rms_norm", "add_rms_norm", "swiglu", "rotary"),
-    *("linear_cross_entropy", "adamw", "grad_norm"),
+    *("linear_cross_entropy", "adamw", "grad_norm", "column_sums"),
     *("absmax", "rms_norm.absmax", "swiglu.absmax", "adamw.absmax"),
-    *("quantize", "quantize.transposed", "quantize_blocks", "rms_norm_quantize", "swiglu_quantize"),
+    *("quantize", "quantize.transposed", "quantize_blocks", "rms_norm_quantize", "swiglu_quantize", "transpose_bytes"),
 )
 """Each a file in ``cs336_systems/kernels`` and one in this folder; after a dot, a form of it that writes more."""
 

@@ -18,7 +18,10 @@ CLASSES = (MATMUL, ATTENTION, SOFTMAX, REDUCTION, ELEMENTWISE, QUANTIZATION, COP
 """In the order in which tables and figures show them."""
 
 _PATTERNS = (
-    (QUANTIZATION, r"^\w*(quantize|absmax)\w*_kernel$"),  # also where SwiGLU's gradient is computed as it is quantized
+    (
+        QUANTIZATION,
+        r"^\w*(quantize|absmax|transpose_bytes)\w*_kernel$",
+    ),  # also where SwiGLU's gradient is computed as it is quantized
     (ATTENTION, r"^triton_tem_\w*(flex|attention)"),
     (MATMUL, r"^triton_tem_"),
     (SOFTMAX, r"^triton_(red|per)_\w*softmax"),
@@ -34,7 +37,10 @@ _PATTERNS = (
     (COPY, r"multi_tensor_apply.*\bCopy<"),  # several tensors at once, as into what FSDP2 sends
     (OPTIMIZER, r"multi_tensor_apply|fused_?adam|_foreach_|^(advance|update)_kernel$"),
     (COPY, r"^mem(cpy|set)$|copy|CatArray|aten::(cat|clone|contiguous|_to_copy|zero_|fill_)|FillFunctor"),
-    (REDUCTION, r"reduce|logsumexp|aten::(sum|mean|amax|max|norm|rsqrt)\b|norm_kernel|^rms_norm_|^sum_rows"),
+    (
+        REDUCTION,
+        r"reduce|logsumexp|aten::(sum|mean|amax|max|norm|rsqrt)\b|norm_kernel|^rms_norm_|^sum_rows|^column_sums",
+    ),
     (
         ELEMENTWISE,
         r"elementwise|^(swiglu|rotary)_|index|gather|scatter|embedding|tri[ul]|aten::(mul|add|sub|div|pow|exp|log|sqrt|silu"

@@ -39,6 +39,7 @@ MUL = "at::native::BinaryFunctor<float, float, float, at::native::binary_interna
         ("cross_entropy_rows_kernel", "softmax"),
         ("rms_norm_backward_kernel", "reduction"),
         ("sum_rows_kernel", "reduction"),
+        ("column_sums_kernel", "reduction"),
         ("swiglu_forward_kernel", "elementwise"),
         ("product_kernel", "matmul"),
         ("rotary_kernel", "elementwise"),
@@ -47,6 +48,7 @@ MUL = "at::native::BinaryFunctor<float, float, float, at::native::binary_interna
         ("row_and_column_absmax_kernel", "quantization"),
         ("swiglu_backward_quantize_kernel", "quantization"),
         ("rms_norm_quantize_kernel", "quantization"),
+        ("transpose_bytes_kernel", "quantization"),
         ("something_new", "other"),
     ],
 )
