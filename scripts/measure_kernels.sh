@@ -8,8 +8,8 @@
 # `compile` before them: torch.compile takes 2 to 9 s for a shape, a Triton kernel 0.5 s, one of attention more.
 #
 #   compile          75  compiles, on all cores, what widths, tokens and head will run
-#   widths          105  RMSNorm, with and without the residual add, SwiGLU, RoPE, AdamW, gradient norm, sums of columns: 16,384
-#                        tokens, widths of six models
+#   widths          105  RMSNorm, with and without the residual add, SwiGLU, RoPE, AdamW, gradient norm, column sums:
+#                        16,384 tokens, widths of six models
 #   tokens           50  the first four at 4,096 and 65,536 tokens, widths of llama3-8b
 #   head             60  loss of a head beside compiled chunks and Liger's: 32,768 x 4096 x 151,936
 #   head-peers       60  the same with all logits at once, and Apple's cut cross entropy

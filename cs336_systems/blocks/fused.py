@@ -13,12 +13,12 @@ from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.reference import REFERENCE
 from cs336_systems.kernels import (
     add_rms_norm_forward,
+    column_sums,
     rms_norm_backward,
     rms_norm_forward,
     rotate_,
     swiglu_backward_,
 )
-from cs336_systems.kernels.column_sums import column_sums
 from cs336_systems.kernels.products import product_, swiglu_product_
 
 

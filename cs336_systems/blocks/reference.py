@@ -83,7 +83,7 @@ def swiglu_backward_(dproduct: Tensor, gate_up: Tensor, *, with_product: bool) -
 
 
 def column_sums(x_RP: Tensor) -> Tensor:
-    """The gradient of a bias."""
+    """The sum of the rows, (P,): the gradient of a bias."""
     return x_RP.sum(0)
 
 

@@ -43,7 +43,7 @@ class QuantizedTravel:
         dtype: of eight bits.
         absmax: the largest magnitude of a tensor, () in fp32.
         quantize: (tensor, absmax, dtype) -> something with ``q``, of the same shape, and ``inverse_scale``, ().
-        transpose: of what ``quantize`` gives, row-major.
+        transpose: a matrix (N, K) of ``dtype`` to (K, N), row-major.
         deliver: takes the function from a matrix's name and whether it is to be transposed to (values, inverse scale).
     """
 

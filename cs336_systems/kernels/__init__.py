@@ -2,6 +2,7 @@
 
 from cs336_systems.kernels.absmax import absmax, row_and_column_absmax
 from cs336_systems.kernels.add_rms_norm import AddRMSNorm, add_rms_norm
+from cs336_systems.kernels.column_sums import column_sums
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward_backward
 from cs336_systems.kernels.quantize import quantize
 from cs336_systems.kernels.quantize_blocks import quantize_blocks
@@ -38,6 +39,7 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_absmax",
     "add_rms_norm_forward",
+    "column_sums",
     "empty_slopes",
     "linear_cross_entropy",
     "linear_cross_entropy_forward_backward",

@@ -8,7 +8,7 @@ How. A program adds up, in fp32, the rows of one chunk in one block of columns, 
 to a row of a buffer; ``sum_rows.py`` adds up these rows, begun meanwhile and waiting for the last of them. No atomics:
 the same bits every time.
 
-Traffic: reads x once, and 4 / (2 x 256) of that twice for the buffer in bf16.
+Traffic: reads x once, and writes and reads the buffer, of 4 bytes for 256 elements of x.
 
 Limits: fp32, bf16 and fp16; T D < 2^63. A sum is rounded once, where it is stored.
 
@@ -64,7 +64,7 @@ def _result(x: Tensor) -> Tensor:
 def column_sums_op(x: Tensor) -> Tensor:
     """(D,) of contiguous x (T, D)."""
     n_rows, d = x.shape
-    sums = torch.empty(d, dtype=x.dtype, device=x.device)
+    sums = _result(x)
     if not x.numel():
         return sums.zero_()
     n_chunks = ceil_div(n_rows, CHUNK_ROWS)
@@ -91,7 +91,7 @@ def column_sums(x_TD: Tensor) -> Tensor:
     """The sum over the rows of x, (D,) in its dtype.
 
     Raises:
-        ValueError: x is no matrix, or where Triton does not run.
+        ValueError: x is no matrix, of another dtype than fp32, bf16 or fp16, or there is no CUDA device.
     """
     if x_TD.dim() != 2:
         raise ValueError(f"column_sums takes a matrix, got one of {x_TD.dim()} dimensions")

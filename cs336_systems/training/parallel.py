@@ -69,10 +69,15 @@ def _travel(unit: nn.Module) -> QuantizedTravel | None:
     products = unit.products if isinstance(unit, WrittenOutBlock) else None
     if not (isinstance(products, QuantizedProducts) and products.recipe.scaling == "tensor"):
         return None
-    matrices = {name: PARTS[name] for name in WEIGHTS}
     own = products.quantizers
-    how = own.absmax, own.quantize, own.transpose_bytes
-    return QuantizedTravel(matrices, FORMATS[products.recipe.matmul], *how, products.receive)
+    return QuantizedTravel(
+        {name: PARTS[name] for name in WEIGHTS},
+        FORMATS[products.recipe.matmul],
+        absmax=own.absmax,
+        quantize=own.quantize,
+        transpose=own.transpose_bytes,
+        deliver=products.receive,
+    )
 
 
 def _fsdp2(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:

@@ -18,10 +18,8 @@ CLASSES = (MATMUL, ATTENTION, SOFTMAX, REDUCTION, ELEMENTWISE, QUANTIZATION, COP
 """In the order in which tables and figures show them."""
 
 _PATTERNS = (
-    (
-        QUANTIZATION,
-        r"^\w*(quantize|absmax|transpose_bytes)\w*_kernel$",
-    ),  # also where SwiGLU's gradient is computed as it is quantized
+    # Also where SwiGLU's gradient is computed as it is quantized.
+    (QUANTIZATION, r"^\w*(quantize|absmax|transpose_bytes)\w*_kernel$"),
     (ATTENTION, r"^triton_tem_\w*(flex|attention)"),
     (MATMUL, r"^triton_tem_"),
     (SOFTMAX, r"^triton_(red|per)_\w*softmax"),
