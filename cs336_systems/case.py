@@ -53,6 +53,8 @@ class Parallel:
     """In which FSDP gathers weights and computes: same as the masters, or bf16."""
     prefetch: int = 1
     """Units whose weights our FSDP gathers ahead."""
+    gather_by: str = "collectives"
+    """How weights come together under our FSDP: in collectives, or by copies from the other ranks' memory."""
     update: str = "after-backward"
     """after-backward; or under-backward: our FSDP's shards are updated as soon as their gradients are averages."""
     on_host: bool = False

@@ -38,6 +38,7 @@ from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedG
 from cs336_systems.distributed.fsdp_schedule import Schedule
 from cs336_systems.distributed.fsdp_state_dict import WholeTensors, show_whole
 from cs336_systems.distributed.fsdp_units import Initialise, NotCopied, Predicate, Travels, is_unit, shard_module
+from cs336_systems.distributed.peer_memory import why_not_mapped
 from cs336_systems.distributed.process_group import check_same_across_ranks
 
 
@@ -49,6 +50,8 @@ class FSDP(NotCopied, nn.Module):
         compute_dtype: in which the module runs and weights are communicated; None for the parameters' own.
         reduce_dtype: in which gradients are communicated; None for the parameters' own.
         prefetch: units whose weights are gathered ahead of the one that runs; 0 gathers when a unit is called.
+        peer_copies: each rank copies the rows of the others from their memory (``peer_memory.py``), where collectives
+            would gather them; on one host. The values are the same. Groups that are cast still travel in collectives.
         units: says of a module whether its parameters are to be gathered together, as those of a block; None divides
             the module by default (see ``fsdp_units.py``).
         quantized: says of a unit how its matrices travel in eight bits (``fsdp_quantized.py``), or None: as stored.
@@ -59,7 +62,7 @@ class FSDP(NotCopied, nn.Module):
 
     Raises:
         ValueError: the module has no parameters, lies on several devices, is under FSDP already in part, or differs
-            between ranks; an argument is out of range.
+            between ranks; an argument is out of range; ranks cannot read each other's memory, as ``peer_copies`` asks.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class FSDP(NotCopied, nn.Module):
         *,
         reduce_dtype: torch.dtype | None = None,
         prefetch: int = 1,
+        peer_copies: bool = False,
         units: Predicate | None = None,
         quantized: Travels | None = None,
         initialise: Initialise | None = None,
@@ -95,6 +99,8 @@ class FSDP(NotCopied, nn.Module):
         check_same_across_ranks(described, "the model's parameters", self.process_group)
         self.compute_dtype = compute_dtype
         self.device = _device(module, device, self.process_group)
+        if peer_copies and (reason := why_not_mapped(self.device, self.process_group)):
+            raise ValueError(f"peer_copies need ranks that map each other's memory, but {reason}")
         layout = shard_module(
             module,
             predicate=units,
@@ -102,6 +108,7 @@ class FSDP(NotCopied, nn.Module):
             initialise=initialise,
             compute_dtype=compute_dtype,
             reduce_dtype=reduce_dtype,
+            peer_copies=peer_copies,
             device=self.device,
             process_group=self.process_group,
         )

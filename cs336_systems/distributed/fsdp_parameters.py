@@ -21,8 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import ReduceOp, ReduceScatterOptions
 
+from cs336_systems.distributed.fsdp_gathers import Copies, PackedGather, all_gather
 from cs336_systems.distributed.fsdp_gradients import GradientHooks, ShardGradient, refuse_hook
 from cs336_systems.distributed.neighbours import alias, neighbours
+from cs336_systems.distributed.peer_memory import Turns, map_memory
 
 _ALIGNMENT = 64
 """Elements to which slots are rounded: 128 bytes of bf16, more than vectorised loads and NCCL ask for."""
@@ -101,39 +103,6 @@ class ShardedParameter(ManagedParameter):
         return old.add_(fresh.to(dtype))
 
 
-class _PackedGather:
-    """An all-gather of several tensors as one message; ``wait`` waits for it and unpacks it.
-
-    Each of ``inputs`` is (n,), and the one of ``outputs`` that it goes to (world_size * n,), of the same dtype.
-    """
-
-    def __init__(self, process_group: dist.ProcessGroup, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        world_size, sizes = process_group.size(), [shard.numel() for shard in inputs]
-        self._outputs = [output.view(world_size, size) for output, size in zip(outputs, sizes, strict=True)]
-        packed = torch.cat(tuple(inputs))
-        received = packed.new_empty(world_size, sum(sizes))
-        self._parts = received.split(sizes, dim=1)
-        self._work = dist.all_gather_into_tensor(received.view(-1), packed, group=process_group, async_op=True)
-
-    def wait(self) -> None:
-        self._work.wait()
-        torch._foreach_copy_(self._outputs, self._parts)
-
-
-def _all_gather(
-    process_group: dist.ProcessGroup, outputs: list[Tensor], inputs: list[Tensor]
-) -> "dist.Work | _PackedGather":
-    """Start to gather each of the flat ``inputs`` into the one of ``outputs``, in one collective for all of them.
-
-    On CPUs the message is packed here. gloo would do the same in its coalesced all-gather, but that one corrupts the
-    heap (torch 2.11): gloo's two workers note which operation they have finished in one ``std::string`` without a lock,
-    and "ALLGATHER_COALESCED", unlike the names of the other collectives used here, is too long to be stored in place.
-    """
-    if outputs[0].is_cuda:
-        return process_group.allgather_into_tensor_coalesced(outputs, inputs)
-    return _PackedGather(process_group, outputs, inputs)
-
-
 class Reduction:
     """A reduce-scatter under way; ``finish`` waits for it and leaves the gradients of the shards where they belong."""
 
@@ -210,7 +179,10 @@ class ShardedGroup:
         compute_dtype: of the unsharded parameters; None keeps the parameters' own.
         reduce_dtype: in which gradients are communicated; None for the parameters' own.
         stream: where gathers are issued, so that their casts do not wait in line behind the computation; None on a CPU.
+        turns: of ranks that copy each other's rows; None gathers in collectives, as do groups that are cast.
     """
+
+    _travels_as_stored = True
 
     def __init__(
         self,
@@ -221,6 +193,7 @@ class ShardedGroup:
         reduce_dtype: torch.dtype | None,
         process_group: dist.ProcessGroup,
         stream: "torch.cuda.Stream | None",
+        turns: Turns | None = None,
     ) -> None:
         self.process_group = process_group
         self.world_size = world_size = process_group.size()
@@ -228,11 +201,13 @@ class ShardedGroup:
         dtype = parameters[0].dtype
         self.compute_dtype = compute_dtype if compute_dtype and dtype.is_floating_point else dtype
         self.reduce_dtype = reduce_dtype or dtype
-        self._stream = stream
+        self._stream, self._turns = stream, turns
         self.users = 0
         """Units that run with the group at this moment."""
         self.state = GroupState.SHARDED
-        self._work: dist.Work | _PackedGather | None = None
+        self._versions: list[int] = []
+        """Of the shards, when they were last gathered."""
+        self._work: dist.Work | PackedGather | Copies | None = None
 
         # Every parameter has a padded slot of this rank's rows and one of the whole: the coalesced collective moves it
         # from slot to slot in one kernel, and NCCL has nothing to pack or unpack around it.
@@ -240,9 +215,14 @@ class ShardedGroup:
         sizes = [n * parameter[:1].numel() for n, parameter in zip(n_rows, parameters, strict=True)]
         n_sharded, starts = _offsets(sizes)
         n_unsharded, unsharded_starts = _unsharded_offsets(parameters, [size * world_size for size in sizes])
-        self._sharded = torch.zeros(n_sharded, dtype=dtype, device=self.device)
-        self._unsharded = torch.empty(n_unsharded, dtype=self.compute_dtype, device=self.device)
         self._slots = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        self._mapped: list[list[Tensor]] | None = None
+        """Of each parameter all ranks' rows as they travel, if they are copied."""
+        if self._travels_as_stored and self.compute_dtype == dtype:
+            self._sharded = self._read_by_all(n_sharded, dtype)
+        else:
+            self._sharded = torch.zeros(n_sharded, dtype=dtype, device=self.device)
+        self._unsharded = torch.empty(n_unsharded, dtype=self.compute_dtype, device=self.device)
         self._gather_inputs = [self._sharded[slot] for slot in self._slots]
         self._gather_outputs: list[Tensor] = []
         self.parameters: list[ShardedParameter] = []
@@ -259,6 +239,14 @@ class ShardedGroup:
         self._unsharded_bytes = self.unsharded_bytes
         self._unsharded.untyped_storage().resize_(0)
 
+    def _read_by_all(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros, (numel,), which the other ranks read if rows are copied; a collective then."""
+        if self._turns is None:
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+        mapped = map_memory(numel, dtype, self.device, self.process_group)
+        self._mapped = [[memory[slot] for memory in mapped] for slot in self._slots]
+        return mapped[self.process_group.rank()]
+
     @property
     def trainable(self) -> list[ShardedParameter]:
         """The parameters that take part in a reduction."""
@@ -271,11 +259,20 @@ class ShardedGroup:
 
     @property
     def stale(self) -> bool:
-        """Whether this rank keeps something for gathers that was made of older values of its shards."""
-        return False
+        """Whether this rank's shards have changed since what there is of the group, to be used again, was made."""
+        return self.state is not GroupState.SHARDED and self._changed_since(self._versions)
 
-    def drop_kept(self) -> None:
-        """Give up what is kept for gathers, as it is stale on some rank; called on all of them."""
+    def drop_stale(self) -> None:
+        """Give up what was made of older values, as shards have changed on some rank; called on all of them."""
+        if not self.users:
+            self.free()
+
+    def _changed_since(self, versions: list[int]) -> bool:
+        moved = (p.sharded_param.data_ptr() != p.memory.data_ptr() for p in self.parameters)  # to be adopted
+        return versions != self._versions_now() or any(moved)
+
+    def _versions_now(self) -> list[int]:
+        return [parameter.sharded_param._version for parameter in self.parameters]
 
     def gather(self) -> None:
         """Start to make the unsharded parameters, unless they are there or on their way."""
@@ -284,11 +281,15 @@ class ShardedGroup:
         for parameter in self.parameters:
             parameter.adopt_data()
         self.state = GroupState.GATHERING
+        self._versions = self._versions_now()
         # Allocated for the current stream, which waits for the collective before it uses them and frees them after.
         self._unsharded.untyped_storage().resize_(self._unsharded_bytes)
         with self._on_stream(), torch.no_grad():
             outputs, self._sent = self._exchanged()
-            self._work = _all_gather(self.process_group, outputs, self._sent)
+            if self._mapped is None:
+                self._work = all_gather(self.process_group, outputs, self._sent)
+            else:
+                self._work = Copies(outputs, self._mapped)
 
     def _exchanged(self) -> tuple[list[Tensor], list[Tensor]]:
         """Of each parameter where the whole arrives, and this rank's rows, flat, as the others are to have them."""
@@ -328,7 +329,7 @@ class ShardedGroup:
         for parameter in self.parameters:
             parameter.adopt_data()
         outputs = [shard.new_empty(shard.numel() * self.world_size) for shard in self._gather_inputs]
-        _all_gather(self.process_group, outputs, self._gather_inputs).wait()
+        all_gather(self.process_group, outputs, self._gather_inputs).wait()
         return [
             output[: parameter.shape.numel()].view(parameter.shape)
             for parameter, output in zip(self.parameters, outputs, strict=True)

@@ -65,6 +65,8 @@ class QuantizedTravel:
 class QuantizedGroup(ShardedGroup):
     """A group of the parameters of one unit, all of which travel quantized; arguments as ``ShardedGroup``."""
 
+    _travels_as_stored = False
+
     def __init__(
         self, travel: QuantizedTravel, names: Sequence[tuple[str, ...]], parameters: Sequence[nn.Parameter], **how: Any
     ) -> None:
@@ -80,42 +82,42 @@ class QuantizedGroup(ShardedGroup):
         ]
         self._unsharded.untyped_storage().resize_(0)
         self._inverse_scales = torch.zeros(len(self._parts), _SCALE_STRIDE, device=self.device)[:, 0]
-        self._kept: list[Tensor] | None = None
-        """This rank's rows in bytes, of the versions below."""
-        self._versions: list[int] = []
+        kept = self._read_by_all(self._sharded.numel(), torch.uint8)
+        self._kept = [kept[slot] for slot in self._slots]
+        """This rank's rows in bytes."""
+        self._kept_of: list[int] | None = None
+        """Versions of the shards that they were made of; None before that, and once they are stale."""
         self._transposed: dict[str, Tensor] = {}
         travel.deliver(self.matrix)
 
     @property
     def stale(self) -> bool:
-        moved = (p.sharded_param.data_ptr() != p.memory.data_ptr() for p in self.parameters)  # to be adopted
-        return self._kept is not None and (self._versions != self._versions_now() or any(moved))
+        return self._kept_of is not None and self._changed_since(self._kept_of)
 
-    def drop_kept(self) -> None:
-        self._kept = None
-
-    def _versions_now(self) -> list[int]:
-        return [parameter.sharded_param._version for parameter in self.parameters]
+    def drop_stale(self) -> None:
+        super().drop_stale()
+        self._kept_of = None
 
     def _exchanged(self) -> tuple[list[Tensor], list[Tensor]]:
         """In bytes."""
-        if self._kept is None:
-            self._versions, self._kept = self._versions_now(), self._quantized()
+        if self._kept_of is None:
+            self._kept_of = self._versions_now()
+            self._quantize_rows()
+            if self._turns is not None:
+                self._turns.begin_reading()
         return self._byte_outputs, self._kept
 
-    def _quantized(self) -> list[Tensor]:
-        """This rank's rows in bytes, once ranks have agreed on the largest magnitudes."""
+    def _quantize_rows(self) -> None:
+        """Make this rank's rows in bytes, once ranks have agreed on the largest magnitudes."""
         shards = [parameter.memory.to(self.compute_dtype) for parameter in self.parameters]
         maxima = torch.stack([self._absmax([shards[i] for i in parts]) for parts in self._parts.values()])
         # As integers, whose order is that of magnitudes, and in which NaN is the largest.
         dist.all_reduce(maxima.view(torch.int32), dist.ReduceOp.MAX, group=self.process_group)
-        sent = list(self._gather_inputs)
         for (number, parts), absmax in zip(enumerate(self._parts.values()), maxima, strict=True):
             for i in parts:
                 quantized = self._travel.quantize(_tiled(shards[i]), absmax, self._travel.dtype)
-                sent[i] = quantized.q.view(torch.uint8).view(-1)
+                self._kept[i].copy_(quantized.q.view(torch.uint8).view(-1))
             self._inverse_scales[number].copy_(quantized.inverse_scale)
-        return sent
 
     def free(self) -> None:
         """Give the memory of the bytes back, those of transposed copies too."""

@@ -11,6 +11,9 @@ Backward walks the list whole. A run that this rank's gradient passes by is gath
 same, as other ranks may compute with it. A group that several runs use stays between the first and the last of them, in
 either direction: a tied embedding is gathered once.
 
+A backward whose gradients stay on their rank (``no_sync``) leaves the groups there that the next forward begins with:
+no optimizer runs between the two. If shards have changed all the same, by their versions, they are gathered anew.
+
 Each backward ends with its gradients averaged, as the call of ``backward`` returns. One that an error has ended leaves
 nothing behind but what the parameters' ``grad`` hold by then.
 
@@ -20,7 +23,7 @@ on every rank, after the same units: where a model has such segments, the losses
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
@@ -102,10 +105,13 @@ class Schedule:
         self.groups = layout.groups
         self.replicated = layout.replicated
         self.prefetch = prefetch
+        self._turns = layout.turns
         self._agreement = Agreement(process_group)
         self._complete = Forward()
         """The last forward that came to its end: the next one is expected to be like it."""
         self._forward = Forward()
+        self._left: set[ShardedGroup] = set()
+        """Groups that the last backward has left for the next forward."""
         self._n_to_come = 0
         """Forwards since the last backward that one may come to."""
         self._backward: _Backward | None = None
@@ -136,8 +142,9 @@ class Schedule:
             yield
             return
         self._forget_failed_backward()
-        self._agree("begins a forward")
-        self._free_idle()
+        self._begin("a forward")
+        self._free_idle(besides=self._left)
+        self._left = set()
         self._forward = Forward(self._complete)
         try:
             for slot, guard in self._guards:
@@ -149,6 +156,7 @@ class Schedule:
                 if slot.resting is not slot.parameter.sharded_param:
                     slot.rest(slot.parameter.sharded_param)
         self._agree("ends a forward")
+        self._end_reading()
         self._forward.end()
         if not (self._forward.as_expected and self._forward.runs):  # without a backward to come
             self._free_idle()
@@ -200,6 +208,17 @@ class Schedule:
                     group.free()
         return output
 
+    def _begin(self, what: str) -> None:
+        """Agree on what begins, before which all ranks have written their shards."""
+        self._agree(f"begins {what}")
+        if self._turns is not None:
+            self._turns.begin_reading()
+
+    def _end_reading(self) -> None:
+        """The user may write shards again."""
+        if self._turns is not None:
+            self._turns.end_reading()
+
     def _agree(self, what: str) -> None:
         """Make sure that all ranks are about to do the same, unless it is to call the unit that is expected.
 
@@ -226,7 +245,7 @@ class Schedule:
             raise
         for group, is_stale in zip(self.groups, stale, strict=True):
             if is_stale:
-                group.drop_kept()
+                group.drop_stale()
 
     def _record(self, forward: Forward, unit: Unit, started: int, output: Any) -> None:
         """Have the unit's backward announced, if there will be one."""
@@ -247,7 +266,7 @@ class Schedule:
             end = partial(self._after_backward)
             self._backward = _Backward(weakref.ref(end))
             Variable._execution_engine.queue_callback(end)  # autograd holds it as long as the pass lives
-            self._agree("begins a backward")
+            self._begin("a backward")
         return self._backward
 
     def _before_backward(self, run: Run) -> None:
@@ -310,8 +329,9 @@ class Schedule:
         backward, forward, number = self._current_backward(), run.forward, run.number
         window = forward.runs[max(0, number - self.prefetch) : number + 1][::-1]
         needed = {group for each in (*window, *backward.open) for group in each.unit.groups}
+        to_leave = self._to_leave()
         for group in self._gathered():
-            if group not in needed and not group.users and not forward.uses(group, number):
+            if group not in needed | to_leave and not group.users and not forward.uses(group, number):
                 group.free()
         for each in window:
             for group in each.unit.groups:
@@ -333,10 +353,12 @@ class Schedule:
         if self._n_to_come > 1:
             self._agree("ends a backward")
         self._n_to_come = 0
-        self._free_idle()
+        self._left = self._to_leave()
+        self._free_idle(besides=self._left)
         for group in backward.producing:
             self.gradients.reduce(group)
         self.gradients.end_backward()
+        self._end_reading()
         if self._forward in backward.walks:
             self._forward = Forward()
         self._backward = None
@@ -344,6 +366,7 @@ class Schedule:
     def finish(self) -> None:
         """Average the gradients that backward passes have accumulated; those of others are averages already."""
         self._forget_failed_backward()
+        self._free_idle()
         if self.gradients.unfinished and self.gradients.synchronize:
             self._agree("averages accumulated gradients")
             self.gradients.average()
@@ -363,7 +386,13 @@ class Schedule:
     def _gathered(self) -> list[ShardedGroup]:
         return [group for group in self.groups if group.state is not GroupState.SHARDED]
 
-    def _free_idle(self) -> None:
+    def _to_leave(self) -> set[ShardedGroup]:
+        """What a backward leaves gathered, if it has come to it."""
+        if self.gradients.synchronize:
+            return set()
+        return {group for unit in self._complete.units[: 1 + self.prefetch] for group in unit.groups}
+
+    def _free_idle(self, besides: Collection[ShardedGroup] = ()) -> None:
         for group in self._gathered():
-            if not group.users:
+            if not group.users and group not in besides:
                 group.free()

@@ -26,6 +26,7 @@ from cs336_systems.distributed.fsdp_quantized import QuantizedGroup, QuantizedTr
 from cs336_systems.distributed.fsdp_replicated import ReplicatedParameters
 from cs336_systems.distributed.fsdp_slots import ParameterSlot
 from cs336_systems.distributed.neighbours import empty_like_run, neighbours
+from cs336_systems.distributed.peer_memory import Turns
 
 Predicate = Callable[[nn.Module], bool]
 Initialise = Callable[[nn.Module], Any]
@@ -176,6 +177,8 @@ class Layout:
     """Those that have something to gather or to cast, in the order of ``module.modules()``."""
     groups: list[ShardedGroup]
     replicated: ReplicatedParameters
+    turns: Turns | None
+    """Of ranks that copy each other's rows."""
 
 
 def shard_module(
@@ -186,6 +189,7 @@ def shard_module(
     initialise: Initialise | None,
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
+    peer_copies: bool,
     device: torch.device,
     process_group: dist.ProcessGroup,
 ) -> Layout:
@@ -213,6 +217,7 @@ def shard_module(
     waiting_for = {key: {slot.module for p in group for slot in slots_of[p]} for key, group in members.items()}
 
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    turns = Turns(stream, device, process_group) if peer_copies else None
     run_of = {parameter: run for run in neighbours(names) for parameter in run}
     made: dict[nn.Parameter, nn.Parameter] = {}
     managed: dict[nn.Parameter, ManagedParameter] = {}
@@ -233,6 +238,7 @@ def shard_module(
             reduce_dtype=reduce_dtype,
             process_group=process_group,
             stream=stream,
+            turns=turns,
         )
         for parameter, sharded in zip(originals, group.parameters, strict=True):
             managed[parameter], group_of[parameter] = sharded, group
@@ -277,7 +283,7 @@ def shard_module(
         used = group_of.get(slot.parameter)
         if used is not None and used not in unit.groups:
             unit.groups.append(used)
-    return Layout(list(units.values()), list(dict.fromkeys(group_of.values())), replicated)
+    return Layout(list(units.values()), list(dict.fromkeys(group_of.values())), replicated, turns)
 
 
 def _materialise(

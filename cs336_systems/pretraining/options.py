@@ -17,6 +17,8 @@ from cs336_systems.costs.kept import default_keep, unserved_reason
 from cs336_systems.costs.offload import offload_reason
 from cs336_systems.pretraining.schedules import Schedule, ScheduleKind
 
+GatherBy = Literal["collectives", "copies"]
+
 _POSITIVE = (
     *("context_length", "batch_size", "accumulate", "total_batch_tokens", "steps", "epochs", "clip", "walltime"),
     *("evaluate_every", "evaluation_sequences", "save_every", "keep_last", "keep_every", "log_every"),
@@ -150,6 +152,9 @@ class TrainOptions:
     """Replay the step as a CUDA graph (with --optimizer torch-fused without the optimizer); one rank."""
     zero: Literal[0, 1, 2, 3] = 0
     """State sharded among ranks: 0 none (DDP), 1 the optimizer's, 2 also gradients, 3 also parameters (FSDP)."""
+    gather_by: GatherBy | None = None
+    """How weights come together at --zero 3: in collectives, or by copies from the other ranks' memory, on one host; by
+    default copies, where they are GPUs that reach each other."""
 
     device_gib: float | None = None
     """With --host-gib: stream layers, so that all memory of the process on the device stays below this cap. A plan
@@ -243,6 +248,8 @@ class TrainOptions:
                 f"--kernels {self.kernels} with --matmul-dtype {self.matmul_dtype} does not have: use --recompute block"
             )
             raise ValueError(f"--recompute {self.recompute} needs blocks under autograd, which {how}")
+        if self.gather_by is not None and self.zero != 3:
+            raise ValueError(f"--gather-by {self.gather_by} is for --zero 3, got --zero {self.zero}")
         any_depth = 1 + max(self.fp8_skip_first, 0) + max(self.fp8_skip_last, 0)
         case = self.training_case(ModelConfig("any", 64, 192, any_depth, 4), 1)
         if reason := unserved_reason(case) or offload_reason(case):
@@ -361,6 +368,7 @@ class TrainOptions:
             lmhead_chunks=self.lmhead_chunks,
             moments=self.moments,
             zero=self.zero,
+            gather_by=self.gather_by or "collectives",
             world_size=world_size,
         )
 
@@ -374,6 +382,7 @@ class TrainerCase(TrainingCase):
     lmhead_chunks: int | None = None
     moments: str = "same"
     zero: int = 0
+    gather_by: str = "collectives"
     world_size: int = 1
 
     @property
@@ -389,7 +398,7 @@ class TrainerCase(TrainingCase):
     @property
     def parallel(self) -> Parallel:
         if self.zero == 3:
-            return Parallel("fsdp")
+            return Parallel("fsdp", gather_by=self.gather_by)
         if self.world_size == 1:
             return Parallel()
         if self.zero == 0:

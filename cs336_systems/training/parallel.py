@@ -58,6 +58,7 @@ def _fsdp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
         model,
         _DTYPES[parallel.compute_dtype],
         prefetch=parallel.prefetch,
+        peer_copies=parallel.gather_by == "copies",
         units=lambda module: isinstance(module, TransformerBlock),
         quantized=_travel,
         device=rank.device,

@@ -64,7 +64,7 @@ def one_of_two(monkeypatch) -> Iterator[ResizedBytes]:
     monkeypatch.setattr(fsdp_agreement.Agreement, "check", lambda self, what, flags=(): list(flags))
     # As on GPUs, where nothing is packed.
     gather = lambda group, outputs, inputs: group.allgather_into_tensor_coalesced(outputs, inputs)  # noqa: E731
-    monkeypatch.setattr(fsdp_parameters, "_all_gather", gather)
+    monkeypatch.setattr(fsdp_parameters, "all_gather", gather)
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
     try:
         yield live

@@ -124,8 +124,8 @@ def rows_are_quantized_once_until_some_rank_changes_its_own(rank):
     model, alone = fsdp_of(model_of()), model_of()
     quantized: Counter[str] = Counter()
     for group in quantized_groups(model):
-        quantize_rows = group._quantized
-        group._quantized = lambda rows=quantize_rows: quantized.update(["group"]) or rows()
+        quantize_rows = group._quantize_rows
+        group._quantize_rows = lambda rows=quantize_rows: quantized.update(["group"]) or rows()
     n_groups = CONFIG.n_layers
 
     def losses() -> list[Tensor]:
@@ -190,20 +190,20 @@ def rows_that_a_kernel_updates_under_backward_are_quantized_anew(rank):
 
 def half_the_bytes_travel(rank):
     n_bytes: Counter[torch.dtype] = Counter()
-    gather = fsdp_parameters._all_gather
+    gather = fsdp_parameters.all_gather
 
     def watched(process_group, outputs, inputs):
         n_bytes.update({inputs[0].dtype: sum(x.numel() * x.element_size() for x in inputs)})
         return gather(process_group, outputs, inputs)
 
-    fsdp_parameters._all_gather = watched
+    fsdp_parameters.all_gather = watched
     try:
         train(fsdp_of(model_of()), 1)
         ours = dict(n_bytes)
         n_bytes.clear()
         train(fsdp_of(model_of(), travels=False), 1)
     finally:
-        fsdp_parameters._all_gather = gather
+        fsdp_parameters.all_gather = gather
     assert set(n_bytes) == {torch.bfloat16}
     assert n_bytes[torch.bfloat16] - ours[torch.bfloat16] == 2 * ours[torch.uint8] > 0
 
@@ -245,6 +245,11 @@ CHECKS = (
 )
 if not torch.cuda.is_available():
     CHECKS += (rows_that_a_kernel_updates_under_backward_are_quantized_anew,)
+ON_GPUS = (
+    what_arrives_is_the_whole_quantized,
+    kernels_give_the_same_steps,
+    rows_that_a_kernel_updates_under_backward_are_quantized_anew,
+)
 world = world_of(2, CHECKS)
 
 
@@ -256,13 +261,8 @@ def test_two_ranks(world, check):
 
 @pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
 def test_two_gpus(world_size, device):
-    checks = [
-        what_arrives_is_the_whole_quantized,
-        kernels_give_the_same_steps,
-        rows_that_a_kernel_updates_under_backward_are_quantized_anew,
-    ]
-    world = spawn(run_checks, world_size, checks, device=device, timeout_s=120)
-    for check in checks:
+    world = spawn(run_checks, world_size, ON_GPUS, device=device, timeout_s=120)
+    for check in ON_GPUS:
         assert failures(world, check) == []
 
 

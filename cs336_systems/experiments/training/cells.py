@@ -11,7 +11,7 @@ from cs336_systems.config import ATTENTIONS, resolve_size
 from cs336_systems.costs.kept import check_known
 from cs336_systems.experiments.fp8.cells import RECIPES, RecipeName
 from cs336_systems.experiments.options import Kernels, RunOptions, Switch, cell_of
-from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.options import GatherBy, TrainOptions
 
 How = Literal["ours", "transformers", "transformers-liger", "torchao-tensorwise", "torchao-rowwise"]
 
@@ -34,7 +34,7 @@ class Options(RunOptions):
     CPU_DEFAULTS: ClassVar = {
         **{"size": ("tiny",), "how": ("ours",), "context_length": 128, "batch_size": 4, "total_batch_tokens": 1024},
         **{"dtype": "fp32", "kernels": ("reference",), "keep": ("autograd",), "attention": ("reference",)},
-        **{"cuda_graph": ("off",), "warmup": 3, "seconds": 5.0},
+        **{"gather_by": ("collectives",), "cuda_graph": ("off",), "warmup": 3, "seconds": 5.0},
     }
     size: tuple[str, ...] = ("qwen2.5-0.5b",)
     """Named model sizes."""
@@ -52,6 +52,8 @@ class Options(RunOptions):
     """Ranks, for ours; under torchrun those that it has started. [default: 1]"""
     zero: tuple[Literal[0, 1, 2, 3], ...] = (0,)
     """State sharded among ranks, as for train.py; one rank runs at the lowest of several."""
+    gather_by: tuple[GatherBy, ...] = ("copies",)
+    """At --zero 3, as for train.py."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Dtype of parameters, gradients, moments and matrix products."""
     recipe: tuple[RecipeName, ...] = ("stored",)
@@ -85,6 +87,8 @@ class TrainingRunCell:
     total_batch_tokens: int
     world_size: int
     zero: int
+    gather_by: str
+    """Of weights at ZeRO 3; what else is gathered, and what is reduced, is in collectives."""
     dtype: str
     recipe: str
     kernels: str
@@ -113,6 +117,7 @@ class TrainingRunCell:
         if self.how == "ours":
             names = ("zero", "kernels", "keep", "attention", "cuda_graph", "lmhead_chunks")
             ours |= {name: getattr(self, name) for name in names}
+            ours |= {"gather_by": self.gather_by} if self.zero == 3 else {}
             recipe = RECIPES[self.recipe]
             ours |= {"matmul_dtype": recipe.matmul, "gradient_dtype": recipe.gradient, "scaling": recipe.scaling}
         return TrainOptions(
@@ -133,7 +138,8 @@ class TrainingRunCell:
     def __str__(self) -> str:
         shape = f"{self.size} {self.batch_size} x {self.context_length} {self.dtype}"
         graph = " CUDA graph" if self.cuda_graph == "on" else ""
-        ranks = f" on {self.world_size} ranks, ZeRO {self.zero}" if self.world_size > 1 else ""
+        copies = " by copies" if self.gather_by == "copies" else ""
+        ranks = f" on {self.world_size} ranks, ZeRO {self.zero}{copies}" if self.world_size > 1 else ""
         recipe = "" if self.recipe == "stored" else self.recipe
         words = (shape, self.how, recipe, self.kernels, self.keep, self.attention)
         return " ".join(filter(None, words)) + graph + ranks
@@ -141,7 +147,7 @@ class TrainingRunCell:
 
 def make_cells(options: Options) -> list[TrainingRunCell]:
     """Each size in each way; what others do not have is asked of ours alone, and one rank, which has nobody to share
-    state with, of the lowest ZeRO level alone.
+    state with, of the lowest ZeRO level alone. Where no weights are gathered there is one way to do so.
 
     Raises:
         ValueError: a value that no run can have.
@@ -151,8 +157,8 @@ def make_cells(options: Options) -> list[TrainingRunCell]:
     for name in options.attention:
         check_known("attention", name, ATTENTIONS)
     words = ("kernels", "keep", "attention", "cuda_graph")
-    of_ours = {name: getattr(options, name) for name in ("world_size", "zero", *words, "recipe")}
-    of_others = {"world_size": (1,), "zero": (0,)} | dict.fromkeys(words, ("",))
+    of_ours = {name: getattr(options, name) for name in ("world_size", "zero", "gather_by", *words, "recipe")}
+    of_others = {"world_size": (1,), "zero": (0,), "gather_by": ("collectives",)} | dict.fromkeys(words, ("",))
     cells = []
     for size, how in itertools.product(options.size, options.how):
         resolve_size(size)
@@ -163,12 +169,14 @@ def make_cells(options: Options) -> list[TrainingRunCell]:
             own |= dict(zip(ways, values, strict=True))
             if how == "ours" and own["world_size"] == 1 and own["zero"] != min(options.zero):
                 continue
+            if own["zero"] != 3 or own["world_size"] == 1:
+                own["gather_by"] = "collectives"
             cell = cell_of(TrainingRunCell, options, data=TrainingRunCell.data, **own)
             if how == "ours":
                 cell.train_options.check()
             cell.train_options.micro_batches(cell.world_size)
             cells.append(cell)
-    return cells
+    return list(dict.fromkeys(cells))
 
 
 def _library(how: str) -> str:

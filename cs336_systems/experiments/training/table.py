@@ -16,7 +16,7 @@ def _speedup(line: Line) -> Spread | None:
 def _scaling(line: Line) -> Spread | None:
     if line.settings["world_size"] == 1:
         return None
-    alone = (line.peer(world_size=1, zero=zero) for zero in range(4))
+    alone = (line.peer(world_size=1, zero=zero, gather_by="collectives") for zero in range(4))
     return next(filter(None, (line.repeats_over("tokens_per_s", peer) for peer in alone)), None)
 
 
@@ -37,7 +37,7 @@ def _library(line: Line) -> str | None:
 TRAINING_TABLE = ResultTable(
     settings=(
         *("gpu", "device", "size", "batch_size", "context_length", "total_batch_tokens", "dtype", "how"),
-        *("world_size", "zero", "recipe"),
+        *("world_size", "zero", "gather_by", "recipe"),
         *("kernels", "keep", "attention", "cuda_graph", "lmhead_chunks", "data", "warmup", "seconds"),
     ),
     always=("size", "how", "recipe"),

@@ -1,0 +1,115 @@
+"""FSDP whose ranks copy each other's rows: every behaviour of collectives again; no row is read while it is written."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.distributed import FSDP, fsdp_parameters
+from cs336_systems.distributed.fsdp_gathers import Copies
+from cs336_systems.distributed.peer_memory import map_memory, why_not_mapped
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.spawn import spawn
+
+from . import test_fsdp_gpu, test_fsdp_quantized
+from .checks import failures, run_checks
+from .test_ddp import on_gpus
+
+LATE = 100_000_000
+"""Cycles of a GPU, some 50 ms: longer than the other rank takes for all that it does meanwhile."""
+
+
+def ranks_see_what_each_has_written(rank: Rank) -> None:
+    memory = map_memory(6, torch.int32, rank.device, torch.distributed.group.WORLD)
+    assert [tensor.tolist() for tensor in memory] == [[0] * 6] * rank.world_size
+    torch.distributed.barrier()
+    memory[rank.rank].copy_(torch.arange(6) + 10 * rank.rank)
+    if rank.device.type == "cuda":
+        torch.cuda.synchronize()
+    torch.distributed.barrier()
+    assert [tensor[1].item() for tensor in memory] == [1 + 10 * each for each in range(rank.world_size)]
+
+
+def layers(rank: Rank) -> tuple[nn.Module, FSDP, Tensor]:
+    """A model, the same whose weights are copied, and inputs."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(*(nn.Linear(64, 64, dtype=torch.float64) for _ in range(3))).to(rank.device)
+    x = torch.randn(4, 64, dtype=torch.float64, device=rank.device)
+    return reference, FSDP(copy.deepcopy(reference), peer_copies=True), x
+
+
+def sleep(rank: Rank) -> None:
+    """Rank 0's current stream; on CPUs ranks wait for each other before they write, as they compare what they do."""
+    if rank.rank == 0 and rank.device.type == "cuda":
+        torch.cuda._sleep(LATE)
+
+
+@torch.no_grad()
+def rows_are_written_after_the_last_rank_has_read_them(rank: Rank) -> None:
+    reference, fsdp, x = layers(rank)
+
+    def late(*arguments: object) -> Copies:
+        sleep(rank)
+        return Copies(*arguments)
+
+    fsdp_parameters.Copies = late
+    try:
+        for _ in range(3):
+            found = fsdp(x)
+            for parameter in fsdp.parameters():
+                parameter.add_(1)
+            torch.testing.assert_close(found, reference(x))
+            for parameter in reference.parameters():
+                parameter.add_(1)
+    finally:
+        fsdp_parameters.Copies = Copies
+
+
+@torch.no_grad()
+def rows_are_read_after_the_last_rank_has_written_them(rank: Rank) -> None:
+    reference, fsdp, x = layers(rank)
+    for _ in range(3):
+        sleep(rank)
+        for parameter in [*fsdp.parameters(), *reference.parameters()]:
+            parameter.add_(1)
+        torch.testing.assert_close(fsdp(x), reference(x))
+
+
+OWN = [
+    ranks_see_what_each_has_written,
+    rows_are_written_after_the_last_rank_has_read_them,
+    rows_are_read_after_the_last_rank_has_written_them,
+]
+COUNTING = {  # what is sent, and there is nothing
+    test_fsdp_gpu.accumulation_equals_one_large_batch,
+    test_fsdp_gpu.half_precision_equals_the_same_arithmetic_in_one_process,
+    test_fsdp_quantized.half_the_bytes_travel,
+}
+CHECKS = [check for check in [*OWN, *test_fsdp_gpu.CHECKS, *test_fsdp_gpu.OF_TWO] if check not in COUNTING]
+ON_CPUS = [*CHECKS, *(check for check in test_fsdp_quantized.CHECKS if check not in COUNTING)]
+ON_GPUS = [*CHECKS, *test_fsdp_quantized.ON_GPUS]
+
+
+def run_by_copies(rank: Rank, checks):
+    """The checks, with copies where they say nothing about how weights travel."""
+    assert why_not_mapped(rank.device, torch.distributed.group.WORLD) is None
+    FSDP.__init__.__kwdefaults__["peer_copies"] = True
+    return run_checks(rank, checks)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return spawn(run_by_copies, 2, ON_CPUS, timeout_s=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", ON_CPUS, ids=lambda check: check.__name__)
+def test_two_ranks(world, check):
+    assert failures(world, check) == []
+
+
+@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
+def test_two_gpus(world_size, device):
+    world = spawn(run_by_copies, world_size, ON_GPUS, device=device, timeout_s=120)
+    assert {check.__name__: failures(world, check) for check in ON_GPUS} == {check.__name__: [] for check in ON_GPUS}
