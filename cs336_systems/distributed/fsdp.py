@@ -137,6 +137,9 @@ class FSDP(NotCopied, nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside accumulate whole gradients on this rank and communicate none.
 
+        They leave the weights gathered that the next forward begins with. It sees a change of shards in between by
+        their versions: who writes them otherwise must raise these (``torch.autograd.graph.increment_version``).
+
         The next backward outside, or ``finish_gradient_synchronization``, averages the sum.
         """
         before = self._schedule.gradients.synchronize

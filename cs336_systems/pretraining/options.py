@@ -152,9 +152,8 @@ class TrainOptions:
     """Replay the step as a CUDA graph (with --optimizer torch-fused without the optimizer); one rank."""
     zero: Literal[0, 1, 2, 3] = 0
     """State sharded among ranks: 0 none (DDP), 1 the optimizer's, 2 also gradients, 3 also parameters (FSDP)."""
-    gather_by: GatherBy | None = None
-    """How weights come together at --zero 3: in collectives, or by copies from the other ranks' memory, on one host; by
-    default copies, where they are GPUs that reach each other."""
+    gather_by: GatherBy = "collectives"
+    """How weights come together at --zero 3: in collectives; or by copies from the other ranks' memory, on one host."""
 
     device_gib: float | None = None
     """With --host-gib: stream layers, so that all memory of the process on the device stays below this cap. A plan
@@ -248,8 +247,8 @@ class TrainOptions:
                 f"--kernels {self.kernels} with --matmul-dtype {self.matmul_dtype} does not have: use --recompute block"
             )
             raise ValueError(f"--recompute {self.recompute} needs blocks under autograd, which {how}")
-        if self.gather_by is not None and self.zero != 3:
-            raise ValueError(f"--gather-by {self.gather_by} is for --zero 3, got --zero {self.zero}")
+        if self.gather_by == "copies" and self.zero != 3:
+            raise ValueError(f"--gather-by copies is for --zero 3, got --zero {self.zero}")
         any_depth = 1 + max(self.fp8_skip_first, 0) + max(self.fp8_skip_last, 0)
         case = self.training_case(ModelConfig("any", 64, 192, any_depth, 4), 1)
         if reason := unserved_reason(case) or offload_reason(case):
@@ -368,7 +367,7 @@ class TrainOptions:
             lmhead_chunks=self.lmhead_chunks,
             moments=self.moments,
             zero=self.zero,
-            gather_by=self.gather_by or "collectives",
+            gather_by=self.gather_by,
             world_size=world_size,
         )
 

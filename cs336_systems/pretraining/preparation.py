@@ -7,10 +7,8 @@ from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 
 from cs336_systems.config import ModelConfig, resolve_size
-from cs336_systems.distributed.peer_memory import why_not_mapped
 from cs336_systems.distributed.process_group import Rank, on_rank_0
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.provenance import host_name, versions
@@ -101,7 +99,7 @@ def prepare(options: TrainOptions, rank: Rank) -> Prepared:
         vocab_size=config.vocab_size,
         device=rank.device,
     )
-    case = _with_way_to_gather(options, options.training_case(config, rank.world_size), rank)
+    case = options.training_case(config, rank.world_size)
     if rank.device.type == "cpu" and not options.capped:
         _check_fit(case)
     step = CappedStep(options, case, rank.device) if options.capped else _step(options, case, rank)
@@ -149,14 +147,6 @@ def _check_tokenizer(init: Path | None, dataset: Dataset) -> None:
         return
     if vocabulary(init / TOKENIZER) != vocabulary(dataset.tokenizer):
         raise ValueError(f"{dataset.folder} has other tokens than {init}: tokenize its text with --tokenizer {init}")
-
-
-def _with_way_to_gather(options: TrainOptions, case: TrainerCase, rank: Rank) -> TrainerCase:
-    """The case with the default of ``--gather-by`` on these ranks; a collective."""
-    if options.gather_by is not None or case.zero != 3 or rank.world_size == 1 or rank.device.type != "cuda":
-        return case
-    reason = why_not_mapped(rank.device, dist.distributed_c10d._get_default_group())
-    return replace(case, gather_by="copies" if reason is None else "collectives")
 
 
 def _step(options: TrainOptions, case: TrainerCase, rank: Rank) -> TrainStep:

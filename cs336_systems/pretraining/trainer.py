@@ -212,9 +212,6 @@ def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> 
     else:
         case, memory = prepared.case, device.memory_bytes
         log.write(Memory(predicted_segments(case, memory), hint=hint(case, memory)))
-    if prepared.case.zero == 3 and rank.world_size > 1:
-        copied = prepared.case.gather_by == "copies"
-        log.say(f"weights are {'copied from the memory of other ranks' if copied else 'gathered in collectives'}")
     parts = {name: asdict(part) for name, part in light.parts.items()}
     log.write(Light(parts, light.seconds_per_token))
 

@@ -82,7 +82,7 @@ def unique_storages(fsdp):
 
 
 def gloo_is_never_asked_for_a_coalesced_all_gather(rank):
-    """It corrupts the heap, too seldom for a test to see: ``fsdp_parameters._all_gather`` says how."""
+    """It corrupts the heap, too seldom for a test to see: ``fsdp_gathers.all_gather`` says how."""
     fsdp = FSDP(Blocks(), units=by_blocks)
     (ids,) = batches(1)
     with Traffic() as log:
@@ -107,6 +107,52 @@ def reductions_are_issued_while_backward_goes_on(rank):
     assert sum(i < last_product for i in reductions) == 3  # all but the first block and the tied embedding
     products_before_gathers = [kinds[:i].count(MATMUL) for i, kind in enumerate(kinds) if kind == KINDS["all-gather"]]
     assert products_before_gathers == [0, 2, 6, 10]  # each before the products of the unit that comes first
+
+
+def micro_batches_begin_with_what_the_last_one_left(rank):
+    """Under ``no_sync``, as far as is gathered ahead; anew where a rank has changed its rows, by value or by data."""
+    for prefetch in (0, 1, 2):
+        torch.manual_seed(0)
+        reference = Blocks(tied=False).double()
+        fsdp = FSDP(copy.deepcopy(reference), units=by_blocks, prefetch=prefetch)
+        left = list(range(1 + prefetch))
+        (ids,) = batches(1)
+
+        def forward(fsdp=fsdp, ids=ids) -> tuple[torch.Tensor, int]:
+            with Traffic() as log:
+                output = fsdp(ids)
+            return output, sum(event.kind == KINDS["all-gather"] for event in log.sent)
+
+        def matches(output, reference=reference, ids=ids) -> bool:
+            return torch.allclose(output, reference(ids), rtol=1e-12, atol=1e-12)
+
+        n_groups, n_there = len(fsdp.groups), 0
+        for change in ("none", "value", "data"):
+            with fsdp.no_sync():
+                output, n_gathers = forward()
+                assert n_gathers == n_groups - n_there, change
+                assert matches(output)
+                output.mean().backward()
+            assert whole_groups(fsdp) == left
+            n_there = len(left) - (change != "none")
+            with torch.no_grad():
+                whole = reference.get_parameter(fsdp.groups[0].parameters[0].names[0])
+                own = fsdp.groups[0].parameters[0]
+                if change != "none":
+                    whole[0] *= 3
+                if rank.rank == 0 and change == "value":
+                    own.sharded_param[0] *= 3
+                if rank.rank == 0 and change == "data":
+                    own.sharded_param.data = torch.cat([3 * own.sharded_param[:1], own.sharded_param[1:]])
+        output, n_gathers = forward()
+        assert n_gathers == n_groups - n_there
+        assert matches(output)
+        output.mean().backward()
+        assert whole_groups(fsdp) == []
+        with fsdp.no_sync():
+            fsdp(ids).mean().backward()
+        fsdp.finish_gradient_synchronization()
+        assert whole_groups(fsdp) == []
 
 
 def weights_are_whole_around_their_use_only(rank):
@@ -255,6 +301,7 @@ CHECKS = [
     collectives_of_the_model_are_those_predicted,
     gloo_is_never_asked_for_a_coalesced_all_gather,
     reductions_are_issued_while_backward_goes_on,
+    micro_batches_begin_with_what_the_last_one_left,
     weights_are_whole_around_their_use_only,
     autograd_keeps_no_whole_weight_between_forward_and_backward,
     recomputed_and_compiled_blocks_give_the_same_gradients,

@@ -109,6 +109,7 @@ def test_one_file_must_be_named_and_there(tmp_path):
             "--deterministic and --attention hopper need blocks that are written out, not --keep autograd",
         ),
         ({"lmhead_chunks": 4}, "--lmhead-chunks 4 needs a head that is written out, not --keep autograd"),
+        ({"gather_by": "copies", "zero": 2}, "--gather-by copies is for --zero 3, got --zero 2"),
         ({"lmhead_chunks": 0, "keep": "all"}, "--lmhead-chunks must be positive, got 0"),
         ({"save_every": None}, "--save-every None leaves no checkpoint to be exported: --no-export does without"),
         ({"recompute": "some"}, "unknown checkpoint policy 'some': known are"),

@@ -36,6 +36,7 @@ def trained(tmp_path_factory):
         for zero in ZEROS:
             train(first_half(f"one-to-two-{zero}"), rank)
     two = [of(f"two-{zero}", zero=zero) for zero in ZEROS]
+    two += [of("copied", zero=3, gather_by="copies")]
     two += [of(f"one-to-two-{zero}", zero=zero) for zero in ZEROS]
     two += [first_half(f"two-to-one-{zero}", zero=zero) for zero in ZEROS]
     two += [first_half(f"around-{zero}", zero=zero) for zero in ZEROS]
@@ -113,6 +114,14 @@ def test_ranks_that_resume_are_those_that_were_not_interrupted(trained, zero):
     assert whole.step == again.step == 10
     for name, tensor in whole.weights.items():
         assert torch.equal(tensor, again.weights[name]), name
+
+
+@pytest.mark.slow
+def test_weights_that_are_copied_are_those_that_collectives_gather(trained):
+    assert losses_and_norms(trained / "copied") == losses_and_norms(trained / "two-3")
+    gathered, copied = (load_weights(trained / name).weights for name in ("two-3", "copied"))
+    for name, tensor in gathered.items():
+        assert torch.equal(tensor, copied[name]), name
 
 
 @pytest.mark.gpu

@@ -34,7 +34,7 @@ class Options(RunOptions):
     CPU_DEFAULTS: ClassVar = {
         **{"size": ("tiny",), "how": ("ours",), "context_length": 128, "batch_size": 4, "total_batch_tokens": 1024},
         **{"dtype": "fp32", "kernels": ("reference",), "keep": ("autograd",), "attention": ("reference",)},
-        **{"gather_by": ("collectives",), "cuda_graph": ("off",), "warmup": 3, "seconds": 5.0},
+        **{"cuda_graph": ("off",), "warmup": 3, "seconds": 5.0},
     }
     size: tuple[str, ...] = ("qwen2.5-0.5b",)
     """Named model sizes."""
@@ -52,7 +52,7 @@ class Options(RunOptions):
     """Ranks, for ours; under torchrun those that it has started. [default: 1]"""
     zero: tuple[Literal[0, 1, 2, 3], ...] = (0,)
     """State sharded among ranks, as for train.py; one rank runs at the lowest of several."""
-    gather_by: tuple[GatherBy, ...] = ("copies",)
+    gather_by: tuple[GatherBy, ...] = ("collectives",)
     """At --zero 3, as for train.py."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Dtype of parameters, gradients, moments and matrix products."""
@@ -115,9 +115,8 @@ class TrainingRunCell:
         if self.device == "cpu":
             ours = {name: TrainOptions.CPU_DEFAULTS[name] for name in ("optimizer", "kernels")}
         if self.how == "ours":
-            names = ("zero", "kernels", "keep", "attention", "cuda_graph", "lmhead_chunks")
+            names = ("zero", "gather_by", "kernels", "keep", "attention", "cuda_graph", "lmhead_chunks")
             ours |= {name: getattr(self, name) for name in names}
-            ours |= {"gather_by": self.gather_by} if self.zero == 3 else {}
             recipe = RECIPES[self.recipe]
             ours |= {"matmul_dtype": recipe.matmul, "gradient_dtype": recipe.gradient, "scaling": recipe.scaling}
         return TrainOptions(
