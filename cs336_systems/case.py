@@ -37,6 +37,9 @@ class Unsupported(ValueError):
     """The device, the build or the library cannot run what was asked for; the message says why."""
 
 
+GatherBy = Literal["collectives", "copies"]
+
+
 @dataclass(frozen=True)
 class Parallel:
     """How ranks share a step: what wraps the model, and where the optimizer's state lies."""
@@ -53,7 +56,7 @@ class Parallel:
     """In which FSDP gathers weights and computes: same as the masters, or bf16."""
     prefetch: int = 1
     """Units whose weights our FSDP gathers ahead."""
-    gather_by: str = "collectives"
+    gather_by: GatherBy = "collectives"
     """How weights come together under our FSDP: in collectives, or by copies from the other ranks' memory."""
     update: str = "after-backward"
     """after-backward; or under-backward: our FSDP's shards are updated as soon as their gradients are averages."""

@@ -3,10 +3,10 @@
 #
 #   scripts/measure_training.sh FOLDER PART...
 #
-# Parts that are compared come from one host. Sequences are of 1,024 tokens, steps of 524,288, beside torchao of 131,072:
-# 7B would else take more than ten minutes. Seconds on an H200 by arithmetic: at least 60 of steps after the warm-up at the
-# rates of profiles/results/h200/fused-steps, with fp8 as slow as bf16; for a run 15 to begin, for a peer 30 more to
-# compile a block, or 3 for each where the whole model is compiled:
+# Parts that are compared come from one host. Sequences are of 1,024 tokens, steps of 524,288; beside torchao of 131,072
+# and for 7B on ranks of 262,144, as 7B would else take more than ten minutes. Seconds on an H200 by arithmetic: at least
+# 60 of steps after the warm-up at the rates of profiles/results/h200/fused-steps, with fp8 as slow as bf16; for a run 15
+# to begin, for a peer 30 more to compile a block, or 3 for each where the whole model is compiled:
 #
 #   part          seconds  what
 #   0.5b              355  Qwen2.5-0.5B at 32 sequences: ours, transformers compiled, and with Liger
@@ -26,10 +26,10 @@
 #   torchao-7b        460  7B at 16, ours keeping products
 #   ranks-0.5b        320  0.5B at 32 on two GPUs, at ZeRO-1 and in two ways at ZeRO-3, and on one (FOLDER/training-2)
 #   ranks-1.5b        335  the same of 1.5B at 16
-#   ranks-7b          590  of 7B at 8, keeping products
+#   ranks-7b          425  of 7B at 8, keeping products
 #   ranks-fp8-0.5b    320  products of blocks in fp8: 0.5B at 32
 #   ranks-fp8-1.5b    335  1.5B at 16
-#   ranks-fp8-7b      590  7B at 8, keeping products
+#   ranks-fp8-7b      425  7B at 8, keeping products
 #
 # RANKS names the worlds of the last six (default: 1 2), which come from one host.
 #
@@ -46,7 +46,7 @@ training() { into training "${ours[@]}" --kernels fused "$@"; }
 read -r -a worlds <<<"${RANKS:-1 2}"
 in_worlds() { # size, then the recipe
   local shape=(--batch-size 16)
-  case "$1" in 0.5b) shape=(--batch-size 32) ;; 7b) shape=(--batch-size 8 --keep products) ;; esac
+  case "$1" in 0.5b) shape=(--batch-size 32) ;; 7b) shape=(--batch-size 8 --keep products --total-batch-tokens 262144) ;; esac
   into training-2 "${ours[@]}" --kernels fused --size "qwen2.5-$1" "${shape[@]}" "${@:2}" --how ours --zero 1 3 \
     --gather-by collectives copies --world-size "${worlds[@]}"
 }

@@ -27,6 +27,9 @@ COUNT_BYTES = 4
 MAXIMA_BYTES = 4 * 4
 """Of the largest magnitudes of a quantized block's four matrices: q | k | v, output, gate | up and down."""
 
+MEETING_BYTES = 4
+"""Of the number that ranks reduce to wait for each other, where they copy each other's weights."""
+
 
 def is_sharded(shape: Shape) -> bool:
     return len(shape) > 1
@@ -93,6 +96,7 @@ def step_traffic(
     gradient_bytes: int = 4,
     first: bool = False,
     quantized: Collection[int] = (),
+    peer_copies: bool = False,
 ) -> StepTraffic:
     """Communication of one step in which every unit runs once and every parameter is trained.
 
@@ -102,6 +106,8 @@ def step_traffic(
         first: whether it is the first step, before the order of the units is known: it gathers the last one twice.
         quantized: numbers of the units whose weights travel in eight bits, once a step after an agreement on the
             largest magnitudes of their matrices. The last unit is none of them.
+        peer_copies: ranks copy weights from each other's memory, and send none. They meet before and after a forward
+            and a backward, and once more for each quantized unit, in all-reduces of one number.
     """
     gathers = [
         (size, 1 if number in quantized else compute_bytes)
@@ -112,16 +118,19 @@ def step_traffic(
     replicated = sum(prod(shape) for unit in units for shape in unit if not is_sharded(shape))
     n_parameters = sum(len(unit) for unit in units)
     gathered = 2 * sum(map(prod, gathers)) - (0 if first or not gathers else prod(gathers[-1]))
-    agreements = len(quantized)
+    agreements, meetings = len(quantized), 4 + len(quantized) if peer_copies else 0
     messages = {
-        "all-gather": gathered,
+        "all-gather": 0 if peer_copies else gathered,
         "reduce-scatter": gradient_bytes * sum(sizes),
-        "all-reduce": 4 * replicated + COUNT_BYTES * n_parameters + MAXIMA_BYTES * agreements,
+        "all-reduce": 4 * replicated
+        + COUNT_BYTES * n_parameters
+        + MAXIMA_BYTES * agreements
+        + MEETING_BYTES * meetings,
     }
     counts = {
-        "all-gather": max(0, 2 * len(sizes) - (not first)),
+        "all-gather": 0 if peer_copies else max(0, 2 * len(sizes) - (not first)),
         "reduce-scatter": len(sizes),
-        "all-reduce": 1 + agreements,
+        "all-reduce": 1 + agreements + meetings,
     }
     share = (world_size - 1) / world_size
     sent = share * (messages["all-gather"] + messages["reduce-scatter"] + 2 * messages["all-reduce"])

@@ -48,7 +48,7 @@ NOT_RECORDED = {"nccl": ""}
 OF_ATTENTION = {"clock": "harness", "repeat": 0}
 """Of rows of attention, which a head dimension tells from others, measured before they could say a setting."""
 
-OF_SHARDS = {"update": "after-backward", "do_bench": "off", "losses": 0}
+OF_SHARDS = {"update": "after-backward", "gather_by": "collectives", "do_bench": "off", "losses": 0}
 """Likewise of rows of full sharding, which say how many units are gathered ahead."""
 
 OF_PROFILES = {"repeat": 0}

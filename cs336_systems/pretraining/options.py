@@ -10,14 +10,12 @@ from operator import ge, gt
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from cs336_systems.case import Parallel, TrainingCase
+from cs336_systems.case import GatherBy, Parallel, TrainingCase
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import default_keep, unserved_reason
 from cs336_systems.costs.offload import offload_reason
 from cs336_systems.pretraining.schedules import Schedule, ScheduleKind
-
-GatherBy = Literal["collectives", "copies"]
 
 _POSITIVE = (
     *("context_length", "batch_size", "accumulate", "total_batch_tokens", "steps", "epochs", "clip", "walltime"),
@@ -381,7 +379,7 @@ class TrainerCase(TrainingCase):
     lmhead_chunks: int | None = None
     moments: str = "same"
     zero: int = 0
-    gather_by: str = "collectives"
+    gather_by: GatherBy = "collectives"
     world_size: int = 1
 
     @property

@@ -244,15 +244,15 @@ def test_ranks_are_measured_beside_one_gpu_in_bf16_and_fp8(worlds, tmp_path):
     parts = [part for part in TRAINING_PARTS if part.startswith("ranks")]
     (cells,) = grids(TRAINING, tmp_path, *parts, RANKS=" ".join(map(str, worlds))).values()
     assert len(set(cells)) == len(cells)
-    assert {(cell.size, cell.recipe, cell.zero, cell.world_size) for cell in cells} == {
-        (f"qwen2.5-{size}", recipe, zero, world)
+    assert {(cell.size, cell.recipe, cell.zero, cell.gather_by, cell.world_size) for cell in cells} == {
+        (f"qwen2.5-{size}", recipe, zero, gather_by, world)
         for size in ("0.5b", "1.5b", "7b")
         for recipe in ("stored", "e4m3")
-        for zero in (1, 3)
+        for zero, gather_by in ((1, "collectives"), (3, "collectives"), (3, "copies"))
         for world in worlds
         if (zero, world) != (3, 1)
     }
-    alike = {replace(cell, recipe="", zero=0, world_size=1) for cell in cells}
+    alike = {replace(cell, recipe="", zero=0, gather_by="collectives", world_size=1) for cell in cells}
     assert sorted(cell.size for cell in alike) == ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"]
 
 

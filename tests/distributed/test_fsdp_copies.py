@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cs336_systems.costs.fsdp import model_units, step_traffic
 from cs336_systems.distributed import FSDP, fsdp_parameters
 from cs336_systems.distributed.fsdp_gathers import Copies
 from cs336_systems.distributed.peer_memory import map_memory, why_not_mapped
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.spawn import spawn
+from cs336_systems.harness.traffic import Traffic
 
 from . import test_fsdp_gpu, test_fsdp_quantized
 from .checks import failures, run_checks
@@ -44,6 +46,23 @@ def sleep(rank: Rank) -> None:
     """Rank 0's current stream; on CPUs ranks wait for each other before they write, as they compare what they do."""
     if rank.rank == 0 and rank.device.type == "cuda":
         torch.cuda._sleep(LATE)
+
+
+def all_that_is_sent_is_predicted(rank: Rank) -> None:
+    """No weights, in a first step and in later ones, stored or quantized."""
+    for fp8 in (False, True):
+        model = test_fsdp_quantized.model_of(device=rank.device)
+        config, units = test_fsdp_quantized.CONFIG, model_units(test_fsdp_quantized.CONFIG)
+        fsdp = test_fsdp_quantized.fsdp_of(model, travels=fp8, peer_copies=True)
+        quantized = range(1, 1 + config.n_layers) if fp8 else ()
+        expected = step_traffic(units, 2, compute_bytes=2, gradient_bytes=2, quantized=quantized, peer_copies=True)
+        for _ in range(2):
+            with Traffic() as log:
+                test_fsdp_quantized.train(fsdp, 1)
+            assert len(log.sent) == sum(expected.counts.values())
+            assert not any("allgather" in event.kind for event in log.sent)
+            reduced = sum(event.n_bytes for event in log.sent if event.kind == "allreduce")
+            assert reduced == expected.messages["all-reduce"]
 
 
 @torch.no_grad()
@@ -79,6 +98,7 @@ def rows_are_read_after_the_last_rank_has_written_them(rank: Rank) -> None:
 
 OWN = [
     ranks_see_what_each_has_written,
+    all_that_is_sent_is_predicted,
     rows_are_written_after_the_last_rank_has_read_them,
     rows_are_read_after_the_last_rank_has_written_them,
 ]

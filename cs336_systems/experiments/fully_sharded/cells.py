@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from cs336_systems.case import Parallel
+from cs336_systems.case import GatherBy, Parallel
 from cs336_systems.config import PRECISIONS, Precision
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.experiments.options import RECIPE, RankedCase, RankedOptions, Switch, flag, training_cells
@@ -33,6 +33,8 @@ class Options(RankedOptions):
     """How many units ahead ours gathers weights."""
     update: tuple[Literal["after-backward", "under-backward"], ...] = ("after-backward",)
     """When the optimizer of ours runs: after backward, or for each unit as soon as its gradients are reduced."""
+    gather_by: tuple[GatherBy, ...] = ("collectives",)
+    """How weights of ours come together: in collectives, or by copies from the other ranks' memory, on one host."""
     peer_checkpoint: tuple[str, ...] = ()
     """Checkpointing policies for FSDP2, measured in turns with every cell at its fastest: compiled, with cuDNN's
     attention and torch's fused AdamW."""
@@ -57,6 +59,7 @@ class FullyShardedCell(RankedCase):
     prefetch: int | None = None
     """Of ours, else None."""
     update: str = "after-backward"
+    gather_by: GatherBy = "collectives"
     do_bench: str = "off"
     losses: int = 0
 
@@ -80,7 +83,13 @@ class FullyShardedCell(RankedCase):
     def parallel(self) -> Parallel:
         compute_dtype = "bf16" if self.dtype == BF16_COMPUTE else "same"
         prefetch = 1 if self.prefetch is None else self.prefetch
-        return Parallel(_WRAPPERS[self.fsdp], compute_dtype=compute_dtype, prefetch=prefetch, update=self.update)
+        return Parallel(
+            _WRAPPERS[self.fsdp],
+            compute_dtype=compute_dtype,
+            prefetch=prefetch,
+            update=self.update,
+            gather_by=self.gather_by,
+        )
 
     @property
     def name(self) -> str:
@@ -89,21 +98,24 @@ class FullyShardedCell(RankedCase):
         several = f"-{self.accumulate}x" if self.accumulate != 1 else ""
         ahead = "" if self.prefetch is None else f"-ahead{self.prefetch}"
         under = "" if self.update == "after-backward" else f"-{self.update}"
+        copies = "-copies" if self.gather_by == "copies" else ""
         return (
-            f"{self.size}-{self.dtype}-{self.checkpoint}{compiled}{several}-{self.fsdp}{ahead}{under}-{self.world_size}ranks"
-            f"-{self.repeat}"
+            f"{self.size}-{self.dtype}-{self.checkpoint}{compiled}{several}-{self.fsdp}{ahead}{under}{copies}"
+            f"-{self.world_size}ranks-{self.repeat}"
         )
 
     def __str__(self) -> str:
         ahead = "" if self.prefetch is None else f" {self.prefetch} ahead"
         under = "" if self.update == "after-backward" else f" updated {self.update.replace('-', ' ')}"
-        return f"{self.fsdp}{ahead}{under} on {self.world_size} ranks: {super().__str__()}"
+        copies = " by copies" if self.gather_by == "copies" else ""
+        return f"{self.fsdp}{ahead}{under}{copies} on {self.world_size} ranks: {super().__str__()}"
 
 
 _PEER: dict[str, Any] = {
     "fsdp": TORCH,
     "prefetch": None,
     "update": "after-backward",
+    "gather_by": "collectives",
     "kernels": "reference",
     "keep": "autograd",
     "attention": "sdpa-cudnn",
@@ -117,14 +129,17 @@ _PEER: dict[str, Any] = {
 
 def make_cells(options: Options) -> list[FullyShardedCell]:
     """The grid; raises ValueError for a value that no cell can have."""
-    for name in ("prefetch", "update"):
+    for name in ("prefetch", "update", "gather_by"):
         if OURS not in options.fsdp and getattr(options, name) != getattr(Options, name):
             raise ValueError(f"{flag(name)} is of --fsdp {OURS}, which is not among {', '.join(options.fsdp)}")
+    if "copies" in options.gather_by and BF16_COMPUTE in options.dtype:
+        raise ValueError(f"--gather-by copies is for weights as they are stored, and --dtype {BF16_COMPUTE} casts them")
     sides = [
-        {"fsdp": name, "prefetch": ahead, "update": update}
+        {"fsdp": name, "prefetch": ahead, "update": update, "gather_by": gather_by}
         for name in options.fsdp
         for ahead in (options.prefetch if name == OURS else (None,))
         for update in (options.update if name == OURS else ("after-backward",))
+        for gather_by in (options.gather_by if name == OURS else ("collectives",))
     ]
     cells = training_cells(FullyShardedCell, options, inner=sides)
     if (budget := options.memory_budget_gib) is not None and not 0 < budget < math.inf:

@@ -188,6 +188,7 @@ def _states_and_traffic(prepared: PreparedModel, rank: Rank, predicted: int) -> 
             cell.world_size,
             compute_bytes=cell.weight_bytes,
             gradient_bytes=cell.precision.parameter_bytes,
+            peer_copies=cell.gather_by == "copies",
             quantized=range(1 + recipe.skip_first, 1 + n_layers - recipe.skip_last) if travels else (),
         )
         metrics.append(Metric("predicted_sent", "MiB per step and rank, on a ring", [expected.sent_per_rank / MIB]))

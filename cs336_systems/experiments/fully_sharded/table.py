@@ -9,7 +9,7 @@ _PEER = "torch"
 
 _WORK = ("gpu", "device", "size", "dtype", "batch_size", "accumulate", "context_length", "world_size")
 """What the fastest ways to do the same work agree in."""
-_OURS_ALONE = ("fsdp", "prefetch", "update", "do_bench", "losses")
+_OURS_ALONE = ("fsdp", "prefetch", "update", "gather_by", "do_bench", "losses")
 
 
 def _over_fsdp2(line: Line) -> Spread | None:
@@ -50,7 +50,7 @@ FULLY_SHARDED = ResultTable(
     settings=(
         *("gpu", "device", "size", "dtype", "attention", "checkpoint", "compile", "optimizer", "batch_size"),
         *("accumulate", "kernels", "keep", *RECIPE, "context_length", "warmup", "steps", "world_size", "fsdp"),
-        *("prefetch", "update", "do_bench", "master", "losses"),
+        *("prefetch", "update", "gather_by", "do_bench", "master", "losses"),
     ),
     always=("size", "world_size", "fsdp", "prefetch"),
     labels={"batch_size": "batch per rank", "world_size": "ranks", "fsdp": "implementation"},

@@ -61,7 +61,22 @@ def test_budgets_that_cannot_be_met_are_told(fault, message, monkeypatch):
         experiment.make_cells(replace(LEADERBOARD, **fault))
 
 
-@pytest.mark.parametrize("own", [{"prefetch": (2,)}, {"update": ("under-backward",)}], ids=lambda own: next(iter(own)))
+@pytest.mark.parametrize(
+    "own",
+    [{"prefetch": (2,)}, {"update": ("under-backward",)}, {"gather_by": ("copies",)}],
+    ids=lambda own: next(iter(own)),
+)
 def test_what_is_ours_alone_is_refused_without_ours(own):
-    with pytest.raises(ValueError, match=f"--{next(iter(own))} is of --fsdp ours, which is not among torch, ddp"):
+    name = next(iter(own)).replace("_", "-")
+    with pytest.raises(ValueError, match=f"--{name} is of --fsdp ours, which is not among torch, ddp"):
         make_cells(replace(Options.default("cpu"), fsdp=("torch", "ddp"), **own))
+
+
+def test_weights_that_are_cast_are_not_copied():
+    copied = replace(Options.default("cpu"), world_size=(2,), gather_by=("collectives", "copies"))
+    found = [(cell.fsdp, cell.gather_by) for cell in make_cells(copied)]
+    assert found == [("ours", "collectives"), ("ours", "copies"), ("torch", "collectives"), ("ddp", "collectives")]
+    assert [cell.parallel.gather_by for cell in make_cells(copied)] == [gather_by for _, gather_by in found]
+    message = "--gather-by copies is for weights as they are stored, and --dtype bf16-compute casts them"
+    with pytest.raises(ValueError, match=message):
+        make_cells(replace(copied, dtype=("bf16-compute",)))
