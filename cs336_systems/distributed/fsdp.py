@@ -51,7 +51,8 @@ class FSDP(NotCopied, nn.Module):
         reduce_dtype: in which gradients are communicated; None for the parameters' own.
         prefetch: units whose weights are gathered ahead of the one that runs; 0 gathers when a unit is called.
         peer_copies: each rank copies the rows of the others from their memory (``peer_memory.py``), where collectives
-            would gather them; on one host. The values are the same. Groups that are cast still travel in collectives.
+            would gather them; on one host. The values are the same. Collectives still gather what is cast, and units
+            that are called outside a forward of this module.
         units: says of a module whether its parameters are to be gathered together, as those of a block; None divides
             the module by default (see ``fsdp_units.py``).
         quantized: says of a unit how its matrices travel in eight bits (``fsdp_quantized.py``), or None: as stored.
@@ -138,7 +139,8 @@ class FSDP(NotCopied, nn.Module):
         """Backward passes inside accumulate whole gradients on this rank and communicate none.
 
         They leave the weights gathered that the next forward begins with. It sees a change of shards in between by
-        their versions: who writes them otherwise must raise these (``torch.autograd.graph.increment_version``).
+        their versions, or new ``data``: who writes into ``data``, or by a collective, must raise versions
+        (``torch.autograd.graph.increment_version``).
 
         The next backward outside, or ``finish_gradient_synchronization``, averages the sum.
         """

@@ -53,8 +53,9 @@ class Copies:
         for output, shards in zip(outputs, inputs, strict=True):
             for place, shard in zip(output.chunk(len(shards)), shards, strict=True):
                 place.copy_(shard)  # of contiguous memory, which CUDA leaves to a copy engine
-        self._done = torch.cuda.current_stream(outputs[0].device).record_event() if outputs[0].is_cuda else None
+        self._device = outputs[0].device
+        self._done = torch.cuda.current_stream(self._device).record_event() if outputs[0].is_cuda else None
 
     def wait(self) -> None:
         if self._done is not None:
-            self._done.wait()
+            torch.cuda.current_stream(self._device).wait_event(self._done)

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import ReduceOp, ReduceScatterOptions
 from cs336_systems.distributed.fsdp_gathers import Copies, PackedGather, all_gather
 from cs336_systems.distributed.fsdp_gradients import GradientHooks, ShardGradient, refuse_hook
 from cs336_systems.distributed.neighbours import alias, neighbours
-from cs336_systems.distributed.peer_memory import Turns, map_memory
+from cs336_systems.distributed.peer_memory import PeerMemory, Turns
 
 _ALIGNMENT = 64
 """Elements to which slots are rounded: 128 bytes of bf16, more than vectorised loads and NCCL ask for."""
@@ -216,7 +216,8 @@ class ShardedGroup:
         n_sharded, starts = _offsets(sizes)
         n_unsharded, unsharded_starts = _unsharded_offsets(parameters, [size * world_size for size in sizes])
         self._slots = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-        self._mapped: list[list[Tensor]] | None = None
+        self._memory: PeerMemory | None = None
+        self._mapped: list[list[Tensor]] = []
         """Of each parameter all ranks' rows as they travel, if they are copied."""
         if self._travels_as_stored and self.compute_dtype == dtype:
             self._sharded = self._read_by_all(n_sharded, dtype)
@@ -243,9 +244,9 @@ class ShardedGroup:
         """Zeros, (numel,), which the other ranks read if rows are copied; a collective then."""
         if self._turns is None:
             return torch.zeros(numel, dtype=dtype, device=self.device)
-        mapped = map_memory(numel, dtype, self.device, self.process_group)
-        self._mapped = [[memory[slot] for memory in mapped] for slot in self._slots]
-        return mapped[self.process_group.rank()]
+        self._memory = PeerMemory(numel, dtype, self.device, self.process_group)
+        self._mapped = [[memory[slot] for memory in self._memory.of_rank] for slot in self._slots]
+        return self._memory.of_rank[self.process_group.rank()]
 
     @property
     def trainable(self) -> list[ShardedParameter]:
@@ -272,24 +273,29 @@ class ShardedGroup:
         return versions != self._versions_now() or any(moved)
 
     def _versions_now(self) -> list[int]:
-        return [parameter.sharded_param._version for parameter in self.parameters]
+        # Tensors made in inference mode have none.
+        return [0 if p.sharded_param.is_inference() else p.sharded_param._version for p in self.parameters]
+
+    def adopt_data(self) -> None:
+        """Bring what the user has assigned to the ``data`` of shards to where they are read."""
+        for parameter in self.parameters:
+            parameter.adopt_data()
 
     def gather(self) -> None:
         """Start to make the unsharded parameters, unless they are there or on their way."""
         if self.state is not GroupState.SHARDED:
             return
-        for parameter in self.parameters:
-            parameter.adopt_data()
+        self.adopt_data()
         self.state = GroupState.GATHERING
         self._versions = self._versions_now()
         # Allocated for the current stream, which waits for the collective before it uses them and frees them after.
         self._unsharded.untyped_storage().resize_(self._unsharded_bytes)
         with self._on_stream(), torch.no_grad():
             outputs, self._sent = self._exchanged()
-            if self._mapped is None:
-                self._work = all_gather(self.process_group, outputs, self._sent)
-            else:
+            if self._mapped and self._turns is not None and self._turns.reading:
                 self._work = Copies(outputs, self._mapped)
+            else:
+                self._work = all_gather(self.process_group, outputs, self._sent)
 
     def _exchanged(self) -> tuple[list[Tensor], list[Tensor]]:
         """Of each parameter where the whole arrives, and this rank's rows, flat, as the others are to have them."""
@@ -326,8 +332,7 @@ class ShardedGroup:
 
     def full(self) -> list[Tensor]:
         """The whole parameters in their own dtype, gathered into tensors of their own."""
-        for parameter in self.parameters:
-            parameter.adopt_data()
+        self.adopt_data()
         outputs = [shard.new_empty(shard.numel() * self.world_size) for shard in self._gather_inputs]
         all_gather(self.process_group, outputs, self._gather_inputs).wait()
         return [

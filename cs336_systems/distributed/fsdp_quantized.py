@@ -101,10 +101,11 @@ class QuantizedGroup(ShardedGroup):
     def _exchanged(self) -> tuple[list[Tensor], list[Tensor]]:
         """In bytes."""
         if self._kept_of is None:
-            self._kept_of = self._versions_now()
+            made_of = self._versions_now()
             self._quantize_rows()
-            if self._turns is not None:
-                self._turns.begin_reading()
+            if self._turns is not None and self._turns.reading:
+                self._turns.meet()
+            self._kept_of = made_of
         return self._byte_outputs, self._kept
 
     def _quantize_rows(self) -> None:

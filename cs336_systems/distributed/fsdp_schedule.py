@@ -142,19 +142,23 @@ class Schedule:
             yield
             return
         self._forget_failed_backward()
-        self._begin("a forward")
-        self._free_idle(besides=self._left)
+        left = self._begin("a forward")
+        self._free_idle(besides=left)
         self._left = set()
         self._forward = Forward(self._complete)
+        returned = False
         try:
             for slot, guard in self._guards:
                 slot.check()
                 slot.rest(guard)
             yield
+            returned = True
         finally:
             for slot, _ in self._guards:
                 if slot.resting is not slot.parameter.sharded_param:
                     slot.rest(slot.parameter.sharded_param)
+            if self._turns is not None and not returned:
+                self._turns.break_off()
         self._agree("ends a forward")
         self._end_reading()
         self._forward.end()
@@ -208,21 +212,27 @@ class Schedule:
                     group.free()
         return output
 
-    def _begin(self, what: str) -> None:
-        """Agree on what begins, before which all ranks have written their shards."""
-        self._agree(f"begins {what}")
+    def _begin(self, what: str) -> set[ShardedGroup]:
+        """Agree on what begins, before which all ranks have written their shards; returns what ``_agree`` does."""
+        left = self._agree(f"begins {what}")
         if self._turns is not None:
+            for group in self.groups:
+                group.adopt_data()  # what others are about to read
             self._turns.begin_reading()
+        return left
 
     def _end_reading(self) -> None:
         """The user may write shards again."""
         if self._turns is not None:
             self._turns.end_reading()
 
-    def _agree(self, what: str) -> None:
+    def _agree(self, what: str) -> set[ShardedGroup]:
         """Make sure that all ranks are about to do the same, unless it is to call the unit that is expected.
 
         Others may follow the last forward until its end, and wait for this rank in every gather: it takes part in them.
+
+        Returns:
+            Groups that the last backward has left gathered, on every rank.
 
         Raises:
             RuntimeError: they are not.
@@ -238,14 +248,20 @@ class Schedule:
                         group.free()
             forward.as_expected = False
             self._free_idle()
+        stale = [group.stale for group in self.groups]
+        missing = [group not in self._left or group.state is GroupState.SHARDED for group in self.groups]
         try:
-            stale = self._agreement.check(what, [group.stale for group in self.groups])
+            flags = self._agreement.check(what, stale + missing)
         except RuntimeError:
             self._n_to_come = 0  # ranks that have disagreed start again alike
+            if self._turns is not None:
+                self._turns.break_off()
             raise
+        stale, missing = flags[: len(stale)], flags[len(stale) :]
         for group, is_stale in zip(self.groups, stale, strict=True):
             if is_stale:
                 group.drop_stale()
+        return {group for group, is_missing in zip(self.groups, missing, strict=True) if not is_missing}
 
     def _record(self, forward: Forward, unit: Unit, started: int, output: Any) -> None:
         """Have the unit's backward announced, if there will be one."""
@@ -350,7 +366,7 @@ class Schedule:
         """The end of a backward pass: what it has not come to, and whatever is still to be reduced or freed."""
         backward = self._current_backward()
         self._walk_out(0)
-        if self._n_to_come > 1:
+        if self._n_to_come > 1 or self._turns is not None:
             self._agree("ends a backward")
         self._n_to_come = 0
         self._left = self._to_leave()
@@ -366,9 +382,10 @@ class Schedule:
     def finish(self) -> None:
         """Average the gradients that backward passes have accumulated; those of others are averages already."""
         self._forget_failed_backward()
-        self._free_idle()
         if self.gradients.unfinished and self.gradients.synchronize:
             self._agree("averages accumulated gradients")
+            for group in self._left:
+                group.free()
             self.gradients.average()
 
     def _forget_failed_backward(self) -> None:
@@ -380,6 +397,8 @@ class Schedule:
         self._backward, self._n_to_come = None, 0
         self.gradients.drop()
         self._free_idle()
+        if self._turns is not None:
+            self._turns.break_off()
 
     # groups
 

@@ -10,9 +10,9 @@ On GPUs memory is mapped by torch's symmetric memory (over NVLink, or PCIe where
 
 import os
 import socket
-import tempfile
+import weakref
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,12 @@ from torch import Tensor
 
 from cs336_systems.distributed.process_group import on_every_rank
 
-_IN_MEMORY = Path("/dev/shm")
-"""Where Linux keeps files in memory."""
+_mapped: "Counter[torch.device]" = Counter()
+
+
+def mapped_bytes(device: torch.device) -> int:
+    """Of this process's on a GPU, which ``torch.cuda.max_memory_allocated`` does not count."""
+    return _mapped[device]
 
 
 def why_not_mapped(device: torch.device, process_group: dist.ProcessGroup) -> str | None:
@@ -32,7 +36,9 @@ def why_not_mapped(device: torch.device, process_group: dist.ProcessGroup) -> st
         if len(hosts := {host for host, _ in places}) > 1:
             return f"ranks are on {len(hosts)} hosts"
         if device.type != "cuda":
-            return None if _IN_MEMORY.is_dir() else f"there is no {_IN_MEMORY}"
+            return None if hasattr(os, "memfd_create") else "files in memory are Linux's"
+        if len(set(places)) < len(places):
+            return f"several ranks see their GPU as number {device.index}"
         unreached = [index for _, index in places if index != device.index and not _reaches(device.index, index)]
         return f"GPU {device.index} cannot read the memory of GPU {unreached[0]}" if unreached else None
 
@@ -43,37 +49,54 @@ def _reaches(one: int, other: int) -> bool:
     return other < torch.cuda.device_count() and torch.cuda.can_device_access_peer(one, other)
 
 
-def map_memory(numel: int, dtype: torch.dtype, device: torch.device, process_group: dist.ProcessGroup) -> list[Tensor]:
-    """Zeros, (numel,) on every rank: each rank's, in their order, this rank's own among them; a collective.
+class PeerMemory:
+    """Zeros, (numel,), of every rank; making it is a collective.
 
     Raises:
         OSError: on a CPU, there is no room for them.
     """
-    if device.type != "cuda":
-        return _map_files(numel, dtype, process_group)
+
+    of_rank: list[Tensor]
+    """In the order of ranks, this rank's own among them."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, process_group: dist.ProcessGroup) -> None:
+        size = max(1, numel)  # nothing cannot be mapped
+        map_all = _map_symmetric if device.type == "cuda" else _map_files
+        self.of_rank = [memory[:numel] for memory in map_all(size, dtype, device, process_group)]
+        if device.type == "cuda":
+            _mapped[device] += (n_bytes := size * dtype.itemsize)
+            weakref.finalize(self, _mapped.subtract, {device: n_bytes})
+
+
+def _map_symmetric(
+    size: int, dtype: torch.dtype, device: torch.device, process_group: dist.ProcessGroup
+) -> list[Tensor]:
     import torch.distributed._symmetric_memory as symmetric
 
-    # Of the pool, so that the allocator's statistics count it.
-    with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
-        own = torch.zeros(numel, dtype=dtype, device=device)
+    # New memory each time. That of a pool may have been mapped before, and ranks need not take the same piece of it.
+    own = symmetric.empty(size, dtype=dtype, device=device)
     handle = symmetric.rendezvous(own, process_group)
-    return [
-        own if rank == process_group.rank() else handle.get_remote_tensor(rank, own.shape, dtype)
-        for rank in range(process_group.size())
-    ]
+    mapped = [handle.get_buffer(rank, (size,), dtype) for rank in range(process_group.size())]
+    mapped[process_group.rank()] = own.zero_()
+    return mapped
 
 
-def _map_files(numel: int, dtype: torch.dtype, process_group: dist.ProcessGroup) -> list[Tensor]:
-    size = max(1, numel)  # no empty file can be mapped
-    with tempfile.NamedTemporaryFile(dir=_IN_MEMORY) as file:
+def _map_files(size: int, dtype: torch.dtype, device: torch.device, process_group: dist.ProcessGroup) -> list[Tensor]:
+    file = os.memfd_create("rows of a rank")  # without a name, so that nothing is left of it, however the process ends
+    mapped: list[Tensor] = []
 
-        def reserve() -> str:
-            os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)  # a write beyond memory ends the process
-            return file.name
+    def reserve() -> str:
+        os.posix_fallocate(file, 0, size * dtype.itemsize)  # a write beyond memory would end the process
+        return f"/proc/{os.getpid()}/fd/{file}"
 
-        names = on_every_rank(reserve, process_group)
-        mapped = [torch.from_file(name, shared=True, size=size, dtype=dtype)[:numel] for name in names]
-        dist.barrier(process_group)  # a file has a name until all ranks have opened it
+    def open_all() -> None:
+        mapped.extend(torch.from_file(path, shared=True, size=size, dtype=dtype) for path in paths)
+
+    try:
+        paths = on_every_rank(reserve, process_group)
+        on_every_rank(open_all, process_group)  # until all have it open
+    finally:
+        os.close(file)
     return mapped
 
 
@@ -91,20 +114,29 @@ class Turns:
     ) -> None:
         self._stream, self._group = stream, process_group
         self._token = torch.zeros(1, device=device)
+        self.reading = False
+        """Whether ranks read what they have mapped: outside, who writes would not wait for it."""
 
     def begin_reading(self) -> None:
-        """Copies wait from now on for what all ranks have written: on their current streams, or that of copies."""
+        """Copies wait from now on for what all ranks have written on their current streams."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        self._meet()
+        self.meet()
+        self.reading = True
 
     def end_reading(self) -> None:
         """The current stream waits from now on for the copies that all ranks have begun."""
-        self._meet()
+        self.reading = False
+        self.meet()
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
-    def _meet(self) -> None:
+    def break_off(self) -> None:
+        """End reading without waiting for anyone, after an error."""
+        self.reading = False
+
+    def meet(self) -> None:
+        """The stream of copies waits from now on for those of all ranks."""
         where: AbstractContextManager = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with where:
             dist.all_reduce(self._token, group=self._group)

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES
+from cs336_systems.distributed.peer_memory import mapped_bytes
 from cs336_systems.operators.host_memory import free_host_bytes
 
 _OLDER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024
@@ -66,7 +67,7 @@ class PeakMeter:
     def peak_bytes(self) -> int | None:
         """None, not measured, on a CPU in a process that has measured a cell before or was started by a launcher."""
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
+            return torch.cuda.max_memory_allocated(self.device) + mapped_bytes(self.device)
         if _used:
             return None
         unit = 1 if sys.platform == "darwin" else 1024

@@ -19,6 +19,7 @@ from cs336_systems.costs.fsdp import model_units, state_bytes
 from cs336_systems.costs.kept import LEVELS, keep_of_blocks
 from cs336_systems.costs.memory import parameter_bytes
 from cs336_systems.costs.offload import STATES, host_bytes, offloaded, state_bytes_per_parameter
+from cs336_systems.distributed.peer_memory import mapped_bytes
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.fit import is_predictable, predicted_peak
 from cs336_systems.pretraining.options import TrainerCase
@@ -73,7 +74,8 @@ def actual_segments(step: TrainStep, predicted: dict[str, int], total: int) -> d
                 here = segments if state[key].device == step.device else on_host
                 segment = name if here is segments else f"{name} on the host"
                 here[segment] = here.get(segment, 0) + state[key].nbytes
-    peak, free = torch.cuda.max_memory_allocated(step.device), torch.cuda.mem_get_info(step.device)[0]
+    peak = torch.cuda.max_memory_allocated(step.device) + mapped_bytes(step.device)
+    free = torch.cuda.mem_get_info(step.device)[0]
     loss = predicted.get("head and loss", 0)
     segments |= {"activations": peak - sum(segments.values()) - loss, "head and loss": loss, "in all": peak}
     return segments | {"other": max(0, total - free - peak), "free": free} | on_host

@@ -1,7 +1,8 @@
 """FSDP whose ranks copy each other's rows: every behaviour of collectives again; no row is read while it is written."""
 
 import copy
-from pathlib import Path
+import os
+import time
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from cs336_systems.costs.fsdp import model_units, step_traffic
 from cs336_systems.distributed import FSDP, fsdp_parameters
 from cs336_systems.distributed.fsdp_gathers import Copies
-from cs336_systems.distributed.peer_memory import map_memory, why_not_mapped
+from cs336_systems.distributed.peer_memory import PeerMemory, why_not_mapped
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.harness.traffic import Traffic
@@ -24,7 +25,7 @@ LATE = 100_000_000
 
 
 def ranks_see_what_each_has_written(rank: Rank) -> None:
-    memory = map_memory(6, torch.int32, rank.device, torch.distributed.group.WORLD)
+    memory = PeerMemory(6, torch.int32, rank.device, torch.distributed.group.WORLD).of_rank
     assert [tensor.tolist() for tensor in memory] == [[0] * 6] * rank.world_size
     torch.distributed.barrier()
     memory[rank.rank].copy_(torch.arange(6) + 10 * rank.rank)
@@ -46,6 +47,60 @@ def sleep(rank: Rank) -> None:
     """Rank 0's current stream; on CPUs ranks wait for each other before they write, as they compare what they do."""
     if rank.rank == 0 and rank.device.type == "cuda":
         torch.cuda._sleep(LATE)
+
+
+@torch.no_grad()
+def data_that_is_assigned_is_there_before_anyone_reads(rank: Rank) -> None:
+    reference, fsdp, x = layers(rank)
+    fsdp(x)
+    reference[-1].weight.mul_(2)
+    shard = fsdp.groups[-1].parameters[0].sharded_param
+    shard.data = 2 * shard
+    if rank.rank == 0:
+        fsdp.module[0].register_forward_hook(lambda *_: time.sleep(0.3))
+    torch.testing.assert_close(fsdp(x), reference(x))
+
+
+@torch.no_grad()
+def units_called_outside_a_forward_are_gathered_in_collectives(rank: Rank) -> None:
+    """Nobody waits for such a reader before rows are written again."""
+    reference, fsdp, x = layers(rank)
+    fsdp(x)
+    with Traffic() as log:
+        found = fsdp.module[2](x)
+    assert len(log.sent) == 1 and "allgather" in log.sent[0].kind
+    torch.testing.assert_close(found, reference[2](x))
+    handle = fsdp.module[1].register_forward_hook(fail)
+    with pytest.raises(KeyError):
+        fsdp(x)
+    handle.remove()
+    with Traffic() as log:
+        found = fsdp.module[0](x)
+    assert any("allgather" in event.kind for event in log.sent)
+    torch.testing.assert_close(found, reference[0](x))
+    torch.testing.assert_close(fsdp(x), reference(x))
+
+
+def fail(*_: object) -> None:
+    raise KeyError
+
+
+def ranks_are_told_that_one_has_failed_in_a_backward_that_sends_nothing(rank: Rank) -> None:
+    reference, fsdp, x = layers(rank)
+    for _ in range(2):
+        with fsdp.no_sync():
+            fsdp(x).sum().backward()
+    with fsdp.no_sync():
+        output = fsdp(x)
+        if rank.rank == 0:
+            output.register_hook(fail)
+        with pytest.raises(KeyError if rank.rank == 0 else RuntimeError):
+            output.sum().backward()
+            fsdp(x)
+        if rank.rank == 0:
+            with pytest.raises(RuntimeError, match="ends a backward"):
+                fsdp(x)
+    torch.testing.assert_close(fsdp(x), reference(x))
 
 
 def all_that_is_sent_is_predicted(rank: Rank) -> None:
@@ -99,6 +154,9 @@ def rows_are_read_after_the_last_rank_has_written_them(rank: Rank) -> None:
 OWN = [
     ranks_see_what_each_has_written,
     all_that_is_sent_is_predicted,
+    data_that_is_assigned_is_there_before_anyone_reads,
+    units_called_outside_a_forward_are_gathered_in_collectives,
+    ranks_are_told_that_one_has_failed_in_a_backward_that_sends_nothing,
     rows_are_written_after_the_last_rank_has_read_them,
     rows_are_read_after_the_last_rank_has_written_them,
 ]
@@ -125,7 +183,7 @@ def world():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs files in memory")
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs files in memory")
 @pytest.mark.parametrize("check", ON_CPUS, ids=lambda check: check.__name__)
 def test_two_ranks(world, check):
     assert failures(world, check) == []

@@ -164,6 +164,25 @@ def rows_are_quantized_once_until_some_rank_changes_its_own(rank):
     assert quantized["group"] == 2 * n_groups + 2  # its optimizer has changed all
 
 
+def an_error_while_rows_are_quantized_leaves_no_older_bytes(rank):
+    model, alone = fsdp_of(model_of()), model_of()
+    group = quantized_groups(model)[0]
+    travel = group._travel
+
+    def fail(*_):
+        raise torch.OutOfMemoryError
+
+    with torch.no_grad():
+        assert torch.equal(model(IDS), alone(IDS))
+        for parameter in (*model.parameters(), *alone.parameters()):
+            parameter.mul_(1.5)
+        group._travel = replace(travel, quantize=fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(IDS)
+        group._travel = travel
+        assert torch.equal(model(IDS), alone(IDS))
+
+
 def rows_that_a_kernel_updates_under_backward_are_quantized_anew(rank):
     """On CPUs, where there is no GPU, the kernel is interpreted."""
     interpret_without_gpu()
@@ -239,6 +258,7 @@ CHECKS = (
     what_arrives_is_the_whole_quantized,
     a_nan_on_one_rank_is_every_ranks,
     rows_are_quantized_once_until_some_rank_changes_its_own,
+    an_error_while_rows_are_quantized_leaves_no_older_bytes,
     half_the_bytes_travel,
     others_travel_as_they_are_stored,
     every_recipe_trains_as_on_one_rank,

@@ -155,6 +155,61 @@ def micro_batches_begin_with_what_the_last_one_left(rank):
         assert whole_groups(fsdp) == []
 
 
+def what_one_rank_alone_does_with_what_was_left_is_right_on_all(rank):
+    """It finishes, alone or where others go on; or its backward fails, where others have come through."""
+    torch.manual_seed(0)
+    reference = Blocks().double()
+    fsdp = FSDP(copy.deepcopy(reference), units=by_blocks)
+    (ids,) = batches(1)
+
+    def matches() -> bool:
+        return torch.allclose(fsdp(ids), reference(ids), rtol=1e-12, atol=1e-12)
+
+    def accumulate() -> None:
+        with fsdp.no_sync():
+            fsdp(ids).mean().backward()
+
+    for _ in range(2):
+        output = fsdp(ids)
+        if rank.rank == 0:
+            fsdp.finish_gradient_synchronization()
+        output.mean().backward()
+    with fsdp.no_sync():
+        fsdp(ids).mean().backward()
+        if rank.rank == 0:
+            fsdp.finish_gradient_synchronization()
+        assert matches()
+    accumulate()
+    with pytest.raises(RuntimeError, match="averages accumulated gradients"):
+        if rank.rank == 0:
+            fsdp.finish_gradient_synchronization()
+        else:
+            fsdp(ids)
+    assert matches()
+    accumulate()
+    first = fsdp.units[0].module
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    handle = first.register_full_backward_pre_hook(fail) if rank.rank == 0 else None
+    with fsdp.no_sync(), pytest.raises(ZeroDivisionError) if rank.rank == 0 else nullcontext():
+        fsdp(ids).mean().backward()
+    if handle is not None:
+        handle.remove()
+    assert matches()
+
+
+def what_was_made_in_inference_mode_runs(rank):
+    (ids,) = batches(1)
+    with torch.inference_mode():
+        torch.manual_seed(0)
+        reference = Blocks()
+        fsdp = FSDP(copy.deepcopy(reference), units=by_blocks)
+        for _ in range(2):
+            assert torch.allclose(fsdp(ids), reference(ids))
+
+
 def weights_are_whole_around_their_use_only(rank):
     """At every call and every gradient, the running unit and at most ``prefetch`` more; outside, 0 bytes."""
     for prefetch in (0, 1, 2):
@@ -302,6 +357,8 @@ CHECKS = [
     gloo_is_never_asked_for_a_coalesced_all_gather,
     reductions_are_issued_while_backward_goes_on,
     micro_batches_begin_with_what_the_last_one_left,
+    what_one_rank_alone_does_with_what_was_left_is_right_on_all,
+    what_was_made_in_inference_mode_runs,
     weights_are_whole_around_their_use_only,
     autograd_keeps_no_whole_weight_between_forward_and_backward,
     recomputed_and_compiled_blocks_give_the_same_gradients,
