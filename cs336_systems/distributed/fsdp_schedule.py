@@ -157,8 +157,8 @@ class Schedule:
             for slot, _ in self._guards:
                 if slot.resting is not slot.parameter.sharded_param:
                     slot.rest(slot.parameter.sharded_param)
-            if self._turns is not None and not returned:
-                self._turns.break_off()
+            if not returned:
+                self._break_off_reading()
         self._agree("ends a forward")
         self._end_reading()
         self._forward.end()
@@ -226,6 +226,12 @@ class Schedule:
         if self._turns is not None:
             self._turns.end_reading()
 
+    def _break_off_reading(self) -> None:
+        """After an error on this rank, while others may still read: they wait for it in no gather that they make."""
+        if self._turns is not None:
+            self._turns.break_off()
+            self._forward.as_expected = False
+
     def _agree(self, what: str) -> set[ShardedGroup]:
         """Make sure that all ranks are about to do the same, unless it is to call the unit that is expected.
 
@@ -254,8 +260,7 @@ class Schedule:
             flags = self._agreement.check(what, stale + missing)
         except RuntimeError:
             self._n_to_come = 0  # ranks that have disagreed start again alike
-            if self._turns is not None:
-                self._turns.break_off()
+            self._break_off_reading()
             raise
         stale, missing = flags[: len(stale)], flags[len(stale) :]
         for group, is_stale in zip(self.groups, stale, strict=True):
@@ -397,8 +402,7 @@ class Schedule:
         self._backward, self._n_to_come = None, 0
         self.gradients.drop()
         self._free_idle()
-        if self._turns is not None:
-            self._turns.break_off()
+        self._break_off_reading()
 
     # groups
 

@@ -85,6 +85,25 @@ def fail(*_: object) -> None:
     raise KeyError
 
 
+def ranks_are_told_that_one_has_failed_in_a_forward(rank: Rank) -> None:
+    """Whatever it does next; at once, for nobody is in a gather that it does not come to."""
+    reference, fsdp, x = layers(rank)
+    for what_next in (fsdp, fsdp.module[1], fsdp.module[2], fsdp.module[0]):
+        for _ in range(2):
+            torch.testing.assert_close(fsdp(x), reference(x))
+        if rank.rank == 0:
+            handle = fsdp.module[1].register_forward_pre_hook(fail)
+            with pytest.raises(KeyError):
+                fsdp(x)
+            handle.remove()
+            with pytest.raises(RuntimeError, match="rank 1 ends a forward"):
+                what_next(x)
+        else:
+            with pytest.raises(RuntimeError, match="rank 1 ends a forward"):
+                fsdp(x)
+    torch.testing.assert_close(fsdp(x), reference(x))
+
+
 def ranks_are_told_that_one_has_failed_in_a_backward_that_sends_nothing(rank: Rank) -> None:
     reference, fsdp, x = layers(rank)
     for _ in range(2):
@@ -156,6 +175,7 @@ OWN = [
     all_that_is_sent_is_predicted,
     data_that_is_assigned_is_there_before_anyone_reads,
     units_called_outside_a_forward_are_gathered_in_collectives,
+    ranks_are_told_that_one_has_failed_in_a_forward,
     ranks_are_told_that_one_has_failed_in_a_backward_that_sends_nothing,
     rows_are_written_after_the_last_rank_has_read_them,
     rows_are_read_after_the_last_rank_has_written_them,
