@@ -183,6 +183,7 @@ class ShardedGroup:
     """
 
     _travels_as_stored = True
+    """Whether rows travel as the shards hold them, unless they are cast."""
 
     def __init__(
         self,
@@ -260,7 +261,7 @@ class ShardedGroup:
 
     @property
     def stale(self) -> bool:
-        """Whether this rank's shards have changed since what there is of the group, to be used again, was made."""
+        """Whether what this rank has gathered, or keeps for gathers, was made of older values of its shards."""
         return self.state is not GroupState.SHARDED and self._changed_since(self._versions)
 
     def drop_stale(self) -> None:

@@ -1,10 +1,12 @@
-"""What a forward of FSDP has run, and what is therefore expected: next in forward, and of its backward.
+"""What a forward of FSDP has run and what is therefore expected, next and of its backward; how far a backward has come.
 
-Everything here follows from calls of units alone, never from which tensors are alive or which parameters received a
+What is expected follows from calls of units alone, never from which tensors are alive or which parameters received a
 gradient: ranks may differ in those, and their collectives must not.
 """
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
 
 from cs336_systems.distributed.fsdp_parameters import ShardedGroup
 from cs336_systems.distributed.fsdp_units import Unit
@@ -79,3 +81,28 @@ class Run:
     on its own."""
     number: int
     """How many had ended before this one did."""
+
+
+@dataclass
+class Walk:
+    """How far a backward pass has come in a forward."""
+
+    task: int
+    """Autograd's number of the pass; it gives those that take place inside one higher numbers."""
+    number: int
+    """Of the run that it has come to."""
+
+
+@dataclass
+class Backward:
+    """One backward pass, with those that take place inside it (of reentrant checkpoints)."""
+
+    lives: "weakref.ref[Any]"
+    """Empty once autograd has given the pass up."""
+    walks: dict[Forward, Walk] = field(default_factory=dict)
+    recomputed: Forward = field(default_factory=Forward)
+    """What a reentrant checkpoint runs again, for a backward pass of its own inside this one."""
+    open: list[Run] = field(default_factory=list)
+    """Runs that it is inside of: what they recompute needs their parameters."""
+    producing: dict[ShardedGroup, None] = field(default_factory=dict)
+    """Groups whose gradients it is making, in the order in which it came to them."""

@@ -25,7 +25,7 @@ on every rank, after the same units: where a model has such segments, the losses
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -43,37 +43,12 @@ from cs336_systems.distributed.fsdp_parameters import (
     ShardedGroup,
     ShardedParameter,
 )
-from cs336_systems.distributed.fsdp_runs import Forward, Run
+from cs336_systems.distributed.fsdp_runs import Backward, Forward, Run, Walk
 from cs336_systems.distributed.fsdp_slots import Elsewhere
 from cs336_systems.distributed.fsdp_units import Layout, Unit
 
 _NO_TASK = -1
 """What autograd says where no backward runs on this thread."""
-
-
-@dataclass
-class _Walk:
-    """How far a backward pass has come in a forward."""
-
-    task: int
-    """Autograd's number of the pass; it gives those that take place inside one higher numbers."""
-    number: int
-    """Of the run that it has come to."""
-
-
-@dataclass
-class _Backward:
-    """One backward pass, with those that take place inside it (of reentrant checkpoints)."""
-
-    lives: "weakref.ref[Any]"
-    """Empty once autograd has given the pass up."""
-    walks: dict[Forward, _Walk] = field(default_factory=dict)
-    recomputed: Forward = field(default_factory=Forward)
-    """What a reentrant checkpoint runs again, for a backward pass of its own inside this one."""
-    open: list[Run] = field(default_factory=list)
-    """Runs that it is inside of: what they recompute needs their parameters."""
-    producing: dict[ShardedGroup, None] = field(default_factory=dict)
-    """Groups whose gradients it is making, in the order in which it came to them."""
 
 
 def inside_backward() -> bool:
@@ -114,7 +89,7 @@ class Schedule:
         """Groups that the last backward has left for the next forward."""
         self._n_to_come = 0
         """Forwards since the last backward that one may come to."""
-        self._backward: _Backward | None = None
+        self._backward: Backward | None = None
         self.gradients = Gradients(layout.groups, layout.replicated, device)
         slots = dict.fromkeys(slot for unit in layout.units for slot in unit.param_slots)
         guards = {parameter: Elsewhere(parameter) for group in self.groups for parameter in group.parameters}
@@ -227,7 +202,7 @@ class Schedule:
             self._turns.end_reading()
 
     def _break_off_reading(self) -> None:
-        """After an error on this rank, while others may still read: they wait for it in no gather that they make."""
+        """After an error on this rank: others may still copy, and wait for it in no gather; it begins none for them."""
         if self._turns is not None:
             self._turns.break_off()
             self._forward.as_expected = False
@@ -280,12 +255,12 @@ class Schedule:
 
     # backward
 
-    def _current_backward(self) -> _Backward:
+    def _current_backward(self) -> Backward:
         """The backward pass that autograd is running; its end will be announced."""
         if self._backward is None or self._backward.lives() is None:
             self._forget_failed_backward()
             end = partial(self._after_backward)
-            self._backward = _Backward(weakref.ref(end))
+            self._backward = Backward(weakref.ref(end))
             Variable._execution_engine.queue_callback(end)  # autograd holds it as long as the pass lives
             self._begin("a backward")
         return self._backward
@@ -310,7 +285,7 @@ class Schedule:
             if forward not in backward.walks:
                 if self._n_to_come > 1:
                     self._agree(f"comes to the backward of its forward {forward.serial} of {self._n_to_come}")
-                backward.walks[forward] = _Walk(task, len(forward.runs))
+                backward.walks[forward] = Walk(task, len(forward.runs))
             self._walk(forward, run.number)
             self._come_to(run)
             for group in run.unit.groups:

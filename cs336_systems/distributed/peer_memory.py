@@ -21,10 +21,11 @@ from torch import Tensor
 from cs336_systems.distributed.process_group import on_every_rank
 
 _mapped: "Counter[torch.device]" = Counter()
+"""Bytes of this process by GPU."""
 
 
 def mapped_bytes(device: torch.device) -> int:
-    """Of this process's on a GPU, which ``torch.cuda.max_memory_allocated`` does not count."""
+    """Bytes that this process has mapped for others on a GPU, which ``torch.cuda.max_memory_allocated`` leaves out."""
     return _mapped[device]
 
 
@@ -57,7 +58,7 @@ class PeerMemory:
     """
 
     of_rank: list[Tensor]
-    """In the order of ranks, this rank's own among them."""
+    """Each (numel,), in the order of ranks, this rank's own among them."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, process_group: dist.ProcessGroup) -> None:
         size = max(1, numel)  # nothing cannot be mapped
