@@ -30,6 +30,7 @@
 #   ddp-host                   110  both under autocast, where the host's speed counts: buckets of 25 and 100 MiB
 #   sharded-optimizer-xl        55
 #   fsdp-xl                     65
+#   fsdp-gathers                80  2.7b in fp32: ours in collectives and by copies, and FSDP2
 #   fsdp-leaderboard           425  the leaderboard's step with fp32 masters, every block computed twice
 #   leaderboard                480  the same in bf16, products kept, AdamW under backward: by do_bench and recorded, then
 #                                   beside FSDP2 with full checkpointing and with attention kept, compiled from
@@ -38,6 +39,7 @@
 #   leaderboard-policy         120  FSDP2 with another policy that fits
 #   leaderboard-losses          65  20 steps of the whole model on a short batch beside fp32
 #   leaderboard-masters         80  with fp32 master weights
+#   leaderboard-gathers        150  gathers in collectives, and by copies; eight steps of each
 #   leaderboard-fp8             70  with products of blocks in fp8, which is outside the rules of the class
 #
 # Parts ddp-xl, -autocast and -one-rank write to FOLDER/ddp, fsdp-more to FOLDER/fsdp, the other -xl likewise, and
@@ -73,7 +75,7 @@ for part in "$@"; do
   # These differ in their launch, need memory that an earlier benchmark may not have given back, or wait for the host,
   # which launches kernels more slowly once a process has recorded some.
   case "$part" in
-    ddp-one-rank | ddp-ctas8 | *leaderboard* | collectives | ddp-autocast | ddp-host | fsdp-more | fsdp-xl)
+    ddp-one-rank | ddp-ctas8 | *leaderboard* | collectives | ddp-autocast | ddp-host | fsdp-more | fsdp-gathers | fsdp-xl)
       launch "${worlds[@]}" ;;
   esac
   case "$part" in
@@ -109,6 +111,8 @@ for part in "$@"; do
       turns benchmark_fsdp --size 2.7b --dtype bf16-compute
       turns benchmark_fsdp --size 2.7b --fsdp ddp
       turns benchmark_fsdp --size 2.7b --fsdp ours --prefetch 0 2 ;;
+    fsdp-gathers)
+      turns benchmark_fsdp --size 2.7b --fsdp ours torch --gather-by collectives copies ;;
     fsdp-xl)
       turns benchmark_fsdp --size xl --dtype fp32 bf16-compute ;;
     fsdp-leaderboard)
@@ -118,7 +122,8 @@ for part in "$@"; do
       launch "${worlds[@]}"
       ranks benchmark_fsdp "${leaderboard[@]}" --fsdp torch --attention sdpa-cudnn
       launch "${worlds[@]}" ;;
-    leaderboard | leaderboard-attempts | leaderboard-policy | leaderboard-losses | leaderboard-masters | leaderboard-fp8)
+    leaderboard | leaderboard-attempts | leaderboard-policy | leaderboard-losses | leaderboard-masters \
+      | leaderboard-gathers | leaderboard-fp8)
       step=(--size leaderboard-8b --context-length 32768 --batch-size 1 --dtype bf16)
       ours=(--fsdp ours --kernels fused --attention hopper --optimizer fused --update under-backward)
       best=("${ours[@]}" --keep products)
@@ -139,6 +144,8 @@ for part in "$@"; do
           ranks benchmark_fsdp "${step[@]}" "${best[@]}" --context-length 1024 --losses 20 "${short[@]}" ;;
         leaderboard-masters)
           ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --master-weights fp32 --memory-budget-gib 133 "${short[@]}" ;;
+        leaderboard-gathers)
+          ranks benchmark_fsdp "${step[@]}" "${best[@]}" --gather-by collectives copies --warmup 2 --steps 8 ;;
         leaderboard-fp8)
           ranks benchmark_fsdp "${step[@]}" "${best[@]}" --matmul-dtype e4m3 "${short[@]}" ;;
       esac

@@ -115,6 +115,11 @@ def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
         "ddp_buckets": question("ddp-buckets", "bucket_size_mb"),
         "sharded": question("sharded-optimizer", "sharding", **pair),
         "fsdp": question("fsdp", "fsdp", **pair),
+        "fsdp_gathers": question("fsdp-gathers", "gather_by", fsdp="ours"),
+        "leaderboard_gathers": question("leaderboard-gathers", "gather_by"),
+        "ranks": question(
+            "training-2", "size", "recipe", "world_size", "zero", "gather_by", zero=1, gather_by="collectives"
+        ),
         "leaderboard_step": question("leaderboard", fsdp="ours"),
         "leaderboard_turns": question("leaderboard-turns", "fsdp", "checkpoint"),
         "leaderboard_attempt": question("leaderboard-attempts", "keep", "warmup", fsdp="ours", kernels="fused"),

@@ -1,5 +1,6 @@
 """Share of the copy ceiling that each kernel reaches, forward and backward, by implementation, as PNG."""
 
+from math import ceil
 from typing import Any
 
 import pandas as pd
@@ -13,10 +14,12 @@ from cs336_systems.report.figures import OKABE_ITO, dress
 
 _MARKERS = "osD^vPX*"
 _PASSES = ("forward", "backward")
+_COLUMNS = 7
+"""Panels beside each other, as wide as can be read in a page."""
 
 
 def shares_figure(rows: pd.DataFrame) -> Figure | None:
-    """A column for each kernel whose bound is memory; % of a copy's bandwidth at each width, a line for each way.
+    """A panel for each pass of each kernel whose bound is memory: % of a copy's bandwidth by width, a line for each way.
 
     Where the rows hold several dtypes or numbers of rows, the one with the most points is drawn.
     """
@@ -28,16 +31,20 @@ def shares_figure(rows: pd.DataFrame) -> Figure | None:
             shares = shares[shares[setting] == shares[setting].mode().iloc[-1]]
     if shares.empty:
         return None
-    kernels = [kernel for kernel in KERNELS if (shares["kernel"] == kernel).any()]
+    drawn = [
+        (kernel, name, own)
+        for kernel in KERNELS
+        for name in _PASSES
+        if not (own := shares[(shares["kernel"] == kernel) & (shares["metric"] == f"{name}_copy_share")]).empty
+    ]
     hows = list(dict.fromkeys(shares["how"]))
-    figure = Figure(figsize=(1.5 + 2.3 * len(kernels), 5.5), layout="constrained")
-    panels = figure.subplots(2, len(kernels), squeeze=False, sharey=True)
-    for (row, name), (column, kernel) in ((r, c) for r in enumerate(_PASSES) for c in enumerate(kernels)):
-        axes = panels[row][column]
-        own = shares[(shares["kernel"] == kernel) & (shares["metric"] == f"{name}_copy_share")]
-        if own.empty:
-            axes.set_visible(False)
-            continue
+    n_columns = min(len(drawn), _COLUMNS)
+    n_rows = ceil(len(drawn) / n_columns)
+    figure = Figure(figsize=(1.5 + 2.3 * n_columns, 0.6 + 2.4 * n_rows), layout="constrained")
+    panels = figure.subplots(n_rows, n_columns, squeeze=False, sharey=True)
+    for axes in panels.flat[len(drawn) :]:
+        axes.set_visible(False)
+    for axes, (kernel, name, own) in zip(panels.flat, drawn, strict=False):
         widths = sorted(own["width"].unique())
         for how, line in own.groupby("how", sort=False):
             points = line.sort_values("width")
@@ -45,10 +52,10 @@ def shares_figure(rows: pd.DataFrame) -> Figure | None:
         axes.set_xticks(range(len(widths)), [f"{width:,}" for width in widths], rotation=60, ha="right", fontsize=7)
         axes.axhline(100, color="0.6", linestyle="--", linewidth=1)
         axes.set_ylim(bottom=0)
-        axes.set_title(f"{kernel}\n{name}" if row == 0 else name, fontsize=9)
+        axes.set_title(f"{kernel}\n{name}", fontsize=9)
         dress(axes)
     for row in panels:
-        row[0].set_ylabel("% of a copy's bandwidth")
+        row[0].set_ylabel("% of a copy's bandwidth", fontsize=9)
     figure.supxlabel("width, elements per row", fontsize=10)
     handles = [Line2D([], [], label=how, **_style(number)) for number, how in enumerate(hows)]
     figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)

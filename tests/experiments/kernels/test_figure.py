@@ -42,9 +42,9 @@ def test_a_panel_for_each_kernel_and_pass_and_a_line_for_each_way():
             )
         )
     )
-    assert list(found) == ["rms_norm\nforward", "adamw\nforward", "backward"]
+    assert list(found) == ["rms_norm\nforward", "rms_norm\nbackward", "adamw\nforward"]
     assert found["rms_norm\nforward"] == [[(0, 60), (1, 93)], [(1, 87)]]
-    assert found["backward"] == [[(0, 50), (1, 85)], [(1, 40)]]
+    assert found["rms_norm\nbackward"] == [[(0, 50), (1, 85)], [(1, 40)]]
     assert found["adamw\nforward"] == [[(0, 94)]]
 
 
