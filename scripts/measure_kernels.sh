@@ -89,7 +89,7 @@ for part in "$@"; do
       kernels --kernel linear_cross_entropy --rows 16384 --samples 20 ;;
     quantize)
       kernels --kernel absmax rms_norm.absmax swiglu.absmax adamw.absmax \
-        quantize quantize.transposed quantize_blocks rms_norm_quantize swiglu_quantize transpose_bytes ;;
+        quantize quantize.transposed quantize_blocks quantize_parts rms_norm_quantize swiglu_quantize transpose_bytes ;;
     leaderboard)
       blocks "${leaderboard[@]}" --how compiled "${levels[@]}" --steps 10 ;;
     llama)

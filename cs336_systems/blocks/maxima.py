@@ -26,6 +26,8 @@ class Quantizers:
     quantize: Callable[..., Any]
     quantize_blocks: Callable[..., Any]
     transpose_bytes: Callable[[Tensor], Tensor]
+    parts: Callable[..., Any]
+    """Makes a ``PartsQuantizer``."""
     swiglu: Callable[..., Tensor]
     raised: bool
     """Whether the block's operations note the largest magnitudes of what they write."""

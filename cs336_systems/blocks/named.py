@@ -51,7 +51,8 @@ def block_products(kernels: str, recipe: Recipe, *, remember: bool = False) -> P
 
     own: Any = quantize_reference if kernels == "reference" else by_kernels
     swiglu = reference.swiglu if kernels == "reference" else by_kernels.swiglu_forward
-    functions = own.absmax, own.row_and_column_absmax, own.quantize, own.quantize_blocks, own.transpose_bytes, swiglu
+    quantize = own.quantize, own.quantize_blocks, own.transpose_bytes, own.PartsQuantizer
+    functions = own.absmax, own.row_and_column_absmax, *quantize, swiglu
     if kernels == "reference":
         return QuantizedProducts(recipe, Quantizers(*functions, raised=False), remember=remember)
     fused = FusedQuantizers(

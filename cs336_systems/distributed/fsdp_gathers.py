@@ -44,17 +44,27 @@ def all_gather(
 
 
 class Copies:
-    """An all-gather by this rank alone, on the current stream; the others must leave what is read as it is.
+    """An all-gather by this rank alone; the others must leave what is read as it is.
 
     Each of ``outputs`` is (world_size * n,), and those of ``inputs`` that go to it, one of each rank, (n,).
     """
 
     def __init__(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]]) -> None:
-        for output, shards in zip(outputs, inputs, strict=True):
-            for place, shard in zip(output.chunk(len(shards)), shards, strict=True):
-                place.copy_(shard)  # of contiguous memory, which CUDA leaves to a copy engine
+        self._pairs = [
+            pair
+            for output, shards in zip(outputs, inputs, strict=True)
+            for pair in zip(output.chunk(len(shards)), shards, strict=True)
+        ]
         self._device = outputs[0].device
-        self._done = torch.cuda.current_stream(self._device).record_event() if outputs[0].is_cuda else None
+        self._done: torch.cuda.Event | None = None
+
+    def begin(self) -> "Copies":
+        """Copy on the current stream; none of the same must be under way."""
+        for place, shard in self._pairs:
+            place.copy_(shard)  # of contiguous memory, which CUDA leaves to a copy engine
+        if self._device.type == "cuda":
+            self._done = torch.cuda.current_stream(self._device).record_event()
+        return self
 
     def wait(self) -> None:
         if self._done is not None:

@@ -88,19 +88,28 @@ class ShardedParameter(ManagedParameter):
         self.memory.copy_(assigned)
         self.sharded_param.data = self.memory
 
-    def take_gradient(self, dtype: torch.dtype) -> Tensor | None:
-        """What has been accumulated and the last backward's gradient, summed; both are given up.
 
-        Raises:
-            RuntimeError: the gradient is sparse.
-        """
-        fresh, self.unsharded_param.grad = self.unsharded_param.grad, None
+def take_gradients(parameters: Sequence[ShardedParameter], dtype: torch.dtype) -> list[Tensor | None]:
+    """Of each what has been accumulated, in ``dtype``, and the last backward's gradient, summed; both are given up.
+
+    Raises:
+        RuntimeError: a gradient is sparse.
+    """
+    taken: list[Tensor | None] = []
+    sums: list[Tensor] = []
+    added: list[Tensor] = []
+    for parameter in parameters:
+        fresh, parameter.unsharded_param.grad = parameter.unsharded_param.grad, None
         if fresh is not None and fresh.layout is not torch.strided:
-            raise RuntimeError(f"{self.names[0]} has a sparse gradient, which FSDP cannot shard: use sparse=False")
-        old, self.accumulated = self.accumulated, None
-        if fresh is None or old is None:
-            return old if fresh is None else fresh
-        return old.add_(fresh.to(dtype))
+            raise RuntimeError(f"{parameter.names[0]} has a sparse gradient, which FSDP cannot shard: use sparse=False")
+        old, parameter.accumulated = parameter.accumulated, None
+        if fresh is not None and old is not None:
+            sums.append(old)
+            added.append(fresh.to(dtype))
+        taken.append(fresh if old is None else old)
+    if sums:
+        torch._foreach_add_(sums, added)
+    return taken
 
 
 class Reduction:
@@ -112,7 +121,7 @@ class Reduction:
         self.missing: list[ShardedParameter] = []
         """Parameters to which this rank contributed nothing and that had no gradient before."""
         sizes = [parameter.padded_numel for parameter in self.parameters]
-        gradients = [parameter.take_gradient(dtype) for parameter in self.parameters]
+        gradients = take_gradients(self.parameters, dtype)
         staged, sources, self._inputs = [], [], []
         for parameter, size, gradient in zip(self.parameters, sizes, gradients, strict=True):
             parameter.has_gradient |= gradient is not None
@@ -218,8 +227,8 @@ class ShardedGroup:
         n_unsharded, unsharded_starts = _unsharded_offsets(parameters, [size * world_size for size in sizes])
         self._slots = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
         self._memory: PeerMemory | None = None
-        self._mapped: list[list[Tensor]] = []
-        """Of each parameter all ranks' rows as they travel, if they are copied."""
+        self._copies: Copies | None = None
+        """How rows come from all ranks, if they are copied."""
         if self._travels_as_stored and self.compute_dtype == dtype:
             self._sharded = self._read_by_all(n_sharded, dtype)
         else:
@@ -238,6 +247,7 @@ class ShardedGroup:
             unsharded = nn.Parameter(alias(self._unsharded, unsharded_starts[i], whole.shape), whole.requires_grad)
             self.parameters.append(ShardedParameter(names[i], sharded, unsharded, whole.shape, sizes[i], memory, first))
             self._gather_outputs.append(alias(self._unsharded, unsharded_starts[i], (sizes[i] * world_size,)))
+        self._copy_to(self._gather_outputs)
         self._unsharded_bytes = self.unsharded_bytes
         self._unsharded.untyped_storage().resize_(0)
 
@@ -246,8 +256,13 @@ class ShardedGroup:
         if self._turns is None:
             return torch.zeros(numel, dtype=dtype, device=self.device)
         self._memory = PeerMemory(numel, dtype, self.device, self.process_group)
-        self._mapped = [[memory[slot] for memory in self._memory.of_rank] for slot in self._slots]
         return self._memory.of_rank[self.process_group.rank()]
+
+    def _copy_to(self, outputs: Sequence[Tensor]) -> None:
+        """Of each parameter where the whole arrives, if all ranks' rows are copied there."""
+        if self._memory is not None:
+            rows = [[memory[slot] for memory in self._memory.of_rank] for slot in self._slots]
+            self._copies = Copies(outputs, rows)
 
     @property
     def trainable(self) -> list[ShardedParameter]:
@@ -293,8 +308,8 @@ class ShardedGroup:
         self._unsharded.untyped_storage().resize_(self._unsharded_bytes)
         with self._on_stream(), torch.no_grad():
             outputs, self._sent = self._exchanged()
-            if self._mapped and self._turns is not None and self._turns.reading:
-                self._work = Copies(outputs, self._mapped)
+            if self._copies is not None and self._turns is not None and self._turns.reading:
+                self._work = self._copies.begin()
             else:
                 self._work = all_gather(self.process_group, outputs, self._sent)
 
@@ -347,8 +362,8 @@ class ShardedGroup:
 
     def accumulate(self) -> None:
         """Keep the gradients, whole, for a later reduction."""
-        for parameter in self.trainable:
-            gradient = parameter.take_gradient(self.reduce_dtype)
+        trainable = self.trainable
+        for parameter, gradient in zip(trainable, take_gradients(trainable, self.reduce_dtype), strict=True):
             parameter.accumulated = None if gradient is None else gradient.to(self.reduce_dtype)
 
     def drop_gradients(self) -> None:

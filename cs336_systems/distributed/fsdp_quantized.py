@@ -6,6 +6,7 @@ A unit whose matrices are all read quantized, with one scale each, by nothing bu
 So each rank quantizes its rows, by the largest magnitude of the whole matrix, on which the ranks agree first (a
 reduction of one number for each matrix), and bytes are gathered. Rounding element by element they are the same bits as
 those of the whole, quantized. The transposed copy is made of the bytes that arrived, when it is first asked for.
+Rows of all matrices of a unit are quantized together: in a step's first forward the host does little else than launch.
 
 A rank keeps its bytes until rows of the group have changed on some rank, so that micro-batches share them, forward and
 backward as well. A change is seen by the shards' versions when a forward or a backward begins or ends; who writes
@@ -14,12 +15,13 @@ shards without raising versions must raise them (``torch.autograd.graph.incremen
 The unsharded parameters are then names without memory: they have shape and dtype, autograd hangs their gradients on
 them, and whoever reads their values reads nothing. ``deliver`` tells the unit where the bytes are.
 
-Limits: ranks divide the rows of every parameter evenly, into shards of whole tiles of 16 x 16; others travel as stored.
+Limits: ranks divide the rows of every parameter evenly, into shards of multiples of 16 elements; others travel as
+stored.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,10 +30,20 @@ from torch import Tensor, nn
 from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup
 from cs336_systems.distributed.neighbours import alias
 
-_TILE = 16
-"""What divides both dimensions of what is quantized."""
+_QUANTUM = 16
+"""What divides the elements of a shard that is quantized."""
 _SCALE_STRIDE = 4
 """fp32 numbers from one scale to the next: cuBLAS refused those whose addresses were no multiples of 16 bytes."""
+
+
+class RowsQuantizer(Protocol):
+    """Quantizes a rank's rows of some matrices, as ``kernels.quantize_reference.PartsQuantizer``."""
+
+    def absmax(self) -> Tensor:
+        """The largest magnitude of each matrix in these rows, fp32, without sign where it is NaN."""
+
+    def quantize_(self, absmax: Tensor) -> None:
+        """Write bytes and inverse scales, by the largest magnitudes of the whole matrices."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +53,15 @@ class QuantizedTravel:
     Attributes:
         matrices: by name the parameters of the unit that are its rows, one after the other, by their names in it.
         dtype: of eight bits.
-        absmax: the largest magnitude of a tensor, () in fp32.
-        quantize: (tensor, absmax, dtype) -> something with ``q``, of the same shape, and ``inverse_scale``, ().
+        quantizer: makes one of (rows, bytes and number of a matrix for each parameter; inverse scales; ``dtype``; the
+            dtype that rows are rounded to first).
         transpose: a matrix (N, K) of ``dtype`` to (K, N), row-major.
         deliver: takes the function from a matrix's name and whether it is to be transposed to (values, inverse scale).
     """
 
     matrices: Mapping[str, Sequence[str]]
     dtype: torch.dtype
-    absmax: Callable[[Tensor], Tensor]
-    quantize: Callable[..., Any]
+    quantizer: Callable[[Sequence[tuple[Tensor, Tensor, int]], Tensor, torch.dtype, torch.dtype], RowsQuantizer]
     transpose: Callable[[Tensor], Tensor]
     deliver: Callable[[Callable[[str, bool], tuple[Tensor, Tensor]]], None]
 
@@ -58,7 +69,7 @@ class QuantizedTravel:
         """Whether ranks can quantize their rows of all these."""
         n_parts = sum(map(len, self.matrices.values()))
         return len(parameters) == n_parts and all(
-            p.shape[0] % world_size == 0 and p.numel() // world_size % _TILE**2 == 0 for p in parameters
+            p.shape[0] % world_size == 0 and p.numel() // world_size % _QUANTUM == 0 for p in parameters
         )
 
 
@@ -80,11 +91,16 @@ class QuantizedGroup(ShardedGroup):
         self._byte_outputs = [
             alias(self._unsharded, int(out.storage_offset()), out.shape) for out in self._gather_outputs
         ]
+        kept = self._read_by_all(self._sharded.numel(), torch.uint8)
+        self._copy_to(self._byte_outputs)
         self._unsharded.untyped_storage().resize_(0)
         self._inverse_scales = torch.zeros(len(self._parts), _SCALE_STRIDE, device=self.device)[:, 0]
-        kept = self._read_by_all(self._sharded.numel(), torch.uint8)
         self._kept = [kept[slot] for slot in self._slots]
         """This rank's rows in bytes."""
+        matrix_of = {i: number for number, parts in enumerate(self._parts.values()) for i in parts}
+        pairs = enumerate(zip(self.parameters, self._kept, strict=True))
+        rows = [(parameter.memory, own, matrix_of[i]) for i, (parameter, own) in pairs]
+        self._quantizer = travel.quantizer(rows, self._inverse_scales, travel.dtype, self.compute_dtype)
         self._kept_of: list[int] | None = None
         """Versions of the shards that they were made of; None before that, and once they are stale."""
         self._transposed: dict[str, Tensor] = {}
@@ -110,15 +126,10 @@ class QuantizedGroup(ShardedGroup):
 
     def _quantize_rows(self) -> None:
         """Make this rank's rows in bytes, once ranks have agreed on the largest magnitudes."""
-        shards = [parameter.memory.to(self.compute_dtype) for parameter in self.parameters]
-        maxima = torch.stack([self._absmax([shards[i] for i in parts]) for parts in self._parts.values()])
+        maxima = self._quantizer.absmax()
         # As integers, whose order is that of magnitudes, and in which NaN is the largest.
         dist.all_reduce(maxima.view(torch.int32), dist.ReduceOp.MAX, group=self.process_group)
-        for (number, parts), absmax in zip(enumerate(self._parts.values()), maxima, strict=True):
-            for i in parts:
-                quantized = self._travel.quantize(_tiled(shards[i]), absmax, self._travel.dtype)
-                self._kept[i].copy_(quantized.q.view(torch.uint8).view(-1))
-            self._inverse_scales[number].copy_(quantized.inverse_scale)
+        self._quantizer.quantize_(maxima)
 
     def free(self) -> None:
         """Give the memory of the bytes back, those of transposed copies too."""
@@ -139,17 +150,8 @@ class QuantizedGroup(ShardedGroup):
             self._transposed[name] = self._travel.transpose(values)
         return self._transposed[name], scale
 
-    def _absmax(self, shards: Sequence[Tensor]) -> Tensor:
-        """Of a matrix's rows on this rank, the sign of a NaN removed."""
-        return torch.stack([self._travel.absmax(shard) for shard in shards]).amax().abs()
-
 
 def _number(names: Sequence[tuple[str, ...]], part: str) -> int:
     """Of the parameter that ends with this name."""
     (found,) = (i for i, own in enumerate(names) if any(f".{name}".endswith(f".{part}") for name in own))
     return found
-
-
-def _tiled(shard: Tensor) -> Tensor:
-    """The elements as a matrix whose dimensions ``_TILE`` divides."""
-    return shard if shard.shape[0] % _TILE == 0 and shard.shape[1] % _TILE == 0 else shard.view(_TILE, -1)

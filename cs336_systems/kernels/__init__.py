@@ -6,6 +6,7 @@ from cs336_systems.kernels.column_sums import column_sums
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward_backward
 from cs336_systems.kernels.quantize import quantize
 from cs336_systems.kernels.quantize_blocks import quantize_blocks
+from cs336_systems.kernels.quantize_parts import PartsQuantizer
 from cs336_systems.kernels.quantize_reference import Quantized
 from cs336_systems.kernels.rms_norm import (
     RMSNorm,
@@ -30,6 +31,7 @@ from cs336_systems.kernels.weighted_sum import WeightedSum, weighted_sum
 
 __all__ = [
     "AddRMSNorm",
+    "PartsQuantizer",
     "Quantized",
     "RMSNorm",
     "Rotary",

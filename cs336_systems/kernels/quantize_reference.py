@@ -20,6 +20,7 @@ What is not finite stays to be seen, since a product with such a tensor gives no
 An absmax that is less than the largest element, of an earlier step perhaps, saturates; one that is more loses range.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,6 +48,31 @@ class Quantized(NamedTuple):
     """Of q, fp32: (); or (T, 1); or of blocks (T, D / 128) or (T / 128, D / 128), rounded up."""
     inverse_scale_t: Tensor | None
     """Of q_t, fp32: (); or (D, 1); or of blocks (D, T / 128) or (D / 128, T / 128), rounded up."""
+
+
+class Part(NamedTuple):
+    """A piece of a matrix, which has one scale for all of its pieces."""
+
+    x: Tensor
+    """Contiguous, of any shape."""
+    q: Tensor
+    """Where its bytes go: uint8, contiguous, as many elements."""
+    matrix: int
+    """Its number."""
+
+
+def check_parts(parts: Sequence[Part], inverse_scales: Tensor, dtype: torch.dtype) -> None:
+    """Raises ValueError unless the parts can be quantized together."""
+    if dtype not in LARGEST:
+        raise ValueError(f"quantization is to {' or '.join(map(str, LARGEST))}, not to {dtype}")
+    n = len(inverse_scales)
+    if sorted({part.matrix for part in parts}) != list(range(n)):
+        raise ValueError(f"{n} inverse scales are of matrices 0 to {n - 1}, got {[part.matrix for part in parts]}")
+    for i, (x, q, _) in enumerate(parts):
+        if (x.dtype, x.device) != (parts[0].x.dtype, inverse_scales.device) or not x.is_contiguous():
+            raise ValueError(f"parts are contiguous, of one dtype and device; part {i} is {x.dtype} on {x.device}")
+        if (q.dtype, q.device, q.numel()) != (torch.uint8, x.device, x.numel() or -1) or not q.is_contiguous():
+            raise ValueError(f"part {i} has {x.numel()} elements, and for its bytes {q.numel()} of {q.dtype}")
 
 
 def check(x: Tensor, dtype: torch.dtype, rows: bool, transposed: bool) -> None:
@@ -136,6 +162,35 @@ def quantize(
     return only(
         Quantized(q, q_t, inverse, inverse_t.t().clone(memory_format=torch.contiguous_format)), rows, transposed
     )
+
+
+class PartsQuantizer:
+    """As ``quantize_parts.PartsQuantizer``."""
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[Tensor, Tensor, int]],
+        inverse_scales: Tensor,
+        dtype: torch.dtype,
+        rounded_to: torch.dtype | None = None,
+    ) -> None:
+        self._parts = [Part(*part) for part in parts]
+        check_parts(self._parts, inverse_scales, dtype)
+        self._inverse_scales = inverse_scales
+        self._dtype, self._rounded_to = dtype, rounded_to or self._parts[0].x.dtype
+
+    def absmax(self) -> Tensor:
+        found: list[list[Tensor]] = [[] for _ in self._inverse_scales]
+        for x, _, matrix in self._parts:
+            found[matrix].append(absmax(x.to(self._rounded_to)))
+        return torch.stack([torch.stack(own).amax() for own in found]).abs()  # a NaN has a sign
+
+    def quantize_(self, absmax: Tensor) -> None:
+        scale, inverse = scales(absmax, self._dtype)
+        for x, q, matrix in self._parts:
+            quantized = cast(x.to(self._rounded_to), scale[matrix], self._dtype)
+            q.copy_(quantized.view(torch.uint8).view_as(q))
+        self._inverse_scales.copy_(inverse)
 
 
 def quantize_blocks(

@@ -74,8 +74,7 @@ def _travel(unit: nn.Module) -> QuantizedTravel | None:
     return QuantizedTravel(
         {name: PARTS[name] for name in WEIGHTS},
         FORMATS[products.recipe.matmul],
-        absmax=own.absmax,
-        quantize=own.quantize,
+        quantizer=own.parts,
         transpose=own.transpose_bytes,
         deliver=products.receive,
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.costs.fsdp import model_units, step_traffic
-from cs336_systems.distributed import FSDP, fsdp_parameters
+from cs336_systems.distributed import FSDP
 from cs336_systems.distributed.fsdp_gathers import Copies
 from cs336_systems.distributed.peer_memory import PeerMemory, why_not_mapped
 from cs336_systems.distributed.process_group import Rank
@@ -142,12 +142,13 @@ def all_that_is_sent_is_predicted(rank: Rank) -> None:
 @torch.no_grad()
 def rows_are_written_after_the_last_rank_has_read_them(rank: Rank) -> None:
     reference, fsdp, x = layers(rank)
+    begin = Copies.begin
 
-    def late(*arguments: object) -> Copies:
+    def late(copies: Copies) -> Copies:
         sleep(rank)
-        return Copies(*arguments)
+        return begin(copies)
 
-    fsdp_parameters.Copies = late
+    Copies.begin = late
     try:
         for _ in range(3):
             found = fsdp(x)
@@ -157,7 +158,7 @@ def rows_are_written_after_the_last_rank_has_read_them(rank: Rank) -> None:
             for parameter in reference.parameters():
                 parameter.add_(1)
     finally:
-        fsdp_parameters.Copies = Copies
+        Copies.begin = begin
 
 
 @torch.no_grad()

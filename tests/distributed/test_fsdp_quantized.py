@@ -12,9 +12,9 @@ from cs336_systems.blocks import REFERENCE, block_ops, block_products, write_out
 from cs336_systems.blocks.weights import BlockWeights
 from cs336_systems.config import MODEL_SIZES, Recipe
 from cs336_systems.distributed import FSDP, fsdp_parameters
-from cs336_systems.distributed.fsdp_quantized import QuantizedGroup, QuantizedTravel, _tiled
+from cs336_systems.distributed.fsdp_quantized import QuantizedGroup, QuantizedTravel
 from cs336_systems.distributed.spawn import spawn
-from cs336_systems.kernels.quantize_reference import absmax, quantize, transpose_bytes
+from cs336_systems.kernels.quantize_reference import PartsQuantizer, absmax, quantize, transpose_bytes
 from cs336_systems.model import TransformerBlock, TransformerLM
 from cs336_systems.training.backward_update import BackwardUpdate
 from cs336_systems.training.parallel import _travel
@@ -167,19 +167,23 @@ def rows_are_quantized_once_until_some_rank_changes_its_own(rank):
 def an_error_while_rows_are_quantized_leaves_no_older_bytes(rank):
     model, alone = fsdp_of(model_of()), model_of()
     group = quantized_groups(model)[0]
-    travel = group._travel
+    quantizer = group._quantizer
 
-    def fail(*_):
-        raise torch.OutOfMemoryError
+    class Fails:
+        def absmax(self):
+            return quantizer.absmax()
+
+        def quantize_(self, absmax):
+            raise torch.OutOfMemoryError
 
     with torch.no_grad():
         assert torch.equal(model(IDS), alone(IDS))
         for parameter in (*model.parameters(), *alone.parameters()):
             parameter.mul_(1.5)
-        group._travel = replace(travel, quantize=fail)
+        group._quantizer = Fails()
         with pytest.raises(torch.OutOfMemoryError):
             model(IDS)
-        group._travel = travel
+        group._quantizer = quantizer
         assert torch.equal(model(IDS), alone(IDS))
 
 
@@ -230,9 +234,15 @@ def half_the_bytes_travel(rank):
 def others_travel_as_they_are_stored(rank):
     row = fsdp_of(model_of(Recipe("e4m3", scaling="row")))
     skipped = fsdp_of(model_of(Recipe("e4m3", skip_first=1)))
-    uneven = fsdp_of(model_of(config=replace(CONFIG, d_model=48, d_ff=80, n_heads=3, n_kv_heads=1)))
-    assert [len(quantized_groups(model)) for model in (row, skipped, uneven)] == [0, CONFIG.n_layers - 1, 0]
-    train(uneven, 1)
+    assert [len(quantized_groups(model)) for model in (row, skipped)] == [0, CONFIG.n_layers - 1]
+
+
+def shards_need_no_tiles(rank):
+    """8 rows of 48, of 16 divided by two ranks."""
+    config = replace(CONFIG, d_model=48, d_ff=80, n_heads=3, n_kv_heads=1)
+    alone, model = model_of(config=config), fsdp_of(model_of(config=config))
+    assert len(quantized_groups(model)) == CONFIG.n_layers
+    assert equal(train(model), train(alone))
 
 
 def every_recipe_trains_as_on_one_rank(rank):
@@ -243,7 +253,7 @@ def every_recipe_trains_as_on_one_rank(rank):
 
 
 def kernels_give_the_same_steps(rank):
-    """On GPUs, of fused kernels, over NCCL and on streams of their own; shards of 8 rows are quantized as 16."""
+    """On GPUs, of fused kernels, over NCCL and on streams of their own."""
     for config in (CONFIG, replace(CONFIG, d_model=256, n_heads=8, n_kv_heads=1, d_ff=512)):
         fused = {"config": config, "kernels": "fused", "device": rank.device}
         kinds = [fsdp_of(model_of(**fused), travels=travels) for travels in (True, False)]
@@ -261,6 +271,7 @@ CHECKS = (
     an_error_while_rows_are_quantized_leaves_no_older_bytes,
     half_the_bytes_travel,
     others_travel_as_they_are_stored,
+    shards_need_no_tiles,
     every_recipe_trains_as_on_one_rank,
 )
 if not torch.cuda.is_available():
@@ -286,13 +297,12 @@ def test_two_gpus(world_size, device):
         assert failures(world, check) == []
 
 
-def test_a_unit_with_other_matrices_or_shards_that_are_no_tiles_travels_as_stored():
+def test_a_unit_with_other_matrices_or_uneven_shards_travels_as_stored():
     travel = QuantizedTravel(
-        {"one": ("a", "b")}, torch.float8_e4m3fn, absmax, quantize, transpose_bytes, lambda matrix: None
+        {"one": ("a", "b")}, torch.float8_e4m3fn, PartsQuantizer, transpose_bytes, lambda matrix: None
     )
     a, b = torch.empty(32, 64), torch.empty(64, 64)
     assert travel.serves([a, b], 2) and travel.serves([a, b], 4)
     assert not travel.serves([a, b, b], 2)
     assert not travel.serves([a, b], 3)
-    assert not travel.serves([a, b], 16)
-    assert _tiled(torch.empty(8, 64)).shape == (16, 32) and _tiled(b) is b
+    assert not travel.serves([a, torch.empty(32, 8)], 32)

@@ -12,7 +12,8 @@ KERNELS = (
     *("weighted_sum", "rms_norm", "add_rms_norm", "swiglu", "rotary"),
     *("linear_cross_entropy", "adamw", "grad_norm", "column_sums"),
     *("absmax", "rms_norm.absmax", "swiglu.absmax", "adamw.absmax"),
-    *("quantize", "quantize.transposed", "quantize_blocks", "rms_norm_quantize", "swiglu_quantize", "transpose_bytes"),
+    *("quantize", "quantize.transposed", "quantize_blocks", "quantize_parts"),
+    *("rms_norm_quantize", "swiglu_quantize", "transpose_bytes"),
 )
 """Each a file in ``cs336_systems/kernels`` and one in this folder; after a dot, a form of it that writes more."""
 

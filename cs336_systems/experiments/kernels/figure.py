@@ -19,7 +19,7 @@ _COLUMNS = 7
 
 
 def shares_figure(rows: pd.DataFrame) -> Figure | None:
-    """A panel for each pass of each kernel whose bound is memory: % of a copy's bandwidth by width, a line for each way.
+    """A panel for each pass of each kernel whose bound is memory: % of a copy's bandwidth by width, a line for a way.
 
     Where the rows hold several dtypes or numbers of rows, the one with the most points is drawn.
     """

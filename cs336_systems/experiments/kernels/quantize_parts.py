@@ -1,0 +1,45 @@
+"""Matrices in parts quantized to e4m3, largest magnitudes found first, against the definition in plain PyTorch."""
+
+import torch
+from torch import Tensor
+
+from cs336_systems.case import Unsupported
+from cs336_systems.experiments.kernels.cells import KernelCell
+from cs336_systems.experiments.kernels.measure import Subject
+from cs336_systems.experiments.kernels.quantize import FP8, matrix
+from cs336_systems.kernels import quantize_reference as reference
+from cs336_systems.kernels.quantize_parts import PartsQuantizer
+
+N_MATRICES, N_PARTS = 4, 2
+"""Of each of the matrices."""
+
+
+def subject(cell: KernelCell, device: torch.device) -> Subject:
+    """x (rows, width), four matrices in two parts each, is read twice and written as bytes. The error is that of e4m3.
+
+    Raises:
+        Unsupported: the parts have no equal numbers of rows.
+    """
+    if cell.rows % (N_MATRICES * N_PARTS):
+        raise Unsupported(f"{N_MATRICES * N_PARTS} does not divide {cell.rows} rows")
+    x = matrix(cell, device)
+    made: dict[int, tuple[PartsQuantizer, Tensor]] = {}
+
+    def ours(x: Tensor) -> Tensor:
+        if x.data_ptr() not in made:  # as who quantizes the same memory again and again
+            q = torch.empty_like(x, dtype=torch.uint8)
+            pieces = zip(x.chunk(N_MATRICES * N_PARTS), q.chunk(N_MATRICES * N_PARTS), strict=True)
+            parts = [(*piece, number // N_PARTS) for number, piece in enumerate(pieces)]
+            made[x.data_ptr()] = PartsQuantizer(parts, torch.empty(N_MATRICES, device=device), FP8), q
+        quantizer, q = made[x.data_ptr()]
+        quantizer.quantize_(quantizer.absmax())
+        return q.view(FP8)
+
+    def eager(x: Tensor) -> Tensor:
+        matrices = x.view(N_MATRICES, -1)
+        absmax = matrices.abs().amax(dim=1, keepdim=True)
+        if x.dtype == torch.float64:
+            return (matrices * (reference.LARGEST[FP8] / absmax)).view_as(x)
+        return reference.cast(matrices, reference.scales(absmax.float(), FP8)[0], FP8).view_as(x)
+
+    return Subject({"x": x}, ours, eager, 2 * x.nbytes + x.numel())

@@ -1,0 +1,149 @@
+"""Matrices in pieces, quantized to fp8 in two launches for any number of them; definition: ``quantize_reference.py``.
+
+    absmax        = max |x| of each matrix, over all of its parts
+    q             = fp8(x M / max(absmax, 1e-10))      inverse_scale = max(absmax, 1e-10) / M
+
+A rank under FSDP holds rows of the matrices of a block, each in memory of its own; those of q, k and v are parts of one
+matrix. Ranks agree on the largest magnitudes between the two launches. A kernel for each part would be as fast on the
+GPU, and 10 times as many launches for the host.
+
+Method: a program takes a chunk of one part (``tensor_table.py``), 16 bytes of a thread at a time.
+
+Traffic per element of bf16: reads 2 bytes twice, and writes 1.
+
+Limits: fp32, bf16 and fp16 to e4m3 and e5m2; parts begin at multiples of 16 bytes and have multiples of 16 elements.
+
+    quantizer = PartsQuantizer([Part(x, q, 0), Part(y, r, 0), Part(z, s, 1)], inverse_scales, torch.float8_e4m3fn)
+    absmax = quantizer.absmax()          # (2,)
+    quantizer.quantize_(absmax)          # fills q, r, s and inverse_scales
+"""
+
+# mypy: allow-untyped-defs
+# A kernel's arguments are Triton values; the host functions below are typed.
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cs336_systems.kernels.absmax import magnitude_bits, raise_absmax
+from cs336_systems.kernels.assembly import fp8_bytes, rounded
+from cs336_systems.kernels.checks import check_runnable
+from cs336_systems.kernels.quantize import FORMATS, scales_of
+from cs336_systems.kernels.quantize_reference import LARGEST, QUANTUM, Part, check_parts
+from cs336_systems.kernels.tensor_table import TensorTable, is_aligned
+from cs336_systems.operators.launching import launch
+
+CHUNK, WARPS = 8192, 8
+"""Elements of a program: 32 of each thread."""
+ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+COLUMNS = tl.constexpr(6)
+X = tl.constexpr(2)
+Q = tl.constexpr(3)
+MATRIX = tl.constexpr(4)
+INVERSE_SCALE = tl.constexpr(5)
+
+
+@triton.jit
+def chunk_of(rows, owners, CHUNK: tl.constexpr):
+    """A program's row of the table, where its chunk of the part begins, and how many elements that has."""
+    program = tl.program_id(0)
+    row = rows + tl.load(owners + program) * COLUMNS
+    start = (program - tl.load(row + 1)) * CHUNK
+    return row, start, tl.multiple_of(tl.minimum(tl.load(row) - start, CHUNK).to(tl.int32), 16)
+
+
+@triton.jit
+def load_chunk(row, start, n, ELEMENT: tl.constexpr, ROUNDED: tl.constexpr, CHUNK: tl.constexpr):
+    """Its elements, rounded, in fp32."""
+    x = tl.multiple_of(tl.load(row + X).to(tl.pointer_type(ELEMENT)), 16)
+    at = tl.arange(0, CHUNK)
+    block = tl.load(x + start + at, mask=at < n, other=0.0).to(tl.float32)
+    if ROUNDED != ELEMENT:
+        block = rounded(block, ROUNDED)
+    return block
+
+
+@triton.jit
+def parts_absmax_kernel(rows, owners, absmax, ELEMENT: tl.constexpr, ROUNDED: tl.constexpr, CHUNK: tl.constexpr):
+    """absmax (n_matrices,), zero before."""
+    row, start, n = chunk_of(rows, owners, CHUNK)
+    bits = magnitude_bits(load_chunk(row, start, n, ELEMENT, ROUNDED, CHUNK))
+    raise_absmax(absmax + tl.load(row + MATRIX), bits, tl.float32)
+
+
+@triton.jit
+def quantize_parts_kernel(
+    rows,
+    owners,
+    absmax,
+    ELEMENT: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The bytes and inverse scales that the table names."""
+    row, start, n = chunk_of(rows, owners, CHUNK)
+    scale, inverse = scales_of(tl.load(absmax + tl.load(row + MATRIX)), LARGEST)
+    # The same number from each part of a matrix.
+    tl.store(tl.load(row + INVERSE_SCALE).to(tl.pointer_type(tl.float32)), inverse, mask=start == 0)
+    q = tl.multiple_of(tl.load(row + Q).to(tl.pointer_type(tl.uint8)), 16)
+    at = tl.arange(0, CHUNK)
+    tl.store(q + start + at, fp8_bytes(load_chunk(row, start, n, ELEMENT, ROUNDED, CHUNK) * scale, DTYPE), mask=at < n)
+
+
+class PartsQuantizer:
+    """Quantizes the same parts again and again, whatever values they hold by then.
+
+    Args:
+        parts: as ``Part``, on one device, in one dtype; together they hold whole matrices, or this rank's rows of them.
+        inverse_scales: where those go, fp32, (n_matrices,), of any stride.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        rounded_to: fp32, bf16 or fp16, to which elements are rounded before all else; their own by default.
+
+    Raises:
+        ValueError: there are no parts, one does not fit its bytes, the others, or the limits above, or there is no CUDA
+            device.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[Tensor, Tensor, int]],
+        inverse_scales: Tensor,
+        dtype: torch.dtype,
+        rounded_to: torch.dtype | None = None,
+    ) -> None:
+        self._parts = [Part(*part) for part in parts]  # they keep the memory whose addresses the table holds
+        check_parts(self._parts, inverse_scales, dtype)
+        check_runnable(quantize_parts_kernel, self._parts[0].x)
+        for i, (x, q, _) in enumerate(self._parts):
+            if x.numel() % QUANTUM or not is_aligned(x, q):
+                where = ", ".join(f"{each.data_ptr():#x}" for each in (x, q))
+                raise ValueError(f"part {i} has {x.numel()} elements, at {where}: {QUANTUM} must divide all three")
+        self._inverse_scales = inverse_scales
+        first, step = inverse_scales.data_ptr(), inverse_scales.stride(0) * inverse_scales.element_size()
+        self._table, self._device = TensorTable(CHUNK), inverse_scales.device
+        self._rows = [(x.numel(), x.data_ptr(), q.data_ptr(), m, first + m * step) for x, q, m in self._parts]
+        element = self._parts[0].x.dtype
+        self._elements = {"ELEMENT": ELEMENTS[element], "ROUNDED": ELEMENTS[rounded_to or element], "CHUNK": CHUNK}
+        self._format = {"DTYPE": FORMATS[dtype], "LARGEST": LARGEST[dtype]}
+
+    def absmax(self) -> Tensor:
+        """The largest magnitude of each matrix, (n_matrices,) in fp32; NaN, without its sign, if it holds one."""
+        absmax = torch.zeros(len(self._inverse_scales), dtype=torch.float32, device=self._device)
+        self._launch(parts_absmax_kernel, absmax)
+        return absmax
+
+    def quantize_(self, absmax: Tensor) -> None:
+        """Fill the parts' bytes and the inverse scales, by the largest magnitudes, (n_matrices,) in fp32."""
+        self._launch(quantize_parts_kernel, absmax, **self._format)
+
+    def _launch(self, kernel, absmax: Tensor, **constants) -> None:
+        with torch.cuda.device_of(absmax):  # Triton launches on the current device, which may be another
+            self._table.describe(self._rows, self._device)
+            arguments = self._table.rows, self._table.owners, absmax
+            launch(kernel, (self._table.n_chunks,), *arguments, **self._elements, **constants, num_warps=WARPS)
