@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup
-from cs336_systems.distributed.fsdp_schedule import Schedule
+from cs336_systems.distributed.fsdp_schedule import Schedule, inside_backward
 from cs336_systems.distributed.fsdp_state_dict import WholeTensors, show_whole
 from cs336_systems.distributed.fsdp_units import Initialise, NotCopied, Predicate, Travels, is_unit, shard_module
 from cs336_systems.distributed.peer_memory import why_not_mapped
@@ -150,6 +150,12 @@ class FSDP(NotCopied, nn.Module):
             yield
         finally:
             self._schedule.gradients.synchronize = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As any module's; after a backward that an error has ended, of all shards too, and of what it had begun."""
+        if not inside_backward():
+            self._schedule.forget_failed_backward()  # whose units have their parameters unsharded
+        super().zero_grad(set_to_none)
 
     def finish_gradient_synchronization(self) -> None:
         """Average what backward passes inside ``no_sync`` have accumulated, if none outside has done so.

@@ -116,7 +116,7 @@ class Schedule:
         if inside_backward():
             yield
             return
-        self._forget_failed_backward()
+        self.forget_failed_backward()
         left = self._begin("a forward")
         self._free_idle(besides=left)
         self._left = set()
@@ -152,7 +152,7 @@ class Schedule:
             # What backward has gathered ahead is the unit's own backward's, which frees it.
             stays = {group for group in unit.groups if group.state is not GroupState.SHARDED}
         else:
-            self._forget_failed_backward()
+            self.forget_failed_backward()
             forward = self._forward
             if forward.left()[:1] != [unit]:
                 self._agree(f"calls {unit.name}")
@@ -258,7 +258,7 @@ class Schedule:
     def _current_backward(self) -> Backward:
         """The backward pass that autograd is running; its end will be announced."""
         if self._backward is None or self._backward.lives() is None:
-            self._forget_failed_backward()
+            self.forget_failed_backward()
             end = partial(self._after_backward)
             self._backward = Backward(weakref.ref(end))
             Variable._execution_engine.queue_callback(end)  # autograd holds it as long as the pass lives
@@ -361,14 +361,14 @@ class Schedule:
 
     def finish(self) -> None:
         """Average the gradients that backward passes have accumulated; those of others are averages already."""
-        self._forget_failed_backward()
+        self.forget_failed_backward()
         if self.gradients.unfinished and self.gradients.synchronize:
             self._agree("averages accumulated gradients")
             for group in self._left:
                 group.free()
             self.gradients.average()
 
-    def _forget_failed_backward(self) -> None:
+    def forget_failed_backward(self) -> None:
         """If an error has ended a backward pass, give up the gradients that have not come to ``grad``."""
         if self._backward is None:
             return

@@ -133,8 +133,13 @@ class Turns:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def break_off(self) -> None:
-        """End reading without waiting for anyone, after an error."""
+        """End reading without waiting for other ranks, after an error; the current stream waits for this one's copies.
+
+        What they write may be given up next, and be another tensor's.
+        """
         self.reading = False
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def meet(self) -> None:
         """The stream of copies waits from now on for those of all ranks."""

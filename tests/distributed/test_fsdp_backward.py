@@ -182,6 +182,22 @@ def a_failed_backward_leaves_nothing_to_the_next_step(rank):
             fsdp.zero_grad()
 
 
+def zero_grad_clears_every_shard_after_a_failed_backward(rank):
+    """Those too whose units were in the middle of it, and had gradients of an earlier one."""
+    torch.manual_seed(0)
+    fsdp = FSDP(Blocks().double(), units=lambda module: isinstance(module, Block))
+    ids, _ = batches(2)
+    rows = own_rows(ids, rank)
+    wide_loss(fsdp(rows), rows).backward()
+    inner = fsdp.module.blocks[1].forward
+    fsdp.module.blocks[1].forward = lambda x: Failing.apply(inner(Failing.apply(x, True)), False)
+    with pytest.raises(ArithmeticError, match="backward cannot go on"):
+        wide_loss(fsdp(rows), rows).backward()
+    assert all(parameter.sharded_param.grad is not None for parameter in fsdp.managed_parameters())
+    fsdp.zero_grad()
+    assert all(parameter.sharded_param.grad is None for parameter in fsdp.managed_parameters())
+
+
 class Sharing(nn.Module):
     """Ids -> scores; a module lies in an inner unit and in the outer one, which runs it before and after the inner."""
 
@@ -331,6 +347,7 @@ CHECKS = [
     weights_that_are_read_outside_their_modules_are_told,
     what_cannot_be_is_told,
     a_failed_backward_leaves_nothing_to_the_next_step,
+    zero_grad_clears_every_shard_after_a_failed_backward,
     recomputation_inside_units_finds_their_parameters_whole,
     a_step_needs_no_call_to_finish,
 ]
