@@ -65,7 +65,7 @@ def written_out_peak(
         attention: flash or hopper.
         optimizer: ``reference`` holds one temporary as large as the largest parameter.
         recipe: of the blocks' products; weights that are quantized stay so; if sharded, they travel so where they have
-            one scale each and ranks divide them evenly, as the products' shapes let them, and else are made at each use.
+            one scale each and ranks divide them evenly, as shapes of products let them, else are made at each use.
         n_shards: ranks of fully sharded data parallelism, blocks and head a unit each; 1 without. Its steps after the
             first are predicted, which know what comes next.
         prefetch: units whose weights are gathered ahead.

@@ -39,7 +39,7 @@ class InPlacePlanner(dcp.DefaultSavePlanner):
 
     def __init__(self) -> None:
         super().__init__()
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """A tensor in host memory that is all of its storage; anything else as it is."""
@@ -49,7 +49,7 @@ class InPlacePlanner(dcp.DefaultSavePlanner):
         memory = value.detach().reshape(-1).view(torch.uint8)
         if memory.device.type != "cpu":
             if self._staging.numel() < len(memory):
-                self._staging = torch.empty(0, dtype=torch.uint8)  # gone before the next is there
-                self._staging = torch.empty(len(memory), dtype=torch.uint8, pin_memory=memory.is_cuda)
+                self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")  # gone before the next is there
+                self._staging = torch.empty(len(memory), dtype=torch.uint8, pin_memory=memory.is_cuda, device="cpu")
             memory = self._staging[: len(memory)].copy_(memory)
         return torch.from_dlpack(memory).view(value.dtype).view(value.shape)  # of a storage that begins and ends there

@@ -57,7 +57,7 @@ class Deferred:
         work = self._work_begun, _Moment(self._device)
         scalars = torch.stack([value.detach().float().reshape(()) for value in values])
         if self._device.type == "cuda":
-            scalars = torch.empty(scalars.shape, pin_memory=True).copy_(scalars, non_blocking=True)
+            scalars = torch.empty(scalars.shape, pin_memory=True, device="cpu").copy_(scalars, non_blocking=True)
         now = _Moment(self._device)
         before, self._pending = self._pending, (scalars, (self._begun, now), work)
         self._begun = self._work_begun = now

@@ -202,7 +202,8 @@ class _Cutter:
     def cut(self, sequences: Sequence[int] | NDArray[np.int64]) -> Tensor:
         """(2, len(sequences), context_length) int64 in memory from which the device can copy: inputs, targets."""
         length = self._context_length
-        batch = torch.empty((2, len(sequences), length), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        pinned = self._device.type == "cuda"
+        batch = torch.empty((2, len(sequences), length), dtype=torch.int64, pin_memory=pinned, device="cpu")
         inputs, targets = batch.numpy()
         tokens = np.empty(length + 1, np.int64)
         for row, sequence in enumerate(sequences):

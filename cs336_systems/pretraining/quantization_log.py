@@ -39,7 +39,8 @@ class QuantizationSampler:
         found = [(one.block, name, counts) for one in watched for name, counts in one.found.items()]
         values = torch.stack([counts for *_, counts in found])
         if values.is_cuda:
-            values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
+            values = pinned.copy_(values, non_blocking=True)
         self._pending = step, [(block, name) for block, name, _ in found], values
 
     def tell(self, step: int) -> None:

@@ -181,6 +181,12 @@ def test_evaluation_covers_each_sequence_once_in_equal_batches_on_all_ranks(shap
     np.testing.assert_allclose(counted, expected)
 
 
+def test_batches_come_from_memory_of_the_host_whatever_the_default_device_is():
+    with torch.device("meta"):
+        (inputs, targets, _), *_ = evaluation_batches(counting(101), context_length=10, batch_size=4)
+    assert torch.equal(inputs + 1, targets)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_batches_reach_the_gpu_without_a_wait():
