@@ -26,7 +26,7 @@ class Quantizers:
     quantize: Callable[..., Any]
     quantize_blocks: Callable[..., Any]
     transpose_bytes: Callable[[Tensor], Tensor]
-    parts: Callable[..., Any]
+    parts_quantizer: Callable[..., Any]
     """Makes a ``PartsQuantizer``."""
     swiglu: Callable[..., Tensor]
     raised: bool

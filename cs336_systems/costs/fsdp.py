@@ -105,9 +105,9 @@ def step_traffic(
         gradient_bytes: per element of a gradient that is reduced; replicated gradients travel in fp32.
         first: whether it is the first step, before the order of the units is known: it gathers the last one twice.
         quantized: numbers of the units whose weights travel in eight bits, once a step after an agreement on the
-            largest magnitudes of their matrices. The last unit is none of them.
+            largest magnitudes of all their matrices together. The last unit is none of them.
         peer_copies: ranks copy weights from each other's memory, and send none. They meet before and after a forward
-            and a backward, and once more for each quantized unit, in all-reduces of one number.
+            and a backward, in all-reduces of one number.
     """
     gathers = [
         (size, 1 if number in quantized else compute_bytes)
@@ -118,19 +118,19 @@ def step_traffic(
     replicated = sum(prod(shape) for unit in units for shape in unit if not is_sharded(shape))
     n_parameters = sum(len(unit) for unit in units)
     gathered = 2 * sum(map(prod, gathers)) - (0 if first or not gathers else prod(gathers[-1]))
-    agreements, meetings = len(quantized), 4 + len(quantized) if peer_copies else 0
+    meetings = 4 if peer_copies else 0
     messages = {
         "all-gather": 0 if peer_copies else gathered,
         "reduce-scatter": gradient_bytes * sum(sizes),
         "all-reduce": 4 * replicated
         + COUNT_BYTES * n_parameters
-        + MAXIMA_BYTES * agreements
+        + MAXIMA_BYTES * len(quantized)
         + MEETING_BYTES * meetings,
     }
     counts = {
         "all-gather": 0 if peer_copies else max(0, 2 * len(sizes) - (not first)),
         "reduce-scatter": len(sizes),
-        "all-reduce": 1 + agreements + meetings,
+        "all-reduce": 1 + bool(quantized) + meetings,
     }
     share = (world_size - 1) / world_size
     sent = share * (messages["all-gather"] + messages["reduce-scatter"] + 2 * messages["all-reduce"])

@@ -142,7 +142,8 @@ class FSDP(NotCopied, nn.Module):
         their versions, or new ``data``: who writes into ``data``, or by a collective, must raise versions
         (``torch.autograd.graph.increment_version``).
 
-        The next backward outside, or ``finish_gradient_synchronization``, averages the sum.
+        The next backward outside, or ``finish_gradient_synchronization``, averages the sum. Who gives it up instead, as
+        after an error, calls ``zero_grad`` of this module: an optimizer's does not know of it.
         """
         before = self._schedule.gradients.synchronize
         self._schedule.gradients.synchronize = False
@@ -152,9 +153,10 @@ class FSDP(NotCopied, nn.Module):
             self._schedule.gradients.synchronize = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As any module's; after a backward that an error has ended, of all shards too, and of what it had begun."""
+        """As any module's; what backward passes inside ``no_sync`` have accumulated is given up too."""
         if not inside_backward():
             self._schedule.forget_failed_backward()  # whose units have their parameters unsharded
+            self._schedule.gradients.drop()
         super().zero_grad(set_to_none)
 
     def finish_gradient_synchronization(self) -> None:

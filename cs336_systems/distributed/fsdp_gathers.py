@@ -1,6 +1,7 @@
 """How the rows of all ranks come together: in a collective, or by copies from memory that ranks have mapped.
 
-Either is under way when it has been made; ``wait`` makes the current stream (on a CPU: the caller) wait for it.
+A collective is under way when it has been made, copies when they have been begun; ``wait`` makes the current stream (on
+a CPU: the caller) wait for either.
 """
 
 from collections.abc import Sequence

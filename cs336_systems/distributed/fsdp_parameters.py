@@ -89,8 +89,10 @@ class ShardedParameter(ManagedParameter):
         self.sharded_param.data = self.memory
 
 
-def take_gradients(parameters: Sequence[ShardedParameter], dtype: torch.dtype) -> list[Tensor | None]:
-    """Of each what has been accumulated, in ``dtype``, and the last backward's gradient, summed; both are given up.
+def take_gradients(parameters: Sequence[ShardedParameter]) -> list[Tensor | None]:
+    """Of each what has been accumulated and the last backward's gradient, summed; both are given up.
+
+    Sums are in the dtype of what has been accumulated, a gradient by itself in its own.
 
     Raises:
         RuntimeError: a gradient is sparse.
@@ -105,7 +107,7 @@ def take_gradients(parameters: Sequence[ShardedParameter], dtype: torch.dtype) -
         old, parameter.accumulated = parameter.accumulated, None
         if fresh is not None and old is not None:
             sums.append(old)
-            added.append(fresh.to(dtype))
+            added.append(fresh)
         taken.append(fresh if old is None else old)
     if sums:
         torch._foreach_add_(sums, added)
@@ -121,7 +123,7 @@ class Reduction:
         self.missing: list[ShardedParameter] = []
         """Parameters to which this rank contributed nothing and that had no gradient before."""
         sizes = [parameter.padded_numel for parameter in self.parameters]
-        gradients = take_gradients(self.parameters, dtype)
+        gradients = take_gradients(self.parameters)
         staged, sources, self._inputs = [], [], []
         for parameter, size, gradient in zip(self.parameters, sizes, gradients, strict=True):
             parameter.has_gradient |= gradient is not None
@@ -286,9 +288,10 @@ class ShardedGroup:
 
     def _changed_since(self, versions: list[int]) -> bool:
         moved = (p.sharded_param.data_ptr() != p.memory.data_ptr() for p in self.parameters)  # to be adopted
-        return versions != self._versions_now() or any(moved)
+        return versions != self.versions_now() or any(moved)
 
-    def _versions_now(self) -> list[int]:
+    def versions_now(self) -> list[int]:
+        """Of the shards."""
         # Tensors made in inference mode have none.
         return [0 if p.sharded_param.is_inference() else p.sharded_param._version for p in self.parameters]
 
@@ -303,10 +306,10 @@ class ShardedGroup:
             return
         self.adopt_data()
         self.state = GroupState.GATHERING
-        self._versions = self._versions_now()
+        self._versions = self.versions_now()
         # Allocated for the current stream, which waits for the collective before it uses them and frees them after.
         self._unsharded.untyped_storage().resize_(self._unsharded_bytes)
-        with self._on_stream(), torch.no_grad():
+        with on_stream(self._stream), torch.no_grad():
             outputs, self._sent = self._exchanged()
             if self._copies is not None and self._turns is not None and self._turns.reading:
                 self._work = self._copies.begin()
@@ -363,7 +366,7 @@ class ShardedGroup:
     def accumulate(self) -> None:
         """Keep the gradients, whole, for a later reduction."""
         trainable = self.trainable
-        for parameter, gradient in zip(trainable, take_gradients(trainable, self.reduce_dtype), strict=True):
+        for parameter, gradient in zip(trainable, take_gradients(trainable), strict=True):
             parameter.accumulated = None if gradient is None else gradient.to(self.reduce_dtype)
 
     def drop_gradients(self) -> None:
@@ -377,12 +380,14 @@ class ShardedGroup:
         """Whether the last backward left gradients here that have been neither reduced nor accumulated."""
         return any(parameter.unsharded_param.grad is not None for parameter in self.parameters)
 
-    def _on_stream(self) -> AbstractContextManager:
-        if self._stream is None:
-            return nullcontext()
-        # The memory may have been another tensor's a moment ago, and the optimizer may still be writing the shards.
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self._stream)
+
+def on_stream(stream: "torch.cuda.Stream | None") -> AbstractContextManager:
+    """What is done inside is done there, after what the current stream was given before; None is the current one."""
+    if stream is None:
+        return nullcontext()
+    # The memory may have been another tensor's a moment ago, and the optimizer may still be writing the shards.
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    return torch.cuda.stream(stream)
 
 
 def _unsharded_offsets(parameters: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, list[int]]:

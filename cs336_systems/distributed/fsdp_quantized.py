@@ -3,14 +3,14 @@
     FSDP(model, units=is_block, quantized=lambda unit: QuantizedTravel(...) if ... else None)
 
 A unit whose matrices are all read quantized, with one scale each, by nothing but products, has no use for them in bf16.
-So each rank quantizes its rows, by the largest magnitude of the whole matrix, on which the ranks agree first (a
-reduction of one number for each matrix), and bytes are gathered. Rounding element by element they are the same bits as
-those of the whole, quantized. The transposed copy is made of the bytes that arrived, when it is first asked for.
-Rows of all matrices of a unit are quantized together: in a step's first forward the host does little else than launch.
+So each rank quantizes its rows, by the largest magnitudes of whole matrices, on which the ranks agree first, and bytes
+are gathered. Rounding element by element they are the same bits as those of the whole, quantized. The transposed copy
+is made of the bytes that arrived, when it is first asked for.
 
-A rank keeps its bytes until rows of the group have changed on some rank, so that micro-batches share them, forward and
-backward as well. A change is seen by the shards' versions when a forward or a backward begins or ends; who writes
-shards without raising versions must raise them (``torch.autograd.graph.increment_version``).
+Rows of all units are quantized together, as a forward or a backward begins, by a few launches and one collective
+(``QuantizedRows``). A rank keeps its bytes until rows have changed on some rank, so that micro-batches share them,
+forward and backward as well. A change is seen by the shards' versions when a forward or a backward begins or ends; who
+writes shards without raising versions must raise them (``torch.autograd.graph.increment_version``).
 
 The unsharded parameters are then names without memory: they have shape and dtype, autograd hangs their gradients on
 them, and whoever reads their values reads nothing. ``deliver`` tells the unit where the bytes are.
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup
+from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup, on_stream
 from cs336_systems.distributed.neighbours import alias
 
 _QUANTUM = 16
@@ -36,11 +36,15 @@ _SCALE_STRIDE = 4
 """fp32 numbers from one scale to the next: cuBLAS refused those whose addresses were no multiples of 16 bytes."""
 
 
-class RowsQuantizer(Protocol):
-    """Quantizes a rank's rows of some matrices, as ``kernels.quantize_reference.PartsQuantizer``."""
+Part = tuple[Tensor, Tensor, int, Tensor]
+"""Rows of a parameter, where their bytes go, the number of their matrix, where its inverse scale goes."""
+
+
+class PartsQuantizer(Protocol):
+    """Quantizes matrices in parts again and again, as that of ``kernels.quantize_reference``."""
 
     def absmax(self) -> Tensor:
-        """The largest magnitude of each matrix in these rows, fp32, without sign where it is NaN."""
+        """The largest magnitude of each matrix in these parts, fp32, without sign where it is NaN."""
 
     def quantize_(self, absmax: Tensor) -> None:
         """Write bytes and inverse scales, by the largest magnitudes of the whole matrices."""
@@ -53,15 +57,14 @@ class QuantizedTravel:
     Attributes:
         matrices: by name the parameters of the unit that are its rows, one after the other, by their names in it.
         dtype: of eight bits.
-        quantizer: makes one of (rows, bytes and number of a matrix for each parameter; inverse scales; ``dtype``; the
-            dtype that rows are rounded to first).
+        make_quantizer: makes one of (parts, ``dtype``, the dtype that elements are rounded to first).
         transpose: a matrix (N, K) of ``dtype`` to (K, N), row-major.
         deliver: takes the function from a matrix's name and whether it is to be transposed to (values, inverse scale).
     """
 
     matrices: Mapping[str, Sequence[str]]
     dtype: torch.dtype
-    quantizer: Callable[[Sequence[tuple[Tensor, Tensor, int]], Tensor, torch.dtype, torch.dtype], RowsQuantizer]
+    make_quantizer: Callable[[Sequence[Part], torch.dtype, torch.dtype], PartsQuantizer]
     transpose: Callable[[Tensor], Tensor]
     deliver: Callable[[Callable[[str, bool], tuple[Tensor, Tensor]]], None]
 
@@ -73,16 +76,84 @@ class QuantizedTravel:
         )
 
 
+class QuantizedRows:
+    """This rank's rows of all groups that travel quantized; those that have changed are quantized together.
+
+    Args:
+        process_group: of the ranks that share the groups.
+        stream: where rows are quantized, as those of ``ShardedGroup``.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, stream: "torch.cuda.Stream | None") -> None:
+        self.groups: list[QuantizedGroup] = []
+        self._process_group, self._stream = process_group, stream
+        self._quantized: list[QuantizedGroup] = []
+        """Those that ``_quantizers`` are for."""
+        self._quantizers: list[PartsQuantizer] = []
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Quantize the rows of all groups without bytes, the same on all ranks; a collective if there are some.
+
+        Raises:
+            RuntimeError: the user has assigned to the ``data`` of a shard what is unlike it.
+        """
+        groups = [group for group in self.groups if not group.has_bytes]
+        if not groups:
+            return
+        for group in groups:
+            group.adopt_data()
+        versions = [group.versions_now() for group in groups]
+        if groups != self._quantized:
+            self._quantizers = self._make_quantizers(groups)
+            self._quantized = groups
+        with on_stream(self._stream):
+            found = [quantizer.absmax() for quantizer in self._quantizers]
+            maxima = torch.cat(found)
+            # As integers, whose order is that of magnitudes, and in which NaN is the largest.
+            dist.all_reduce(maxima.view(torch.int32), dist.ReduceOp.MAX, group=self._process_group)
+            for quantizer, own in zip(self._quantizers, maxima.split([len(x) for x in found]), strict=True):
+                quantizer.quantize_(own)
+        for group, made_of in zip(groups, versions, strict=True):
+            group.note_bytes(made_of)
+
+    def _make_quantizers(self, groups: "list[QuantizedGroup]") -> list[PartsQuantizer]:
+        """One for all groups that are quantized in the same way."""
+        alike: dict[Any, list[QuantizedGroup]] = {}
+        for group in groups:
+            travel, stored = group.travel, group.parameters[0].memory.dtype
+            alike.setdefault((travel.make_quantizer, travel.dtype, stored, group.compute_dtype), []).append(group)
+        quantizers = []
+        for (make, dtype, _, rounded_to), own in alike.items():
+            parts: list[Part] = []
+            n_matrices = 0
+            for group in own:
+                parts += group.parts(n_matrices)
+                n_matrices += len(group.travel.matrices)
+            quantizers.append(make(parts, dtype, rounded_to))
+        return quantizers
+
+
 class QuantizedGroup(ShardedGroup):
-    """A group of the parameters of one unit, all of which travel quantized; arguments as ``ShardedGroup``."""
+    """A group of the parameters of one unit, all of which travel quantized; arguments as ``ShardedGroup``.
+
+    Args:
+        travel: how.
+        rows: all such groups of a module.
+    """
 
     _travels_as_stored = False
 
     def __init__(
-        self, travel: QuantizedTravel, names: Sequence[tuple[str, ...]], parameters: Sequence[nn.Parameter], **how: Any
+        self,
+        travel: QuantizedTravel,
+        rows: QuantizedRows,
+        names: Sequence[tuple[str, ...]],
+        parameters: Sequence[nn.Parameter],
+        **how: Any,
     ) -> None:
         super().__init__(names, parameters, **how)
-        self._travel = travel
+        self.travel, self._rows = travel, rows
         self._parts = {name: [_number(names, part) for part in parts] for name, parts in travel.matrices.items()}
         self._arriving = torch.empty_like(self._unsharded, dtype=torch.uint8)
         self._unsharded_bytes = self._arriving.untyped_storage().nbytes()
@@ -94,42 +165,47 @@ class QuantizedGroup(ShardedGroup):
         kept = self._read_by_all(self._sharded.numel(), torch.uint8)
         self._copy_to(self._byte_outputs)
         self._unsharded.untyped_storage().resize_(0)
-        self._inverse_scales = torch.zeros(len(self._parts), _SCALE_STRIDE, device=self.device)[:, 0]
+        self._inverse_scales = torch.zeros(len(self._parts), _SCALE_STRIDE, device=self.device)[:, 0].unbind()
         self._kept = [kept[slot] for slot in self._slots]
         """This rank's rows in bytes."""
-        matrix_of = {i: number for number, parts in enumerate(self._parts.values()) for i in parts}
-        pairs = enumerate(zip(self.parameters, self._kept, strict=True))
-        rows = [(parameter.memory, own, matrix_of[i]) for i, (parameter, own) in pairs]
-        self._quantizer = travel.quantizer(rows, self._inverse_scales, travel.dtype, self.compute_dtype)
         self._kept_of: list[int] | None = None
         """Versions of the shards that they were made of; None before that, and once they are stale."""
         self._transposed: dict[str, Tensor] = {}
+        rows.groups.append(self)
         travel.deliver(self.matrix)
 
     @property
     def stale(self) -> bool:
-        return self._kept_of is not None and self._changed_since(self._kept_of)
+        return self._kept_of is None or self._changed_since(self._kept_of)  # none on one rank, after an error, on all
 
     def drop_stale(self) -> None:
         super().drop_stale()
         self._kept_of = None
 
+    @property
+    def has_bytes(self) -> bool:
+        """Whether this rank's rows are there in bytes; those of older values are given up once they are seen."""
+        return self._kept_of is not None
+
+    def note_bytes(self, made_of: list[int]) -> None:
+        """They are there, made of the shards of these versions."""
+        self._kept_of = made_of
+
+    def parts(self, first_matrix: int) -> list[Part]:
+        """This rank's rows, of matrices that are numbered from here on."""
+        return [
+            (self.parameters[i].memory, self._kept[i], number, self._inverse_scales[number - first_matrix])
+            for number, numbers in enumerate(self._parts.values(), first_matrix)
+            for i in numbers
+        ]
+
     def _exchanged(self) -> tuple[list[Tensor], list[Tensor]]:
         """In bytes."""
-        if self._kept_of is None:
-            made_of = self._versions_now()
-            self._quantize_rows()
+        if not self.has_bytes:  # outside of a forward, or of rows that changed within
+            self._rows.renew()
             if self._turns is not None and self._turns.reading:
                 self._turns.meet()
-            self._kept_of = made_of
         return self._byte_outputs, self._kept
-
-    def _quantize_rows(self) -> None:
-        """Make this rank's rows in bytes, once ranks have agreed on the largest magnitudes."""
-        maxima = self._quantizer.absmax()
-        # As integers, whose order is that of magnitudes, and in which NaN is the largest.
-        dist.all_reduce(maxima.view(torch.int32), dist.ReduceOp.MAX, group=self.process_group)
-        self._quantizer.quantize_(maxima)
 
     def free(self) -> None:
         """Give the memory of the bytes back, those of transposed copies too."""
@@ -143,11 +219,11 @@ class QuantizedGroup(ShardedGroup):
         own = [self.parameters[i] for i in self._parts[name]]
         first, width = self._byte_outputs[self._parts[name][0]], own[0].shape[1]
         n_rows = sum(parameter.shape[0] for parameter in own)
-        values = first.as_strided((n_rows, width), (width, 1), first.storage_offset()).view(self._travel.dtype)
+        values = first.as_strided((n_rows, width), (width, 1), first.storage_offset()).view(self.travel.dtype)
         if not transposed:
             return values, scale
         if name not in self._transposed:
-            self._transposed[name] = self._travel.transpose(values)
+            self._transposed[name] = self.travel.transpose(values)
         return self._transposed[name], scale
 
 

@@ -80,7 +80,7 @@ class Schedule:
         self.groups = layout.groups
         self.replicated = layout.replicated
         self.prefetch = prefetch
-        self._turns = layout.turns
+        self._turns, self._quantized_rows = layout.turns, layout.quantized_rows
         self._agreement = Agreement(process_group)
         self._complete = Forward()
         """The last forward that came to its end: the next one is expected to be like it."""
@@ -190,11 +190,21 @@ class Schedule:
     def _begin(self, what: str) -> set[ShardedGroup]:
         """Agree on what begins, before which all ranks have written their shards; returns what ``_agree`` does."""
         left = self._agree(f"begins {what}")
-        if self._turns is not None:
-            for group in self.groups:
-                group.adopt_data()  # what others are about to read
-            self._turns.begin_reading()
+        try:
+            self._quantized_rows.renew()
+            if self._turns is not None:
+                for group in self.groups:
+                    group.adopt_data()  # what others are about to read
+        except BaseException:
+            self._begin_reading()  # others wait for this rank there, and then in nothing until the end
+            self._break_off_reading()
+            raise
+        self._begin_reading()
         return left
+
+    def _begin_reading(self) -> None:
+        if self._turns is not None:
+            self._turns.begin_reading()
 
     def _end_reading(self) -> None:
         """The user may write shards again."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup
-from cs336_systems.distributed.fsdp_quantized import QuantizedGroup, QuantizedTravel
+from cs336_systems.distributed.fsdp_quantized import QuantizedGroup, QuantizedRows, QuantizedTravel
 from cs336_systems.distributed.fsdp_replicated import ReplicatedParameters
 from cs336_systems.distributed.fsdp_slots import ParameterSlot
 from cs336_systems.distributed.neighbours import empty_like_run, neighbours
@@ -179,6 +179,8 @@ class Layout:
     replicated: ReplicatedParameters
     turns: Turns | None
     """Of ranks that copy each other's rows."""
+    quantized_rows: QuantizedRows
+    """Of the groups that travel quantized."""
 
 
 def shard_module(
@@ -218,6 +220,7 @@ def shard_module(
 
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     turns = Turns(stream, device, process_group) if peer_copies else None
+    quantized_rows = QuantizedRows(process_group, stream)
     run_of = {parameter: run for run in neighbours(names) for parameter in run}
     made: dict[nn.Parameter, nn.Parameter] = {}
     managed: dict[nn.Parameter, ManagedParameter] = {}
@@ -230,7 +233,7 @@ def shard_module(
         travel = quantized(unit) if quantized and len(units) == 1 and (unit := units.pop()) is not None else None
         if travel is not None and not travel.serves(wholes, process_group.size()):
             travel = None
-        kind: Any = ShardedGroup if travel is None else functools.partial(QuantizedGroup, travel)
+        kind: Any = ShardedGroup if travel is None else functools.partial(QuantizedGroup, travel, quantized_rows)
         group = kind(
             [tuple(names[parameter]) for parameter in originals],
             wholes,
@@ -283,7 +286,7 @@ def shard_module(
         used = group_of.get(slot.parameter)
         if used is not None and used not in unit.groups:
             unit.groups.append(used)
-    return Layout(list(units.values()), list(dict.fromkeys(group_of.values())), replicated, turns)
+    return Layout(list(units.values()), list(dict.fromkeys(group_of.values())), replicated, turns, quantized_rows)
 
 
 def _materialise(

@@ -129,15 +129,14 @@ class Turns:
         """The current stream waits from now on for the copies that all ranks have begun."""
         self.reading = False
         self.meet()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._wait_for_copies()
 
     def break_off(self) -> None:
-        """End reading without waiting for other ranks, after an error; the current stream waits for this one's copies.
-
-        What they write may be given up next, and be another tensor's.
-        """
+        """End reading after an error, in which others may not take part; the host waits for nobody."""
         self.reading = False
+        self._wait_for_copies()  # what they write may be given up next, and be another tensor's
+
+    def _wait_for_copies(self) -> None:
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 

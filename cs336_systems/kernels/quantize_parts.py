@@ -3,9 +3,9 @@
     absmax        = max |x| of each matrix, over all of its parts
     q             = fp8(x M / max(absmax, 1e-10))      inverse_scale = max(absmax, 1e-10) / M
 
-A rank under FSDP holds rows of the matrices of a block, each in memory of its own; those of q, k and v are parts of one
-matrix. Ranks agree on the largest magnitudes between the two launches. A kernel for each part would be as fast on the
-GPU, and 10 times as many launches for the host.
+A rank under FSDP holds rows of every matrix of every block, each in memory of its own; those of q, k and v are parts of
+one matrix. Ranks agree on the largest magnitudes between the two launches. With launches for each part a model of 28
+blocks takes 1,260 operations for the same, and the host is late with them (profiles/distributed.md).
 
 Method: a program takes a chunk of one part (``tensor_table.py``), 16 bytes of a thread at a time.
 
@@ -13,9 +13,10 @@ Traffic per element of bf16: reads 2 bytes twice, and writes 1.
 
 Limits: fp32, bf16 and fp16 to e4m3 and e5m2; parts begin at multiples of 16 bytes and have multiples of 16 elements.
 
-    quantizer = PartsQuantizer([Part(x, q, 0), Part(y, r, 0), Part(z, s, 1)], inverse_scales, torch.float8_e4m3fn)
+    parts = [Part(x, q, 0, a), Part(y, r, 0, a), Part(z, s, 1, b)]
+    quantizer = PartsQuantizer(parts, torch.float8_e4m3fn)
     absmax = quantizer.absmax()          # (2,)
-    quantizer.quantize_(absmax)          # fills q, r, s and inverse_scales
+    quantizer.quantize_(absmax)          # fills q, r and s, a and b
 """
 
 # mypy: allow-untyped-defs
@@ -100,46 +101,45 @@ class PartsQuantizer:
     """Quantizes the same parts again and again, whatever values they hold by then.
 
     Args:
-        parts: as ``Part``, on one device, in one dtype; together they hold whole matrices, or this rank's rows of them.
-        inverse_scales: where those go, fp32, (n_matrices,), of any stride.
+        parts: each a ``Part``; at least one, all on one device and in one dtype; whole matrices, or rows of them.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         rounded_to: fp32, bf16 or fp16, to which elements are rounded before all else; their own by default.
 
     Raises:
-        ValueError: there are no parts, one does not fit its bytes, the others, or the limits above, or there is no CUDA
-            device.
+        ValueError: one does not fit its bytes, its scale, the others, or the limits above, or there is no CUDA device.
     """
 
     def __init__(
         self,
-        parts: Sequence[tuple[Tensor, Tensor, int]],
-        inverse_scales: Tensor,
+        parts: Sequence[tuple[Tensor, Tensor, int, Tensor]],
         dtype: torch.dtype,
         rounded_to: torch.dtype | None = None,
     ) -> None:
         self._parts = [Part(*part) for part in parts]  # they keep the memory whose addresses the table holds
-        check_parts(self._parts, inverse_scales, dtype)
+        element, self._device = self._parts[0].x.dtype, self._parts[0].x.device
+        check_parts(self._parts, dtype, rounded_to or element)
         check_runnable(quantize_parts_kernel, self._parts[0].x)
-        for i, (x, q, _) in enumerate(self._parts):
+        for i, (x, q, *_) in enumerate(self._parts):
             if x.numel() % QUANTUM or not is_aligned(x, q):
                 where = ", ".join(f"{each.data_ptr():#x}" for each in (x, q))
                 raise ValueError(f"part {i} has {x.numel()} elements, at {where}: {QUANTUM} must divide all three")
-        self._inverse_scales = inverse_scales
-        first, step = inverse_scales.data_ptr(), inverse_scales.stride(0) * inverse_scales.element_size()
-        self._table, self._device = TensorTable(CHUNK), inverse_scales.device
-        self._rows = [(x.numel(), x.data_ptr(), q.data_ptr(), m, first + m * step) for x, q, m in self._parts]
-        element = self._parts[0].x.dtype
+        self._table = TensorTable(CHUNK)
+        self._rows = [
+            (part.x.numel(), part.x.data_ptr(), part.q.data_ptr(), part.matrix, part.inverse_scale.data_ptr())
+            for part in self._parts
+        ]
         self._elements = {"ELEMENT": ELEMENTS[element], "ROUNDED": ELEMENTS[rounded_to or element], "CHUNK": CHUNK}
         self._format = {"DTYPE": FORMATS[dtype], "LARGEST": LARGEST[dtype]}
 
     def absmax(self) -> Tensor:
         """The largest magnitude of each matrix, (n_matrices,) in fp32; NaN, without its sign, if it holds one."""
-        absmax = torch.zeros(len(self._inverse_scales), dtype=torch.float32, device=self._device)
+        n_matrices = 1 + max(part.matrix for part in self._parts)
+        absmax = torch.zeros(n_matrices, dtype=torch.float32, device=self._device)
         self._launch(parts_absmax_kernel, absmax)
         return absmax
 
     def quantize_(self, absmax: Tensor) -> None:
-        """Fill the parts' bytes and the inverse scales, by the largest magnitudes, (n_matrices,) in fp32."""
+        """Fill the parts' bytes and inverse scales, by the largest magnitudes, (n_matrices,) in fp32."""
         self._launch(quantize_parts_kernel, absmax, **self._format)
 
     def _launch(self, kernel, absmax: Tensor, **constants) -> None:

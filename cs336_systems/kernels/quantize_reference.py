@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+ELEMENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 MIN_ABSMAX = 1e-10
 QUANTUM = 16
 """What divides both dimensions of a tensor in fp8: products take nothing else."""
@@ -54,25 +55,34 @@ class Part(NamedTuple):
     """A piece of a matrix, which has one scale for all of its pieces."""
 
     x: Tensor
-    """Contiguous, of any shape."""
+    """Contiguous, of any shape, with elements."""
     q: Tensor
-    """Where its bytes go: uint8, contiguous, as many elements."""
+    """Where its bytes go: uint8, contiguous, as many."""
     matrix: int
-    """Its number."""
+    """Its number, from 0 without gaps."""
+    inverse_scale: Tensor
+    """Where that of the matrix goes, () in fp32."""
 
 
-def check_parts(parts: Sequence[Part], inverse_scales: Tensor, dtype: torch.dtype) -> None:
-    """Raises ValueError unless the parts can be quantized together."""
+def check_parts(parts: Sequence[Part], dtype: torch.dtype, rounded_to: torch.dtype) -> None:
+    """Raises ValueError unless the parts, of which there are some, can be quantized together."""
     if dtype not in LARGEST:
         raise ValueError(f"quantization is to {' or '.join(map(str, LARGEST))}, not to {dtype}")
-    n = len(inverse_scales)
-    if sorted({part.matrix for part in parts}) != list(range(n)):
-        raise ValueError(f"{n} inverse scales are of matrices 0 to {n - 1}, got {[part.matrix for part in parts]}")
-    for i, (x, q, _) in enumerate(parts):
-        if (x.dtype, x.device) != (parts[0].x.dtype, inverse_scales.device) or not x.is_contiguous():
-            raise ValueError(f"parts are contiguous, of one dtype and device; part {i} is {x.dtype} on {x.device}")
-        if (q.dtype, q.device, q.numel()) != (torch.uint8, x.device, x.numel() or -1) or not q.is_contiguous():
+    numbers = sorted({part.matrix for part in parts})
+    if numbers != list(range(len(numbers))):
+        raise ValueError(f"matrices have numbers from 0 without gaps, got {numbers}")
+    kind = parts[0].x.dtype, parts[0].x.device
+    for i, (x, q, _, inverse_scale) in enumerate(parts):
+        if (x.dtype, x.device) != kind or not x.is_contiguous() or not x.numel():
+            got = f"{tuple(x.shape)} {x.dtype} on {x.device} with strides {x.stride()}"
+            raise ValueError(f"parts have elements, contiguous, of one dtype and device; part {i} is {got}")
+        if (q.dtype, q.device, q.numel()) != (torch.uint8, x.device, x.numel()) or not q.is_contiguous():
             raise ValueError(f"part {i} has {x.numel()} elements, and for its bytes {q.numel()} of {q.dtype}")
+        if (inverse_scale.shape, inverse_scale.dtype, inverse_scale.device) != ((), torch.float32, x.device):
+            got = f"{tuple(inverse_scale.shape)} {inverse_scale.dtype} on {inverse_scale.device}"
+            raise ValueError(f"an inverse scale is () in float32 beside its part; that of part {i} is {got}")
+    if {parts[0].x.dtype, rounded_to} - ELEMENTS:
+        raise ValueError(f"elements are float32, bfloat16 or float16, got {parts[0].x.dtype}, rounded to {rounded_to}")
 
 
 def check(x: Tensor, dtype: torch.dtype, rows: bool, transposed: bool) -> None:
@@ -169,28 +179,26 @@ class PartsQuantizer:
 
     def __init__(
         self,
-        parts: Sequence[tuple[Tensor, Tensor, int]],
-        inverse_scales: Tensor,
+        parts: Sequence[tuple[Tensor, Tensor, int, Tensor]],
         dtype: torch.dtype,
         rounded_to: torch.dtype | None = None,
     ) -> None:
         self._parts = [Part(*part) for part in parts]
-        check_parts(self._parts, inverse_scales, dtype)
-        self._inverse_scales = inverse_scales
         self._dtype, self._rounded_to = dtype, rounded_to or self._parts[0].x.dtype
+        check_parts(self._parts, dtype, self._rounded_to)
 
     def absmax(self) -> Tensor:
-        found: list[list[Tensor]] = [[] for _ in self._inverse_scales]
-        for x, _, matrix in self._parts:
-            found[matrix].append(absmax(x.to(self._rounded_to)))
+        found: list[list[Tensor]] = [[] for _ in {part.matrix for part in self._parts}]
+        for part in self._parts:
+            found[part.matrix].append(absmax(part.x.to(self._rounded_to)))
         return torch.stack([torch.stack(own).amax() for own in found]).abs()  # a NaN has a sign
 
     def quantize_(self, absmax: Tensor) -> None:
         scale, inverse = scales(absmax, self._dtype)
-        for x, q, matrix in self._parts:
+        for x, q, matrix, inverse_scale in self._parts:
             quantized = cast(x.to(self._rounded_to), scale[matrix], self._dtype)
             q.copy_(quantized.view(torch.uint8).view_as(q))
-        self._inverse_scales.copy_(inverse)
+            inverse_scale.copy_(inverse[matrix])
 
 
 def quantize_blocks(

@@ -74,7 +74,7 @@ def _travel(unit: nn.Module) -> QuantizedTravel | None:
     return QuantizedTravel(
         {name: PARTS[name] for name in WEIGHTS},
         FORMATS[products.recipe.matmul],
-        quantizer=own.parts,
+        make_quantizer=own.parts_quantizer,
         transpose=own.transpose_bytes,
         deliver=products.receive,
     )

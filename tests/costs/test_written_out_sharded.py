@@ -24,6 +24,9 @@ from .test_memory import LiveBytes
 from .test_written_out import CONFIGS, QUANTIZED, SCALARS, noted_bytes
 from .unlaunched import CHUNK, leave_out_launches, unlaunched_model
 
+PARTS_TABLE = 7 * (6 * 8 + 4)
+"""Bytes of the table by which a block's rows are quantized, each of its seven parameters a chunk."""
+
 
 class ResizedBytes(LiveBytes):
     """Live bytes where storages are resized as well; ``resize_`` must be told."""
@@ -100,7 +103,7 @@ def compare(
             if updates:
                 updates.finish()
         alive = live.peak - 2 * 8 * ids.numel()
-    noted = noted_bytes(config, seq_len) if recipe.quantized else 0
+    noted = noted_bytes(config, seq_len) + PARTS_TABLE * config.n_layers if recipe.quantized else 0
     assert 0 <= alive - peak.n_bytes <= SCALARS + noted, (peak, alive)
     return peak
 

@@ -198,6 +198,19 @@ def zero_grad_clears_every_shard_after_a_failed_backward(rank):
     assert all(parameter.sharded_param.grad is None for parameter in fsdp.managed_parameters())
 
 
+def zero_grad_gives_up_what_has_been_accumulated(rank):
+    """As after an error in the forward of a later micro-batch."""
+    torch.manual_seed(0)
+    reference = Blocks().double()
+    fsdp = FSDP(copy.deepcopy(reference), units=lambda module: isinstance(module, Block))
+    ids, more = batches(2)
+    with fsdp.no_sync():
+        wide_loss(fsdp(own_rows(more, rank)), own_rows(more, rank)).backward()
+        fsdp.zero_grad()
+    both(reference, fsdp, rank, ids)
+    check_gradients(fsdp, reference)
+
+
 class Sharing(nn.Module):
     """Ids -> scores; a module lies in an inner unit and in the outer one, which runs it before and after the inner."""
 
@@ -348,6 +361,7 @@ CHECKS = [
     what_cannot_be_is_told,
     a_failed_backward_leaves_nothing_to_the_next_step,
     zero_grad_clears_every_shard_after_a_failed_backward,
+    zero_grad_gives_up_what_has_been_accumulated,
     recomputation_inside_units_finds_their_parameters_whole,
     a_step_needs_no_call_to_finish,
 ]

@@ -140,6 +140,42 @@ def all_that_is_sent_is_predicted(rank: Rank) -> None:
 
 
 @torch.no_grad()
+def ranks_are_told_that_one_has_failed_where_rows_are_to_be_quantized(rank: Rank) -> None:
+    """In a block, or as it quantizes them; nobody is in a collective for those of later blocks."""
+    quantized, ids = test_fsdp_quantized, test_fsdp_quantized.IDS.to(rank.device)
+
+    class Fails:
+        def absmax(self) -> Tensor:
+            return quantizer.absmax()
+
+        quantize_ = fail
+
+    for while_quantizing in (False, True):
+        model = quantized.fsdp_of(quantized.model_of(device=rank.device), peer_copies=True, prefetch=0)
+        with torch.enable_grad():
+            quantized.train(model, 1)  # all rows change
+        expected = [whole.clone() for whole in model.gather_full_params().values()]
+        handle = model.module.layers[0].register_forward_pre_hook(fail)
+        rows = model._schedule._quantized_rows
+        (quantizer,) = rows._quantizers
+        if while_quantizing and rank.rank == 0:
+            rows._quantizers = [Fails()]
+        if while_quantizing or rank.rank == 1:
+            handle.remove()
+        with pytest.raises(KeyError if rank.rank == 0 else RuntimeError):
+            model(ids)
+        handle.remove()
+        rows._quantizers = [quantizer]
+        if rank.rank == 0:
+            with pytest.raises(RuntimeError, match="rank 1 ends a forward"):
+                model(ids)
+        alone = quantized.model_of(device=rank.device)
+        for parameter, whole in zip(alone.parameters(), expected, strict=True):
+            parameter.copy_(whole)
+        assert torch.equal(model(ids), alone(ids))
+
+
+@torch.no_grad()
 def rows_are_written_after_the_last_rank_has_read_them(rank: Rank) -> None:
     reference, fsdp, x = layers(rank)
     begin = Copies.begin
@@ -178,6 +214,7 @@ OWN = [
     units_called_outside_a_forward_are_gathered_in_collectives,
     ranks_are_told_that_one_has_failed_in_a_forward,
     ranks_are_told_that_one_has_failed_in_a_backward_that_sends_nothing,
+    ranks_are_told_that_one_has_failed_where_rows_are_to_be_quantized,
     rows_are_written_after_the_last_rank_has_read_them,
     rows_are_read_after_the_last_rank_has_written_them,
 ]

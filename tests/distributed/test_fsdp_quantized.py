@@ -124,8 +124,8 @@ def rows_are_quantized_once_until_some_rank_changes_its_own(rank):
     model, alone = fsdp_of(model_of()), model_of()
     quantized: Counter[str] = Counter()
     for group in quantized_groups(model):
-        quantize_rows = group._quantize_rows
-        group._quantize_rows = lambda rows=quantize_rows: quantized.update(["group"]) or rows()
+        note = group.note_bytes
+        group.note_bytes = lambda made_of, note=note: quantized.update(["group"]) or note(made_of)
     n_groups = CONFIG.n_layers
 
     def losses() -> list[Tensor]:
@@ -166,8 +166,7 @@ def rows_are_quantized_once_until_some_rank_changes_its_own(rank):
 
 def an_error_while_rows_are_quantized_leaves_no_older_bytes(rank):
     model, alone = fsdp_of(model_of()), model_of()
-    group = quantized_groups(model)[0]
-    quantizer = group._quantizer
+    rows = model._schedule._quantized_rows
 
     class Fails:
         def absmax(self):
@@ -178,12 +177,13 @@ def an_error_while_rows_are_quantized_leaves_no_older_bytes(rank):
 
     with torch.no_grad():
         assert torch.equal(model(IDS), alone(IDS))
+        (quantizer,) = rows._quantizers
         for parameter in (*model.parameters(), *alone.parameters()):
             parameter.mul_(1.5)
-        group._quantizer = Fails()
+        rows._quantizers = [Fails()]
         with pytest.raises(torch.OutOfMemoryError):
             model(IDS)
-        group._quantizer = quantizer
+        rows._quantizers = [quantizer]
         assert torch.equal(model(IDS), alone(IDS))
 
 

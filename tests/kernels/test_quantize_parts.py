@@ -16,10 +16,10 @@ KINDS = (quantize_parts.PartsQuantizer, reference.PartsQuantizer)
 E4M3, BF16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 
 
-def in_parts(matrices: list[Tensor], cuts: list[list[int]]) -> list[Part]:
+def in_parts(matrices: list[Tensor], cuts: list[list[int]], inverse_scales: Tensor) -> list[Part]:
     """Each matrix, (n,), cut into parts of these lengths; bytes that nobody has written are 255."""
     return [
-        Part(x, torch.full(x.shape, 255, dtype=torch.uint8, device=x.device), number)
+        Part(x, torch.full(x.shape, 255, dtype=torch.uint8, device=x.device), number, inverse_scales[number])
         for number, (matrix, lengths) in enumerate(zip(matrices, cuts, strict=True))
         for x in matrix.split(lengths)
     ]
@@ -29,8 +29,8 @@ def check_same(matrices: list[Tensor], cuts: list[list[int]], fp8: torch.dtype, 
     """Both kinds against the definition of each whole, twice, and once more for other values."""
     for kind in KINDS:
         memory = torch.full((len(matrices), 4), torch.nan, device=DEVICE)
-        parts = in_parts([matrix.clone() for matrix in matrices], cuts)
-        quantizer = kind(parts, memory[:, 0], fp8, rounded_to)
+        parts = in_parts([matrix.clone() for matrix in matrices], cuts, memory[:, 0])
+        quantizer = kind(parts, fp8, rounded_to)
         for factor in (1, 1, -3):
             for part in parts:
                 part.x.mul_(factor)
@@ -40,10 +40,9 @@ def check_same(matrices: list[Tensor], cuts: list[list[int]], fp8: torch.dtype, 
                 own = [part for part in parts if part.matrix == number]
                 whole = torch.cat([part.x for part in own]).to(rounded_to or matrices[0].dtype)
                 scale, inverse = reference.scales(reference.absmax(whole), fp8)
+                expected = reference.cast(whole, scale, fp8).view(torch.uint8)
                 assert torch.equal(absmax[number], reference.absmax(whole))
-                assert torch.equal(
-                    torch.cat([part.q for part in own]), reference.cast(whole, scale, fp8).view(torch.uint8)
-                )
+                assert torch.equal(torch.cat([part.q for part in own]), expected)
                 assert torch.equal(memory[number, 0], inverse)
         assert memory[:, 1:].isnan().all()
 
@@ -72,8 +71,8 @@ def test_what_is_not_finite_is_its_matrixs_alone(kind, value) -> None:
     matrices = [torch.ones(32, device=DEVICE, dtype=BF16) for _ in range(2)]
     matrices[1][31] = -value
     inverse = torch.zeros(2, device=DEVICE)
-    parts = in_parts(matrices, [[32], [16, 16]])
-    quantizer = kind(parts, inverse, E4M3)
+    parts = in_parts(matrices, [[32], [16, 16]], inverse)
+    quantizer = kind(parts, E4M3)
     quantizer.quantize_(absmax := quantizer.absmax())
     assert absmax[0] == 1
     assert torch.equal(absmax[1:].view(torch.int32) & 1 << 31, torch.zeros(1, dtype=torch.int32, device=DEVICE))
@@ -84,31 +83,34 @@ def test_what_is_not_finite_is_its_matrixs_alone(kind, value) -> None:
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    def part(n: int = 32, dtype=BF16, matrix: int = 0, n_bytes: int = 32, first: int = 0) -> Part:
-        x = torch.zeros(n + first, dtype=dtype, device=DEVICE)[first:]
-        return Part(x, torch.zeros(n_bytes, dtype=torch.uint8, device=DEVICE), matrix)
+    scale = torch.zeros((), device=DEVICE)
 
-    for kind, (parts, n, fp8, said) in (
-        (kind, case)
-        for kind in KINDS
-        for case in (
-            ([part()], 1, torch.int8, "quantization is to .*, not to torch.int8"),
-            ([], 1, E4M3, r"1 inverse scales are of matrices 0 to 0, got \[\]"),
-            ([part(), part(matrix=2)], 2, E4M3, r"got \[0, 2\]"),
-            ([part(), part(dtype=FP32)], 1, E4M3, "part 1 is torch.float32"),
-            ([part(n_bytes=16)], 1, E4M3, "part 0 has 32 elements, and for its bytes 16 of torch.uint8"),
-            ([part(0, n_bytes=0)], 1, E4M3, "part 0 has 0 elements"),
-        )
-    ):
-        with pytest.raises(ValueError, match=said):
-            kind(parts, torch.zeros(n, device=DEVICE), fp8)
-    inverse = torch.zeros(1, device=DEVICE)
+    def part(n: int = 32, dtype=BF16, matrix: int = 0, n_bytes: int = 32, first: int = 0, scale=scale) -> Part:
+        x = torch.zeros(n + first, dtype=dtype, device=DEVICE)[first:]
+        return Part(x, torch.zeros(n_bytes, dtype=torch.uint8, device=DEVICE), matrix, scale)
+
+    cases = (
+        ([part()], torch.int8, None, "quantization is to .*, not to torch.int8"),
+        ([part(), part(matrix=2)], E4M3, None, r"from 0 without gaps, got \[0, 2\]"),
+        ([part(), part(dtype=FP32)], E4M3, None, r"part 1 is \(32,\) torch.float32"),
+        ([part(0, n_bytes=0)], E4M3, None, r"parts have elements, .* part 0 is \(0,\)"),
+        ([part(n_bytes=16)], E4M3, None, "part 0 has 32 elements, and for its bytes 16 of torch.uint8"),
+        ([part(scale=scale.bfloat16())], E4M3, None, r"that of part 0 is \(\) torch.bfloat16"),
+        ([part(scale=scale.view(1))], E4M3, None, r"that of part 0 is \(1,\) torch.float32"),
+        ([part()], E4M3, torch.float64, "got torch.bfloat16, rounded to torch.float64"),
+        ([part(dtype=torch.float64)], E4M3, None, "got torch.float64, rounded to torch.float64"),
+    )
+    for kind in KINDS:
+        for parts, fp8, rounded_to, said in cases:
+            with pytest.raises(ValueError, match=said):
+                kind(parts, fp8, rounded_to)
     for parts in ([part(24, n_bytes=24)], [part(first=1)]):
         with pytest.raises(ValueError, match=r"part 0 has \d+ elements, at 0x.*: 16 must divide all three"):
-            quantize_parts.PartsQuantizer(parts, inverse, E4M3)
+            quantize_parts.PartsQuantizer(parts, E4M3)
     monkeypatch.setattr("triton.JITFunction", object)  # what a kernel is without the interpreter
+    x, q, *_ = part()
     with pytest.raises(ValueError, match=r"needs a CUDA device .* got a tensor on cpu"):
-        quantize_parts.PartsQuantizer([Part(*(each.cpu() for each in part()[:2]), 0)], inverse.cpu(), E4M3)
+        quantize_parts.PartsQuantizer([Part(x.cpu(), q.cpu(), 0, scale.cpu())], E4M3)
 
 
 COMPILE = (
@@ -119,8 +121,8 @@ from cs336_systems.kernels.quantize_reference import Part
 module = importlib.import_module("cs336_systems.kernels.quantize_parts")
 FORM, module.check_runnable = "fp32", lambda *_: None
 x = torch.zeros(8192, dtype=torch.bfloat16 if FORM == "bf16" else torch.float32)
-part = Part(x, torch.zeros(8192, dtype=torch.uint8), 0)
-quantizer = module.PartsQuantizer([part], torch.zeros(1), torch.float8_e4m3fn, torch.bfloat16)
+part = Part(x, torch.zeros(8192, dtype=torch.uint8), 0, torch.zeros(()))
+quantizer = module.PartsQuantizer([part], torch.float8_e4m3fn, torch.bfloat16)
 quantizer.quantize_(quantizer.absmax())
 kernel = compiled[KERNEL]
 lines = [line for line in kernel.asm["ptx"].splitlines() if "ld.global" in line or "st.global" in line]

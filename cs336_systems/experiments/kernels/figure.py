@@ -29,14 +29,14 @@ def shares_figure(rows: pd.DataFrame) -> Figure | None:
     for setting in ("gpu", "dtype", "rows"):
         if not shares.empty:
             shares = shares[shares[setting] == shares[setting].mode().iloc[-1]]
-    if shares.empty:
-        return None
     drawn = [
         (kernel, name, own)
         for kernel in KERNELS
         for name in _PASSES
         if not (own := shares[(shares["kernel"] == kernel) & (shares["metric"] == f"{name}_copy_share")]).empty
     ]
+    if not drawn:
+        return None
     hows = list(dict.fromkeys(shares["how"]))
     n_columns = min(len(drawn), _COLUMNS)
     n_rows = ceil(len(drawn) / n_columns)

@@ -3,34 +3,29 @@
 import torch
 from torch import Tensor
 
-from cs336_systems.case import Unsupported
 from cs336_systems.experiments.kernels.cells import KernelCell
 from cs336_systems.experiments.kernels.measure import Subject
 from cs336_systems.experiments.kernels.quantize import FP8, matrix
 from cs336_systems.kernels import quantize_reference as reference
 from cs336_systems.kernels.quantize_parts import PartsQuantizer
+from cs336_systems.kernels.quantize_reference import Part
 
 N_MATRICES, N_PARTS = 4, 2
 """Of each of the matrices."""
 
 
 def subject(cell: KernelCell, device: torch.device) -> Subject:
-    """x (rows, width), four matrices in two parts each, is read twice and written as bytes. The error is that of e4m3.
-
-    Raises:
-        Unsupported: the parts have no equal numbers of rows.
-    """
-    if cell.rows % (N_MATRICES * N_PARTS):
-        raise Unsupported(f"{N_MATRICES * N_PARTS} does not divide {cell.rows} rows")
-    x = matrix(cell, device)
+    """x (rows, width), four matrices in two parts each, is read twice and written as bytes, with the error of e4m3."""
+    x, n_parts = matrix(cell, device), N_MATRICES * N_PARTS
     made: dict[int, tuple[PartsQuantizer, Tensor]] = {}
 
     def ours(x: Tensor) -> Tensor:
         if x.data_ptr() not in made:  # as who quantizes the same memory again and again
-            q = torch.empty_like(x, dtype=torch.uint8)
-            pieces = zip(x.chunk(N_MATRICES * N_PARTS), q.chunk(N_MATRICES * N_PARTS), strict=True)
-            parts = [(*piece, number // N_PARTS) for number, piece in enumerate(pieces)]
-            made[x.data_ptr()] = PartsQuantizer(parts, torch.empty(N_MATRICES, device=device), FP8), q
+            q, scales = torch.empty_like(x, dtype=torch.uint8), torch.empty(N_MATRICES, device=device)
+            pieces = enumerate(zip(x.chunk(n_parts), q.chunk(n_parts), strict=True))
+            parts = [Part(*piece, i // N_PARTS, scales[i // N_PARTS]) for i, piece in pieces]
+            made.clear()
+            made[x.data_ptr()] = PartsQuantizer(parts, FP8), q
         quantizer, q = made[x.data_ptr()]
         quantizer.quantize_(quantizer.absmax())
         return q.view(FP8)
