@@ -195,7 +195,7 @@ class Schedule:
             if self._turns is not None:
                 for group in self.groups:
                     group.adopt_data()  # what others are about to read
-        except BaseException:
+        except Exception:
             self._begin_reading()  # others wait for this rank there, and then in nothing until the end
             self._break_off_reading()
             raise
