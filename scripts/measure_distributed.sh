@@ -39,7 +39,7 @@
 #   leaderboard-policy         120  FSDP2 with another policy that fits
 #   leaderboard-losses          65  20 steps of the whole model on a short batch beside fp32
 #   leaderboard-masters         80  with fp32 master weights
-#   leaderboard-gathers        150  gathers in collectives, and by copies; eight steps of each
+#   leaderboard-gathers        190  gathers in collectives, and by copies
 #   leaderboard-fp8             70  with products of blocks in fp8, which is outside the rules of the class
 #
 # Parts ddp-xl, -autocast and -one-rank write to FOLDER/ddp, fsdp-more to FOLDER/fsdp, the other -xl likewise, and
@@ -122,8 +122,7 @@ for part in "$@"; do
       launch "${worlds[@]}"
       ranks benchmark_fsdp "${leaderboard[@]}" --fsdp torch --attention sdpa-cudnn
       launch "${worlds[@]}" ;;
-    leaderboard | leaderboard-attempts | leaderboard-policy | leaderboard-losses | leaderboard-masters \
-      | leaderboard-gathers | leaderboard-fp8)
+    leaderboard | leaderboard-attempts | leaderboard-policy | leaderboard-losses | leaderboard-masters | leaderboard-gathers | leaderboard-fp8)
       step=(--size leaderboard-8b --context-length 32768 --batch-size 1 --dtype bf16)
       ours=(--fsdp ours --kernels fused --attention hopper --optimizer fused --update under-backward)
       best=("${ours[@]}" --keep products)
@@ -145,7 +144,7 @@ for part in "$@"; do
         leaderboard-masters)
           ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --master-weights fp32 --memory-budget-gib 133 "${short[@]}" ;;
         leaderboard-gathers)
-          ranks benchmark_fsdp "${step[@]}" "${best[@]}" --gather-by collectives copies --warmup 2 --steps 8 ;;
+          ranks benchmark_fsdp "${step[@]}" "${best[@]}" --gather-by collectives copies ;;
         leaderboard-fp8)
           ranks benchmark_fsdp "${step[@]}" "${best[@]}" --matmul-dtype e4m3 "${short[@]}" ;;
       esac
