@@ -14,7 +14,7 @@
 #   head             60  loss of a head beside compiled chunks and Liger's: 32,768 x 4096 x 151,936
 #   head-peers       60  the same with all logits at once, and Apple's cut cross entropy
 #   head-widths     400  all ways at 16,384 tokens, widths of six models
-#   quantize        150  quantization to fp8, its transposes, and the largest magnitudes that it asks for
+#   quantize        165  quantization to fp8, its transposes, and the largest magnitudes that it asks for
 #   leaderboard      80  a block of leaderboard-8b at 1 x 32,768, at each level and compiled
 #   llama            65  the same of llama3-8b at 2 x 8,192
 #   qwen            240  blocks of Qwen2.5 at sequences of 1,024

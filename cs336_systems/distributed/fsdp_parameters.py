@@ -249,7 +249,7 @@ class ShardedGroup:
             unsharded = nn.Parameter(alias(self._unsharded, unsharded_starts[i], whole.shape), whole.requires_grad)
             self.parameters.append(ShardedParameter(names[i], sharded, unsharded, whole.shape, sizes[i], memory, first))
             self._gather_outputs.append(alias(self._unsharded, unsharded_starts[i], (sizes[i] * world_size,)))
-        self._copy_to(self._gather_outputs)
+        self._plan_copies(self._gather_outputs)
         self._unsharded_bytes = self.unsharded_bytes
         self._unsharded.untyped_storage().resize_(0)
 
@@ -260,8 +260,8 @@ class ShardedGroup:
         self._memory = PeerMemory(numel, dtype, self.device, self.process_group)
         return self._memory.of_rank[self.process_group.rank()]
 
-    def _copy_to(self, outputs: Sequence[Tensor]) -> None:
-        """Of each parameter where the whole arrives, if all ranks' rows are copied there."""
+    def _plan_copies(self, outputs: Sequence[Tensor]) -> None:
+        """To where the whole of each parameter arrives, (world_size * n,), if rows are copied."""
         if self._memory is not None:
             rows = [[memory[slot] for memory in self._memory.of_rank] for slot in self._slots]
             self._copies = Copies(outputs, rows)

@@ -37,17 +37,18 @@ _SCALE_STRIDE = 4
 
 
 Part = tuple[Tensor, Tensor, int, Tensor]
-"""Rows of a parameter, where their bytes go, the number of their matrix, where its inverse scale goes."""
+"""Rows of a parameter, where their bytes go (uint8, as many elements), the number of their matrix, where its inverse
+scale goes, () in fp32."""
 
 
 class PartsQuantizer(Protocol):
     """Quantizes matrices in parts again and again, as that of ``kernels.quantize_reference``."""
 
     def absmax(self) -> Tensor:
-        """The largest magnitude of each matrix in these parts, fp32, without sign where it is NaN."""
+        """The largest magnitude of each matrix in these parts, (n_matrices,) fp32, without sign where it is NaN."""
 
     def quantize_(self, absmax: Tensor) -> None:
-        """Write bytes and inverse scales, by the largest magnitudes of the whole matrices."""
+        """Write bytes and inverse scales, by the largest magnitudes of the whole matrices, (n_matrices,) fp32."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class QuantizedGroup(ShardedGroup):
             alias(self._unsharded, int(out.storage_offset()), out.shape) for out in self._gather_outputs
         ]
         kept = self._read_by_all(self._sharded.numel(), torch.uint8)
-        self._copy_to(self._byte_outputs)
+        self._plan_copies(self._byte_outputs)
         self._unsharded.untyped_storage().resize_(0)
         self._inverse_scales = torch.zeros(len(self._parts), _SCALE_STRIDE, device=self.device)[:, 0].unbind()
         self._kept = [kept[slot] for slot in self._slots]

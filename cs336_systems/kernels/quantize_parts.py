@@ -4,8 +4,8 @@
     q             = fp8(x M / max(absmax, 1e-10))      inverse_scale = max(absmax, 1e-10) / M
 
 A rank under FSDP holds rows of every matrix of every block, each in memory of its own; those of q, k and v are parts of
-one matrix. Ranks agree on the largest magnitudes between the two launches. With launches for each part a model of 28
-blocks takes 1,260 operations for the same, and the host is late with them (profiles/distributed.md).
+one matrix. Ranks agree on the largest magnitudes between the two launches. By launches for each part that took
+45 operations of each block, and in a recording the host was late with them (profiles/distributed.md).
 
 Method: a program takes a chunk of one part (``tensor_table.py``), 16 bytes of a thread at a time.
 
@@ -29,11 +29,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cs336_systems.kernels import quantize_reference as reference
 from cs336_systems.kernels.absmax import magnitude_bits, raise_absmax
 from cs336_systems.kernels.assembly import fp8_bytes, rounded
 from cs336_systems.kernels.checks import check_runnable
 from cs336_systems.kernels.quantize import FORMATS, scales_of
-from cs336_systems.kernels.quantize_reference import LARGEST, QUANTUM, Part, check_parts
+from cs336_systems.kernels.quantize_reference import LARGEST, QUANTUM
 from cs336_systems.kernels.tensor_table import TensorTable, is_aligned
 from cs336_systems.operators.launching import launch
 
@@ -97,16 +98,11 @@ def quantize_parts_kernel(
     tl.store(q + start + at, fp8_bytes(load_chunk(row, start, n, ELEMENT, ROUNDED, CHUNK) * scale, DTYPE), mask=at < n)
 
 
-class PartsQuantizer:
-    """Quantizes the same parts again and again, whatever values they hold by then.
-
-    Args:
-        parts: each a ``Part``; at least one, all on one device and in one dtype; whole matrices, or rows of them.
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        rounded_to: fp32, bf16 or fp16, to which elements are rounded before all else; their own by default.
+class PartsQuantizer(reference.PartsQuantizer):
+    """By two kernels, as arguments and results are there; parts keep the memory whose addresses the table holds.
 
     Raises:
-        ValueError: one does not fit its bytes, its scale, the others, or the limits above, or there is no CUDA device.
+        ValueError: as there, a part is outside the limits above, or there is no CUDA device.
     """
 
     def __init__(
@@ -115,9 +111,8 @@ class PartsQuantizer:
         dtype: torch.dtype,
         rounded_to: torch.dtype | None = None,
     ) -> None:
-        self._parts = [Part(*part) for part in parts]  # they keep the memory whose addresses the table holds
+        super().__init__(parts, dtype, rounded_to)
         element, self._device = self._parts[0].x.dtype, self._parts[0].x.device
-        check_parts(self._parts, dtype, rounded_to or element)
         check_runnable(quantize_parts_kernel, self._parts[0].x)
         for i, (x, q, *_) in enumerate(self._parts):
             if x.numel() % QUANTUM or not is_aligned(x, q):
@@ -128,18 +123,15 @@ class PartsQuantizer:
             (part.x.numel(), part.x.data_ptr(), part.q.data_ptr(), part.matrix, part.inverse_scale.data_ptr())
             for part in self._parts
         ]
-        self._elements = {"ELEMENT": ELEMENTS[element], "ROUNDED": ELEMENTS[rounded_to or element], "CHUNK": CHUNK}
+        self._elements = {"ELEMENT": ELEMENTS[element], "ROUNDED": ELEMENTS[self._rounded_to], "CHUNK": CHUNK}
         self._format = {"DTYPE": FORMATS[dtype], "LARGEST": LARGEST[dtype]}
 
     def absmax(self) -> Tensor:
-        """The largest magnitude of each matrix, (n_matrices,) in fp32; NaN, without its sign, if it holds one."""
-        n_matrices = 1 + max(part.matrix for part in self._parts)
-        absmax = torch.zeros(n_matrices, dtype=torch.float32, device=self._device)
+        absmax = torch.zeros(self._n_matrices, dtype=torch.float32, device=self._device)
         self._launch(parts_absmax_kernel, absmax)
         return absmax
 
     def quantize_(self, absmax: Tensor) -> None:
-        """Fill the parts' bytes and inverse scales, by the largest magnitudes, (n_matrices,) in fp32."""
         self._launch(quantize_parts_kernel, absmax, **self._format)
 
     def _launch(self, kernel, absmax: Tensor, **constants) -> None:

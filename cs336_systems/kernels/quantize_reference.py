@@ -175,7 +175,16 @@ def quantize(
 
 
 class PartsQuantizer:
-    """As ``quantize_parts.PartsQuantizer``."""
+    """Quantizes the same parts again and again, whatever values they hold by then.
+
+    Args:
+        parts: each a ``Part``; at least one, all on one device and in one dtype; whole matrices, or rows of them.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        rounded_to: fp32, bf16 or fp16, to which elements are rounded before all else; their own by default.
+
+    Raises:
+        ValueError: one does not fit its bytes, its scale or the others.
+    """
 
     def __init__(
         self,
@@ -186,14 +195,17 @@ class PartsQuantizer:
         self._parts = [Part(*part) for part in parts]
         self._dtype, self._rounded_to = dtype, rounded_to or self._parts[0].x.dtype
         check_parts(self._parts, dtype, self._rounded_to)
+        self._n_matrices = len({part.matrix for part in self._parts})
 
     def absmax(self) -> Tensor:
-        found: list[list[Tensor]] = [[] for _ in {part.matrix for part in self._parts}]
+        """The largest magnitude of each matrix, (n_matrices,) in fp32; NaN, without its sign, if it holds one."""
+        found: list[list[Tensor]] = [[] for _ in range(self._n_matrices)]
         for part in self._parts:
             found[part.matrix].append(absmax(part.x.to(self._rounded_to)))
         return torch.stack([torch.stack(own).amax() for own in found]).abs()  # a NaN has a sign
 
     def quantize_(self, absmax: Tensor) -> None:
+        """Fill the parts' bytes and inverse scales, by the largest magnitudes, (n_matrices,) in fp32."""
         scale, inverse = scales(absmax, self._dtype)
         for x, q, matrix, inverse_scale in self._parts:
             quantized = cast(x.to(self._rounded_to), scale[matrix], self._dtype)
