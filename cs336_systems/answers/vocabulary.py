@@ -22,7 +22,7 @@ from cs336_systems.answers import (
 from cs336_systems.answers.committed import Committed, NotMeasured, Rows
 from cs336_systems.answers.quantizing import quantizing_table
 from cs336_systems.answers.rendering import Pending
-from cs336_systems.answers.training_rates import fp8_rates_table, training_rates_table
+from cs336_systems.answers.training_rates import fp8_rates_table, llmq_rates, training_rates_table
 from cs336_systems.answers.training_runs import best_evaluation, console_lines, last_record
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.communication import cost
@@ -80,6 +80,7 @@ def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
 
     pair: dict[str, Any] = {"size": "2.7b", "world_size": 2, "dtype": "fp32"}
     attended, profiled = ("impl", "d_head", "length"), ("size", "context_length", "mode")
+    trained = ("size", "recipe", "world_size", "zero", "gather_by")
     timed: dict[str, Any] = {"clock": "harness"}
     step: dict[str, Any] = {"mode": "step", "variant": ["eager", "compiled"]}
     return {
@@ -117,9 +118,8 @@ def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
         "fsdp": question("fsdp", "fsdp", **pair),
         "fsdp_gathers": question("fsdp-gathers", "gather_by", fsdp="ours"),
         "leaderboard_gathers": question("leaderboard-gathers", "gather_by"),
-        "ranks": question(
-            "training-2", "size", "recipe", "world_size", "zero", "gather_by", zero=1, gather_by="collectives"
-        ),
+        "ranks": question("training-2", *trained, zero=1, gather_by="collectives"),
+        "ranks_h100": question("training-2", *trained, machine="h100", zero=1, gather_by="collectives"),
         "leaderboard_step": question("leaderboard", fsdp="ours"),
         "leaderboard_turns": question("leaderboard-turns", "fsdp", "checkpoint"),
         "leaderboard_attempt": question("leaderboard-attempts", "keep", "warmup", fsdp="ours", kernels="fused"),
@@ -148,7 +148,7 @@ NUMBERS = (
     *(cost, model_units, state_bytes, link_bytes_per_step, resolve_size),
     *(arithmetic.ring_ratio, arithmetic.h100s_that_hide, arithmetic.Mesh, arithmetic.schedule, arithmetic.job),
     *(arithmetic.xxl_threshold, arithmetic.xxl_remedies, least_tokens_per_device, communication_limit),
-    *(precision.accumulated, loss_deviations, outside.outside, outside.given),
+    *(precision.accumulated, loss_deviations, outside.outside, outside.given, llmq_rates),
     *(streaming_by_hand.streamed_work, streaming_by_hand.sustained),
     *(streaming_by_hand.ByHand, streaming_by_hand.LongByHand),
 )
