@@ -24,14 +24,17 @@ from cs336_systems.experiments.training.cells import TORCHAO, TrainingRunCell
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.harness.record import Metric
+from cs336_systems.model import TransformerBlock
 from cs336_systems.pretraining.loader import Loader
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.peer import peer_model, peer_optimizer, peer_step
+from cs336_systems.pretraining.preparation import prepare
 from cs336_systems.pretraining.run_records import Light, Memory, Record, Step
 from cs336_systems.pretraining.signals import StopRequests
 from cs336_systems.pretraining.synthetic import write_random_tokens
 from cs336_systems.pretraining.token_stream import Dataset
-from cs336_systems.pretraining.trainer import train
+from cs336_systems.pretraining.trainer import run_prepared
+from cs336_systems.profiling.host_lead import HostLead, Pass
 from cs336_systems.training.precision import parameter_dtype, recipe_unsupported_reason
 
 _STEPS_OF_DATA = 4
@@ -44,11 +47,12 @@ the first that all ranks know it of, and that is read a step late."""
 class Watch:
     """A sink that ends the run once its steps after the first ones take so many seconds.
 
-    It asks the run to end as a user would, so that all ranks end at the same step, ``n_left`` from then on.
+    It asks the run to end as a user would, so that all ranks end at the same step, ``n_left`` from then on. The steps
+    that are not yet queued then are those of which ``host_lead`` tells.
     """
 
-    def __init__(self, warmup: int, seconds: float, n_left: int) -> None:
-        self._warmup, self._seconds, self._n_left = warmup, seconds, n_left
+    def __init__(self, warmup: int, seconds: float, n_left: int, host_lead: HostLead | None = None) -> None:
+        self._warmup, self._seconds, self._n_left, self._host_lead = warmup, seconds, n_left, host_lead
         self._asked = False
         self.steps: list[Step] = []
         self.light: Light | None = None
@@ -64,6 +68,8 @@ class Watch:
             to_come = self._n_left * record.seconds
             if self.steady and not self._asked and sum(step.seconds for step in self.steady) + to_come >= self._seconds:
                 self._asked = True
+                if self._host_lead is not None:
+                    self._host_lead.begin()
                 signal.raise_signal(signal.SIGTERM)
 
     def close(self) -> None:
@@ -76,7 +82,7 @@ class Watch:
 
 def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
     """Tokens per second, seconds, loss and share of the speed of light of each steady step; of its seconds those that
-    are around the step itself, in ours; peak memory, and as predicted.
+    are around the step itself, in ours, and how far the host was ahead; peak memory, and as predicted.
 
     Returns:
         Nothing on ranks but the first.
@@ -89,8 +95,11 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
         data = write_random_tokens(Path(name) / "data", tokens, max(vocab_size, 264), cell.seed)
         options = replace(cell.train_options, data=data, out=Path(name) / "run")
         meter = PeakMeter(rank.device)
-        watch = Watch(cell.warmup, cell.seconds, _N_LEFT if cell.how == "ours" else 0)
-        train(options, rank, watch) if cell.how == "ours" else _train_peer(cell, options, rank, watch)
+        passes: list[Pass] = []
+        if cell.how == "ours":
+            watch, passes = _train_ours(cell, options, rank)
+        else:
+            _train_peer(cell, options, rank, watch := Watch(cell.warmup, cell.seconds, 0))
         peak = meter.peak_bytes()
         of_all = None if peak is None else largest(peak, rank)
         if rank.rank:
@@ -106,11 +115,28 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
             metrics.append(Metric("speed_of_light", "%", shares, derived=True))
         if cell.how == "ours":
             metrics.append(Metric("around", "ms", [1000 * step.around_seconds for step in watch.steady]))
+        if passes:
+            n_late, n_blocks = sum(each.n_late for each in passes), sum(len(each.leads_ms) for each in passes)
+            which = "in the last steps, on the first rank"
+            metrics.append(
+                Metric("host_lead", f"ms, of each pass over the blocks {which}", [p.lead_ms for p in passes])
+            )
+            metrics.append(Metric("late_blocks", f"% of blocks {which}", [100 * n_late / n_blocks]))
         if of_all is not None:
             metrics.append(Metric("peak_memory", "GiB", [of_all / GIB]))
         if watch.memory is not None and "in all" in watch.memory.predicted_bytes:
             metrics.append(Metric("predicted_peak_memory", "GiB", [watch.memory.predicted_bytes["in all"] / GIB]))
         return metrics
+
+
+def _train_ours(cell: TrainingRunCell, options: TrainOptions, rank: Rank) -> tuple[Watch, list[Pass]]:
+    """The run, and how far ahead the host was in its last steps, as the first rank knows it of a GPU."""
+    prepared = prepare(options, rank)
+    blocks = (module for module in prepared.step.model.modules() if isinstance(module, TransformerBlock))
+    lead = HostLead(blocks, rank.device)
+    watch = Watch(cell.warmup, cell.seconds, _N_LEFT, lead)
+    run_prepared(prepared, rank, watch)
+    return watch, lead.end()
 
 
 def _train_peer(cell: TrainingRunCell, options: TrainOptions, rank: Rank, watch: Watch) -> None:

@@ -48,6 +48,12 @@ TRAINING_TABLE = ResultTable(
         Column("x one rank", _scaling, ".3f", optional=True, note="times as fast as one, in the same command"),
         Column("speed of light %", "speed_of_light", ".1f", optional=True),
         Column("around %", _around, ".2f", optional=True, note="of a step: loader, log, checks, late host"),
+        Column(
+            "host ahead ms", "host_lead", ".0f", optional=True, note="of the device where a block begins, last steps"
+        ),
+        Column(
+            "late %", "late_blocks", ".1f", optional=True, note="of blocks, where the host is less than a block ahead"
+        ),
         Column("peak GiB", "peak_memory", ".1f", optional=True),
         Column("predicted GiB", "predicted_peak_memory", ".1f", optional=True),
         Column("loss", _first_loss, ".4f", optional=True, note="nats per token, of the first step after the warm-up"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cs336_systems.config import resolve_size
+from cs336_systems.distributed.process_group import joined
 from cs336_systems.experiments.fp8.torchao_layers import with_float8
 from cs336_systems.experiments.training.cells import Options, make_cells
 from cs336_systems.experiments.training.experiment import EXPERIMENT
@@ -15,6 +16,7 @@ from cs336_systems.experiments.training.table import TRAINING_TABLE
 from cs336_systems.harness.record import unsaid
 from cs336_systems.harness.sweep import outcome_rows, run_sweep
 from cs336_systems.pretraining.peer import peer_model
+from cs336_systems.profiling.host_lead import Pass
 
 CPU = replace(Options.default("cpu"), world_size=(1,))
 
@@ -117,6 +119,31 @@ def test_runs_end_once_they_have_been_steady_for_long_enough():
     assert list(frame["x"]) == [*["–"] * 6, f"{rates[6] / rates[5]:.3f}"]
     assert all(0 < float(frame["around %"][i]) < 100 for i in (0, 1, 2, 5, 6))
     assert (other.status, other.message) == ("unsupported", "Liger's kernels need a GPU, got cpu")
+
+
+def test_the_last_steps_tell_how_far_ahead_the_host_is(monkeypatch):
+    """With a watch that a CPU does not have: it is to begin while two steps are to come, and to end with the run."""
+    passes = [Pass(False, [0.5, 3.0, 5.0], [2.0, 2.0]), Pass(True, [7.0, 8.0, 9.0], [4.0, 4.0])]
+
+    class Lead:
+        def __init__(self, blocks, device):
+            self.blocks, self.seen = list(blocks), []
+
+        def begin(self):
+            for block in self.blocks:
+                block.register_forward_hook(lambda block, *_: self.seen.append(block))
+
+        def end(self):
+            n_micro_batches = cell.train_options.micro_batches(1)
+            assert len(self.seen) == 2 * n_micro_batches * len(self.blocks) > 0
+            return passes
+
+    monkeypatch.setattr("cs336_systems.experiments.training.measure.HostLead", Lead)
+    (cell,) = make_cells(replace(CPU, how=("ours",), seconds=0.2, warmup=1))
+    with joined("cpu") as rank:
+        found = {metric.name: metric.samples for metric in measure(cell, rank)}
+    assert found["host_lead"] == [3.0, 8.0]
+    assert found["late_blocks"] == [pytest.approx(100 / 6)]
 
 
 @pytest.mark.parametrize("recipe", [None, "rowwise"])
