@@ -45,13 +45,17 @@ class Candidate:
 
 
 def steps(layout: Layout, parts: int) -> Iterator[Callable[[Candidate], Candidate | None]]:
-    """To neighbours of a candidate: levels and residents by a part of them, slots one by one; None beyond the ends."""
+    """To neighbours of a candidate: levels and residents by a part of them, one for the other in the same memory of the
+    device, slots one by one; None beyond the ends.
+    """
     pairs, n_layers = max(1, layout.pairs // parts), max(1, layout.work.config.n_layers // parts)
     edges = (False, True) if layout.order == "interleaved" else (None,)
     for edge, (attention, products), sign in product(edges, ((1, 0), (0, 1), (1, 1)), (1, -1)):
         yield partial(_with_levels, edge=edge, attention=sign * attention * pairs, products=sign * products * pairs)
     for what, sign in product(("weights", "gradients", "moments"), (1, -1)):
         yield partial(_with_residents, what=what, more=sign * n_layers)
+    for sign in (1, -1):
+        yield partial(_with_residents_for_products, more=sign * n_layers)
     for ring in layout.least_slots:
         yield partial(_with_slots, ring=ring)
 
@@ -74,6 +78,18 @@ def _with_residents(candidate: Candidate, what: str, more: int) -> Candidate | N
     now = getattr(candidate.layout, what)
     after = max(0, min(candidate.layout.work.config.n_layers, now + more))
     return None if after == now else replace(candidate, layout=replace(candidate.layout, **{what: after}))
+
+
+def _with_residents_for_products(candidate: Candidate, more: int) -> Candidate | None:
+    """More resident weights where pairs kept products, or fewer for more of those, in all rounds."""
+    work, before = candidate.layout.work, candidate.layout.weights
+    after = _with_residents(candidate, "weights", more)
+    if after is None:
+        return None
+    pairs = round((after.layout.weights - before) * work.layer_bytes / work.item_bytes("products"))
+    for edge in (False, True):
+        after = _with_levels(after, edge, 0, -pairs) or after
+    return after
 
 
 def _with_slots(candidate: Candidate, ring: str) -> Candidate | None:

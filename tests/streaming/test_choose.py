@@ -15,12 +15,12 @@ from cs336_systems.costs.lanes import simulate
 from cs336_systems.costs.streaming import Rates, StreamedWork
 from cs336_systems.hardware import GIB, find_hardware
 from cs336_systems.streaming import choose as search
-from cs336_systems.streaming.candidate import Candidate
+from cs336_systems.streaming.candidate import Candidate, _with_residents_for_products
 from cs336_systems.streaming.choice import Caps, CapsTooSmallError, Choice
 from cs336_systems.streaming.choose import _Search, choose, chunk_sizes
 from cs336_systems.streaming.estimate import Layout, Levels, LevelsByHost, WorkSeconds
 from cs336_systems.streaming.explain import binds, end_seconds, next_gib, reasons
-from cs336_systems.streaming.plan import Plan
+from cs336_systems.streaming.plan import Order, Plan
 from tests.streaming.memory_model import check
 
 H200 = find_hardware("NVIDIA H200")
@@ -102,6 +102,25 @@ def test_more_device_memory_is_not_slower_whatever_the_caps(seed: int) -> None:
     rng = random.Random(seed)
     host, length = rng.uniform(1.5, 4), rng.choice((64, 128))
     check_none_is_slower([(device, host, length) for device in sorted(rng.uniform(0.9, 2.6) for _ in range(6))])
+
+
+@pytest.mark.parametrize("more", [1, -2])
+@pytest.mark.parametrize("order", ["sequential", "interleaved"])
+def test_residents_take_the_memory_of_products_and_give_it_back(order: Order, more: int) -> None:
+    """To half a pair; in all rounds, which may keep different numbers of them."""
+    work = StreamedWork(SMALL, 64, 64)
+    layout = Layout(work, WorkSeconds.of(work, SLOW), 8, order, 3, 0, 0)
+    edges = Levels(40, 36) if order == "interleaved" else Levels(32, 24)
+    candidate = Candidate(layout, Levels(32, 24), edges, 12, 2**30, tokens_per_s=0.0)
+    after = _with_residents_for_products(candidate, more)
+    assert after is not None
+    assert after.layout.weights == 3 + more
+    for now, before in ((after.levels, candidate.levels), (after.edges, candidate.edges)):
+        given_up = (before.products - now.products) * work.item_bytes("products")
+        assert abs(given_up - more * work.layer_bytes) <= work.item_bytes("products") / 2
+        assert now.attention == before.attention
+    assert _with_residents_for_products(candidate, -4) == _with_residents_for_products(candidate, -3)
+    assert _with_residents_for_products(after, 0) is None
 
 
 def check_none_is_slower(rising: list[tuple[float, float, int]]) -> None:
