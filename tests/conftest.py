@@ -7,6 +7,7 @@ worker, as its tests may share a fixture that takes long. A test marked ``timing
 import fcntl
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable, Generator
 from multiprocessing import forkserver
@@ -84,6 +85,16 @@ def load_script() -> Callable[[str], ModuleType]:
         return sys.modules[name]
 
     return load
+
+
+@pytest.fixture
+def ctrl_c_is_heard() -> Generator[None]:
+    """SIGINT raises KeyboardInterrupt, here and in processes that are started, even where the suite is a shell's
+    background job and so has it ignored.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

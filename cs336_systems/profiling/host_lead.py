@@ -17,7 +17,7 @@ Limits: blocks that a CUDA graph replays are not seen, nor those that a backward
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from statistics import median
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from cs336_systems.distributed.fsdp_schedule import inside_backward
+from cs336_systems.harness.clock import Stopwatch, synchronize
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Pass:
     """Blocks that ran one after the other, all forward or all backward.
 
     Attributes:
-        leads_ms: how far the host was ahead as each block began.
+        leads_ms: how far the host was ahead as each block began, one for each block.
         blocks_ms: how long the device took from each block's beginning to the next one's; one fewer.
     """
 
@@ -53,13 +54,6 @@ class Pass:
         return sum(lead < block for lead, block in zip(self.leads_ms, lasted, strict=False))
 
 
-@dataclass(frozen=True)
-class _Mark:
-    backward: bool
-    host_s: float
-    event: torch.cuda.Event
-
-
 class HostLead:
     """Watches blocks from outside, between ``begin`` and ``end``.
 
@@ -71,7 +65,9 @@ class HostLead:
     def __init__(self, blocks: Iterable[nn.Module], device: torch.device) -> None:
         self._blocks, self._device = list(blocks), device
         self._hooks: list[RemovableHandle] = []
-        self._marks: list[_Mark] = []
+        self._stopwatch = Stopwatch(device)
+        self._marks: list[tuple[bool, float]] = []
+        """Of each mark of the stopwatch whether it is of a backward, and the host's seconds."""
 
     def begin(self) -> None:
         """Watch from the next block on."""
@@ -85,23 +81,21 @@ class HostLead:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        torch.cuda.synchronize(self._device)
-        now = self._mark(backward=False)
-        now.event.synchronize()
-        marks, self._marks = self._marks, []
+        synchronize(self._device)
+        self._mark(backward=False)  # the device comes to it at once: against it both clocks are read
+        device_ms = list(accumulate(self._stopwatch.laps_ms(), initial=0.0))
+        leads = [device_ms[i] - device_ms[-1] - 1000 * (s - self._marks[-1][1]) for i, (_, s) in enumerate(self._marks)]
         passes = []
-        for backward, found in groupby(marks, key=lambda mark: mark.backward):
+        for backward, found in groupby(range(len(leads) - 1), key=lambda i: self._marks[i][0]):
             own = list(found)
-            # Both clocks are read against the last event, to which the device came at once.
-            device_ms = [-mark.event.elapsed_time(now.event) for mark in own]
-            host_ms = [1000 * (mark.host_s - now.host_s) for mark in own]
-            leads = [there - here for there, here in zip(device_ms, host_ms, strict=True)]
-            passes.append(Pass(backward, leads, [later - earlier for earlier, later in pairwise(device_ms)]))
+            blocks = [device_ms[later] - device_ms[earlier] for earlier, later in pairwise(own)]
+            passes.append(Pass(backward, [leads[i] for i in own], blocks))
+        self._stopwatch, self._marks = Stopwatch(self._device), []
         return passes
 
     def _begins(self, block: nn.Module, args: Any) -> None:
         if not inside_backward():
-            self._marks.append(self._mark(backward=False))
+            self._mark(backward=False)
 
     def _ends(self, block: nn.Module, args: Any, output: Tensor) -> None:
         if output.requires_grad and not inside_backward():
@@ -109,10 +103,8 @@ class HostLead:
 
     def _backward_begins(self, gradient: Tensor) -> None:
         if self._hooks:
-            self._marks.append(self._mark(backward=True))
+            self._mark(backward=True)
 
-    def _mark(self, *, backward: bool) -> _Mark:
-        event = torch.cuda.Event(enable_timing=True)
-        mark = _Mark(backward, time.perf_counter(), event)
-        event.record(torch.cuda.current_stream(self._device))
-        return mark
+    def _mark(self, *, backward: bool) -> None:
+        self._marks.append((backward, time.perf_counter()))
+        self._stopwatch.mark()

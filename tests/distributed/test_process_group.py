@@ -158,14 +158,6 @@ def wait_for_ranks(folder, within_s=200):
         time.sleep(0.02)
 
 
-@pytest.fixture
-def ctrl_c_is_heard():
-    """SIGINT raises KeyboardInterrupt, even where the suite is a shell's background job and so has it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("ctrl_c_is_heard")
 def test_ctrl_c_ends_the_ranks(tmp_path):
     def press():

@@ -109,18 +109,9 @@ def start(folder, *arguments):
     """The command in a process of its own, once it has written some tokens."""
     command = [sys.executable, ROOT / "scripts/tokenize_data.py", "--tokenizer", "bytes", "--processes", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
-    try:
-        process = subprocess.Popen(
-            [*command, *arguments],
-            cwd=folder,
-            env=environment,
-            text=True,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
+    process = subprocess.Popen(
+        [*command, *arguments], cwd=folder, env=environment, text=True, stderr=subprocess.PIPE, start_new_session=True
+    )
     deadline = time.monotonic() + 60
     while not any(path.stat().st_size > 2**20 for path in folder.glob("data/.*/.train*")):
         assert process.poll() is None, process.stderr.read()
@@ -130,6 +121,7 @@ def start(folder, *arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c_is_heard")
 def test_ctrl_c_leaves_nothing_and_a_kill_nothing_that_looks_complete(tmp_path):
     process, children = start(tmp_path)
     os.killpg(process.pid, signal.SIGINT)

@@ -57,6 +57,8 @@ class Watch:
         self.steps: list[Step] = []
         self.light: Light | None = None
         self.memory: Memory | None = None
+        self.passes: list[Pass] = []
+        """Over the blocks, of the steps that ``host_lead`` tells of; to be filled in when the run has ended."""
 
     def write(self, record: Record) -> None:
         if isinstance(record, Light):
@@ -95,11 +97,7 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
         data = write_random_tokens(Path(name) / "data", tokens, max(vocab_size, 264), cell.seed)
         options = replace(cell.train_options, data=data, out=Path(name) / "run")
         meter = PeakMeter(rank.device)
-        passes: list[Pass] = []
-        if cell.how == "ours":
-            watch, passes = _train_ours(cell, options, rank)
-        else:
-            _train_peer(cell, options, rank, watch := Watch(cell.warmup, cell.seconds, 0))
+        watch = (_train_ours if cell.how == "ours" else _train_peer)(cell, options, rank)
         peak = meter.peak_bytes()
         of_all = None if peak is None else largest(peak, rank)
         if rank.rank:
@@ -115,12 +113,10 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
             metrics.append(Metric("speed_of_light", "%", shares, derived=True))
         if cell.how == "ours":
             metrics.append(Metric("around", "ms", [1000 * step.around_seconds for step in watch.steady]))
-        if passes:
+        if passes := watch.passes:
             n_late, n_blocks = sum(each.n_late for each in passes), sum(len(each.leads_ms) for each in passes)
-            which = "in the last steps, on the first rank"
-            metrics.append(
-                Metric("host_lead", f"ms, of each pass over the blocks {which}", [p.lead_ms for p in passes])
-            )
+            which, leads = "in the last steps, on the first rank", [each.lead_ms for each in passes]
+            metrics.append(Metric("host_lead", f"ms, of each pass over the blocks {which}", leads))
             metrics.append(Metric("late_blocks", f"% of blocks {which}", [100 * n_late / n_blocks]))
         if of_all is not None:
             metrics.append(Metric("peak_memory", "GiB", [of_all / GIB]))
@@ -129,17 +125,19 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
         return metrics
 
 
-def _train_ours(cell: TrainingRunCell, options: TrainOptions, rank: Rank) -> tuple[Watch, list[Pass]]:
+def _train_ours(cell: TrainingRunCell, options: TrainOptions, rank: Rank) -> Watch:
     """The run, and how far ahead the host was in its last steps, as the first rank knows it of a GPU."""
     prepared = prepare(options, rank)
     blocks = (module for module in prepared.step.model.modules() if isinstance(module, TransformerBlock))
     lead = HostLead(blocks, rank.device)
     watch = Watch(cell.warmup, cell.seconds, _N_LEFT, lead)
     run_prepared(prepared, rank, watch)
-    return watch, lead.end()
+    watch.passes = lead.end()
+    return watch
 
 
-def _train_peer(cell: TrainingRunCell, options: TrainOptions, rank: Rank, watch: Watch) -> None:
+def _train_peer(cell: TrainingRunCell, options: TrainOptions, rank: Rank) -> Watch:
+    watch = Watch(cell.warmup, cell.seconds, n_left=0)
     assert options.data is not None
     dataset = Dataset.open(options.data)
     assert dataset.train is not None
@@ -179,3 +177,4 @@ def _train_peer(cell: TrainingRunCell, options: TrainOptions, rank: Rank, watch:
                 group["lr"] = rate
             loss, norm = (value.item() for value in peer_step(model, optimizer, next(loader), options, options.dtype))
             watch.write(Step(len(watch.steps), time.perf_counter() - began, tokens, loss, norm, rate))
+    return watch
