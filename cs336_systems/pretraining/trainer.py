@@ -20,6 +20,7 @@ that, and training with it: no checkpoint that was asked for is left out.
 A run stops at the first step whose loss or gradient is not finite; no such step changes the model.
 """
 
+import gc
 import math
 import os
 import time
@@ -134,6 +135,7 @@ def run_prepared(prepared: Prepared, rank: Rank, *sinks: Sink, ends_at: float | 
         told = rank.device if rank.rank == 0 else torch.device("cpu")  # of which there is nothing to tell
         gpu = stack.enter_context(GpuSampler(log, told))
         saver = stack.enter_context(_saver(prepared))
+        stack.callback(gc.unfreeze)
         return _Run(prepared, rank, log, saver, first_step).to_the_end(stop, gpu)
 
 
@@ -216,6 +218,16 @@ def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> 
     log.write(Light(parts, light.seconds_per_token))
 
 
+def _leave_alone_what_is_there() -> None:
+    """Let Python's collector look at what comes from now on alone, until ``gc.unfreeze``.
+
+    Most objects are of modules and stay, and going through all of them takes 0.25 s in the middle of some step: longer
+    than the host is ahead of a GPU. Ranks then wait for each other's, too.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 class _Run:
     """A run under way."""
 
@@ -282,6 +294,8 @@ class _Run:
         deferred.begin()
         with self._quantization.step(self._made):
             loss = self._step(*batch)
+        if self._made == self._first_step:
+            _leave_alone_what_is_there()
         self._recent.append((self._made, batch, loss))
         reasons, asked = self._no_reason, stop.asked
         if asked is not None:

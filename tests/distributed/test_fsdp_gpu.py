@@ -1,4 +1,7 @@
-"""FSDP over NCCL: the arithmetic of one process again, and communication under compute, which GPUs alone can show."""
+"""FSDP over NCCL: the arithmetic of one process again, and communication under compute, which GPUs alone can show.
+
+As of DDP (``test_ddp_gpu.py``), the batch is large enough that GPUs, not hosts, set the pace.
+"""
 
 import pytest
 
@@ -58,7 +61,7 @@ CHECKS = [
 OF_TWO = [ranks_may_leave_different_outputs_out_of_the_loss, ranks_that_run_different_units_are_told]
 
 CELL = FullyShardedCell(
-    **COMMON, fsdp="ours", size="large", batch_size=4, attention="reference", checkpoint="none", prefetch=1, repeat=0
+    **COMMON, fsdp="ours", size="large", batch_size=8, attention="reference", checkpoint="none", prefetch=1, repeat=0
 )
 
 

@@ -1,10 +1,12 @@
 """A run of one process: it learns, is told as it was, resumes to the bit, and ends in a sentence where it must."""
 
+import gc
 import math
 import random
 import shutil
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -183,6 +185,19 @@ def test_a_step_that_is_not_finite_ends_the_run_and_names_the_tensor(whole, alon
     assert run.last(End).step == 1
     assert [message.level for message in run.all(Message)] == ["error"]
     assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("how", [{}, EXPLODING])
+def test_the_collector_leaves_what_was_there_alone_until_the_run_ends(whole, alone, tmp_path, how):
+    class Counted(Kept):
+        def write(self, record):
+            self.append(gc.get_freeze_count())
+
+    before, during = gc.get_freeze_count(), Counted()
+    with suppress(NonFiniteStep):
+        train(options(tmp_path, data=whole / "data", **how), alone, during)
+    assert during[0] == before == gc.get_freeze_count()
+    assert during[-1] > before + 100_000
 
 
 def test_a_loss_alone_that_is_not_finite_is_noticed_before_the_model_changes(whole, alone, tmp_path, monkeypatch):
