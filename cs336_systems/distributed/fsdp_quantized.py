@@ -102,6 +102,21 @@ class QuantizedRows:
         groups = [group for group in self.groups if not group.has_bytes]
         if not groups:
             return
+        try:
+            made_of, found = self._read(groups)
+        except Exception:  # the other ranks wait for this one in the exchange
+            n_matrices = sum(len(group.travel.matrices) for group in groups)
+            self._exchange(torch.zeros(n_matrices, device=groups[0].device))
+            raise
+        with on_stream(self._stream):
+            self._exchange(maxima := torch.cat(found))
+            for quantizer, own in zip(self._quantizers, maxima.split([len(x) for x in found]), strict=True):
+                quantizer.quantize_(own)
+        for group, versions in zip(groups, made_of, strict=True):
+            group.note_bytes(versions)
+
+    def _read(self, groups: "list[QuantizedGroup]") -> tuple[list[list[int]], list[Tensor]]:
+        """The versions of the groups' shards, and the largest magnitudes that each quantizer finds in them."""
         for group in groups:
             group.adopt_data()
         versions = [group.versions_now() for group in groups]
@@ -109,14 +124,12 @@ class QuantizedRows:
             self._quantizers = self._make_quantizers(groups)
             self._quantized = groups
         with on_stream(self._stream):
-            found = [quantizer.absmax() for quantizer in self._quantizers]
-            maxima = torch.cat(found)
-            # As integers, whose order is that of magnitudes, and in which NaN is the largest.
-            dist.all_reduce(maxima.view(torch.int32), dist.ReduceOp.MAX, group=self._process_group)
-            for quantizer, own in zip(self._quantizers, maxima.split([len(x) for x in found]), strict=True):
-                quantizer.quantize_(own)
-        for group, made_of in zip(groups, versions, strict=True):
-            group.note_bytes(made_of)
+            return versions, [quantizer.absmax() for quantizer in self._quantizers]
+
+    def _exchange(self, maxima: Tensor) -> None:
+        """Make them those of all ranks, (n_matrices,) fp32, on the current stream."""
+        # As integers, whose order is that of magnitudes, and in which NaN is the largest.
+        dist.all_reduce(maxima.view(torch.int32), dist.ReduceOp.MAX, group=self._process_group)
 
     def _make_quantizers(self, groups: "list[QuantizedGroup]") -> list[PartsQuantizer]:
         """One for all groups that are quantized in the same way."""

@@ -45,8 +45,8 @@ class Candidate:
 
 
 def steps(layout: Layout, parts: int) -> Iterator[Callable[[Candidate], Candidate | None]]:
-    """To neighbours of a candidate: levels and residents by a part of them, one for the other in the same memory of the
-    device, slots one by one; None beyond the ends.
+    """To neighbours of a candidate: levels and residents by a part of them, one for the other in about as much of the
+    device's memory, slots one by one; None beyond the ends.
     """
     pairs, n_layers = max(1, layout.pairs // parts), max(1, layout.work.config.n_layers // parts)
     edges = (False, True) if layout.order == "interleaved" else (None,)
@@ -82,11 +82,11 @@ def _with_residents(candidate: Candidate, what: str, more: int) -> Candidate | N
 
 def _with_residents_for_products(candidate: Candidate, more: int) -> Candidate | None:
     """More resident weights where pairs kept products, or fewer for more of those, in all rounds."""
-    work, before = candidate.layout.work, candidate.layout.weights
-    after = _with_residents(candidate, "weights", more)
+    layout, after = candidate.layout, _with_residents(candidate, "weights", more)
     if after is None:
         return None
-    pairs = round((after.layout.weights - before) * work.layer_bytes / work.item_bytes("products"))
+    taken = (after.layout.weights - layout.weights) * layout.work.layer_bytes
+    pairs = round(taken / layout.slot_bytes["products"])
     for edge in (False, True):
         after = _with_levels(after, edge, 0, -pairs) or after
     return after

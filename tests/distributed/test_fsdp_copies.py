@@ -141,16 +141,19 @@ def all_that_is_sent_is_predicted(rank: Rank) -> None:
 
 @torch.no_grad()
 def ranks_are_told_that_one_has_failed_where_rows_are_to_be_quantized(rank: Rank) -> None:
-    """In a block, or as it quantizes them; nobody is in a collective for those of later blocks."""
+    """In a block, or as it reads them or writes them; nobody is in a collective for those of later blocks."""
     quantized, ids = test_fsdp_quantized, test_fsdp_quantized.IDS.to(rank.device)
 
-    class Fails:
+    class FailsToRead:
+        absmax = fail
+
+    class FailsToWrite:
         def absmax(self) -> Tensor:
             return quantizer.absmax()
 
         quantize_ = fail
 
-    for while_quantizing in (False, True):
+    for fails in (None, FailsToRead, FailsToWrite):
         model = quantized.fsdp_of(quantized.model_of(device=rank.device), peer_copies=True, prefetch=0)
         with torch.enable_grad():
             quantized.train(model, 1)  # all rows change
@@ -158,9 +161,9 @@ def ranks_are_told_that_one_has_failed_where_rows_are_to_be_quantized(rank: Rank
         handle = model.module.layers[0].register_forward_pre_hook(fail)
         rows = model._schedule._quantized_rows
         (quantizer,) = rows._quantizers
-        if while_quantizing and rank.rank == 0:
-            rows._quantizers = [Fails()]
-        if while_quantizing or rank.rank == 1:
+        if fails and rank.rank == 0:
+            rows._quantizers = [fails()]
+        if fails or rank.rank == 1:
             handle.remove()
         with pytest.raises(KeyError if rank.rank == 0 else RuntimeError):
             model(ids)
