@@ -135,7 +135,7 @@ def run_prepared(prepared: Prepared, rank: Rank, *sinks: Sink, ends_at: float | 
         told = rank.device if rank.rank == 0 else torch.device("cpu")  # of which there is nothing to tell
         gpu = stack.enter_context(GpuSampler(log, told))
         saver = stack.enter_context(_saver(prepared))
-        stack.callback(gc.unfreeze)
+        stack.callback(gc.unfreeze)  # what the caller has frozen thaws, too
         return _Run(prepared, rank, log, saver, first_step).to_the_end(stop, gpu)
 
 
@@ -221,8 +221,8 @@ def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> 
 def _leave_alone_what_is_there() -> None:
     """Let Python's collector look at what comes from now on alone, until ``gc.unfreeze``.
 
-    Most objects are of modules and stay, and going through all of them takes 0.25 s in the middle of some step: longer
-    than the host is ahead of a GPU. Ranks then wait for each other's, too.
+    Most objects are of modules and stay, and going through all of them takes 0.1 to 0.3 s in the middle of some step:
+    longer than the host is ahead of a GPU. Ranks then wait for each other's, too (profiles/distributed.md).
     """
     gc.collect()
     gc.freeze()

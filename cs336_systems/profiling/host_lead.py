@@ -11,7 +11,8 @@ host, kernels run as they come, and the lead is shorter than a block: such block
 
 A profiler slows the host and may tell another story (profiles/distributed.md); an event takes it some microseconds.
 
-Limits: blocks that a CUDA graph replays are not seen, nor those that a backward computes again.
+Limits: blocks that a CUDA graph replays are not seen, nor those that a backward computes again; several forwards in a
+row count as one pass.
 """
 
 import time
