@@ -1,0 +1,10 @@
+"""Imported last by the fork server: Python's collector passes over what it has imported, in all processes forked then.
+
+A full collection writes to every object that it looks at, and so copies all pages that the process shares with the
+server: in the middle of some step, 27,000 of 4 KiB in 0.3 s of a core (AMD EPYC).
+"""
+
+import gc
+
+gc.collect()
+gc.freeze()
