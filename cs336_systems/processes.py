@@ -40,7 +40,8 @@ class Died(Exception):
 
 
 def start_server(*modules: str) -> None:
-    """Start the fork server, which imports the modules in the background; while it runs, further calls do nothing.
+    """Start the fork server, which imports the modules, and ``frozen`` last, in the background; while it runs, further
+    calls do nothing.
 
     Args:
         modules: by default those of this package that are imported here, and ``torch._dynamo``, which the constructor

@@ -39,7 +39,7 @@ set_preload = forkserver.set_forkserver_preload
 def preload_for_all_tests(modules: list[str]) -> None:
     """What any test's processes need, whichever test starts the fork server: it serves all that come after."""
     ours = sorted(name for name in sys.modules if name.startswith("cs336_systems."))
-    set_preload([*ours, "torch._dynamo", "pytest", *modules])
+    set_preload([*ours, "torch._dynamo", "pytest", *modules])  # whose last freezes what is there
 
 
 forkserver.set_forkserver_preload = preload_for_all_tests

@@ -103,20 +103,20 @@ class QuantizedRows:
         if not groups:
             return
         try:
-            made_of, found = self._read(groups)
+            versions, found = self._read(groups)
         except Exception:  # the other ranks wait for this one in the exchange
             n_matrices = sum(len(group.travel.matrices) for group in groups)
-            self._exchange(torch.zeros(n_matrices, device=groups[0].device))
+            self._exchange(torch.zeros(n_matrices, dtype=torch.float32, device=groups[0].device))
             raise
         with on_stream(self._stream):
             self._exchange(maxima := torch.cat(found))
             for quantizer, own in zip(self._quantizers, maxima.split([len(x) for x in found]), strict=True):
                 quantizer.quantize_(own)
-        for group, versions in zip(groups, made_of, strict=True):
-            group.note_bytes(versions)
+        for group, made_of in zip(groups, versions, strict=True):
+            group.note_bytes(made_of)
 
     def _read(self, groups: "list[QuantizedGroup]") -> tuple[list[list[int]], list[Tensor]]:
-        """The versions of the groups' shards, and the largest magnitudes that each quantizer finds in them."""
+        """Of each group the shards' versions, of each quantizer the largest magnitudes, (n_matrices,) fp32."""
         for group in groups:
             group.adopt_data()
         versions = [group.versions_now() for group in groups]

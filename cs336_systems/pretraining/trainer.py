@@ -218,7 +218,7 @@ def _introduce(prepared: Prepared, rank: Rank, log: RunLog, first_step: int) -> 
     log.write(Light(parts, light.seconds_per_token))
 
 
-def _leave_alone_what_is_there() -> None:
+def _freeze_what_is_there() -> None:
     """Let Python's collector look at what comes from now on alone, until ``gc.unfreeze``.
 
     Most objects are of modules and stay, and going through all of them takes 0.1 to 0.3 s in the middle of some step:
@@ -295,7 +295,7 @@ class _Run:
         with self._quantization.step(self._made):
             loss = self._step(*batch)
         if self._made == self._first_step:
-            _leave_alone_what_is_there()
+            _freeze_what_is_there()
         self._recent.append((self._made, batch, loss))
         reasons, asked = self._no_reason, stop.asked
         if asked is not None:
