@@ -81,6 +81,7 @@ def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
     pair: dict[str, Any] = {"size": "2.7b", "world_size": 2, "dtype": "fp32"}
     attended, profiled = ("impl", "d_head", "length"), ("size", "context_length", "mode")
     trained = ("size", "recipe", "world_size", "zero", "gather_by")
+    sharing: dict[str, Any] = {"zero": 1, "gather_by": "collectives", "apart": "off"}
     timed: dict[str, Any] = {"clock": "harness"}
     step: dict[str, Any] = {"mode": "step", "variant": ["eager", "compiled"]}
     return {
@@ -118,8 +119,8 @@ def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
         "fsdp": question("fsdp", "fsdp", **pair),
         "fsdp_gathers": question("fsdp-gathers", "gather_by", fsdp="ours"),
         "leaderboard_gathers": question("leaderboard-gathers", "gather_by"),
-        "ranks": question("training-2", *trained, zero=1, gather_by="collectives"),
-        "ranks_h100": question("training-2", *trained, machine="h100", zero=1, gather_by="collectives"),
+        "ranks": question("training-2", *trained, **sharing),
+        "ranks_h100": question("training-2", *trained, machine="h100", **sharing),
         "leaderboard_step": question("leaderboard", fsdp="ours"),
         "leaderboard_turns": question("leaderboard-turns", "fsdp", "checkpoint"),
         "leaderboard_attempt": question("leaderboard-attempts", "keep", "warmup", fsdp="ours", kernels="fused"),

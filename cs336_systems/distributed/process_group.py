@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -155,20 +155,9 @@ def joined(device: str = "cpu", *, timeout_s: float = 600.0) -> Iterator[Rank]:
         torch.cuda.set_device(bound)
     rank = Rank(number, local_rank, world_size, bound, _BACKENDS[device])
     timeout = timedelta(seconds=timeout_s)
-    store = dist.PrefixStore(f"group {next(_groups)}", launcher_store(timeout)) if launched() else dist.HashStore()
-    store.set_timeout(timeout)
+    store = _store_of_group(timeout)
     try:
-        dist.init_process_group(
-            rank.backend,
-            store=store,
-            rank=rank.rank,
-            world_size=rank.world_size,
-            timeout=timeout,
-            device_id=bound if bound.type == "cuda" else None,  # makes communicators now: errors show here
-        )
-        # One that left at once would break the connections of another that is still making its own.
-        store.set(f"joined {rank.rank}", "")
-        store.wait([f"joined {each}" for each in range(rank.world_size)])
+        _join(rank, store, timeout)
         yield rank
     except BaseException as error:
         _leave(rank, failed=True)
@@ -176,6 +165,49 @@ def joined(device: str = "cpu", *, timeout_s: float = 600.0) -> Iterator[Rank]:
             time.sleep(PEER_LOST_HOLD_S)
         raise
     _leave(rank, failed=False)
+
+
+@contextmanager
+def alone(rank: Rank, *, timeout_s: float = 600.0) -> Iterator[Rank]:
+    """Leave the group and be the only rank of another one, on the same device; then join the others again.
+
+    All ranks of the group do so or none. An error is raised without joining again.
+
+    Args:
+        timeout_s: how long joining again may wait for the other ranks, and a collective after that.
+
+    Raises:
+        RuntimeError: the other ranks did not come back in time.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    store = _store_of_group(timeout)
+    _leave(rank, failed=False)
+    own = replace(rank, rank=0, world_size=1)
+    _join(own, dist.HashStore(), timeout)
+    yield own
+    _leave(own, failed=False)
+    _join(rank, store, timeout)
+
+
+def _store_of_group(timeout: timedelta) -> dist.Store:
+    """Where the ranks of the next group meet."""
+    return dist.PrefixStore(f"group {next(_groups)}", launcher_store(timeout)) if launched() else dist.HashStore()
+
+
+def _join(rank: Rank, store: dist.Store, timeout: timedelta) -> None:
+    """Make the default group, when all ranks have come."""
+    store.set_timeout(timeout)
+    dist.init_process_group(
+        rank.backend,
+        store=store,
+        rank=rank.rank,
+        world_size=rank.world_size,
+        timeout=timeout,
+        device_id=rank.device if rank.device.type == "cuda" else None,  # makes communicators now: errors show here
+    )
+    # One that left at once would break the connections of another that is still making its own.
+    store.set(f"joined {rank.rank}", "")
+    store.wait([f"joined {each}" for each in range(rank.world_size)])
 
 
 def _environment() -> tuple[int, int, int]:

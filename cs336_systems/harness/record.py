@@ -57,7 +57,7 @@ OF_PROFILES = {"repeat": 0}
 OF_CAPS = {"peer": ""}
 """Likewise of rows of steps under memory caps, which say how much the host has."""
 
-OF_RUNS = {"recipe": "stored", "library": "", "gather_by": "collectives"}
+OF_RUNS = {"recipe": "stored", "library": "", "gather_by": "collectives", "apart": "off"}
 """Likewise of rows of whole runs, which say how many tokens a step has."""
 
 Row = dict[str, Any]

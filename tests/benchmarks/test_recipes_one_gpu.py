@@ -244,15 +244,15 @@ def test_ranks_are_measured_beside_one_gpu_in_bf16_and_fp8(worlds, tmp_path):
     parts = [part for part in TRAINING_PARTS if part.startswith("ranks")]
     (cells,) = grids(TRAINING, tmp_path, *parts, RANKS=" ".join(map(str, worlds))).values()
     assert len(set(cells)) == len(cells)
-    assert {(cell.size, cell.recipe, cell.zero, cell.gather_by, cell.world_size) for cell in cells} == {
-        (f"qwen2.5-{size}", recipe, zero, gather_by, world)
+    together = ((1, "collectives", "off"), (3, "collectives", "off"), (3, "copies", "off"))
+    assert {(cell.size, cell.recipe, cell.world_size, cell.zero, cell.gather_by, cell.apart) for cell in cells} == {
+        (f"qwen2.5-{size}", recipe, world, *way)
         for size in ("0.5b", "1.5b", "7b")
         for recipe in ("stored", "e4m3")
-        for zero, gather_by in ((1, "collectives"), (3, "collectives"), (3, "copies"))
         for world in worlds
-        if (zero, world) != (3, 1)
+        for way in ((*together, (1, "collectives", "on")) if world > 1 else together[:1])
     }
-    alike = {replace(cell, recipe="", zero=0, gather_by="collectives", world_size=1) for cell in cells}
+    alike = {replace(cell, recipe="", zero=0, gather_by="collectives", apart="", world_size=1) for cell in cells}
     assert sorted(cell.size for cell in alike) == ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b"]
 
 
@@ -301,7 +301,7 @@ def seconds(cell: training.TrainingRunCell) -> float:
     rows = read_rows(ROOT / "profiles" / "results" / "h200" / "fused-steps" / "benchmark_model.csv")
     rows = rows[(rows["metric"] == "tokens_per_s") & (rows["mode"] == "backward") & (rows["size"] == cell.size)]
     rate = rows["median"][rows["kernels"] == ("fused" if ours else "reference")].median()
-    step = cell.total_batch_tokens / (rate * cell.world_size)
+    step = cell.total_batch_tokens / (rate * cell.n_together)
     # ours makes three steps more once it is asked to end, one step into the recorded ones at the earliest
     n_steps = cell.warmup + max(4 if ours else 1, math.ceil(cell.seconds / step))
     whole_model = 3 * resolve_size(cell.size).n_layers

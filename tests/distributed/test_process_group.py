@@ -26,7 +26,15 @@ from cs336_systems.distributed.process_group import (
     per_rank,
 )
 from cs336_systems.distributed.spawn import RankFailed, spawn
-from tests.distributed.worlds import add_up, compare, hang, threads_and_variables, train_until, unpicklable
+from tests.distributed.worlds import (
+    add_up,
+    add_up_alone,
+    compare,
+    hang,
+    threads_and_variables,
+    train_until,
+    unpicklable,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -101,6 +109,23 @@ def test_a_world_of_one():
     with pytest.raises(ZeroDivisionError), joined():
         _ = 1 / 0
     assert not dist.is_initialized()
+
+
+def test_ranks_that_are_alone_for_a_while_are_one_group_again():
+    for number, ((mine, own), (together, rank)) in enumerate(spawn(add_up_alone, 2, timeout_s=60)):
+        assert (mine.item(), together.item()) == (10 + number, 21)
+        assert own == Rank(0, number, 1, torch.device("cpu"), "gloo")
+        assert rank == Rank(number, number, 2, torch.device("cpu"), "gloo")
+    with joined() as rank:
+        assert add_up_alone(rank)[1][0].item() == 10
+
+
+def test_a_rank_that_fails_alone_is_named_and_ends_the_one_that_waits():
+    started = time.monotonic()
+    with pytest.raises(RankFailed, match="rank 1 failed:\n(.|\n)*nobody to add to") as caught:
+        spawn(add_up_alone, 2, 1, timeout_s=60)
+    assert isinstance(caught.value.error, ArithmeticError)
+    assert time.monotonic() - started < 30
 
 
 def test_a_rank_killed_at_a_step_is_named_and_ends_the_others(tmp_path):

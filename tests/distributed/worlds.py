@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from cs336_systems.distributed.process_group import Rank, check_same_across_ranks, joined
+from cs336_systems.distributed.process_group import Rank, alone, check_same_across_ranks, joined
 from cs336_systems.distributed.spawn import spawn
 
 
@@ -26,6 +26,15 @@ def add_up(rank: Rank, start):
 def threads_and_variables(rank: Rank):
     """What a launcher would have left behind for this rank."""
     return torch.get_num_threads(), {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+
+
+def add_up_alone(rank: Rank, fails=None):
+    """The sums of a group of one and, afterwards, of all ranks; rank ``fails`` raises while it is alone."""
+    with alone(rank) as own:
+        if rank.rank == fails:
+            raise ArithmeticError("nobody to add to")
+        mine = add_up(own, 10 + rank.rank)
+    return mine, add_up(rank, 10)
 
 
 def train_until(rank: Rank, how, at_step, folder):

@@ -52,9 +52,12 @@ class Options(RunOptions):
     world_size: tuple[int, ...] | None = None
     """Ranks, for ours; under torchrun those that it has started. [default: 1]"""
     zero: tuple[Literal[0, 1, 2, 3], ...] = (0,)
-    """State sharded among ranks, as for train.py; one rank runs at the lowest of several."""
+    """State sharded among ranks, as for train.py; what has nobody to share with runs at the lowest of several."""
     gather_by: tuple[GatherBy, ...] = ("collectives",)
     """At --zero 3, as for train.py."""
+    apart: tuple[Switch, ...] = ("off",)
+    """For ours, ranks that train apart: each its own model as one rank does, all at once and as slow as the slowest.
+    What their GPUs make without communication."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Dtype of parameters, gradients, moments and matrix products."""
     recipe: tuple[RecipeName, ...] = ("stored",)
@@ -90,6 +93,8 @@ class TrainingRunCell:
     zero: int
     gather_by: str
     """Of weights at ZeRO 3; what else is gathered, and what is reduced, is in collectives."""
+    apart: str
+    """Whether each rank makes steps of ``total_batch_tokens`` by itself."""
     dtype: str
     recipe: str
     kernels: str
@@ -108,6 +113,11 @@ class TrainingRunCell:
     @property
     def variant(self) -> str:
         return self.how
+
+    @property
+    def n_together(self) -> int:
+        """Ranks that share a step."""
+        return 1 if self.apart == "on" else self.world_size
 
     @property
     def train_options(self) -> TrainOptions:
@@ -139,15 +149,17 @@ class TrainingRunCell:
         shape = f"{self.size} {self.batch_size} x {self.context_length} {self.dtype}"
         graph = " CUDA graph" if self.cuda_graph == "on" else ""
         copies = " by copies" if self.gather_by == "copies" else ""
-        ranks = f" on {self.world_size} ranks, ZeRO {self.zero}{copies}" if self.world_size > 1 else ""
+        ranks = f" on {self.world_size} ranks" if self.world_size > 1 else ""
+        ranks += f", ZeRO {self.zero}{copies}" if self.n_together > 1 else " apart" if ranks else ""
         recipe = "" if self.recipe == "stored" else self.recipe
         words = (shape, self.how, recipe, self.kernels, self.keep, self.attention)
         return " ".join(filter(None, words)) + graph + ranks
 
 
 def make_cells(options: Options) -> list[TrainingRunCell]:
-    """Each size in each way; what others do not have is asked of ours alone, and one rank, which has nobody to share
-    state with, of the lowest ZeRO level alone. Where no weights are gathered there is one way to do so.
+    """Each size in each way; what others do not have is asked of ours alone, and ranks that have nobody to share state
+    with run at the lowest ZeRO level alone. Where no weights are gathered there is one way to do so, and one rank is
+    not apart from others.
 
     Raises:
         ValueError: a value that no run can have.
@@ -157,8 +169,9 @@ def make_cells(options: Options) -> list[TrainingRunCell]:
     for name in options.attention:
         check_known("attention", name, ATTENTIONS)
     words = ("kernels", "keep", "attention", "cuda_graph")
-    of_ours = {name: getattr(options, name) for name in ("world_size", "zero", "gather_by", *words, "recipe")}
-    of_others = {"world_size": (1,), "zero": (0,), "gather_by": ("collectives",)} | dict.fromkeys(words, ("",))
+    of_ranks = {"world_size": (1,), "zero": (0,), "gather_by": ("collectives",), "apart": ("off",)}
+    of_ours = {name: getattr(options, name) for name in (*of_ranks, *words, "recipe")}
+    of_others = of_ranks | dict.fromkeys(words, ("",))
     cells = []
     for size, how in itertools.product(options.size, options.how):
         resolve_size(size)
@@ -167,14 +180,17 @@ def make_cells(options: Options) -> list[TrainingRunCell]:
         for values in itertools.product(*ways.values()):
             own = {"size": size, "how": how, "lmhead_chunks": chunks, "library": _library(how)}
             own |= dict(zip(ways, values, strict=True))
-            if how == "ours" and own["world_size"] == 1 and own["zero"] != min(options.zero):
+            if own["world_size"] == 1:
+                own["apart"] = "off"
+            by_itself = own["world_size"] == 1 or own["apart"] == "on"
+            if how == "ours" and by_itself and own["zero"] != min(options.zero):
                 continue
-            if own["zero"] != 3 or own["world_size"] == 1:
+            if own["zero"] != 3 or by_itself:
                 own["gather_by"] = "collectives"
             cell = cell_of(TrainingRunCell, options, data=TrainingRunCell.data, **own)
             if how == "ours":
                 cell.train_options.check()
-            cell.train_options.micro_batches(cell.world_size)
+            cell.train_options.micro_batches(cell.n_together)
             cells.append(cell)
     return list(dict.fromkeys(cells))
 

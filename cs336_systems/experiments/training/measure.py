@@ -7,8 +7,10 @@ the place of those in its blocks; embedding, head and attention stay as stored, 
 """
 
 import signal
+import statistics
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import torch
 
 from cs336_systems.case import Unsupported
 from cs336_systems.config import resolve_size
-from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.process_group import Rank, alone, on_every_rank
 from cs336_systems.experiments.fp8.cells import RECIPES
 from cs336_systems.experiments.fp8.torchao_layers import with_float8
 from cs336_systems.experiments.ranked import largest
@@ -86,6 +88,9 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
     """Tokens per second, seconds, loss and share of the speed of light of each steady step; of its seconds those that
     are around the step itself, in ours, and how far the host was ahead; peak memory, and as predicted.
 
+    Of ranks that train apart the steps are the slowest rank's, by the median, and the tokens those of all ranks; each
+    rank's median is told too.
+
     Returns:
         Nothing on ranks but the first.
 
@@ -97,22 +102,29 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
         data = write_random_tokens(Path(name) / "data", tokens, max(vocab_size, 264), cell.seed)
         options = replace(cell.train_options, data=data, out=Path(name) / "run")
         meter = PeakMeter(rank.device)
-        watch = (_train_ours if cell.how == "ours" else _train_peer)(cell, options, rank)
+        apart = cell.apart == "on"
+        with alone(rank) if apart else nullcontext(rank) as own:
+            watch = (_train_ours if cell.how == "ours" else _train_peer)(cell, options, own)
         peak = meter.peak_bytes()
         of_all = None if peak is None else largest(peak, rank)
+        of_ranks = on_every_rank(lambda: watch.steady) if apart else [watch.steady]
         if rank.rank:
             return []  # the first rank has the log
+        medians = [statistics.median(1000 * step.seconds for step in steps) for steps in of_ranks]
+        steps = of_ranks[medians.index(max(medians))]
         metrics = [
-            Metric("step", "ms", [1000 * step.seconds for step in watch.steady]),
-            Metric("tokens_per_s", "1/s", [step.tokens / step.seconds for step in watch.steady]),
-            Metric("loss", "nats", [step.loss for step in watch.steady]),
+            Metric("step", "ms", [1000 * step.seconds for step in steps]),
+            Metric("tokens_per_s", "1/s", [len(of_ranks) * step.tokens / step.seconds for step in steps]),
+            Metric("loss", "nats", [step.loss for step in steps]),
         ]
+        if apart:
+            metrics.append(Metric("step_of_ranks", "ms, the median of each rank", medians))
         bound = watch.light.seconds_per_token if watch.light else None
         if bound is not None:
-            shares = [100 * bound * step.tokens / step.seconds for step in watch.steady]
+            shares = [100 * bound * step.tokens / step.seconds for step in steps]
             metrics.append(Metric("speed_of_light", "%", shares, derived=True))
         if cell.how == "ours":
-            metrics.append(Metric("around", "ms", [1000 * step.around_seconds for step in watch.steady]))
+            metrics.append(Metric("around", "ms", [1000 * step.around_seconds for step in steps]))
         if passes := watch.passes:
             n_late, n_blocks = sum(each.n_late for each in passes), sum(len(each.leads_ms) for each in passes)
             which, leads = "in the last steps, on the first rank", [each.lead_ms for each in passes]

@@ -16,8 +16,21 @@ def _speedup(line: Line) -> Spread | None:
 def _scaling(line: Line) -> Spread | None:
     if line.settings["world_size"] == 1:
         return None
-    alone = (line.peer(world_size=1, zero=zero, gather_by="collectives") for zero in range(4))
+    alone = (line.peer(world_size=1, zero=zero, gather_by="collectives", apart="off") for zero in range(4))
     return next(filter(None, (line.repeats_over("tokens_per_s", peer) for peer in alone)), None)
+
+
+def _over_apart(line: Line) -> Spread | None:
+    if line.settings["world_size"] == 1 or line.settings["apart"] == "on":
+        return None
+    apart = (line.peer(zero=zero, gather_by="collectives", apart="on") for zero in range(4))
+    return next(filter(None, (line.repeats_over("tokens_per_s", peer) for peer in apart)), None)
+
+
+def _of_ranks(line: Line) -> str | None:
+    """The median step of each rank that trained apart."""
+    found = line.run.loc[line.run["metric"] == "step_of_ranks", "samples"]
+    return ", ".join(f"{ms:,.1f}" for ms in found.iloc[-1]) if len(found) and found.iloc[-1] else None
 
 
 def _around(line: Line) -> float | None:
@@ -37,7 +50,7 @@ def _library(line: Line) -> str | None:
 TRAINING_TABLE = ResultTable(
     settings=(
         *("gpu", "device", "size", "batch_size", "context_length", "total_batch_tokens", "dtype", "how"),
-        *("world_size", "zero", "gather_by", "recipe"),
+        *("world_size", "zero", "gather_by", "apart", "recipe"),
         *("kernels", "keep", "attention", "cuda_graph", "lmhead_chunks", "data", "warmup", "seconds"),
     ),
     always=("size", "how", "recipe"),
@@ -46,6 +59,8 @@ TRAINING_TABLE = ResultTable(
         Column("tokens/s", "tokens_per_s", ",.0f", rank=MAIN, note="median of the steps after the first few"),
         Column("x", _speedup, ".3f", optional=True, note="times as fast as stored products in the same command"),
         Column("x one rank", _scaling, ".3f", optional=True, note="times as fast as one, in the same command"),
+        Column("x apart", _over_apart, ".3f", optional=True, note="times as fast as ranks apart, in the same command"),
+        Column("ranks' steps ms", _of_ranks, optional=True, note="medians of ranks that train apart, each by itself"),
         Column("speed of light %", "speed_of_light", ".1f", optional=True),
         Column("around %", _around, ".2f", optional=True, note="of a step: loader, log, checks, late host"),
         Column(

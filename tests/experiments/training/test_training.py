@@ -46,6 +46,23 @@ def test_weights_are_gathered_in_several_ways_where_they_are_gathered():
     assert str(cells[-1]).endswith("on 2 ranks, ZeRO 3 by copies")
 
 
+def test_ranks_train_apart_as_the_one_that_they_are_beside():
+    asked = replace(Options(), how=("ours", "transformers"), world_size=(1, 2), zero=(1, 3), apart=("on", "off"))
+    cells = make_cells(replace(asked, gather_by=("copies",)))
+    alone, apart, *together, peer = cells
+    assert replace(apart, world_size=1, apart="off") == alone
+    assert apart.train_options == alone.train_options
+    assert str(apart).endswith("on 2 ranks apart")
+    assert [(cell.world_size, cell.zero, cell.apart) for cell in together] == [(2, 1, "off"), (2, 3, "off")]
+    assert (peer.world_size, peer.apart) == (1, "off")
+    (odd,) = make_cells(replace(CPU, world_size=(3,), apart=("on",)))  # 1,024 tokens would not go over three
+    assert odd.train_options.micro_batches(odd.n_together) == 2
+
+
+def test_earlier_runs_were_not_apart():
+    assert unsaid(["total_batch_tokens"])["apart"] == "off"
+
+
 def test_recipes_are_of_ours_alone_and_those_of_train_py():
     cells = make_cells(replace(Options(), world_size=(1,), recipe=("stored", "e4m3-row", "e4m3-e5m2")))
     assert [cell.recipe for cell in cells] == ["stored", "e4m3-row", "e4m3-e5m2", "stored", "stored"]
@@ -95,29 +112,34 @@ def test_a_run_that_cannot_be_is_refused(fault, message):
 def test_runs_end_once_they_have_been_steady_for_long_enough():
     pytest.importorskip("transformers")
     hows = ("ours", "transformers", "transformers-liger")
-    asked = replace(CPU, world_size=(1, 2), zero=(1, 3), how=hows, seconds=0.5, warmup=2)
+    asked = replace(CPU, world_size=(1, 2), zero=(1, 3), apart=("off", "on"), how=hows, seconds=0.5, warmup=2)
     recipes = replace(asked, how=("ours",), world_size=(1,), zero=(1,), keep=("products",), recipe=("stored", "e4m3"))
     cells = [*make_cells(asked), *make_cells(recipes)]
     outcomes = list(run_sweep(EXPERIMENT.name, cells, measure, row_file=None, timeout_s=120))
-    alone, *two, peer, other, stored, e4m3 = outcomes
+    alone, sharded, apart, gathered, peer, other, stored, e4m3 = outcomes
     assert peer.status == "ok", peer.message
-    for outcome in (alone, *two, stored, e4m3):
+    for outcome in (alone, sharded, apart, gathered, stored, e4m3):
         assert outcome.status == "ok", outcome.message
         found = {metric.name: metric.samples for metric in outcome.metrics}
         assert len(found["step"]) == len(found["tokens_per_s"]) >= 4
         each = zip(found["step"], found["tokens_per_s"], strict=True)
-        assert all(ms * rate == pytest.approx(1000 * 1024) for ms, rate in each)
+        tokens = 2 * 1024 if outcome is apart else 1024
+        assert all(ms * rate == pytest.approx(1000 * tokens) for ms, rate in each)
         around = found["around"]
         assert len(around) == len(found["step"])
         assert all(0 <= ms < whole for ms, whole in zip(around, found["step"], strict=True))
+    (of_ranks,) = (metric.samples for metric in apart.metrics if metric.name == "step_of_ranks")
+    assert len(of_ranks) == 2 and max(of_ranks) == pytest.approx(apart.median("step"))
     rates = [outcome.median("tokens_per_s") for outcome in outcomes]
     frame = TRAINING_TABLE.of(outcome_rows(outcomes)).frame
     losses = [[m.samples[0] for m in outcome.metrics if m.name == "loss"] for outcome in outcomes]
     assert list(frame["loss"]) == [f"{each[0]:.4f}" if each else "–" for each in losses]
     assert list(frame["library"]) == [cell.library or "–" for cell in cells]
-    assert list(frame["x one rank"]) == ["–", *(f"{rate / rates[0]:.3f}" for rate in rates[1:3]), *["–"] * 4]
-    assert list(frame["x"]) == [*["–"] * 6, f"{rates[6] / rates[5]:.3f}"]
-    assert all(0 < float(frame["around %"][i]) < 100 for i in (0, 1, 2, 5, 6))
+    assert list(frame["x one rank"]) == ["–", *(f"{rate / rates[0]:.3f}" for rate in rates[1:4]), *["–"] * 4]
+    assert list(frame["x apart"]) == ["–", f"{rates[1] / rates[2]:.3f}", "–", f"{rates[3] / rates[2]:.3f}", *["–"] * 4]
+    assert list(frame["ranks' steps ms"]) == [*["–"] * 2, ", ".join(f"{ms:,.1f}" for ms in of_ranks), *["–"] * 5]
+    assert list(frame["x"]) == [*["–"] * 7, f"{rates[7] / rates[6]:.3f}"]
+    assert all(0 < float(frame["around %"][i]) < 100 for i in (0, 1, 2, 3, 6, 7))
     assert (other.status, other.message) == ("unsupported", "Liger's kernels need a GPU, got cpu")
 
 
