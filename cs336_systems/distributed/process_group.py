@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -49,6 +49,10 @@ class Rank:
     world_size: int
     device: torch.device
     backend: str
+    timeout_s: float = field(default=600.0, compare=False)
+    """How long a collective, and joining, may wait for the other ranks."""
+    group: int = field(default=0, compare=False)
+    """Of the groups that this process has joined under its launcher, one after the other."""
 
 
 def launched() -> bool:
@@ -153,11 +157,11 @@ def joined(device: str = "cpu", *, timeout_s: float = 600.0) -> Iterator[Rank]:
     bound = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
     if bound.type == "cuda":
         torch.cuda.set_device(bound)
-    rank = Rank(number, local_rank, world_size, bound, _BACKENDS[device])
-    timeout = timedelta(seconds=timeout_s)
-    store = _store_of_group(timeout)
+    group = next(_groups) if launched() else 0
+    rank = Rank(number, local_rank, world_size, bound, _BACKENDS[device], timeout_s, group)
+    store = _store_of(rank)
     try:
-        _join(rank, store, timeout)
+        _join(rank, store)
         yield rank
     except BaseException as error:
         _leave(rank, failed=True)
@@ -168,34 +172,43 @@ def joined(device: str = "cpu", *, timeout_s: float = 600.0) -> Iterator[Rank]:
 
 
 @contextmanager
-def alone(rank: Rank, *, timeout_s: float = 600.0) -> Iterator[Rank]:
+def alone(rank: Rank) -> Iterator[Rank]:
     """Leave the group and be the only rank of another one, on the same device; then join the others again.
 
-    All ranks of the group do so or none. An error is raised without joining again.
-
-    Args:
-        timeout_s: how long joining again may wait for the other ranks, and a collective after that.
+    All ranks of the group do so or none, as often as they like. A rank whose body raises tells those that come back,
+    and nobody joins again.
 
     Raises:
-        RuntimeError: the other ranks did not come back in time.
+        torch.distributed.DistError: another rank's body has raised, or it did not come back within the group's timeout.
     """
-    timeout = timedelta(seconds=timeout_s)
-    store = _store_of_group(timeout)
-    _leave(rank, failed=False)
+    store = _store_of(rank)
+    again = dist.PrefixStore(f"absence {store.add(f'absences of {rank.rank}', 1)}", store)
+    again.set_timeout(timedelta(seconds=rank.timeout_s))
     own = replace(rank, rank=0, world_size=1)
-    _join(own, dist.HashStore(), timeout)
-    yield own
-    _leave(own, failed=False)
-    _join(rank, store, timeout)
+    try:
+        _leave(rank, failed=False)
+        _join(own, dist.HashStore())
+        yield own
+        _leave(own, failed=False)
+    except BaseException:
+        again.set(f"word of {rank.rank}", "failed")
+        raise
+    again.set(f"word of {rank.rank}", "back")
+    words = [again.get(f"word of {each}").decode() for each in range(rank.world_size)]  # waits for each
+    if "failed" in words:
+        raise dist.DistError(f"rank {words.index('failed')} has failed by itself")
+    _join(rank, again)
 
 
-def _store_of_group(timeout: timedelta) -> dist.Store:
-    """Where the ranks of the next group meet."""
-    return dist.PrefixStore(f"group {next(_groups)}", launcher_store(timeout)) if launched() else dist.HashStore()
+def _store_of(rank: Rank) -> dist.Store:
+    """Where the ranks of this group meet; one without a launcher meets nobody."""
+    timeout = timedelta(seconds=rank.timeout_s)
+    return dist.PrefixStore(f"group {rank.group}", launcher_store(timeout)) if launched() else dist.HashStore()
 
 
-def _join(rank: Rank, store: dist.Store, timeout: timedelta) -> None:
-    """Make the default group, when all ranks have come."""
+def _join(rank: Rank, store: dist.Store) -> None:
+    """Make the default group, once all ranks have come."""
+    timeout = timedelta(seconds=rank.timeout_s)
     store.set_timeout(timeout)
     dist.init_process_group(
         rank.backend,

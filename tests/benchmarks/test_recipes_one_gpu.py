@@ -301,7 +301,7 @@ def seconds(cell: training.TrainingRunCell) -> float:
     rows = read_rows(ROOT / "profiles" / "results" / "h200" / "fused-steps" / "benchmark_model.csv")
     rows = rows[(rows["metric"] == "tokens_per_s") & (rows["mode"] == "backward") & (rows["size"] == cell.size)]
     rate = rows["median"][rows["kernels"] == ("fused" if ours else "reference")].median()
-    step = cell.total_batch_tokens / (rate * cell.n_together)
+    step = cell.total_batch_tokens / (rate * cell.world_size)
     # ours makes three steps more once it is asked to end, one step into the recorded ones at the earliest
     n_steps = cell.warmup + max(4 if ours else 1, math.ceil(cell.seconds / step))
     whole_model = 3 * resolve_size(cell.size).n_layers

@@ -30,10 +30,12 @@ from tests.distributed.worlds import (
     add_up,
     add_up_alone,
     compare,
+    fail_alone,
     hang,
     threads_and_variables,
     train_until,
     unpicklable,
+    wait_after_being_alone,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,20 +114,33 @@ def test_a_world_of_one():
 
 
 def test_ranks_that_are_alone_for_a_while_are_one_group_again():
-    for number, ((mine, own), (together, rank)) in enumerate(spawn(add_up_alone, 2, timeout_s=60)):
-        assert (mine.item(), together.item()) == (10 + number, 21)
-        assert own == Rank(0, number, 1, torch.device("cpu"), "gloo")
-        assert rank == Rank(number, number, 2, torch.device("cpu"), "gloo")
+    for number, sums in enumerate(spawn(add_up_alone, 2, timeout_s=60)):
+        assert len(sums) == 2
+        for (mine, own), (together, rank) in sums:
+            assert (mine.item(), together.item()) == (10 + number, 21)
+            assert own == Rank(0, number, 1, torch.device("cpu"), "gloo")
+            assert rank == Rank(number, number, 2, torch.device("cpu"), "gloo")
     with joined() as rank:
-        assert add_up_alone(rank)[1][0].item() == 10
+        assert [together.item() for _, (together, _) in add_up_alone(rank)] == [10, 10]
 
 
-def test_a_rank_that_fails_alone_is_named_and_ends_the_one_that_waits():
-    started = time.monotonic()
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
+def test_ranks_on_gpus_are_alone_for_a_while():
+    for number, sums in enumerate(spawn(add_up_alone, 2, device="cuda", timeout_s=60)):
+        assert [(mine.item(), together.item()) for (mine, _), (together, _) in sums] == [(10 + number, 21)] * 2
+
+
+def test_a_rank_that_fails_alone_is_named():
     with pytest.raises(RankFailed, match="rank 1 failed:\n(.|\n)*nobody to add to") as caught:
-        spawn(add_up_alone, 2, 1, timeout_s=60)
+        spawn(fail_alone, 2, timeout_s=60)
     assert isinstance(caught.value.error, ArithmeticError)
-    assert time.monotonic() - started < 30
+
+
+@pytest.mark.slow
+def test_a_group_that_is_joined_again_waits_as_long_as_before():
+    with pytest.raises(RankFailed, match="rank 0 failed:\n(.|\n)*Timed out"):
+        spawn(wait_after_being_alone, 2, timeout_s=3, limit_s=60)
 
 
 def test_a_rank_killed_at_a_step_is_named_and_ends_the_others(tmp_path):

@@ -18,9 +18,9 @@ from cs336_systems.distributed.spawn import spawn
 
 def add_up(rank: Rank, start):
     """The sum over ranks of ``start`` plus the rank's number, and who this rank was."""
-    total = torch.tensor([start + rank.rank])
+    total = torch.tensor([start + rank.rank], device=rank.device)
     dist.all_reduce(total)
-    return total, rank
+    return total.cpu(), rank
 
 
 def threads_and_variables(rank: Rank):
@@ -28,13 +28,30 @@ def threads_and_variables(rank: Rank):
     return torch.get_num_threads(), {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
 
 
-def add_up_alone(rank: Rank, fails=None):
-    """The sums of a group of one and, afterwards, of all ranks; rank ``fails`` raises while it is alone."""
-    with alone(rank) as own:
-        if rank.rank == fails:
+def add_up_alone(rank: Rank):
+    """The sums of a group of one and, afterwards, of all ranks; twice."""
+    sums = []
+    for _ in range(2):
+        with alone(rank) as own:
+            mine = add_up(own, 10 + rank.rank)
+        sums.append((mine, add_up(rank, 10)))
+    return sums
+
+
+def fail_alone(rank: Rank):
+    """Rank 1 raises while it is alone; rank 0 comes back."""
+    with alone(rank):
+        if rank.rank == 1:
             raise ArithmeticError("nobody to add to")
-        mine = add_up(own, 10 + rank.rank)
-    return mine, add_up(rank, 10)
+
+
+def wait_after_being_alone(rank: Rank):
+    """How long rank 0 waits for rank 1, which never comes."""
+    with alone(rank):
+        pass
+    if rank.rank == 1:
+        time.sleep(300)
+    dist.barrier()
 
 
 def train_until(rank: Rank, how, at_step, folder):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.case import Unsupported
-from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.process_group import Rank, alone
 from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.harness.process import PredictedOutOfMemory
 from cs336_systems.harness.ranks import time_phases_of_ranks
@@ -86,6 +86,14 @@ def _late(cell: Cell, rank: Rank) -> list[Metric]:
     if rank.rank == 1:
         raise ArithmeticError("too late for the others to notice")
     return [Metric("never", "", [0.0])]
+
+
+def _alone(cell: Cell, rank: Rank) -> list[Metric]:
+    """Rank 1 raises while ranks are alone, and rank 0 comes back."""
+    with alone(rank):
+        if rank.rank == 1:
+            raise ArithmeticError("nobody is here")
+    return []
 
 
 def _stuck(cell: Cell, rank: Rank) -> list[Metric]:
@@ -183,5 +191,7 @@ ENDINGS: dict[str, Callable[[Cell], list[Metric]]] = {
     "SIGSEGV": lambda cell: os.kill(os.getpid(), signal.SIGSEGV),  # type: ignore[dict-item,func-returns-value]
 }
 
-RANKED_ENDINGS: dict[str, Callable[[Cell, Rank], list[Metric]]] = {"ok": _timed, "late": _late, "stuck": _stuck}
+RANKED_ENDINGS: dict[str, Callable[[Cell, Rank], list[Metric]]] = {
+    **{"ok": _timed, "late": _late, "alone": _alone, "stuck": _stuck}
+}
 """Those of all ranks together; for any other, ranks end as a cell of one process does."""

@@ -91,7 +91,7 @@ def test_ranks_that_would_time_different_numbers_of_steps_hear_of_it():
 
 @pytest.mark.slow
 def test_under_a_launcher_failed_cells_are_rows_and_the_rest_still_runs(tmp_path):
-    cells = ["ok@2", "MemoryError on rank 1@2", "unsupported@2", "late@2", "ok@3", "ok@2", "stuck@2", "ok@2"]
+    cells = ["ok@2", "MemoryError on rank 1@2", "unsupported@2", "late@2", "alone@2", "ok@3", "ok@2", "stuck@2", "ok@2"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "tests.harness.sweep_script", str(tmp_path), *cells]
     done = subprocess.run(
@@ -105,6 +105,7 @@ def test_under_a_launcher_failed_cells_are_rows_and_the_rest_still_runs(tmp_path
         "MemoryError on rank 1@2": ("oom", "rank 1: MemoryError: a list too long"),
         "unsupported@2": ("unsupported", "rank 0: no tensor cores here"),
         "late@2": ("error", "rank 1: ArithmeticError: too late for the others to notice"),
+        "alone@2": ("error", "rank 1: ArithmeticError: nobody is here"),
         "ok@3": ("unsupported", "takes 3 ranks, the launcher has started 2"),
         "stuck@2": (
             "error",

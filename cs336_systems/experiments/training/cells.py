@@ -3,7 +3,7 @@
 import itertools
 import math
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, Literal
 
@@ -56,8 +56,8 @@ class Options(RunOptions):
     gather_by: tuple[GatherBy, ...] = ("collectives",)
     """At --zero 3, as for train.py."""
     apart: tuple[Switch, ...] = ("off",)
-    """For ours, ranks that train apart: each its own model as one rank does, all at once and as slow as the slowest.
-    What their GPUs make without communication."""
+    """For ours, ranks that train apart: each its own model on its share of the tokens, at the same time and without
+    communication. The slowest one's steps count."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Dtype of parameters, gradients, moments and matrix products."""
     recipe: tuple[RecipeName, ...] = ("stored",)
@@ -94,7 +94,7 @@ class TrainingRunCell:
     gather_by: str
     """Of weights at ZeRO 3; what else is gathered, and what is reduced, is in collectives."""
     apart: str
-    """Whether each rank makes steps of ``total_batch_tokens`` by itself."""
+    """Whether each rank makes steps of its share of ``total_batch_tokens`` by itself."""
     dtype: str
     recipe: str
     kernels: str
@@ -121,7 +121,7 @@ class TrainingRunCell:
 
     @property
     def train_options(self) -> TrainOptions:
-        """The run as train.py would be asked for it, without its folders."""
+        """The run as train.py would be asked for it, without its folders; each rank's, of ranks that train apart."""
         ours: dict[str, Any] = {}
         if self.device == "cpu":
             ours = {name: TrainOptions.CPU_DEFAULTS[name] for name in ("optimizer", "kernels")}
@@ -135,7 +135,7 @@ class TrainingRunCell:
             size=self.size,
             context_length=self.context_length,
             batch_size=self.batch_size,
-            total_batch_tokens=self.total_batch_tokens,
+            total_batch_tokens=self.total_batch_tokens * self.n_together // self.world_size,
             dtype=self.dtype,  # type: ignore[arg-type]
             evaluate_every=None,
             save_every=None,
@@ -168,6 +168,8 @@ def make_cells(options: Options) -> list[TrainingRunCell]:
         raise ValueError(f"--seconds must be positive and finite, got {options.seconds:g}")
     for name in options.attention:
         check_known("attention", name, ATTENTIONS)
+    if "off" not in options.apart and max(options.world_size or (1,)) == 1:
+        raise ValueError("--apart on needs --world-size of 2 or more, got 1")
     words = ("kernels", "keep", "attention", "cuda_graph")
     of_ranks = {"world_size": (1,), "zero": (0,), "gather_by": ("collectives",), "apart": ("off",)}
     of_ours = {name: getattr(options, name) for name in (*of_ranks, *words, "recipe")}
@@ -188,9 +190,9 @@ def make_cells(options: Options) -> list[TrainingRunCell]:
             if own["zero"] != 3 or by_itself:
                 own["gather_by"] = "collectives"
             cell = cell_of(TrainingRunCell, options, data=TrainingRunCell.data, **own)
+            replace(cell, apart="off").train_options.micro_batches(cell.world_size)
             if how == "ours":
                 cell.train_options.check()
-            cell.train_options.micro_batches(cell.n_together)
             cells.append(cell)
     return list(dict.fromkeys(cells))
 

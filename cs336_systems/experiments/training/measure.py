@@ -6,10 +6,12 @@ AdamW's moments in the same dtype, by the same schedule; the host waits for each
 the place of those in its blocks; embedding, head and attention stay as stored, as in ours.
 """
 
+import math
 import signal
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -88,8 +90,8 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
     """Tokens per second, seconds, loss and share of the speed of light of each steady step; of its seconds those that
     are around the step itself, in ours, and how far the host was ahead; peak memory, and as predicted.
 
-    Of ranks that train apart the steps are the slowest rank's, by the median, and the tokens those of all ranks; each
-    rank's median is told too.
+    Of ranks that train apart the steps are the slowest rank's, by the median, and the tokens those of all; each rank's
+    median is told too. Each makes steps for as long, but nothing lines them up.
 
     Returns:
         Nothing on ranks but the first.
@@ -110,15 +112,15 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
         of_ranks = on_every_rank(lambda: watch.steady) if apart else [watch.steady]
         if rank.rank:
             return []  # the first rank has the log
-        medians = [statistics.median(1000 * step.seconds for step in steps) for steps in of_ranks]
-        steps = of_ranks[medians.index(max(medians))]
+        steps = slowest(of_ranks)
         metrics = [
             Metric("step", "ms", [1000 * step.seconds for step in steps]),
             Metric("tokens_per_s", "1/s", [len(of_ranks) * step.tokens / step.seconds for step in steps]),
             Metric("loss", "nats", [step.loss for step in steps]),
         ]
         if apart:
-            metrics.append(Metric("step_of_ranks", "ms, the median of each rank", medians))
+            medians_ms = [1000 * _median_seconds(each) for each in of_ranks]
+            metrics.append(Metric("step_of_ranks", "ms, the median of each rank", medians_ms))
         bound = watch.light.seconds_per_token if watch.light else None
         if bound is not None:
             shares = [100 * bound * step.tokens / step.seconds for step in steps]
@@ -135,6 +137,16 @@ def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
         if watch.memory is not None and "in all" in watch.memory.predicted_bytes:
             metrics.append(Metric("predicted_peak_memory", "GiB", [watch.memory.predicted_bytes["in all"] / GIB]))
         return metrics
+
+
+def slowest(of_ranks: Sequence[list[Step]]) -> list[Step]:
+    """The steps of the rank whose median takes longest."""
+    return max(of_ranks, key=_median_seconds)
+
+
+def _median_seconds(steps: list[Step]) -> float:
+    """NaN without steps."""
+    return statistics.median(step.seconds for step in steps) if steps else math.nan
 
 
 def _train_ours(cell: TrainingRunCell, options: TrainOptions, rank: Rank) -> Watch:

@@ -59,8 +59,14 @@ TRAINING_TABLE = ResultTable(
         Column("tokens/s", "tokens_per_s", ",.0f", rank=MAIN, note="median of the steps after the first few"),
         Column("x", _speedup, ".3f", optional=True, note="times as fast as stored products in the same command"),
         Column("x one rank", _scaling, ".3f", optional=True, note="times as fast as one, in the same command"),
-        Column("x apart", _over_apart, ".3f", optional=True, note="times as fast as ranks apart, in the same command"),
-        Column("ranks' steps ms", _of_ranks, optional=True, note="medians of ranks that train apart, each by itself"),
+        Column(
+            "x apart",
+            _over_apart,
+            ".3f",
+            optional=True,
+            note="times as fast as ranks apart, in the same command",
+        ),
+        Column("ranks' steps ms", _of_ranks, optional=True, note="medians of ranks that train apart"),
         Column("speed of light %", "speed_of_light", ".1f", optional=True),
         Column("around %", _around, ".2f", optional=True, note="of a step: loader, log, checks, late host"),
         Column(

@@ -11,11 +11,12 @@ from cs336_systems.distributed.process_group import joined
 from cs336_systems.experiments.fp8.torchao_layers import with_float8
 from cs336_systems.experiments.training.cells import Options, make_cells
 from cs336_systems.experiments.training.experiment import EXPERIMENT
-from cs336_systems.experiments.training.measure import measure
+from cs336_systems.experiments.training.measure import measure, slowest
 from cs336_systems.experiments.training.table import TRAINING_TABLE
 from cs336_systems.harness.record import unsaid
 from cs336_systems.harness.sweep import outcome_rows, run_sweep
 from cs336_systems.pretraining.peer import peer_model
+from cs336_systems.pretraining.run_records import Step
 from cs336_systems.profiling.host_lead import Pass
 
 CPU = replace(Options.default("cpu"), world_size=(1,))
@@ -51,12 +52,20 @@ def test_ranks_train_apart_as_the_one_that_they_are_beside():
     cells = make_cells(replace(asked, gather_by=("copies",)))
     alone, apart, *together, peer = cells
     assert replace(apart, world_size=1, apart="off") == alone
-    assert apart.train_options == alone.train_options
+    assert apart.train_options.micro_batches(1) == together[0].train_options.micro_batches(2) == 8
+    assert replace(apart.train_options, total_batch_tokens=apart.total_batch_tokens) == alone.train_options
     assert str(apart).endswith("on 2 ranks apart")
     assert [(cell.world_size, cell.zero, cell.apart) for cell in together] == [(2, 1, "off"), (2, 3, "off")]
     assert (peer.world_size, peer.apart) == (1, "off")
-    (odd,) = make_cells(replace(CPU, world_size=(3,), apart=("on",)))  # 1,024 tokens would not go over three
-    assert odd.train_options.micro_batches(odd.n_together) == 2
+
+
+def steps(*seconds):
+    return [Step(i, each, 1024, 1.0, 1.0, 0.1) for i, each in enumerate(seconds)]
+
+
+def test_ranks_apart_are_as_slow_as_the_slowest():
+    first, second = steps(2.0, 1.0, 1.0), steps(1.5, 1.5, 1.5)
+    assert slowest([first, second]) is slowest([second, first]) is second
 
 
 def test_earlier_runs_were_not_apart():
@@ -98,6 +107,8 @@ def test_torchaos_runs_say_formats_and_versions(monkeypatch):
         ({"seconds": 0.0}, "--seconds must be positive and finite, got 0"),
         ({"attention": ("flush",)}, "flush"),
         ({"total_batch_tokens": 1000}, "--total-batch-tokens 1,000 is no multiple of 512"),
+        ({"world_size": (3,), "apart": ("on",)}, "--total-batch-tokens 1,024 is no multiple of 1,536"),
+        ({"apart": ("on",)}, "--apart on needs --world-size of 2 or more, got 1"),
         ({"world_size": (3,)}, "--total-batch-tokens 1,024 is no multiple of 1,536"),
         ({"kernels": ("fused",), "keep": ("autograd",)}, "fused"),
         ({"recipe": ("e4m3",)}, "keep autograd"),
@@ -123,8 +134,7 @@ def test_runs_end_once_they_have_been_steady_for_long_enough():
         found = {metric.name: metric.samples for metric in outcome.metrics}
         assert len(found["step"]) == len(found["tokens_per_s"]) >= 4
         each = zip(found["step"], found["tokens_per_s"], strict=True)
-        tokens = 2 * 1024 if outcome is apart else 1024
-        assert all(ms * rate == pytest.approx(1000 * tokens) for ms, rate in each)
+        assert all(ms * rate == pytest.approx(1000 * 1024) for ms, rate in each)
         around = found["around"]
         assert len(around) == len(found["step"])
         assert all(0 <= ms < whole for ms, whole in zip(around, found["step"], strict=True))
