@@ -11,6 +11,7 @@ from cs336_systems.distributed.process_group import joined
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.pretraining.checkpoint import load_weights
 from cs336_systems.pretraining.trainer import train
+from tests.distributed.test_ddp import on_gpus
 from tests.pretraining.trained import EXPLODING, losses_and_norms, options, train_each, write_dataset
 
 ZEROS = (0, 1, 2, 3)
@@ -125,23 +126,22 @@ def test_weights_that_are_copied_are_those_that_collectives_gather(trained):
 
 
 @pytest.mark.gpu
-@pytest.mark.multigpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
-def test_two_gpus_train_what_one_does(tmp_path):
+@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2), on_gpus(4)])
+def test_gpus_train_what_one_does(world_size, device, tmp_path):
     """In bf16, with fused kernels, over NCCL; within what another order of addition does, and a rounding to bf16."""
     write_dataset(tmp_path / "data")
-    like = {"device": "cuda", "dtype": "bf16", "optimizer": "fused", "kernels": "fused", "attention": "flash"}
+    like = {"device": device, "dtype": "bf16", "optimizer": "fused", "kernels": "fused", "attention": "flash"}
 
     def of(name, **changes):
-        rows = {"batch_size": 4, "total_batch_tokens": 128}
+        rows = {"batch_size": 8 // world_size, "total_batch_tokens": 128}
         return options(tmp_path, out=tmp_path / name, **like | rows | changes)
 
-    spawn(train_each, 1, [of(name, batch_size=rows) for name, rows in SPLITS.items()], device="cuda", timeout_s=60)
-    two = [of(f"two-{zero}", zero=zero, save_every=4, **end) for zero in ZEROS for end in ({"walltime": 1e-9}, {})]
-    outcomes = spawn(train_each, 2, two, device="cuda", timeout_s=60)
+    spawn(train_each, 1, [of(name, batch_size=rows) for name, rows in SPLITS.items()], device=device, timeout_s=60)
+    shared = [of(f"zero-{zero}", zero=zero, save_every=4, **end) for zero in ZEROS for end in ({"walltime": 1e-9}, {})]
+    outcomes = spawn(train_each, world_size, shared, device=device, timeout_s=60)
     assert [outcome.reason for outcome in outcomes[0]] == ["walltime", "done"] * 4
     runs = [values(tmp_path / name) for name in SPLITS]
     apart = torch.stack([(one - other).abs() for one, other in pairwise([*runs, runs[0]])]).amax(0).cummax(0).values
     for zero in ZEROS:
-        off = (values(tmp_path / f"two-{zero}") - runs[0]).abs()
+        off = (values(tmp_path / f"zero-{zero}") - runs[0]).abs()
         assert (off <= 4 * apart + 2**-8 * runs[0]).all(), (zero, off, apart)
