@@ -24,7 +24,7 @@
 #   torchao-1.5b      385  1.5B at 32
 #   torchao-3b        405  3B at 16
 #   torchao-7b        460  7B at 16, ours keeping products
-#   ranks-0.5b        400  0.5B at 32 on two GPUs, at ZeRO-1, in two ways at ZeRO-3, and apart; and on one (FOLDER/training-2)
+#   ranks-0.5b        400  0.5B at 32 on two GPUs: ZeRO-1, ZeRO-3 in two ways, apart; and on one (FOLDER/training-2)
 #   ranks-1.5b        430  the same of 1.5B at 16
 #   ranks-7b          525  of 7B at 8, keeping products
 #   ranks-fp8-0.5b    400  products of blocks in fp8: 0.5B at 32

@@ -52,7 +52,7 @@ class Rank:
     timeout_s: float = field(default=600.0, compare=False)
     """How long a collective, and joining, may wait for the other ranks."""
     group: int = field(default=0, compare=False)
-    """Of the groups that this process has joined under its launcher, one after the other."""
+    """Its number among the groups that this process has joined under its launcher, from 0."""
 
 
 def launched() -> bool:

@@ -5,6 +5,7 @@ import traceback
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from cs336_systems.distributed.process_group import Rank, joined
@@ -17,6 +18,12 @@ class Ended(NamedTuple):
     failure: str | None
     """Its traceback."""
     returned: Any = None
+
+
+def on_gpus(world_size):
+    """Parameters (world size, device) of a test that needs as many GPUs."""
+    missing = pytest.mark.skipif(torch.cuda.device_count() < world_size, reason=f"needs {world_size} CUDA devices")
+    return pytest.param(world_size, "cuda", marks=[pytest.mark.multigpu, missing])
 
 
 def run_checks(rank: Rank, checks) -> dict[str, Ended]:

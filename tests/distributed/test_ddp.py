@@ -18,6 +18,7 @@ from cs336_systems.distributed.spawn import spawn
 from cs336_systems.harness.traffic import MATMUL, Traffic
 from cs336_systems.training import AdamW
 
+from .checks import on_gpus
 from .toys import Toy
 
 LADDER = {
@@ -31,13 +32,6 @@ OPTIMIZERS = {
     "adamw": lambda params: AdamW(params, lr=0.01),
 }
 STEPS = 4
-
-
-def on_gpus(world_size):
-    """Parameters (world size, device) of a test that needs as many GPUs."""
-    missing = pytest.mark.skipif(torch.cuda.device_count() < world_size, reason=f"needs {world_size} CUDA devices")
-    return pytest.param(world_size, "cuda", marks=[pytest.mark.multigpu, missing])
-
 
 GLOBAL_BATCH = 8
 

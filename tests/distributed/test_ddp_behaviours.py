@@ -11,8 +11,9 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.harness.traffic import Traffic
 
+from .checks import on_gpus
 from .replicas import averaged, backward, gradients, local_gradients, run_on_every_rung
-from .test_ddp import LADDER, identical_on_all_ranks, on_gpus
+from .test_ddp import LADDER, identical_on_all_ranks
 from .toys import Branches, Mixed, Shifted, Toy
 
 # --- checks, each a function of a rung's constructor ---------------------------------------------------------------

@@ -11,7 +11,7 @@ from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.data_parallel.measure import DataParallelCell, measure_data_parallel
 from cs336_systems.experiments.ranked import Effort
 
-from .test_ddp import on_gpus
+from .checks import on_gpus
 
 COMMON = {"device": "cuda", "context_length": 512, "dtype": "fp32", "compile": "off", "optimizer": "torch-fused"}
 COMMON |= {"world_size": 2, "warmup": 3, "steps": 4, "seed": 0}

@@ -17,8 +17,7 @@ from cs336_systems.distributed.spawn import spawn
 from cs336_systems.harness.traffic import Traffic
 
 from . import test_fsdp_gpu, test_fsdp_quantized
-from .checks import failures, run_checks
-from .test_ddp import on_gpus
+from .checks import failures, on_gpus, run_checks
 
 LATE = 100_000_000
 """Cycles of a GPU, some 50 ms: longer than the other rank takes for all that it does meanwhile."""

@@ -8,8 +8,7 @@ import pytest
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.fully_sharded.measure import FullyShardedCell, measure_fully_sharded
 
-from .checks import failures, run_checks
-from .test_ddp import on_gpus
+from .checks import failures, on_gpus, run_checks
 from .test_ddp_gpu import COMMON, hidden_shares
 from .test_fsdp import (
     a_parameter_that_one_rank_alone_uses,

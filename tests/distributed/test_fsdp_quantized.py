@@ -20,8 +20,7 @@ from cs336_systems.training.backward_update import BackwardUpdate
 from cs336_systems.training.parallel import _travel
 from tests.kernels.interpreter import interpret_without_gpu
 
-from .checks import failures, run_checks, world_of
-from .test_ddp import on_gpus
+from .checks import failures, on_gpus, run_checks, world_of
 
 CONFIG = replace(
     MODEL_SIZES["tiny"], name="sixteens", d_model=64, d_ff=96, n_heads=4, n_kv_heads=2, vocab_size=96, qkv_bias=True

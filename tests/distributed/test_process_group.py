@@ -26,6 +26,7 @@ from cs336_systems.distributed.process_group import (
     per_rank,
 )
 from cs336_systems.distributed.spawn import RankFailed, spawn
+from tests.distributed.checks import on_gpus
 from tests.distributed.worlds import (
     add_up,
     add_up_alone,
@@ -124,10 +125,9 @@ def test_ranks_that_are_alone_for_a_while_are_one_group_again():
         assert [together.item() for _, (together, _) in add_up_alone(rank)] == [10, 10]
 
 
-@pytest.mark.multigpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
-def test_ranks_on_gpus_are_alone_for_a_while():
-    for number, sums in enumerate(spawn(add_up_alone, 2, device="cuda", timeout_s=60)):
+@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
+def test_ranks_on_gpus_are_alone_for_a_while(world_size, device):
+    for number, sums in enumerate(spawn(add_up_alone, world_size, device=device, timeout_s=60)):
         assert [(mine.item(), together.item()) for (mine, _), (together, _) in sums] == [(10 + number, 21)] * 2
 
 

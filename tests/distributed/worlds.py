@@ -46,7 +46,7 @@ def fail_alone(rank: Rank):
 
 
 def wait_after_being_alone(rank: Rank):
-    """How long rank 0 waits for rank 1, which never comes."""
+    """Rank 0 waits in a barrier for rank 1, which never comes."""
     with alone(rank):
         pass
     if rank.rank == 1:

@@ -14,23 +14,23 @@ def _speedup(line: Line) -> Spread | None:
 
 
 def _scaling(line: Line) -> Spread | None:
-    if line.settings["world_size"] == 1:
-        return None
-    alone = (line.peer(world_size=1, zero=zero, gather_by="collectives", apart="off") for zero in range(4))
-    return next(filter(None, (line.repeats_over("tokens_per_s", peer) for peer in alone)), None)
+    return None if line.settings["world_size"] == 1 else _over_unsharded(line, world_size=1, apart="off")
 
 
 def _over_apart(line: Line) -> Spread | None:
-    if line.settings["world_size"] == 1 or line.settings["apart"] == "on":
-        return None
-    apart = (line.peer(zero=zero, gather_by="collectives", apart="on") for zero in range(4))
-    return next(filter(None, (line.repeats_over("tokens_per_s", peer) for peer in apart)), None)
+    shares = line.settings["world_size"] > 1 and line.settings["apart"] == "off"
+    return _over_unsharded(line, apart="on") if shares else None
+
+
+def _over_unsharded(line: Line, **settings: Any) -> Spread | None:
+    """Tokens/s over those of the line with these settings, whose ranks share nothing, at whatever ZeRO level it ran."""
+    peers = (line.peer(zero=zero, gather_by="collectives", **settings) for zero in range(4))
+    return next(filter(None, (line.repeats_over("tokens_per_s", peer) for peer in peers)), None)
 
 
 def _of_ranks(line: Line) -> str | None:
     """The median step of each rank that trained apart."""
-    found = line.run.loc[line.run["metric"] == "step_of_ranks", "samples"]
-    return ", ".join(f"{ms:,.1f}" for ms in found.iloc[-1]) if len(found) and found.iloc[-1] else None
+    return ", ".join(f"{ms:,.1f}" for ms in _samples(line, "step_of_ranks")) or None
 
 
 def _around(line: Line) -> float | None:
@@ -39,8 +39,13 @@ def _around(line: Line) -> float | None:
 
 
 def _first_loss(line: Line) -> float | None:
-    losses = line.run.loc[line.run["metric"] == "loss", "samples"]
-    return losses.iloc[-1][0] if len(losses) and losses.iloc[-1] else None
+    return next(iter(_samples(line, "loss")), None)
+
+
+def _samples(line: Line, metric: str) -> list[float]:
+    """Of the newest repeat; none of a metric that was not measured."""
+    found = line.run.loc[line.run["metric"] == metric, "samples"]
+    return (found.iloc[-1] or []) if len(found) else []
 
 
 def _library(line: Line) -> str | None:
@@ -59,13 +64,7 @@ TRAINING_TABLE = ResultTable(
         Column("tokens/s", "tokens_per_s", ",.0f", rank=MAIN, note="median of the steps after the first few"),
         Column("x", _speedup, ".3f", optional=True, note="times as fast as stored products in the same command"),
         Column("x one rank", _scaling, ".3f", optional=True, note="times as fast as one, in the same command"),
-        Column(
-            "x apart",
-            _over_apart,
-            ".3f",
-            optional=True,
-            note="times as fast as ranks apart, in the same command",
-        ),
+        Column("x apart", _over_apart, ".3f", optional=True, note="times as fast as ranks apart, in the same command"),
         Column("ranks' steps ms", _of_ranks, optional=True, note="medians of ranks that train apart"),
         Column("speed of light %", "speed_of_light", ".1f", optional=True),
         Column("around %", _around, ".2f", optional=True, note="of a step: loader, log, checks, late host"),
