@@ -41,11 +41,16 @@
 #   leaderboard-masters         80  with fp32 master weights
 #   leaderboard-gathers        190  gathers in collectives, and by copies
 #   leaderboard-fp8             70  with products of blocks in fp8, which is outside the rules of the class
+#   collectives-four            70  on four GPUs of one host and on two of them
+#   ddp-four                   450  both editions' xl on four: every rung in fp32; bucketed and torch's on two and on one
+#   fsdp-four                  150  both in fp32 and bf16-compute on four: ours and FSDP2
+#   leaderboard-four           290  the leaderboard's step on four, one sequence each: beside FSDP2 with attention kept;
+#                                   with more kept, as the memory planner chooses
 #
 # Parts ddp-xl, -autocast and -one-rank write to FOLDER/ddp, fsdp-more to FOLDER/fsdp, the other -xl likewise, and
 # every other part to a folder of its own, pictures of traces to ddp and fsdp; uv run scripts/report.py --adopt
-# FOLDER moves rows and pictures to profiles/. RANKS names the worlds (default: 2), TORCHRUN the launcher (default: uv
-# run torchrun).
+# FOLDER moves rows and pictures to profiles/. RANKS names the worlds (default: 2) of parts that do not name their own,
+# as the last four do; TORCHRUN the launcher (default: uv run torchrun).
 set -euo pipefail
 folder=${1:?usage: scripts/measure_distributed.sh FOLDER PART...}
 shift
@@ -75,12 +80,29 @@ for part in "$@"; do
   # These differ in their launch, need memory that an earlier benchmark may not have given back, or wait for the host,
   # which launches kernels more slowly once a process has recorded some.
   case "$part" in
-    ddp-one-rank | ddp-ctas8 | *leaderboard* | collectives | ddp-autocast | ddp-host | fsdp-more | fsdp-gathers | fsdp-xl)
+    ddp-one-rank | ddp-ctas8 | *leaderboard* | collectives | *-four | ddp-autocast | ddp-host | fsdp-more | fsdp-gathers | fsdp-xl)
       launch "${worlds[@]}" ;;
   esac
   case "$part" in
     collectives)
       ranks benchmark_collectives --dtype fp32 bf16 ;;
+    collectives-four)
+      for n in 4 2; do
+        ranks benchmark_collectives --dtype fp32 bf16
+        launch "$n"
+      done ;;
+    ddp-four)
+      turns benchmark_ddp --size 2.7b xl --local-steps 3
+      launch 4
+      for n in 2 1; do
+        ranks benchmark_ddp --size 2.7b xl --ddp bucketed torch --local-steps 3
+        launch "$n"
+      done ;;
+    fsdp-four)
+      for size in 2.7b xl; do
+        turns benchmark_fsdp --size "$size" --dtype fp32 bf16-compute --fsdp ours torch
+        launch 4
+      done ;;
     ddp)
       turns benchmark_ddp --size 2.7b --local-steps 3 --trace "$folder/ddp" --recorded naive overlapped ;;
     traces)
@@ -122,7 +144,7 @@ for part in "$@"; do
       launch "${worlds[@]}"
       ranks benchmark_fsdp "${leaderboard[@]}" --fsdp torch --attention sdpa-cudnn
       launch "${worlds[@]}" ;;
-    leaderboard | leaderboard-attempts | leaderboard-policy | leaderboard-losses | leaderboard-masters | leaderboard-gathers | leaderboard-fp8)
+    leaderboard | leaderboard-four | leaderboard-attempts | leaderboard-policy | leaderboard-losses | leaderboard-masters | leaderboard-gathers | leaderboard-fp8)
       step=(--size leaderboard-8b --context-length 32768 --batch-size 1 --dtype bf16)
       ours=(--fsdp ours --kernels fused --attention hopper --optimizer fused --update under-backward)
       best=("${ours[@]}" --keep products)
@@ -134,6 +156,11 @@ for part in "$@"; do
           launch "${worlds[@]}"
           out="$folder/leaderboard-turns"
           ranks benchmark_fsdp "${step[@]}" "${best[@]}" --peer-checkpoint full keep-attention ;;
+        leaderboard-four)
+          ranks benchmark_fsdp "${step[@]}" "${best[@]}" --peer-checkpoint keep-attention
+          launch 4
+          ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --memory-budget-gib 130 "${short[@]}"
+          launch 4 ;;
         leaderboard-attempts)
           ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --memory-budget-gib 134 ;;
         leaderboard-policy)

@@ -31,7 +31,8 @@
 #   ranks-fp8-1.5b    430  1.5B at 16
 #   ranks-fp8-7b      525  7B at 8, keeping products
 #
-# RANKS names the worlds of the last six (default: 1 2), which come from one host.
+# RANKS names the worlds of the last six (default: 1 2), which come from one host; FOLDER/training-N has those of up to N
+# ranks. DURATION is the least time of the steps after the warm-up (default: 60, in seconds).
 #
 # Data are random tokens of the model's vocabulary, which the rows say. Peers need transformers, liger-kernel and torchao
 # (uv sync); without them their rows say so. Rows are appended to FOLDER/training; uv run scripts/report.py --adopt FOLDER
@@ -40,14 +41,17 @@ set -euo pipefail
 folder=${1:?usage: scripts/measure_training.sh FOLDER PART...}
 shift
 read -r -a python <<<"${PYTHON:-uv run}"
-into() { "${python[@]}" benchmarks/benchmark_training.py --format csv --out "$folder/$1" "${@:2}"; }
+into() {
+  "${python[@]}" benchmarks/benchmark_training.py --format csv --out "$folder/$1" --seconds "${DURATION:-60}" "${@:2}"
+}
 ours=(--keep all --cuda-graph off --warmup 2)
 training() { into training "${ours[@]}" --kernels fused "$@"; }
 read -r -a worlds <<<"${RANKS:-1 2}"
+most=$(printf '%s\n' "${worlds[@]}" | sort -n | tail -1)
 in_worlds() { # size, then the recipe
   local shape=(--batch-size 16)
   case "$1" in 0.5b) shape=(--batch-size 32) ;; 7b) shape=(--batch-size 8 --keep products --total-batch-tokens 262144) ;; esac
-  into training-2 "${ours[@]}" --kernels fused --size "qwen2.5-$1" "${shape[@]}" "${@:2}" --how ours --zero 1 3 \
+  into "training-$most" "${ours[@]}" --kernels fused --size "qwen2.5-$1" "${shape[@]}" "${@:2}" --how ours --zero 1 3 \
     --gather-by collectives copies --apart off on --world-size "${worlds[@]}"
 }
 in_fp8() { # size, then what is compared
