@@ -16,7 +16,7 @@
 # more:
 #
 #   part                   seconds  what
-#   collectives                 20  all five, fp32 and bf16
+#   collectives                 20  all five, fp32 and bf16; in each world of RANKS
 #   ddp                        155  2.7b, the 2026 edition's xl: every rung in fp32; two of them recorded
 #   sharded-optimizer           75  2.7b
 #   fsdp                        55  2.7b in fp32: ours and FSDP2, both recorded
@@ -41,7 +41,6 @@
 #   leaderboard-masters         80  with fp32 master weights
 #   leaderboard-gathers        190  gathers in collectives, and by copies
 #   leaderboard-fp8             70  with products of blocks in fp8, which is outside the rules of the class
-#   collectives-four            70  on four GPUs of one host and on two of them
 #   ddp-four                   450  both editions' xl on four: every rung in fp32; bucketed and torch's on two and on one
 #   fsdp-four                  150  both in fp32 and bf16-compute on four: ours and FSDP2
 #   leaderboard-four           290  the leaderboard's step on four, one sequence each: beside FSDP2 with attention kept;
@@ -50,7 +49,7 @@
 # Parts ddp-xl, -autocast and -one-rank write to FOLDER/ddp, fsdp-more to FOLDER/fsdp, the other -xl likewise, and
 # every other part to a folder of its own, pictures of traces to ddp and fsdp; uv run scripts/report.py --adopt
 # FOLDER moves rows and pictures to profiles/. RANKS names the worlds (default: 2) of parts that do not name their own,
-# as the last four do; TORCHRUN the launcher (default: uv run torchrun).
+# as the last three do; TORCHRUN the launcher (default: uv run torchrun).
 set -euo pipefail
 folder=${1:?usage: scripts/measure_distributed.sh FOLDER PART...}
 shift
@@ -86,11 +85,6 @@ for part in "$@"; do
   case "$part" in
     collectives)
       ranks benchmark_collectives --dtype fp32 bf16 ;;
-    collectives-four)
-      for n in 4 2; do
-        ranks benchmark_collectives --dtype fp32 bf16
-        launch "$n"
-      done ;;
     ddp-four)
       turns benchmark_ddp --size 2.7b xl --local-steps 3
       launch 4
