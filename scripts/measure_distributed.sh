@@ -41,7 +41,8 @@
 #   leaderboard-masters         80  with fp32 master weights
 #   leaderboard-gathers        190  gathers in collectives, and by copies
 #   leaderboard-fp8             70  with products of blocks in fp8, which is outside the rules of the class
-#   ddp-four                   450  both editions' xl on four: every rung in fp32; bucketed and torch's on two and on one
+#   ddp-four                   550  both editions' xl on four: every rung in fp32; bucketed and torch's on two and on one,
+#                                   and on four with NCCL on at most eight multiprocessors
 #   fsdp-four                  150  both in fp32 and bf16-compute on four: ours and FSDP2
 #   leaderboard-four           290  the leaderboard's step on four, one sequence each: beside FSDP2 with attention kept;
 #                                   with more kept, as the memory planner chooses
@@ -91,7 +92,12 @@ for part in "$@"; do
       for n in 2 1; do
         ranks benchmark_ddp --size 2.7b xl --ddp bucketed torch --local-steps 3
         launch "$n"
-      done ;;
+      done
+      out="$folder/ddp-four-ctas8"
+      export NCCL_MAX_CTAS=8
+      turns benchmark_ddp --size 2.7b xl --ddp bucketed torch --local-steps 3
+      launch 4
+      unset NCCL_MAX_CTAS ;;
     fsdp-four)
       for size in 2.7b xl; do
         turns benchmark_fsdp --size "$size" --dtype fp32 bf16-compute --fsdp ours torch

@@ -38,6 +38,7 @@ from cs336_systems.distributed.checkpoint_state import BUFFER, MODEL, OPTIMIZER,
 from cs336_systems.distributed.checkpoint_writing import InPlacePlanner, file_writer
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import on_every_rank, on_rank_0
+from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 
 __all__ = [
     "MARKER",
@@ -106,6 +107,7 @@ def collect(
     Raises:
         ValueError: as ``save_checkpoint``.
     """
+    _wait_for_parameters(optimizer)
     view, tensors = NamedState(model), dict[str, Tensor]()
     marker: dict[str, Any] = {"step": step, "saved_at": 0, "optimizer": None, "scalars": {}, "extra": dict(extra or {})}
 
@@ -206,6 +208,7 @@ def resume_checkpoint(
     if found is None:
         return None
     path, marker = found.path, found.marker
+    _wait_for_parameters(optimizer)
     view = NamedState(model)
     reader = dcp.FileSystemReader(path)
     stored = stored_tensors(reader)
@@ -242,6 +245,12 @@ def check_kept(step: int, keep_last: int, keep_every: int | None) -> None:
 def group_of(model: nn.Module) -> dist.ProcessGroup:
     """The ranks that save together."""
     return model.process_group if isinstance(model, FSDP) else dist.distributed_c10d._get_default_group()
+
+
+def _wait_for_parameters(optimizer: torch.optim.Optimizer | None) -> None:
+    """Before they are read or written: the ranks' updates may be on their way."""
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.wait()
 
 
 def _newest_sound(group: dist.ProcessGroup, folder: Path, tell: Callable[[str], None]) -> StoredCheckpoint | None:

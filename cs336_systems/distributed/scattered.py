@@ -60,6 +60,10 @@ class ScatteredBucket:
                 for owner, start, stop in spans
             ]
 
+    @property
+    def parameters(self) -> list[Tensor]:
+        return self.buffer.parameters
+
     def arrive(self, parameter: Tensor) -> None:
         """Note that backward has made a parameter's gradient."""
         if not self.accumulation.arrived:

@@ -28,6 +28,10 @@ method ``locate(tensor, number, offset)`` and is told of which parameter, and fr
 once per bucket, so that sending one overlaps with updating the next. With ``"reduce-scatter"``, ``.grad`` is scratch
 memory between backward and ``zero_grad``, and several backwards of a step go under ``no_sync()``, but for the last.
 With ``"shard"``, ``.grad`` is None after backward, and gradients are cleared by the optimizer's ``zero_grad`` alone.
+
+``step`` returns when all parameters are there, for whatever the current stream does next. After ``send_under_forward``
+it returns earlier, and the next forward runs while later layers' parameters are still on their way.
+
 Limits: ``torch.amp.GradScaler`` needs whole gradients, thus the default form; parameters must be dense, be on their
 device before, and begin equal on all ranks (DDP sees to that; without it, seed alike or broadcast). For clipping there
 is ``reduced_gradients``.
@@ -40,9 +44,10 @@ from typing import Any, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB
+from cs336_systems.distributed.arrivals import Arrivals
 from cs336_systems.distributed.fsdp_gradients import GradientHooks
 from cs336_systems.distributed.optimizer_state import check_state_fits, state_of_piece, whole_state
 from cs336_systems.distributed.parameter_groups import Batch, copied, options_of, parameters_of
@@ -121,6 +126,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What parameters were when they were laid out: the layout depends on it."""
         self._group_of: dict[Tensor, int] = {}
         self._loads = [0] * self.world_size
+        self._arrivals: Arrivals | None = None
+        self._sending: list[tuple[ParameterBucket, list[nn.Module]]] = []
         scattered = self.reduce_gradients is not None and self.world_size > 1
         self._scatter = GradientScatter(self._names, frees=self.reduce_gradients == SHARD) if scattered else None
 
@@ -168,6 +175,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         layout = self._layout([[new[i] for i in run] for run in batch.runs])
         self._buckets += layout.buckets
         self._pieces |= layout.pieces
+        self._plan_sending()
         first = 0 if self.local is None else len(self.local.param_groups)
         local_groups = []
         for i, group in enumerate(groups, start=first):
@@ -216,22 +224,55 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.wait()
         if self.world_size > 1:
             for parameter, name in self._names.items():
                 check_dense(parameter, name)
         sent = self._scatter.reduce_the_rest() if self._scatter is not None else []
         options = [options_of(group) for group in self.param_groups]
-        for bucket in self._buckets:
+        for bucket, readers in self._sending:
             # What the optimizer counts in its groups counts steps, so only the last of its calls may change them.
-            last = bucket is self._buckets[-1]
+            last = bucket is self._sending[-1][0]
             self._update(bucket.prepare(), options if last else [copied(each) for each in options], kwargs)
-            sent += bucket.send()
+            works = bucket.send()
+            if readers and self._arrivals is not None:
+                self._arrivals.come_by(works, readers)
+            else:
+                sent += works
         for work in sent:
             work.wait()
         assert self.local is not None
         for group, local_group in zip(self.param_groups, self.local.param_groups, strict=True):
             group.update(options_of(local_group))
         return loss
+
+    def send_under_forward(self, modules: Iterable[nn.Module]) -> None:
+        """Let ``step`` return while parameters of these modules are on their way: their next forwards wait for them.
+
+        So the first layers' are sent first, and the others while these compute. Reading or writing the modules' state
+        dicts, ``save_checkpoint`` with this optimizer and the next ``step`` wait as well; **whoever else reads the
+        parameters calls ``wait`` before**. Parameters in none of the modules are there when ``step`` returns.
+
+        Args:
+            modules: that are called, in the order of forward, the same on every rank; not compiled ones, whose hooks
+                would be compiled with them. They replace those of an earlier call.
+        """
+        if self._arrivals is not None:
+            self._arrivals.close()
+        self._arrivals = Arrivals(modules)
+        self._plan_sending()
+
+    def wait(self) -> None:
+        """Until all parameters are there, for whatever the current stream does next."""
+        if self._arrivals is not None:
+            self._arrivals.wait()
+
+    def _plan_sending(self) -> None:
+        """Note in which order buckets are sent, each with the modules that wait for it, if ``step`` does not."""
+        self._sending = [(bucket, []) for bucket in self._buckets]
+        if (arrivals := self._arrivals) is not None:
+            self._sending = [(bucket, arrivals.readers(bucket.parameters)) for bucket in self._buckets]
+            self._sending.sort(key=lambda each: arrivals.place(each[1][0]) if each[1] else -1)
 
     def reduced_gradients(self) -> list[Tensor]:
         """The gradients of this rank's share, averaged over the ranks, as ``step`` will take them; a collective.
@@ -243,6 +284,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if self._scatter is None:
             raise ValueError("this optimizer leaves gradients whole on every rank: take them from the parameters")
+        self.wait()
         for parameter, name in self._names.items():
             check_dense(parameter, name)
         for work in self._scatter.reduce_the_rest():

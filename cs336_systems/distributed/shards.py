@@ -45,6 +45,10 @@ class Piece:
 class ParameterBucket(Protocol):
     """Parameters that are updated and sent together."""
 
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All of them, whoever updates them."""
+
     def prepare(self) -> list[Tensor]:
         """What this rank has to update, gradients in place."""
 
@@ -166,10 +170,10 @@ def local_layout(parameters: Sequence[Tensor]) -> Layout:
 
 @dataclass
 class _LocalBucket:
-    tensors: list[Tensor]
+    parameters: list[Tensor]
 
     def prepare(self) -> list[Tensor]:
-        return self.tensors
+        return self.parameters
 
     def send(self) -> list[dist.Work]:
         return []
@@ -209,6 +213,10 @@ class _OwnedBucket:
 
     buffers: list[tuple[int, FlatBuffer]]
     rank: int
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [parameter for _, buffer in self.buffers for parameter in buffer.parameters]
 
     def prepare(self) -> list[Tensor]:
         for _, buffer in self.buffers:

@@ -10,6 +10,7 @@ import torch
 
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.distributed.process_group import Rank, on_rank_0
+from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.provenance import host_name, versions
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
@@ -161,4 +162,8 @@ def _step(options: TrainOptions, case: TrainerCase, rank: Rank) -> TrainStep:
         hyperparameters |= {"state_dtype": moments, "seed": options.seed}
     guard = GradientGuard(options.clip or float("inf"), halts=not options.skip_nonfinite)
     weight_decay = options.weight_decay
-    return finish(model, case, rank, guard=guard, decay="matrices", weight_decay=weight_decay, **hyperparameters)
+    step = finish(model, case, rank, guard=guard, decay="matrices", weight_decay=weight_decay, **hyperparameters)
+    if isinstance(step.optimizer, ShardedOptimizer):
+        called = [model.token_embeddings, *model.layers, model.ln_final, model.lm_head]
+        step.optimizer.send_under_forward(called)
+    return step

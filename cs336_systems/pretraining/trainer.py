@@ -39,6 +39,7 @@ from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.distributed.background_checkpoint import BackgroundSaver, Saved
 from cs336_systems.distributed.checkpoint import resume_checkpoint
 from cs336_systems.distributed.process_group import Rank, on_rank_0
+from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.memory import free_bytes
 from cs336_systems.pretraining.capped import CappedStep, planned_segments
@@ -273,6 +274,8 @@ class _Run:
             self._fail(error)
             raise
         self._tell_saves(self._saver.wait())
+        if isinstance(self._step.optimizer, ShardedOptimizer):
+            self._step.optimizer.wait()  # for who looks at the model now
         if isinstance(self._step, CappedStep) and (passed := self._step.passed()):
             self._log.say(passed, "warning")
         reason = self._reason if self._made < self._prepared.n_steps and self._reason else "done"
@@ -292,16 +295,18 @@ class _Run:
             group["lr"] = rate
         batch = next(self._prepared.loader)
         deferred.begin()
+        reasons, asked = self._no_reason, stop.asked
+        if asked is not None:
+            reasons = torch.tensor([float(reason == asked) for reason in REASONS], device=self._rank.device)
+        # Behind what the step before sends and ahead of what this one does: afterwards there is nothing to wait for.
+        told = dist.all_reduce(reasons := reasons.clone(), async_op=True) if self._rank.world_size > 1 else None
         with self._quantization.step(self._made):
             loss = self._step(*batch)
         if self._made == self._first_step:
             _freeze_what_is_there()
         self._recent.append((self._made, batch, loss))
-        reasons, asked = self._no_reason, stop.asked
-        if asked is not None:
-            reasons = torch.tensor([float(reason == asked) for reason in REASONS], device=self._rank.device)
-        if self._rank.world_size > 1:
-            dist.all_reduce(reasons := reasons.clone())
+        if told is not None:
+            told.wait()
         guard = self._step.guard
         assert guard is not None and guard.loss is not None and guard.norm is not None
         return [guard.loss, guard.norm, *reasons]

@@ -1,0 +1,196 @@
+"""A sharded optimizer whose step returns before other ranks' updates are there: nobody reads a parameter too early.
+
+Here an update comes as late as it may: when it is waited for. So who does not wait reads the parameter of the step
+before, every time.
+"""
+
+import copy
+import pickle
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cs336_systems.distributed.checkpoint import load_checkpoint, save_checkpoint
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+
+from .checks import failures, world_of
+from .late import late_updates
+from .sharding_models import FORMS, Toy, flat, train
+from .test_sharded_optimizer import CollectiveLog, sharded
+
+WIDTHS = (4, 8, 16, 32)
+
+
+def layers() -> nn.Sequential:
+    """Each with a bucket of its own, larger than those before it."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, width, bias=False) for width in WIDTHS))
+
+
+def read_first_to_last(model: nn.Sequential, rank: int) -> torch.Tensor:
+    """A loss of all layers, each by itself."""
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+    return torch.stack([layer(x).square().sum() for layer in model]).sum()
+
+
+def one_step(model: nn.Sequential, optimizer: ShardedOptimizer, rank: Rank) -> None:
+    read_first_to_last(model, rank.rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def each(form: str | None, model: nn.Module) -> ShardedOptimizer:
+    return sharded(model, form, bucket_size_mb=64 / 1024**2)
+
+
+def stepped(rank: Rank, form: str | None) -> tuple[nn.Sequential, ShardedOptimizer, torch.Tensor]:
+    """A model whose updates are on their way, its optimizer, and what the parameters will be."""
+    expected = layers()
+    one_step(expected, each(form, expected), rank)
+    model = layers()
+    optimizer = each(form, model)
+    optimizer.send_under_forward(model)
+    with late_updates():
+        one_step(model, optimizer, rank)
+    assert not torch.equal(flat(model), flat(expected))  # else the checks could not fail
+    return model, optimizer, flat(expected)
+
+
+def numbers_are_those_of_a_step_that_waits(rank: Rank) -> None:
+    """Also of parameters that are shared, or in none of the modules."""
+    for form in FORMS:
+        model, expected = Toy(), Toy()
+        train(expected, sharded(expected, form), range(5), rank.world_size, rank.rank)
+        optimizer = sharded(model, form)
+        optimizer.send_under_forward([model.first, model.second, model.tied])
+        with late_updates():
+            train(model, optimizer, range(5), rank.world_size, rank.rank)
+        optimizer.wait()
+        assert torch.equal(flat(model), flat(expected)), form
+
+
+def first_layers_are_sent_first(rank: Rank) -> None:
+    sizes = [16 * width for width in WIDTHS]
+    for order in (range(4), (2, 0, 3, 1)):
+        model = layers()
+        optimizer = each("reduce-scatter", model)
+        optimizer.send_under_forward(model[i] for i in order)
+        read_first_to_last(model, rank.rank).backward()
+        with CollectiveLog() as log:
+            optimizer.step()
+        gathered = [n_bytes for name, n_bytes in log.sent if name == "allgather_base"]
+        assert gathered == [max(256, sizes[i]) for i in order]  # 128 bytes for each rank at the least
+
+
+def each_layer_waits_for_its_own(rank: Rank) -> None:
+    for form in FORMS:
+        model, optimizer, expected = stepped(rank, form)
+        x = torch.ones(1, 4)
+        for layer in model[:2]:
+            layer(x)
+        n_there = 4 * sum(WIDTHS[:2])
+        assert torch.equal(flat(model[:2]), expected[:n_there])
+        if form is not None:  # else a rank may own all that is left
+            assert not torch.equal(flat(model[2:]), expected[n_there:])
+        for layer in model[2:]:
+            layer(x)
+        assert torch.equal(flat(model), expected)
+        del optimizer
+
+
+def whoever_else_reads_waits(rank: Rank) -> None:
+    for form in FORMS:
+        model, optimizer, expected = stepped(rank, form)
+        optimizer.wait()
+        assert torch.equal(flat(model), expected)
+        model, _, expected = stepped(rank, form)  # also when the optimizer has gone
+        state = model.state_dict()
+        assert torch.equal(torch.cat([value.double().reshape(-1) for value in state.values()]), expected)
+        model, _, expected = stepped(rank, form)
+        model.load_state_dict(layers().state_dict())
+        read_first_to_last(model, 0)
+        assert torch.equal(flat(model), flat(layers()))
+
+
+def checkpoints_wait(rank: Rank) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        for form in FORMS:
+            model, optimizer, expected = stepped(rank, form)
+            save_checkpoint(folders[0], model, optimizer, 1)
+            restored = layers()
+            load_checkpoint(folders[0], restored, each(form, restored))
+            assert torch.equal(flat(restored), expected), form
+            one_step(model, optimizer, rank)
+            save_checkpoint(folders[0], model, optimizer, 2)
+            other, its, _ = stepped(rank, form)  # has made a step less
+            assert load_checkpoint(folders[0], other, its) == 2
+            its.wait()
+            assert torch.equal(flat(other), flat(model)), form
+        dist.barrier()
+
+
+def the_next_step_waits(rank: Rank) -> None:
+    """Also for layers that no forward has reached since."""
+    for form in FORMS:
+        expected = layers()
+        waiting = each(form, expected)
+        model = layers()
+        optimizer = each(form, model)
+        optimizer.send_under_forward(model)
+        for one, its in ((expected, waiting), (model, optimizer)):
+            with late_updates():
+                one_step(one, its, rank)
+                one[0](torch.ones(1, 4)).sum().backward()
+                its.step()
+                its.wait()
+        assert torch.equal(flat(model), flat(expected)), form
+
+
+def copies_are_modules_of_their_own(rank: Rank) -> None:
+    model, optimizer, _ = stepped(rank, "reduce-scatter")
+    optimizer.wait()
+    for some in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(flat(some), flat(model))
+        assert read_first_to_last(some, 0) == read_first_to_last(model, 0)
+    other, its = copy.deepcopy((model, optimizer))
+    for some, some_optimizer in ((model, optimizer), (other, its)):
+        one_step(some, some_optimizer, rank)
+        some_optimizer.wait()
+    assert torch.equal(flat(other), flat(model))
+
+
+def other_modules_take_the_place_of_the_first(rank: Rank) -> None:
+    model, optimizer, expected = stepped(rank, "reduce-scatter")
+    optimizer.send_under_forward(model[3:])
+    assert torch.equal(flat(model), expected)
+    with late_updates():
+        one_step(model, optimizer, rank)
+    before, others = flat(model[3:]), flat(model[:3])
+    optimizer.wait()
+    assert not torch.equal(flat(model[3:]), before)
+    assert torch.equal(flat(model[:3]), others)  # those were there
+
+
+CHECKS = (
+    numbers_are_those_of_a_step_that_waits,
+    first_layers_are_sent_first,
+    each_layer_waits_for_its_own,
+    whoever_else_reads_waits,
+    checkpoints_wait,
+    the_next_step_waits,
+    copies_are_modules_of_their_own,
+    other_modules_take_the_place_of_the_first,
+)
+
+two = world_of(2, CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_on_two_ranks(two, check):
+    assert failures(two, check) == []
