@@ -238,6 +238,8 @@ class ShardedGroup:
         self._unsharded = torch.empty(n_unsharded, dtype=self.compute_dtype, device=self.device)
         self._gather_inputs = [self._sharded[slot] for slot in self._slots]
         self._gather_outputs: list[Tensor] = []
+        self._own_outputs: list[Tensor] = []
+        """Of these, where this rank's rows arrive."""
         self.parameters: list[ShardedParameter] = []
         for i, whole in enumerate(parameters):
             first = n_rows[i] * process_group.rank()
@@ -249,6 +251,8 @@ class ShardedGroup:
             unsharded = nn.Parameter(alias(self._unsharded, unsharded_starts[i], whole.shape), whole.requires_grad)
             self.parameters.append(ShardedParameter(names[i], sharded, unsharded, whole.shape, sizes[i], memory, first))
             self._gather_outputs.append(alias(self._unsharded, unsharded_starts[i], (sizes[i] * world_size,)))
+            own_start = unsharded_starts[i] + process_group.rank() * sizes[i]
+            self._own_outputs.append(alias(self._unsharded, own_start, (sizes[i],)))
         self._plan_copies(self._gather_outputs)
         self._unsharded_bytes = self.unsharded_bytes
         self._unsharded.untyped_storage().resize_(0)
@@ -320,9 +324,9 @@ class ShardedGroup:
         """Of each parameter where the whole arrives, and this rank's rows, flat, as the others are to have them."""
         if self.compute_dtype == self._sharded.dtype:
             return self._gather_outputs, self._gather_inputs
-        cast = torch.empty_like(self._sharded, dtype=self.compute_dtype)
-        cast.copy_(self._sharded)
-        return self._gather_outputs, [cast[slot] for slot in self._slots]
+        # Cast to where they would arrive: memory of their own would last until the gather is waited for.
+        torch._foreach_copy_(self._own_outputs, self._gather_inputs)
+        return self._gather_outputs, self._own_outputs
 
     def wait(self) -> None:
         """Make the current stream (on a CPU: the caller) wait until the unsharded parameters are there."""

@@ -290,6 +290,11 @@ def half_precision_equals_the_same_arithmetic_in_one_process(rank):
         low(torch.rand(2, 4)).sum().backward()  # a floating-point input is cast
         low.finish_gradient_synchronization()
     assert [event.dtype for event in log.sent] == [torch.bfloat16] * 3 + [torch.float32]
+    (group,) = low.groups
+    group.gather()
+    places = {tensor.untyped_storage().data_ptr() for tensor in (group._unsharded, *group._sent)}
+    assert len(places) == 1  # rows are cast into the whole, in no memory of their own
+    group.free()
 
 
 def clipping_bites(rank):
