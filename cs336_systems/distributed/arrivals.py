@@ -4,13 +4,14 @@
     readers = arrivals.readers(bucket.parameters)                          # those of the modules that read one of them
     arrivals.come_by(bucket.send(), readers)
     model(x)                                                               # each module waits as its forward begins
-    arrivals.wait()                                                        # before anyone else reads them
+    wait_for_parameters(model)                                             # before anyone else reads them
 
 A module is called many times for each time that its parameters arrive, and waits only once.
 """
 
 from collections.abc import Collection, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,23 +20,27 @@ from torch import Tensor, nn
 class Arrivals:
     """Watches modules: their forwards, and whoever reads or writes their state dicts, wait for their parameters.
 
-    A forward waits where its module is called, so not inside compiled code. A copy watches nothing: what a module was
-    copied from is what arrives.
+    It does not keep the modules alive. A copy watches nothing: what a module was copied from is what arrives.
 
     Args:
         modules: that read parameters, in the order in which forward calls them; a parameter may be in several.
+
+    Raises:
+        ValueError: a module is compiled, and would have the waiting compiled with it.
     """
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
-        self._parameters = {module: frozenset(module.parameters()) for module in modules}
-        self._under_way: dict[nn.Module, list[dist.Work]] = {}
+        self._parameters = WeakKeyDictionary({module: frozenset(module.parameters()) for module in modules})
+        self._under_way: WeakKeyDictionary[nn.Module, list[dist.Work]] = WeakKeyDictionary()
         self._handles: list[Any] = []
         for module in self._parameters:
-            self._handles += [
-                module.register_forward_pre_hook(self._begins),
-                module.register_state_dict_pre_hook(self._is_exchanged),
-                module.register_load_state_dict_pre_hook(self._is_exchanged),
-            ]
+            if module._compiled_call_impl is not None:
+                raise ValueError(f"{type(module).__name__} is compiled: what its forward is to wait for would be, too")
+        for module in self._parameters:
+            self._handles.append(module.register_forward_pre_hook(self._wait_for, prepend=True))
+            for part in module.modules():
+                self._handles.append(part.register_state_dict_pre_hook(self._wait_for_all))
+                self._handles.append(part.register_load_state_dict_pre_hook(self._wait_for_all))
 
     def __reduce__(self) -> tuple[type["Arrivals"], tuple[()]]:
         """For deepcopy and pickle of modules, which bring along their hooks."""
@@ -56,20 +61,28 @@ class Arrivals:
         for module in readers:
             self._under_way.setdefault(module, []).extend(works)
 
-    def _begins(self, module: nn.Module, *_: Any) -> None:
+    def _wait_for(self, module: nn.Module, *_: Any) -> None:
         for work in self._under_way.pop(module, ()):
             work.wait()
 
-    def _is_exchanged(self, *_: Any) -> None:
+    def _wait_for_all(self, *_: Any) -> None:
         self.wait()
 
     def wait(self) -> None:
-        """Until everything is there for whatever the current stream does next."""
+        """Until everything is there for whatever the current stream does next, which is the one that trains."""
         for module in list(self._under_way):
-            self._begins(module)
+            self._wait_for(module)
 
     def close(self) -> None:
         """Wait, and leave the modules alone."""
         self.wait()
         for handle in self._handles:
             handle.remove()
+
+
+def wait_for_parameters(model: nn.Module) -> None:
+    """Until all parameters of the model are there, for whatever the current stream does next."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(arrivals := getattr(hook, "__self__", None), Arrivals):
+                arrivals.wait()

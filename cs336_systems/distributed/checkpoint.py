@@ -32,13 +32,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from cs336_systems.distributed import checkpoint_folder
+from cs336_systems.distributed.arrivals import wait_for_parameters
 from cs336_systems.distributed.checkpoint_boxes import Boxes
 from cs336_systems.distributed.checkpoint_folder import MARKER, StoredCheckpoint
 from cs336_systems.distributed.checkpoint_state import BUFFER, MODEL, OPTIMIZER, NamedState
 from cs336_systems.distributed.checkpoint_writing import InPlacePlanner, file_writer
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import on_every_rank, on_rank_0
-from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 
 __all__ = [
     "MARKER",
@@ -107,7 +107,7 @@ def collect(
     Raises:
         ValueError: as ``save_checkpoint``.
     """
-    _wait_for_parameters(optimizer)
+    wait_for_parameters(model)
     view, tensors = NamedState(model), dict[str, Tensor]()
     marker: dict[str, Any] = {"step": step, "saved_at": 0, "optimizer": None, "scalars": {}, "extra": dict(extra or {})}
 
@@ -208,7 +208,7 @@ def resume_checkpoint(
     if found is None:
         return None
     path, marker = found.path, found.marker
-    _wait_for_parameters(optimizer)
+    wait_for_parameters(model)
     view = NamedState(model)
     reader = dcp.FileSystemReader(path)
     stored = stored_tensors(reader)
@@ -245,12 +245,6 @@ def check_kept(step: int, keep_last: int, keep_every: int | None) -> None:
 def group_of(model: nn.Module) -> dist.ProcessGroup:
     """The ranks that save together."""
     return model.process_group if isinstance(model, FSDP) else dist.distributed_c10d._get_default_group()
-
-
-def _wait_for_parameters(optimizer: torch.optim.Optimizer | None) -> None:
-    """Before they are read or written: the ranks' updates may be on their way."""
-    if isinstance(optimizer, ShardedOptimizer):
-        optimizer.wait()
 
 
 def _newest_sound(group: dist.ProcessGroup, folder: Path, tell: Callable[[str], None]) -> StoredCheckpoint | None:

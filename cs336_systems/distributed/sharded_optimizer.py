@@ -38,6 +38,7 @@ is ``reduced_gradients``.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
@@ -247,19 +248,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def send_under_forward(self, modules: Iterable[nn.Module]) -> None:
-        """Let ``step`` return while parameters of these modules are on their way: their next forwards wait for them.
+        """Let ``step`` return while parameters of these modules are on their way; a collective.
 
-        So the first layers' are sent first, and the others while these compute. Reading or writing the modules' state
-        dicts, ``save_checkpoint`` with this optimizer and the next ``step`` wait as well; **whoever else reads the
-        parameters calls ``wait`` before**. Parameters in none of the modules are there when ``step`` returns.
+        The first modules' are sent first, and the others while these compute: a module's next forward waits for its
+        own. State dicts, ``save_checkpoint`` and ``load_checkpoint``, copies of this optimizer and the next ``step``
+        wait, too. **Whoever else reads or writes the parameters calls ``wait`` before**, such as who copies the model,
+        makes another optimizer over them, or computes with them on another stream than the one that trains.
+        Parameters in none of the modules are there when ``step`` returns.
 
         Args:
-            modules: that are called, in the order of forward, the same on every rank; not compiled ones, whose hooks
-                would be compiled with them. They replace those of an earlier call.
+            modules: in the order in which forward calls them, which is that of all ranks; parts of them are not called
+                otherwise. They replace those of an earlier call.
+
+        Raises:
+            ValueError: a module is compiled, or ranks were given different ones.
         """
+        listed = list(modules)
+        if self.world_size > 1:
+            number_of = {parameter: number for number, parameter in enumerate(self._names)}
+            of_modules = [sorted(number_of.get(parameter, -1) for parameter in own.parameters()) for own in listed]
+            check_same_across_ranks(of_modules, "parameters of modules to send under")
+        arrivals = Arrivals(listed)
         if self._arrivals is not None:
             self._arrivals.close()
-        self._arrivals = Arrivals(modules)
+        self._arrivals = arrivals
+        weakref.finalize(self, arrivals.close).atexit = False
         self._plan_sending()
 
     def wait(self) -> None:
@@ -410,6 +423,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: this rank's share, to be restored on the same rank of a world of the same size."""
+        self.wait()  # the parameters are copied with it
         return {
             "defaults": self.defaults,
             "param_groups": self.param_groups,

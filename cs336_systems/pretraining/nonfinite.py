@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cs336_systems.distributed.arrivals import wait_for_parameters
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import on_every_rank
-from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.pretraining.capped import CappedStep
 from cs336_systems.training.step import TrainStep
 
@@ -41,8 +41,7 @@ def losses_of_ranks(loss: Tensor) -> str:
 
 
 def _found(step: TrainStep, token_ids: Tensor, targets: Tensor) -> str | None:
-    if isinstance(step.optimizer, ShardedOptimizer):
-        step.optimizer.wait()
+    wait_for_parameters(step.model)
     parameters = [(name.removeprefix("module."), p) for name, p in step.model.named_parameters()]
     found = [f"parameter {name}" for name, parameter in parameters if not _finite(parameter.detach())]
 

@@ -163,7 +163,7 @@ def _step(options: TrainOptions, case: TrainerCase, rank: Rank) -> TrainStep:
     guard = GradientGuard(options.clip or float("inf"), halts=not options.skip_nonfinite)
     weight_decay = options.weight_decay
     step = finish(model, case, rank, guard=guard, decay="matrices", weight_decay=weight_decay, **hyperparameters)
-    if isinstance(step.optimizer, ShardedOptimizer):
+    if isinstance(step.optimizer, ShardedOptimizer) and not case.compiled:
         called = [model.token_embeddings, *model.layers, model.ln_final, model.lm_head]
         step.optimizer.send_under_forward(called)
     return step

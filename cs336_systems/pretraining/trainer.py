@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.costs.speed_of_light import speed_of_light
+from cs336_systems.distributed.arrivals import wait_for_parameters
 from cs336_systems.distributed.background_checkpoint import BackgroundSaver, Saved
 from cs336_systems.distributed.checkpoint import resume_checkpoint
 from cs336_systems.distributed.process_group import Rank, on_rank_0
@@ -244,6 +245,9 @@ class _Run:
         every = prepared.options.quantization_every if rank.rank == 0 else None
         self._quantization = QuantizationSampler(log, prepared.step.model, every)
         self._no_reason = torch.zeros(len(REASONS), device=rank.device)
+        # A step's exchange of reasons to stop would otherwise come after its gathers of weights on NCCL's stream, and
+        # whoever waits for it wait for these. Before the step it comes after those of the step before.
+        self._sends_under_forward = rank.world_size > 1 and isinstance(prepared.step.optimizer, ShardedOptimizer)
         self._reason: str | None = None
         """Why to end, as all ranks know it."""
 
@@ -274,8 +278,7 @@ class _Run:
             self._fail(error)
             raise
         self._tell_saves(self._saver.wait())
-        if isinstance(self._step.optimizer, ShardedOptimizer):
-            self._step.optimizer.wait()  # for who looks at the model now
+        wait_for_parameters(self._step.model)  # for who looks at them now
         if isinstance(self._step, CappedStep) and (passed := self._step.passed()):
             self._log.say(passed, "warning")
         reason = self._reason if self._made < self._prepared.n_steps and self._reason else "done"
@@ -295,21 +298,29 @@ class _Run:
             group["lr"] = rate
         batch = next(self._prepared.loader)
         deferred.begin()
-        reasons, asked = self._no_reason, stop.asked
-        if asked is not None:
-            reasons = torch.tensor([float(reason == asked) for reason in REASONS], device=self._rank.device)
-        # Behind what the step before sends and ahead of what this one does: afterwards there is nothing to wait for.
-        told = dist.all_reduce(reasons := reasons.clone(), async_op=True) if self._rank.world_size > 1 else None
+        reasons, exchange = self._exchange_reasons(stop) if self._sends_under_forward else (None, None)
         with self._quantization.step(self._made):
             loss = self._step(*batch)
         if self._made == self._first_step:
             _freeze_what_is_there()
         self._recent.append((self._made, batch, loss))
-        if told is not None:
-            told.wait()
+        if reasons is None:
+            reasons, exchange = self._exchange_reasons(stop)
+        if exchange is not None:
+            exchange.wait()
         guard = self._step.guard
         assert guard is not None and guard.loss is not None and guard.norm is not None
         return [guard.loss, guard.norm, *reasons]
+
+    def _exchange_reasons(self, stop: StopRequests) -> tuple[Tensor, dist.Work | None]:
+        """Of ``REASONS``, (n,), how many ranks have each as soon as the exchange is done, if there is one."""
+        reasons, asked = self._no_reason, stop.asked
+        if asked is not None:
+            reasons = torch.tensor([float(reason == asked) for reason in REASONS], device=self._rank.device)
+        if self._rank.world_size == 1:
+            return reasons, None
+        reasons = reasons.clone()
+        return reasons, dist.all_reduce(reasons, async_op=True)
 
     def _look_at_memory(self) -> None:
         """Of the device, what the second step takes, which finds all states in place: the host knows it once that is

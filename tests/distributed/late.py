@@ -1,4 +1,4 @@
-"""Updates of a sharded optimizer that come when they are waited for, and no earlier."""
+"""What other ranks update under a sharded optimizer, which comes when it is waited for, and no earlier."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,12 +1,14 @@
 """A sharded optimizer whose step returns before other ranks' updates are there: nobody reads a parameter too early.
 
-Here an update comes as late as it may: when it is waited for. So who does not wait reads the parameter of the step
-before, every time.
+Here what other ranks update comes as late as it may: when it is waited for. So who does not wait reads that of the
+step before, every time.
 """
 
 import copy
+import gc
 import pickle
 import tempfile
+import weakref
 
 import pytest
 import torch
@@ -88,7 +90,7 @@ def first_layers_are_sent_first(rank: Rank) -> None:
 
 def each_layer_waits_for_its_own(rank: Rank) -> None:
     for form in FORMS:
-        model, optimizer, expected = stepped(rank, form)
+        model, _optimizer, expected = stepped(rank, form)
         x = torch.ones(1, 4)
         for layer in model[:2]:
             layer(x)
@@ -99,7 +101,11 @@ def each_layer_waits_for_its_own(rank: Rank) -> None:
         for layer in model[2:]:
             layer(x)
         assert torch.equal(flat(model), expected)
-        del optimizer
+
+
+def all_of(state: dict[str, torch.Tensor]) -> torch.Tensor:
+    """As ``flat`` of a model."""
+    return torch.cat([value.double().reshape(-1) for value in state.values()])
 
 
 def whoever_else_reads_waits(rank: Rank) -> None:
@@ -107,10 +113,18 @@ def whoever_else_reads_waits(rank: Rank) -> None:
         model, optimizer, expected = stepped(rank, form)
         optimizer.wait()
         assert torch.equal(flat(model), expected)
-        model, _, expected = stepped(rank, form)  # also when the optimizer has gone
-        state = model.state_dict()
-        assert torch.equal(torch.cat([value.double().reshape(-1) for value in state.values()]), expected)
-        model, _, expected = stepped(rank, form)
+        model, _optimizer, expected = stepped(rank, form)
+        assert torch.equal(all_of(model.state_dict()), expected)
+        model, _optimizer, expected = stepped(rank, form)
+        whole = nn.ModuleDict({"of a listed module": nn.Sequential(model)})
+        optimizer = each(form, whole)
+        optimizer.send_under_forward([whole])
+        with late_updates():
+            one_step(model, optimizer, rank)
+        state = all_of(model.state_dict())  # of a part of it
+        optimizer.wait()
+        assert torch.equal(state, flat(model))
+        model, _optimizer, expected = stepped(rank, form)
         model.load_state_dict(layers().state_dict())
         read_first_to_last(model, 0)
         assert torch.equal(flat(model), flat(layers()))
@@ -122,9 +136,9 @@ def checkpoints_wait(rank: Rank) -> None:
         dist.broadcast_object_list(folders)
         for form in FORMS:
             model, optimizer, expected = stepped(rank, form)
-            save_checkpoint(folders[0], model, optimizer, 1)
+            save_checkpoint(folders[0], model, None if form is None else optimizer, 1)
             restored = layers()
-            load_checkpoint(folders[0], restored, each(form, restored))
+            load_checkpoint(folders[0], restored, None if form is None else each(form, restored))
             assert torch.equal(flat(restored), expected), form
             one_step(model, optimizer, rank)
             save_checkpoint(folders[0], model, optimizer, 2)
@@ -153,16 +167,47 @@ def the_next_step_waits(rank: Rank) -> None:
 
 
 def copies_are_modules_of_their_own(rank: Rank) -> None:
-    model, optimizer, _ = stepped(rank, "reduce-scatter")
-    optimizer.wait()
-    for some in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(flat(some), flat(model))
-        assert read_first_to_last(some, 0) == read_first_to_last(model, 0)
-    other, its = copy.deepcopy((model, optimizer))
-    for some, some_optimizer in ((model, optimizer), (other, its)):
-        one_step(some, some_optimizer, rank)
-        some_optimizer.wait()
-    assert torch.equal(flat(other), flat(model))
+    """Of an optimizer with what it updates, also while that is on its way."""
+    for copied in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+        model, optimizer, expected = stepped(rank, "reduce-scatter")
+        its, other = copied((optimizer, model))
+        assert torch.equal(flat(other), expected)
+        assert read_first_to_last(other, 0) == read_first_to_last(model, 0)
+        for some, some_optimizer in ((model, optimizer), (other, its)):
+            one_step(some, some_optimizer, rank)
+            some_optimizer.wait()
+        assert torch.equal(flat(other), flat(model))
+
+
+def what_goes_leaves_nothing_behind(rank: Rank) -> None:
+    """An optimizer no hooks, and the parameters updated; a model no memory. Without Python's collector."""
+    for form in FORMS:
+        model, optimizer, expected = stepped(rank, form)
+        gone = weakref.ref(optimizer)
+        gc.collect()
+        gc.disable()
+        try:
+            del optimizer
+            assert gone() is None
+            assert torch.equal(flat(model), expected)
+            assert not any(layer._forward_pre_hooks or layer._state_dict_pre_hooks for layer in model)
+            model, optimizer, _ = stepped(rank, form)
+            gone = weakref.ref(model[0])
+            del model, optimizer
+            assert gone() is None
+        finally:
+            gc.enable()
+
+
+def modules_are_checked(rank: Rank) -> None:
+    model = layers()
+    optimizer = each("reduce-scatter", model)
+    with pytest.raises(ValueError, match="parameters of modules to send under differ across ranks at index 0"):
+        optimizer.send_under_forward(reversed(model) if rank.rank else model)
+    model[1].compile()
+    with pytest.raises(ValueError, match="Linear is compiled: what its forward is to wait for would be, too"):
+        optimizer.send_under_forward(model)
+    assert not any(layer._forward_pre_hooks for layer in model)
 
 
 def other_modules_take_the_place_of_the_first(rank: Rank) -> None:
@@ -185,6 +230,8 @@ CHECKS = (
     checkpoints_wait,
     the_next_step_waits,
     copies_are_modules_of_their_own,
+    what_goes_leaves_nothing_behind,
+    modules_are_checked,
     other_modules_take_the_place_of_the_first,
 )
 

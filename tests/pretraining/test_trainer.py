@@ -4,6 +4,7 @@ import gc
 import math
 import random
 import shutil
+import signal
 import sys
 import threading
 from contextlib import suppress
@@ -198,6 +199,23 @@ def test_the_collector_leaves_what_was_there_alone_until_the_run_ends(whole, alo
         train(options(tmp_path, data=whole / "data", **how), alone, during)
     assert during[0] == before >= gc.get_freeze_count()  # Python 3.12 begins with some
     assert during[-1] > before + 100_000
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_run_that_is_told_to_end_makes_the_step_that_is_queued_next_and_no_more(
+    whole, alone, tmp_path, monkeypatch, zero
+):
+    """Told while it queues its fourth step; that this one had to be the last is known when the fifth is queued."""
+    queue, asked = TrainStep.__call__, count()
+
+    def told_in_the_fourth(step, *batch):
+        if next(asked) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return queue(step, *batch)
+
+    monkeypatch.setattr(TrainStep, "__call__", told_in_the_fourth)
+    outcome = train(options(whole, out=tmp_path / "run", zero=zero, evaluate_every=None), alone)
+    assert (outcome.reason, outcome.steps) == ("terminated", 5)
 
 
 def test_a_loss_alone_that_is_not_finite_is_noticed_before_the_model_changes(whole, alone, tmp_path, monkeypatch):

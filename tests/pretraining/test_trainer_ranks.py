@@ -10,12 +10,8 @@ from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.distributed.spawn import spawn
 from cs336_systems.pretraining.checkpoint import load_weights
-from cs336_systems.pretraining.run_log import LOG
-from cs336_systems.pretraining.run_reader import read_run
-from cs336_systems.pretraining.run_records import Evaluation, Message
 from cs336_systems.pretraining.trainer import train
 from tests.distributed.checks import on_gpus
-from tests.distributed.late import late_updates
 from tests.pretraining.trained import EXPLODING, losses_and_norms, options, train_each, write_dataset
 
 ZEROS = (0, 1, 2, 3)
@@ -61,10 +57,6 @@ def trained(tmp_path_factory):
         for zero in ZEROS:
             train(of(f"two-to-one-{zero}"), rank)
     return folder
-
-
-def evaluations(folder):
-    return [one.loss for one in read_run(folder / LOG).all(Evaluation)]
 
 
 def values(folder):
@@ -123,30 +115,6 @@ def test_ranks_that_resume_are_those_that_were_not_interrupted(trained, zero):
     assert whole.step == again.step == 10
     for name, tensor in whole.weights.items():
         assert torch.equal(tensor, again.weights[name]), name
-
-
-def train_each_late(rank, runs):
-    with late_updates():
-        return train_each(rank, runs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("zero", [1, 2])
-def test_nothing_in_a_run_reads_weights_before_they_are_there(trained, zero):
-    """Steps, evaluations, checkpoints and the search for what is not finite."""
-    late, stopped = f"late-{zero}", f"late-stopped-{zero}"
-    rows = {"batch_size": 4, "total_batch_tokens": 128, "zero": zero, "keep_last": 9}
-    runs = [options(trained, out=trained / late, **rows), options(trained, out=trained / stopped, **rows, **EXPLODING)]
-    outcomes = spawn(train_each_late, 2, runs, timeout_s=120)
-    assert outcomes[0][0].reason == "done"
-    assert losses_and_norms(trained / late) == losses_and_norms(trained / f"two-{zero}")
-    assert evaluations(trained / late) == evaluations(trained / f"two-{zero}")
-    for name, like in ((late, f"two-{zero}"), (stopped, f"stopped-{zero}")):
-        expected = load_weights(trained / like).weights
-        for part, tensor in load_weights(trained / name).weights.items():
-            assert torch.equal(tensor, expected[part]), part
-    told = [read_run(trained / name / LOG).all(Message)[-1].text for name in (stopped, f"stopped-{zero}")]
-    assert told[0] == told[1]
 
 
 @pytest.mark.slow
