@@ -16,7 +16,6 @@ What keeps a folder of them safe is in ``checkpoint_folder.py``. Sizes are check
 digests before a checkpoint is loaded: every rank reads its part of the files once more for that, and once when saving.
 """
 
-import io
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from cs336_systems.distributed import checkpoint_folder
 from cs336_systems.distributed.arrivals import wait_for_parameters
 from cs336_systems.distributed.checkpoint_boxes import Boxes
 from cs336_systems.distributed.checkpoint_folder import MARKER, StoredCheckpoint
+from cs336_systems.distributed.checkpoint_reading import MetadataReader, pack, unpack
 from cs336_systems.distributed.checkpoint_state import BUFFER, MODEL, OPTIMIZER, NamedState
 from cs336_systems.distributed.checkpoint_writing import InPlacePlanner, file_writer
 from cs336_systems.distributed.fsdp import FSDP
@@ -74,7 +74,8 @@ def save_checkpoint(
 
     Raises:
         ValueError: ``step`` is negative, ``keep_last`` or ``keep_every`` is not positive, or the optimizer holds other
-            parameters, or a state of a sharded parameter that is neither shaped like its shard nor a single number.
+            parameters, or a state of a sharded parameter that is neither shaped like its shard nor a single number; or
+            a module's extra state is more than plain data and tensors.
         OSError: a rank cannot write; the checkpoints that were there are untouched.
     """
     check_kept(step, keep_last, keep_every)
@@ -115,7 +116,7 @@ def collect(
         tensors.update(view.model())
         if optimizer is not None:
             tensors.update(view.optimizer(optimizer, marker))
-        packed = {name: _packed(module.get_extra_state()) for name, module in view.with_extra_state().items()}
+        packed = {name: pack(module.get_extra_state(), name) for name, module in view.with_extra_state().items()}
         if group.rank() == 0:  # its value counts, as a buffer's does
             tensors.update(packed)
         else:
@@ -200,7 +201,7 @@ def resume_checkpoint(
         The one that was read, or None if the folder holds no checkpoint, and nothing was changed.
 
     Raises:
-        ValueError: it is of another model or optimizer; nothing was changed.
+        ValueError: it is of another model or optimizer, or asks for objects of Python; nothing was changed.
         NoneWhole: the folder holds checkpoints of which none is whole; nothing was changed.
     """
     group = group_of(model)
@@ -210,7 +211,7 @@ def resume_checkpoint(
     path, marker = found.path, found.marker
     wait_for_parameters(model)
     view = NamedState(model)
-    reader = dcp.FileSystemReader(path)
+    reader = MetadataReader(path)
     stored = stored_tensors(reader)
     tensors, modules = view.model(), view.with_extra_state()
     extra = {name: torch.empty(stored[name].size if name in stored else 0, dtype=torch.uint8) for name in modules}
@@ -220,10 +221,14 @@ def resume_checkpoint(
     if optimizer is not None:
         state = view.empty_optimizer_state(path, optimizer, marker, stored)
         check_tensors(path, state, {name: stored[name] for name in stored.keys() - of_model.keys()})
+    states = {}
+    if extra:  # before anything is changed: it may be what is not read
+        dcp.load(extra, storage_reader=reader, process_group=group)
+        states = {name: unpack(content, name, view.device) for name, content in extra.items()}
     with torch.no_grad():
-        dcp.load(tensors | state | extra, storage_reader=reader, process_group=group)
+        dcp.load(tensors | state, storage_reader=reader, process_group=group)
     for name, module in modules.items():
-        module.set_extra_state(_unpacked(extra[name], view.device))
+        module.set_extra_state(states[name])
     if optimizer is not None:
         view.restore_optimizer(optimizer, marker, state)
     return found
@@ -298,14 +303,3 @@ def check_tensors(path: Path, expected: Mapping[str, Tensor], stored: Mapping[st
     if differences:
         more = f"; and {len(differences) - 3} more differences" if len(differences) > 3 else ""
         raise ValueError(f"{path} is a checkpoint of another model: {'; '.join(differences[:3])}{more}")
-
-
-def _packed(value: Any) -> Tensor:
-    """Any object as bytes, (n,) uint8."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-
-
-def _unpacked(packed: Tensor, device: torch.device) -> Any:
-    return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location=device, weights_only=False)

@@ -17,6 +17,7 @@ from torch import Tensor
 from cs336_systems.distributed import checkpoint_folder
 from cs336_systems.distributed.checkpoint import MODEL, check_tensors, stored_tensors
 from cs336_systems.distributed.checkpoint_folder import StoredCheckpoint, find_damage
+from cs336_systems.distributed.checkpoint_reading import MetadataReader
 
 
 def find_checkpoint(path: Path) -> tuple[StoredCheckpoint, dict[Path, str]]:
@@ -53,9 +54,9 @@ def load_whole_model(stored: StoredCheckpoint, parameters: Mapping[str, Tensor])
         parameters: of the model, by name; only their shapes count, so they may be on the meta device.
 
     Raises:
-        ValueError: it is a checkpoint of another model.
+        ValueError: it is a checkpoint of another model, or asks for objects of Python.
     """
-    reader = dcp.FileSystemReader(stored.path)
+    reader = MetadataReader(stored.path)
     there = {name: entry for name, entry in stored_tensors(reader).items() if name.startswith(MODEL)}
     expected = {
         MODEL + name: torch.empty(
