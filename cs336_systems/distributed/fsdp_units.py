@@ -146,27 +146,35 @@ def _keeps_statistics(module: nn.Module) -> bool:
 def _slots(module: nn.Module, predicate: Predicate | None, casts: bool) -> list[_Slot]:
     """Every slot of a parameter, with the unit that it lies in, in the order of ``module.modules()``."""
     found: list[_Slot] = []
-    seen: set[tuple[nn.Module | None, nn.Module]] = set()
-
-    def visit(module: nn.Module, outer: nn.Module | None) -> None:
-        own = list(_own_parameters(module))
-        inside = outer
-        if outer is None or not _is_compiled(outer):  # nothing can be gathered in the middle of compiled code
-            named = _is_compiled(module) or (predicate is not None and predicate(module))
-            if named or (outer is None and any(p.dim() > 1 for _, _, p in own)):
-                inside = module
-        if (inside, module) in seen:
-            return
-        seen.add((inside, module))
-        # A holder of nothing but vectors has them whole already; if they are cast, it is a unit without its children.
-        unit = module if inside is None and casts and own else inside
-        found.extend(_Slot(unit, *slot) for slot in own)
-        for child in module.children():
-            if not isinstance(child, _CONTAINERS):
-                visit(child, inside)
-
-    visit(module, None)
+    _find_slots(module, None, predicate, casts, found, set())
     return found
+
+
+def _find_slots(
+    module: nn.Module,
+    outer: nn.Module | None,
+    predicate: Predicate | None,
+    casts: bool,
+    found: list[_Slot],
+    seen: set[tuple[nn.Module | None, nn.Module]],
+) -> None:
+    """Add those of a module inside the unit ``outer``. (A function within another that calls itself would keep itself
+    alive, and with ``found`` the whole parameters, until Python's collector comes.)"""
+    own = list(_own_parameters(module))
+    inside = outer
+    if outer is None or not _is_compiled(outer):  # nothing can be gathered in the middle of compiled code
+        named = _is_compiled(module) or (predicate is not None and predicate(module))
+        if named or (outer is None and any(p.dim() > 1 for _, _, p in own)):
+            inside = module
+    if (inside, module) in seen:
+        return
+    seen.add((inside, module))
+    # A holder of nothing but vectors has them whole already; if they are cast, it is a unit without its children.
+    unit = module if inside is None and casts and own else inside
+    found.extend(_Slot(unit, *slot) for slot in own)
+    for child in module.children():
+        if not isinstance(child, _CONTAINERS):
+            _find_slots(child, inside, predicate, casts, found, seen)
 
 
 @dataclass

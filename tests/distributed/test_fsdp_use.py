@@ -5,8 +5,10 @@ One world of two ranks is started; each check runs on both and reports under its
 
 import copy
 import functools
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -313,7 +315,22 @@ def batch_norms_keep_the_dtype_of_their_averages(rank):
         assert {p.grad.dtype for p in fsdp.parameters()} == {torch.float32}
 
 
+def whole_matrices_go_without_pythons_collector(rank):
+    model = Blocks()
+    whole = [weakref.ref(parameter) for parameter in model.parameters() if parameter.dim() > 1]
+    gc.collect()
+    gc.disable()
+    try:
+        fsdp = FSDP(model)
+        assert whole
+        assert all(parameter() is None for parameter in whole)
+        del fsdp
+    finally:
+        gc.enable()
+
+
 CHECKS = [
+    whole_matrices_go_without_pythons_collector,
     overflowing_rows_make_all_ranks_skip,
     norms_of_one_ranks_rows_are_refused,
     gradients_are_tensors_in_every_other_respect,
