@@ -1,20 +1,22 @@
 """Parameters on their way from other ranks while training goes on, and who waits for them.
 
     arrivals = Arrivals([model.embedding, *model.layers, model.head])      # what is called, in the order of forward
-    readers = arrivals.readers(bucket.parameters)                          # those of the modules that read one of them
-    arrivals.come_by(bucket.send(), readers)
+    for bucket, readers in arrivals.in_order(buckets):                     # those of the modules that read one of them
+        arrivals.expect(bucket.send(), readers)
     model(x)                                                               # each module waits as its forward begins
     wait_for_parameters(model)                                             # before anyone else reads them
 
 A module is called many times for each time that its parameters arrive, and waits only once.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from cs336_systems.distributed.shards import ParameterBucket
 
 
 class Arrivals:
@@ -46,17 +48,21 @@ class Arrivals:
         """For deepcopy and pickle of modules, which bring along their hooks."""
         return Arrivals, ()
 
-    def readers(self, parameters: Collection[Tensor]) -> list[nn.Module]:
-        """The modules that read one of the parameters, in order; none if one of these is in no module."""
-        if not frozenset().union(*self._parameters.values()).issuperset(parameters):
-            return []
-        return [module for module, own in self._parameters.items() if not own.isdisjoint(parameters)]
+    def in_order(self, buckets: Iterable[ParameterBucket]) -> list[tuple[ParameterBucket, list[nn.Module]]]:
+        """The buckets as forward needs them, each with the modules that read it, of which the first decides.
 
-    def place(self, module: nn.Module) -> int:
-        """In the order of forward, from 0."""
-        return list(self._parameters).index(module)
+        A bucket with a parameter that is in no module has no readers, and comes before those that have some.
+        """
+        watched = frozenset[Tensor]().union(*self._parameters.values())
+        placed: list[tuple[ParameterBucket, list[int]]] = []
+        for bucket in buckets:
+            own = bucket.parameters if watched.issuperset(bucket.parameters) else ()
+            placed.append((bucket, [i for i, of in enumerate(self._parameters.values()) if not of.isdisjoint(own)]))
+        placed.sort(key=lambda each: each[1][:1])
+        modules = list(self._parameters)
+        return [(bucket, [modules[i] for i in places]) for bucket, places in placed]
 
-    def come_by(self, works: list[dist.Work], readers: Iterable[nn.Module]) -> None:
+    def expect(self, works: list[dist.Work], readers: Iterable[nn.Module]) -> None:
         """Have the modules wait for these collectives."""
         for module in readers:
             self._under_way.setdefault(module, []).extend(works)

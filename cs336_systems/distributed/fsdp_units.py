@@ -158,8 +158,9 @@ def _find_slots(
     found: list[_Slot],
     seen: set[tuple[nn.Module | None, nn.Module]],
 ) -> None:
-    """Add those of a module inside the unit ``outer``. (A function within another that calls itself would keep itself
-    alive, and with ``found`` the whole parameters, until Python's collector comes.)"""
+    """Add those of a module inside the unit ``outer``."""
+    # Not within _slots: calling itself there it would keep itself alive, and by ``found`` the whole parameters, until
+    # Python's collector comes.
     own = list(_own_parameters(module))
     inside = outer
     if outer is None or not _is_compiled(outer):  # nothing can be gathered in the middle of compiled code

@@ -237,7 +237,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._update(bucket.prepare(), options if last else [copied(each) for each in options], kwargs)
             works = bucket.send()
             if readers and self._arrivals is not None:
-                self._arrivals.come_by(works, readers)
+                self._arrivals.expect(works, readers)
             else:
                 sent += works
         for work in sent:
@@ -282,10 +282,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _plan_sending(self) -> None:
         """Note in which order buckets are sent, each with the modules that wait for it, if ``step`` does not."""
-        self._sending = [(bucket, []) for bucket in self._buckets]
-        if (arrivals := self._arrivals) is not None:
-            self._sending = [(bucket, arrivals.readers(bucket.parameters)) for bucket in self._buckets]
-            self._sending.sort(key=lambda each: arrivals.place(each[1][0]) if each[1] else -1)
+        arrivals = self._arrivals or Arrivals()
+        self._sending = arrivals.in_order(self._buckets)
 
     def reduced_gradients(self) -> list[Tensor]:
         """The gradients of this rank's share, averaged over the ranks, as ``step`` will take them; a collective.

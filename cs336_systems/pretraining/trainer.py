@@ -298,14 +298,13 @@ class _Run:
             group["lr"] = rate
         batch = next(self._prepared.loader)
         deferred.begin()
-        reasons, exchange = self._exchange_reasons(stop) if self._sends_under_forward else (None, None)
+        before = self._exchange_reasons(stop) if self._sends_under_forward else None
         with self._quantization.step(self._made):
             loss = self._step(*batch)
         if self._made == self._first_step:
             _freeze_what_is_there()
         self._recent.append((self._made, batch, loss))
-        if reasons is None:
-            reasons, exchange = self._exchange_reasons(stop)
+        reasons, exchange = before or self._exchange_reasons(stop)
         if exchange is not None:
             exchange.wait()
         guard = self._step.guard

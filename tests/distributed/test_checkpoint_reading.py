@@ -17,6 +17,8 @@ from cs336_systems.distributed.checkpoint_reading import MetadataReader
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.distributed.whole_checkpoint import find_checkpoint, load_whole_model
 
+from .test_checkpoint import Remembering
+
 
 class Runs:
     """Unpickled, it writes a file."""
@@ -26,16 +28,6 @@ class Runs:
 
     def __reduce__(self):
         return exec, (f"open({str(self.file)!r}, 'w').close()",)
-
-
-class Remembering(nn.Linear):
-    remembered = None
-
-    def get_extra_state(self):
-        return self.remembered
-
-    def set_extra_state(self, state):
-        self.remembered = state
 
 
 @pytest.fixture
