@@ -52,6 +52,8 @@ class Parallel:
     """MiB of the buckets in which gradients (and owned parameters) travel."""
     communication_dtype: str = "same"
     """In which DDP sends and adds up gradients: same, or bf16."""
+    max_ctas: int = 0
+    """Most thread blocks of NCCL's kernels that send DDP's gradients; 0 for as many as NCCL chooses."""
     compute_dtype: str = "same"
     """In which FSDP gathers weights and computes: same as the masters, or bf16."""
     prefetch: int = 1

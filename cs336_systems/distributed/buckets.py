@@ -51,16 +51,16 @@ def partition(tensors: Iterable[T], capacity_bytes: float) -> list[list[T]]:
 
 
 @torch.no_grad()
-def broadcast_from_rank_0(tensors: Iterable[Tensor]) -> None:
-    """Overwrite the tensors with rank 0's; every rank passes the same shapes and dtypes in the same order.
+def broadcast_from_rank_0(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite the tensors with those of the group's rank 0; ranks pass the same shapes and dtypes in the same order.
 
-    They travel packed, and as bytes, because not every backend sends every dtype.
+    They travel packed, and as bytes, because not every backend sends every dtype. The default group if None.
     """
-    for group in partition(tensors, _BROADCAST_BYTES):
-        packed = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-        dist.broadcast(packed.view(torch.uint8), src=0)
-        if dist.get_rank() != 0:
-            for tensor, piece in zip(group, packed.split([tensor.numel() for tensor in group]), strict=True):
+    for part in partition(tensors, _BROADCAST_BYTES):
+        packed = torch.cat([tensor.detach().reshape(-1) for tensor in part])
+        dist.broadcast(packed.view(torch.uint8), group=group, group_src=0)
+        if dist.get_rank(group) != 0:
+            for tensor, piece in zip(part, packed.split([tensor.numel() for tensor in part]), strict=True):
                 tensor.copy_(piece.view(tensor.shape))
 
 

@@ -74,21 +74,25 @@ class _Average:
     Args:
         dtype: in which it travels and is added up; the tensor's own if None.
         backend: of the process group.
+        group: the default group if None.
     """
 
-    def __init__(self, tensor: Tensor, dtype: torch.dtype | None, backend: str) -> None:
+    def __init__(
+        self, tensor: Tensor, dtype: torch.dtype | None, backend: str, group: dist.ProcessGroup | None
+    ) -> None:
         self.tensor = tensor
         self.sent = tensor if dtype is None else tensor.to(dtype)
         self.divided = tensor.is_cuda and backend == "nccl"  # gloo knows no AVG
         operation = dist.ReduceOp.AVG if self.divided else dist.ReduceOp.SUM
-        self.work = dist.all_reduce(self.sent, op=operation, async_op=True)
+        self.group = group
+        self.work = dist.all_reduce(self.sent, op=operation, group=group, async_op=True)
 
     def wait(self) -> None:
         """Afterwards the tensor is the average for whatever the current stream does next."""
         assert self.work is not None
         self.work.wait()
         if not self.divided:
-            self.sent.div_(dist.get_world_size())
+            self.sent.div_(dist.get_world_size(self.group))
         if self.sent is not self.tensor:
             self.tensor.copy_(self.sent)
 
@@ -127,6 +131,8 @@ class DDP(nn.Module):
         communication_dtype: in which gradients travel and are added up, their own if None. ``torch.bfloat16`` halves
             the bytes of fp32 gradients, at its rounding.
         broadcast_buffers: whether a forward that trains takes over rank 0's buffers first.
+        process_group: whose ranks hold the replicas, and whose rank 0 is meant everywhere here; the default group if
+            None. ``process_group.limited_group`` leaves more multiprocessors to backward.
 
     Raises:
         RuntimeError: there is no process group.
@@ -142,6 +148,7 @@ class DDP(nn.Module):
         during_backward: bool,
         communication_dtype: torch.dtype | None = None,
         broadcast_buffers: bool = True,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         if not dist.is_initialized():
@@ -154,14 +161,15 @@ class DDP(nn.Module):
                     "which averages gradients itself"
                 )
         options = (type(self).__name__, capacity_bytes, communication_dtype, broadcast_buffers)
-        check_same_across_ranks([str(options), *_description(module)], "modules and options of data parallelism")
+        described = [str(options), *_description(module)]
+        check_same_across_ranks(described, "modules and options of data parallelism", process_group)
         if communication_dtype is not None and not communication_dtype.is_floating_point:
             raise ValueError(f"communication_dtype must be a floating-point dtype, got {communication_dtype}")
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if tensor.is_meta:
                 raise ValueError(f"{name} is on the meta device: give it storage and values first")
         _check_not_watched(module)
-        broadcast_from_rank_0([*module.parameters(), *module.buffers()])
+        broadcast_from_rank_0([*module.parameters(), *module.buffers()], process_group)
 
         self.module = module
         self._during_backward = during_backward
@@ -175,7 +183,8 @@ class DDP(nn.Module):
         self._finished = False
         """Whether a backward has synchronised since ``finish_gradient_synchronization`` was called."""
         self._progress = _Progress()
-        self._backend = dist.get_backend()
+        self._process_group = process_group
+        self._backend = dist.get_backend(process_group)
         self._order_is_final = not during_backward
         self._make_buckets(self._trainable[::-1])
         self._watch()
@@ -185,13 +194,22 @@ class DDP(nn.Module):
             parameter.register_post_accumulate_grad_hook(_ReadyHook(self, position))
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: without what is under way."""
+        """For pickle and deepcopy: without what is under way.
+
+        Raises:
+            TypeError: the wrapper has a process group of its own, which cannot be copied.
+        """
+        if self._process_group is not None:
+            raise TypeError(
+                f"{type(self).__name__} cannot be copied or pickled with a process group of its own: copy its module, "
+                "and wrap the copy"
+            )
         return {**self.__dict__, "_progress": _Progress(), "_finished": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if dist.is_initialized():
-            self._backend = dist.get_backend()
+            self._backend = dist.get_backend(self._process_group)
         _check_not_watched(self.module)  # a shallow copy has the same parameters
         self._watch()  # parameters are copied without their hooks
 
@@ -208,7 +226,7 @@ class DDP(nn.Module):
                     "then clear the gradients"
                 )
             if self._broadcast_buffers and self.training:
-                broadcast_from_rank_0(self.module.buffers())
+                broadcast_from_rank_0(self.module.buffers(), self._process_group)
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -286,16 +304,17 @@ class DDP(nn.Module):
     def _start(self, bucket: Bucket) -> None:
         gradients = bucket.gather()
         self._progress.n_started += 1
-        self._progress.under_way.append(_Average(gradients, self._communication_dtype, self._backend))
+        average = _Average(gradients, self._communication_dtype, self._backend, self._process_group)
+        self._progress.under_way.append(average)
 
     def _exchange(self, used: list[bool]) -> list[bool]:
         """Which of the trainable parameters have a gradient on any rank."""
-        device = self._trainable[0].device
+        device, group = self._trainable[0].device, self._process_group
         if all(used):  # filled and compared on the device: nothing for the host to wait for
-            dist.all_reduce(torch.ones(len(used), dtype=torch.uint8, device=device), op=dist.ReduceOp.MAX)
+            dist.all_reduce(torch.ones(len(used), dtype=torch.uint8, device=device), dist.ReduceOp.MAX, group)
             return used
         flags = torch.tensor(used, dtype=torch.uint8, device=device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group)
         return flags.bool().tolist()
 
     def _agree_on_order(self) -> None:
@@ -305,7 +324,7 @@ class DDP(nn.Module):
         ready = self._progress.ready
         order = [*ready, *(position for position in current if position not in ready)]
         agreed = torch.tensor(order, device=self._trainable[0].device)
-        dist.broadcast(agreed, src=0)
+        dist.broadcast(agreed, group=self._process_group, group_src=0)
         self._make_buckets([self._trainable[i] for i in agreed.tolist()])
         self._order_is_final = True
 

@@ -200,6 +200,31 @@ def alone(rank: Rank) -> Iterator[Rank]:
     _join(rank, again)
 
 
+_limited: dict[int, dist.ProcessGroup] = {}
+"""The groups of ``limited_group`` by their most thread blocks; they end with the default group."""
+
+
+def limited_group(rank: Rank, max_ctas: int) -> dist.ProcessGroup:
+    """All ranks in another group, whose NCCL kernels have at most ``max_ctas`` thread blocks each.
+
+    A thread block takes a multiprocessor from what runs beside it; with fewer, collectives alone may be slower. Making
+    the group is a collective; it is made once for a number, and left with the default one. Source: ``maxCTAs`` of
+    ``ncclConfig_t`` in NCCL's documentation, which the variable NCCL_MAX_CTAS sets for all groups.
+
+    Raises:
+        ValueError: the number is not positive, or the backend is not NCCL.
+    """
+    if max_ctas < 1:
+        raise ValueError(f"a group needs at least one thread block, got {max_ctas}")
+    if rank.backend != "nccl":
+        raise ValueError(f"thread blocks are NCCL's, and the ranks' backend is {rank.backend}")
+    if max_ctas not in _limited:
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = max_ctas
+        _limited[max_ctas] = dist.new_group(timeout=timedelta(seconds=rank.timeout_s), pg_options=options)
+    return _limited[max_ctas]
+
+
 def _store_of(rank: Rank) -> dist.Store:
     """Where the ranks of this group meet; one without a launcher meets nobody."""
     timeout = timedelta(seconds=rank.timeout_s)
@@ -264,6 +289,7 @@ def _leave(rank: Rank, failed: bool) -> None:
     """Leave the group; after a failure without waiting for work that peers may never finish."""
     if not dist.is_initialized():
         return
+    _limited.clear()
     if failed and rank.backend == "nccl":
         with suppress(Exception):
             dist.distributed_c10d._abort_process_group()

@@ -37,7 +37,7 @@ _POSITIVE = (
     *("context_length", "batch_size", "steps", "local_steps", "recorded_steps", "repeat", "bucket_size_mb", "calls"),
     *("rounds", "accumulate", "length", "d_head", "samples", "rows", "width", "layers"),
 )
-_NOT_NEGATIVE = ("warmup", "later_warmup", "prefetch", "losses", "fp8_skip_first", "fp8_skip_last")
+_NOT_NEGATIVE = ("warmup", "later_warmup", "prefetch", "losses", "max_ctas", "fp8_skip_first", "fp8_skip_last")
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,9 @@ NOT_RECORDED = {"nccl": ""}
 OF_ATTENTION = {"clock": "harness", "repeat": 0}
 """Of rows of attention, which a head dimension tells from others, measured before they could say a setting."""
 
+OF_REPLICAS = {"max_ctas": 0}
+"""Likewise of rows of data parallelism, which name a form of it."""
+
 OF_SHARDS = {"update": "after-backward", "gather_by": "collectives", "do_bench": "off", "losses": 0}
 """Likewise of rows of full sharding, which say how many units are gathered ahead."""
 
@@ -217,6 +220,7 @@ def unsaid(columns: Iterable[str]) -> dict[str, Any]:
     known = set(columns)
     defaults = NOT_RECORDED | (DEFAULTS if "context_length" in known else {})
     defaults |= OF_ATTENTION if "d_head" in known else {}
+    defaults |= OF_REPLICAS if "ddp" in known else {}
     defaults |= OF_CAPS if "host_gib" in known else {}
     defaults |= OF_PROFILES if "profiler" in known else {}
     defaults |= OF_RUNS if "total_batch_tokens" in known else {}

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from cs336_systems.blocks import QuantizedProducts, WrittenOutBlock
@@ -24,7 +25,7 @@ from cs336_systems.case import Parallel
 from cs336_systems.distributed.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.fsdp_quantized import QuantizedTravel
-from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed.process_group import Rank, limited_group
 from cs336_systems.distributed.sharded_optimizer import REDUCE_SCATTER, SHARD, ShardedOptimizer
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.transformer import TransformerBlock
@@ -37,19 +38,30 @@ _LADDER = {"naive": NaiveDDP, "flat": FlatDDP, "overlapped": OverlappedDDP, "buc
 def _ddp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
     """A rung of our ladder."""
     sized = {"bucket_size_mb": parallel.bucket_size_mb} if parallel.wrapper == "bucketed" else {}
-    dtype = _DTYPES[parallel.communication_dtype]
-    return _LADDER[parallel.wrapper](model, communication_dtype=dtype, broadcast_buffers=False, **sized)
+    dtype, group = _DTYPES[parallel.communication_dtype], _group(parallel, rank)
+    return _LADDER[parallel.wrapper](
+        model, communication_dtype=dtype, broadcast_buffers=False, process_group=group, **sized
+    )
+
+
+def _group(parallel: Parallel, rank: Rank) -> dist.ProcessGroup | None:
+    """In which DDP sends; None for the default group."""
+    return limited_group(rank, parallel.max_ctas) if parallel.max_ctas else None
 
 
 def _torch_ddp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
     """Gradients as bucket views, as ours has them; otherwise torch's defaults, such as a first bucket of 1 MiB."""
     replica = nn.parallel.DistributedDataParallel(
-        model, bucket_cap_mb=parallel.bucket_size_mb, gradient_as_bucket_view=True, broadcast_buffers=False
+        model,
+        process_group=_group(parallel, rank),
+        bucket_cap_mb=parallel.bucket_size_mb,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
     )
     if parallel.communication_dtype == "bf16":
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-        replica.register_comm_hook(None, bf16_compress_hook)
+        replica.register_comm_hook(_group(parallel, rank), bf16_compress_hook)
     return replica
 
 

@@ -30,6 +30,9 @@ class Options(RankedOptions):
     """MiB per bucket, for bucketed and torch."""
     communication_dtype: tuple[Literal["same", "bf16"], ...] = ("same",)
     """Dtype in which gradients are sent and reduced: their own, or bf16."""
+    max_ctas: tuple[int, ...] = (0,)
+    """Most thread blocks of each NCCL kernel that sends gradients, each of which takes a multiprocessor from backward;
+    0 for as many as NCCL chooses."""
     trace: Path | None = None
     """Folder for recordings (torch.profiler) and a picture of rank 0 per cell, with and without communication, in the
     first turn."""
@@ -45,6 +48,7 @@ class DataParallelCell(RankedCase):
     bucket_size_mb: float | None = None
     """Of the rungs that take one, else None."""
     communication_dtype: str = "same"
+    max_ctas: int = 0
 
     @property
     def variant(self) -> str:
@@ -56,6 +60,7 @@ class DataParallelCell(RankedCase):
             "torch-ddp" if self.ddp == "torch" else self.ddp,
             bucket_size_mb=self.bucket_size_mb or 0.0,
             communication_dtype=self.communication_dtype,
+            max_ctas=self.max_ctas,
         )
 
     @property
@@ -63,22 +68,28 @@ class DataParallelCell(RankedCase):
         """In file names."""
         bucket = "" if self.bucket_size_mb is None else f"-{self.bucket_size_mb:g}mb"
         sent = "" if self.communication_dtype == "same" else f"-sent-{self.communication_dtype}"
+        blocks = f"-{self.max_ctas}ctas" if self.max_ctas else ""
         compiled = "-compiled" if self.compiled else f"-{self.kernels}-keep-{self.keep}" if self.written_out else ""
         several = f"-{self.accumulate}x" if self.accumulate != 1 else ""
         turn = f"-{self.repeat}" if self.repeat else ""
-        return f"{self.size}-{self.dtype}{compiled}{several}-{self.ddp}{bucket}{sent}-{self.world_size}ranks{turn}"
+        sending = f"{self.ddp}{bucket}{sent}{blocks}"
+        return f"{self.size}-{self.dtype}{compiled}{several}-{sending}-{self.world_size}ranks{turn}"
 
     def __str__(self) -> str:
         bucket = "" if self.bucket_size_mb is None else f" {self.bucket_size_mb:g} MiB"
         sent = "" if self.communication_dtype == "same" else f" sent as {self.communication_dtype}"
-        return f"{self.ddp}{bucket}{sent} on {self.world_size} ranks: {super().__str__()}"
+        blocks = f" by {self.max_ctas} thread blocks" if self.max_ctas else ""
+        return f"{self.ddp}{bucket}{sent}{blocks} on {self.world_size} ranks: {super().__str__()}"
 
 
 def make_cells(options: Options) -> list[DataParallelCell]:
     """The grid; raises ValueError for a value that no cell can have."""
+    if options.device == "cpu" and (limits := [limit for limit in options.max_ctas if limit]):
+        raise ValueError(f"--max-ctas {limits[0]} needs --device cuda: thread blocks are NCCL's, and a CPU has gloo")
     rungs = [
-        {"communication_dtype": sent, "ddp": rung, "bucket_size_mb": size}
+        {"communication_dtype": sent, "max_ctas": limit, "ddp": rung, "bucket_size_mb": size}
         for sent in options.communication_dtype
+        for limit in options.max_ctas
         for rung in options.ddp
         for size in (options.bucket_size_mb if rung in SIZED else (None,))
     ]

@@ -17,7 +17,7 @@ def _over_torch(line: Line) -> Spread | None:
 
 def _scaling(line: Line) -> float | None:
     """Tokens/s over as many times those of the same rung on one rank of the same host, in percent."""
-    alone = line.peer(world_size=1)
+    alone = line.peer(world_size=1, max_ctas=0)  # which sends nothing
     if alone is None or alone.last.get("host") != line.last.get("host"):
         return None
     ratio = line.over("tokens_per_s", alone)
@@ -27,13 +27,14 @@ def _scaling(line: Line) -> float | None:
 DATA_PARALLEL = ResultTable(
     settings=(
         *("gpu", "device", "size", "dtype", "attention", "compile", "checkpoint", "optimizer", "batch_size"),
-        *("accumulate", "kernels", "keep", *RECIPE, "context_length", "warmup", "steps", "communication_dtype", "ddp"),
-        *("bucket_size_mb", "world_size"),
+        *("accumulate", "kernels", "keep", *RECIPE, "context_length", "warmup", "steps", "communication_dtype"),
+        *("max_ctas", "ddp", "bucket_size_mb", "world_size"),
     ),
     always=("size", "ddp", "bucket_size_mb", "world_size"),
     labels={
         "batch_size": "batch per rank",
         "communication_dtype": "sent as",
+        "max_ctas": "thread blocks",
         "world_size": "ranks",
         "bucket_size_mb": "bucket MiB",
     },

@@ -1,0 +1,122 @@
+"""Data parallelism in a group of its own: of some of the ranks, and of NCCL kernels with few thread blocks."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cs336_systems.distributed.ddp import BucketedDDP
+from cs336_systems.distributed.process_group import Rank, alone, limited_group
+from cs336_systems.distributed.spawn import spawn
+
+from .checks import on_gpus
+from .replicas import backward, gradients, local_gradients
+from .test_ddp import LADDER
+from .toys import Branches, Toy
+
+
+def mean_over(tensor, group):
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(tensor, group=group)
+    return tensor / dist.get_world_size(group)
+
+
+def pairs_average_apart(rank: Rank):
+    """Ranks 0 and 2 hold one replica, 1 and 3 another; the second pair trains once more, while the first does not."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group, first = groups[rank.rank % 2], rank.rank % 2
+    for wrap in LADDER.values():
+        module = Toy()
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.fill_(rank.rank)
+        model = wrap(module, process_group=group)
+        assert all((tensor == first).all() for tensor in (*module.parameters(), *module.buffers()))
+        torch.manual_seed(rank.rank)
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(first))
+        for _ in range(2 + first):
+            x = torch.randn(3, 6)
+            dist.broadcast(module.offset, group=group, group_src=0)
+            expected = [mean_over(g, group) for g in local_gradients(module, module(x).square().sum())]
+            module.offset.fill_(rank.rank)  # a forward takes over that of the pair's first rank
+            backward(model, x)
+            assert (module.offset == first).all()
+            torch.testing.assert_close(gradients(model), expected)
+            model.zero_grad()
+
+
+def unused_parameters_and_order_are_a_pairs_own(rank: Rank):
+    """In the second pair nobody uses the last two branches; in the first each is used by one of the two."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair, group = rank.rank // 2, groups[rank.rank // 2]
+    used = [[0, 2], [0, 1], [0], [0]][rank.rank]
+    for wrap in LADDER.values():
+        model = wrap(Branches(), process_group=group)
+        for _ in range(2):
+            backward(model, torch.randn(2, 4), used)
+            with_gradient = [branch.weight.grad is not None for branch in model.module.branches]
+            assert with_gradient == ([True, True, True], [True, False, False])[pair]
+            model.zero_grad()
+
+
+def a_wrapper_with_a_group_is_not_copied(rank: Rank):
+    model = BucketedDDP(nn.Linear(2, 2), process_group=dist.new_group([0, 1]))
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="BucketedDDP cannot be copied or pickled with a process group of its own"):
+            attempt(model)
+
+
+def gloo_has_no_thread_blocks(rank: Rank):
+    with pytest.raises(ValueError, match="thread blocks are NCCL's, and the ranks' backend is gloo"):
+        limited_group(rank, 8)
+    with pytest.raises(ValueError, match="at least one thread block, got 0"):
+        limited_group(rank, 0)
+
+
+@pytest.mark.parametrize("check", [pairs_average_apart, unused_parameters_and_order_are_a_pairs_own])
+def test_some_of_the_ranks(check):
+    spawn(check, 4, timeout_s=60)
+
+
+@pytest.mark.parametrize("check", [a_wrapper_with_a_group_is_not_copied, gloo_has_no_thread_blocks])
+def test_what_is_refused(check):
+    spawn(check, 2, timeout_s=60)
+
+
+def few_thread_blocks(rank: Rank, folder):
+    """The most thread blocks of an NCCL kernel by default and in two limited groups, whose gradients are the same."""
+    found, expected = {}, None
+    for limit in (0, 8, 2):
+        torch.manual_seed(0)
+        with rank.device:
+            module = nn.Linear(4096, 4096)
+        group = limited_group(rank, limit) if limit else None
+        assert limit == 0 or group is limited_group(rank, limit)
+        model = BucketedDDP(module, process_group=group)
+        x = torch.randn(4, 4096, device=rank.device, generator=torch.Generator(rank.device).manual_seed(rank.rank))
+        backward(model, x)
+        expected = expected or [gradient.clone() for gradient in gradients(model)]
+        torch.testing.assert_close(gradients(model), expected)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recording:
+            backward(model, x)
+            torch.cuda.synchronize()
+        path = folder / f"{limit}-{rank.rank}.json"
+        recording.export_chrome_trace(str(path))
+        kernels = [e for e in json.loads(path.read_text())["traceEvents"] if "ncclDevKernel" in e.get("name", "")]
+        found[limit] = max(kernel["args"]["grid"][0] for kernel in kernels)
+    with alone(rank):
+        pass
+    limited_group(rank, 8)  # the one before went with the group that was left
+    dist.barrier(limited_group(rank, 8))
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
+def test_few_thread_blocks(world_size, device, tmp_path):
+    for most in spawn(few_thread_blocks, world_size, tmp_path, device=device, timeout_s=120):
+        assert most[2] <= 2 < most[8] <= 8 < most[0]
