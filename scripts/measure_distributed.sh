@@ -26,7 +26,7 @@
 #   ddp-xl                      90  the 2025 edition's xl: every rung in fp32
 #   ddp-buckets                 75  its bucket sizes
 #   ddp-one-rank                75  both on one GPU, what scaling is told by
-#   ddp-ctas8                   75  both with NCCL on at most eight multiprocessors
+#   ddp-ctas8                   75  both with gradients sent by at most eight thread blocks of NCCL
 #   ddp-host                   110  both under autocast, where the host's speed counts: buckets of 25 and 100 MiB
 #   sharded-optimizer-xl        55
 #   fsdp-xl                     65
@@ -41,8 +41,8 @@
 #   leaderboard-masters         80  with fp32 master weights
 #   leaderboard-gathers        190  gathers in collectives, and by copies
 #   leaderboard-fp8             70  with products of blocks in fp8, which is outside the rules of the class
-#   ddp-four                   550  both editions' xl on four: every rung in fp32; bucketed and torch's on two and on one,
-#                                   and on four with NCCL on at most eight multiprocessors
+#   ddp-four                   475  both editions' xl on four: every rung in fp32; bucketed and torch's on two and on one
+#   ddp-four-ctas              150  bucketed with at most eight thread blocks of NCCL beside as many as it chooses; on one
 #   fsdp-four                  150  both in fp32 and bf16-compute on four: ours and FSDP2
 #   leaderboard-four           290  the leaderboard's step on four, one sequence each: beside FSDP2 with attention kept;
 #                                   with more kept, as the memory planner chooses
@@ -50,7 +50,7 @@
 # Parts ddp-xl, -autocast and -one-rank write to FOLDER/ddp, fsdp-more to FOLDER/fsdp, the other -xl likewise, and
 # every other part to a folder of its own, pictures of traces to ddp and fsdp; uv run scripts/report.py --adopt
 # FOLDER moves rows and pictures to profiles/. RANKS names the worlds (default: 2) of parts that do not name their own,
-# as the last three do; TORCHRUN the launcher (default: uv run torchrun).
+# as the last four do; TORCHRUN the launcher (default: uv run torchrun).
 set -euo pipefail
 folder=${1:?usage: scripts/measure_distributed.sh FOLDER PART...}
 shift
@@ -80,7 +80,7 @@ for part in "$@"; do
   # These differ in their launch, need memory that an earlier benchmark may not have given back, or wait for the host,
   # which launches kernels more slowly once a process has recorded some.
   case "$part" in
-    ddp-one-rank | ddp-ctas8 | *leaderboard* | collectives | *-four | ddp-autocast | ddp-host | fsdp-more | fsdp-gathers | fsdp-xl)
+    ddp-one-rank | *leaderboard* | collectives | *-four | ddp-four-ctas | ddp-autocast | ddp-host | fsdp-more | fsdp-gathers | fsdp-xl)
       launch "${worlds[@]}" ;;
   esac
   case "$part" in
@@ -92,12 +92,12 @@ for part in "$@"; do
       for n in 2 1; do
         ranks benchmark_ddp --size 2.7b xl --ddp bucketed torch --local-steps 3
         launch "$n"
-      done
-      out="$folder/ddp-four-ctas8"
-      export NCCL_MAX_CTAS=8
-      turns benchmark_ddp --size 2.7b xl --ddp bucketed torch --local-steps 3
+      done ;;
+    ddp-four-ctas)
+      turns benchmark_ddp --size 2.7b xl --ddp bucketed --max-ctas 0 8 --local-steps 3
       launch 4
-      unset NCCL_MAX_CTAS ;;
+      ranks benchmark_ddp --size 2.7b xl --ddp bucketed --local-steps 3
+      launch 1 ;;
     fsdp-four)
       for size in 2.7b xl; do
         turns benchmark_fsdp --size "$size" --dtype fp32 bf16-compute --fsdp ours torch
@@ -117,10 +117,7 @@ for part in "$@"; do
       ranks benchmark_ddp --size 2.7b xl --ddp bucketed torch --local-steps 3
       launch 1 ;;
     ddp-ctas8)
-      export NCCL_MAX_CTAS=8
-      ranks benchmark_ddp --size 2.7b xl --ddp overlapped bucketed --local-steps 3
-      launch "${worlds[@]}"
-      unset NCCL_MAX_CTAS ;;
+      ranks benchmark_ddp --size 2.7b xl --ddp overlapped bucketed --max-ctas 8 --local-steps 3 ;;
     ddp-host)
       long_turns benchmark_ddp --size 2.7b xl --dtype autocast-bf16 --ddp overlapped bucketed torch \
         --bucket-size-mb 25 100 ;;

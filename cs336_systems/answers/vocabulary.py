@@ -122,6 +122,7 @@ def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
         "ranks": question("training-2", *trained, **sharing),
         "ranks_h100": question("training-2", *trained, machine="h100", **sharing),
         "ddp_four": question("ddp-four", "ddp", "size", "world_size", dtype="fp32"),
+        "ddp_four_ctas": question("ddp-four-ctas", "max_ctas", "size", "world_size", ddp="bucketed"),
         "fsdp_four": question("fsdp-four", "fsdp", "size", dtype="fp32"),
         "leaderboard_four": question("leaderboard-four", "fsdp"),
         "ranks_four": question("training-4", *trained, **sharing),

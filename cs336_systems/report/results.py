@@ -47,13 +47,15 @@ class Line:
 
     Attributes:
         settings: what tells it from others, as shown.
-        run: the rows of its newest run.
+        rows: all of its rows.
+        run: those of its newest run.
         metrics: these rows pooled, by metric; none for a cell that failed.
         last: the last row of the run.
         lines: all lines of the table, by the values of their settings.
     """
 
     settings: dict[str, Any]
+    rows: pd.DataFrame
     run: pd.DataFrame
     metrics: dict[str, pd.Series]
     last: pd.Series
@@ -73,12 +75,17 @@ class Line:
         return None if own is None or not other else own / other
 
     def repeats_over(self, metric: str, peer: "Line | None") -> Spread | None:
-        """The metric's ratios to the peer's in the same repeat, None if the two are not of one command on one host."""
-        if peer is None or metric not in self.metrics or metric not in peer.metrics:
+        """The metric's ratios to the peer's in the same command on one host, by repeat; None if that measured no two.
+
+        The peer may have been measured again since, by another command, and be shown as of that.
+        """
+        if peer is None or metric not in self.metrics:
             return None
-        if any(self.last.get(name, "") != peer.last.get(name, "") for name in _ONE_RUN):
+        names = [name for name in _ONE_RUN if name in self.last]
+        beside = peer.rows[(peer.rows[names] == self.last[names]).all(axis=1)]
+        if beside.empty or metric not in set((run := newest_run(beside))["metric"]):
             return None
-        ratios = (by_repeat(self.run, metric) / by_repeat(peer.run, metric)).dropna()
+        ratios = (by_repeat(self.run, metric) / by_repeat(run, metric)).dropna()
         return Spread(ratios.median(), ratios.min(), ratios.max()) if len(ratios) else None
 
     @property
@@ -175,7 +182,7 @@ class ResultTable:
         for key, cell in rows.groupby(settings, sort=False, dropna=False):
             run = newest_run(cell)
             metrics = {row["metric"]: row for _, row in pooled(run).iterrows() if row["metric"]}
-            lines[key] = Line(dict(zip(settings, key, strict=True)), run, metrics, run.iloc[-1], lines)
+            lines[key] = Line(dict(zip(settings, key, strict=True)), cell, run, metrics, run.iloc[-1], lines)
         return list(lines.values())
 
 

@@ -20,7 +20,7 @@ from rich.text import Text
 _UNSAID = ("", "none")
 """Values of a setting that a caption leaves out: it does not apply, or is not used."""
 _PLAIN = {"kernels": "reference", "keep": "autograd", "accumulate": "1", "cuda_graph": "off"}
-_PLAIN |= {"update": "after-backward", "do_bench": "off", "losses": "0"}
+_PLAIN |= {"update": "after-backward", "do_bench": "off", "losses": "0", "max_ctas": "0"}
 _PLAIN |= {"matmul_dtype": "same", "gradient_dtype": "e4m3", "scaling": "tensor"}
 _PLAIN |= {"fp8_skip_first": "0", "fp8_skip_last": "0", "chunk": "0", "tokens_per_step": "0"}
 """Likewise, of one setting each: most tables know no other."""

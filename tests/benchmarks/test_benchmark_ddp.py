@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from cs336_systems.experiments.data_parallel.table import DATA_PARALLEL
-from cs336_systems.harness.record import Metric
+from cs336_systems.harness.record import Metric, read_rows
 from cs336_systems.harness.sweep import Outcome, make_rows, outcome_rows
 from tests.benchmarks.commands import cells_of
 
@@ -41,6 +41,8 @@ def test_defaults_of_a_cpu():
         (("--seed", "-1"), "--seed must lie in 0..2^31-1, got -1"),
         (("--timeout", "0"), "--timeout must be positive"),
         (("--size", "enormous"), "enormous"),
+        (("--max-ctas", "-1"), "--max-ctas must not be negative, got -1"),
+        (("--max-ctas", "0", "8"), "--max-ctas 8 needs --device cuda: thread blocks are NCCL's, and a CPU has gloo"),
     ],
 )
 def test_bad_input(arguments, message):
@@ -87,8 +89,31 @@ def test_the_table_scales_against_one_rank_of_the_same_rung():
     assert table.frame["exposed %"].tolist() == ["10.0", "8.0", "–"]
     assert table.frame["status"].tolist() == ["ok", "ok", "oom: no room"]
     assert "batch" in table.caption
+    in_turns = dataclasses.replace(one, steps=one.steps + 5, warmup=one.warmup + 1)
+    assert DATA_PARALLEL.of(outcome_rows([outcome(in_turns, 10.0), outcome(two, 12.5)])).frame[
+        "scaling %"
+    ].tolist() == [*("100.0", "80.0")]
     elsewhere = outcome(two, 12.5, host="another")
     assert DATA_PARALLEL.of(outcome_rows([outcome(one, 10.0), elsewhere])).frame["scaling %"].tolist() == ["100.0", "–"]
+
+
+def test_few_thread_blocks_are_a_cell_of_their_own_and_scale_against_one_rank_which_sends_nothing():
+    one, two = cells_of("data_parallel", "--ddp", "bucketed", "--world-size", "1", "2")
+    few = dataclasses.replace(two, max_ctas=8)
+    assert (few.name, few.parallel.max_ctas) == (two.name.replace("-2ranks", "-8ctas-2ranks"), 8)
+    assert str(few).startswith("bucketed 25 MiB by 8 thread blocks on 2 ranks: ")
+    table = DATA_PARALLEL.of(outcome_rows([outcome(one, 10.0), outcome(two, 12.5), outcome(few, 10.5)]))
+    assert table.frame["thread blocks"].tolist() == [0, 0, 8]
+    assert table.frame["scaling %"].tolist() == ["100.0", "80.0", "95.2"]
+    assert "thread blocks" not in DATA_PARALLEL.of(outcome_rows([outcome(one, 10.0), outcome(two, 12.5)])).caption
+
+
+def test_rows_of_before_thread_blocks_could_be_limited_are_read_as_nccls_choice(tmp_path):
+    (cell,) = cells_of("data_parallel", "--ddp", "bucketed")
+    rows = outcome_rows([outcome(cell, 10.0)])
+    path = tmp_path / "benchmark_ddp.csv"
+    rows.assign(samples="").drop(columns="max_ctas").to_csv(path, index=False)
+    assert read_rows(path)["max_ctas"].tolist() == [0] * len(rows)
 
 
 def test_each_rung_stands_beside_torchs_in_the_same_round_with_what_rounds_differ_by():

@@ -29,11 +29,11 @@ IN_FEW_STEPS = ("fsdp-leaderboard", "leaderboard-losses", "leaderboard-masters",
 
 
 def launches(folder: Path, *parts: str) -> list[str]:
-    """What the launcher is given, a line each with tabs between words; first the value of NCCL_MAX_CTAS."""
+    """What the launcher is given, a line each with tabs between words."""
     launcher = folder / "launcher"
-    launcher.write_text('#!/bin/sh\nprintf "%s\\t" "${NCCL_MAX_CTAS:-}" "$@"; echo\n')
+    launcher.write_text('#!/bin/sh\nprintf "%s\\t" "$@"; echo\n')
     launcher.chmod(0o755)
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANKS", "NCCL_MAX_CTAS")}
+    environment = {name: value for name, value in os.environ.items() if name != "RANKS"}
     done = subprocess.run(
         [str(SCRIPT), str(folder), *parts],
         env=environment | {"TORCHRUN": str(launcher)},
@@ -44,14 +44,14 @@ def launches(folder: Path, *parts: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def commands(part: str, folder: Path) -> list[tuple[int, str, list[str], str]]:
-    """(ranks, question, arguments, NCCL_MAX_CTAS) of each command that the part would run."""
+def commands(part: str, folder: Path) -> list[tuple[int, str, list[str]]]:
+    """(ranks, question, arguments) of each command that the part would run."""
     found = []
     for line in launches(folder, part):
-        ctas, _, _, ranks, script, *launched = line.rstrip("\t").split("\t")
+        _, _, ranks, script, *launched = line.rstrip("\t").split("\t")
         assert script == "scripts/run_benchmarks.py"
         for path, *arguments in run_benchmarks.commands(launched):
-            found.append((int(ranks), Path(path).stem.removeprefix("benchmark_"), arguments, ctas))
+            found.append((int(ranks), Path(path).stem.removeprefix("benchmark_"), arguments))
     return found
 
 
@@ -69,11 +69,10 @@ def test_the_head_names_every_part():
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part != "collectives"])
 def test_each_part_times_ten_steps_after_five_in_rounds(part, tmp_path):
-    for number, (ranks, question, arguments, ctas) in enumerate(commands(part, tmp_path)):
+    for number, (ranks, question, arguments) in enumerate(commands(part, tmp_path)):
         cells, effort = grid(question, ranks, arguments)
-        assert ctas == ("8" if part == "ddp-ctas8" or (part, number) == ("ddp-four", 3) else "")
         rounds = sorted({cell.repeat for cell in cells})
-        by_scale = part == "ddp-four" and ranks < 4  # what scaling is told by
+        by_scale = part in ("ddp-four", "ddp-four-ctas") and ranks < 4  # what scaling is told by
         if part not in IN_ONE_ROUND and not by_scale and len({cell.variant for cell in cells}) > 1:
             assert rounds == [0, 1], shlex.join(arguments)
         if part == "traces":
@@ -90,13 +89,22 @@ def test_each_part_times_ten_steps_after_five_in_rounds(part, tmp_path):
 
 @pytest.mark.parametrize("part", ["ddp", "sharded-optimizer", "fsdp", "traces"])
 def test_the_2026_editions_xl_is_measured_first(part, tmp_path):
-    for ranks, question, arguments, _ in commands(part, tmp_path):
+    for ranks, question, arguments in commands(part, tmp_path):
         assert {cell.size for cell in grid(question, ranks, arguments)[0]} == {"2.7b"}
+
+
+def test_thread_blocks_are_limited_where_the_head_says_so(tmp_path):
+    limits = {
+        (part, ranks): {cell.max_ctas for cell in grid(question, ranks, arguments)[0]}
+        for part in ("ddp", "ddp-ctas8", "ddp-four-ctas")
+        for ranks, question, arguments in commands(part, tmp_path)
+    }
+    assert limits == {("ddp", 2): {0}, ("ddp-ctas8", 2): {8}, ("ddp-four-ctas", 4): {0, 8}, ("ddp-four-ctas", 1): {0}}
 
 
 def test_parts_that_are_named_together_share_a_launch_unless_they_differ_in_it(tmp_path):
     assert len(launches(tmp_path, "ddp", "sharded-optimizer", "fsdp")) == 1
-    assert len(launches(tmp_path, "ddp", "ddp-ctas8", "fsdp", "ddp-one-rank", "ddp-xl")) == 5
+    assert len(launches(tmp_path, "ddp", "ddp-ctas8", "fsdp", "ddp-one-rank", "ddp-xl")) == 3
     assert len(launches(tmp_path, "leaderboard", "leaderboard-attempts", "leaderboard-fp8")) == 4
     assert len(launches(tmp_path, "ddp", "fsdp-more")) == 2  # recordings slow the host, and bf16 steps wait for it
 

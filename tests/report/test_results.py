@@ -64,6 +64,15 @@ def test_a_ratio_within_repeats_is_of_one_command_on_one_host(elsewhere):
     assert column("of each repeat", peer, [row | elsewhere for row in other]) == ["1.0", "–"]
 
 
+def test_a_ratio_within_repeats_is_of_the_command_even_if_the_peer_was_measured_again():
+    peer, other = make_cell(ms("step", 2.0)), make_cell(ms("step", 1.0), dtype="bf16")
+    again = make_cell(ms("step", 4.0), **LATER)
+    assert column("of each repeat", peer, other, again) == ["1.0", "0.5"]
+    assert column("/ fp32", peer, other, again) == ["1.00", "0.25"], "of what is shown"
+    failed = make_cell(status="oom", message="no room", **LATER)
+    assert column("of each repeat", peer, other, failed) == ["–", "0.5"]
+
+
 def test_runs_that_were_appended_are_not_pooled_with_earlier_ones():
     """A step of 98.4 ms, then the same measured at 58.8: their median is neither."""
     assert column("step ms", make_cell(ms("step", 98.4)), make_cell(ms("step", 58.8), **LATER)) == ["58.8"]

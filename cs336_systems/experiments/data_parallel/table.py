@@ -15,13 +15,22 @@ def _over_torch(line: Line) -> Spread | None:
     return line.repeats_over("step", line.peer(ddp=_PEER, bucket_size_mb=bucket))
 
 
+_ALONE = {"world_size": 1, "max_ctas": 0}
+"""One rank sends nothing."""
+_EFFORT = dict.fromkeys(("warmup", "steps"))
+
+
 def _scaling(line: Line) -> float | None:
-    """Tokens/s over as many times those of the same rung on one rank of the same host, in percent."""
-    alone = line.peer(world_size=1, max_ctas=0)  # which sends nothing
-    if alone is None or alone.last.get("host") != line.last.get("host"):
-        return None
-    ratio = line.over("tokens_per_s", alone)
-    return None if ratio is None else 100 * ratio / line.settings["world_size"]
+    """Tokens/s over as many times those of the same rung on one rank, by the same commit on the same host, in percent.
+
+    The two may differ in how many steps were timed.
+    """
+    wanted = line.settings | _ALONE | _EFFORT
+    for alone in line.lines.values():
+        here = all(alone.last.get(name) == line.last.get(name) for name in ("host", "commit"))
+        if here and alone.settings | _EFFORT == wanted and (ratio := line.over("tokens_per_s", alone)) is not None:
+            return 100 * ratio / line.settings["world_size"]
+    return None
 
 
 DATA_PARALLEL = ResultTable(
@@ -86,7 +95,7 @@ DATA_PARALLEL = ResultTable(
             _scaling,
             ".1f",
             optional=True,
-            note="tokens/s over those of one rank of the host times the ranks",
+            note="tokens/s over those of one rank of the host and commit times the ranks",
         ),
     ),
 )
