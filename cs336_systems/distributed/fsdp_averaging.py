@@ -32,8 +32,8 @@ class Gradients:
         self._missing: list[ShardedParameter] = []
         """Parameters whose gradient is zeros unless another rank has one."""
 
-    def reduce(self, group: ShardedGroup) -> None:
-        """Start the group's reduction, or accumulate its gradients if this pass is not to be synchronized."""
+    def take(self, group: ShardedGroup) -> None:
+        """Take the group's gradients for a reduction, or accumulate them if this pass is not to be synchronized."""
         if not group.trainable:
             return
         if not self.synchronize:
@@ -43,10 +43,16 @@ class Gradients:
         # Only one is under way: with the group that backward fills, no more than two have whole gradients in memory.
         self._finish_reduction()
         self._accumulated.pop(group, None)
-        self._reduction = group.reduce()
+        self._reduction = group.reduction()
+
+    def send(self) -> None:
+        """Start the reduction of what was taken last."""
+        if self._reduction is not None:
+            self._reduction.start()
 
     def _finish_reduction(self) -> None:
         if self._reduction is not None:
+            self._reduction.start()
             self._reduction.finish()
             self._missing += self._reduction.missing
             self._reduction = None
@@ -55,7 +61,8 @@ class Gradients:
         """After the groups that backward has come to: gradients elsewhere, and the averages if they are due."""
         for group in self.groups:
             if group.has_gradients:  # it came after its group was reduced: a reduction adds to what is there
-                self.reduce(group)
+                self.take(group)
+        self.send()
         self.replicated.collect()
         self.unfinished = True
         if self.synchronize:
@@ -68,7 +75,7 @@ class Gradients:
         A parameter that no rank has used keeps no gradient, as on one device.
         """
         for group in list(self._accumulated):
-            self.reduce(group)
+            self.take(group)
         self._finish_reduction()
         sharded = [parameter for group in self.groups for parameter in group.trainable]
         # The last message of a step, and sent even where nothing is replicated: it also counts who has a gradient.

@@ -115,7 +115,10 @@ def take_gradients(parameters: Sequence[ShardedParameter]) -> list[Tensor | None
 
 
 class Reduction:
-    """A reduce-scatter under way; ``finish`` waits for it and leaves the gradients of the shards where they belong."""
+    """A reduce-scatter: gradients are taken at once and sent by ``start``.
+
+    ``finish`` waits for it and leaves the gradients of the shards where they belong.
+    """
 
     def __init__(self, group: "ShardedGroup") -> None:
         self.parameters, dtype = group.trainable, group.reduce_dtype
@@ -141,13 +144,19 @@ class Reduction:
             torch._foreach_copy_(staged, sources)
         self._flat = torch.empty(sum(sizes), dtype=dtype, device=group.device)
         self._outputs = list(self._flat.split(sizes))
-        options = ReduceScatterOptions()
         self._averages = dist.get_backend(group.process_group) == "nccl"
-        options.reduceOp = ReduceOp(ReduceOp.AVG if self._averages else ReduceOp.SUM)
-        self._work = group.process_group.reduce_scatter_tensor_coalesced(self._outputs, self._inputs, options)
+        self._work: dist.Work | None = None
+
+    def start(self) -> None:
+        """Send, unless it has been done."""
+        if self._work is None:
+            options = ReduceScatterOptions()
+            options.reduceOp = ReduceOp(ReduceOp.AVG if self._averages else ReduceOp.SUM)
+            self._work = self._process_group.reduce_scatter_tensor_coalesced(self._outputs, self._inputs, options)
 
     def finish(self) -> None:
         """Make the current stream (on a CPU: the caller) wait, then add the averages to the shards' gradients."""
+        assert self._work is not None
         self._work.wait()
         self._inputs.clear()
         if not self._averages:
@@ -166,8 +175,9 @@ class Reduction:
             parameter.run_hooks()
 
     def abandon(self) -> None:
-        """Wait, and leave no gradients."""
-        self._work.wait()
+        """Wait if it has been sent, and leave no gradients."""
+        if self._work is not None:
+            self._work.wait()
 
 
 class GroupState(Enum):
@@ -363,8 +373,8 @@ class ShardedGroup:
             for parameter, output in zip(self.parameters, outputs, strict=True)
         ]
 
-    def reduce(self) -> Reduction:
-        """Start to average the gradients over the ranks, each rank receiving those of its shards."""
+    def reduction(self) -> Reduction:
+        """Take the gradients, to be averaged over the ranks, each rank receiving those of its shards."""
         return Reduction(self)
 
     def accumulate(self) -> None:

@@ -4,8 +4,9 @@ Forward and backward are one list of runs (``fsdp_runs.py``), walked to its end 
 
     forward   run i    gather its groups (unless they were gathered ahead), start the gathers of the next ``prefetch``
                        runs, wait for its own, run, free
-    backward  run i    the gradient has reached an output of it: free the groups that only later runs used, gather its
-                       own and those of the ``prefetch`` runs before it, start the reductions of the freed ones, wait
+    backward  run i    the gradient has reached an output of it: free the groups that only later runs used, take the
+                       gradients of the freed ones, gather its own and those of the ``prefetch`` runs before it, start
+                       the reductions, wait
 
 Backward walks the list whole. A run that this rank's gradient passes by is gathered and reduced in its place all the
 same, as other ranks may compute with it. A group that several runs use stays between the first and the last of them, in
@@ -339,15 +340,18 @@ class Schedule:
         for group in self._gathered():
             if group not in needed | to_leave and not group.users and not forward.uses(group, number):
                 group.free()
-        for each in window:
-            for group in each.unit.groups:
-                group.gather()
         # Which groups are reduced, and in which order, follows from the order of the runs alone, never from which
         # parameters received a gradient: ranks may differ in that, and their collectives must not.
         for group in list(backward.producing):
             if group not in needed and not forward.uses(group, number):
                 del backward.producing[group]
-                self.gradients.reduce(group)
+                self.gradients.take(group)
+        # Once gradients are cast and those of the group before are averages there is room for weights, which are needed
+        # sooner than averages.
+        for each in window:
+            for group in each.unit.groups:
+                group.gather()
+        self.gradients.send()
         for group in run.unit.groups:
             backward.producing[group] = None
 
@@ -362,7 +366,7 @@ class Schedule:
         self._left = self._to_leave()
         self._free_idle(besides=self._left)
         for group in backward.producing:
-            self.gradients.reduce(group)
+            self.gradients.take(group)
         self.gradients.end_backward()
         self._end_reading()
         if self._forward in backward.walks:

@@ -64,6 +64,16 @@ class PeakMeter:
                 Path("/proc/self/clear_refs").write_text("5")
             self.baseline = psutil.Process().memory_info().rss
 
+    def requested_bytes(self) -> int | None:
+        """The most bytes that were asked for on a GPU: the peak without what the allocator rounds up; None on a CPU.
+
+        A block that is free already is handed out whole if less than 1 MiB of it would be left over. So the peaks of
+        two programs that need the same memory may differ by some 100 MiB (``profiling/memory_profile.py`` tells).
+        """
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.memory_stats(self.device)["requested_bytes.all.peak"] + mapped_bytes(self.device)
+
     def peak_bytes(self) -> int | None:
         """None, not measured, on a CPU in a process that has measured a cell before or was started by a launcher."""
         if self.device.type == "cuda":

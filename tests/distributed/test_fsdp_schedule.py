@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.fsdp import model_units, state_bytes, step_traffic
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.fsdp_parameters import GroupState
+from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup
 from cs336_systems.harness.traffic import MATMUL, Traffic
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.transformer import TransformerBlock
@@ -241,6 +241,26 @@ def weights_are_whole_around_their_use_only(rank):
         assert not any(group.has_gradients for group in fsdp.groups)
 
 
+def gradients_are_taken_while_few_weights_are_whole(rank):
+    """Gradients are cast before backward looks ahead: with both the peak would be a unit's weights higher."""
+    take, whole = ShardedGroup.reduction, []
+
+    def noting(group):
+        whole.append(len(whole_groups(fsdp)))
+        return take(group)
+
+    for prefetch in (0, 1, 2):
+        fsdp = FSDP(Blocks(tied=False), torch.bfloat16, units=by_blocks, prefetch=prefetch)
+        for _ in range(2):
+            whole.clear()
+            (ids,) = batches(1)
+            loss = wide_loss(fsdp(ids).float(), ids)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ShardedGroup, "reduction", noting)
+                loss.backward()
+            assert whole == [min(prefetch, units_to_come) for units_to_come in (5, 4, 3, 2, 1, 0)]
+
+
 def autograd_keeps_no_whole_weight_between_forward_and_backward(rank):
     """Storages of what backward has saved, that are as large as a weight, have no bytes; nothing is leaked after."""
     fsdp = FSDP(nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4))))
@@ -360,6 +380,7 @@ CHECKS = [
     what_one_rank_alone_does_with_what_was_left_is_right_on_all,
     what_was_made_in_inference_mode_runs,
     weights_are_whole_around_their_use_only,
+    gradients_are_taken_while_few_weights_are_whole,
     autograd_keeps_no_whole_weight_between_forward_and_backward,
     recomputed_and_compiled_blocks_give_the_same_gradients,
     compiled_blocks_are_compiled_once,

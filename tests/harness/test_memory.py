@@ -63,3 +63,11 @@ def test_the_meter_and_the_driver_see_a_tensor_on_a_gpu():
     assert memory.free_bytes(device) <= free
     del block
     assert meter.peak_bytes() - before == 200 * 1024**2
+    meter = memory.PeakMeter(device)
+    requested = meter.requested_bytes()
+    odd = torch.empty(2**20 + 1, dtype=torch.int8, device=device)
+    assert (meter.requested_bytes() - requested, meter.peak_bytes() - before) == (odd.nbytes, 2**20 + 512)
+
+
+def test_a_cpu_does_not_say_what_was_asked_for():
+    assert memory.PeakMeter(torch.device("cpu")).requested_bytes() is None

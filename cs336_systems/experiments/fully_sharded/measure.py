@@ -147,11 +147,13 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, effort: Effort 
     with sampled_state(rank.device) as readings:
         times = time_phases_of_ranks(phases, rank, warmup=0, steps=cell.steps)
     times.warmup_ms = warmup.samples_ms.get(WHOLE, [])
-    peak = meter.peak_bytes()
+    peak, requested = meter.peak_bytes(), meter.requested_bytes()
     metrics = time_metrics(times, cell) + _clocks(readings) + losses
     if peak is not None:
         unit = "GiB, the most of any rank, construction excluded"
         metrics.append(Metric("peak_memory", unit, [largest(peak / GIB, rank)]))
+    if requested is not None:
+        metrics.append(Metric("peak_requested", "GiB, likewise, as asked for", [largest(requested / GIB, rank)]))
     if is_predictable(cell):
         metrics.append(Metric("predicted_peak", "GiB, of a rank", [needed / GIB]))
     if cell.repeat == 0:

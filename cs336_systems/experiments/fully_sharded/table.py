@@ -93,6 +93,7 @@ FULLY_SHARDED = ResultTable(
             note="of the fullest rank",
         ),
         Column("peak GiB", "peak_memory"),
+        Column("requested GiB", "peak_requested", ".3f", rank=2, optional=True, note="before the allocator rounds up"),
         Column("predicted GiB", "predicted_peak", rank=2, optional=True, note="the peak"),
         Column("MHz", "sm_mhz", ".0f", rank=2, optional=True, note="clock of rank 0's GPU in the timed steps"),
         Column("W", "power_w", ".0f", rank=2, optional=True, note="its power"),
