@@ -137,7 +137,8 @@ class DDP(nn.Module):
     Raises:
         RuntimeError: there is no process group.
         ValueError: ranks differ in names, shapes, dtypes, memory formats or options (every rank raises); a tensor is on
-            the meta device, wrapped already or sharded by FSDP; ``communication_dtype`` is not a floating-point one.
+            the meta device, wrapped already or sharded by FSDP; ``communication_dtype`` is not a floating-point one;
+            this rank is not in the process group.
     """
 
     def __init__(
@@ -153,6 +154,8 @@ class DDP(nn.Module):
         super().__init__()
         if not dist.is_initialized():
             raise RuntimeError(f"{type(self).__name__} needs a process group: join one first")
+        if process_group is not None and dist.get_rank(process_group) < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not in the process group of this {type(self).__name__}")
         for name, child in module.named_modules():
             if isinstance(child, FSDP) or is_unit(child):
                 place = f"its {name}" if name else "it"

@@ -5,8 +5,8 @@ Forward and backward are one list of runs (``fsdp_runs.py``), walked to its end 
     forward   run i    gather its groups (unless they were gathered ahead), start the gathers of the next ``prefetch``
                        runs, wait for its own, run, free
     backward  run i    the gradient has reached an output of it: free the groups that only later runs used, take the
-                       gradients of the freed ones, gather its own and those of the ``prefetch`` runs before it, start
-                       the reductions, wait
+                       gradients of the freed ones, gather its own and those of the ``prefetch`` runs before it, send
+                       the gradients, wait
 
 Backward walks the list whole. A run that this rank's gradient passes by is gathered and reduced in its place all the
 same, as other ranks may compute with it. A group that several runs use stays between the first and the last of them, in
@@ -346,8 +346,8 @@ class Schedule:
             if group not in needed and not forward.uses(group, number):
                 del backward.producing[group]
                 self.gradients.take(group)
-        # Once gradients are cast and those of the group before are averages there is room for weights, which are needed
-        # sooner than averages.
+        # Once gradients are cast, and those before them averages, there is room for weights. These are gathered before
+        # the last gradients are sent, as they are needed sooner.
         for each in window:
             for group in each.unit.groups:
                 group.gather()

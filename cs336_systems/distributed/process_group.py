@@ -201,7 +201,7 @@ def alone(rank: Rank) -> Iterator[Rank]:
 
 
 _limited: dict[int, dist.ProcessGroup] = {}
-"""The groups of ``limited_group`` by their most thread blocks; they end with the default group."""
+"""The groups of ``limited_group`` by their most thread blocks; they are left with the default group that made them."""
 
 
 def limited_group(rank: Rank, max_ctas: int) -> dist.ProcessGroup:

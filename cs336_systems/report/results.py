@@ -69,21 +69,26 @@ class Line:
         """The line that differs from this one in these settings alone."""
         return self.lines.get(tuple((self.settings | settings).values()))
 
+    def run_beside(self, line: "Line", columns: Collection[str]) -> pd.DataFrame:
+        """The newest of this cell's runs that agrees with the run of another line in the columns; empty without one."""
+        names = [name for name in columns if name in line.last]
+        rows = self.rows[(self.rows[names] == line.last[names]).all(axis=1)]
+        return newest_run(rows) if len(rows) else rows
+
     def over(self, metric: str, peer: "Line | None") -> float | None:
         """A metric over the peer's, None if one of the two lacks it."""
         own, other = self.median(metric), peer.median(metric) if peer else None
         return None if own is None or not other else own / other
 
     def repeats_over(self, metric: str, peer: "Line | None") -> Spread | None:
-        """The metric's ratios to the peer's in the same command on one host, by repeat; None if that measured no two.
+        """The metric's ratios to the peer's in the same command, by repeat; None if that has not measured both.
 
         The peer may have been measured again since, by another command, and be shown as of that.
         """
         if peer is None or metric not in self.metrics:
             return None
-        names = [name for name in _ONE_RUN if name in self.last]
-        beside = peer.rows[(peer.rows[names] == self.last[names]).all(axis=1)]
-        if beside.empty or metric not in set((run := newest_run(beside))["metric"]):
+        run = peer.run_beside(self, _ONE_RUN)
+        if metric not in set(run["metric"]):
             return None
         ratios = (by_repeat(self.run, metric) / by_repeat(run, metric)).dropna()
         return Spread(ratios.median(), ratios.min(), ratios.max()) if len(ratios) else None

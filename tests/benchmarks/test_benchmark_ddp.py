@@ -93,8 +93,11 @@ def test_the_table_scales_against_one_rank_of_the_same_rung():
     assert DATA_PARALLEL.of(outcome_rows([outcome(in_turns, 10.0), outcome(two, 12.5)])).frame[
         "scaling %"
     ].tolist() == [*("100.0", "80.0")]
-    elsewhere = outcome(two, 12.5, host="another")
-    assert DATA_PARALLEL.of(outcome_rows([outcome(one, 10.0), elsewhere])).frame["scaling %"].tolist() == ["100.0", "–"]
+    for elsewhere in (outcome(two, 12.5, host="another"), outcome(two, 12.5, commit="another")):
+        shown = DATA_PARALLEL.of(outcome_rows([outcome(one, 10.0), elsewhere])).frame["scaling %"]
+        assert shown.tolist() == ["100.0", "–"]
+    again = [outcome(one, 10.0, commit="a"), outcome(two, 12.5, commit="a"), outcome(one, 8.0, commit="b")]
+    assert DATA_PARALLEL.of(outcome_rows(again)).frame["scaling %"].tolist() == ["100.0", "80.0"]
 
 
 def test_few_thread_blocks_are_a_cell_of_their_own_and_scale_against_one_rank_which_sends_nothing():

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cs336_systems.distributed.buckets import MIB
 from cs336_systems.distributed.ddp import BucketedDDP
 from cs336_systems.distributed.process_group import Rank, alone, limited_group
 from cs336_systems.distributed.spawn import spawn
@@ -50,7 +51,7 @@ def pairs_average_apart(rank: Rank):
             model.zero_grad()
 
 
-def unused_parameters_and_order_are_a_pairs_own(rank: Rank):
+def unused_parameters_are_a_pairs_own(rank: Rank):
     """In the second pair nobody uses the last two branches; in the first each is used by one of the two."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair, group = rank.rank // 2, groups[rank.rank // 2]
@@ -62,6 +63,38 @@ def unused_parameters_and_order_are_a_pairs_own(rank: Rank):
             with_gradient = [branch.weight.grad is not None for branch in model.module.branches]
             assert with_gradient == ([True, True, True], [True, False, False])[pair]
             model.zero_grad()
+
+
+def models_and_the_order_of_buckets_are_a_pairs_own(rank: Rank):
+    """The pairs have different models, which become ready in different orders."""
+
+    class Twice(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(2))
+
+        def forward(self, x):
+            for i in order:
+                x = torch.tanh(self.layers[i](x))
+            return x
+
+    pair = rank.rank // 2
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][pair]
+    width, order = (3, [0, 1]) if pair == 0 else (5, [1, 0])
+    model = BucketedDDP(Twice(width), bucket_size_mb=4 * width * width / MIB, process_group=group)
+    for _ in range(2):
+        backward(model, torch.randn(2, width))
+    weights = [model.module.layers[i].weight for i in reversed(order)]
+    assert [bucket.parameters for bucket in model._buckets] == [[weight] for weight in weights]
+
+
+def one_that_is_not_in_the_group_is_told(rank: Rank):
+    group = dist.new_group([0])
+    if rank.rank == 0:
+        BucketedDDP(nn.Linear(2, 2), process_group=group)
+        return
+    with pytest.raises(ValueError, match="rank 1 is not in the process group of this BucketedDDP"):
+        BucketedDDP(nn.Linear(2, 2), process_group=group)
 
 
 def a_wrapper_with_a_group_is_not_copied(rank: Rank):
@@ -78,12 +111,26 @@ def gloo_has_no_thread_blocks(rank: Rank):
         limited_group(rank, 0)
 
 
-@pytest.mark.parametrize("check", [pairs_average_apart, unused_parameters_and_order_are_a_pairs_own])
+@pytest.mark.parametrize(
+    "check",
+    [
+        pairs_average_apart,
+        unused_parameters_are_a_pairs_own,
+        models_and_the_order_of_buckets_are_a_pairs_own,
+    ],
+)
 def test_some_of_the_ranks(check):
     spawn(check, 4, timeout_s=60)
 
 
-@pytest.mark.parametrize("check", [a_wrapper_with_a_group_is_not_copied, gloo_has_no_thread_blocks])
+@pytest.mark.parametrize(
+    "check",
+    [
+        one_that_is_not_in_the_group_is_told,
+        a_wrapper_with_a_group_is_not_copied,
+        gloo_has_no_thread_blocks,
+    ],
+)
 def test_what_is_refused(check):
     spawn(check, 2, timeout_s=60)
 

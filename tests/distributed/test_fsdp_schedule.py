@@ -105,6 +105,10 @@ def reductions_are_issued_while_backward_goes_on(rank):
     reductions = [i for i, kind in enumerate(kinds) if kind == KINDS["reduce-scatter"]]
     assert len(reductions) == len(fsdp.groups) == 5
     assert sum(i < last_product for i in reductions) == 3  # all but the first block and the tied embedding
+    # A gather is sent before the reduction that backward comes to with it: its weights are needed sooner.
+    sent = [kind for kind in kinds if kind != MATMUL]
+    gather, reduction = KINDS["all-gather"], KINDS["reduce-scatter"]
+    assert sent == [gather, gather, *(2 * [gather, reduction]), *(3 * [reduction])]
     products_before_gathers = [kinds[:i].count(MATMUL) for i, kind in enumerate(kinds) if kind == KINDS["all-gather"]]
     assert products_before_gathers == [0, 2, 6, 10]  # each before the products of the unit that comes first
 

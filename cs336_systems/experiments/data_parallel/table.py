@@ -2,6 +2,7 @@
 
 from cs336_systems.experiments.options import RECIPE
 from cs336_systems.experiments.ranked import SENT, sent_mib
+from cs336_systems.harness.runs import pooled
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
 _PEER, _PEER_BUCKET_MIB = "torch", "25"
@@ -21,15 +22,16 @@ _EFFORT = dict.fromkeys(("warmup", "steps"))
 
 
 def _scaling(line: Line) -> float | None:
-    """Tokens/s over as many times those of the same rung on one rank, by the same commit on the same host, in percent.
+    """Tokens/s over as many times those of the same rung on one rank, by the same commit on the same CPUs, in percent.
 
     The two may differ in how many steps were timed.
     """
-    wanted = line.settings | _ALONE | _EFFORT
-    for alone in line.lines.values():
-        here = all(alone.last.get(name) == line.last.get(name) for name in ("host", "commit"))
-        if here and alone.settings | _EFFORT == wanted and (ratio := line.over("tokens_per_s", alone)) is not None:
-            return 100 * ratio / line.settings["world_size"]
+    own, wanted = line.median("tokens_per_s"), line.settings | _ALONE | _EFFORT
+    for other in line.lines.values():
+        if own is not None and other.settings | _EFFORT == wanted:
+            alone = pooled(other.run_beside(line, ("host", "commit")))
+            for rate in alone.loc[alone["metric"] == "tokens_per_s", "median"]:
+                return 100 * own / rate / line.settings["world_size"]
     return None
 
 

@@ -42,6 +42,7 @@ from cs336_systems.profiling.gather_waits import GatherWaits
 from cs336_systems.profiling.rank_traces import breakdown_metrics, communication_metrics, record_phases_of_ranks
 from cs336_systems.profiling.traces import kineto
 
+_OF_A_STEP = "GiB, the most of any rank, construction excluded"
 _WATCHED_STEPS = 3
 """In which waits for weights are timed; no more than are timed as a whole."""
 
@@ -150,10 +151,9 @@ def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, effort: Effort 
     peak, requested = meter.peak_bytes(), meter.requested_bytes()
     metrics = time_metrics(times, cell) + _clocks(readings) + losses
     if peak is not None:
-        unit = "GiB, the most of any rank, construction excluded"
-        metrics.append(Metric("peak_memory", unit, [largest(peak / GIB, rank)]))
+        metrics.append(Metric("peak_memory", _OF_A_STEP, [largest(peak / GIB, rank)]))
     if requested is not None:
-        metrics.append(Metric("peak_requested", "GiB, likewise, as asked for", [largest(requested / GIB, rank)]))
+        metrics.append(Metric("peak_requested", f"{_OF_A_STEP}, not rounded up", [largest(requested / GIB, rank)]))
     if is_predictable(cell):
         metrics.append(Metric("predicted_peak", "GiB, of a rank", [needed / GIB]))
     if cell.repeat == 0:
