@@ -211,10 +211,10 @@ class Sharded(Whole):
         tied = {0} if self._group(self.head_unit) == 0 else set()
         for group in self.gathered - window - tied:
             self._free(group)
-        for each in sorted(window, reverse=True):
-            self._gather(each)
         if unit < self.head_unit and self._group(unit + 1) != 0:
             self._reduce(unit + 1)
+        for each in sorted(window, reverse=True):
+            self._gather(each)
 
     def _reduce(self, unit: int) -> None:
         self._finish_reduction()

@@ -4,54 +4,26 @@ Tensors are real here, as FSDP frees memory under tensors that live on; their va
 """
 
 import gc
-import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # registers the backend
 
 from cs336_systems.config import PRECISIONS, ModelConfig, Recipe
 from cs336_systems.costs.kept import STORED
 from cs336_systems.costs.memory import PeakMemory
 from cs336_systems.costs.written_out import written_out_peak
-from cs336_systems.distributed import FSDP, fsdp_agreement, fsdp_parameters
+from cs336_systems.distributed import FSDP
 from cs336_systems.model import TransformerBlock
 from cs336_systems.training.backward_update import BackwardUpdate
 from cs336_systems.training.parallel import _travel
+from tests.distributed.one_rank import ResizedBytes, first_of
 
-from .test_memory import LiveBytes
 from .test_written_out import CONFIGS, QUANTIZED, SCALARS, noted_bytes
 from .unlaunched import CHUNK, leave_out_launches, unlaunched_model
 
 PARTS_TABLE = 7 * (6 * 8 + 4)
 """Bytes of the table by which a block's rows are quantized, each of its seven parameters a chunk."""
-
-
-class ResizedBytes(LiveBytes):
-    """Live bytes where storages are resized as well; ``resize_`` must be told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._sizes: dict[int, int] = {}
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if storage.device.type == "meta":
-            return
-        if key not in self._sizes:
-            self._sizes[key] = 0
-            weakref.finalize(storage, self._drop, key)
-        self.resize(storage)
-
-    def _drop(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
-
-    def resize(self, storage: torch.UntypedStorage) -> None:
-        self.now += storage.nbytes() - self._sizes[storage._cdata]
-        self._sizes[storage._cdata] = storage.nbytes()
-        self.peak = max(self.peak, self.now)
 
 
 @pytest.fixture
@@ -61,24 +33,12 @@ def one_of_two(monkeypatch) -> Iterator[ResizedBytes]:
     gc.disable()
     thresholds = gc.get_threshold()
     leave_out_launches(monkeypatch)
-    live, resize = ResizedBytes(), torch.UntypedStorage.resize_
-
-    def watched_resize(storage: torch.UntypedStorage, size: int) -> None:
-        resize(storage, size)
-        live.resize(storage)
-
-    monkeypatch.setattr(torch.UntypedStorage, "resize_", watched_resize)
-    monkeypatch.setattr(fsdp_agreement.Agreement, "check", lambda self, what, flags=(): list(flags))
-    # As on GPUs, where nothing is packed.
-    gather = lambda group, outputs, inputs: group.allgather_into_tensor_coalesced(outputs, inputs)  # noqa: E731
-    monkeypatch.setattr(fsdp_parameters, "all_gather", gather)
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
     try:
-        yield live
+        with first_of(2, monkeypatch) as live:
+            yield live
     finally:
         gc.set_threshold(*thresholds)
         gc.enable()
-        dist.destroy_process_group()
 
 
 def compare(
@@ -125,7 +85,7 @@ def compare(
         ("deep", 300, "products-residual", "flash", 2, "block 8, attention backward"),
         ("deep", 16, "all", "hopper", 0, "block 0, attention backward"),
         ("words", 300, "products", "hopper", 1, "loss"),
-        ("words", 16, "input", "hopper", 1, "block 1, attention backward"),
+        ("words", 16, "input", "hopper", 1, "embedding backward"),
         ("tied", 300, "attention", "hopper", 1, "block 1, attention backward"),
         ("tied-words", 300, "products", "hopper", 1, "loss"),
     ],
