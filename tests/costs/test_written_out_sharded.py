@@ -28,17 +28,10 @@ PARTS_TABLE = 7 * (6 * 8 + 4)
 
 @pytest.fixture
 def one_of_two(monkeypatch) -> Iterator[ResizedBytes]:
-    """The first rank of two, alone, and without Python's collector: what nobody needs must go by itself."""
-    gc.collect()
-    gc.disable()
-    thresholds = gc.get_threshold()
+    """The first rank of two, alone."""
     leave_out_launches(monkeypatch)
-    try:
-        with first_of(2, monkeypatch) as live:
-            yield live
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.enable()
+    with first_of(2) as live:
+        yield live
 
 
 def compare(

@@ -4,6 +4,7 @@ Nothing arrives (torch's fake process group), and collectives are asked for as o
 CPU's takes memory.
 """
 
+import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +57,9 @@ class ResizedBytes(TorchDispatchMode):
     def _drop(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
 
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._sizes
+
     def resize(self, storage: torch.UntypedStorage) -> None:
         self.now += storage.nbytes() - self._sizes[storage._cdata]
         self._sizes[storage._cdata] = storage.nbytes()
@@ -63,23 +67,32 @@ class ResizedBytes(TorchDispatchMode):
 
 
 @contextmanager
-def first_of(world_size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[ResizedBytes]:
-    """Inside, this process is rank 0 of the world, with which the others agree in everything."""
+def first_of(world_size: int) -> Iterator[ResizedBytes]:
+    """Inside, this process is rank 0 of the world, with which the others agree in everything.
+
+    Python's collector is off: what nobody needs must go by itself.
+    """
     live, resize = ResizedBytes(), torch.UntypedStorage.resize_
 
     def watched_resize(storage: torch.UntypedStorage, size: int) -> None:
         resize(storage, size)
-        if storage._cdata in live._sizes:
+        if live.knows(storage):
             live.resize(storage)
 
-    monkeypatch.setattr(torch.UntypedStorage, "resize_", watched_resize)
-    monkeypatch.setattr(fsdp, "check_same_across_ranks", lambda *_: None)
-    monkeypatch.setattr(fsdp_agreement.Agreement, "check", lambda self, what, flags=(): list(flags))
-    # As on GPUs, where nothing is packed.
-    gather = lambda group, outputs, inputs: group.allgather_into_tensor_coalesced(outputs, inputs)  # noqa: E731
-    monkeypatch.setattr(fsdp_parameters, "all_gather", gather)
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
-    try:
-        yield live
-    finally:
-        dist.destroy_process_group()
+    gc.collect()
+    gc.disable()
+    thresholds = gc.get_threshold()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "resize_", watched_resize)
+        patch.setattr(fsdp, "check_same_across_ranks", lambda *_: None)
+        patch.setattr(fsdp_agreement.Agreement, "check", lambda self, what, flags=(): list(flags))
+        # As on GPUs, where nothing is packed.
+        gather = lambda group, outputs, inputs: group.allgather_into_tensor_coalesced(outputs, inputs)  # noqa: E731
+        patch.setattr(fsdp_parameters, "all_gather", gather)
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
+        try:
+            yield live
+        finally:
+            dist.destroy_process_group()
+            gc.set_threshold(*thresholds)
+            gc.enable()
