@@ -51,9 +51,10 @@ def _group(parallel: Parallel, rank: Rank) -> dist.ProcessGroup | None:
 
 def _torch_ddp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
     """Gradients as bucket views, as ours has them; otherwise torch's defaults, such as a first bucket of 1 MiB."""
+    group = _group(parallel, rank)
     replica = nn.parallel.DistributedDataParallel(
         model,
-        process_group=_group(parallel, rank),
+        process_group=group,
         bucket_cap_mb=parallel.bucket_size_mb,
         gradient_as_bucket_view=True,
         broadcast_buffers=False,
@@ -61,7 +62,7 @@ def _torch_ddp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Modul
     if parallel.communication_dtype == "bf16":
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-        replica.register_comm_hook(_group(parallel, rank), bf16_compress_hook)
+        replica.register_comm_hook(group, bf16_compress_hook)
     return replica
 
 

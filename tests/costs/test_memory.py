@@ -5,7 +5,6 @@ fake tensors, which have sizes and lifetimes but no bytes; on CUDA with measurem
 """
 
 import functools
-import weakref
 from collections import Counter
 from dataclasses import replace
 from math import prod
@@ -17,8 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from cs336_systems.config import MODEL_SIZES, MODES, PRECISIONS, ModelConfig, Precision, resolve_size
 from cs336_systems.costs.activations import (
@@ -42,6 +39,7 @@ from cs336_systems.costs.memory import (
 from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
 from cs336_systems.training import TrainingCase, assemble, cross_entropy
 from cs336_systems.training.precision import autocast, parameter_dtype
+from tests.live_bytes import LiveBytes
 
 GIB = 1024**3
 CPU = torch.device("cpu")
@@ -191,34 +189,6 @@ def test_states_are_those_that_a_step_leaves(config, precision):
 
 
 # ---- the peak, against what is alive
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operations made and something still refers to: ``now``, and their ``peak``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._alive: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage())
-        return made
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, n_bytes = storage._cdata, storage.nbytes()
-        if key not in self._alive:
-            self._alive.add(key)
-            self.now += n_bytes
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._drop, key, n_bytes)
-
-    def _drop(self, key: int, n_bytes: int) -> None:
-        self._alive.remove(key)
-        self.now -= n_bytes
 
 
 def alive_at_peak(

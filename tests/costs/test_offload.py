@@ -13,8 +13,8 @@ from cs336_systems.costs.offload import host_bytes, offload_reason, offloaded
 from cs336_systems.costs.written_out import written_out_peak
 from cs336_systems.operators.pinned import Slab
 from cs336_systems.pretraining.options import TrainOptions
+from tests.live_bytes import LiveBytes
 
-from .test_memory import LiveBytes
 from .test_written_out import CONFIGS
 from .unlaunched import CHUNK, leave_out_launches, unlaunched_model
 

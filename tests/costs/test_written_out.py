@@ -20,8 +20,8 @@ from cs336_systems.costs.written_out import written_out_peak
 from cs336_systems.harness.fit import predicted_bytes
 from cs336_systems.harness.memory import cublas_workspace_bytes
 from cs336_systems.training import TrainingCase, assemble, random_batch
+from tests.live_bytes import LiveBytes
 
-from .test_memory import LiveBytes
 from .unlaunched import CHUNK, leave_out_launches, unlaunched_model
 
 PLAIN = ModelConfig("plain", d_model=128, d_ff=352, n_layers=3, n_heads=2, vocab_size=500, context_length=304)

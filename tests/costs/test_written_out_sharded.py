@@ -17,7 +17,8 @@ from cs336_systems.distributed import FSDP
 from cs336_systems.model import TransformerBlock
 from cs336_systems.training.backward_update import BackwardUpdate
 from cs336_systems.training.parallel import _travel
-from tests.distributed.one_rank import ResizedBytes, first_of
+from tests.distributed.one_rank import first_of
+from tests.live_bytes import LiveBytes
 
 from .test_written_out import CONFIGS, QUANTIZED, SCALARS, noted_bytes
 from .unlaunched import CHUNK, leave_out_launches, unlaunched_model
@@ -27,15 +28,17 @@ PARTS_TABLE = 7 * (6 * 8 + 4)
 
 
 @pytest.fixture
-def one_of_two(monkeypatch) -> Iterator[ResizedBytes]:
-    """The first rank of two, alone."""
+def one_of_two(monkeypatch) -> Iterator[LiveBytes]:
+    """The first rank of two, alone; ``compare`` may change when Python's collector comes."""
     leave_out_launches(monkeypatch)
+    thresholds = gc.get_threshold()
     with first_of(2) as live:
         yield live
+    gc.set_threshold(*thresholds)
 
 
 def compare(
-    live: ResizedBytes,
+    live: LiveBytes,
     config: ModelConfig,
     seq_len: int,
     keep: str,

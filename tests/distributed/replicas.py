@@ -19,11 +19,11 @@ def gradients(model):
     return [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
 
 
-def averaged(tensor):
-    """The mean of a tensor over ranks."""
+def averaged(tensor, group=None):
+    """The mean of a tensor over the ranks of a group."""
     tensor = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(tensor)
-    return tensor / dist.get_world_size()
+    dist.all_reduce(tensor, group=group)
+    return tensor / dist.get_world_size(group)
 
 
 def local_gradients(model, loss):

@@ -15,15 +15,9 @@ from cs336_systems.distributed.process_group import Rank, alone, limited_group
 from cs336_systems.distributed.spawn import spawn
 
 from .checks import on_gpus
-from .replicas import backward, gradients, local_gradients
+from .replicas import averaged, backward, gradients, local_gradients
 from .test_ddp import LADDER
 from .toys import Branches, Toy
-
-
-def mean_over(tensor, group):
-    tensor = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(tensor, group=group)
-    return tensor / dist.get_world_size(group)
 
 
 def pairs_average_apart(rank: Rank):
@@ -43,7 +37,7 @@ def pairs_average_apart(rank: Rank):
         for _ in range(2 + first):
             x = torch.randn(3, 6)
             dist.broadcast(module.offset, group=group, group_src=0)
-            expected = [mean_over(g, group) for g in local_gradients(module, module(x).square().sum())]
+            expected = [averaged(g, group) for g in local_gradients(module, module(x).square().sum())]
             module.offset.fill_(rank.rank)  # a forward takes over that of the pair's first rank
             backward(model, x)
             assert (module.offset == first).all()

@@ -68,18 +68,18 @@ class DataParallelCell(RankedCase):
         """In file names."""
         bucket = "" if self.bucket_size_mb is None else f"-{self.bucket_size_mb:g}mb"
         sent = "" if self.communication_dtype == "same" else f"-sent-{self.communication_dtype}"
-        blocks = f"-{self.max_ctas}ctas" if self.max_ctas else ""
+        limit = f"-{self.max_ctas}ctas" if self.max_ctas else ""
         compiled = "-compiled" if self.compiled else f"-{self.kernels}-keep-{self.keep}" if self.written_out else ""
         several = f"-{self.accumulate}x" if self.accumulate != 1 else ""
         turn = f"-{self.repeat}" if self.repeat else ""
-        sending = f"{self.ddp}{bucket}{sent}{blocks}"
+        sending = f"{self.ddp}{bucket}{sent}{limit}"
         return f"{self.size}-{self.dtype}{compiled}{several}-{sending}-{self.world_size}ranks{turn}"
 
     def __str__(self) -> str:
         bucket = "" if self.bucket_size_mb is None else f" {self.bucket_size_mb:g} MiB"
         sent = "" if self.communication_dtype == "same" else f" sent as {self.communication_dtype}"
-        blocks = f" by {self.max_ctas} thread blocks" if self.max_ctas else ""
-        return f"{self.ddp}{bucket}{sent}{blocks} on {self.world_size} ranks: {super().__str__()}"
+        limit = f" by {self.max_ctas} thread blocks" if self.max_ctas else ""
+        return f"{self.ddp}{bucket}{sent}{limit} on {self.world_size} ranks: {super().__str__()}"
 
 
 def make_cells(options: Options) -> list[DataParallelCell]:
