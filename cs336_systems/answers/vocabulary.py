@@ -24,6 +24,7 @@ from cs336_systems.answers.quantizing import quantizing_table
 from cs336_systems.answers.rendering import Pending
 from cs336_systems.answers.training_rates import fp8_rates_table, llmq_rates, training_rates_table
 from cs336_systems.answers.training_runs import best_evaluation, console_lines, last_record
+from cs336_systems.answers.training_scaling import scaling_table
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.communication import cost
 from cs336_systems.costs.fsdp import model_units, state_bytes
@@ -169,7 +170,7 @@ TABLES = (
     profiles.stages_table,
     *(memory.peaks_table, memory.largest_table, memory.residuals_table, memory.checkpoint_table),
     memory.segments_table,
-    *(training_rates_table, fp8_rates_table, quantizing_table),
+    *(training_rates_table, fp8_rates_table, scaling_table, quantizing_table),
     collectives_table,
     *(predictions.collectives_predictions, predictions.ddp_predictions),
     *(predictions.sharded_predictions, predictions.fsdp_predictions),
