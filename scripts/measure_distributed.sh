@@ -42,10 +42,10 @@
 #   leaderboard-gathers        190  gathers in collectives, and by copies
 #   leaderboard-fp8             70  with products of blocks in fp8, which is outside the rules of the class
 #   ddp-four                   475  both editions' xl on four: every rung in fp32; bucketed and torch's on two and on one
-#   ddp-four-ctas              150  bucketed with at most eight thread blocks of NCCL beside as many as it chooses; on one
+#   ddp-four-ctas              300  bucketed with at most 4 to 16 thread blocks of NCCL beside as many as it chooses; on one
 #   fsdp-four                  150  both in fp32 and bf16-compute on four: ours and FSDP2
-#   leaderboard-four           290  the leaderboard's step on four, one sequence each: beside FSDP2 with attention kept;
-#                                   with more kept, as the memory planner chooses
+#   leaderboard-four           350  the leaderboard's step on four, one sequence each: beside FSDP2 with attention kept;
+#                                   with more kept, as the memory planner chooses, beside products alone
 #
 # Parts ddp-xl, -autocast and -one-rank write to FOLDER/ddp, fsdp-more to FOLDER/fsdp, the other -xl likewise, and
 # every other part to a folder of its own, pictures of traces to ddp and fsdp; uv run scripts/report.py --adopt
@@ -94,7 +94,7 @@ for part in "$@"; do
         launch "$n"
       done ;;
     ddp-four-ctas)
-      turns benchmark_ddp --size 2.7b xl --ddp bucketed --max-ctas 0 8 --local-steps 3
+      turns benchmark_ddp --size 2.7b xl --ddp bucketed --max-ctas 0 4 8 12 16 --local-steps 3
       launch 4
       ranks benchmark_ddp --size 2.7b xl --ddp bucketed --local-steps 3
       launch 1 ;;
@@ -157,6 +157,7 @@ for part in "$@"; do
           ranks benchmark_fsdp "${step[@]}" "${best[@]}" --peer-checkpoint keep-attention
           launch 4
           ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --memory-budget-gib 130 "${short[@]}"
+          ranks benchmark_fsdp "${step[@]}" "${best[@]}" "${short[@]}"
           launch 4 ;;
         leaderboard-attempts)
           ranks benchmark_fsdp "${step[@]}" "${ours[@]}" --memory-budget-gib 134 ;;
