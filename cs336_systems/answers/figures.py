@@ -110,7 +110,7 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_mixed_precision.png": of_rows(speedups_figure, "context-512"),
         "h200_checkpointing.png": of_rows(frontier_figure, "checkpointing", context_length=2048),
         "h200_collectives.png": of_rows(
-            _all_reduce_figure, "collectives", device="cuda", dtype="fp32", collective="all_reduce"
+            collectives_figure, "collectives", device="cuda", dtype="fp32", collective="all_reduce"
         ),
         "h200_sharded_optimizer.png": of_rows(memory_figure, "sharded-optimizer"),
         "h200_attention_bf16_d64.png": of_rows(attention_figure, "attention-flash-bf16", d_head=64, impl=ON_ONE_HOST),
@@ -137,11 +137,6 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "fsdp_scaling.png": Drawing(scaling_figure, lambda: (arithmetic.WORKLOAD, arithmetic.H100, 8192)),
         "goodput.png": Drawing(goodput_figure, lambda: (labelled,)),
     }
-
-
-def _all_reduce_figure(rows: pd.DataFrame) -> Figure | None:
-    # Worlds of two and four were measured on two hosts of the same GPU, and are one figure.
-    return collectives_figure(rows.assign(host=""))
 
 
 def _with_others(rows: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, dict[str, float]]]:
