@@ -5,6 +5,7 @@ import pytest
 
 from cs336_systems.answers.committed import NotMeasured
 from cs336_systems.answers.training_scaling import scaling_table
+from cs336_systems.experiments.training.scaling import scaling_figure
 
 
 def rows(*runs):
@@ -41,5 +42,28 @@ def test_each_command_beside_its_own_rank():
 
 
 def test_without_one_rank_there_is_nothing_to_say():
+    alone = rows(("c", "stored", 4, 1, "collectives", "off", 500.0))
     with pytest.raises(NotMeasured, match="beside one"):
-        scaling_table(rows(("c", "stored", 4, 1, "collectives", "off", 500.0)))
+        scaling_table(alone)
+    assert scaling_figure(alone, 97.5) is None
+
+
+def test_a_mark_for_each_way_and_a_number_for_what_lies_outside():
+    figure = scaling_figure(
+        rows(
+            *(("a", "stored", 1, 1, "collectives", "off", 100.0), ("a", "stored", 4, 1, "collectives", "off", 390.0)),
+            *(("a", "stored", 4, 3, "copies", "off", 260.0), ("a", "stored", 4, 1, "collectives", "on", 400.0)),
+        ),
+        97.5,
+    )
+    (axes,) = figure.axes
+    drawn = {
+        str(marks.get_label()): [tuple(place) for place in marks.get_offsets() if place[0] >= axes.get_xlim()[0]]
+        for marks in axes.collections
+    }
+    assert drawn == {
+        **{"ZeRO-1": [(97.5, 0)], "ranks apart": [(100, 0)]},
+        **{"ZeRO-3, collectives": [], "ZeRO-3, copies": []},
+    }
+    assert [text.get_text() for text in axes.texts] == ["← 65"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["qwen2.5-7b, bf16, 4 ranks (aaaaaaa)"]
