@@ -19,11 +19,13 @@ from cs336_systems.experiments.options import RankedCase
 from cs336_systems.harness.clock import WHOLE, PhaseTimes
 from cs336_systems.harness.process import Cell
 from cs336_systems.harness.record import Metric, read_rows
+from cs336_systems.harness.runs import pooled
 from cs336_systems.harness.sweep import Outcome, outcome_rows
 from cs336_systems.harness.traffic import Event, Traffic
 from cs336_systems.profiling.traces import kineto
 from cs336_systems.profiling.traces.tables import TraceError
 from cs336_systems.report.block_timeline import draw_two_blocks
+from cs336_systems.report.results import Line
 from cs336_systems.report.show import show
 from cs336_systems.report.tables import Table
 from cs336_systems.report.timeline import draw_timeline
@@ -91,6 +93,29 @@ def sent_mib(metrics: Mapping[str, pd.Series], world_size: int) -> float | None:
     sent = metrics["sent"]
     factor = busbw_factor("all_reduce", world_size) if _PAYLOAD in sent["unit"] else 1.0
     return factor * float(sent["median"])
+
+
+SCALING = "tokens/s over those of one rank of the host and commit times the ranks"
+"""Note of a column of ``scaling``."""
+
+_TIMED = dict.fromkeys(("warmup", "steps"))
+
+
+def scaling(line: Line, **alone: object) -> float | None:
+    """Tokens/s over as many times those of the same settings on one rank, by the same commit on the same CPUs, in %.
+
+    The two may differ in how many steps were timed.
+
+    Args:
+        alone: what else one rank is asked, as it sends nothing.
+    """
+    own, wanted = line.median("tokens_per_s"), line.settings | alone | {"world_size": 1} | _TIMED
+    for other in line.lines.values():
+        if own is not None and other.settings | _TIMED == wanted:
+            one = pooled(other.run_beside(line, ("host", "commit")))
+            for rate in one.loc[one["metric"] == "tokens_per_s", "median"]:
+                return 100 * own / rate / line.settings["world_size"]
+    return None
 
 
 @dataclass(frozen=True)

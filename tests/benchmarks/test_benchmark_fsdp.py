@@ -220,3 +220,12 @@ def test_ways_that_differ_in_all_are_compared_by_their_fastest():
     frame = FULLY_SHARDED.of(parse_samples(pd.DataFrame(twins))).frame
     assert frame["/ FSDP2"][0][:5] == "0.713", "the one of the same settings, not the fastest"
     assert [cell[:5] for cell in frame["/ ours"]] == ["–", "–", "1.150"]
+
+
+def test_ranks_scale_against_one_of_the_same_implementation():
+    def rates(fsdp, rate, world_size):
+        (row,) = made_up(fsdp, (1,), world_size=world_size, steps=10 if world_size == 1 else 5)
+        return row | Metric("tokens_per_s", "1/s", [rate]).statistics()
+
+    rows = [rates("ours", 390.0, 4), rates("torch", 380.0, 4), rates("ours", 100.0, 1)]
+    assert list(FULLY_SHARDED.of(parse_samples(pd.DataFrame(rows))).frame["scaling %"]) == ["97.5", "–", "100.0"]

@@ -72,7 +72,7 @@ def test_each_part_times_ten_steps_after_five_in_rounds(part, tmp_path):
     for number, (ranks, question, arguments) in enumerate(commands(part, tmp_path)):
         cells, effort = grid(question, ranks, arguments)
         rounds = sorted({cell.repeat for cell in cells})
-        by_scale = part in ("ddp-four", "ddp-four-ctas") and ranks < 4  # what scaling is told by
+        by_scale = part in ("ddp-four", "ddp-four-ctas", "fsdp-four") and ranks < 4  # what scaling is told by
         if part not in IN_ONE_ROUND and not by_scale and len({cell.variant for cell in cells}) > 1:
             assert rounds == [0, 1], shlex.join(arguments)
         if part == "traces":

@@ -1,8 +1,7 @@
 """The rows of ``benchmark_ddp.py`` as a table: a line per rung, the step against the one without communication."""
 
 from cs336_systems.experiments.options import RECIPE
-from cs336_systems.experiments.ranked import SENT, sent_mib
-from cs336_systems.harness.runs import pooled
+from cs336_systems.experiments.ranked import SCALING, SENT, scaling, sent_mib
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
 _PEER, _PEER_BUCKET_MIB = "torch", "25"
@@ -14,25 +13,6 @@ def _over_torch(line: Line) -> Spread | None:
         return None
     bucket = line.settings["bucket_size_mb"] or _PEER_BUCKET_MIB
     return line.repeats_over("step", line.peer(ddp=_PEER, bucket_size_mb=bucket))
-
-
-_ALONE = {"world_size": 1, "max_ctas": 0}
-"""One rank sends nothing."""
-_EFFORT = dict.fromkeys(("warmup", "steps"))
-
-
-def _scaling(line: Line) -> float | None:
-    """Tokens/s over as many times those of the same rung on one rank, by the same commit on the same CPUs, in percent.
-
-    The two may differ in how many steps were timed.
-    """
-    own, wanted = line.median("tokens_per_s"), line.settings | _ALONE | _EFFORT
-    for other in line.lines.values():
-        if own is not None and other.settings | _EFFORT == wanted:
-            alone = pooled(other.run_beside(line, ("host", "commit")))
-            for rate in alone.loc[alone["metric"] == "tokens_per_s", "median"]:
-                return 100 * own / rate / line.settings["world_size"]
-    return None
 
 
 DATA_PARALLEL = ResultTable(
@@ -92,13 +72,7 @@ DATA_PARALLEL = ResultTable(
         Column("collectives", "collectives", ".0f", rank=3),
         Column("sent MiB", lambda line: sent_mib(line.metrics, line.settings["world_size"]), rank=3, note=SENT),
         Column("peak GiB", "peak_memory"),
-        Column(
-            "scaling %",
-            _scaling,
-            ".1f",
-            optional=True,
-            note="tokens/s over those of one rank of the host and commit times the ranks",
-        ),
+        Column("scaling %", lambda line: scaling(line, max_ctas=0), ".1f", optional=True, note=SCALING),
     ),
 )
 """One line per cell: times, exposed communication, throughput, and scaling from one rank."""

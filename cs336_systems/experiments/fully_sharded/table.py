@@ -1,7 +1,7 @@
 """The rows of ``benchmark_fsdp.py`` as a table: a line per implementation, memory by kind, waits, ratio to FSDP2."""
 
 from cs336_systems.experiments.options import RECIPE
-from cs336_systems.experiments.ranked import SENT, sent_mib
+from cs336_systems.experiments.ranked import SCALING, SENT, scaling, sent_mib
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
 _PEER = "torch"
@@ -82,6 +82,7 @@ FULLY_SHARDED = ResultTable(
         Column("backward ms", "backward", rank=2),
         Column("optimizer ms", "optimizer", rank=2),
         Column("tokens/s", "tokens_per_s", ",.0f"),
+        Column("scaling %", scaling, ".1f", optional=True, note=SCALING),
         Column("parameters GiB", "parameters", rank=3),
         Column("gradients GiB", "gradients", rank=3),
         Column("optimizer GiB", "optimizer_state", rank=3),
