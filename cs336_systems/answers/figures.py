@@ -38,7 +38,7 @@ from cs336_systems.experiments.parallelism.pipeline_figure import pipelines_figu
 from cs336_systems.experiments.sharded_optimizer.table import memory_figure
 from cs336_systems.experiments.streaming.figure import heatmap_figure
 from cs336_systems.experiments.training.figure import rates_figure
-from cs336_systems.experiments.training.scaling import scaling_figure as ranks_figure
+from cs336_systems.experiments.training.scaling import ranks_figure
 from cs336_systems.harness.record import DEFAULTS, NOT_RECORDED, OF_CAPS, OF_RUNS, OF_SHARDS
 from cs336_systems.pretraining.run_reader import Run
 from cs336_systems.report.figures import save
@@ -131,7 +131,7 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_leaderboard.png": of_rows(breakdown_figure, "leaderboard"),
         **{f"h200_leak_{name}.png": of_leak(name) for name in LEAKS},
         "h200_training.png": Drawing(rates_figure, lambda: _with_others(rows("training").frame())),
-        "h200_training_ranks.png": Drawing(ranks_figure, lambda: (rows("training-4").frame(), 97.5)),
+        "h200_training_ranks.png": Drawing(ranks_figure, lambda: (rows("training-4").frame(), 100 * 3.9 / 4)),
         "h200_run_first.png": Drawing(_run_figure, lambda: ("first", committed.run("first"))),
         "h200_run_100m.png": Drawing(_run_figure, lambda: ("100m", committed.run("100m"))),
         "attention_masks.png": Drawing(masks_figure, lambda: (1024,)),

@@ -5,7 +5,7 @@ import pytest
 
 from cs336_systems.answers.committed import NotMeasured
 from cs336_systems.answers.training_scaling import scaling_table
-from cs336_systems.experiments.training.scaling import scaling_figure
+from cs336_systems.experiments.training.scaling import ranks_figure
 
 
 def rows(*runs):
@@ -23,8 +23,8 @@ def rows(*runs):
 def test_each_command_beside_its_own_rank():
     table = scaling_table(
         rows(
-            *(("a", "e4m3", 1, 1, "collectives", "off", 100.0), ("a", "e4m3", 4, 1, "collectives", "off", 390.0)),
-            *(("a", "e4m3", 4, 3, "copies", "off", 370.0), ("a", "e4m3", 4, 1, "collectives", "on", 400.0)),
+            *(("a", "e4m3", 1, 1, "collectives", "off", 100.0), ("a", "e4m3", 4, 1, "collectives", "on", 400.0)),
+            *(("a", "e4m3", 4, 3, "copies", "off", 370.0), ("a", "e4m3", 4, 1, "collectives", "off", 390.0)),
             *(("b", "e4m3", 1, 1, "collectives", "off", 200.0), ("b", "e4m3", 2, 3, "collectives", "off", 350.0)),
             ("c", "e4m3", 4, 1, "collectives", "off", 500.0),  # beside no rank alone
         )
@@ -45,11 +45,11 @@ def test_without_one_rank_there_is_nothing_to_say():
     alone = rows(("c", "stored", 4, 1, "collectives", "off", 500.0))
     with pytest.raises(NotMeasured, match="beside one"):
         scaling_table(alone)
-    assert scaling_figure(alone, 97.5) is None
+    assert ranks_figure(alone, 97.5) is None
 
 
 def test_a_mark_for_each_way_and_a_number_for_what_lies_outside():
-    figure = scaling_figure(
+    figure = ranks_figure(
         rows(
             *(("a", "stored", 1, 1, "collectives", "off", 100.0), ("a", "stored", 4, 1, "collectives", "off", 390.0)),
             *(("a", "stored", 4, 3, "copies", "off", 260.0), ("a", "stored", 4, 1, "collectives", "on", 400.0)),

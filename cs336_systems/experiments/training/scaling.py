@@ -25,19 +25,20 @@ def over_one_rank(rows: pd.DataFrame) -> pd.DataFrame:
     newest, so that commands of several hosts stand below each other.
 
     Returns:
-        ``size``, ``recipe``, ``ranks``, ``commit`` and a column for each of ``WAYS``, NaN where it was not measured; no
-        line for a command without one rank.
+        ``size``, ``products`` (the recipe, bf16 where they are stored), ``ranks``, ``commit`` (its first seven digits)
+        and a column for each of ``WAYS``, NaN where it was not measured; no line for a command without one rank.
     """
     rates = rows[(rows["status"] == "ok") & (rows["metric"] == "tokens_per_s")]
     lines = []
     for (size, recipe, *command), runs in rates.groupby(["size", "recipe", *COMMAND], sort=False):
         one = runs.loc[runs["world_size"] == 1, "median"]
-        commit = dict(zip(COMMAND, command, strict=True))["commit"]
+        commit = str(dict(zip(COMMAND, command, strict=True))["commit"])[:7]
+        products = "bf16" if recipe == "stored" else recipe
         for ranks, shared in runs[runs["world_size"] > 1].groupby("world_size"):
             if len(one):
                 times = {way: _rate(shared, settings) / one.iloc[0] for way, settings in WAYS.items()}
-                lines.append({"size": size, "recipe": recipe, "ranks": ranks, "commit": commit} | times)
-    lines.sort(key=lambda line: (list(MODEL_SIZES).index(line["size"]), line["recipe"], line["ranks"]))
+                lines.append({"size": size, "products": products, "ranks": ranks, "commit": commit} | times)
+    lines.sort(key=lambda line: (list(MODEL_SIZES).index(line["size"]), line["products"], line["ranks"]))
     return pd.DataFrame(lines)
 
 
@@ -46,7 +47,7 @@ def _rate(runs: pd.DataFrame, settings: dict[str, object]) -> float:
     return found.iloc[0] if len(found) else float("nan")
 
 
-def scaling_figure(rows: pd.DataFrame, goal: float) -> Figure | None:
+def ranks_figure(rows: pd.DataFrame, goal: float) -> Figure | None:
     """The same as a share of the number of ranks, a line for each command and a mark for each way.
 
     Args:
@@ -65,7 +66,8 @@ def scaling_figure(rows: pd.DataFrame, goal: float) -> Figure | None:
         for place, share in zip(places, shares, strict=True):
             if share < _LEAST_DRAWN:
                 axes.annotate(f"← {share:.0f}", (_LEAST_DRAWN + 0.1, place), color=colour, va="center", fontsize=8)
-    axes.set_yticks(places, [_named(line) for _, line in lines.iterrows()], fontsize=8)
+    names = [f"{line.size}, {line.products}, {line.ranks} ranks ({line.commit})" for line in lines.itertuples()]
+    axes.set_yticks(places, names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(_LEAST_DRAWN, 101)
     axes.set_xlabel("tokens/s, % of the number of ranks times one rank in the same command", fontsize=9)
@@ -73,8 +75,3 @@ def scaling_figure(rows: pd.DataFrame, goal: float) -> Figure | None:
     dress(axes)
     figure.legend(loc="outside upper center", ncols=5, fontsize=8, frameon=False)
     return figure
-
-
-def _named(line: pd.Series) -> str:
-    products = "bf16" if line["recipe"] == "stored" else line["recipe"]
-    return f"{line['size']}, {products}, {line['ranks']} ranks ({line['commit'][:7]})"
