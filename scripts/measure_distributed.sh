@@ -43,7 +43,7 @@
 #   leaderboard-fp8             70  with products of blocks in fp8, which is outside the rules of the class
 #   ddp-four                   475  both editions' xl on four: every rung in fp32; bucketed and torch's on two and on one
 #   ddp-four-ctas              300  bucketed with at most 4 to 16 thread blocks of NCCL beside as many as it chooses; on one
-#   fsdp-four                  450  both in fp32 and bf16-compute on four, two and one: ours and FSDP2
+#   fsdp-four                  500  both in fp32 and bf16-compute on four, two and one: ours and FSDP2; DDP on one
 #   leaderboard-four           350  the leaderboard's step on four, one sequence each: beside FSDP2 with attention kept;
 #                                   with more kept, as the memory planner chooses, beside products alone
 #
@@ -102,10 +102,10 @@ for part in "$@"; do
       for size in 2.7b xl; do
         turns benchmark_fsdp --size "$size" --dtype fp32 bf16-compute --fsdp ours torch
         launch 4
-        for n in 2 1; do
-          ranks benchmark_fsdp --size "$size" --dtype fp32 bf16-compute --fsdp ours torch
-          launch "$n"
-        done
+        ranks benchmark_fsdp --size "$size" --dtype fp32 bf16-compute --fsdp ours torch
+        launch 2
+        ranks benchmark_fsdp --size "$size" --dtype fp32 bf16-compute --fsdp ours torch ddp # alone, DDP shares nothing
+        launch 1
       done ;;
     ddp)
       turns benchmark_ddp --size 2.7b --local-steps 3 --trace "$folder/ddp" --recorded naive overlapped ;;
