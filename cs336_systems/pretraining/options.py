@@ -149,7 +149,8 @@ class TrainOptions:
     cuda_graph: Literal["off", "on"] = "off"
     """Replay the step as a CUDA graph (with --optimizer torch-fused without the optimizer); one rank."""
     zero: Literal[0, 1, 2, 3] = 0
-    """State sharded among ranks: 0 none (DDP), 1 the optimizer's, 2 also gradients, 3 also parameters (FSDP)."""
+    """State sharded among ranks: 0 none (DDP), 1 the optimizer's, 2 also gradients, 3 also parameters (FSDP). One rank
+    has nobody to share with: there all are 0."""
     gather_by: GatherBy = "collectives"
     """How weights come together at --zero 3: in collectives; or by copies from the other ranks' memory, on one host."""
 
@@ -394,10 +395,10 @@ class TrainerCase(TrainingCase):
 
     @property
     def parallel(self) -> Parallel:
+        if self.world_size == 1:
+            return Parallel()  # FSDP would copy each weight to gather it from itself
         if self.zero == 3:
             return Parallel("fsdp", gather_by=self.gather_by)
-        if self.world_size == 1:
-            return Parallel()
         if self.zero == 0:
             return Parallel("bucketed")
         return Parallel(optimizer_state="scattered" if self.zero == 1 else "scattered-gradients")

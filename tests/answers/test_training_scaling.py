@@ -27,6 +27,7 @@ def test_each_command_beside_its_own_rank():
             *(("a", "e4m3", 4, 3, "copies", "off", 370.0), ("a", "e4m3", 4, 1, "collectives", "off", 390.0)),
             *(("b", "e4m3", 1, 1, "collectives", "off", 200.0), ("b", "e4m3", 2, 3, "collectives", "off", 350.0)),
             ("c", "e4m3", 4, 1, "collectives", "off", 500.0),  # beside no rank alone
+            *(("d", "e4m3", 1, 3, "collectives", "off", 90.0), ("d", "e4m3", 4, 3, "copies", "off", 370.0)),  # nor this
         )
     )
     assert table.frame.to_dict("records") == [

@@ -183,7 +183,7 @@ def test_steps_and_micro_batches_follow_from_tokens():
     [
         (0, 1, Parallel()),
         (1, 1, Parallel()),
-        (3, 1, Parallel("fsdp")),
+        (3, 1, Parallel()),
         (0, 2, Parallel("bucketed")),
         (1, 2, Parallel(optimizer_state="scattered")),
         (3, 2, Parallel("fsdp")),

@@ -52,7 +52,7 @@ class Options(RunOptions):
     world_size: tuple[int, ...] | None = None
     """Ranks, for ours; under torchrun those that it has started. [default: 1]"""
     zero: tuple[Literal[0, 1, 2, 3], ...] = (0,)
-    """State sharded among ranks, as for train.py; what has nobody to share with runs at the lowest of several."""
+    """State sharded among ranks, as for train.py; what has nobody to share with is at 0."""
     gather_by: tuple[GatherBy, ...] = ("collectives",)
     """At --zero 3, as for train.py."""
     apart: tuple[Switch, ...] = ("off",)
@@ -184,10 +184,9 @@ def make_cells(options: Options) -> list[TrainingRunCell]:
             own |= dict(zip(ways, values, strict=True))
             if own["world_size"] == 1:
                 own["apart"] = "off"
-            by_itself = own["world_size"] == 1 or own["apart"] == "on"
-            if how == "ours" and by_itself and own["zero"] != min(options.zero):
-                continue
-            if own["zero"] != 3 or by_itself:
+            if own["world_size"] == 1 or own["apart"] == "on":
+                own["zero"] = 0
+            if own["zero"] != 3:
                 own["gather_by"] = "collectives"
             cell = cell_of(TrainingRunCell, options, data=TrainingRunCell.data, **own)
             replace(cell, apart="off").train_options.micro_batches(cell.world_size)

@@ -23,8 +23,11 @@ def _over_apart(line: Line) -> Spread | None:
 
 
 def _over_unsharded(line: Line, **settings: Any) -> Spread | None:
-    """Tokens/s over those of the line with these settings, whose ranks share nothing, at whatever ZeRO level it ran."""
-    peers = (line.peer(zero=zero, gather_by="collectives", **settings) for zero in range(4))
+    """Tokens/s over those of the line with these settings, whose ranks share nothing.
+
+    Earlier rows say at which ZeRO level those were asked for: 1 and 2 do nothing there, 3 gathered what was whole.
+    """
+    peers = (line.peer(zero=zero, gather_by="collectives", **settings) for zero in range(3))
     return next(filter(None, (line.repeats_over("tokens_per_s", peer) for peer in peers)), None)
 
 

@@ -35,14 +35,14 @@ def test_what_others_do_not_have_is_asked_of_ours_alone():
 
 def test_one_rank_has_nobody_to_share_with_and_runs_once():
     cells = make_cells(replace(Options(), how=("ours",), world_size=(1, 2, 4), zero=(1, 3)))
-    assert [(cell.world_size, cell.zero) for cell in cells] == [(1, 1), (2, 1), (2, 3), (4, 1), (4, 3)]
+    assert [(cell.world_size, cell.zero) for cell in cells] == [(1, 0), (2, 1), (2, 3), (4, 1), (4, 3)]
 
 
 def test_weights_are_gathered_in_several_ways_where_they_are_gathered():
     asked = replace(Options(), how=("ours",), world_size=(1, 2), zero=(1, 3), gather_by=("collectives", "copies"))
     cells = make_cells(asked)
     found = [(cell.world_size, cell.zero, cell.gather_by) for cell in cells]
-    assert found == [(1, 1, "collectives"), (2, 1, "collectives"), (2, 3, "collectives"), (2, 3, "copies")]
+    assert found == [(1, 0, "collectives"), (2, 1, "collectives"), (2, 3, "collectives"), (2, 3, "copies")]
     assert [cell.train_options.gather_by for cell in cells] == [cell.gather_by for cell in cells]
     assert str(cells[-1]).endswith("on 2 ranks, ZeRO 3 by copies")
 
