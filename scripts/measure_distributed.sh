@@ -43,7 +43,7 @@
 #   leaderboard-fp8             70  with products of blocks in fp8, which is outside the rules of the class
 #   ddp-four                   475  both editions' xl on four: every rung in fp32; bucketed and torch's on two and on one
 #   ddp-four-ctas              300  bucketed with at most 4 to 16 thread blocks of NCCL beside as many as it chooses; on one
-#   fsdp-four                  500  both in fp32 and bf16-compute on four, two and one: ours and FSDP2; DDP on one
+#   fsdp-four                  440  both in fp32 and bf16-compute on four, two and one: ours and FSDP2; DDP on one
 #   leaderboard-four           350  the leaderboard's step on four, one sequence each: beside FSDP2 with attention kept;
 #                                   with more kept, as the memory planner chooses, beside products alone
 #

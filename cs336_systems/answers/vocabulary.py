@@ -82,7 +82,7 @@ def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
     pair: dict[str, Any] = {"size": "2.7b", "world_size": 2, "dtype": "fp32"}
     attended, profiled = ("impl", "d_head", "length"), ("size", "context_length", "mode")
     trained = ("size", "recipe", "world_size", "zero", "gather_by")
-    sharing: dict[str, Any] = {"zero": 1, "gather_by": "collectives", "apart": "off"}
+    sharing: dict[str, Any] = {"zero": [0, 1], "gather_by": "collectives", "apart": "off"}
     timed: dict[str, Any] = {"clock": "harness"}
     step: dict[str, Any] = {"mode": "step", "variant": ["eager", "compiled"]}
     return {
@@ -124,7 +124,7 @@ def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
         "ranks_h100": question("training-2", *trained, machine="h100", **sharing),
         "ddp_four": question("ddp-four", "ddp", "size", "world_size", dtype="fp32"),
         "ddp_four_ctas": question("ddp-four-ctas", "max_ctas", "size", "world_size", ddp="bucketed"),
-        "fsdp_four": question("fsdp-four", "fsdp", "size", dtype="fp32"),
+        "fsdp_four": question("fsdp-four", "fsdp", "size", "world_size", world_size=4, dtype="fp32"),
         "leaderboard_four": question("leaderboard-four", "fsdp"),
         "ranks_four": question("training-4", *trained, **sharing),
         "leaderboard_step": question("leaderboard", fsdp="ours"),
