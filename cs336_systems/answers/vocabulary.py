@@ -82,6 +82,7 @@ def questions(rows: Callable[..., Rows]) -> dict[str, Question]:
     pair: dict[str, Any] = {"size": "2.7b", "world_size": 2, "dtype": "fp32"}
     attended, profiled = ("impl", "d_head", "length"), ("size", "context_length", "mode")
     trained = ("size", "recipe", "world_size", "zero", "gather_by")
+    # One rank is at ZeRO 0, in earlier rows at what it was asked for.
     sharing: dict[str, Any] = {"zero": [0, 1], "gather_by": "collectives", "apart": "off"}
     timed: dict[str, Any] = {"clock": "harness"}
     step: dict[str, Any] = {"mode": "step", "variant": ["eager", "compiled"]}

@@ -4,7 +4,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.experiments.training.table import COMMAND
+from cs336_systems.experiments.training.table import COMMAND, UNSHARDED
 from cs336_systems.report.figures import OKABE_ITO, dress
 
 APART = "ranks apart"
@@ -18,6 +18,7 @@ WAYS: dict[str, dict[str, object]] = {
 
 _MARKERS = dict(zip(WAYS, (("o", OKABE_ITO[0]), ("s", OKABE_ITO[1]), ("D", OKABE_ITO[2]), ("|", "0.3")), strict=True))
 _LEAST_DRAWN = 90
+"""%, where the axis begins; what is less is written there as a number."""
 
 
 def over_one_rank(rows: pd.DataFrame) -> pd.DataFrame:
@@ -31,13 +32,14 @@ def over_one_rank(rows: pd.DataFrame) -> pd.DataFrame:
     rates = rows[(rows["status"] == "ok") & (rows["metric"] == "tokens_per_s")]
     lines = []
     for (size, recipe, *command), runs in rates.groupby(["size", "recipe", *COMMAND], sort=False):
-        one = runs.loc[(runs["world_size"] == 1) & (runs["zero"] < 3), "median"]  # at 3 it once gathered from itself
+        one = runs.loc[(runs["world_size"] == 1) & runs["zero"].isin(UNSHARDED), "median"]
+        if one.empty:
+            continue
         commit = str(dict(zip(COMMAND, command, strict=True))["commit"])[:7]
         products = "bf16" if recipe == "stored" else recipe
         for ranks, shared in runs[runs["world_size"] > 1].groupby("world_size"):
-            if len(one):
-                times = {way: _rate(shared, settings) / one.iloc[0] for way, settings in WAYS.items()}
-                lines.append({"size": size, "products": products, "ranks": ranks, "commit": commit} | times)
+            ratios = {way: _rate(shared, settings) / one.iloc[0] for way, settings in WAYS.items()}
+            lines.append({"size": size, "products": products, "ranks": ranks, "commit": commit} | ratios)
     lines.sort(key=lambda line: (list(MODEL_SIZES).index(line["size"]), line["products"], line["ranks"]))
     return pd.DataFrame(lines)
 

@@ -7,6 +7,10 @@ import pandas as pd
 from cs336_systems.harness.runs import newest_run, pooled
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
+UNSHARDED = (0, 1, 2)
+"""ZeRO levels in rows of ranks that share nothing. Today's say 0; earlier ones say what was asked for, of which 1 and 2
+did nothing there, while 3 gathered on one rank what was whole."""
+
 
 def _speedup(line: Line) -> Spread | None:
     stored = None if line.settings["recipe"] == "stored" else line.peer(recipe="stored")
@@ -23,11 +27,8 @@ def _over_apart(line: Line) -> Spread | None:
 
 
 def _over_unsharded(line: Line, **settings: Any) -> Spread | None:
-    """Tokens/s over those of the line with these settings, whose ranks share nothing.
-
-    Earlier rows say at which ZeRO level those were asked for: 1 and 2 do nothing there, 3 gathered what was whole.
-    """
-    peers = (line.peer(zero=zero, gather_by="collectives", **settings) for zero in range(3))
+    """Tokens/s over those of the line with these settings, whose ranks share nothing."""
+    peers = (line.peer(zero=zero, gather_by="collectives", **settings) for zero in UNSHARDED)
     return next(filter(None, (line.repeats_over("tokens_per_s", peer) for peer in peers)), None)
 
 
