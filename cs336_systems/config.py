@@ -1,8 +1,8 @@
 """What is measured: Transformer shapes as frozen values, and every named size once.
 
 A ``ModelConfig`` fixes the architecture and nothing else: no batch, no precision, no device. The named sizes are the
-CS336 handout's (both editions) and the published Llama-3 and Qwen2.5 base models, so that one name means the same
-matrices in every benchmark, calculator and test.
+CS336 handout's (both editions) and the published Llama-3, Qwen2.5 and Qwen3 base models, so that one name means the
+same matrices in every benchmark, calculator and test.
 
     config = resolve_size("xl").at_context(1024)
     config.n_parameters            # 1_998_235_200
@@ -35,8 +35,8 @@ class ModelConfig:
     """Shape of a decoder-only Transformer: pre-norm RMSNorm, RoPE, SwiGLU, causal attention, no biases unless said.
 
     Raises:
-        ValueError: a size is not positive, ``n_heads`` does not divide ``d_model``, ``n_kv_heads`` does not divide
-            ``n_heads``, or a head has an odd dimension (RoPE rotates pairs).
+        ValueError: a size is not positive, ``n_heads`` does not divide ``d_model`` and no ``head_dim`` is given,
+            ``n_kv_heads`` does not divide ``n_heads``, or a head has an odd dimension (RoPE rotates pairs).
     """
 
     name: str
@@ -49,7 +49,11 @@ class ModelConfig:
     """Longest sequence, in tokens, that the rotary tables cover."""
     n_kv_heads: int | None = None
     """Key/value heads of grouped-query attention; None means one per query head."""
+    head_dim: int | None = None
+    """Dimension of one attention head; None means ``d_model / n_heads``."""
     qkv_bias: bool = False
+    qk_norm: bool = False
+    """Each head of queries and keys passes an RMSNorm of its own before it is rotated (Qwen3; Henry et al. 2020)."""
     tie_embeddings: bool = False
     """The output head reuses the token embedding matrix."""
     rope_theta: float = 10_000.0
@@ -60,18 +64,18 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         sizes = ("d_model", "d_ff", "n_layers", "n_heads", "vocab_size", "context_length")
-        for field in (*sizes, "n_kv_heads", "max_context_length"):
+        for field in (*sizes, "n_kv_heads", "head_dim", "max_context_length"):
             value = getattr(self, field)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{field} must be a positive integer, got {value!r}")
-        if self.d_model % self.n_heads:
+        if self.head_dim is None and self.d_model % self.n_heads:
             raise ValueError(f"n_heads must divide d_model, got d_model={self.d_model} and n_heads={self.n_heads}")
         if self.n_heads % self.kv_heads:
             raise ValueError(
                 f"n_kv_heads must divide n_heads, got n_kv_heads={self.kv_heads} and n_heads={self.n_heads}"
             )
         if self.d_head % 2:
-            raise ValueError(f"d_model / n_heads must be even for rotary embeddings, got {self.d_head}")
+            raise ValueError(f"the dimension of a head must be even for rotary embeddings, got {self.d_head}")
         if self.max_context_length is not None and self.context_length > self.max_context_length:
             raise ValueError(
                 f"context length {self.context_length} is beyond the {self.max_context_length} tokens of {self.name}"
@@ -80,12 +84,17 @@ class ModelConfig:
     @property
     def d_head(self) -> int:
         """Dimension of one attention head."""
-        return self.d_model // self.n_heads
+        return self.d_model // self.n_heads if self.head_dim is None else self.head_dim
 
     @property
     def kv_heads(self) -> int:
         """Number of key/value heads."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    @property
+    def d_query(self) -> int:
+        """Width of the query projection, and of attention's output."""
+        return self.n_heads * self.d_head
 
     @property
     def d_kv(self) -> int:
@@ -95,14 +104,15 @@ class ModelConfig:
     @property
     def d_qkv(self) -> int:
         """Width of query, key and value beside each other."""
-        return self.d_model + 2 * self.d_kv
+        return self.d_query + 2 * self.d_kv
 
     @property
     def n_block_parameters(self) -> int:
-        """Parameters of one Transformer block: four attention projections, three SwiGLU matrices, two norms."""
-        attention = 2 * self.d_model**2 + 2 * self.d_model * self.d_kv
+        """Parameters of one Transformer block: four attention projections, three SwiGLU matrices, norms, biases."""
+        attention = self.d_model * (self.d_qkv + self.d_query)
         biases = self.d_qkv if self.qkv_bias else 0
-        return attention + biases + 3 * self.d_model * self.d_ff + 2 * self.d_model
+        norms = 2 * self.d_model + (2 * self.d_head if self.qk_norm else 0)
+        return attention + biases + 3 * self.d_model * self.d_ff + norms
 
     @property
     def n_parameters(self) -> int:
@@ -124,6 +134,9 @@ _llama3 = partial(ModelConfig, n_heads=32, n_kv_heads=8, vocab_size=128_256, rop
 _llama3_2 = partial(_llama3, tie_embeddings=True, rope_scaling=_LLAMA_3_2_SCALING)
 _qwen25 = partial(ModelConfig, vocab_size=152_064, qkv_bias=True, rope_theta=1_000_000.0, rms_norm_eps=1e-6)
 _qwen25_tied = partial(_qwen25, n_kv_heads=2, vocab_size=151_936, tie_embeddings=True)
+_qwen3 = partial(ModelConfig, n_kv_heads=8, vocab_size=151_936, max_context_length=32_768)
+_qwen3 = partial(_qwen3, qk_norm=True, rope_theta=1_000_000.0, rms_norm_eps=1e-6)
+_qwen3_tied = partial(_qwen3, tie_embeddings=True)
 
 MODEL_SIZES: dict[str, ModelConfig] = {
     config.name: config
@@ -146,6 +159,10 @@ MODEL_SIZES: dict[str, ModelConfig] = {
         _qwen25("qwen2.5-7b", 3584, 18_944, 28, 28, n_kv_heads=4, max_context_length=131_072),
         _qwen25("qwen2.5-14b", 5120, 13_824, 48, 40, n_kv_heads=8, max_context_length=131_072, rms_norm_eps=1e-5),
         _qwen25("qwen2.5-32b", 5120, 27_648, 64, 40, n_kv_heads=8, max_context_length=131_072, rms_norm_eps=1e-5),
+        _qwen3_tied("qwen3-0.6b", 1024, 3072, 28, 16, head_dim=128),
+        _qwen3_tied("qwen3-1.7b", 2048, 6144, 28, 16),
+        _qwen3_tied("qwen3-4b", 2560, 9728, 36, 32, head_dim=128),
+        _qwen3("qwen3-8b", 4096, 12_288, 36, 32),
     )
 }
 

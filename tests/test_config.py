@@ -30,6 +30,10 @@ N_PARAMETERS = {
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-14b": 14_770_033_664,
     "qwen2.5-32b": 32_763_876_352,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
 }
 
 VALID = ModelConfig(name="valid", d_model=48, d_ff=64, n_layers=1, n_heads=4)

@@ -3,7 +3,8 @@
     x -> norm -> q | k | v (one product) -> rotate -> attention -> output product -> + x = residual
     residual -> norm -> gate | up (one product) -> SwiGLU -> down product -> + residual
 
-q and k | v may be two products instead (``saved.APART``).
+q and k | v may be two products instead (``saved.APART``). Where heads of q and k have norms (Qwen3), q | k | v is kept
+as it was before them: attention reads a normed and rotated copy of q and k, and backward computes that copy again.
 
 Written out, backward can be told what it may keep (``saved.py``), where gradients go (``grads``, in place, so that
 micro-batches accumulate without a second buffer), which operations it calls (``ops.py``), and how its matrix products
@@ -73,17 +74,37 @@ class _Stages:
         return self.products.norm(self.ops, residual_RD, *how, rstd_R)
 
     def project(self, name: str, x_RD: Tensor, normed1_RD: Operand) -> Tensor:
-        """Rotated q | k | v (R, P), or of ``APART`` the one of this name."""
+        """q | k | v (R, P), or of ``APART`` the one of this name; rotated, unless q and k have norms."""
         config, weight, bias = self.config, self.rows_of("qkv"), self.weights.qkv_bias
         n_heads, n_kv_heads = config.n_heads, config.kv_heads
         if name in APART:
-            rows = slice(config.d_model) if name == "q" else slice(config.d_model, None)
+            rows = slice(config.d_query) if name == "q" else slice(config.d_query, None)
             weight, bias = weight[rows], None if bias is None else bias[rows]
             n_heads, n_kv_heads = (n_heads, 0) if name == "q" else (0, n_kv_heads)
         out = self.place(name, x_RD, (n_heads + 2 * n_kv_heads) * config.d_head)
         self.products.forward_(self.ops, out, normed1_RD.rows, weight, bias)
-        self.rotate_(out, n_heads, n_kv_heads, inverse=False)
+        if not config.qk_norm:
+            self.rotate_(out, n_heads, n_kv_heads, inverse=False)
         return out
+
+    def norm_rotate(self, rows: Tensor, n_heads: int, n_kv_heads: int) -> Tensor:
+        """q | k of rows of q | k | v, normed and rotated."""
+        return self.ops.norm_rotate(rows, *self._norms, self.cos, self.sin, n_heads, n_kv_heads)
+
+    def norm_rotate_backward_(self, dqkv: Tensor, projected: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The gradients of both gains; that of q | k in dqkv becomes the gradient of what was projected."""
+        config, how = self.config, (*self._norms, self.cos, self.sin)
+        if len(projected) == 1:
+            return self.ops.norm_rotate_backward_(dqkv, *projected, *how, config.n_heads, config.kv_heads)
+        (q, keys_values), (dq, dkeys_values) = projected, dqkv.split((config.d_query, 2 * config.d_kv), dim=1)
+        dq_gain, _ = self.ops.norm_rotate_backward_(dq, q, *how, config.n_heads, 0)
+        _, dk_gain = self.ops.norm_rotate_backward_(dkeys_values, keys_values, *how, 0, config.kv_heads)
+        return dq_gain, dk_gain
+
+    @property
+    def _norms(self) -> tuple[Tensor, Tensor, float]:
+        assert self.weights.q_norm is not None and self.weights.k_norm is not None
+        return self.weights.q_norm, self.weights.k_norm, self.config.rms_norm_eps
 
     def rotate_(self, rows: Tensor, n_heads: int, n_kv_heads: int, *, inverse: bool, **absmax: Tensor) -> None:
         sequences = rows.view(-1, self.cos.shape[0], rows.shape[-1])
@@ -105,9 +126,24 @@ class _Stages:
             k, v = keys_values.chunk(2, dim=1)
         return q, k, v
 
+    def attended_heads(self, *projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v as attention reads them, shaped as ``qkv_heads``."""
+        q, k, v = self.qkv_heads(*projected)
+        if not self.config.qk_norm:
+            return q, k, v
+        n_heads, n_kv_heads = self.config.n_heads, self.config.kv_heads
+        if len(projected) == 1:
+            q, k = self.heads(self.norm_rotate(*projected, n_heads, n_kv_heads)).split_with_sizes(
+                (n_heads, n_kv_heads), dim=1
+            )
+        else:
+            q = self.heads(self.norm_rotate(projected[0], n_heads, 0))
+            k = self.heads(self.norm_rotate(projected[1], 0, n_kv_heads))
+        return q, k, v
+
     def attend(self, *projected: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention's output (R, D) and lse (B, H, S)."""
-        o_BHSE, lse = self.ops.attention_forward(*self.qkv_heads(*projected))
+        """Attention's output (R, H E) and lse (B, H, S)."""
+        o_BHSE, lse = self.ops.attention_forward(*self.attended_heads(*projected))
         return o_BHSE.transpose(1, 2).reshape(projected[0].shape[0], -1), lse
 
     def add(self, x_RD: Tensor, attended_RD: Tensor) -> tuple[Tensor, Any, Tensor]:
@@ -347,14 +383,21 @@ def backward(
     dqkv = dy.new_empty(dy.shape[0], config.d_qkv)
     ops.attention_backward(
         stages.heads(dattended),
-        *stages.qkv_heads(*projected),
+        *stages.attended_heads(*projected),
         stages.heads(recalled["attended"]),
         recalled["lse"],
         stages.qkv_heads(dqkv),
     )
-    del dattended, projected
-    recalled.forget("qkv", *APART, "attended", "lse")
-    stages.rotate_(dqkv, config.n_heads, config.kv_heads, inverse=True, **maxima.raised("dqkv"))
+    del dattended
+    recalled.forget("attended", "lse")
+    if config.qk_norm:
+        dq_gain, dk_gain = stages.norm_rotate_backward_(dqkv, projected)
+        write.vector(grads.q_norm, dq_gain)
+        write.vector(grads.k_norm, dk_gain)
+    del projected
+    recalled.forget("qkv", *APART)
+    if not config.qk_norm:
+        stages.rotate_(dqkv, config.n_heads, config.kv_heads, inverse=True, **maxima.raised("dqkv"))
     if grads.qkv_bias is not None:
         write.vector(grads.qkv_bias, ops.column_sums(dqkv))
     dy_read = products.read_gradient(dqkv, maxima.of("dqkv", dqkv), columns=grads.qkv is not None)

@@ -14,6 +14,8 @@ from cs336_systems.blocks.reference import REFERENCE
 from cs336_systems.kernels import (
     add_rms_norm_forward,
     column_sums,
+    norm_rotate,
+    norm_rotate_backward_,
     rms_norm_backward,
     rms_norm_forward,
     rotate_,
@@ -34,5 +36,7 @@ def fused(attention: AttentionOps) -> BlockOps:
         swiglu_backward_=swiglu_backward_,
         column_sums=column_sums,
         rotate_=rotate_,
+        norm_rotate=norm_rotate,
+        norm_rotate_backward_=norm_rotate_backward_,
         **attention,
     )

@@ -52,6 +52,12 @@ class BlockOps:
     """(qkv_BSP, cos (S, E/2), sin, H, K, inverse=): rotate the heads of q and k in place, forth or back.
 
     H or K may be 0."""
+    norm_rotate: Callable[..., Tensor]
+    """(qkv_RP, q_gain_E, k_gain_E, eps, cos (S, E/2), sin, H, K) -> q | k (R, (H + K) E): the heads of q and of k, each
+    normed with its gain and rotated. H or K may be 0."""
+    norm_rotate_backward_: Callable[..., tuple[Tensor, Tensor]]
+    """(dqkv_RP, qkv_RP, q_gain_E, k_gain_E, eps, cos, sin, H, K) -> (dq_gain_E, dk_gain_E), in place: the gradient of
+    what ``norm_rotate`` returned becomes that of q and k before it; that of v stays. Rows of dqkv may lie apart."""
     attention_forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     """Causal, scaled by 1 / sqrt(E): (q_BHSE, k_BKSE, v_BKSE) -> (o_BHSE, lse_BHS).
 

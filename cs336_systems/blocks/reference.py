@@ -97,6 +97,47 @@ def rotate_(qkv_BSP: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads:
     heads.copy_(rotated)
 
 
+def norm_rotate(
+    qkv_RP: Tensor, q_gain: Tensor, k_gain: Tensor, eps: float, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: int
+) -> Tensor:
+    """RMSNorm of each head of q with its gain and of each head of k with its own, then the rotation of both."""
+    n_rotated, d_head = n_heads + n_kv_heads, q_gain.shape[0]
+    heads = qkv_RP[:, : n_rotated * d_head].reshape(-1, d_head)
+    gains = torch.cat((q_gain.expand(n_heads, -1), k_gain.expand(n_kv_heads, -1))).repeat(qkv_RP.shape[0], 1)
+    normed, _ = rms_norm_forward(heads, gains, eps)
+    normed = normed.view(-1, cos.shape[0], n_rotated * d_head)
+    rotate_(normed, cos, sin, n_rotated, 0, inverse=False)
+    return normed.view(qkv_RP.shape[0], -1)
+
+
+def norm_rotate_backward_(
+    dqkv_RP: Tensor,
+    qkv_RP: Tensor,
+    q_gain: Tensor,
+    k_gain: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    n_heads: int,
+    n_kv_heads: int,
+) -> tuple[Tensor, Tensor]:
+    """The rotation back, then ``rms_norm_backward`` of each head; the gradients of the two gains."""
+    d_head, found = q_gain.shape[0], []
+    for start, n, gain in ((0, n_heads, q_gain), (n_heads, n_kv_heads, k_gain)):
+        columns = slice(start * d_head, (start + n) * d_head)
+        dheads, heads = dqkv_RP[:, columns].contiguous(), qkv_RP[:, columns].reshape(-1, d_head)
+        if not n:
+            found.append(torch.zeros_like(gain))
+            continue
+        rotate_(dheads.view(-1, cos.shape[0], n * d_head), cos, sin, n, 0, inverse=True)
+        rstd = torch.rsqrt(_widened(heads).square().mean(-1) + eps)
+        dheads, dgain = rms_norm_backward(dheads.view(-1, d_head), heads, gain, rstd, dheads.new_zeros(()))
+        dqkv_RP[:, columns] = dheads.view(dqkv_RP.shape[0], -1)
+        found.append(dgain)
+    dq_gain, dk_gain = found
+    return dq_gain, dk_gain
+
+
 def _grouped(x: Tensor, n_groups: int) -> Tensor:
     """Query heads by the key/value head that they share: (B, H, S, ...) -> (B, K, H/K, S, ...), at least fp32."""
     return rearrange(_widened(x), "b (k g) ... -> b k g ...", k=n_groups)
@@ -150,6 +191,8 @@ REFERENCE = BlockOps(
     swiglu_backward_=swiglu_backward_,
     column_sums=column_sums,
     rotate_=rotate_,
+    norm_rotate=norm_rotate,
+    norm_rotate_backward_=norm_rotate_backward_,
     attention_forward=attention_forward,
     attention_backward=attention_backward,
 )

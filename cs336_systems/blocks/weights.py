@@ -17,6 +17,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "ln1": ("ln1.weight",),
     "qkv": ("attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight"),
     "qkv_bias": ("attn.q_proj.bias", "attn.k_proj.bias", "attn.v_proj.bias"),
+    "q_norm": ("attn.q_norm.weight",),
+    "k_norm": ("attn.k_norm.weight",),
     "output": ("attn.output_proj.weight",),
     "ln2": ("ln2.weight",),
     "gate_up": ("ffn.w1.weight", "ffn.w3.weight"),
@@ -27,14 +29,17 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """One block's weights, outputs first as in ``nn.Linear``; P = (H + 2 K) E. No gradients are recorded for them."""
+    """One block's weights, outputs first as in ``nn.Linear``. No gradients are recorded for them.
+
+    P = (H + 2 K) E is the width of q | k | v, and H E that of q.
+    """
 
     ln1: Tensor
     """(D,)"""
     qkv: Tensor
     """(P, D)"""
     output: Tensor
-    """(D, D)"""
+    """(D, H E)"""
     ln2: Tensor
     """(D,)"""
     gate_up: Tensor
@@ -43,6 +48,10 @@ class BlockWeights:
     """(D, F)"""
     qkv_bias: Tensor | None = None
     """(P,)"""
+    q_norm: Tensor | None = None
+    """(E,), the gain of the norm that each head of q passes."""
+    k_norm: Tensor | None = None
+    """(E,)"""
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor]) -> "BlockWeights":
@@ -61,6 +70,8 @@ class BlockGradients:
     gate_up: Tensor | None = None
     down: Tensor | None = None
     qkv_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
 
     @classmethod
     def empty(cls, parameters: Mapping[str, Tensor], wanted: Iterable[str]) -> "BlockGradients":

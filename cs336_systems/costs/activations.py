@@ -70,8 +70,11 @@ def attention_saved_tensors(
         SavedTensor("v", "probabilities v", heads, narrow),
         SavedTensor("causal mask", "masked_fill", (seq_len, seq_len), 1),
         SavedTensor("probabilities", "softmax", scores, precision.softmax_bytes),
-        SavedTensor("attention output", "output_proj", (tokens, d_model), narrow),
+        SavedTensor("attention output", "output_proj", (tokens, config.d_query), narrow),
     ]
+    if config.qk_norm:
+        kept += _norm_saved("q_norm", tokens * config.n_heads, config.d_head, precision)
+        kept += _norm_saved("k_norm", tokens * config.kv_heads, config.d_head, precision)
     if precision.softmax_bytes != narrow:
         kept.append(SavedTensor("probabilities, cast", "probabilities v", scores, narrow))
     return kept
@@ -115,7 +118,7 @@ def selected_tensors(
     if checkpoint != KEEP_MATMULS:
         return []
     return [
-        product("q_proj x", (tokens, config.d_model)),
+        product("q_proj x", (tokens, config.d_query)),
         product("k_proj x", (tokens, config.d_kv)),
         product("v_proj x", (tokens, config.d_kv)),
         product("q k^T", (batch_size, config.n_heads, seq_len, seq_len)),

@@ -57,9 +57,9 @@ def forward_flops(
     if convention not in get_args(Convention):
         raise ValueError(f"unknown convention {convention!r}: known are {', '.join(get_args(Convention))}")
     tokens = batch_size * seq_len
-    scores = config.n_layers * 4 * tokens * seq_len * config.d_model
+    scores = config.n_layers * 4 * tokens * seq_len * config.d_query
     return ForwardFlops(
-        projections=config.n_layers * 2 * tokens * (2 * config.d_model**2 + 2 * config.d_model * config.d_kv),
+        projections=config.n_layers * 2 * tokens * config.d_model * (config.d_qkv + config.d_query),
         attention=scores // 2 if convention == "causal" else scores,
         feed_forward=config.n_layers * 2 * tokens * 3 * config.d_model * config.d_ff,
         head=2 * tokens * config.d_model * config.vocab_size,

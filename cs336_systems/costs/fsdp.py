@@ -46,10 +46,12 @@ def model_units(config: ModelConfig) -> list[list[Shape]]:
     A tied head is in no list; the embedding's unit then stays whole until backward has passed it.
     """
     d_model, d_kv, d_ff = config.d_model, config.d_kv, config.d_ff
-    attention = [(d_model, d_model), (d_kv, d_model), (d_kv, d_model), (d_model, d_model)]
-    biases = [(d_model,), (d_kv,), (d_kv,)] if config.qkv_bias else []
+    d_query = config.d_query
+    attention = [(d_query, d_model), (d_kv, d_model), (d_kv, d_model), (d_model, d_query)]
+    biases = [(d_query,), (d_kv,), (d_kv,)] if config.qkv_bias else []
     feed_forward = [(d_ff, d_model), (d_model, d_ff), (d_ff, d_model)]
-    block: list[Shape] = [(d_model,), *attention, *biases, (d_model,), *feed_forward]
+    norms = [(config.d_head,), (config.d_head,)] if config.qk_norm else []
+    block: list[Shape] = [(d_model,), *attention, *biases, *norms, (d_model,), *feed_forward]
     embedding: list[Shape] = [(config.vocab_size, d_model)]
     head = [] if config.tie_embeddings else [embedding]
     return [embedding, *[block] * config.n_layers, [(d_model,)], *head]

@@ -18,8 +18,8 @@ Blocks may differ: ``8xall+products`` keeps all of the first eight and products 
     kept_names("products-ffn")                                # what is kept
     bytes_kept(config, 1, 8192, PRECISIONS["bf16"], "products")
 
-Sizes: B batch, S sequence, R = B S tokens, D d_model, P = (H + 2 K) E the width of q | k | v, H heads, K key/value
-heads, E d_head, F d_ff.
+Sizes: B batch, S sequence, R = B S tokens, D d_model, H heads, K key/value heads, E d_head, Q = H E the width of q,
+P = (H + 2 K) E that of q | k | v, F d_ff.
 """
 
 import re
@@ -76,10 +76,10 @@ KEPT = (
     KeptTensor("x", ("B", "S", "D"), "input", (), "never: the block's input"),
     KeptTensor("rstd1", ("R",), "input", (), "norm of x, where that was computed again", statistic=True),
     KeptTensor("rstd2", ("R",), "input", (), "norm of residual, where x was computed again", statistic=True),
-    KeptTensor("attended", ("R", "D"), "attention", ("attention",), "attention of qkv"),
+    KeptTensor("attended", ("R", "Q"), "attention", ("attention",), "attention of qkv"),
     KeptTensor("lse", ("B", "H", "S"), "attention", ("attention",), "attention of qkv", statistic=True),
-    KeptTensor("qkv", ("R", "P"), "products", ("qkv",), "product of normed1, rotated", ("R", "D", "P")),
-    KeptTensor("residual", ("R", "D"), "products", ("residual",), "x and the product of attended", ("R", "D", "D")),
+    KeptTensor("qkv", ("R", "P"), "products", ("qkv",), "product of normed1", ("R", "D", "P")),
+    KeptTensor("residual", ("R", "D"), "products", ("residual",), "x and the product of attended", ("R", "Q", "D")),
     KeptTensor("gate_up", ("R", "2F"), "products", ("ffn",), "product of normed2", ("R", "D", "2F")),
     KeptTensor("normed1", ("R", "D"), "all", ("norm",), "norm of x", operand=True),
     KeptTensor("normed2", ("R", "D"), "all", ("norm",), "norm of residual", operand=True),
@@ -188,6 +188,7 @@ def _sizes(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, int]
         "R": batch_size * seq_len,
         "D": config.d_model,
         "P": config.d_qkv,
+        "Q": config.d_query,
         "H": config.n_heads,
         "F": config.d_ff,
         "2F": 2 * config.d_ff,

@@ -40,7 +40,7 @@ def step_flops_by_operator(config: ModelConfig, batch_size: int, seq_len: int) -
     tokens = batch_size * seq_len
     scores = config.n_layers * batch_size * config.n_heads * seq_len**2
     stream = config.n_layers * tokens * config.d_model
-    rotated = config.n_layers * tokens * (config.d_model + config.d_kv)
+    rotated = config.n_layers * tokens * (config.d_query + config.d_kv)
     gated = config.n_layers * tokens * config.d_ff
     return {
         MATMUL: hardware_flops(config, batch_size, seq_len, "step"),

@@ -57,11 +57,11 @@ def recomputed(config: ModelConfig, batch_size: int, seq_len: int, precision: Pr
     stream = tokens * config.d_model * width
     traffic = {
         "normed1": 2 * stream,
-        "qkv": 2 * tokens * (config.d_model + config.d_kv) * width,  # rotated in place
+        "qkv": 2 * tokens * (config.d_query + config.d_kv) * width,  # rotated in place
         "residual": 4 * stream,  # and its norm
         "normed2": 0 if "residual" in names else 2 * stream,
         "product": tokens * config.d_ff * width,  # written in the pass of SwiGLU's backward
     }
-    attention = 2 * tokens * seq_len * config.d_model
+    attention = 2 * tokens * seq_len * config.d_query
     flops = flops_again(config, batch_size, seq_len, keep, attention)
     return Recomputed(names, flops, sum(traffic.get(name, 0) for name in names))

@@ -7,7 +7,7 @@
 A step has three parts, which may multiply in dtypes of their own:
 
     blocks      the four products of each block, 6 x their parameters per token
-    attention   scores and values, 6 x layers x d_model x context per token: the causal half, counted once
+    attention   scores and values, 6 x layers x heads x d_head x context per token: the causal half, counted once
     head        6 x vocabulary x d_model per token
 
 each over the peak of its dtype, added up, and divided by the number of devices. With blocks in fp8 the bound falls by

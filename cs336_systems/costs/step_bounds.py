@@ -33,7 +33,7 @@ def least_ms(
     flops_per_s, bytes_per_s = hardware.peaks(precision.matmul_dtype)
     flops, width, tokens = forward_flops(config, batch_size, seq_len), precision.parameter_bytes, batch_size * seq_len
     blocks, stream, inner = flops.projections + flops.feed_forward, config.d_model, config.d_ff
-    rotated, words = config.d_model + config.d_kv, config.vocab_size
+    rotated, words = config.d_query + config.d_kv, config.vocab_size
     forward = config.n_layers * (2 * stream + 2 * rotated + 4 * stream + 3 * inner)  # norm, rotation, norm, SwiGLU
     forward += 2 * stream + 2 * stream + 2 * words  # embedding, final norm, rows of logits
     backward = config.n_layers * (5 * inner + 4 * stream + 2 * rotated + 4 * stream) + 3 * stream + stream

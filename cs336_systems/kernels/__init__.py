@@ -4,6 +4,7 @@ from cs336_systems.kernels.absmax import absmax, row_and_column_absmax
 from cs336_systems.kernels.add_rms_norm import AddRMSNorm, add_rms_norm
 from cs336_systems.kernels.column_sums import column_sums
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_forward_backward
+from cs336_systems.kernels.norm_rotate import norm_rotate, norm_rotate_backward_
 from cs336_systems.kernels.quantize import quantize
 from cs336_systems.kernels.quantize_blocks import quantize_blocks
 from cs336_systems.kernels.quantize_parts import PartsQuantizer
@@ -45,6 +46,8 @@ __all__ = [
     "empty_slopes",
     "linear_cross_entropy",
     "linear_cross_entropy_forward_backward",
+    "norm_rotate",
+    "norm_rotate_backward_",
     "quantize",
     "quantize_blocks",
     "rms_norm",

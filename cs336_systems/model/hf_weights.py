@@ -1,4 +1,4 @@
-"""Llama and Qwen2 checkpoints as Hugging Face stores them, into a ``TransformerLM`` and out of it.
+"""Llama, Qwen2 and Qwen3 checkpoints as Hugging Face stores them, into a ``TransformerLM`` and out of it.
 
 Only names differ: our rotary embedding uses the half-split layout that these checkpoints are stored in, so no weight is
 permuted. ``to_hf_name`` is the one table; loading looks each of the model's own parameters up in it.
@@ -19,6 +19,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ _HF_BLOCK_MODULES = {
     "attn.q_proj": "self_attn.q_proj",
     "attn.k_proj": "self_attn.k_proj",
     "attn.v_proj": "self_attn.v_proj",
+    "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
     "attn.output_proj": "self_attn.o_proj",
     "ln2": "post_attention_layernorm",
     "ffn.w1": "mlp.gate_proj",
@@ -239,15 +242,27 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The content of a ``config.json`` that describes the architecture: a Llama, or with QKV biases a Qwen2.
+    """The content of a ``config.json`` that describes the architecture.
+
+    It is a Qwen3 where queries and keys have norms, else a Qwen2 where projections have biases, else a Llama.
 
     What is no part of the architecture (dtype, ids of special tokens) is left to be added. ``config_from_hf`` reads
     the same model back, at the context of published weights where there is one.
+
+    Raises:
+        ValueError: the model has both norms of queries and keys and biases, as no published architecture does.
     """
-    kind = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False}
-    if not config.qkv_bias:
-        kind = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": False}
-        kind |= {"mlp_bias": False, "head_dim": config.d_head}
+    if config.qkv_bias and config.qk_norm:
+        raise ValueError(f"{config.name} has qkv_bias and qk_norm: Hugging Face has no such architecture")
+    kind: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "mlp_bias": False}
+    if config.qk_norm:
+        kind = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    if config.qkv_bias:
+        kind = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    else:
+        kind |= {"attention_bias": False, "head_dim": config.d_head}
+    if kind["model_type"] != "llama":
+        kind |= {"use_sliding_window": False}
     scaling = config.rope_scaling
     rope_scaling = scaling and {
         "rope_type": "llama3",
@@ -293,8 +308,8 @@ def config_from_hf(path: str | os.PathLike[str]) -> ModelConfig:
         return source[key]
 
     model_type = required(hf, "model_type")
-    if model_type not in ("llama", "qwen2"):
-        raise ValueError(f"{file}: model_type {model_type!r} is not supported, only 'llama' and 'qwen2' are")
+    if model_type not in ("llama", "qwen2", "qwen3"):
+        raise ValueError(f"{file}: model_type {model_type!r} is not supported, only llama, qwen2 and qwen3 are")
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(f"{file}: rope parameters {rope!r} are not supported, only one set for all layers is")
@@ -326,17 +341,15 @@ def config_from_hf(path: str | os.PathLike[str]) -> ModelConfig:
         n_layers=required(hf, "num_hidden_layers"),
         n_heads=required(hf, "num_attention_heads"),
         n_kv_heads=hf.get("num_key_value_heads"),
+        head_dim=hf.get("head_dim", 128 if model_type == "qwen3" else None),  # what transformers' Qwen3Config assumes
         vocab_size=required(hf, "vocab_size"),
         context_length=required(hf, "max_position_embeddings"),
         max_context_length=hf["max_position_embeddings"],
         qkv_bias=model_type == "qwen2",
+        qk_norm=model_type == "qwen3",
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000.0),
         rope_scaling=scaling,
         rms_norm_eps=float(required(hf, "rms_norm_eps")),
     )
-    if hf.get("head_dim") not in (None, config.d_head):
-        raise ValueError(
-            f"{file}: head_dim {hf['head_dim']} is not supported, only d_model / n_heads = {config.d_head}"
-        )
-    return config
+    return config if config.d_query != config.d_model else replace(config, head_dim=None)

@@ -1,8 +1,8 @@
 """The reference Transformer language model: pre-norm blocks of causal self-attention and SwiGLU.
 
-One class for the handout's sizes and for Llama-3 and Qwen2.5 (grouped-query heads, QKV biases, tied embeddings and
-RoPE variants are fields of ``ModelConfig``). Parameter names are the CS336 handout's. The model imports no kernel
-and knows nothing of how it is measured, compiled or distributed.
+One class for the handout's sizes and for Llama-3, Qwen2.5 and Qwen3 (grouped-query heads, QKV biases, norms of queries
+and keys, tied embeddings and RoPE variants are fields of ``ModelConfig``). Parameter names are the CS336 handout's. The
+model imports no kernel and knows nothing of how it is measured, compiled or distributed.
 
     model = TransformerLM(MODEL_SIZES["small"], device="cuda", dtype=torch.bfloat16)
     logits = model(token_ids)                        # (batch, seq) -> (batch, seq, vocab)
@@ -31,18 +31,29 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.ops = ops
         self.d_head = config.d_head
-        d_model, d_kv, bias = config.d_model, config.d_kv, config.qkv_bias
-        self.q_proj = Linear(d_model, d_model, ops, bias=bias, **placement)
+        d_model, d_query, d_kv, bias = config.d_model, config.d_query, config.d_kv, config.qkv_bias
+        self.q_proj = Linear(d_model, d_query, ops, bias=bias, **placement)
         self.k_proj = Linear(d_model, d_kv, ops, bias=bias, **placement)
         self.v_proj = Linear(d_model, d_kv, ops, bias=bias, **placement)
-        self.output_proj = Linear(d_model, d_model, ops, **placement)
+        self.output_proj = Linear(d_query, d_model, ops, **placement)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.d_head, config.rms_norm_eps, ops, **placement)
+            self.k_norm = RMSNorm(config.d_head, config.rms_norm_eps, ops, **placement)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, H, S, E) and keys (B, K, S, E), rotated to their positions, and values (B, K, S, E)."""
         q, k, v = (
             rearrange(projection(x), "b s (h e) -> b h s e", e=self.d_head)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = self.ops.rotary(q, cos, sin), self.ops.rotary(k, cos, sin)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self.ops.rotary(q, cos, sin), self.ops.rotary(k, cos, sin), v
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = self.project(x, cos, sin)
         return self.output_proj(rearrange(self.ops.attention(q, k, v, causal=True), "b h s e -> b s (h e)"))
 
 

@@ -56,15 +56,9 @@ class CachedModel:
         x = model.token_embeddings(token_ids)
         blocks = cast(list[TransformerBlock], list(model.layers))
         for block, keys, values in zip(blocks, self._keys, self._values, strict=True):
-            attention, ops, normed = block.attn, block.attn.ops, block.ln1(x)
-            q, k, v = (
-                rearrange(projection(normed), "b s (h e) -> b h s e", e=attention.d_head)
-                for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-            )
-            keys[:, :, start:end] = ops.rotary(k, cos, sin)  # one row is written to all samples
-            values[:, :, start:end] = v
-            attended = _attend(ops.rotary(q, cos, sin), keys[:n_rows, :, :end], values[:n_rows, :, :end])
-            x = x + attention.output_proj(rearrange(attended, "b h s e -> b s (h e)"))
+            q, keys[:, :, start:end], values[:, :, start:end] = block.attn.project(block.ln1(x), cos, sin)
+            attended = _attend(q, keys[:n_rows, :, :end], values[:n_rows, :, :end])  # one row went to all samples
+            x = x + block.attn.output_proj(rearrange(attended, "b h s e -> b s (h e)"))
             x = x + block.ffn(block.ln2(x))
         self.length = end
         return x

@@ -15,7 +15,8 @@ from cs336_systems.model.layers import RotaryEmbedding
 HANDOUT = ModelConfig("handout", d_model=24, d_ff=40, n_layers=2, n_heads=3, vocab_size=50, context_length=40)
 LLAMA = replace(HANDOUT, name="llama", n_heads=6, n_kv_heads=2)
 QWEN = replace(HANDOUT, name="qwen", n_heads=4, n_kv_heads=1, qkv_bias=True, rms_norm_eps=1e-6)
-CONFIGS = (HANDOUT, LLAMA, QWEN)
+QWEN3 = replace(HANDOUT, name="qwen3", n_heads=4, n_kv_heads=2, head_dim=8, qk_norm=True, rms_norm_eps=1e-6)
+CONFIGS = (HANDOUT, LLAMA, QWEN, QWEN3)
 
 KEEPS = (
     *LEVELS,
@@ -32,7 +33,7 @@ def block_of(config: ModelConfig, dtype: torch.dtype) -> TransformerBlock:
     torch.manual_seed(0)
     block = TransformerBlock(config, dtype=torch.float64)
     for name, parameter in block.named_parameters():
-        gain = name in ("ln1.weight", "ln2.weight")
+        gain = name in ("ln1.weight", "ln2.weight", "attn.q_norm.weight", "attn.k_norm.weight")
         torch.nn.init.normal_(parameter, mean=float(gain), std=0.3)
     return block.to(torch.float32).to(dtype)
 

@@ -28,6 +28,7 @@ from .cases import block_of, by_autograd, inputs, tables
 CONFIG = ModelConfig(
     "sixteen", d_model=64, d_ff=96, n_layers=1, n_heads=4, n_kv_heads=2, qkv_bias=True, context_length=40
 )
+QK_NORM = replace(CONFIG, name="qk norm", head_dim=32, qkv_bias=False, qk_norm=True)
 KERNELS = fused(FLASH_ATTENTION)
 
 CUDA = pytest.param(
@@ -38,19 +39,20 @@ CPU = pytest.param(
 )
 
 
+@pytest.mark.parametrize("config", [CONFIG, QK_NORM], ids=lambda config: config.name)
 @pytest.mark.parametrize("device", [CUDA, CPU])
-def test_kernels_fit(device):
+def test_kernels_fit(device, config):
     """fp32, no worse than the reference block, and the same bits at every level."""
-    parameters = {name: p.detach().to(device) for name, p in block_of(CONFIG, torch.float32).named_parameters()}
-    x, dy, cos, sin = (t.to(device) for t in (*inputs(CONFIG, 33, torch.float32), *tables(CONFIG, 33, torch.float32)))
+    parameters = {name: p.detach().to(device) for name, p in block_of(config, torch.float32).named_parameters()}
+    x, dy, cos, sin = (t.to(device) for t in (*inputs(config, 33, torch.float32), *tables(config, 33, torch.float32)))
     results = []
     for level in LEVELS:
         weights, saved = BlockWeights.of(parameters), Saved(kept_names(level))
         grads = BlockGradients.empty(parameters, parameters)
-        y = forward(x, weights, saved, KERNELS, CONFIG, cos, sin)
-        dx = backward(dy, weights, saved, grads, KERNELS, CONFIG, cos, sin)
+        y = forward(x, weights, saved, KERNELS, config, cos, sin)
+        dx = backward(dy, weights, saved, grads, KERNELS, config, cos, sin)
         results.append({"y": y, "dx": dx, **grads.by_parameter(parameters)})
-    exact, eager = (by_autograd(CONFIG, 33, dtype) for dtype in (torch.float64, torch.float32))
+    exact, eager = (by_autograd(config, 33, dtype) for dtype in (torch.float64, torch.float32))
     for name, value in exact.items():
         assert all(torch.equal(result[name], results[0][name]) for result in results), name
         error, budget = ((t[name].cpu() - value).abs().max().item() for t in (results[0], eager))

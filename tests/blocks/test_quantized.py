@@ -27,6 +27,7 @@ from .cases import KEEPS, QWEN, block_of, inputs, tables
 from .test_saved import DTYPES
 
 CONFIG = replace(QWEN, d_model=32, d_ff=48, n_heads=4, n_kv_heads=2, context_length=16)
+QK_NORM = replace(CONFIG, name="qk norm", qkv_bias=False, qk_norm=True, head_dim=16)
 SMALL = replace(CONFIG, n_layers=4, vocab_size=64)
 RECIPES = {
     "tensor": Recipe("e4m3"),
@@ -42,12 +43,12 @@ def products_of(recipe: Recipe, **how) -> QuantizedProducts:
     return products
 
 
-def quantized(dtype: torch.dtype, keep: str, recipe: Recipe, *, consume=False, accumulate=False):
+def quantized(dtype: torch.dtype, keep: str, recipe: Recipe, *, config=CONFIG, consume=False, accumulate=False):
     """Output and gradients, and what was kept between."""
-    parameters, (x, dy) = dict(block_of(CONFIG, dtype).named_parameters()), inputs(CONFIG, 16, dtype)
+    parameters, (x, dy) = dict(block_of(config, dtype).named_parameters()), inputs(config, 16, dtype)
     weights, saved = BlockWeights.of(parameters), Saved(kept_names(keep, quantized=True))
     grads = BlockGradients.empty(parameters, parameters)
-    how = REFERENCE, CONFIG, *tables(CONFIG, 16, dtype)
+    how = REFERENCE, config, *tables(config, 16, dtype)
     products = products_of(recipe)
     y = forward(x, weights, saved, *how, products=products)
     held = dict(saved.tensors)
@@ -57,12 +58,12 @@ def quantized(dtype: torch.dtype, keep: str, recipe: Recipe, *, consume=False, a
     return {"y": y, "dx": dx, **grads.by_parameter(parameters)}, held
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_choice_gives_the_same_bits(recipe):
+@pytest.mark.parametrize(("recipe", "config"), [*((name, CONFIG) for name in RECIPES), ("tensor", QK_NORM)])
+def test_every_choice_gives_the_same_bits(recipe, config):
     """Whether backward may write over what was kept, too."""
-    expected, _ = quantized(torch.bfloat16, "all", RECIPES[recipe])
+    expected, _ = quantized(torch.bfloat16, "all", RECIPES[recipe], config=config)
     for i, keep in enumerate(KEEPS):
-        got, _ = quantized(torch.bfloat16, keep, RECIPES[recipe], consume=i % 2 == 0)
+        got, _ = quantized(torch.bfloat16, keep, RECIPES[recipe], config=config, consume=i % 2 == 0)
         for name, value in expected.items():
             assert torch.equal(got[name], value), (keep, name)
 

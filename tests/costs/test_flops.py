@@ -18,6 +18,7 @@ from cs336_systems.training.activation_checkpointing import checkpointed_stack
 
 PLAIN = ModelConfig(name="plain", d_model=24, d_ff=40, n_layers=3, n_heads=4, vocab_size=50, context_length=64)
 GROUPED = replace(PLAIN, n_kv_heads=2, qkv_bias=True, tie_embeddings=True, n_layers=2)
+QK_NORM = replace(PLAIN, n_kv_heads=2, head_dim=10, qk_norm=True, n_layers=2)
 MULTI_QUERY = replace(PLAIN, n_kv_heads=1, d_ff=7, vocab_size=3)
 
 CASES = [
@@ -28,6 +29,7 @@ CASES = [
     pytest.param(replace(PLAIN, qkv_bias=True), 5, 3, id="biases"),
     pytest.param(replace(PLAIN, tie_embeddings=True), 1, 64, id="tied"),
     pytest.param(MULTI_QUERY, 2, 7, id="multi-query"),
+    pytest.param(QK_NORM, 2, 7, id="norms-of-queries-and-keys"),
     pytest.param(MODEL_SIZES["small"], 4, 512, id="small"),
     pytest.param(MODEL_SIZES["qwen2.5-0.5b"], 1, 77, id="qwen2.5-0.5b"),
 ]

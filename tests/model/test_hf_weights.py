@@ -1,4 +1,4 @@
-"""Checkpoints through real files, and the model against transformers' own Llama and Qwen2.
+"""Checkpoints through real files, and the model against transformers' own Llama, Qwen2 and Qwen3.
 
 Agreement is judged in two steps. In fp64 both must give the same logits and gradients but for fp64 rounding: that is
 where a wrong formula shows. In fp32 our distance from that answer may be no more than a small multiple of transformers'
@@ -20,10 +20,13 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     modeling_rope_utils,
 )
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
 
 from cs336_systems.config import MODEL_SIZES, ModelConfig, RopeScaling
 from cs336_systems.model import TransformerLM
@@ -58,7 +61,9 @@ FAMILIES = {
     "llama-tied": lambda: LlamaConfig(**SHAPE, rope_parameters=dict(LLAMA3_ROPE), tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "qwen2-tied": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=12, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
 }
+KINDS = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}
 N_TOKENS = 96
 
 TINY = ModelConfig(name="tiny-hf", d_model=16, d_ff=24, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=30)
@@ -67,7 +72,7 @@ TINY = ModelConfig(name="tiny-hf", d_model=16, d_ff=24, n_layers=2, n_heads=4, n
 def hf_model(family: str) -> PreTrainedModel:
     """A random model in fp32 whose gains and biases are far from one and zero, so that a dropped one shows."""
     config = FAMILIES[family]()
-    model = (LlamaForCausalLM if family.startswith("llama") else Qwen2ForCausalLM)(config)
+    model = KINDS[config.model_type](config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -87,7 +92,7 @@ def family_folder(request, tmp_path):
 
 
 def reload_hf(family: str, folder, dtype: torch.dtype) -> PreTrainedModel:
-    kind = LlamaForCausalLM if family.startswith("llama") else Qwen2ForCausalLM
+    kind = KINDS[family.partition("-")[0]]
     model, report = kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager", output_loading_info=True)
     assert not any(report.values()), report
     return model
@@ -111,7 +116,7 @@ class Fp64Torch:
 @pytest.fixture
 def upcasts_to_fp64(monkeypatch):
     """transformers computes norms, softmax and rotary angles in fp32 whatever the model's dtype; here in fp64."""
-    for module in (modeling_llama, modeling_qwen2, modeling_rope_utils):
+    for module in (modeling_llama, modeling_qwen2, modeling_qwen3, modeling_rope_utils):
         monkeypatch.setattr(module, "torch", Fp64Torch())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     return monkeypatch
@@ -415,7 +420,7 @@ def test_an_unknown_parameter_name_is_refused(name):
         to_hf_name(name)
 
 
-# As published: Llama-3.2-1B, Meta-Llama-3-8B and Qwen2.5-0.5B, fields of the tokenizer and of generation left out.
+# As published: Llama-3.2-1B, Meta-Llama-3-8B, Qwen2.5-0.5B, Qwen3-0.6B-Base; no fields of tokenizer and generation.
 PUBLISHED = {
     "llama3-1b": {
         "model_type": "llama",
@@ -476,6 +481,26 @@ PUBLISHED = {
         "use_sliding_window": False,
         "vocab_size": 151936,
     },
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 28,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
 }
 
 
@@ -522,7 +547,7 @@ def test_what_old_configs_leave_out_has_transformers_defaults(tmp_path):
         ({"mlp_bias": True}, "mlp_bias True is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window True is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types 'sliding_attention' is not supported"),
-        ({"head_dim": 128}, "head_dim 128 is not supported, only d_model / n_heads = 64"),
+        ({"head_dim": "128"}, "head_dim must be a positive integer, got '128'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not supported"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "does not give low_freq_factor"),
