@@ -3,7 +3,7 @@
     least = least_ms(config, 1, 32_768, PRECISIONS["bf16"], find_hardware("NVIDIA H200"), n_shards=2)
     least["backward", "attention"]
 
-Of a written-out step, whose head takes its gradients in forward. Kinds are those of ``profiling/traces/breakdown.py``:
+Of a written-out step, whose head takes its gradients in forward. Kinds are those of ``profiling/communication.py``:
 
     products        every matrix product once, at the dtype's dense peak
     attention       scores and values, 2 products in forward and 5 in backward, the causal half

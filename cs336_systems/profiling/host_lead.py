@@ -5,14 +5,15 @@
     ...                                   # steps
     passes = lead.end()                   # over the blocks, forward and backward, in order
 
-Where a block's forward begins on the host, and where its backward does, an event is queued behind all that was queued
-before. The host's lead is the time from there until the device comes to the event. While the device waits for the
-host, kernels run as they come, and the lead is shorter than a block: such blocks are counted as late.
+When the host begins a block's forward or backward, it queues an event behind all earlier work. The host's lead is the
+time from then until the device reaches the event. While the device waits for the host, kernels run as they are launched
+and the lead is shorter than a block: such blocks are counted as late.
 
-A profiler slows the host and may tell another story (profiles/distributed.md); an event takes it some microseconds.
+A profiler slows the host and may tell another story (profiles/distributed.md); an event costs the host some
+microseconds.
 
-Limits: blocks that a CUDA graph replays are not seen, nor those that a backward computes again; several forwards in a
-row count as one pass.
+Limits: blocks that a CUDA graph replays or a backward recomputes are not seen; several forwards in a row count as one
+pass.
 """
 
 import time
@@ -45,12 +46,12 @@ class Pass:
 
     @property
     def lead_ms(self) -> float:
-        """The median."""
+        """Median lead of the host, in ms."""
         return median(self.leads_ms)
 
     @property
     def n_late(self) -> int:
-        """Blocks of which the host was less than one ahead; of a single block nobody knows."""
+        """Blocks at which the host was less than one block ahead; 0 for a single block, whose duration is unknown."""
         lasted = [*self.blocks_ms, *self.blocks_ms[-1:]]
         return sum(lead < block for lead, block in zip(self.leads_ms, lasted, strict=False))
 
@@ -59,8 +60,8 @@ class HostLead:
     """Watches blocks from outside, between ``begin`` and ``end``.
 
     Args:
-        blocks: modules that return a tensor, as those of a model.
-        device: where they run, on its current stream; of a CPU, which is the host, nothing is told.
+        blocks: modules that return a tensor, such as a model's layers.
+        device: the device they run on, on its current stream. A CPU is the host itself and gives no passes.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], device: torch.device) -> None:
@@ -68,7 +69,7 @@ class HostLead:
         self._hooks: list[RemovableHandle] = []
         self._stopwatch = Stopwatch(device)
         self._marks: list[tuple[bool, float]] = []
-        """Of each mark of the stopwatch whether it is of a backward, and the host's seconds."""
+        """For each mark of the stopwatch, whether it belongs to a backward, and the host's seconds."""
 
     def begin(self) -> None:
         """Watch from the next block on."""
@@ -76,7 +77,7 @@ class HostLead:
             self._hooks += [block.register_forward_pre_hook(self._begins), block.register_forward_hook(self._ends)]
 
     def end(self) -> list[Pass]:
-        """Leave the blocks as they were, and wait for the device; returns the passes since ``begin``, if that was."""
+        """Detach from the blocks, wait for the device, and return the passes since ``begin``."""
         if not self._hooks:
             return []
         for hook in self._hooks:

@@ -1,4 +1,12 @@
-"""What each block of memory was for: allocations with lifetimes and categories, from a snapshot's event log.
+"""What each block of memory was for: the CUDA allocator's own log, read from a file and replayed.
+
+    history = reconstruct(read_snapshot(path))
+    history.peak().by_category
+
+PyTorch's caching allocator can log every block that it hands out and takes back, with the Python stack that asked for
+it (``memory_profile.py`` records such a log). A snapshot is PyTorch's own dictionary, so pytorch.org/memory_viz draws
+it. It holds two additions. Marks: a phase begins with an allocation of one byte whose metadata names the phase. Labels:
+the addresses of tensors whose role is known stand under the key ``labels``, which the viewer ignores.
 
 ``reconstruct`` replays the events of one device. A block that is freed or still alive without having been handed out in
 the log existed before it. Each allocation gets one category, by the first rule that applies:
@@ -13,18 +21,23 @@ A label names an address, and addresses are used again: it belongs to the last a
 one of the phase ``backward`` (gradients live until they are cleared).
 
 Events are counted, not timed: allocations are made by the host, which runs ahead of the device, so their times say
-little; the phases' durations are taken between marks, at which the device was waited for. Bytes are those asked for;
-``max_memory_allocated`` counts the allocator's blocks, which are rounded up.
+little; the phases' durations are taken between marks, at which the host waited for the device. Bytes are those asked
+for; ``max_memory_allocated`` counts the allocator's blocks, which are rounded up.
+
+A pickle can run code when it is loaded, and snapshots are passed around. ``read_snapshot`` builds nothing but
+dictionaries, lists, strings and numbers; a file that asks for anything else is refused.
 """
 
+import gzip
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 
-from cs336_systems.profiling.memory_snapshot import MARK, Label, Snapshot, check_snapshot
 from cs336_systems.profiling.places import own_place
 
 PARAMETERS, GRADIENTS, OPTIMIZER_STATE = "parameters", "gradients", "optimizer state"
@@ -33,6 +46,27 @@ CATEGORIES = (PARAMETERS, OPTIMIZER_STATE, GRADIENTS, ACTIVATIONS, TEMPORARIES, 
 
 BEFORE = "before"
 """Phase of what existed when the log began."""
+
+SNAPSHOTS = (".pickle", ".pickle.gz")
+"""Endings of snapshot files; PyTorch's viewer wants them as they are written, not compressed."""
+
+MARK = "phase:"
+"""Start of the metadata of an allocation that marks the beginning of a phase."""
+
+Snapshot = dict[str, Any]
+"""``device_traces`` (a list of events per device) and ``segments`` as PyTorch documents them, and our ``labels``."""
+
+_GZIP = b"\x1f\x8b"
+"""The first bytes of a gzip file; a pickle of protocol 2 or later begins with 0x80."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """The role of the tensor whose storage begins at ``address``."""
+
+    address: int
+    category: str
+    name: str
 
 
 @dataclass
@@ -72,7 +106,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Moment:
-    """The state after one event: bytes alive, in all and by category."""
+    """The state after one event: total bytes alive, and bytes alive by category."""
 
     event: int
     phase: str
@@ -120,21 +154,59 @@ class MemoryHistory:
         return sorted(alive, key=lambda allocation: -allocation.n_bytes)
 
 
-def reconstruct(snapshot: Snapshot, device_index: int = 0) -> MemoryHistory:
-    """Replay the events that ``snapshot`` holds for one device.
+class _PlainUnpickler(pickle.Unpickler):
+    """Builds builtin containers, strings and numbers; refuses every class, function and external reference."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and a snapshot holds only plain data")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise pickle.UnpicklingError("it refers to objects outside the file")
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """A snapshot from a file of any origin, compressed by gzip or not; nothing in the file is executed.
 
     Raises:
-        ValueError: not a snapshot, no events for that device, or events that contradict each other (a block handed out
-            twice), which a log that lost its middle shows.
+        ValueError: the file is empty, torn, no pickle, asks for objects, or is not a memory snapshot.
+        OSError: the file cannot be read.
     """
-    check_snapshot(snapshot)
-    traces = snapshot["device_traces"]
-    if not 0 <= device_index < len(traces) or not any(event["action"] == "alloc" for event in traces[device_index]):
-        raise ValueError(
-            f"the snapshot holds no allocations of device {device_index}: record its history before the work"
-        )
-    history = _replay(traces[device_index], _living_blocks(snapshot["segments"], device_index))
-    _categorise(history, [Label(*label) for label in snapshot.get("labels", [])])
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty: not a memory snapshot")
+    with path.open("rb") as file:
+        try:
+            compressed = file.peek(2)[:2] == _GZIP
+            snapshot = _PlainUnpickler(gzip.GzipFile(fileobj=file) if compressed else file).load()
+        except Exception as error:  # bytes that are no pickle, or half of one, can raise nearly anything
+            reason = str(error).strip() or type(error).__name__
+            raise ValueError(f"{path} cannot be read as a memory snapshot: {reason}") from error
+    parts = [snapshot.get(key) if isinstance(snapshot, dict) else None for key in ("device_traces", "segments")]
+    if not all(isinstance(part, list) for part in parts):
+        raise ValueError(f"{path} is not a memory snapshot: it has no lists 'device_traces' and 'segments'")
+    return snapshot
+
+
+def reconstruct(snapshot: Snapshot, device_index: int | None = None) -> MemoryHistory:
+    """Replay the events that ``snapshot`` holds for one device, by default the first that allocated anything.
+
+    Raises:
+        ValueError: not a snapshot, no allocations of that device, or events that contradict each other (a block handed
+            out twice), which a log that lost its middle shows.
+    """
+    try:
+        allocating = [
+            index
+            for index, trace in enumerate(snapshot["device_traces"])
+            if any(event["action"] == "alloc" for event in trace)
+        ]
+        index = next(iter(allocating), None) if device_index is None else device_index
+        if index is None or index not in allocating:
+            device = "any device" if index is None else f"device {index}"
+            raise ValueError(f"the snapshot holds no allocations of {device}: record its history before the work")
+        history = _replay(snapshot["device_traces"][index], _living_blocks(snapshot["segments"], index))
+        _categorise(history, [Label(*label) for label in snapshot.get("labels", [])])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a memory snapshot: an entry has a bad or no {error}") from error
     return history
 
 
@@ -160,6 +232,8 @@ def _replay(trace: Sequence[dict[str, Any]], living_at_end: dict[int, int]) -> M
     out_of_memory: int | None = None
     for event in trace:
         action, last_us = event["action"], max(last_us, event.get("time_us", 0))
+        if event.get("size", 0) < 0:
+            raise ValueError(f"an event has a size of {event['size']} bytes")
         if action == "alloc":
             address = event["addr"]
             if address in alive:
@@ -174,7 +248,10 @@ def _replay(trace: Sequence[dict[str, Any]], living_at_end: dict[int, int]) -> M
                 event_number,
                 phase=marks[-1][0] if marks else BEFORE,
                 operation="" if metadata.startswith(MARK) else metadata,
-                stack=tuple(_place(frame) for frame in event.get("frames", ())),
+                stack=tuple(
+                    f"{frame.get('filename', '?')}:{frame.get('line', 0)} {frame.get('name', '?')}"
+                    for frame in event.get("frames", ())
+                ),
             )
         elif action in ("free_requested", "free_completed", "free"):
             address = event["addr"]
@@ -204,10 +281,6 @@ def _replay(trace: Sequence[dict[str, Any]], living_at_end: dict[int, int]) -> M
 
 def _existing(address: int, n_bytes: int) -> Allocation:
     return Allocation(address, n_bytes, start=0, category=OTHER, name="existed before")
-
-
-def _place(frame: dict[str, Any]) -> str:
-    return f"{frame.get('filename', '?')}:{frame.get('line', 0)} {frame.get('name', '?')}"
 
 
 def _categorise(history: MemoryHistory, labels: Sequence[Label]) -> None:

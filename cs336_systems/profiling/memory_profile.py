@@ -1,19 +1,22 @@
-"""One pass of a training step with the allocator watched: its snapshot, its history, its peak.
-
-The step is run twice before, so that optimizer state, workspaces and compiled code exist and the pass is one of many;
-the second of these is also the reference for what watching changes. Then each phase is marked in the allocator's log,
-gradients are labelled as they are accumulated (mode ``backward`` drops them before it ends), and every autograd node
-writes its name into the log when it starts, because backward runs on a thread without a Python stack.
+"""One pass of a training step with the CUDA allocator watched: its snapshot, its history, its peak.
 
     profile = profile_memory(case, mode="step", path=Path("profiles/raw/step.pickle"))
     profile.history.peak().by_category
 
-A pass that runs out of memory is a result, too: its history ends where memory did. Limits: CUDA only; one device.
+The step runs twice before, so that optimizer state, workspaces and compiled code exist and the pass is one of many; the
+second of these passes is also the reference for what watching changes. Then each phase is marked in the allocator's log
+by an allocation of one byte, so that boundaries stand in the log itself and no clocks are compared. Gradients are
+labelled as they are accumulated (mode ``backward`` drops them before it ends), and every autograd node writes its name
+into the log when it starts, because backward runs on a thread without a Python stack.
+
+A pass that runs out of memory is a result, too: its history ends where memory did. Limits: CUDA only; one device; the
+log is a ring of ``max_entries``, and a pass that does not fit into it is an error.
 """
 
-from collections.abc import Callable, Iterator
+import pickle
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -21,11 +24,22 @@ from torch import Tensor
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.harness.clock import synchronize
-from cs336_systems.profiling import memory_history, memory_snapshot
-from cs336_systems.profiling.graph import graph_nodes, storage_address
-from cs336_systems.profiling.memory_history import GRADIENTS, OPTIMIZER_STATE, OTHER, PARAMETERS
-from cs336_systems.profiling.memory_snapshot import MAX_ENTRIES, Label, annotate
+from cs336_systems.profiling.memory_history import (
+    GRADIENTS,
+    MARK,
+    OPTIMIZER_STATE,
+    OTHER,
+    PARAMETERS,
+    Label,
+    MemoryHistory,
+    Snapshot,
+    reconstruct,
+)
+from cs336_systems.profiling.places import graph_nodes, storage_address
 from cs336_systems.training import TrainStep, assemble, random_batch
+
+MAX_ENTRIES = 200_000
+"""Events that the log holds. A step of 2.7b logs about 20,000; an event with its stack takes about a kilobyte."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +48,14 @@ class MemoryProfile:
 
     case: TrainingCase
     mode: str
-    history: memory_history.MemoryHistory
+    history: MemoryHistory
     peak_allocated_bytes: int
     """``torch.cuda.max_memory_allocated`` of the watched pass."""
     unwatched_peak_bytes: int
-    """The same of the pass before it, unwatched; 0 if that ran out of memory."""
+    """``torch.cuda.max_memory_allocated`` of the unwatched pass before it; 0 if that pass ran out of memory."""
     unwatched_requested_bytes: int
-    """What that pass had asked for at its peak: unlike the allocator's blocks, which depend on what is cached, the same
-    in every pass; 0 likewise."""
+    """Bytes asked for at the peak of the unwatched pass, or 0 if it ran out of memory. They are the same in every pass,
+    where the allocator's blocks depend on what is cached."""
     peak_reserved_bytes: int
     """``torch.cuda.max_memory_reserved``: what the process held of the device."""
     path: Path
@@ -85,11 +99,13 @@ def profile_memory(case: TrainingCase, mode: str, path: Path, *, max_entries: in
 
     torch.cuda.reset_peak_memory_stats(device)
     gradients: list[Label] = []
-    log = memory_snapshot.recording(device, max_entries)
-    with log, _labelled_gradients(step, gradients), _named_nodes(step) as name_nodes:
+    with recording(max_entries), labelled_gradients(step, gradients), named_nodes(step) as name_nodes:
         try:
             for name, phase in phases.items():
-                memory_snapshot.mark_phase(name, device)
+                synchronize(device)
+                annotate(MARK + name)
+                torch.empty(1, dtype=torch.uint8, device=device)
+                annotate("")
                 if name == "backward":
                     name_nodes()
                 phase()
@@ -98,10 +114,9 @@ def profile_memory(case: TrainingCase, mode: str, path: Path, *, max_entries: in
             out_of_memory = str(error)
         peak = torch.cuda.max_memory_allocated(device)
         labels = [*state_labels(step, token_ids=token_ids, targets=targets), *gradients]
-        snapshot = memory_snapshot.take_snapshot(labels)
-    memory_snapshot.write_snapshot(path, snapshot)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    history = memory_history.reconstruct(snapshot, index)
+        snapshot = take_snapshot(labels)
+    write_snapshot(path, snapshot)
+    history = reconstruct(snapshot, torch.cuda.current_device() if device.index is None else device.index)
     if [phase.name for phase in history.phases] != list(phases)[: len(history.phases)] or not history.phases:
         raise ValueError(f"the log of {max_entries} events lost the beginning of the pass: raise max_entries")
     return MemoryProfile(
@@ -115,6 +130,38 @@ def profile_memory(case: TrainingCase, mode: str, path: Path, *, max_entries: in
         path=path,
         out_of_memory=out_of_memory,
     )
+
+
+@contextmanager
+def recording(max_entries: int = MAX_ENTRIES) -> Iterator[None]:
+    """Log the allocator's events inside, each with its Python stack; what was logged before is forgotten."""
+    torch.cuda.memory._record_memory_history("all", "alloc", "python", max_entries, clear_history=True)
+    try:
+        yield
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+        annotate("")
+
+
+def annotate(text: str) -> None:
+    """Attach ``text`` to whatever this thread allocates from now on; backward runs on a thread of its own."""
+    torch.cuda.memory._set_memory_metadata(text)
+
+
+def take_snapshot(labels: Iterable[Label] = ()) -> Snapshot:
+    """PyTorch's snapshot of all devices, with the labels."""
+    return {**torch.cuda.memory._snapshot(), "labels": [list(astuple(label)) for label in labels]}
+
+
+def write_snapshot(path: Path, snapshot: Snapshot) -> None:
+    """Write a pickle that PyTorch's viewer and ``read_snapshot`` load.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        pickle.dump(snapshot, file, protocol=4)
 
 
 def state_labels(step: TrainStep, **inputs: Tensor) -> list[Label]:
@@ -133,9 +180,8 @@ def state_labels(step: TrainStep, **inputs: Tensor) -> list[Label]:
 
 
 @contextmanager
-def _labelled_gradients(step: TrainStep, labels: list[Label]) -> Iterator[None]:
+def labelled_gradients(step: TrainStep, labels: list[Label]) -> Iterator[None]:
     """Append a label for every gradient that is accumulated inside."""
-
     handles = [
         parameter.register_post_accumulate_grad_hook(
             lambda parameter, name=name: labels.append(
@@ -152,7 +198,7 @@ def _labelled_gradients(step: TrainStep, labels: list[Label]) -> Iterator[None]:
 
 
 @contextmanager
-def _named_nodes(step: TrainStep) -> Iterator[Callable[[], None]]:
+def named_nodes(step: TrainStep) -> Iterator[Callable[[], None]]:
     """Yield a function that lets every node of the last loss's graph annotate the log when backward reaches it."""
     loss_of, losses = step.loss_of, list[Tensor]()
 

@@ -19,10 +19,10 @@ under ``annotate``, as it does not under torch's backward hooks.
 **Exceptions.** What forward leaves open when it raises is closed on the way out. What a failed backward leaves open on
 autograd's thread is closed when the next one begins.
 
-**Written-out blocks** call none of the modules that they hold. Their operations between matrix products are ranged
-instead, by name (``layers.0.attention``, ``layers.0.swiglu (backward)``); what is left of a block is its products. What
-backward runs again has forward's name, inside the block's backward. A head that takes its gradients in forward shows
-them there.
+**Blocks with a hand-written backward** call none of the modules that they hold. Their operations between matmuls are
+ranged instead, by name (``layers.0.attention``, ``layers.0.swiglu (backward)``); the rest of a block is its matmuls.
+What backward recomputes has forward's name, inside the block's backward. A head that takes its gradients in forward
+shows them there.
 
 **Compiled modules** are ranged as a whole, forward and backward, from outside the compiled code; their insides are not:
 a range would break the graph, and the fused kernels in there belong to no single module. Where a compiled function
@@ -230,7 +230,7 @@ def _range_calls(module: nn.Module, name: str, device: torch.device, outermost: 
 
 
 class _Stages(TorchFunctionMode):
-    """Range attention's products and its softmax as they are called; everything else passes through."""
+    """Ranges attention's two matmuls and its softmax as they are called; everything else passes through."""
 
     _MATMULS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
     _SOFTMAXES = (torch.softmax, Tensor.softmax, torch.nn.functional.softmax)
@@ -250,7 +250,7 @@ class _Stages(TorchFunctionMode):
 
 
 def ranged_ops(ops: ModelOps) -> ModelOps:
-    """The same operations, with the stages of eager attention ranged: the product before softmax, it, the one after.
+    """The same operations, with the stages of eager attention ranged: scores matmul, softmax, values matmul.
 
     The attention that runs is the one in ``ops``, call by call, so its numbers are the same bits. A fused attention has
     no such calls to range; the range of its module is all there is. Inside a compiled module this is ``ops.attention``.

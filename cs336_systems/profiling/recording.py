@@ -1,4 +1,4 @@
-"""Profile one workload: plain and annotated steps in turn, then recorded ones, and what the trace says in numbers.
+"""Profile one workload: plain and annotated steps interleaved, then recorded ones, and what the trace says in numbers.
 
     metrics = profile_workload(workload, recorded, "kineto", folder / "step.json.gz")
     trace = read_trace(folder / "step.json.gz")
@@ -6,42 +6,92 @@
 The metrics hold the clock's samples three times, ``unprofiled_<phase>``, ``annotated_<phase>`` and
 ``recorded_<phase>``, so that what ranges and recording cost stands beside every conclusion drawn from them: as the
 quotient of two medians, ``annotation_ratio`` and ``recording_ratio``.
+
+The workload is also a program, which nsys starts as a child:
+
+    python -m cs336_systems.profiling.recording '{"device": "cuda", "size": "small", ...}'
+
+runs the annotated warm-up and steps and prints their times as one JSON object (milliseconds by phase).
 """
 
 import gc
 import json
+import math
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from cs336_systems.harness.clock import WHOLE
+from cs336_systems.case import TrainingCase
+from cs336_systems.harness.clock import WHOLE, PhaseTimes, time_phases
 from cs336_systems.harness.record import Metric
-from cs336_systems.profiling.ranges import STEP
+from cs336_systems.profiling.ranges import STEP, annotate, ranged_phases
 from cs336_systems.profiling.traces import kineto, nsys
 from cs336_systems.profiling.traces.kernels import MATMUL
 from cs336_systems.profiling.traces.queries import class_times, limits, times
 from cs336_systems.profiling.traces.tables import Trace, TraceError, require_kernels
-from cs336_systems.profiling.workload import PreparedStep, Workload
+from cs336_systems.training import assemble, random_batch
 
-PROFILERS = {"nsys": ".sqlite", "kineto": ".json.gz"}
-"""What records, and how its files end."""
+PROFILERS = {"nsys": nsys.EXPORT, "kineto": ".json.gz"}
+"""The profilers, each with the ending of its files."""
 
 HOWS = ("unprofiled", "annotated", "recorded")
 """Prefixes of the clock's metrics."""
 
 ROUNDS = 2
-"""Times that plain and annotated steps alternate; the order is turned round each time."""
+"""Times that plain and annotated steps alternate; the order is reversed each time."""
+
+
+@dataclass(frozen=True)
+class Workload(TrainingCase):
+    """One training case, one mode of its step, and how many steps of it to run."""
+
+    mode: str = "step"
+    warmup: int = 5
+    steps: int = 10
+
+    def command(self) -> list[str]:
+        """The command line that runs the annotated steps in a process of their own."""
+        return [sys.executable, "-m", "cs336_systems.profiling.recording", json.dumps(asdict(self))]
+
+
+class RunnableWorkload:
+    """A workload's model and batch on its device, ready to run any number of times."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.device = torch.device(workload.device)
+        self.step = assemble(workload)
+        self.batch = random_batch(workload)
+
+    def run(self, warmup: int, steps: int, *, annotated: bool) -> PhaseTimes:
+        """Time warm-up and steps, with ranges on everything or as they are.
+
+        Raises:
+            FloatingPointError: the loss is not finite.
+        """
+        phases = self.step.phases(self.workload.mode, *self.batch)
+        if annotated:
+            phases = ranged_phases(phases, warmup=warmup)
+        with annotate(self.step.model) if annotated else nullcontext():
+            taken = time_phases(phases, device=self.device, warmup=warmup, steps=steps)
+        assert self.step.loss is not None
+        if not math.isfinite(loss := self.step.loss.item()):
+            raise FloatingPointError(f"loss is {loss}")
+        return taken
 
 
 def read_trace(path: Path) -> Trace:
     """A trace of either profiler, told by the name of its file.
 
     Raises:
-        TraceError: it cannot be read.
+        TraceError: it cannot be read, or it is a report of nsys that was not exported.
     """
-    return nsys.read(path) if path.suffix == PROFILERS["nsys"] else kineto.read(path)
+    return nsys.read(path) if path.suffix in (nsys.EXPORT, nsys.REPORT) else kineto.read(path)
 
 
 def profile_workload(workload: Workload, recorded: Workload, profiler: str, path: Path) -> list[Metric]:
@@ -53,22 +103,22 @@ def profile_workload(workload: Workload, recorded: Workload, profiler: str, path
     """
     if profiler not in PROFILERS:
         raise ValueError(f"unknown profiler {profiler!r}: known are {', '.join(PROFILERS)}")
-    prepared = PreparedStep(workload)
+    runnable = RunnableWorkload(workload)
     samples_ms: dict[str, dict[str, list[float]]] = {how: {} for how in HOWS}
     for i in range(ROUNDS):
         for how in HOWS[:2] if i % 2 == 0 else HOWS[1::-1]:
-            found = prepared.run(workload.warmup, workload.steps, annotated=how == "annotated").samples_ms
+            found = runnable.run(workload.warmup, workload.steps, annotated=how == "annotated").samples_ms
             for phase, samples in found.items():
                 samples_ms[how].setdefault(phase, []).extend(samples)
 
     if profiler == "nsys":
-        del prepared  # the child needs the memory
+        del runnable  # the child needs the memory
         gc.collect()
         torch.cuda.empty_cache()
         samples_ms["recorded"] = record_times(recorded.command(), path)
     else:
-        with kineto.recording(path, prepared.device):
-            samples_ms["recorded"] = prepared.run(recorded.warmup, recorded.steps, annotated=True).samples_ms
+        with kineto.recording(path, runnable.device):
+            samples_ms["recorded"] = runnable.run(recorded.warmup, recorded.steps, annotated=True).samples_ms
     trace = read_trace(path)
     if workload.device == "cuda":
         require_kernels(trace)
@@ -94,7 +144,7 @@ def record_times(program: Sequence[str], path: Path) -> dict[str, list[float]]:
 
 
 def _trace_metrics(trace: Trace, unprofiled_ms: float) -> list[Metric]:
-    """Per step: busy time, operations, share of matrix products, and the idle share of a GPU."""
+    """Per step: busy time, operations, share of matmuls, and the idle share of a GPU."""
     steps = trace.instances(STEP)
     whole, sums = times(trace, steps), class_times(trace, steps)
     metrics = [
@@ -106,3 +156,14 @@ def _trace_metrics(trace: Trace, unprofiled_ms: float) -> list[Metric]:
         idle = limits(trace, unprofiled_ms).idle_percent
         metrics.append(Metric("idle", "% of unprofiled step", [idle], derived=True))
     return metrics
+
+
+def main() -> None:
+    """Run the annotated steps of the workload that the first argument describes."""
+    workload = Workload(**json.loads(sys.argv[1]))
+    taken = RunnableWorkload(workload).run(workload.warmup, workload.steps, annotated=True)
+    print(json.dumps(taken.samples_ms))
+
+
+if __name__ == "__main__":
+    main()

@@ -34,8 +34,7 @@ from cs336_systems.config import ModelConfig, Precision
 from cs336_systems.model import REFERENCE_OPS, ModelOps
 from cs336_systems.model.layers import RotaryEmbedding
 from cs336_systems.model.transformer import TransformerBlock
-from cs336_systems.profiling.graph import graph_nodes, storage_address
-from cs336_systems.profiling.places import own_place
+from cs336_systems.profiling.places import graph_nodes, own_place, storage_address
 from cs336_systems.training.precision import autocast, matmul_precision, parameter_dtype
 
 MIB = 1024**2
@@ -48,29 +47,24 @@ class Residuals:
     """What one forward pass kept and what its backward pass left behind."""
 
     tensors: pd.DataFrame
-    """``kind, module, kept_by, source, shape, dtype, mib, percent, saves``; the largest first within a kind.
-    ``percent`` is of the activations, ``saves`` counts the operations that saved a view of the storage."""
+    """One row per storage with the columns ``kind, module, kept_by, source, shape, dtype, mib, percent, saves``, the
+    largest first within a kind. ``percent`` is the share of all activations; ``saves`` counts the operations that saved
+    a view of the storage."""
     gradients: pd.DataFrame
-    """``parameter, shape, dtype, mib`` of every gradient after backward."""
+    """One row per gradient after backward, with the columns ``parameter, shape, dtype, mib``."""
 
     def mib(self, kind: str) -> float:
-        """Sum over one kind.
-
-        Raises:
-            ValueError: no such kind.
-        """
-        if kind not in KINDS:
-            raise ValueError(f"unknown kind {kind!r}: known are {', '.join(KINDS)}")
+        """MiB of one of ``KINDS``."""
         return float(self.tensors.loc[self.tensors["kind"] == kind, "mib"].sum())
 
     @property
     def activation_mib(self) -> float:
-        """All that exists for the sake of backward only, copies of parameters left out."""
+        """MiB that exist for the sake of backward only, copies of parameters left out."""
         return self.mib(ACTIVATION)
 
     @property
     def gradient_mib(self) -> float:
-        """All gradients of parameters."""
+        """MiB of the parameters' gradients."""
         return float(self.gradients["mib"].sum())
 
     def largest(self, n: int = 5) -> pd.DataFrame:
@@ -93,8 +87,8 @@ def block_residuals(
     """Residuals of one ``TransformerBlock`` of the model, on random input that requires a gradient.
 
     Args:
-        make: (config, ops, device=, dtype=) -> the block, if it is to be another kind of one.
-        norm_only: of the first ``RMSNorm`` of the block by itself, instead.
+        make: makes the block, given (config, ops, device=, dtype=).
+        norm_only: take the first ``RMSNorm`` of the block alone.
 
     Raises:
         ValueError: ``seq_len`` is beyond the config's context length.
@@ -231,7 +225,7 @@ def _name_compiled(saves: Sequence[_Save], outputs: Sequence[torch.fx.Node]) -> 
 
 
 def _table(saves: Sequence[_Save], module: nn.Module, tables: Mapping[str, Tensor]) -> pd.DataFrame:
-    """One line per storage: see ``Residuals.tensors``."""
+    """The table ``Residuals.tensors``."""
     parameters = {storage_address(parameter): name for name, parameter in module.named_parameters()}
     known = {storage_address(tensor): name for name, tensor in [*module.named_buffers(), *tables.items()]}
     groups: dict[int, list[_Save]] = {}

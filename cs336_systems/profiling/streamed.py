@@ -4,8 +4,8 @@
     with ranged(STEP):
         step(token_ids, targets)
 
-Streams are called by their lanes, ``in``, ``compute`` and ``out``; ranges ``fetch weights``, ``forward``, ``backward``
-and so on (``streaming/schedule.py``), and inside each is one that says of which layer, round and chunk it is.
+Streams are named after their lanes, ``in``, ``compute`` and ``out``. Ranges are named after operations, such as ``fetch
+weights``, ``forward`` and ``backward`` (``streaming/schedule.py``), and hold one that names layer, round and chunk.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from cs336_systems.streaming.lanes import Compute, Copy, Streams
 from cs336_systems.streaming.schedule import Lane, Operation
 
 _NVTX = "libnvtx3interop.so.1"
-"""Which torch has loaded; the ``nvtx`` package has no names of streams."""
+"""The library that torch has loaded; the ``nvtx`` package cannot name streams."""
 
 
 class RangedStreams(Streams):
@@ -35,7 +35,7 @@ class RangedStreams(Streams):
 
 
 def kind_of(operation: Operation) -> str:
-    """What it does, with the item that a copy moves."""
+    """What the operation does, with the item that a copy moves."""
     if operation.lane is Lane.COMPUTE:
         return str(operation.kind)
     (held,) = operation.writes or operation.reads
@@ -43,7 +43,7 @@ def kind_of(operation: Operation) -> str:
 
 
 def place_of(operation: Operation) -> str:
-    """Of which layer, round and chunk."""
+    """The layer, round and chunk of the operation."""
     return f"layer {operation.layer}, round {operation.round}, chunk {operation.chunk}"
 
 

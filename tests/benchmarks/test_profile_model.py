@@ -13,13 +13,12 @@ import torch
 from cs336_systems.experiments.profile.experiment import measure_profile, recorded_workload, trace_path, workload_of
 from cs336_systems.harness.record import Metric, read_rows
 from cs336_systems.harness.sweep import Outcome
-from cs336_systems.profiling.memory_snapshot import write_snapshot
+from cs336_systems.profiling.memory_profile import write_snapshot
 from cs336_systems.profiling.ranges import STEP
-from cs336_systems.profiling.recording import ROUNDS
+from cs336_systems.profiling.recording import ROUNDS, RunnableWorkload
 from cs336_systems.profiling.traces import kineto, nsys
 from cs336_systems.profiling.traces.kernels import MATMUL, kernel_class
 from cs336_systems.profiling.traces.tables import TraceError
-from cs336_systems.profiling.workload import PreparedStep
 from tests.benchmarks.commands import cells_of, run, run_in_a_process
 from tests.profiling.snapshots import EventLog
 
@@ -86,6 +85,12 @@ def test_a_torn_or_foreign_file_is_one_sentence(refused, tmp_path):
     foreign.write_bytes(b"no database" * 300)
     assert f"{foreign} cannot be read as an nsys export" in refused("--read", foreign)
     assert "nowhere.sqlite: no such file" in refused("--read", tmp_path / "nowhere.sqlite")
+    (report := tmp_path / "step.nsys-rep").write_bytes(b"a report")
+    assert "nsys export --type=sqlite" in refused("--read", report)
+    (stepless := tmp_path / "stepless.json").write_text(
+        '{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 1, "pid": 1, "tid": 1}]}'
+    )
+    assert "no range 'step'" in refused("--read", stepless)
 
 
 def test_a_snapshot_is_drawn_beside_it_or_where_out_says(command, refused, tmp_path):
@@ -244,7 +249,7 @@ def test_backward_is_attributed_on_a_gpu(tmp_path):
 def test_annotation_changes_no_kernel_on_a_gpu(tmp_path):
     """The same number of kernels, copies and fills with ranges and without."""
     (cell,) = cells_for("--mode step --size small --context-length 128", "cuda")
-    prepared = PreparedStep(workload_of(cell))
+    prepared = RunnableWorkload(workload_of(cell))
     counts = []
     for annotated in (False, True):
         prepared.run(2, 1, annotated=annotated)

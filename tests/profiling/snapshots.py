@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cs336_systems.profiling import memory_profile
-from cs336_systems.profiling.memory_snapshot import MARK, Snapshot
+from cs336_systems.profiling.memory_history import MARK, Snapshot
 from cs336_systems.training import TrainingCase, assemble, random_batch
 
 US_PER_EVENT = 1000
@@ -56,10 +56,6 @@ class EventLog:
                 "address": address,
                 "device": 0,
                 "total_size": size,
-                "stream": 0,
-                "segment_type": "large",
-                "allocated_size": size,
-                "active_size": size,
                 "blocks": [{"size": size, "requested_size": size, "state": "active_allocated", "frames": []}],
             }
             for address, size in self.living.items()
@@ -124,7 +120,7 @@ def simulated_snapshot(case: TrainingCase, mode: str) -> Snapshot:
             phase()
         log.events.clear()
         gradients: list = []
-        with memory_profile._labelled_gradients(step, gradients), memory_profile._named_nodes(step) as name_nodes:
+        with memory_profile.labelled_gradients(step, gradients), memory_profile.named_nodes(step) as name_nodes:
             for name, phase in phases.items():
                 annotate("")
                 log.phase(name)

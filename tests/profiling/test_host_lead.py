@@ -107,29 +107,19 @@ def test_a_slow_host_is_late_everywhere(clock):
     assert (forward.n_late, backward.n_late) == (4, 4)
 
 
-def test_blocks_that_a_backward_computes_again_are_not_seen(clock):
-    def run(model, x):
-        checkpoint(model, x, use_reentrant=False).backward()
-
-    forward, backward = passes_of(clock, 1, 4, run)
-    assert (forward.backward, backward.backward) == (False, True)
-    assert len(forward.leads_ms) == 4
-
-
-def test_a_forward_without_gradients_has_no_backward(clock):
+def test_recomputed_blocks_are_not_seen_and_no_gradient_means_no_backward(clock):
+    forward, backward = passes_of(clock, 1, 4, lambda model, x: checkpoint(model, x, use_reentrant=False).backward())
+    assert (forward.backward, backward.backward, len(forward.leads_ms)) == (False, True, 4)
     (forward,) = passes_of(clock, 1, 4, lambda model, x: torch.no_grad()(model)(x))
     assert len(forward.leads_ms) == 4
 
 
-def test_of_a_cpu_nothing_is_told():
+def test_a_cpu_gives_no_passes_and_a_single_block_is_not_late():
     model = nn.Sequential(nn.Linear(2, 2))
     lead = HostLead(model, torch.device("cpu"))
     lead.begin()
     model(torch.ones(2)).sum().backward()
     assert lead.end() == []
-
-
-def test_of_a_single_block_nobody_knows_whether_it_is_late():
     assert Pass(False, [0.0], []).n_late == 0
 
 

@@ -84,11 +84,6 @@ def run_elsewhere() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def test_nothing_is_emitted_by_a_step_that_is_not_annotated(emitted, batch):
-    tiny_step()(*batch)
-    assert emitted.opened == []
-
-
 def test_every_module_and_stage_is_ranged_in_its_place(emitted, batch):
     step = tiny_step()
     with annotate(step.model):
@@ -212,12 +207,6 @@ def test_ranged_attention_is_the_same_bits(emitted, n_queries, n_keys, heads, kv
     assert emitted.names == [SCORES, SOFTMAX, VALUES, *(name + BACKWARD for name in (VALUES, SOFTMAX, SCORES))]
 
 
-def test_ranged_attention_keeps_its_errors():
-    q, k = torch.randn(1, 1, 5, 8), torch.randn(1, 1, 3, 8)
-    with pytest.raises(ValueError, match="5 queries, 3 keys"):
-        ranged_ops(REFERENCE_OPS).attention(q, k, k, causal=True)
-
-
 def test_removing_restores_the_model(emitted, batch):
     step = tiny_step()
     attention = step.model.layers[0].attn
@@ -225,23 +214,16 @@ def test_removing_restores_the_model(emitted, batch):
         assert attention.ops is not REFERENCE_OPS
     annotation.close()
     assert attention.ops.attention is REFERENCE_OPS.attention
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in step.model.modules())
     step(*batch)
     assert emitted.opened == []
 
 
-def test_forward_without_gradients_gets_no_markers(batch):
+def test_what_needs_no_gradient_stays_so(batch):
     step = tiny_step()
     with annotate(step.model), torch.no_grad():
         assert step.model(batch[0]).grad_fn is None
-
-
-def test_outputs_that_need_no_gradient_stay_so(batch):
-    step = tiny_step()
     with annotate(step.model):
-        cos, sin = step.model.rotary(16)
-    assert not cos.requires_grad
-    assert not sin.requires_grad
+        assert not any(table.requires_grad for table in step.model.rotary(16))
 
 
 class Failing(nn.Module):
@@ -340,14 +322,6 @@ def test_phases_stand_inside_warm_up_and_step(emitted):
     one = [(STEP,), (STEP, "forward"), (STEP, "backward")]
     assert emitted.paths == [tuple(WARMUP if name == STEP else name for name in path) for path in one] + one + one
     assert emitted.balanced
-
-
-def test_a_phase_that_raises_closes_its_step(emitted):
-    def fail() -> None:
-        raise RuntimeError("no")
-
-    phases = ranged_phases({"forward": fail, "backward": lambda: None}, warmup=0)
-    with pytest.raises(RuntimeError):
-        phases["forward"]()
-    assert emitted.paths == [(STEP,), (STEP, "forward")]
+    with pytest.raises(ZeroDivisionError):
+        ranged_phases({"forward": lambda: 1 / 0, "backward": lambda: None}, warmup=0)["forward"]()
     assert emitted.balanced

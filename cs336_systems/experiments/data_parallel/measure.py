@@ -40,7 +40,7 @@ from cs336_systems.harness.fit import check_fit
 from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.harness.ranks import time_phases_of_ranks
 from cs336_systems.harness.record import Metric
-from cs336_systems.profiling.rank_traces import communication_metrics, record_phases_of_ranks
+from cs336_systems.profiling.communication import communication_metrics, record_phases_of_ranks
 from cs336_systems.profiling.traces import kineto
 
 LOCAL = "local"

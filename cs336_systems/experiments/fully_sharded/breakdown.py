@@ -1,6 +1,6 @@
 """Where the time of a recorded step goes, by phase and kind of work, against the least that each could take.
 
-From rows alone: every moment of the recorded steps is in one of the parts (``profiling/traces/breakdown.py``), and the
+From rows alone: every moment of the recorded steps is in one of the parts (``profiling/communication.py``), and the
 bounds follow from the cell (``costs/step_bounds.py``), where its blocks are written out and its device is known. What
 stands above the bounds is where time is to be had.
 """
@@ -16,7 +16,7 @@ from cs336_systems.config import PRECISIONS, resolve_size
 from cs336_systems.costs.step_bounds import least_ms
 from cs336_systems.experiments.fully_sharded.table import FULLY_SHARDED
 from cs336_systems.hardware import find_hardware
-from cs336_systems.profiling.traces.breakdown import KINDS
+from cs336_systems.profiling.communication import KINDS
 from cs336_systems.report.figures import OKABE_ITO, dress
 from cs336_systems.report.results import MISSING, Line
 from cs336_systems.report.tables import Table

@@ -38,8 +38,12 @@ from cs336_systems.harness.ranks import time_phases_of_ranks
 from cs336_systems.harness.record import Metric
 from cs336_systems.harness.state_sampler import States, sampled_state
 from cs336_systems.harness.traffic import Event, Traffic
-from cs336_systems.profiling.gather_waits import GatherWaits
-from cs336_systems.profiling.rank_traces import breakdown_metrics, communication_metrics, record_phases_of_ranks
+from cs336_systems.profiling.communication import (
+    GatherWaits,
+    breakdown_metrics,
+    communication_metrics,
+    record_phases_of_ranks,
+)
 from cs336_systems.profiling.traces import kineto
 
 _OF_A_STEP = "GiB, the most of any rank, construction excluded"

@@ -19,11 +19,11 @@ from cs336_systems.experiments.leaks.flops_against_time_cells import StepCell, m
 from cs336_systems.harness.clock import WHOLE
 from cs336_systems.harness.record import Metric
 from cs336_systems.profiling.ranges import BACKWARD, STEP
+from cs336_systems.profiling.recording import RunnableWorkload, Workload
 from cs336_systems.profiling.traces import kernels, kineto
 from cs336_systems.profiling.traces.queries import MS, n_steps, times
 from cs336_systems.profiling.traces.tables import OPERATOR as OPERATOR_KIND
 from cs336_systems.profiling.traces.tables import Trace, make_trace, require_kernels
-from cs336_systems.profiling.workload import PreparedStep, Workload
 from cs336_systems.report.figures import OKABE_ITO
 from cs336_systems.report.tables import Table, digits
 
@@ -97,7 +97,7 @@ def record(cell: StepCell) -> tuple[list[float], Trace]:
 
     with tempfile.TemporaryDirectory() as folder, inductor.patch({"cpp.enable_kernel_profile": True}):
         path = Path(folder) / "step.json.gz"
-        prepared = PreparedStep(Workload(**asdict(cell)))
+        prepared = RunnableWorkload(Workload(**asdict(cell)))
         step_ms = prepared.run(cell.warmup, cell.steps, annotated=False).samples_ms[WHOLE]
         with kineto.recording(path, prepared.device):
             prepared.run(1, cell.steps, annotated=True)

@@ -21,14 +21,12 @@ from cs336_systems.experiments.profile.tables import Profile, class_table, overh
 from cs336_systems.harness.fit import check_fit, is_predictable
 from cs336_systems.harness.record import Metric
 from cs336_systems.harness.sweep import Outcome
-from cs336_systems.profiling.memory_history import reconstruct
-from cs336_systems.profiling.memory_snapshot import SNAPSHOTS, read_snapshot
+from cs336_systems.profiling.memory_history import SNAPSHOTS, read_snapshot, reconstruct
 from cs336_systems.profiling.ranges import STEP
-from cs336_systems.profiling.recording import HOWS, PROFILERS, profile_workload, read_trace
+from cs336_systems.profiling.recording import HOWS, PROFILERS, Workload, profile_workload, read_trace
 from cs336_systems.profiling.traces import nsys
 from cs336_systems.profiling.traces.queries import kernel_table, range_table
 from cs336_systems.profiling.traces.tables import TraceError
-from cs336_systems.profiling.workload import Workload
 from cs336_systems.report.command_line import complain, os_error
 from cs336_systems.report.show import Format, show
 from cs336_systems.report.tables import Table, digits
@@ -167,14 +165,14 @@ def show_trace(path: Path, form: Format) -> int:
     """The ranges and kernels of a trace that was recorded before, and its size as the last line; the exit code."""
     try:
         trace = read_trace(path)
+        ranges, kernels = range_table(trace), kernel_table(trace, trace.instances(STEP)).head(20)
     except TraceError as error:
         return complain(EXPERIMENT.name, str(error))
     except OSError as error:
         return complain(EXPERIMENT.name, os_error(error))
 
     what = "kernels, copies and fills" if trace.has_gpu else "CPU operators"
-    show(Table(f"Ranges of {path}, per step.", rounded(range_table(trace), 4)), form)
-    kernels = kernel_table(trace, trace.instances(STEP)).head(20)
+    show(Table(f"Ranges of {path}, per step.", rounded(ranges, 4)), form)
     show(Table(f"The 20 {what} that take most of a step.", rounded(kernels, 4)), form)
     summary = {"read": str(path), "ops": len(trace.ops), "ranges": len(trace.ranges)}
     print(json.dumps({"benchmark": EXPERIMENT.name} | summary))

@@ -12,10 +12,10 @@ import pandas as pd
 from cs336_systems.costs.attention_stages import attention_stages
 from cs336_systems.harness.clock import WHOLE
 from cs336_systems.profiling.ranges import BACKWARD, SCORES, SOFTMAX, STEP, VALUES
+from cs336_systems.profiling.recording import Workload
 from cs336_systems.profiling.traces.kernels import CLASSES, short_name
 from cs336_systems.profiling.traces.queries import class_times, kernel_table, n_steps, range_table, times
 from cs336_systems.profiling.traces.tables import Trace
-from cs336_systems.profiling.workload import Workload
 from cs336_systems.report.tables import Table, digits
 
 

@@ -6,9 +6,10 @@
 
 In the file an operation on the GPU and its launch share ``args.correlation``; its process id is the device's number, so
 the process and thread are the launch's. Ranges are ``user_annotation`` events; their ``gpu_user_annotation`` shadows
-include gaps and are not read. Times are microseconds with three decimals. On a CPU the operations are operators: they
-nest, and a tree of them is cut where an operator's own time is more than half of it, so that what remains is disjoint
-(``aten::linear`` gives way to ``aten::addmm``, which did the work).
+include gaps and are not read. Times are microseconds with three decimals; a negative duration, which Kineto sometimes
+writes, counts as none. On a CPU the operations are operators: they nest, and a tree of them is cut where an operator's
+own time is more than half of it, so that what remains is disjoint (``aten::linear`` gives way to ``aten::addmm``, which
+did the work).
 """
 
 import gzip
@@ -65,9 +66,7 @@ def recording(path: Path, device: torch.device) -> Iterator[None]:
         activities.append(ProfilerActivity.CUDA)
     profiler = profile(activities=activities)
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Warning: Profiler clears events"
-        )  # there is one cycle, and all are in its file
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # one cycle, all of it in the file
         profiler.start()
     try:
         yield
@@ -94,7 +93,7 @@ def read(path: Path) -> Trace:
         gpu = _gpu_operations(events)
         ops = gpu if len(gpu) else _cpu_operations(events)
         ranges = [
-            (str(e["name"]), _ns(e["ts"]), _ns(e["ts"]) + _ns(e["dur"]), int(e["pid"]), int(e["tid"]))
+            (str(e["name"]), *_span(e), int(e["pid"]), int(e["tid"]))
             for e in events
             if e.get("cat") == "user_annotation"
         ]
@@ -116,8 +115,10 @@ def _events(path: Path) -> list[dict[str, Any]]:
     return [event for event in content["traceEvents"] if isinstance(event, dict) and event.get("ph") == "X"]
 
 
-def _ns(microseconds: float) -> int:
-    return round(float(microseconds) * 1000)
+def _span(event: dict[str, Any]) -> tuple[int, int]:
+    """Start and end of an event, in nanoseconds."""
+    start, duration = (round(float(event[key]) * 1000) for key in ("ts", "dur"))
+    return start, start + max(0, duration)
 
 
 def _gpu_operations(events: list[dict[str, Any]]) -> pd.DataFrame:
@@ -125,19 +126,19 @@ def _gpu_operations(events: list[dict[str, Any]]) -> pd.DataFrame:
     launches: dict[int, tuple[int, int, int]] = {}
     for event in events:
         if event.get("cat") in _LAUNCH_CATEGORIES and "correlation" in event.get("args", {}):
-            launch = (_ns(event["ts"]), int(event["pid"]), int(event["tid"]))
+            launch = (_span(event)[0], int(event["pid"]), int(event["tid"]))
             correlation = int(event["args"]["correlation"])
             launches[correlation] = min(launch, launches.get(correlation, launch))
     process = next((int(e["pid"]) for e in events if e.get("cat") == "user_annotation"), -1)
     rows = []
     for event in events:
         if kind := _GPU_CATEGORIES.get(event.get("cat", "")):
-            start, args = _ns(event["ts"]), event["args"]
+            (start, end), args = _span(event), event["args"]
             correlation = int(args["correlation"])
             launch_start, pid, tid = launches.get(correlation, (start, process, -1))
             name = str(event["name"]) if kind == KERNEL else {COPY: "memcpy", FILL: "memset"}[kind]
             where = (pid, int(args["device"]), int(args["stream"]))
-            rows.append((name, kind, start, start + _ns(event["dur"]), *where, tid, launch_start, correlation))
+            rows.append((name, kind, start, end, *where, tid, launch_start, correlation))
     return pd.DataFrame(rows, columns=list(OP_COLUMNS))
 
 
@@ -146,8 +147,7 @@ def _cpu_operations(events: list[dict[str, Any]]) -> pd.DataFrame:
     threads: dict[tuple[int, int], list[_Operator]] = {}
     for event in events:
         if event.get("cat") == "cpu_op" and _OPERATOR_NAME.match(str(event["name"])):
-            start = _ns(event["ts"])
-            operator = _Operator(str(event["name"]), start, start + _ns(event["dur"]))
+            operator = _Operator(str(event["name"]), *_span(event))
             threads.setdefault((int(event["pid"]), int(event["tid"])), []).append(operator)
     rows = [
         (operator.name, OPERATOR, operator.start, operator.end, pid, -1, tid, tid, operator.start, -1)

@@ -29,6 +29,9 @@ MISSING = (
 )
 """What to tell a user who has no nsys."""
 
+REPORT, EXPORT = ".nsys-rep", ".sqlite"
+"""Endings of nsys's own report and of what is read here."""
+
 _SESSION_VARIABLES = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH")
 """Set by nsys in the environment of what it profiles."""
 
@@ -53,6 +56,7 @@ WHERE e.eventType IN (59, 60) AND COALESCE(s.value, e.text) IS NOT NULL
 
 _TABLES = {
     "CUPTI_ACTIVITY_KIND_KERNEL": (KERNEL, "COALESCE(n.value, 'unnamed kernel')"),
+    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": (KERNEL, "'CUDA graph'"),  # graphs that were traced as a whole
     "CUPTI_ACTIVITY_KIND_MEMCPY": (COPY, "'memcpy'"),
     "CUPTI_ACTIVITY_KIND_MEMSET": (FILL, "'memset'"),
 }
@@ -66,14 +70,14 @@ def is_attached() -> bool:
 def profile_command(program: Sequence[str], report: Path, nsys: str = "nsys") -> list[str]:
     """The command line that runs ``program`` and writes ``report`` with the suffix ``.nsys-rep``."""
     collected = ("--sample=none", "--cpuctxsw=none", "--trace=cuda,nvtx", "--cuda-graph-trace=node")
-    output = f"--output={report.with_suffix('.nsys-rep')}"
+    output = f"--output={report.with_suffix(REPORT)}"
     return [nsys, "profile", *collected, "--force-overwrite=true", output, *program]
 
 
 def export_command(report: Path, nsys: str = "nsys") -> list[str]:
     """The command line that turns the report into SQLite beside it."""
-    output = f"--output={report.with_suffix('.sqlite')}"
-    return [nsys, "export", "--type=sqlite", "--force-overwrite=true", output, str(report.with_suffix(".nsys-rep"))]
+    output = f"--output={report.with_suffix(EXPORT)}"
+    return [nsys, "export", "--type=sqlite", "--force-overwrite=true", output, str(report.with_suffix(REPORT))]
 
 
 def record(program: Sequence[str], report: Path) -> str:
@@ -86,7 +90,7 @@ def record(program: Sequence[str], report: Path) -> str:
     if nsys is None:
         raise TraceError(MISSING)
     report.parent.mkdir(parents=True, exist_ok=True)
-    for suffix in (".nsys-rep", ".sqlite"):
+    for suffix in (REPORT, EXPORT):
         report.with_suffix(suffix).unlink(missing_ok=True)
     printed = []
     for command in (profile_command(program, report, nsys), export_command(report, nsys)):
@@ -95,7 +99,7 @@ def record(program: Sequence[str], report: Path) -> str:
         if done.returncode:
             tail = " | ".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-3:])
             raise TraceError(f"nsys {command[1]} ended with exit code {done.returncode}: {tail}")
-    if not (sqlite := report.with_suffix(".sqlite")).exists():
+    if not (sqlite := report.with_suffix(EXPORT)).exists():
         raise TraceError(f"nsys wrote no {sqlite}")
     return printed[0]
 
@@ -108,8 +112,10 @@ def read(path: Path) -> Trace:
     """
     if not path.is_file():
         raise TraceError(f"{path}: no such file")
+    if path.suffix == REPORT:
+        raise TraceError(f"{path} is a report that must be exported first: {' '.join(export_command(path))}")
     try:
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             return _read(database, path)
     except (sqlite3.Error, pd.errors.DatabaseError) as error:
         raise TraceError(f"{path} cannot be read as an nsys export: {str(error).splitlines()[-1]}") from error
@@ -125,7 +131,7 @@ def _read(database: sqlite3.Connection, path: Path) -> Trace:
     parts = []
     for table in present:
         kind, name = _TABLES[table]
-        names = "LEFT JOIN StringIds n ON n.id = o.demangledName" if kind == KERNEL else ""
+        names = "LEFT JOIN StringIds n ON n.id = o.demangledName" if "n.value" in name else ""
         parts.append(pd.read_sql(_OPS.format(table=table, kind=kind, name=name, names=names), database))
     ops = pd.concat([part for part in parts if not part.empty] or parts[:1])
     last = int(ops["end"].max()) if len(ops) else 0

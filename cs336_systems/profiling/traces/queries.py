@@ -15,15 +15,53 @@ the last one's end, and includes the gaps, as an event timer does.
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from cs336_systems.profiling.ranges import STEP
-from cs336_systems.profiling.traces.intervals import gaps, intersection, length, union
 from cs336_systems.profiling.traces.kernels import ATTENTION, CLASSES, COMMUNICATION, COPY, MATMUL, kernel_class
 from cs336_systems.profiling.traces.tables import Trace
 
 MS = 1e6
 """Nanoseconds in a millisecond."""
+
+Intervals = npt.NDArray[np.int64]
+"""A set of time as disjoint, ordered intervals in nanoseconds: (n, 2), each row a start and an end."""
+
+
+def union(ops: pd.DataFrame) -> Intervals:
+    """The time during which at least one of the operations runs (columns ``start`` and ``end``)."""
+    ordered = ops[["start", "end"]].to_numpy(dtype=np.int64)
+    ordered = ordered[np.argsort(ordered[:, 0], kind="stable")]
+    if not len(ordered):
+        return ordered
+    reached = np.maximum.accumulate(ordered[:, 1])
+    begins = np.concatenate([[True], ordered[1:, 0] > reached[:-1]])
+    return np.stack([ordered[begins, 0], reached[np.concatenate([begins[1:], [True]])]], axis=1)
+
+
+def length(intervals: Intervals) -> int:
+    """Total nanoseconds."""
+    return int((intervals[:, 1] - intervals[:, 0]).sum())
+
+
+def intersection(a: Intervals, b: Intervals) -> Intervals:
+    """The time that lies in both."""
+    found, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i, 0], b[j, 0]), min(a[i, 1], b[j, 1])
+        if start < end:
+            found.append((start, end))
+        if a[i, 1] < b[j, 1]:
+            i += 1
+        else:
+            j += 1
+    return np.array(found, dtype=np.int64).reshape(-1, 2)
+
+
+def gaps(intervals: Intervals) -> Intervals:
+    """The time between the intervals."""
+    return np.stack([intervals[:-1, 1], intervals[1:, 0]], axis=1)
 
 
 @dataclass(frozen=True)
@@ -38,7 +76,7 @@ class RangeTimes:
     unioned_ms: float
     projected_ms: float
     copies_ms: float
-    """Of the summed time: copies and casts, which autocast puts into the ranges of what it casts for."""
+    """The summed time of copies and casts, which autocast puts into the ranges of what it casts for."""
 
 
 def n_steps(trace: Trace) -> int:
@@ -123,7 +161,7 @@ class Limits:
 
     step_ms: float
     compute_ms: float
-    """Matrix products and fused attention run."""
+    """Matmuls and fused attention run."""
     memory_ms: float
     """Only other kernels and copies run: each reads and writes more than it computes."""
     communication_ms: float

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from cs336_systems.experiments.profile.tables import Profile
+from cs336_systems.profiling.recording import Workload
 from cs336_systems.profiling.traces import kineto
-from cs336_systems.profiling.workload import Workload
 
 FIXTURES = Path(__file__).parents[2] / "profiling" / "traces" / "fixtures"
 

@@ -5,11 +5,6 @@ import pytest
 from cs336_systems.profiling.ranges import BACKWARD
 from cs336_systems.profiling.traces.kernels import MATMUL, short_name
 from cs336_systems.profiling.traces.queries import class_times, kernel_table, limits, range_table, times
-from tests.profiling.traces.conftest import FIXTURES
-
-
-def test_the_fixtures_are_small():
-    assert all(path.stat().st_size < 100_000 for path in FIXTURES.iterdir())
 
 
 def test_both_hold_the_same_ranges_and_operations(golden_nsys, golden_kineto):
@@ -19,12 +14,8 @@ def test_both_hold_the_same_ranges_and_operations(golden_nsys, golden_kineto):
     assert len(ours) > 60
     for column in ("calls", "operations"):
         assert ours[column].to_dict() == theirs[column].to_dict()
-
-
-def test_summed_kernel_time_agrees_within_two_percent(golden_nsys, golden_kineto):
-    ours, theirs = (range_table(trace).set_index("range")["summed_ms"] for trace in (golden_nsys, golden_kineto))
-    for name, expected in ours.items():
-        assert theirs[name] == pytest.approx(expected, rel=0.02), name
+    for name, expected in ours["summed_ms"].items():
+        assert theirs.loc[name, "summed_ms"] == pytest.approx(expected, rel=0.02), name
 
 
 def test_kernel_names_and_counts_agree(golden_nsys, golden_kineto):
@@ -57,6 +48,10 @@ def test_every_operation_of_a_step_belongs_to_one_phase(fixture, request):
     whole = times(trace, trace.instances("step"))
     assert sum(phase.operations for phase in phases) == whole.operations
     assert sum(phase.summed_ms for phase in phases) == pytest.approx(whole.summed_ms)
+    found = limits(trace)
+    assert found.verdict == "compute"
+    parts = found.compute_ms + found.memory_ms + found.communication_ms + found.idle_ms
+    assert parts == pytest.approx(found.step_ms)
 
 
 @pytest.mark.parametrize("fixture", ["golden_nsys", "golden_kineto"])
@@ -70,11 +65,3 @@ def test_modules_hold_their_parts_in_both_directions(fixture, request):
         assert blocks < table[f"TransformerLM{suffix}"]
     assert table["layers.1.ffn.w1" + BACKWARD] == pytest.approx(2 * table["layers.1.ffn.w1"], rel=0.1)
     assert table["token_embeddings" + BACKWARD] > 0
-
-
-def test_a_step_in_fp32_is_limited_by_compute(golden_nsys, golden_kineto):
-    for trace in (golden_nsys, golden_kineto):
-        found = limits(trace)
-        assert found.verdict == "compute"
-        parts = found.compute_ms + found.memory_ms + found.communication_ms + found.idle_ms
-        assert parts == pytest.approx(found.step_ms)

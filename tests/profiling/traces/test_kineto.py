@@ -47,15 +47,6 @@ def test_a_recording_makes_no_tables_of_its_own(tmp_path, monkeypatch, recwarn):
     assert not [warning for warning in recwarn if "clears events" in str(warning.message)]
 
 
-def test_a_trace_without_ranges_has_operations(tmp_path):
-    path = write(tmp_path / "trace.json", [event("cpu_op", "aten::mm", 0, 100)])
-    trace = kineto.read(path)
-    assert len(trace.ops) == 1
-    assert trace.ranges.empty
-    with pytest.raises(TraceError, match="no range 'step'"):
-        trace.instances("step")
-
-
 def test_kernels_meet_their_launches(tmp_path):
     events = [
         event("user_annotation", "step", 1000.0, 50.0),
@@ -65,6 +56,7 @@ def test_kernels_meet_their_launches(tmp_path):
         event("kernel", "gemm", 1012.25, 10.125, tid=7, pid=0, correlation=3, device=0, stream=7),
         event("gpu_memcpy", "Memcpy DtoH", 1025.0, 1.0, tid=8, pid=0, correlation=4, device=0, stream=8),
         event("gpu_memset", "Memset (Device)", 1027.0, 1.0, tid=8, pid=0, correlation=77, device=0, stream=8),
+        event("kernel", "backwards in time", 1029.0, -3.0, tid=7, pid=0, correlation=78, device=0, stream=7),
         event("gpu_user_annotation", "step", 1012.25, 20.0, tid=7, pid=0),
         event("cpu_op", "aten::mm", 1009.0, 5.0),
         {"ph": "M", "name": "process_name", "pid": 9, "args": {}},
@@ -75,9 +67,10 @@ def test_kernels_meet_their_launches(tmp_path):
         ["gemm", "kernel", 1_012_250, 1_022_375, 9, 7, 5, 1_010_500, 3],
         ["memcpy", "copy", 1_025_000, 1_026_000, 9, 8, 6, 1_020_000, 4],
         ["memset", "fill", 1_027_000, 1_028_000, 9, 8, -1, 1_027_000, 77],
+        ["backwards in time", "kernel", 1_029_000, 1_029_000, 9, 7, -1, 1_029_000, 78],
     ]
     assert trace.ranges["name"].tolist() == ["step"]
-    assert len(trace.operations(trace.instances("step"))) == 3
+    assert len(trace.operations(trace.instances("step"))) == 4
 
 
 def test_operators_are_cut_where_the_work_is_done(tmp_path):
@@ -100,30 +93,25 @@ def test_operators_are_cut_where_the_work_is_done(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        (b"", "cannot be read as a Chrome trace"),
-        (b"SQLite format 3\0", "cannot be read as a Chrome trace"),
-        (gzip.compress(b'{"traceEvents": []}', mtime=0)[:-9], "cannot be read as a Chrome trace"),
-        (b'{"traceEvents": [', "cannot be read as a Chrome trace"),
-        (b"[1, 2]", "has no list of traceEvents"),
-        (b'{"other": 1}', "has no list of traceEvents"),
-        (b'{"traceEvents": []}', "holds no operations"),
-        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1}]}', "not a trace of torch.profiler"),
-        (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": "x", "dur": 1}]}', "not a trace"),
+        b"",
+        b"SQLite format 3\0",
+        gzip.compress(b'{"traceEvents": []}', mtime=0)[:-9],
+        b'{"traceEvents": [',
+        b"[1, 2]",
+        b'{"other": 1}',
+        b'{"traceEvents": []}',
+        b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1}]}',
+        b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": "x", "dur": 1}]}',
     ],
 )
-def test_bad_files_are_named(tmp_path, content, message):
+def test_bad_and_missing_files_are_named(tmp_path, content):
     path = tmp_path / "bad.json"
     path.write_bytes(content)
-    with pytest.raises(TraceError, match="bad.json") as caught:
-        kineto.read(path)
-    assert message in str(caught.value)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(TraceError, match="nowhere.json"):
-        kineto.read(tmp_path / "nowhere.json")
+    for named in (path, tmp_path / "nowhere.json"):
+        with pytest.raises(TraceError, match=named.name):
+            kineto.read(named)
 
 
 def test_two_profilers_at_once_are_refused(tmp_path, monkeypatch):

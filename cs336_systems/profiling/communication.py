@@ -1,0 +1,193 @@
+"""What communication between ranks costs a step: recorded steps by kind of work, and waits timed without a profiler.
+
+    record_phases_of_ranks(phases, model, rank, path)       # on all ranks; the ranks with a path write a trace
+    metrics = communication_metrics(trace) + breakdown_metrics(trace)
+
+``breakdown`` divides a recorded step by phase and by kind of work: every moment counts once, and the parts add up to
+the step. A moment belongs to the first of ``KINDS`` that runs in it, on whatever stream: communication or an
+optimizer beside a matmul costs nothing here, and the time that is booked to them is exposed. A phase begins on the
+device with the first of its kernels that is not communication, which may run ahead.
+
+``GatherWaits`` answers whether each all-gather of FSDP finished before its unit needed it. On a GPU two events stand on
+the computing stream, before the stream waits for the collective and after: the time between them is what the collective
+was late, and is near zero if it was in time. On a CPU it is the time that the caller stood still. The waits are timed
+from outside; the wrapped model does not know of them.
+
+    waits = GatherWaits(fsdp)
+    ...                                   # steps
+    found = waits.read()                  # milliseconds that each unit waited for its weights
+    waits.remove()
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pandas as pd
+from torch import nn
+
+from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.harness.clock import Stopwatch
+from cs336_systems.harness.ranks import time_phases_of_ranks
+from cs336_systems.harness.record import Metric
+from cs336_systems.model import TransformerBlock
+from cs336_systems.profiling.ranges import STEP, annotate, ranged_phases
+from cs336_systems.profiling.traces import kineto
+from cs336_systems.profiling.traces.kernels import ATTENTION, CLASSES, COMMUNICATION, MATMUL, OPTIMIZER, kernel_class
+from cs336_systems.profiling.traces.queries import MS, Intervals, intersection, length, overlap, slowdown, union
+from cs336_systems.profiling.traces.tables import Trace
+
+LATE_MS = 0.02
+"""Longer waits, in milliseconds, count as late: two events with nothing between them lie a few microseconds apart."""
+
+_OWN = {MATMUL: "products", ATTENTION: "attention", OPTIMIZER: "optimizer", COMMUNICATION: "communication"}
+IDLE = "idle"
+KINDS = ("products", "attention", "elementwise", "optimizer", "communication", IDLE)
+"""The kinds of work, in the order in which they claim a moment."""
+
+_RECORDED_STEPS = 3
+"""Enough to see whether a step is like its neighbours, and a small file."""
+
+
+def record_phases_of_ranks(
+    phases: Mapping[str, Callable[[], None]], model: nn.Module, rank: Rank, path: Path | None
+) -> None:
+    """Run one warm-up step and a few more on all ranks, recorded by torch.profiler on those that have a ``path``.
+
+    The phases and the blocks of ``model`` are ranges in it; ranging every module would make the host late.
+    """
+    ranged = ranged_phases(phases, warmup=1)
+    recording = kineto.recording(path, rank.device) if path else nullcontext()
+    with annotate(model, TransformerBlock), recording:
+        time_phases_of_ranks(ranged, rank, warmup=1, steps=_RECORDED_STEPS)
+
+
+def communication_metrics(trace: Trace, alone: Trace | None = None) -> list[Metric]:
+    """Communication of each recorded step: how long it ran, how much of it beside other kernels, the rest.
+
+    A CPU's trace cannot tell: no metrics.
+
+    Args:
+        alone: the same steps without communication, to add what communication does to other kernels.
+    """
+    steps = single_steps(trace) if trace.has_gpu else []
+    streams = [overlap(step) for step in steps]
+    if not streams or any(found.empty for found in streams):
+        return []
+    total = [float(found["communication_ms"].sum()) for found in streams]
+    hidden = [float(found["hidden_ms"].sum()) for found in streams]
+    shares = [100 * part / whole for part, whole in zip(hidden, total, strict=True)]
+    waited = [whole - part for part, whole in zip(hidden, total, strict=True)]
+    metrics = [
+        Metric("communication", "ms of kernels per step, from the trace", total),
+        Metric("hidden_share", "% of communication, from the trace", shares),
+        Metric("waited", "ms per step in which only communication runs, from the trace", waited),
+    ]
+    if alone is None:
+        return metrics
+    classes = [slowdown(alone, step) for step in steps]
+    slowed = [float((found["beside_ms"] - found["alone_ms"]).sum()) for found in classes]
+    added = [float(found["added_ms"].sum()) for found in classes]
+    return [
+        *metrics,
+        Metric("slowed", "ms of other kernels per step", slowed),
+        Metric("added_kernels", "ms of other kernels per step", added),
+    ]
+
+
+def breakdown_metrics(trace: Trace) -> list[Metric]:
+    """The recorded steps by phase and kind of work; nothing for a CPU's trace."""
+    parts = breakdown(trace) if trace.has_gpu else {}
+    return [Metric(f"{phase}_{kind}", "ms of a recorded step", found) for (phase, kind), found in parts.items()]
+
+
+def single_steps(trace: Trace) -> list[Trace]:
+    """The trace once for each recorded step, as if it were the only one."""
+    steps = trace.instances(STEP).index
+    return [replace(trace, ranges=trace.ranges.drop(index=steps.difference([step]))) for step in steps]
+
+
+def breakdown(
+    trace: Trace, phases: tuple[str, ...] = ("forward", "backward", "optimizer")
+) -> dict[tuple[str, str], list[float]]:
+    """Milliseconds of each recorded step by phase and kind; the phases are in the order in which they run.
+
+    Raises:
+        TraceError: a phase is not in the recording.
+    """
+    kind_of = {label: _OWN.get(label, "elementwise") for label in CLASSES}
+    samples_ms: dict[tuple[str, str], list[float]] = {(phase, kind): [] for phase in phases for kind in KINDS}
+    steps = trace.instances(STEP)
+    for index in steps.index:
+        window = steps.loc[[index]]
+        ops = trace.operations(window)
+        kinds = ops["name"].map(kernel_class).map(kind_of)
+        for phase, span in _spans(trace, window, ops, phases).items():
+            claimed = 0
+            for n, kind in enumerate(KINDS[:-1], start=1):
+                reached = length(intersection(union(ops[kinds.isin(KINDS[:n])]), span))
+                samples_ms[phase, kind].append((reached - claimed) / MS)
+                claimed = reached
+            samples_ms[phase, IDLE].append((length(span) - claimed) / MS)
+    return samples_ms
+
+
+def _spans(trace: Trace, step: pd.DataFrame, ops: pd.DataFrame, phases: tuple[str, ...]) -> dict[str, Intervals]:
+    """The time of each phase on the device, one after the other, from the step's begin to its last kernel's end."""
+    begins, end = [int(step["start"].iloc[0])], int(ops["end"].max())
+    for phase in phases[1:]:
+        launched = trace.operations(trace.during(trace.instances(phase), step))
+        own = launched[launched["name"].map(kernel_class) != COMMUNICATION]
+        begins.append(max(begins[-1], int(own["start"].min()) if len(own) else end))
+    ends = [*begins[1:], end]
+    return {
+        phase: pd.DataFrame({"start": [start], "end": [end]}).to_numpy()
+        for phase, start, end in zip(phases, begins, ends, strict=True)
+    }
+
+
+@dataclass(frozen=True)
+class Wait:
+    """How long a unit waited for the group of parameters that begins with ``name``."""
+
+    name: str
+    ms: float
+
+    @property
+    def late(self) -> bool:
+        return self.ms > LATE_MS
+
+
+class GatherWaits:
+    """Times every wait for a gather that was under way, in order."""
+
+    def __init__(self, fsdp: FSDP) -> None:
+        self._fsdp = fsdp
+        self._names: list[str] = []
+        self._stopwatch = Stopwatch(fsdp.device)
+        for group in fsdp.groups:
+            group.wait = self._timed(group, group.wait)  # type: ignore[method-assign]
+
+    def _timed(self, group: ShardedGroup, wait: Callable[[], None]) -> Callable[[], None]:
+        def timed() -> None:
+            if group.state is GroupState.GATHERING:
+                self._names.append(group.parameters[0].names[0])
+                self._stopwatch.mark()
+                wait()
+                self._stopwatch.mark()
+
+        return timed
+
+    def read(self) -> list[Wait]:
+        """The waits since the last reading."""
+        waits = list(map(Wait, self._names, self._stopwatch.laps_ms()[::2]))
+        self._names, self._stopwatch = [], Stopwatch(self._fsdp.device)
+        return waits
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for group in self._fsdp.groups:
+            del group.wait
