@@ -11,17 +11,12 @@ from dataclasses import replace
 from cs336_systems.blocks.attention import AttentionOps
 from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.blocks.reference import REFERENCE
-from cs336_systems.kernels import (
-    add_rms_norm_forward,
-    column_sums,
-    norm_rotate,
-    norm_rotate_backward_,
-    rms_norm_backward,
-    rms_norm_forward,
-    rotate_,
-    swiglu_backward_,
-)
+from cs336_systems.kernels.column_sums import column_sums
+from cs336_systems.kernels.norm_rotate import norm_rotate, norm_rotate_backward_
 from cs336_systems.kernels.products import product_, swiglu_product_
+from cs336_systems.kernels.rms_norm import add_rms_norm_forward, rms_norm_backward, rms_norm_forward
+from cs336_systems.kernels.rotary import rotate_
+from cs336_systems.kernels.swiglu import swiglu_backward_
 
 
 def fused(attention: AttentionOps) -> BlockOps:

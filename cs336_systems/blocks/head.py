@@ -37,10 +37,10 @@ def head_ops(kernels: str, ops: ModelOps, z_loss: float = 0.0, chunk: int | None
     """
     if kernels == "reference":
         return replace(ops, linear_cross_entropy=_with(linear_cross_entropy, z_loss, chunk))
-    from cs336_systems import kernels as fused  # Triton comes with them, which not every machine has
+    from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy as fused  # not every machine has Triton
+    from cs336_systems.kernels.rms_norm import rms_norm
 
-    loss = _with(fused.linear_cross_entropy, z_loss, chunk)
-    return replace(ops, rms_norm=fused.rms_norm, linear_cross_entropy=loss)
+    return replace(ops, rms_norm=rms_norm, linear_cross_entropy=_with(fused, z_loss, chunk))
 
 
 def _with(loss: Callable[..., Tensor], z_loss: float, chunk: int | None) -> Callable[..., Tensor]:

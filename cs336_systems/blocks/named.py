@@ -4,7 +4,6 @@ Triton comes with all but plain PyTorch, and is imported where it is asked for: 
 """
 
 from dataclasses import replace
-from typing import Any
 
 from cs336_systems.blocks import reference
 from cs336_systems.blocks.maxima import FusedQuantizers, Quantizers
@@ -46,20 +45,27 @@ def block_products(kernels: str, recipe: Recipe, *, remember: bool = False) -> P
     """
     if not recipe.quantized:
         return STORED
-    from cs336_systems import kernels as by_kernels
-    from cs336_systems.kernels import quantize_reference
-
-    own: Any = quantize_reference if kernels == "reference" else by_kernels
-    swiglu = reference.swiglu if kernels == "reference" else by_kernels.swiglu_forward
-    quantize = own.quantize, own.quantize_blocks, own.transpose_bytes, own.PartsQuantizer
-    functions = own.absmax, own.row_and_column_absmax, *quantize, swiglu
     if kernels == "reference":
-        return QuantizedProducts(recipe, Quantizers(*functions, raised=False), remember=remember)
-    fused = FusedQuantizers(
-        by_kernels.rms_norm_absmax,
-        by_kernels.add_rms_norm_absmax,
-        by_kernels.rms_norm_quantize,
-        by_kernels.empty_slopes,
-        by_kernels.swiglu_backward_quantize,
+        from cs336_systems.kernels import quantize_reference as plain
+
+        quantizers = Quantizers(
+            *(plain.absmax, plain.row_and_column_absmax, plain.quantize, plain.quantize_blocks, plain.transpose_bytes),
+            *(plain.PartsQuantizer, reference.swiglu),
+            raised=False,
+        )
+        return QuantizedProducts(recipe, quantizers, remember=remember)
+    from cs336_systems.kernels.absmax import absmax, row_and_column_absmax
+    from cs336_systems.kernels.quantize import quantize, transpose_bytes
+    from cs336_systems.kernels.quantize_blocks import quantize_blocks
+    from cs336_systems.kernels.quantize_parts import PartsQuantizer
+    from cs336_systems.kernels.rms_norm_quantize import add_rms_norm_absmax, rms_norm_absmax, rms_norm_quantize
+    from cs336_systems.kernels.swiglu import empty_slopes, swiglu_forward
+    from cs336_systems.kernels.swiglu_quantize import swiglu_backward_quantize
+
+    norms = rms_norm_absmax, add_rms_norm_absmax, rms_norm_quantize
+    quantizers = Quantizers(
+        *(absmax, row_and_column_absmax, quantize, quantize_blocks, transpose_bytes, PartsQuantizer, swiglu_forward),
+        raised=True,
+        fused=FusedQuantizers(*norms, empty_slopes, swiglu_backward_quantize),
     )
-    return QuantizedProducts(recipe, Quantizers(*functions, raised=True, fused=fused), remember=remember)
+    return QuantizedProducts(recipe, quantizers, remember=remember)

@@ -27,7 +27,7 @@ from torch import nn
 
 from cs336_systems.distributed.checkpoint import Collected, check_kept, collect, group_of, write
 from cs336_systems.distributed.host_copies import copies_in, n_bytes_of
-from cs336_systems.operators.pinned import Slab, host_slab
+from cs336_systems.kernels.host_memory import Slab, host_slab
 
 
 @dataclass(frozen=True)

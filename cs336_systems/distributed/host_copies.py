@@ -1,6 +1,6 @@
 """Copies of named tensors in one slab of host memory, which is used again: 50 GB/s from a GPU, as it is pinned.
 
-    slab = host_slab(n_bytes_of(tensors), device)      # operators/pinned.py; takes a while
+    slab = host_slab(n_bytes_of(tensors), device)      # kernels/host_memory.py; takes a while
     copies = copies_in(slab, tensors)                  # by name; until the next call
 
 What is shown as a part of a whole tensor (a ``DTensor``, ``Boxes``) becomes ``Boxes``.
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cs336_systems.distributed.checkpoint_boxes import Boxes
-from cs336_systems.operators.pinned import Slab, aligned
+from cs336_systems.kernels.host_memory import Slab, aligned
 
 
 def n_bytes_of(tensors: Mapping[str, Tensor]) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES
 from cs336_systems.distributed.peer_memory import mapped_bytes
-from cs336_systems.operators.host_memory import free_host_bytes
+from cs336_systems.kernels.host_memory import free_host_bytes
 
 _OLDER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024
 """Torch's default before Hopper."""

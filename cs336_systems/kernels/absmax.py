@@ -25,9 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.checks import check_runnable
-from cs336_systems.operators.launching import ceil_div, launch
-from cs336_systems.operators.registration import operator
+from cs336_systems.kernels.launching import ceil_div, check_runnable, launch, operator
 
 BLOCK = 8192
 WARPS = 8

@@ -82,7 +82,7 @@ from cs336_systems.kernels.adamw_table import (
     UpdateTable,
     check_updates,
 )
-from cs336_systems.operators.launching import ceil_div, launch, needs_other_device, overlaps
+from cs336_systems.kernels.launching import ceil_div, launch, needs_other_device, overlaps
 
 BLOCK, WARPS = 512, 2
 """8 elements for each of 64 threads: 16 bytes of bf16. For 2^28 elements an H200 reaches 95 % of the copy ceiling, with

@@ -25,8 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.checks import check_runnable
-from cs336_systems.operators.launching import ceil_div, launch, next_power_of_2
+from cs336_systems.kernels.launching import ceil_div, check_runnable, launch, next_power_of_2
 
 BLOCK_ROWS, MAX_BLOCK_D = 16, 256
 """32 fp32 registers for each of 128 threads."""

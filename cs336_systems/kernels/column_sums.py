@@ -22,17 +22,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cs336_systems.kernels.checks import check_runnable
-from cs336_systems.kernels.sum_rows import sum_rows, sum_rows_kernel
-from cs336_systems.operators.launching import ceil_div, launch, overlaps
-from cs336_systems.operators.registration import operator
+from cs336_systems.kernels.launching import ceil_div, check_runnable, launch, next_power_of_2, operator, overlaps
 
 CHUNK_ROWS, BLOCK_ROWS, BLOCK_COLUMNS = 256, 32, 128
 """A chunk's rows, those of them that are under way at once, and columns: 256 bytes of a row in bf16."""
 WARPS, STAGES = 4, 4
 """32 elements for each thread, of each of as many blocks as there are stages."""
+SUM_BLOCK, SUM_BLOCK_PARTS = 4096, 512
+"""Elements and, of them, rows at most that a program has under way at once."""
 
 
 @triton.jit
@@ -98,3 +97,38 @@ def column_sums(x_TD: Tensor) -> Tensor:
     check_runnable(column_sums_kernel, x_TD)
     sums: Tensor = column_sums_op(x_TD.contiguous())
     return sums
+
+
+@triton.jit
+def sum_rows_kernel(
+    parts, total, n_parts, D: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr
+):
+    """total (D) = the sum over the rows of contiguous parts (n_parts, D); program i owns columns i * BLOCK_D and on."""
+    columns = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    sums = tl.zeros((BLOCK_PARTS, BLOCK_D), dtype=tl.float32)
+    if OVERLAP:
+        gdc_wait()
+    for start in range(0, n_parts, BLOCK_PARTS):
+        rows = start + tl.arange(0, BLOCK_PARTS)[:, None]
+        sums += tl.load(parts + rows.to(tl.int64) * D + columns, mask=(rows < n_parts) & (columns < D), other=0.0)
+    tl.store(total + columns, tl.sum(sums, axis=0, keep_dims=True), mask=columns < D)
+
+
+def sum_rows(parts_PD: Tensor, total_D: Tensor, *, overlap: bool) -> None:
+    """Write the sum over the rows of fp32 ``parts_PD`` to ``total_D``, of any dtype; both contiguous.
+
+    Args:
+        overlap: with the kernel before it.
+    """
+    n_parts, d = parts_PD.shape
+    block_parts = min(SUM_BLOCK_PARTS, next_power_of_2(n_parts))
+    launch(
+        sum_rows_kernel,
+        (ceil_div(d, SUM_BLOCK // block_parts),),
+        *(parts_PD, total_D, n_parts),
+        D=d,
+        BLOCK_PARTS=block_parts,
+        BLOCK_D=SUM_BLOCK // block_parts,
+        OVERLAP=overlap,
+        launch_pdl=overlap,
+    )

@@ -35,8 +35,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cs336_systems.kernels.launching import launch, needs_other_device, overlaps
 from cs336_systems.kernels.tensor_table import TensorTable, is_aligned, is_dense
-from cs336_systems.operators.launching import launch, needs_other_device, overlaps
 
 CHUNK = 65536
 """Elements per program: 8 billion elements leave 122,000 partial sums, which one program adds in about 30 us."""

@@ -42,10 +42,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cs336_systems.kernels.checks import check_alike, check_runnable
+from cs336_systems.kernels.launching import ceil_div, check_alike, check_runnable, launch, next_power_of_2, operator
 from cs336_systems.kernels.products import product_
-from cs336_systems.operators.launching import ceil_div, launch, next_power_of_2
-from cs336_systems.operators.registration import operator
 
 CHUNK_BYTES = 5 * 2**27
 """Of one chunk's logits, at most: 0.625 GiB, which is 2,048 tokens of 151,936 words in bf16. At 32,768 x 4096 an H200

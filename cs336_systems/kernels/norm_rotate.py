@@ -39,9 +39,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.checks import check_alike, check_runnable
-from cs336_systems.operators.launching import ceil_div, launch, n_multiprocessors, next_power_of_2
-from cs336_systems.operators.registration import operator
+from cs336_systems.kernels.launching import (
+    ceil_div,
+    check_alike,
+    check_runnable,
+    launch,
+    n_multiprocessors,
+    next_power_of_2,
+    operator,
+)
 
 BLOCK_PAIRS = 1024
 """Pairs of elements that a program holds at once: 16 bytes of each half of a bf16 head for each of its 128 threads."""

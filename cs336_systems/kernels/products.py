@@ -34,13 +34,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from cs336_systems.kernels.assembly import sigmoid_of
+from cs336_systems.kernels.copy_engine import ALIGNMENT_BYTES, Ring, add_barriers, aggregate, can_be_copied, descriptor
+from cs336_systems.kernels.launching import MAX_REMEMBERED, Prepared, ceil_div, n_multiprocessors, operator
 from cs336_systems.kernels.swiglu import _product_like
 from cs336_systems.kernels.swiglu import forward_op as swiglu_op
-from cs336_systems.operators.copy_engine import ALIGNMENT_BYTES, can_be_copied, descriptor
-from cs336_systems.operators.launching import MAX_REMEMBERED, ceil_div, n_multiprocessors
-from cs336_systems.operators.prepared import Prepared
-from cs336_systems.operators.registration import operator
-from cs336_systems.operators.rings import Ring, add_barriers, aggregate
 
 DEPTH = gl.constexpr(64)
 """Of one step along the sum: 128 bytes, the widest row that shared memory swizzles."""

@@ -33,10 +33,16 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.kernels.assembly import fp8_bytes, packed
-from cs336_systems.kernels.checks import check_runnable
-from cs336_systems.kernels.quantize_reference import LARGEST, MIN_ABSMAX, Quantized, check, check_absmax, only
-from cs336_systems.operators.launching import ceil_div, launch
-from cs336_systems.operators.registration import operator
+from cs336_systems.kernels.launching import ceil_div, check_device, check_runnable, launch, operator
+from cs336_systems.kernels.quantize_reference import (
+    LARGEST,
+    MIN_ABSMAX,
+    Quantized,
+    check,
+    check_absmax,
+    check_bytes,
+    only,
+)
 
 SMALLEST = tl.constexpr(MIN_ABSMAX)
 LANES = tl.constexpr(4)
@@ -214,3 +220,49 @@ def quantize(
     maxima = absmax.contiguous(), None if absmax_t is None else absmax_t.contiguous()
     q, q_t, inverse, inverse_t = quantize_op(x.contiguous(), *maxima, dtype, rows, transposed)
     return only(Quantized(q, q_t, inverse, inverse_t if absmax.dim() else inverse), rows, transposed)
+
+
+@triton.jit
+def transpose_bytes_kernel(x, x_t, n_rows, width, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
+    """x_t (width, n_rows) of contiguous x (n_rows, width)."""
+    n_tiles = tl.cdiv(width, TILE_COLUMNS)
+    tile_row, tile_column = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
+    blocks, words, columns, inside, _ = load_tile(x, tile_row, tile_column, n_rows, width, TILE_ROWS, TILE_COLUMNS)
+    word = tl.zeros((TILE_ROWS // LANES, TILE_COLUMNS), tl.uint32)
+    for lane in tl.static_range(LANES):
+        word = packed(word, blocks[lane], lane)
+    store_transposed(x_t, word, words, columns, inside, n_rows)
+
+
+def _transposed_like(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[::-1])
+
+
+@operator("transpose_bytes", _transposed_like)
+def transpose_bytes_op(x: Tensor) -> Tensor:
+    """(D, T) of contiguous uint8 x (T, D)."""
+    n_rows, width = x.shape
+    x_t, tile = _transposed_like(x), TILE_TRANSPOSED
+    if x.numel():
+        with torch.cuda.device_of(x):  # Triton launches on the current device, which may be another
+            launch(
+                transpose_bytes_kernel,
+                (ceil_div(n_rows, tile.rows) * ceil_div(width, tile.columns),),
+                *(x, x_t, n_rows, width),
+                TILE_ROWS=tile.rows,
+                TILE_COLUMNS=tile.columns,
+                num_warps=tile.num_warps,
+            )
+    return x_t
+
+
+def transpose_bytes(q: Tensor) -> Tensor:
+    """q (T, D) of eight bits an element, fp8 for example, as (D, T), row-major.
+
+    Raises:
+        ValueError: wider elements, no matrix, a dimension that 16 does not divide, or no CUDA device.
+    """
+    check_bytes(q)
+    check_device(transpose_bytes_kernel, q)
+    transposed: Tensor = transpose_bytes_op(q.contiguous().view(torch.uint8))
+    return transposed.view(q.dtype)

@@ -21,11 +21,9 @@ from torch import Tensor
 
 from cs336_systems.kernels.absmax import magnitude_bits
 from cs336_systems.kernels.assembly import fp8_bytes, packed
-from cs336_systems.kernels.checks import check_runnable
+from cs336_systems.kernels.launching import ceil_div, check_runnable, launch, operator
 from cs336_systems.kernels.quantize import FORMATS, LANES, load_tile, scales_of, store_transposed
 from cs336_systems.kernels.quantize_reference import BLOCK, LARGEST, Quantized, check, only
-from cs336_systems.operators.launching import ceil_div, launch
-from cs336_systems.operators.registration import operator
 
 WARPS = 8
 

@@ -32,11 +32,10 @@ from torch import Tensor
 from cs336_systems.kernels import quantize_reference as reference
 from cs336_systems.kernels.absmax import magnitude_bits, raise_absmax
 from cs336_systems.kernels.assembly import fp8_bytes, rounded
-from cs336_systems.kernels.checks import check_runnable
+from cs336_systems.kernels.launching import check_runnable, launch
 from cs336_systems.kernels.quantize import FORMATS, scales_of
 from cs336_systems.kernels.quantize_reference import LARGEST, QUANTUM
 from cs336_systems.kernels.tensor_table import TensorTable, is_aligned
-from cs336_systems.operators.launching import launch
 
 CHUNK, WARPS = 8192, 8
 """Elements of a program: 32 of each thread."""

@@ -25,8 +25,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from cs336_systems.kernels.absmax import check_absmax, largest_of_threads, magnitude_bits, raise_absmax
-from cs336_systems.kernels.sum_rows import sum_rows, sum_rows_kernel
-from cs336_systems.operators.launching import ceil_div, launch, n_multiprocessors, next_power_of_2, overlaps
+from cs336_systems.kernels.column_sums import sum_rows, sum_rows_kernel
+from cs336_systems.kernels.launching import ceil_div, launch, n_multiprocessors, next_power_of_2, overlaps
 
 MAX_BLOCK_D = 8192
 ALLOW_FMA = False

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from cs336_systems.kernels.absmax import check_absmax
 from cs336_systems.kernels.assembly import fp8_bytes, packed
-from cs336_systems.kernels.checks import check_runnable
+from cs336_systems.kernels.launching import ceil_div, check_runnable, launch, operator
 from cs336_systems.kernels.quantize import (
     FORMATS,
     LANES,
@@ -41,8 +41,6 @@ from cs336_systems.kernels.quantize import (
 from cs336_systems.kernels.quantize_reference import LARGEST, Quantized, check, only
 from cs336_systems.kernels.rms_norm import check as check_norm
 from cs336_systems.kernels.rms_norm_kernels import launch_forward, normed
-from cs336_systems.operators.launching import ceil_div, launch
-from cs336_systems.operators.registration import operator
 
 
 @triton.jit

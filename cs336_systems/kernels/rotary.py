@@ -40,9 +40,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
-from cs336_systems.kernels.checks import check_runnable
-from cs336_systems.operators.launching import ceil_div, launch, next_power_of_2
-from cs336_systems.operators.registration import operator
+from cs336_systems.kernels.launching import ceil_div, check_runnable, launch, next_power_of_2, operator
 
 BLOCK_PAIRS = 1024
 """Per program: each of its 128 threads loads 16 bytes of the first halves of bf16 heads and 16 of the second."""

@@ -42,9 +42,7 @@ from torch.autograd.function import once_differentiable
 
 from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
 from cs336_systems.kernels.assembly import sigmoid_of
-from cs336_systems.kernels.checks import check_alike, check_runnable
-from cs336_systems.operators.launching import ceil_div, launch
-from cs336_systems.operators.registration import operator
+from cs336_systems.kernels.launching import ceil_div, check_alike, check_runnable, launch, operator
 
 BLOCK_ROWS = 8
 BLOCK_F = 256

@@ -33,12 +33,10 @@ from torch import Tensor
 
 from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
 from cs336_systems.kernels.assembly import fp8_bytes, packed, rounded
-from cs336_systems.kernels.checks import check_alike, check_runnable
+from cs336_systems.kernels.launching import ceil_div, check_alike, check_runnable, launch, operator
 from cs336_systems.kernels.quantize import FORMATS, LANES, Tile, scales_of, store_transposed
 from cs336_systems.kernels.quantize_reference import LARGEST, Quantized, check, only
 from cs336_systems.kernels.swiglu import BLOCK_F, BLOCK_ROWS, check_slopes, gradients_of, own_block
-from cs336_systems.operators.launching import ceil_div, launch
-from cs336_systems.operators.registration import operator
 
 BLOCKS = 2
 """Of forward, whose gradients are bounded and, if need be, computed together. One takes 0.96 to 1.11 of

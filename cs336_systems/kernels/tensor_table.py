@@ -22,7 +22,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from cs336_systems.operators.launching import ceil_div
+from cs336_systems.kernels.launching import ceil_div
 
 ALIGNMENT_BYTES = 16
 """The widest load of a thread."""

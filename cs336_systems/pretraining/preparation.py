@@ -13,8 +13,8 @@ from cs336_systems.distributed.process_group import Rank, on_rank_0
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.provenance import host_name, versions
+from cs336_systems.kernels.host_memory import free_host_bytes
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
-from cs336_systems.operators.host_memory import free_host_bytes
 from cs336_systems.pretraining.capped import CappedStep
 from cs336_systems.pretraining.checkpoint import write_run_json
 from cs336_systems.pretraining.corpus import Corpus

@@ -7,7 +7,7 @@ from functools import cached_property
 from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.costs.streaming import Rates
 from cs336_systems.hardware import GIB
-from cs336_systems.operators.pinned import TABLE_SHARE
+from cs336_systems.kernels.host_memory import TABLE_SHARE
 from cs336_systems.streaming.plan import Plan
 from cs336_systems.streaming.schedule import Schedule
 

@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from cs336_systems.hardware import GIB
-from cs336_systems.operators.host_memory import allowed_host_bytes
+from cs336_systems.kernels.host_memory import allowed_host_bytes
 
 LATER = 256 * 2**20
 """Bytes by which the context may grow after the fence is up, as kernels are loaded."""

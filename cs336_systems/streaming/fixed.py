@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cs336_systems.config import ModelConfig
+from cs336_systems.kernels.host_memory import Slab, aligned, device_slab
 from cs336_systems.model.layers import RotaryEmbedding
-from cs336_systems.operators.pinned import Slab, aligned, device_slab
 
 EMBEDDING, NORM, HEAD = "token_embeddings.weight", "ln_final.weight", "lm_head.weight"
 

@@ -274,6 +274,6 @@ def _finite(tensor: Tensor) -> bool:
 def _head_of(device: torch.device) -> HeadPasses:
     if device.type != "cuda":
         return HeadPasses(head.linear_cross_entropy_forward_backward, head.linear_cross_entropy)
-    from cs336_systems import kernels  # brings Triton along
+    from cs336_systems.kernels import linear_cross_entropy as fused  # brings Triton along
 
-    return HeadPasses(kernels.linear_cross_entropy_forward_backward, kernels.linear_cross_entropy)
+    return HeadPasses(fused.linear_cross_entropy_forward_backward, fused.linear_cross_entropy)

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from cs336_systems.operators.pinned import Slab, aligned, device_slab, host_slab
+from cs336_systems.kernels.host_memory import Slab, aligned, device_slab, host_slab
 from cs336_systems.streaming.layout import Layout
 from cs336_systems.streaming.schedule import Place, Schedule, Slot
 

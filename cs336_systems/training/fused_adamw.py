@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 
 from cs336_systems.kernels.adamw import Update, UpdateTable, adamw_, update_kernel
-from cs336_systems.operators.host_link import HostLink
-from cs336_systems.operators.launching import needs_other_device
+from cs336_systems.kernels.host_link import HostLink
+from cs336_systems.kernels.launching import needs_other_device
 from cs336_systems.training.host_gradients import HostGradients
 from cs336_systems.training.host_states import place, staged_adamw_
 from cs336_systems.training.optimizer import check_hyperparameters

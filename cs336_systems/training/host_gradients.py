@@ -19,8 +19,8 @@ from torch import Tensor
 
 from cs336_systems.costs.offload import IN_FLIGHT_BYTES
 from cs336_systems.kernels.grad_norm import norm_of_sums, norm_table, sums_of_squares
+from cs336_systems.kernels.host_link import Coming, HostLink
 from cs336_systems.kernels.tensor_table import TensorTable
-from cs336_systems.operators.host_link import Coming, HostLink
 from cs336_systems.training.host_states import place
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from cs336_systems.costs.offload import BATCH_ELEMENTS
 from cs336_systems.kernels.adamw import Update, adamw_, check_updates
-from cs336_systems.operators.host_link import Coming, HostLink
-from cs336_systems.operators.pinned import aligned, host_slab
+from cs336_systems.kernels.host_link import Coming, HostLink
+from cs336_systems.kernels.host_memory import aligned, host_slab
 
 PIECE_ELEMENTS = 128
 """A tensor is cut at multiples of it, where its elements are aligned as in the whole tensor."""

@@ -11,7 +11,7 @@ from cs336_systems.case import Parallel, TrainingCase
 from cs336_systems.config import PRECISIONS, resolve_size
 from cs336_systems.costs.offload import host_bytes, offload_reason, offloaded
 from cs336_systems.costs.written_out import written_out_peak
-from cs336_systems.operators.pinned import Slab
+from cs336_systems.kernels.host_memory import Slab
 from cs336_systems.pretraining.options import TrainOptions
 from tests.live_bytes import LiveBytes
 

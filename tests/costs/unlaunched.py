@@ -16,7 +16,7 @@ from cs336_systems.blocks.attention import _through
 from cs336_systems.config import PRECISIONS, ModelConfig, Recipe
 from cs336_systems.costs.kept import STORED
 from cs336_systems.costs.written_out_sizes import MULTIPROCESSORS
-from cs336_systems.kernels import rms_norm_kernels, sum_rows
+from cs336_systems.kernels import column_sums, rms_norm_kernels
 from cs336_systems.model import REFERENCE_OPS, TransformerLM
 from cs336_systems.training.precision import parameter_dtype
 
@@ -35,7 +35,7 @@ CHUNK = 256
 def leave_out_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers that allocate and do not launch, on devices that Triton does not know."""
     checked = (rms_norm, swiglu, linear_cross_entropy, absmax, quantize, rms_norm_quantize, swiglu_quantize)
-    modules = (rms_norm_kernels, sum_rows, *checked[1:], flash_forward, flash_backward, flash_preprocess)
+    modules = (rms_norm_kernels, column_sums, *checked[1:], flash_forward, flash_backward, flash_preprocess)
     for module in modules:
         monkeypatch.setattr(module, "launch", lambda *args, **kwargs: None)
     for module in checked:

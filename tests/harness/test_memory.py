@@ -8,7 +8,7 @@ import torch
 
 from cs336_systems.harness import memory
 from cs336_systems.harness.sweep import run_sweep
-from cs336_systems.operators import host_memory
+from cs336_systems.kernels import host_memory
 from tests.harness.cells import Cell, measure
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cs336_systems.kernels import linear_cross_entropy as public
-from cs336_systems.kernels import linear_cross_entropy_forward_backward
+from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy as public
+from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy_forward_backward
 from tests.attention.offline import ON_HOPPER, report
 
 module = importlib.import_module("cs336_systems.kernels.linear_cross_entropy")  # the package has the function
@@ -347,8 +347,7 @@ COMPILE = (
     ON_HOPPER
     + """
 import contextlib, json, sys
-import cs336_systems.kernels.linear_cross_entropy
-module = sys.modules["cs336_systems.kernels.linear_cross_entropy"]
+from cs336_systems.kernels import linear_cross_entropy as module
 
 torch.cuda.device_of = lambda tensor: contextlib.nullcontext()
 n_words = int(sys.argv[2])

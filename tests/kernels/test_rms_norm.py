@@ -10,8 +10,13 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from cs336_systems.kernels import rms_norm_kernels
-from cs336_systems.kernels.add_rms_norm import add_rms_norm
-from cs336_systems.kernels.rms_norm import add_rms_norm_forward, rms_norm, rms_norm_backward, rms_norm_forward
+from cs336_systems.kernels.rms_norm import (
+    add_rms_norm,
+    add_rms_norm_forward,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_forward,
+)
 from cs336_systems.kernels.rms_norm_kernels import MAX_BLOCK_D
 from cs336_systems.model import ops
 from tests.attention.offline import ON_HOPPER, report

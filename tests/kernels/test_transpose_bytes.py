@@ -5,8 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from cs336_systems.kernels import quantize_reference, transpose_bytes
-from cs336_systems.kernels.transpose_bytes import transpose_bytes_op
+from cs336_systems.kernels import quantize_reference
+from cs336_systems.kernels.quantize import transpose_bytes, transpose_bytes_op
 from tests.attention.offline import ON_HOPPER, report
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,7 +60,7 @@ COMPILE = (
     ON_HOPPER
     + """
 import importlib, json
-transpose = importlib.import_module("cs336_systems.kernels.transpose_bytes")
+transpose = importlib.import_module("cs336_systems.kernels.quantize")
 transpose.transpose_bytes_op(torch.zeros(512, 4096, dtype=torch.uint8))
 kernel = compiled["transpose_bytes_kernel"]
 lines = kernel.asm["ptx"].splitlines()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cs336_systems.kernels import weighted_sum
+from cs336_systems.kernels.weighted_sum import weighted_sum
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32] if DEVICE == "cpu" else [torch.float32, torch.bfloat16, torch.float16]

@@ -12,7 +12,7 @@ import torch
 from cs336_systems import blocks
 from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.process_group import Rank, joined
-from cs336_systems.operators.pinned import ALIGNMENT
+from cs336_systems.kernels.host_memory import ALIGNMENT
 from cs336_systems.pretraining import capped
 from cs336_systems.pretraining.capped import CappedStep
 from cs336_systems.pretraining.export import export
@@ -269,7 +269,7 @@ def test_options_that_do_not_go_together(alone, tmp_path, changes, message):
 
 
 def test_more_host_memory_than_there_is_is_refused(whole, alone, tmp_path, monkeypatch):
-    monkeypatch.setattr("cs336_systems.operators.pinned.allowed_host_bytes", lambda: 1000)
+    monkeypatch.setattr("cs336_systems.kernels.host_memory.allowed_host_bytes", lambda: 1000)
     with pytest.raises(ValueError, match="^a host slab of 0.00 GiB is asked for, and 0.00 GiB are free here$"):
         train(replace(whole, out=tmp_path / "run"), alone)
     assert not (tmp_path / "run").exists()

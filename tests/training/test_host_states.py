@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from cs336_systems.operators.host_link import HostLink
+from cs336_systems.kernels.host_link import HostLink
 from cs336_systems.training import host_states
 from cs336_systems.training.fused_adamw import FusedAdamW
 

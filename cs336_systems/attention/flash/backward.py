@@ -52,7 +52,7 @@ from cs336_systems.attention.flash.primitives import (
     visible,
 )
 from cs336_systems.attention.flash.tiles import Tile, tile_for
-from cs336_systems.operators.launching import ceil_div, launch, next_power_of_2
+from cs336_systems.kernels.launching import ceil_div, launch, next_power_of_2
 
 
 @triton.jit

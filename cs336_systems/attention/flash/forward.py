@@ -35,7 +35,7 @@ from torch import Tensor
 from cs336_systems.attention.flash.host import input_precision, with_short_rows
 from cs336_systems.attention.flash.primitives import LN_2, LOG2_E, load_tile, own_tile, seen_keys, store_tile, visible
 from cs336_systems.attention.flash.tiles import Tile, tile_for
-from cs336_systems.operators.launching import ceil_div, launch, next_power_of_2
+from cs336_systems.kernels.launching import ceil_div, launch, next_power_of_2
 
 
 @triton.jit

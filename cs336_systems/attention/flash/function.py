@@ -11,8 +11,7 @@ from cs336_systems.attention.flash.forward import flash_forward_kernel, launch_f
 from cs336_systems.attention.flash.host import with_short_rows
 from cs336_systems.attention.operators import backward_through, forward_through
 from cs336_systems.attention.shapes import kernel_limits, validate
-from cs336_systems.operators.launching import needs_other_device
-from cs336_systems.operators.registration import operator
+from cs336_systems.kernels.launching import needs_other_device, operator
 
 
 def _forward_results(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

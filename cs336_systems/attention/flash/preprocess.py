@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.attention.flash.primitives import LOG2_E, load_tile
-from cs336_systems.operators.launching import ceil_div, launch, next_power_of_2
+from cs336_systems.kernels.launching import ceil_div, launch, next_power_of_2
 
 PREPROCESS_ROWS = 32
 

@@ -13,7 +13,7 @@ The formulas are those of ``attention/flash`` (Dao 2023); what is new is who doe
 each on 64 rows, and write the results. ``schedules.py`` holds the sizes.
 
 FORWARD. A consumer owns 64 queries and walks over the keys from the last tile (the diagonal, if causal) to the first.
-Time runs downwards; "full" and "empty" are the barriers of a ring slot (``operators.rings.Ring``).
+Time runs downwards; "full" and "empty" are the barriers of a ring slot (``kernels.copy_engine.Ring``).
 
     producer                        consumer c (2 or 3 of them, each at its own pace)
     --------                        ------------------------------------------------------------------

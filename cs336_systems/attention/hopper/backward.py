@@ -15,9 +15,8 @@ from cs336_systems.attention.hopper.backward_kernel import hopper_backward_kerne
 from cs336_systems.attention.hopper.passes import PADDED_ROWS, prepare_postprocess, prepare_preprocess
 from cs336_systems.attention.hopper.primitives import LOG2_E, ROWS
 from cs336_systems.attention.hopper.schedules import BACKWARD, MAX_REGISTERS_WITH, BackwardSchedule, padded_head_dim
-from cs336_systems.operators.copy_engine import can_be_copied, descriptor, example
-from cs336_systems.operators.launching import MAX_REMEMBERED, ceil_div, n_multiprocessors
-from cs336_systems.operators.prepared import Prepared
+from cs336_systems.kernels.copy_engine import can_be_copied, descriptor, example
+from cs336_systems.kernels.launching import MAX_REMEMBERED, Prepared, ceil_div, n_multiprocessors
 
 ORDERED_HEADS = 8
 """Key/value heads that are worked on at a time, at least, where sums are in order: the longest key tiles then come

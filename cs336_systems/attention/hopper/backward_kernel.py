@@ -27,7 +27,7 @@ from cs336_systems.attention.hopper.primitives import (
     tma_add,
     visible,
 )
-from cs336_systems.operators.rings import Ring, aggregate, make_ring
+from cs336_systems.kernels.copy_engine import Ring, aggregate, make_ring
 
 
 @aggregate

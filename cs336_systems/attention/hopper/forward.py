@@ -34,10 +34,8 @@ from cs336_systems.attention.hopper.primitives import (
     visible,
 )
 from cs336_systems.attention.hopper.schedules import FORWARD, MAX_REGISTERS_WITH, ForwardSchedule, padded_head_dim
-from cs336_systems.operators.copy_engine import can_be_copied, descriptor, example
-from cs336_systems.operators.launching import MAX_REMEMBERED, ceil_div, n_multiprocessors
-from cs336_systems.operators.prepared import Prepared
-from cs336_systems.operators.rings import Ring, aggregate, make_ring
+from cs336_systems.kernels.copy_engine import Ring, aggregate, can_be_copied, descriptor, example, make_ring
+from cs336_systems.kernels.launching import MAX_REMEMBERED, Prepared, ceil_div, n_multiprocessors
 
 
 @aggregate

@@ -12,7 +12,7 @@ from cs336_systems.attention.hopper.forward import launch_forward
 from cs336_systems.attention.hopper.host import empty_result
 from cs336_systems.attention.operators import backward_through, forward_through
 from cs336_systems.attention.shapes import hopper_limits, validate
-from cs336_systems.operators.registration import operator
+from cs336_systems.kernels.launching import operator
 
 
 def _forward_results(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

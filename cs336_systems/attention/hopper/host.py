@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from cs336_systems.operators.copy_engine import ALIGNMENT_BYTES, can_be_copied
+from cs336_systems.kernels.copy_engine import ALIGNMENT_BYTES, can_be_copied
 
 L2_BUDGET_BYTES = 32 * 1024**2
 """What the heads of one section may read again and again; the L2 cache has 50 MiB, in two halves."""

@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 
 from cs336_systems.attention.hopper.primitives import LOG2_E
-from cs336_systems.operators.copy_engine import example
-from cs336_systems.operators.launching import ceil_div
-from cs336_systems.operators.prepared import Prepared
+from cs336_systems.kernels.copy_engine import example
+from cs336_systems.kernels.launching import Prepared, ceil_div
 
 PASS_ROWS = 64
 """Rows per program."""

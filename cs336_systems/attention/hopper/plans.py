@@ -9,7 +9,7 @@ Producers and consumers of a program do the same arithmetic on a position, and s
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from cs336_systems.operators.rings import aggregate
+from cs336_systems.kernels.copy_engine import aggregate
 
 
 @gluon.jit

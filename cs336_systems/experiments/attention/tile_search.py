@@ -24,7 +24,7 @@ from cs336_systems.attention.flash.backward import launch_backward
 from cs336_systems.attention.flash.forward import launch_forward
 from cs336_systems.attention.flash.tiles import KERNELS, Tile, committed_tile
 from cs336_systems.harness.clock import time_kernel
-from cs336_systems.operators.launching import next_power_of_2
+from cs336_systems.kernels.launching import next_power_of_2
 
 _MIN_VALUES, _MAX_VALUES = 48, 192
 _ROUNDS = 3

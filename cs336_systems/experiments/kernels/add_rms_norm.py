@@ -10,7 +10,7 @@ from cs336_systems.experiments.kernels import peers
 from cs336_systems.experiments.kernels.cells import KernelCell
 from cs336_systems.experiments.kernels.measure import Subject
 from cs336_systems.experiments.kernels.rms_norm import EPS
-from cs336_systems.kernels.add_rms_norm import add_rms_norm
+from cs336_systems.kernels.rms_norm import add_rms_norm
 from cs336_systems.model import ops
 from cs336_systems.training.precision import parameter_dtype
 

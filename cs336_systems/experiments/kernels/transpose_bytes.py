@@ -5,7 +5,7 @@ import torch
 from cs336_systems.experiments.kernels.cells import KernelCell
 from cs336_systems.experiments.kernels.measure import Subject
 from cs336_systems.experiments.kernels.quantize import FP8, matrix
-from cs336_systems.kernels.transpose_bytes import transpose_bytes
+from cs336_systems.kernels.quantize import transpose_bytes
 
 
 def subject(cell: KernelCell, device: torch.device) -> Subject:

@@ -24,7 +24,7 @@ from cs336_systems.attention.hopper.host import (
 )
 from cs336_systems.attention.hopper.schedules import BACKWARD, FORWARD, MAX_REGISTERS_WITH, padded_head_dim
 from cs336_systems.attention.shapes import hopper_limits
-from cs336_systems.operators.copy_engine import descriptor
+from cs336_systems.kernels.copy_engine import descriptor
 from tests.attention.error_budget import make
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cs336_systems.attention.hopper import backward, forward, host
-from cs336_systems.operators import prepared
+from cs336_systems.kernels import launching
 
 STREAM = 5
 
@@ -38,10 +38,10 @@ def encode(descriptor: Any, metadata: Any) -> list[Any]:
 @contextmanager
 def hopper_unlaunched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Inside, ``Kernel.launched`` holds by name what the kernels would have been given last."""
-    caches = forward._prepared, backward._prepared
+    caches = forward._launching, backward._launching
     counter = torch.zeros(1, dtype=torch.int32)
-    monkeypatch.setattr(prepared, "Form", Kernel)
-    monkeypatch.setattr(prepared, "make_tensordesc_arg", encode)
+    monkeypatch.setattr(launching, "Form", Kernel)
+    monkeypatch.setattr(launching, "make_tensordesc_arg", encode)
     monkeypatch.setattr(host, "current_stream", lambda device: STREAM)
     monkeypatch.setattr(host, "counter", lambda device, stream: counter)
     for module in (forward, backward):

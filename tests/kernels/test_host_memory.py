@@ -5,8 +5,8 @@ import mmap
 import psutil
 import pytest
 
-from cs336_systems.operators import host_memory
-from cs336_systems.operators.host_memory import allowed_host_bytes, control_group_headroom
+from cs336_systems.kernels import host_memory
+from cs336_systems.kernels.host_memory import allowed_host_bytes, control_group_headroom
 
 MEMBERSHIP = "5:cpu:/elsewhere\n4:memory:/jobs/7\n0::/jobs/7\n"
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cs336_systems.operators import pinned
-from cs336_systems.operators.pinned import ALIGNMENT, device_slab, host_slab
+from cs336_systems.kernels import host_memory
+from cs336_systems.kernels.host_memory import ALIGNMENT, device_slab, host_slab
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 PAGE = 4096
@@ -36,7 +36,7 @@ def test_what_does_not_fit_is_refused(make):
 
 
 def test_more_than_there_is_is_refused(monkeypatch):
-    monkeypatch.setattr(pinned, "allowed_host_bytes", lambda: 3 * 2**30)
+    monkeypatch.setattr(host_memory, "allowed_host_bytes", lambda: 3 * 2**30)
     with pytest.raises(RuntimeError, match="a host slab of 4.00 GiB is asked for, and 3.00 GiB are free here"):
         host_slab(4 * 2**30, CPU)
 

@@ -1,4 +1,9 @@
-"""Slabs: one piece of memory each, on the host or on a device, and tensors that are views of it.
+"""Host memory: how much of it this process can still take, and slabs of it, pinned for a device.
+
+The machine's own figure of free memory does not hold inside a container. In sandboxes it may also be too small, as some
+report a total that grows with what is used. So where the control group sets a limit, that limit counts.
+
+A slab is one piece of memory, on the host or on a device, and tensors are views of it.
 
     host = host_slab(75 * 2**30, device)          # pinned, so that copies to and from the device run by themselves
     weights = host.take((4096, 4096), torch.bfloat16)
@@ -14,18 +19,75 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
+from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
 from cs336_systems.hardware import GIB
-from cs336_systems.operators.host_memory import allowed_host_bytes
 
 ALIGNMENT = 256
 """Bytes, of every tensor in a slab: more than any copy engine or kernel asks for."""
 TABLE_SHARE = 8 / 4096
 """Bytes of a GPU for each byte that is pinned for it: its page tables have an entry for each page of the host. Measured
 on an H200: 0.739 GiB outside torch with nothing pinned, 0.878 with 71.4 GiB."""
+_UNLIMITED = ("max", str(2**63 - mmap.PAGESIZE))
+"""What limit files say without a limit: v2's word, and v1's largest number of whole pages."""
+
+
+def free_host_bytes() -> int:
+    """Bytes that a new process could still take: the kernel and the control group asked, whichever allows less."""
+    available = psutil.virtual_memory().available
+    limit = control_group_headroom()
+    return available if limit is None else min(available, limit)
+
+
+def allowed_host_bytes() -> int:
+    """Bytes that the control group still allows; without a limit there, what the kernel says."""
+    limit = control_group_headroom()
+    return psutil.virtual_memory().available if limit is None else limit
+
+
+def control_group_headroom(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """Bytes left under the tightest memory limit of this process's control groups, v1 and v2; None without a limit.
+
+    A limit binds every group below it, so all ancestors are asked; inside a container the visible root is the
+    container's own group.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    headrooms = []
+    for line in lines:
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            base, files = root, ("memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            base, files = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        else:
+            continue
+        group = base / path.strip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(base) and (headroom := _headroom_of(folder, *files)) is not None:
+                headrooms.append(headroom)
+    return min(headrooms, default=None)
+
+
+def _headroom_of(folder: Path, limit_file: str, usage_file: str, prefix: str) -> int | None:
+    """Limit less usage of one control group, or None without a limit; page cache, which the kernel gives back, does not
+    count as used, however recently it was read.
+    """
+    try:
+        limit, usage = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        cache = sum(int(stat.get(f"{prefix}{of}_file", 0)) for of in ("active", "inactive"))
+        return None if limit in _UNLIMITED else int(limit) - usage + cache
+    except (OSError, ValueError):
+        return None
 
 
 def aligned(n_bytes: int) -> int:

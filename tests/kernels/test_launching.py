@@ -2,7 +2,7 @@
 
 import pytest
 
-from cs336_systems.operators.launching import ceil_div, next_power_of_2
+from cs336_systems.kernels.launching import ceil_div, next_power_of_2
 from tests.attention.offline import ON_HOPPER, run_apart
 
 SCRIPT = """
@@ -10,8 +10,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from cs336_systems.operators import launching, prepared
-from cs336_systems.operators.prepared import Prepared
+from cs336_systems.kernels import launching
+from cs336_systems.kernels.launching import Prepared
 
 def by_triton(kernel, *arguments, **options):
     run(kernel, *arguments, grid=(7,), warmup=False, **options)
@@ -63,7 +63,7 @@ def describe(dtype=torch.bfloat16, rows=8, swizzle=128, size=256, stride=64, add
     return TensorDescriptor(base, [size, 64], [stride, 1], box, layout)
 
 
-prepared.MAX_KEPT_MAPS = 3
+launching.MAX_KEPT_MAPS = 3
 for form in ({}, {"rows": 16}, {"dtype": torch.float32}, {"swizzle": 64}, {"size": 512, "stride": 128}):
     start = Prepared(described, 7, describe(**form), x, 3, TWICE=True)
     for address in (1024, 4096, 1024, 8192, 16384, 1024):  # more than are kept

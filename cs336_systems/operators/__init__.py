@@ -1,1 +1,0 @@
-"""How Triton and Gluon kernels join torch: operators registered, kernels launched."""
