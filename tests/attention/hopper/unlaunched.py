@@ -38,7 +38,7 @@ def encode(descriptor: Any, metadata: Any) -> list[Any]:
 @contextmanager
 def hopper_unlaunched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Inside, ``Kernel.launched`` holds by name what the kernels would have been given last."""
-    caches = forward._launching, backward._launching
+    caches = forward._prepared, backward._prepared
     counter = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(launching, "Form", Kernel)
     monkeypatch.setattr(launching, "make_tensordesc_arg", encode)
