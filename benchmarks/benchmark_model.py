@@ -10,20 +10,11 @@ Options that take several values make a grid; every cell of it runs in a process
 targets are random. Each cell's peak memory is predicted first, and a cell that cannot fit is reported, not run.
 """
 
-from cs336_systems.experiments.model.cells import Options
-from cs336_systems.processes import start_server
-from cs336_systems.report.command_line import exit_with, parse
+from cs336_systems.experiments.driver import command
+from cs336_systems.experiments.model import EXPERIMENT
+from cs336_systems.report.command_line import exit_with
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, then measure; returns the exit code."""
-    options = parse(Options, arguments, __doc__)
-    needs_dynamo = "torch-fused" in options.optimizer or options.compile != ("off",)
-    start_server("cs336_systems.experiments.model.measure", *(["torch._dynamo"] if needs_dynamo else []))
-    from cs336_systems.experiments.model.experiment import EXPERIMENT  # torch, pandas and matplotlib come with it
-
-    return EXPERIMENT.run(options)
-
+main = command(EXPERIMENT, __doc__)
 
 if __name__ == "__main__":
-    exit_with("benchmark_model", main)
+    exit_with(EXPERIMENT.name, main)

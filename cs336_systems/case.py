@@ -1,36 +1,38 @@
-"""One training step, described once: a ``TrainingCase``, used by every cell that measures a step and every command.
+"""One training step, declared once: a ``TrainingCase``, used by every cell that measures a step and by every command.
 
     TrainingCase(size="xl", dtype="bf16", attention="flash")               # a named size
     TrainingCase.of(my_config, checkpoint="full")                          # any ModelConfig, at its own context
 
-The fields are the columns of a row and the options of a command line. A new option is a field here, its set of values
-in ``experiments/options.py`` (a test holds the two together) and the line of ``training/assemble.py`` that obeys it;
-rows that were measured before it existed are read with its default. Imports no torch, so that a command line can be
-parsed before torch is loaded.
+A field made by ``option`` is a column of a row and an option of every command that runs a step (``declared.py``); rows
+that were measured before it existed are read with its plain value. A new one is a field here and the line of
+``training/assemble.py`` that obeys it; what it cannot do together with others stands in ``refusals.py``. Imports no
+torch, so that a command line can be parsed before torch is loaded.
 """
 
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from cs336_systems.config import (
+    ATTENTIONS,
     GRADIENT_DTYPES,
+    KERNELS,
     MATMUL_DTYPES,
+    OPTIMIZERS,
     PRECISIONS,
     SCALINGS,
     ModelConfig,
     Precision,
     Recipe,
+    did_you_mean,
     resolve_size,
 )
+from cs336_systems.declared import option, options_in
 
 COMPILED = {"on": "compiled", "whole-model": "whole model compiled"}
 """Ways to compile a step, each in words: every block by itself, or the model as one graph; the loss in both."""
 
-UPDATES = ("after-backward", "under-backward")
-"""When the optimizer steps."""
-
 UNCAPTURED_STEPS = 3
-"""What a step that becomes a CUDA graph runs as it is before: kernels are compiled, states and workspaces allocated."""
+"""Steps that run before a CUDA graph is captured: they compile kernels and allocate states and workspaces."""
 
 
 class Unsupported(ValueError):
@@ -48,22 +50,71 @@ class Parallel:
     """none, or a name of ``training.parallel.WRAPPERS``: naive, flat, overlapped, bucketed, torch-ddp, fsdp, fsdp2."""
     optimizer_state: str = "replicated"
     """replicated, owned, scattered, scattered-gradients, torch-zero: ``training.parallel.make_parallel_optimizer``."""
-    bucket_size_mb: float = 25.0
-    """MiB of the buckets in which gradients (and owned parameters) travel."""
-    communication_dtype: str = "same"
-    """In which DDP sends and adds up gradients: same, or bf16."""
-    max_ctas: int = 0
-    """Most thread blocks of NCCL's kernels that send DDP's gradients; 0 for as many as NCCL chooses."""
+    bucket_size_mb: float = option(
+        25.0, "MiB of the buckets in which gradients (and owned parameters) travel.", sign="positive", shown=True
+    )
+    communication_dtype: str = option(
+        "same",
+        "Dtype in which DDP sends and reduces gradients: their own, or bf16.",
+        values=("same", "bf16"),
+        shown=True,
+    )
+    max_ctas: int = option(
+        0,
+        "Most thread blocks of each NCCL kernel that sends DDP's gradients, each of which takes a multiprocessor from "
+        "backward; 0 for as many as NCCL chooses.",
+        sign="not negative",
+    )
     compute_dtype: str = "same"
-    """In which FSDP gathers weights and computes: same as the masters, or bf16."""
-    prefetch: int = 1
-    """Units whose weights our FSDP gathers ahead."""
-    gather_by: GatherBy = "collectives"
-    """How weights come together under our FSDP: in collectives, or by copies from the other ranks' memory."""
-    update: str = "after-backward"
-    """after-backward; or under-backward: our FSDP's shards are updated as soon as their gradients are averages."""
+    """Dtype in which FSDP gathers weights and computes: same as the masters, or bf16."""
+    prefetch: int = option(1, "How many units ahead our FSDP gathers weights.", sign="not negative", shown=True)
+    gather_by: GatherBy = option(
+        "collectives",
+        "How our FSDP gathers weights: in collectives, or by copies from the other ranks' memory, on one host.",
+        shown=True,
+    )
+    update: str = option(
+        "after-backward",
+        "When the optimizer updates our FSDP's shards: after backward, or each unit as soon as its gradients are "
+        "reduced.",
+        values=("after-backward", "under-backward"),
+    )
     on_host: bool = False
-    """Of torch's FSDP2: shards, their gradients and the optimizer's state are in host memory."""
+    """Whether torch's FSDP2 has shards, their gradients and the optimizer's state in host memory."""
+
+
+_POLICIES = {"input": "full", "recursive": "recursive", "matmuls": "keep-matmuls", "attention": "keep-attention"}
+_COUNTED_POLICIES = {"every": "every", "after": "first"}
+
+
+def kept_as(keep: str) -> dict[str, str]:
+    """The columns ``keep`` and ``checkpoint`` that a value of ``--keep`` means.
+
+    autograd-every-3 is keep autograd with checkpoint every-3; a value that names no policy says nothing of the latter.
+
+    Raises:
+        ValueError: there is no such policy of activation checkpointing.
+    """
+    if not keep.startswith("autograd-"):
+        return {"keep": keep}
+    kind, _, count = keep.removeprefix("autograd-").partition("-")
+    if kind in _COUNTED_POLICIES and count.isdecimal() and int(count) > 0:
+        return {"keep": "autograd", "checkpoint": f"{_COUNTED_POLICIES[kind]}-{int(count)}"}
+    if kind not in _POLICIES or count:
+        known = [f"autograd-{name}" for name in (*_POLICIES, "every-K", "after-M")]
+        raise ValueError(f"unknown --keep {keep!r}: {did_you_mean(keep, known)}known are {', '.join(known)}")
+    return {"keep": "autograd", "checkpoint": _POLICIES[kind]}
+
+
+KEEP_HELP = (
+    "What blocks keep from forward for backward. With autograd's backward: autograd (everything); autograd-input (each "
+    "block's input; the block is recomputed); autograd-every-K (the input of every K-th block); autograd-after-M (the "
+    "inputs of the first M blocks, everything of those after them); autograd-recursive (inputs, in halves of halves); "
+    "autograd-matmuls, autograd-attention (inputs, and the results of matmuls or of attention). With a hand-written "
+    "backward: input; attention (also its output); products (also the results of matmuls); all; or a level without "
+    "some parts, as all-norm-swiglu (norm, qkv, attention, residual, ffn, swiglu); 8xall+products has 8 blocks that "
+    "keep all. By default products for fused kernels and fp8, else autograd."
+)
 
 
 @dataclass(frozen=True)
@@ -71,40 +122,92 @@ class TrainingCase:
     """Everything that decides how a training step runs, except its data."""
 
     device: str = "cpu"
-    size: str | ModelConfig = "small"
-    """A named size, or a shape of one's own."""
-    batch_size: int = 4
-    """Sequences per micro-batch and rank; a step has one micro-batch unless ``accumulate`` says otherwise."""
-    context_length: int = 512
-    """Tokens per sequence."""
-    dtype: str = "fp32"
-    """One of ``config.PRECISIONS``."""
-    attention: str = "reference"
-    """One of ``config.ATTENTIONS``; the reference is the operation that the model's ``ops`` bring."""
-    compile: str = "off"
-    """on: torch.compile of each block and of the loss; whole-model: of the model as one graph, and of the loss."""
-    checkpoint: str = "none"
-    """Which activations are computed a second time, a policy of ``costs.checkpointing``."""
-    optimizer: str = "reference"
-    """One of ``config.OPTIMIZERS``."""
-    accumulate: int = 1
-    """Micro-batches per step, whose gradients add up to that of the mean over all of their tokens."""
-    cuda_graph: str = "off"
-    """on: the whole step is captured and replayed, so that the device does not wait for launches."""
-    kernels: str = "reference"
-    """One of ``config.KERNELS``: norms, rotations, SwiGLU, head and loss; fused needs a written-out backward."""
-    keep: str = "autograd"
-    """autograd: the blocks' backward is autograd's; else it is written out, and keeps what ``costs/kept.py`` says."""
-    master: str = "none"
-    """fp32: weights that the optimizer keeps besides those in bf16; ``--master-weights`` of command lines."""
-    offload: str = "none"
-    """What is kept in host memory, names of ``costs/offload.py`` by hyphens."""
-    matmul_dtype: str = "same"
-    """Of the products of written-out blocks, as of ``config.Recipe``, whose fields these five are."""
-    gradient_dtype: str = "e4m3"
-    scaling: str = "tensor"
-    fp8_skip_first: int = 0
-    fp8_skip_last: int = 0
+    size: str | ModelConfig = option(
+        "small",
+        "Named model sizes: tiny; the handout's small, medium, large, xl, 2.7b (xl-2026), 10b; leaderboard-8b; "
+        "llama3-1b, llama3-8b; qwen2.5-0.5b, -1.5b, -3b, -7b, -14b.",
+        typed=str,
+        shown=True,
+    )
+    batch_size: int = option(4, "Sequences per micro-batch and rank.", sign="positive", shown=True)
+    context_length: int = option(512, "Tokens per sequence.", sign="positive", shown=True)
+    dtype: str = option("fp32", "How numbers are stored and multiplied.", values=tuple(PRECISIONS), shown=True)
+    attention: str = option("reference", "Implementations of attention.", values=ATTENTIONS, words="{}", shown=True)
+    compile: str = option(
+        "off",
+        "torch.compile of each block and of the loss; --compile alone means on. whole-model compiles the blocks as one "
+        "graph.",
+        values=("off", *COMPILED),
+        words=COMPILED,
+        shown=True,
+    )
+    checkpoint: str = option(
+        "none",
+        "The activation checkpointing policy that --keep autograd-... names, by its old names: none; full "
+        "(autograd-input); every-K; first-M (autograd-after-M); recursive; keep-matmuls, keep-attention.",
+        words="checkpoint {}",
+    )
+    optimizer: str = option(
+        "reference",
+        "AdamW: reference, written out; torch-fused, torch's fused kernel; fused, this suite's, with stochastic "
+        "rounding of bf16, on CUDA devices.",
+        values=OPTIMIZERS,
+        words="{}",
+        shown=True,
+    )
+    accumulate: int = option(
+        1,
+        "Micro-batches per optimizer step; their gradients are added up.",
+        sign="positive",
+        words="{} micro-batches",
+    )
+    cuda_graph: str = option(
+        "off",
+        "on: capture the whole step and replay it; faster where a step waits for launches. Needs --device cuda, one "
+        "rank, --mode step, --optimizer torch-fused or fused, and at least 4 steps of --warmup.",
+        values=("off", "on"),
+        words="CUDA graph",
+    )
+    kernels: str = option(
+        "reference",
+        "Operations between matmuls: reference, plain PyTorch; fused, one Triton kernel each, on CUDA devices, with "
+        "--attention flash or hopper, in blocks with a hand-written backward, and a loss that never has all logits.",
+        values=KERNELS,
+        words="{} kernels",
+    )
+    keep: str = option("autograd", KEEP_HELP, asked=None, words="keep {}")
+    master: str = option(
+        "none",
+        "fp32: the optimizer also keeps FP32 master weights; with --dtype bf16 and --optimizer fused.",
+        values=("none", "fp32"),
+        flag="master-weights",  # torchrun takes --master for options of its own
+        words="masters in {}",
+    )
+    offload: str = option(
+        "none",
+        "What is kept in host memory: m, v, master, gradients (all with --optimizer fused), residual (inputs of blocks "
+        "with a hand-written backward); several joined by hyphens, as m-v.",
+        words="offload {}",
+    )
+    matmul_dtype: str = option(
+        "same",
+        "Dtype of matmuls in blocks with a hand-written backward: same, as tensors are stored; or e4m3, quantized to "
+        "fp8.",
+        values=MATMUL_DTYPES,
+    )
+    gradient_dtype: str = option(
+        "e4m3",
+        "Dtype of activation gradients in fp8 matmuls: e4m3; or e5m2, with more range and less precision.",
+        values=GRADIENT_DTYPES,
+    )
+    scaling: str = option(
+        "tensor",
+        "Numbers that share a scale in fp8 matmuls: a tensor; a row along the summed dimension; or a block of 128 of "
+        "it.",
+        values=SCALINGS,
+    )
+    fp8_skip_first: int = option(0, "First blocks that stay out of fp8.", several=False, sign="not negative")
+    fp8_skip_last: int = option(0, "Last blocks that stay out of fp8.", several=False, sign="not negative")
     seed: int = 0
     """Of parameters and tokens."""
 
@@ -135,7 +238,7 @@ class TrainingCase:
 
     @property
     def recipe(self) -> Recipe:
-        """How the products of blocks are quantized, if they are."""
+        """How the matmuls of blocks are quantized, if they are."""
         return Recipe(self.matmul_dtype, self.gradient_dtype, self.scaling, self.fp8_skip_first, self.fp8_skip_last)
 
     @property
@@ -150,12 +253,12 @@ class TrainingCase:
 
     @property
     def z_loss(self) -> float:
-        """How much of the squared log-sum-exp a written-out model's loss has besides; a trainer says so."""
+        """Coefficient of the squared log-sum-exp in a written-out model's loss; a trainer says so."""
         return 0.0
 
     @property
     def moment_bytes(self) -> int:
-        """Of an element of each of AdamW's moments; a trainer may say so."""
+        """Bytes of an element of each of AdamW's moments; a trainer may say so."""
         return self.precision.parameter_bytes
 
     @property
@@ -175,7 +278,7 @@ class TrainingCase:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of this rank, all micro-batches together."""
+        """Tokens of this rank in a step, all micro-batches together."""
         return self.accumulate * self.batch_size * self.context_length
 
     def __str__(self) -> str:
@@ -190,83 +293,14 @@ class TrainingCase:
     @property
     def extras(self) -> list[str]:
         """What differs from plain eager training, each in a word or two."""
-        return [
-            *([self.attention] if self.attention != "reference" else []),
-            *([COMPILED[self.compile]] if self.compiled else []),
-            *([f"checkpoint {self.checkpoint}"] if self.checkpoint != "none" else []),
-            *([self.optimizer] if self.optimizer != "reference" else []),
-            *([f"{self.accumulate} micro-batches"] if self.accumulate != 1 else []),
-            *(["CUDA graph"] if self.cuda_graph == "on" else []),
-            *([f"{self.kernels} kernels"] if self.kernels != "reference" else []),
-            *([f"keep {self.keep}"] if self.written_out else []),
-            *([str(self.recipe)] if self.recipe.quantized else []),
-            *([f"masters in {self.master}"] if self.master != "none" else []),
-            *([f"offload {self.offload}"] if self.offload != "none" else []),
-        ]
+        found = []
+        for each, of in options_in(TrainingCase):
+            value = getattr(self, each.name)
+            if of.words and value != each.default:
+                words = of.words if isinstance(of.words, str) else of.words.get(value, "")
+                found.append(words.format(value))
+        return [*filter(None, found), *([str(self.recipe)] if self.recipe.quantized else [])]
 
 
-def update_reason(case: TrainingCase) -> str | None:
-    """Why the case's optimizer cannot update when it is asked to, in one sentence, or None if it can.
-
-    Raises:
-        ValueError: ``update`` is neither after-backward nor under-backward.
-    """
-    update = case.parallel.update
-    if update not in UPDATES:
-        raise ValueError(f"update must be {' or '.join(UPDATES)}, got {update!r}")
-    if update == "after-backward":
-        return None
-    if case.parallel.wrapper != "fsdp":
-        return f"update {update} works on the shards of wrapper fsdp, got {case.parallel.wrapper}"
-    if case.precision.name == "autocast-fp16":
-        return f"update {update} cannot wait for loss scaling of autocast-fp16, which decides whether a step counts"
-    return None
-
-
-def recipe_reason(case: TrainingCase) -> str | None:
-    """Why the case's products cannot be quantized as it says, in one sentence, or None if they can, or need not.
-
-    That is what can be said without looking at the device.
-    """
-    recipe, config = case.recipe, case.config
-    for name, value, known in (
-        ("matmul_dtype", recipe.matmul, MATMUL_DTYPES),
-        ("gradient_dtype", recipe.gradient, GRADIENT_DTYPES),
-        ("scaling", recipe.scaling, SCALINGS),
-    ):
-        if value not in known:
-            return f"unknown {name} {value!r}: known are {', '.join(known)}"
-    if not recipe.quantized:
-        return None
-    asked = f"matmul_dtype {recipe.matmul}"
-    if not case.written_out:
-        return f"{asked} with keep autograd: quantized products are those of blocks whose backward is written out"
-    if recipe.skip_first < 0 or recipe.skip_last < 0:
-        return f"{asked} skips blocks, of which there cannot be {min(recipe.skip_first, recipe.skip_last)}"
-    if recipe.skip_first + recipe.skip_last >= config.n_layers:
-        skipped = f"the first {recipe.skip_first} and the last {recipe.skip_last} are skipped"
-        return f"{asked} quantizes none of {config.n_layers} blocks: {skipped}"
-    sizes = {"d_model": config.d_model, "d_kv": config.d_kv, "d_ff": config.d_ff, "context": case.context_length}
-    odd = [f"{name} {size}" for name, size in sizes.items() if size % 16]
-    return f"{asked}: products in fp8 take sizes that 16 divides, not {', '.join(odd)}" if odd else None
-
-
-def cuda_graph_reason(case: TrainingCase) -> str | None:
-    """Why the case's step cannot be captured as a CUDA graph, in one sentence, or None if it may be, or need not.
-
-    Raises:
-        ValueError: ``cuda_graph`` is neither off nor on.
-    """
-    if case.cuda_graph not in ("off", "on"):
-        raise ValueError(f"cuda_graph must be off or on, got {case.cuda_graph!r}")
-    if case.cuda_graph == "off":
-        return None
-    if case.device != "cuda":
-        return f"a CUDA graph needs device cuda, got {case.device}"
-    if case.parallel.wrapper != "none" or case.parallel.optimizer_state != "replicated":
-        return "ranks agree through the host on what they send, which a CUDA graph cannot hold"
-    if case.precision.name == "autocast-fp16":
-        return "loss scaling of autocast-fp16 decides on the host whether a step counts, which a CUDA graph cannot hold"
-    if case.optimizer == "reference":
-        return "optimizer reference counts steps on the host, which a CUDA graph cannot hold: use torch-fused or fused"
-    return None
+RECIPE = ("matmul_dtype", "gradient_dtype", "scaling", "fp8_skip_first", "fp8_skip_last")
+"""Fields that are a recipe of quantized matmuls."""

@@ -12,9 +12,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cs336_systems"
 LADDER = (
-    {"config", "hardware", "processes"},
+    {"config", "hardware", "processes", "declared"},
     {"case"},
     {"costs"},
+    {"refusals"},
     {"model"},
     {"kernels"},
     {"attention"},
@@ -30,7 +31,7 @@ LADDER = (
     {"answers"},
     {"benchmarks", "scripts"},
 )
-PURE = ("config", "hardware", "case", "costs")
+PURE = ("config", "hardware", "declared", "case", "costs", "refusals")
 SOURCES = sorted(
     path for folder in ("cs336_systems", "benchmarks", "scripts") for path in (ROOT / folder).rglob("*.py")
 )

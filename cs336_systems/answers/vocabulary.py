@@ -43,7 +43,7 @@ from cs336_systems.experiments.kernels.table import KERNEL_TABLE
 from cs336_systems.experiments.leaks import flops_against_time, launch_overhead, matmul_data, roofline_knee
 from cs336_systems.experiments.leaks.findings import Findings
 from cs336_systems.experiments.learning.table import LEARNING_TABLE, loss_deviations
-from cs336_systems.experiments.model.table import step_table
+from cs336_systems.experiments.model import step_table
 from cs336_systems.experiments.parallelism.answers import found
 from cs336_systems.experiments.parallelism.questions import QUESTIONS
 from cs336_systems.experiments.sharded_optimizer import table as sharded_tables

@@ -26,8 +26,7 @@ import re
 from dataclasses import dataclass
 from math import prod
 
-from cs336_systems.case import TrainingCase, recipe_reason
-from cs336_systems.config import KERNELS, WRITTEN_OUT_ATTENTIONS, ModelConfig, Precision, Recipe, did_you_mean
+from cs336_systems.config import ModelConfig, Precision, Recipe, did_you_mean
 from cs336_systems.costs.activations import WIDE, SavedTensor, total_bytes
 
 STORED = Recipe()
@@ -146,39 +145,6 @@ def check_known(what: str, value: str, known: tuple[str, ...], where: str = "") 
 def default_keep(kernels: str, matmul_dtype: str) -> str:
     """What is kept unless it is said: products, where blocks must be written out."""
     return "autograd" if (kernels, matmul_dtype) == ("reference", "same") else "products"
-
-
-def unserved_reason(case: TrainingCase) -> str | None:
-    """Why no step has the case's ``kernels``, ``keep`` and recipe together with the rest of it, or None if one has.
-
-    That is what can be said without looking at the device: one sentence.
-
-    Raises:
-        ValueError: a name is unknown; the message has the nearest.
-    """
-    check_known("kernels", case.kernels, KERNELS)
-    if reason := recipe_reason(case):
-        return reason
-    if not case.written_out:
-        need = f"kernels {case.kernels} with keep autograd: they need a backward written out, {', '.join(LEVELS)}"
-        return None if case.kernels == "reference" else need
-    if "+" not in case.keep:
-        check_known("level", case.keep.split("-")[0], (*LEVELS, "autograd"), f" in what to keep, {case.keep!r}")
-    keep_of_blocks(case.keep, case.config.n_layers)
-    fused, keep = case.kernels != "reference", f"keep {case.keep}"
-    attentions = [name for name in WRITTEN_OUT_ATTENTIONS if not (fused and name == "reference")]
-    if fused and not case.device.startswith("cuda"):
-        return f"kernels {case.kernels} need device cuda, got {case.device}: Triton kernels run on GPUs"
-    if case.attention not in attentions:
-        asked = f"{f'kernels {case.kernels}' if fused else keep} with attention {case.attention}"
-        return f"{asked}: its backward must be a function of its own, which {', '.join(attentions)} have"
-    if case.precision.autocast:
-        return f"{keep} with dtype {case.precision.name}: written-out blocks run in one dtype, fp32, tf32 or bf16"
-    if case.compiled:
-        return f"{keep} with compile {case.compile}: written-out blocks are not compiled, only keep autograd is"
-    if case.checkpoint != "none":
-        return f"{keep} with checkpoint {case.checkpoint}: both say what runs again in backward, give one of them"
-    return None
 
 
 def _sizes(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, int]:

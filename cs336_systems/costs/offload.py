@@ -1,4 +1,4 @@
-"""What a training step keeps in host memory instead of on the device, and why it sometimes cannot.
+"""What a training step keeps in host memory instead of on the device.
 
     m, v          AdamW's moments
     master        its fp32 weights of bf16 parameters, if it has them (``TrainingCase.master``)
@@ -18,7 +18,6 @@ from cs336_systems.costs.kept import check_known
 STATES = {"m": "exp_avg", "v": "exp_avg_sq", "master": "master"}
 """What the optimizer calls them."""
 OFFLOADS = (*STATES, "gradients", "residual")
-MASTERS = ("none", "fp32")
 
 BATCH_ELEMENTS = 2**25
 """That the optimizer fetches together: 64 MiB of a bf16 state take 1.2 ms at 55 GB/s, a hundred times a launch."""
@@ -56,30 +55,3 @@ def host_bytes(case: TrainingCase, world_size: int = 1) -> dict[str, int]:
     found["gradients"] = config.n_parameters * width
     found["residual"] = config.n_layers * batch_size * seq_len * config.d_model * width
     return {name: found[name] for name in OFFLOADS if name in names}
-
-
-def offload_reason(case: TrainingCase) -> str | None:
-    """Why the case's step cannot have its masters, or what it is to have in host memory, or None if it can.
-
-    That is what can be said without looking at the device: one sentence.
-
-    Raises:
-        ValueError: a name is unknown; the message has the nearest.
-    """
-    check_known("master", case.master, MASTERS)
-    names = offloaded(case)
-    if case.master != "none" and (case.optimizer != "fused" or case.dtype != "bf16"):
-        return f"fp32 master weights are for dtype bf16 and optimizer fused, got {case.dtype} and {case.optimizer}"
-    if "master" in names and case.master == "none":
-        return "offload master needs fp32 master weights"
-    if "residual" in names and not case.written_out:
-        return "offload residual needs blocks whose backward is written out, got keep autograd"
-    if names - {"residual"} and case.optimizer != "fused":
-        return f"offload {case.offload} needs optimizer fused, got {case.optimizer}"
-    if "gradients" in names and (case.parallel.wrapper, case.parallel.optimizer_state) != ("none", "replicated"):
-        return "offload gradients is for one rank: others reduce them on the device"
-    if names - {"residual"} and case.parallel.update != "after-backward":
-        return f"offload {case.offload} with update {case.parallel.update}: states on the host change after backward"
-    if names and case.cuda_graph == "on":
-        return f"offload {case.offload} copies beside the step, which a CUDA graph does not hold"
-    return None

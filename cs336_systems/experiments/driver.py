@@ -1,40 +1,63 @@
 """The course of every benchmark: check, measure cell by cell, show, end with one line of JSON and a code.
 
-A question supplies its parts as an ``Experiment``; ``run`` is the same for all, on one process, on ranks that it starts
-and under torchrun (where rank 0 alone presents).
+A question is one file, ``experiments/NAME.py``, in this order:
 
-    EXPERIMENT = Experiment("benchmark_ddp", DataParallelCell, make_cells, stages, present, metrics)
-    return EXPERIMENT.run(options)
+1. Its docstring: what is asked, how it is measured, and the limits of the answer.
+2. Its ``Cell``: a frozen dataclass whose fields are columns. A training step's cell inherits ``TimedCase`` or
+   ``RankedCase``; what the question varies besides are a few fields made by ``option`` (``declared.py``), which become
+   options of the command, several values of each.
+3. ``Asked(RunOptions)`` (or ``TrainingRun``, ``RankedRun``): options of the run that are no columns, each with a
+   docstring, and ``CPU_DEFAULTS``. ``Options = options_of(Cell, Asked)`` joins the two.
+4. ``make_cells(options)``: the grid, by ``training_cells`` or ``itertools.product`` and ``cell_of``. It raises
+   ValueError, one sentence with the option and its value, for what no cell of this question can have.
+5. ``measure(cell)``, or ``measure(cell, rank)`` for cells with a ``world_size``: returns a list of ``Metric``. It
+   imports torch inside, or stands in a file of its own if measuring is an idea of its own.
+6. Its table (``report.results.ResultTable``) and figures, functions of rows that import pandas and matplotlib inside.
+7. ``EXPERIMENT = Experiment(...)``; the command is ``main = command(EXPERIMENT, __doc__)``.
+
+Importing a question imports no torch, pandas or matplotlib, so that ``--help`` and a typing error are answered at once;
+types that only annotations need are imported under ``TYPE_CHECKING``. The same course runs on one process, on ranks
+that it starts and under torchrun, where rank 0 alone presents.
 
 Requested and nothing measured is exit code 1, with the reason; one failed cell among others is, too. Memory that does
 not suffice and requests that are unsupported are answers as long as something was measured.
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from cs336_systems.config import PRECISIONS, Recipe
-from cs336_systems.experiments.options import RunOptions, check_options, small_defaults_note
-from cs336_systems.harness.process import Cell
-from cs336_systems.harness.ranks import one_rank_per_gpu, reports, resolve_world_sizes
-from cs336_systems.harness.record import RowFile
-from cs336_systems.harness.sweep import Outcome, cell_columns, run_sweep
-from cs336_systems.report.command_line import INTERRUPTED, complain, os_error
-from cs336_systems.training.precision import recipe_unsupported_reason, unsupported_reason
+from cs336_systems.experiments.options import check_options, small_defaults_note
+from cs336_systems.processes import start_server
+from cs336_systems.report.command_line import INTERRUPTED, complain, os_error, parse
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from cs336_systems.experiments.options import RunOptions
+    from cs336_systems.harness.process import Cell
+    from cs336_systems.harness.record import RowFile
+    from cs336_systems.harness.sweep import Outcome
+    from cs336_systems.report.tables import Table
 
 _MOST_CELLS = 8
-"""In the line of JSON; the rows on disk hold all."""
+"""Cells in the line of JSON; the rows on disk hold all."""
 
 _SUFFIXES = {"%": "percent", "GB/s": "gb_per_s", "TFLOP/s": "tflops", "1/s": "per_s"}
-"""Of units whose own letters make no name."""
+"""By unit whose own letters make no name, the end of a metric's name."""
+
+PRELOADED = ("cs336_systems.training", "torch._dynamo")
+"""Modules that the process server imports while the command does; the constructor of a torch optimizer needs dynamo."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +73,49 @@ class Stage:
     """Successive cells with equal values share a process."""
 
 
-Stages = Callable[[Any, Sequence[Any], list[Outcome]], Iterable[Stage]]
+Stages = Callable[[Any, Sequence[Any], "list[Outcome]"], Iterable[Stage]]
 """(options, cells, outcomes so far) -> stages, asked for the next one when the one before has ended."""
 
 
-def one_stage(measure: Callable[..., Any], expected_s: Callable[[Any], float] | None = None) -> Stages:
+def one_stage(
+    measure: Callable[..., Any],
+    expected_s: Callable[[Any], float] | None = None,
+    share: Callable[[Any], Hashable] | None = None,
+) -> Stages:
     """All cells by one function."""
-    return lambda options, cells, outcomes: [Stage(cells, measure, expected_s)]
+    return lambda options, cells, outcomes: [Stage(cells, measure, expected_s, share)]
+
+
+Present = Callable[["list[Outcome]", Any, Path | None], int | Mapping[str, Any] | None]
+"""(outcomes, options, file of rows) -> a code that is not zero becomes the exit code, a mapping joins the last line."""
+
+
+def presented(
+    tables: Callable[[pd.DataFrame], Table | Iterable[Table]],
+    figures: Mapping[str, Callable[[pd.DataFrame], Figure | None]] | None = None,
+) -> Present:
+    """Shows the tables of the rows of this run, and draws the figures of all rows of the file beside it.
+
+    Args:
+        figures: by what is added to the file's stem: ``{"": step_figure, "_frontier": frontier_figure}``.
+    """
+
+    def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> None:
+        from cs336_systems.harness.record import read_rows
+        from cs336_systems.harness.sweep import outcome_rows
+        from cs336_systems.report.figures import save
+        from cs336_systems.report.show import show
+        from cs336_systems.report.tables import Table
+
+        made = tables(outcome_rows(outcomes))
+        for table in [made] if isinstance(made, Table) else made:
+            show(table, options.format)
+        if csv and figures:
+            rows = read_rows(csv)
+            for ending, draw in figures.items():
+                save(draw(rows), csv.with_name(f"{csv.stem}{ending}.png"))
+
+    return present
 
 
 @dataclass(frozen=True)
@@ -67,24 +126,32 @@ class Experiment:
         name: stem of the file of rows, and the command's name in messages.
         cell: the dataclass of its cells, whose fields are columns.
         make_cells: the grid; raises ValueError for what no cell can have. ``options.world_size`` is resolved by then.
-        present: prints tables and draws figures, given outcomes, options and the file of rows; a number that is not
-            zero becomes the exit code, a mapping holds main figures of the last line on stdout.
+        stages: how the cells are measured, mostly ``one_stage(measure)``.
+        present: prints tables and draws figures, mostly ``presented(tables, figures)``.
         headlines: metrics of the last line on stdout.
+        options: the dataclass of its command line, as ``options_of`` makes it.
         measured: whether a cell counts as an answer; ceilings do not.
-        default_worlds: of ranks on a device, where the command line does not say.
+        default_worlds: numbers of ranks on a device where the command line does not say; by default one rank per GPU.
+        preloaded: (options) -> modules that fresh processes find imported.
     """
 
     name: str
     cell: type
     make_cells: Callable[[Any], Sequence[Cell]]
     stages: Stages
-    present: Callable[[list[Outcome], Any, Path | None], int | Mapping[str, Any] | None]
+    present: Present
     headlines: Sequence[str]
+    options: Any = None
     measured: Callable[[Any], bool] = lambda cell: True
-    default_worlds: Callable[[str], tuple[int, ...]] = one_rank_per_gpu
+    default_worlds: Callable[[str], tuple[int, ...]] | None = None
+    preloaded: Callable[[Any], Sequence[str]] = lambda options: PRELOADED
 
     def run(self, options: Any) -> int:
         """Measure all cells and present them; returns the exit code."""
+        from cs336_systems.harness.ranks import reports
+        from cs336_systems.harness.record import RowFile
+        from cs336_systems.harness.sweep import cell_columns
+
         csv = options.out / f"{self.name}.csv" if options.out else None
         try:
             options, cells = self.prepare(options)
@@ -117,7 +184,10 @@ class Experiment:
         check_device(options.device)
         check_options(options)
         if hasattr(options, "world_size"):
-            worlds = resolve_world_sizes(options.world_size, self.default_worlds(options.device))
+            from cs336_systems.harness.ranks import one_rank_per_gpu, resolve_world_sizes
+
+            default = (self.default_worlds or one_rank_per_gpu)(options.device)
+            worlds = resolve_world_sizes(options.world_size, default)
             options = replace(options, world_size=worlds)
         check_dtypes(options)
         return options, self.make_cells(options)
@@ -126,6 +196,8 @@ class Experiment:
         self, options: RunOptions, cells: Sequence[Cell], row_file: RowFile | None, outcomes: list[Outcome]
     ) -> int:
         """Fill ``outcomes``, stage by stage; the code of what ended it, else 0."""
+        from cs336_systems.harness.sweep import run_sweep
+
         sweep = functools.partial(run_sweep, self.name, row_file=row_file, timeout_s=options.timeout)
         try:
             for stage in self.stages(options, cells, outcomes):
@@ -141,8 +213,22 @@ class Experiment:
         return 0
 
 
+def command(experiment: Experiment, description: str | None) -> Callable[..., int]:
+    """The ``main`` of a question's command: (arguments) -> exit code; ``description`` is for ``--help``."""
+
+    def main(arguments: list[str] | None = None) -> int:
+        options = parse(experiment.options, arguments, description)
+        if "RANK" not in os.environ:  # else a launcher has started the ranks
+            start_server(*experiment.preloaded(options))
+        return experiment.run(options)
+
+    return main
+
+
 def check_device(device: str) -> None:
     """Raise ValueError if ``--device`` asks for CUDA and there is none."""
+    import torch
+
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no CUDA device here; use --device cpu")
 
@@ -150,6 +236,10 @@ def check_device(device: str) -> None:
 def check_dtypes(options: Any) -> None:
     """Raise ValueError if the device cannot multiply in one of ``--dtype``, where they are training precisions, or
     quantized as ``--matmul-dtype`` and ``--scaling`` say."""
+    import torch
+
+    from cs336_systems.training.precision import recipe_unsupported_reason, unsupported_reason
+
     given, device = getattr(options, "dtype", ()) if options.MULTIPLIES else (), torch.device(options.device)
     dtypes = [dtype for dtype in ((given,) if isinstance(given, str) else given) if dtype in PRECISIONS]
     for dtype in dtypes:

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal, Self
 from cs336_systems.case import GatherBy, Parallel, TrainingCase
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
-from cs336_systems.costs.kept import default_keep, unserved_reason
-from cs336_systems.costs.offload import offload_reason
+from cs336_systems.costs.kept import default_keep
 from cs336_systems.pretraining.schedules import Schedule, ScheduleKind
+from cs336_systems.refusals import refusal
 
 _POSITIVE = (
     *("context_length", "batch_size", "accumulate", "total_batch_tokens", "steps", "epochs", "clip", "walltime"),
@@ -250,7 +250,7 @@ class TrainOptions:
             raise ValueError(f"--gather-by copies is for --zero 3, got --zero {self.zero}")
         any_depth = 1 + max(self.fp8_skip_first, 0) + max(self.fp8_skip_last, 0)
         case = self.training_case(ModelConfig("any", 64, 192, any_depth, 4), 1)
-        if reason := unserved_reason(case) or offload_reason(case):
+        if reason := refusal(case):
             raise ValueError(reason)
 
     @property

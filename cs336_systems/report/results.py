@@ -13,15 +13,17 @@ What is shown of a cell is its newest run (``harness/runs.py``). Where the lines
 several days, each carries its date.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
-
-from cs336_systems.harness.runs import by_repeat, newest_run, pooled
 from cs336_systems.report.tables import LABELS, Table, digits, settings_split
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MISSING = "–"
 
@@ -59,32 +61,36 @@ class Line:
     run: pd.DataFrame
     metrics: dict[str, pd.Series]
     last: pd.Series
-    lines: Mapping[tuple, "Line"]
+    lines: Mapping[tuple, Line]
 
     def median(self, metric: str) -> float | None:
         """Of a metric, None if it was not measured."""
         return float(self.metrics[metric]["median"]) if metric in self.metrics else None
 
-    def peer(self, **settings: object) -> "Line | None":
+    def peer(self, **settings: object) -> Line | None:
         """The line that differs from this one in these settings alone."""
         return self.lines.get(tuple((self.settings | settings).values()))
 
-    def run_beside(self, line: "Line", columns: Collection[str]) -> pd.DataFrame:
+    def run_beside(self, line: Line, columns: Collection[str]) -> pd.DataFrame:
         """The newest of this cell's runs that agrees with the run of another line in the columns; empty without one."""
+        from cs336_systems.harness.runs import newest_run
+
         names = [name for name in columns if name in line.last]
         rows = self.rows[(self.rows[names] == line.last[names]).all(axis=1)]
         return newest_run(rows) if len(rows) else rows
 
-    def over(self, metric: str, peer: "Line | None") -> float | None:
+    def over(self, metric: str, peer: Line | None) -> float | None:
         """A metric over the peer's, None if one of the two lacks it."""
         own, other = self.median(metric), peer.median(metric) if peer else None
         return None if own is None or not other else own / other
 
-    def repeats_over(self, metric: str, peer: "Line | None") -> Spread | None:
+    def repeats_over(self, metric: str, peer: Line | None) -> Spread | None:
         """The metric's ratios to the peer's in the same command, by repeat; None if that has not measured both.
 
         The peer may have been measured again since, by another command, and be shown as of that.
         """
+        from cs336_systems.harness.runs import by_repeat
+
         if peer is None or metric not in self.metrics:
             return None
         run = peer.run_beside(self, _ONE_RUN)
@@ -162,6 +168,8 @@ class ResultTable:
 
     def of(self, rows: pd.DataFrame) -> Table:
         """One line per cell, in the order in which the cells first appear; the last column is the status."""
+        import pandas as pd
+
         lines = self.lines(rows)
         settings = list(lines[0].settings) if lines else [name for name in self.settings if name in rows]
         labels = LABELS | dict(self.labels)
@@ -181,6 +189,8 @@ class ResultTable:
 
     def lines(self, rows: pd.DataFrame) -> list[Line]:
         """The cells."""
+        from cs336_systems.harness.runs import newest_run, pooled
+
         settings = [name for name in self.settings if name in rows.columns]
         rows = rows.assign(**{name: rows[name].map(_plain) for name in settings})
         lines: dict[tuple, Line] = {}

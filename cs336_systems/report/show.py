@@ -3,8 +3,6 @@
 import sys
 from functools import partial
 
-from rich.console import Console
-
 from cs336_systems.report.command_line import Format
 from cs336_systems.report.tables import WIDEST, Table
 
@@ -12,6 +10,8 @@ from cs336_systems.report.tables import WIDEST, Table
 def show(table: Table, form: Format) -> None:
     """Print a table; ``auto`` fits it to a terminal and writes Markdown elsewhere."""
     if form == "auto" and sys.stdout.isatty():
+        from rich.console import Console
+
         console = Console()
         console.print(table.rich(console.width))
     else:

@@ -4,26 +4,27 @@ A column is of figures or of words, as its cells are; figures are aligned right.
 one line: where there is no room, columns are left out in the order of their rank, and named below.
 """
 
+from __future__ import annotations
+
 import re
 import textwrap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import pandas as pd
-import rich.box
-import rich.table
 from rich.cells import cell_len, set_cell_size
-from rich.console import Group
-from rich.text import Text
+
+from cs336_systems.case import Parallel, TrainingCase
+from cs336_systems.declared import plain_values
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import Group
 
 _UNSAID = ("", "none")
 """Values of a setting that a caption leaves out: it does not apply, or is not used."""
-_PLAIN = {"kernels": "reference", "keep": "autograd", "accumulate": "1", "cuda_graph": "off"}
-_PLAIN |= {"update": "after-backward", "do_bench": "off", "losses": "0", "max_ctas": "0"}
-_PLAIN |= {"matmul_dtype": "same", "gradient_dtype": "e4m3", "scaling": "tensor"}
-_PLAIN |= {"fp8_skip_first": "0", "fp8_skip_last": "0", "chunk": "0", "tokens_per_step": "0"}
-"""Likewise, of one setting each: most tables know no other."""
+PLAIN = plain_values(TrainingCase, Parallel) | {"do_bench": "off", "losses": "0", "chunk": "0", "tokens_per_step": "0"}
+"""By setting, the value that a caption leaves out as well: most tables know no other."""
 
 LABELS = {"batch_size": "batch", "context_length": "context"}
 """Headers of settings whose column's name is not theirs."""
@@ -83,6 +84,11 @@ class Table:
 
     def rich(self, width: int) -> Group:
         """For a terminal of ``width`` characters."""
+        import rich.box
+        import rich.table
+        from rich.console import Group
+        from rich.text import Text
+
         columns = self._columns(width)
         lines = self.frame[list(columns)].map(lambda cell: " ".join(str(cell).splitlines()))
         room = width - sum(columns.values()) - _GAP * (len(columns) - 1)
@@ -122,7 +128,7 @@ class Table:
         return ["right" if _holds_figures(self.frame[column]) else "left" for column in self.frame.columns]
 
 
-def _holds_figures(column: "pd.Series[Any]") -> bool:
+def _holds_figures(column: pd.Series[Any]) -> bool:
     cells = [str(cell).strip() for cell in column]
     words = [cell for cell in cells if cell not in _BLANK]
     return 2 * sum(bool(_FIGURE.fullmatch(cell)) for cell in words) >= len(words)
@@ -159,7 +165,7 @@ def settings_split(
     caption = ", ".join(
         f"{labels.get(column, column)} {frame[column].iloc[0]}"
         for column in constant
-        if (value := str(frame[column].iloc[0])) not in _UNSAID and value != _PLAIN.get(column)
+        if (value := str(frame[column].iloc[0])) not in _UNSAID and value != PLAIN.get(column)
     )
     return caption, varying
 

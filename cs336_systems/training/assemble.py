@@ -29,13 +29,13 @@ from torch import Tensor
 from cs336_systems.attention.dispatch import attention_op
 from cs336_systems.attention.dispatch import unsupported_reason as attention_reason
 from cs336_systems.blocks import block_ops, block_products, head_ops, write_out
-from cs336_systems.case import TrainingCase, Unsupported, cuda_graph_reason, update_reason
+from cs336_systems.case import TrainingCase, Unsupported
 from cs336_systems.costs.checkpointing import SELECTIVE
-from cs336_systems.costs.kept import unserved_reason
-from cs336_systems.costs.offload import STATES, offload_reason, offloaded
+from cs336_systems.costs.offload import STATES, offloaded
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
+from cs336_systems.refusals import refusal
 from cs336_systems.training.activation_checkpointing import checkpointed_stack
 from cs336_systems.training.activation_checkpointing import unsupported_reason as checkpointing_reason
 from cs336_systems.training.backward_update import BackwardUpdate
@@ -148,15 +148,13 @@ def random_batch(case: TrainingCase, rank: Rank | None = None) -> tuple[Tensor, 
 def check_supported(case: TrainingCase, device: torch.device) -> None:
     """Raise Unsupported, in one sentence, if the device or one of the options cannot serve the case.
 
-    The one place where that is asked; ValueError for a name that is unknown.
+    What needs no device stands in ``refusals.py``; ValueError for a name that is unknown.
     """
     config, gathered = case.config, case.parallel.compute_dtype  # FSDP casts weights to the latter
     dtype = torch.bfloat16 if gathered == "bf16" else matmul_dtype(case.precision)
-    reason = unserved_reason(case) or offload_reason(case) or precision_reason(case.precision, device)
+    reason = refusal(case) or precision_reason(case.precision, device)
     reason = reason or recipe_unsupported_reason(case.recipe, case.precision, device)
-    reason = reason or checkpointing_reason(case.checkpoint, case.attention)
-    reason = reason or _whole_model_reason(case) or optimizer_reason(case.optimizer, device) or cuda_graph_reason(case)
-    reason = reason or update_reason(case)
+    reason = reason or checkpointing_reason(case.checkpoint, case.attention) or optimizer_reason(case.optimizer, device)
     if reason is None:
         q, k, v = (
             torch.empty(1, heads, case.context_length, config.d_head, device=device, dtype=dtype, requires_grad=True)
@@ -166,11 +164,3 @@ def check_supported(case: TrainingCase, device: torch.device) -> None:
             reason = f"attention {case.attention}: {found}"
     if reason is not None:
         raise Unsupported(reason)
-
-
-def _whole_model_reason(case: TrainingCase) -> str | None:
-    """Why the model cannot be compiled as one graph, in one sentence, or None if it can or need not."""
-    if case.compile != "whole-model" or (case.checkpoint == "none" and case.parallel.wrapper == "none"):
-        return None
-    what = f"checkpoint {case.checkpoint}" if case.checkpoint != "none" else f"wrapper {case.parallel.wrapper}"
-    return f"compile whole-model leaves no boundaries between blocks for {what} to work at; compile on does"

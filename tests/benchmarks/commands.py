@@ -12,14 +12,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def experiment(question: str) -> Any:
-    """The ``Experiment`` of a folder below experiments/."""
+    """The ``Experiment`` of a file or folder below experiments/."""
+    module = importlib.import_module(f"cs336_systems.experiments.{question}")
+    if hasattr(module, "EXPERIMENT"):
+        return module.EXPERIMENT
     return importlib.import_module(f"cs336_systems.experiments.{question}.experiment").EXPERIMENT
 
 
 def cells_of(question: str, *arguments: str, device: str = "cpu") -> list[Any]:
     """The grid that a command line asks for; raises ValueError for bad input."""
-    options = importlib.import_module(f"cs336_systems.experiments.{question}.cells").Options
-    _, cells = experiment(question).prepare(parse(options, ["--device", device, *arguments], None))
+    asked = experiment(question)
+    options = asked.options or importlib.import_module(f"cs336_systems.experiments.{question}.cells").Options
+    _, cells = asked.prepare(parse(options, ["--device", device, *arguments], None))
     return list(cells)
 
 

@@ -23,7 +23,7 @@ from tests.benchmarks.commands import cells_of, run, run_in_a_process
 from tests.profiling.snapshots import EventLog
 
 FIXTURES = Path(__file__).parents[1] / "profiling" / "traces" / "fixtures"
-SWEEP = "cs336_systems.experiments.driver.run_sweep"
+SWEEP = "cs336_systems.harness.sweep.run_sweep"
 
 
 @pytest.fixture(scope="module")

@@ -1,32 +1,43 @@
-"""What options must be: each fault is one sentence that names the flag and the value."""
+"""What follows from a declared step: options, a grid of cells, captions; and faults told before anything runs."""
 
 import importlib
-from dataclasses import dataclass, fields, replace
-from typing import ClassVar, get_args
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import pytest
 
-from cs336_systems.case import TrainingCase
+from cs336_systems.case import Parallel, TrainingCase
+from cs336_systems.declared import like, option, options_in, options_of, plain_values
 from cs336_systems.experiments.options import (
-    Compile,
     RankedCase,
-    RankedOptions,
+    RankedRun,
     TimedCase,
-    TrainingOptions,
+    TrainingRun,
+    cell_of,
     check_options,
     resolved_sizes,
     small_defaults_note,
     training_cells,
 )
+from cs336_systems.report.command_line import parse
 
 
 @dataclass(frozen=True)
-class Options(RankedOptions):
+class BucketCell(RankedCase):
+    bucket_size_mb: float = like(Parallel, "bucket_size_mb")
+    colour: str = option("red", "What it looks like.", values=("red", "blue"), aliases=("--color",), words="in {}")
+
+
+@dataclass(frozen=True)
+class Asked(RankedRun):
+    """A question."""
+
     CPU_DEFAULTS: ClassVar = {"batch_size": (2, 8), "steps": 10}
-    device: str = "cpu"
-    batch_size: tuple[int, ...] = (16,)
-    steps: int = 20
-    bucket_size_mb: tuple[float, ...] = (25.0,)
+    losses: int = option(0, "Steps before.", sign="not negative")
+
+
+Options: Any = options_of(BucketCell, Asked, batch_size=(16,), steps=20)
+ONE_RANK = replace(Options(), device="cpu", world_size=(1,), size=("tiny",))
 
 
 @pytest.mark.parametrize(
@@ -34,13 +45,11 @@ class Options(RankedOptions):
     [
         ({"batch_size": ()}, "--batch-size needs at least one value, got none"),
         ({"batch_size": (1, -2)}, "--batch-size must be positive, got -2"),
-        ({"accumulate": (1, 0)}, "--accumulate must be positive, got 0"),
-        ({"accumulate": ()}, "--accumulate needs at least one value, got none"),
-        ({"cuda_graph": ()}, "--cuda-graph needs at least one value, got none"),
         ({"steps": 0}, "--steps must be positive, got 0"),
         ({"bucket_size_mb": (float("nan"),)}, "--bucket-size-mb must be positive, got nan"),
         ({"warmup": -1}, "--warmup must not be negative, got -1"),
-        ({"warmup": (1, -1)}, "--warmup must not be negative, got -1"),
+        ({"later_warmup": -1}, "--later-warmup must not be negative, got -1"),
+        ({"losses": -1}, "--losses must not be negative, got -1"),
         ({"seed": 2**31}, r"--seed must lie in 0..2\^31-1, got 2147483648"),
         ({"timeout": float("inf")}, r"--timeout must be positive and at most 1e\+06 seconds, got inf"),
     ],
@@ -54,118 +63,103 @@ def test_each_fault_is_named(fault, message):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ({"attention": ("flash", "magic")}, "--attention magic: known are reference"),
-        ({"scaling": ("row",)}, "--scaling is for quantized products, and --matmul-dtype is same"),
-        ({"fp8_skip_last": 1}, "--fp8-skip-last is for quantized products"),
+        ({"attention": ("flash", "magic")}, "'magic'"),
+        ({"scaling": ("row",)}, "--scaling is for quantized matmuls, and --matmul-dtype is same"),
+        ({"fp8_skip_last": 1}, "--fp8-skip-last is for quantized matmuls"),
         ({"size": ("tiny", "huge")}, "unknown model size 'huge'"),
         ({"checkpoint": ("every-0",)}, "every-0"),
-        ({"device": "cpu", "optimizer": ("reference", "fused")}, "--optimizer fused needs --device cuda, got cpu"),
+        ({"keep": ("autograd-full",)}, "unknown --keep 'autograd-full'"),
+        ({"keep": ("autograd-input",), "checkpoint": ("full",)}, "--checkpoint full and --keep autograd-input both"),
+        ({"optimizer": ("reference", "fused")}, "optimizer fused needs device cuda, got cpu"),
+        ({"world_size": (1, 2), "cuda_graph": ("on",)}, "cuda_graph on needs device cuda"),
+        (
+            {"device": "cuda", "cuda_graph": ("on",), "optimizer": ("fused",), "warmup": 3},
+            "captures step 4, in --warmup 4 or more, got 3",
+        ),
     ],
 )
-def test_each_unknown_name_is_told(fault, message):
+def test_what_no_cell_can_have_is_told_before_anything_runs(fault, message):
     with pytest.raises(ValueError, match=message):
-        training_cells(RankedCase, replace(Options(), world_size=(1,), **fault))
+        training_cells(BucketCell, replace(ONE_RANK, **fault))
 
 
-@dataclass(frozen=True)
-class OneRank(TrainingOptions):
-    device: str = "cuda"
-    optimizer: tuple[str, ...] = ("fused",)
-    cuda_graph: tuple[str, ...] = ("off", "on")
+def test_a_command_line_follows_from_the_fields():
+    arguments = ["--device", "cpu", "--bucket-size-mb", "1", "2", "--color", "blue", "--master-weights", "none"]
+    arguments += ["--context-length", "8", "16", "--compile", "--repeat", "2", "--losses", "3"]
+    options = parse(Options, arguments, None)
+    assert (options.bucket_size_mb, options.colour, options.losses, options.warmup) == ((1.0, 2.0), ("blue",), 3, 5)
+    assert (options.batch_size, options.optimizer, options.keep) == ((2, 8), ("torch-fused",), None)
+    cells = training_cells(BucketCell, replace(options, world_size=(2,), batch_size=(1,), size=("tiny",)))
+    assert len(cells) == 2 * 2 * 2
+    assert {(cell.compile, cell.optimizer, cell.master, cell.steps) for cell in cells} == {
+        ("on", "torch-fused", "none", 10)
+    }
+    cell = cell_of(BucketCell, replace(options, fp8_skip_first=1), repeat=0, **dict.fromkeys(("size", "keep"), "tiny"))
+    assert (cell.fp8_skip_first, cell.seed) == (1, 0)
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ({"device": "cpu", "optimizer": ("torch-fused",)}, "a CUDA graph needs device cuda, got cpu"),
-        ({"optimizer": ("fused", "reference")}, "optimizer reference counts steps on the host, .*: use torch-fused or"),
-        ({"dtype": ("bf16", "autocast-fp16")}, "loss scaling of autocast-fp16 decides on the host"),
-        ({"warmup": 3}, "captures step 4, in --warmup 4 or more, got 3"),
-    ],
-)
-def test_what_a_cuda_graph_cannot_hold_is_told_before_anything_runs(fault, message):
-    cells = training_cells(TimedCase, OneRank())
-    assert [(cell.cuda_graph, cell.extras) for cell in cells] == [("off", ["fused"]), ("on", ["fused", "CUDA graph"])]
-    with pytest.raises(ValueError, match=f"^--cuda-graph on:? {message}"):
-        training_cells(TimedCase, replace(OneRank(), **fault))
+@pytest.mark.parametrize("arguments", [["--colour", "green"], ["--dtype", "fp8"], ["--losses", "1", "2"]])
+def test_a_value_that_a_field_does_not_allow_ends_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse(Options, ["--device", "cpu", *arguments], None)
+    assert exit_.value.code == 2
 
 
-@pytest.mark.parametrize(("question", "own"), [("data_parallel", "ddp"), ("sharded_optimizer", "sharding")])
-def test_no_ranks_share_a_cuda_graph(question, own):
-    cells = importlib.import_module(f"cs336_systems.experiments.{question}.cells")
-    options = replace(cells.Options(), world_size=(2,), optimizer=("fused",), cuda_graph=("on",))
-    with pytest.raises(ValueError, match="--cuda-graph on: ranks agree through the host on what they send"):
-        cells.make_cells(replace(options, **{own: getattr(options, own)[-1:]}))
+def test_one_value_each_where_nothing_makes_a_grid():
+    single = options_of(BucketCell, Asked, several=False, dtype="bf16")
+    options = single()
+    assert (options.dtype, options.size, options.master_weights) == ("bf16", "small", "none")
 
 
-def test_a_profile_is_that_of_one_micro_batch_uncaptured():
-    cells = importlib.import_module("cs336_systems.experiments.profile.cells")
-    with pytest.raises(ValueError, match="a profile is that of one micro-batch, got --accumulate 1 2"):
-        cells.make_cells(cells.Options(accumulate=(1, 2)))
-    with pytest.raises(ValueError, match="--cuda-graph on: a captured step has no phases or modules"):
-        cells.make_cells(cells.Options(optimizer=("fused",), cuda_graph=("on",)))
+def test_a_caption_leaves_out_plain_values_but_for_what_is_always_shown():
+    plain = plain_values(BucketCell)
+    assert {"kernels": "reference", "accumulate": "1", "colour": "red"}.items() <= plain.items()
+    assert not {"dtype", "attention", "bucket_size_mb", "device", "seed", "repeat"} & set(plain)
 
 
-def test_micro_batches_are_told_and_counted():
-    cells = training_cells(
-        TimedCase, replace(TrainingOptions(), size=("tiny",), context_length=(8,), accumulate=(1, 4))
-    )
-    assert [cell.tokens_per_step for cell in cells] == [4 * 8, 4 * 4 * 8]
-    assert [cell.extras for cell in cells] == [[], ["4 micro-batches"]]
+def test_extras_name_what_is_not_plain():
+    case = TrainingCase(size="tiny", kernels="fused", keep="all-norm", accumulate=4, compile="whole-model")
+    assert case.extras == ["whole model compiled", "4 micro-batches", "fused kernels", "keep all-norm"]
+    case = TrainingCase(keep="products", matmul_dtype="e4m3", master="fp32", fp8_skip_first=1)
+    assert case.extras == ["keep products", "masters in fp32", "e4m3 by tensor skip 1 and 0"]
+    assert [TrainingCase(keep=keep).written_out for keep in ("autograd", "input")] == [False, True]
+    assert [TrainingCase(compile=how).compiled for how in ("", "off", "on")] == [False, False, True]
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ({"keep": ("produkts",)}, "unknown level 'produkts' in what to keep, 'produkts': did you mean 'products'"),
-        ({"keep": ("autogard",)}, "unknown level 'autogard' in what to keep, 'autogard': did you mean 'autograd'"),
-        ({"keep": ("all-nrom",)}, "unknown switch 'nrom' in what to keep, 'all-nrom': did you mean 'norm'"),
-        ({"kernels": ("fused",)}, "kernels fused need device cuda, got cpu: Triton kernels run on GPUs"),
-        ({"kernels": ("fuse",), "keep": ("all",)}, "unknown kernels 'fuse': did you mean 'fused'"),
-        (
-            {"device": "cuda", "kernels": ("fused",), "keep": ("autograd",)},
-            "kernels fused with keep autograd: they need a backward written out, input, attention, products, all",
-        ),
-        (
-            {"device": "cuda", "kernels": ("fused",)},
-            "kernels fused with attention reference: its backward must be .*, which flash, hopper have",
-        ),
-        (
-            {"keep": ("all",), "attention": ("sdpa-flash",)},
-            "keep all with attention sdpa-flash: its backward must be .*, which reference, flash, hopper have",
-        ),
-        (
-            {"keep": ("autograd", "all"), "dtype": ("autocast-bf16",)},
-            "keep all with dtype autocast-bf16: written-out blocks run in one dtype, fp32, tf32 or bf16",
-        ),
-        (
-            {"keep": ("all",), "compile": ()},
-            "keep all with compile on: written-out blocks are not compiled, only keep autograd is",
-        ),
-        (
-            {"keep": ("all",), "checkpoint": ("every-2",)},
-            "keep all with checkpoint every-2: both say what runs again in backward, give one of them",
-        ),
-    ],
-)
-def test_kernels_and_what_is_kept_are_refused_where_no_step_has_them(fault, message):
-    options = replace(Options(), world_size=(1,), size=("tiny",))
-    with pytest.raises(ValueError, match=message):
-        training_cells(RankedCase, replace(options, **fault))
+def test_every_option_of_a_case_reaches_its_cells():
+    """A value for each that is not plain comes back from the grid of one cell."""
+    other = {"size": "tiny", "batch_size": 3, "context_length": 64, "dtype": "bf16", "attention": "hopper"}
+    other |= {"compile": "off", "checkpoint": "none", "optimizer": "fused", "accumulate": 2, "cuda_graph": "off"}
+    other |= {"kernels": "fused", "keep": "all", "master": "fp32", "offload": "m-v", "matmul_dtype": "e4m3"}
+    other |= {"gradient_dtype": "e5m2", "scaling": "row", "fp8_skip_first": 1, "fp8_skip_last": 0}
+    assert other.keys() == {each.name for each, _ in options_in(TrainingCase)}
+    several = {each.name for each, of in options_in(TrainingCase) if of.several}
+    given = {name: (value,) if name in several else value for name, value in other.items()}
+    given["master_weights"] = given.pop("master")
+    (cell,) = training_cells(TimedCase, options_of(TimedCase, TrainingRun)(device="cuda", **given))
+    assert {name: getattr(cell, name) for name in other} == other
 
 
 def test_kernels_say_what_is_kept_unless_keep_does():
-    options = replace(Options(), world_size=(1,), device="cuda", attention=("flash",), kernels=("reference", "fused"))
-    kinds = [(cell.kernels, cell.keep) for cell in training_cells(RankedCase, options)]
-    assert kinds == [("reference", "autograd"), ("fused", "products")]
-    kinds = [(cell.kernels, cell.keep) for cell in training_cells(RankedCase, replace(options, keep=("input", "all")))]
-    assert kinds == [(kernels, keep) for kernels in ("reference", "fused") for keep in ("input", "all")]
+    options = replace(ONE_RANK, device="cuda", attention=("flash",), kernels=("reference", "fused"))
+
+    def kinds(**asked: object) -> list[tuple[str, str, str]]:
+        cells = training_cells(BucketCell, replace(options, **asked))
+        return [(cell.kernels, cell.keep, cell.checkpoint) for cell in cells]
+
+    assert kinds() == [("reference", "autograd", "none"), ("fused", "products", "none")]
+    both = [(kernels, keep, "none") for kernels in ("reference", "fused") for keep in ("input", "all")]
+    assert kinds(keep=("input", "all")) == both
+    keep = ("autograd", "autograd-every-1", "autograd-after-2", "all")
+    found = kinds(kernels=("reference",), keep=keep)
+    policies = ["none", "every-1", "first-2", "none"]
+    assert found == [("reference", k.split("-")[0], p) for k, p in zip(keep, policies, strict=True)]
 
 
-def test_recipes_are_a_grid_of_quantized_products_beside_those_that_are_not():
-    options = replace(Options(), world_size=(1,), size=("tiny",), matmul_dtype=("same", "e4m3"), fp8_skip_first=1)
+def test_recipes_are_a_grid_of_quantized_matmuls_beside_those_that_are_not():
+    options = replace(ONE_RANK, matmul_dtype=("same", "e4m3"), fp8_skip_first=1)
     options = replace(options, gradient_dtype=("e4m3", "e5m2"), scaling=("tensor", "row"))
-    cells = training_cells(RankedCase, options)
+    cells = training_cells(BucketCell, options)
     assert [(cell.keep, str(cell.recipe)) for cell in cells] == [
         ("autograd", ""),
         ("products", "e4m3 by tensor skip 1 and 0"),
@@ -174,13 +168,6 @@ def test_recipes_are_a_grid_of_quantized_products_beside_those_that_are_not():
         ("products", "e4m3 gradients e5m2 by row skip 1 and 0"),
     ]
     assert [cell.fp8_skip_first for cell in cells] == [0, 1, 1, 1, 1]
-    with pytest.raises(ValueError, match="e4m3 quantizes none of 2 blocks: the first 2 and the last 0 are skipped"):
-        training_cells(RankedCase, replace(options, fp8_skip_first=2))
-
-
-def test_kernels_and_what_is_kept_are_named():
-    assert TrainingCase(size="tiny", kernels="fused", keep="all-norm").extras == ["fused kernels", "keep all-norm"]
-    assert [TrainingCase(keep=keep).written_out for keep in ("autograd", "input")] == [False, True]
 
 
 def test_sizes_are_known_by_their_one_name_and_contexts_fit_them():
@@ -189,27 +176,14 @@ def test_sizes_are_known_by_their_one_name_and_contexts_fit_them():
         resolved_sizes(["tiny"], [0])
 
 
-def test_every_field_of_a_training_case_is_an_option():
-    """A new one is written in two places next to each other, and reaches every benchmark and every row."""
-    options = {field.name for field in fields(TrainingOptions)}
-    renamed = {"master": "master_weights"}  # torchrun takes --master for options of its own
-    assert {renamed.get(field.name, field.name) for field in fields(TrainingCase)} <= options
-
-
 def test_the_grid_varies_what_a_question_compares_fastest_and_repeats_it_whole_and_backwards():
-    options = replace(Options(), world_size=(2, 1), dtype=("fp32", "bf16"), repeat=2, compile=())
+    options = replace(ONE_RANK, world_size=(2, 1), dtype=("fp32", "bf16"), repeat=2, compile=())
     own = [{"steps": 1}, {"steps": 2}]
     cells = training_cells(RankedCase, options, inner=own)
     kinds = [(cell.repeat, cell.world_size, cell.dtype, cell.steps) for cell in cells]
     grid = [(w, d, n) for w in (2, 1) for d in ("fp32", "bf16") for n in (1, 2)]
     assert kinds == [(0, *kind) for kind in grid] + [(1, *kind) for kind in reversed(grid)]
     assert {cell.compile for cell in cells} == {"on"}
-
-
-def test_ways_to_compile_are_told_apart_in_words():
-    words = [TrainingCase(size="tiny", compile=how).extras for how in get_args(Compile)]
-    assert words == [[], ["compiled"], ["whole model compiled"]]
-    assert [TrainingCase(compile=how).compiled for how in ("", *get_args(Compile))] == [False, False, True, True]
 
 
 def test_the_note_names_what_stands_at_the_smaller_default():
@@ -219,7 +193,9 @@ def test_the_note_names_what_stands_at_the_smaller_default():
     assert small_defaults_note(replace(Options.default("cuda"), device="cuda")) == ""
 
 
-@pytest.mark.parametrize("question", ["data_parallel", "sharded_optimizer", "fully_sharded"])
-def test_steps_of_several_gpus_are_timed_ten_times_after_five(question):
-    options = importlib.import_module(f"cs336_systems.experiments.{question}.cells").Options.default("cuda")
-    assert (options.warmup, options.steps) == (5, 10)
+def test_a_profile_is_that_of_one_micro_batch_uncaptured():
+    cells = importlib.import_module("cs336_systems.experiments.profile.cells")
+    with pytest.raises(ValueError, match="a profile is that of one micro-batch, got --accumulate 1 2"):
+        cells.make_cells(cells.Options(accumulate=(1, 2)))
+    with pytest.raises(ValueError, match="--cuda-graph on: a captured step has no phases or modules"):
+        cells.make_cells(cells.Options(optimizer=("fused",), cuda_graph=("on",)))

@@ -125,7 +125,7 @@ def test_one_file_must_be_named_and_there(tmp_path):
         ({"keep": "everything"}, "unknown level"),
         ({"keep": "nosuch"}, "unknown level 'nosuch' in what to keep, 'nosuch': known are"),
         ({"kernels": "fused", "keep": "autograd"}, "kernels fused with keep autograd"),
-        ({"matmul_dtype": "e4m3", "keep": "autograd"}, "matmul_dtype e4m3 with keep autograd: quantized products are"),
+        ({"matmul_dtype": "e4m3", "keep": "autograd"}, "matmul_dtype e4m3 with keep autograd: quantized matmuls are"),
         (
             {"matmul_dtype": "e4m3", "context_length": 100},
             "fp8 take sizes that 16 divides, not context 100",

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from cs336_systems.experiments.model.table import step_table
+from cs336_systems.experiments.model import step_table
 from cs336_systems.harness.record import RowFile, read_rows
 from cs336_systems.report.tables import Table, digits
 from tests.report.rows import SETTINGS, ceiling, make_cell, make_frame, ms, rate

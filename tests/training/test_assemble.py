@@ -1,13 +1,12 @@
 """From a description to a step: seeds, dtypes, operations, refusals, and compilation that keeps the numbers."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 import torch._inductor.config
 from torch import Tensor
 
-from cs336_systems.case import Parallel, Unsupported
 from cs336_systems.config import MODEL_SIZES, PRECISIONS
 from cs336_systems.model import REFERENCE_OPS
 from cs336_systems.training import AdamW, TrainingCase, TrainStep, assemble, cross_entropy
@@ -71,27 +70,6 @@ def test_a_precision_that_the_device_lacks_is_refused():
 def test_an_unknown_optimizer_is_refused_by_name():
     with pytest.raises(ValueError, match="unknown optimizer 'sgd'"):
         assemble(TrainingCase.of(CONFIG, optimizer="sgd"))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"checkpoint": "full"}, "compile whole-model leaves no boundaries between blocks for checkpoint full"),
-        ({"checkpoint": "keep-matmuls"}, "for checkpoint keep-matmuls to work at; compile on does"),
-    ],
-)
-def test_a_whole_model_is_compiled_only_where_no_block_stands_alone(fields, message):
-    with pytest.raises(Unsupported, match=message):
-        assemble(TrainingCase.of(CONFIG, compile="whole-model", **fields))
-
-
-def test_no_wrapper_works_inside_a_whole_model():
-    @dataclass(frozen=True)
-    class Wrapped(TrainingCase):
-        parallel = Parallel(wrapper="fsdp")
-
-    with pytest.raises(Unsupported, match="for wrapper fsdp to work at"):
-        assemble(Wrapped.of(CONFIG, compile="whole-model"))
 
 
 def test_a_whole_model_is_one_compiled_graph():

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cs336_systems.case import UNCAPTURED_STEPS, Unsupported
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.experiments.model.cells import ModelCell
-from cs336_systems.experiments.model.measure import measure_model
+from cs336_systems.experiments.model import ModelCell
+from cs336_systems.experiments.model_measure import measure_model
 from cs336_systems.harness.memory import cublas_workspace_bytes
 from cs336_systems.training import TrainingCase, TrainStep, assemble
 from cs336_systems.training.assemble import build_model, finish

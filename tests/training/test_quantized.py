@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.blocks.watched import watching
-from cs336_systems.case import Parallel, TrainingCase, Unsupported
+from cs336_systems.case import Parallel, TrainingCase
 from cs336_systems.config import MODEL_SIZES, PRECISIONS, Recipe
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.spawn import spawn
@@ -168,22 +168,3 @@ def test_devices_without_fp8_are_told_in_a_sentence(monkeypatch, capability, rec
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old one")
     reason = recipe_unsupported_reason(recipe, PRECISIONS[dtype], torch.device("cuda"))
     assert reason == message if message is None else message in str(reason)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"keep": "autograd"}, "matmul_dtype e4m3 with keep autograd: quantized products are those of blocks whose"),
-        ({"matmul_dtype": "e4m4"}, "unknown matmul_dtype 'e4m4': known are same, e4m3"),
-        ({"gradient_dtype": "e5m3"}, "unknown gradient_dtype 'e5m3': known are e4m3, e5m2"),
-        ({"scaling": "rows"}, "unknown scaling 'rows': known are tensor, row, block"),
-        ({"fp8_skip_first": 2}, "e4m3 quantizes none of 2 blocks: the first 2 and the last 0 are skipped"),
-        ({"fp8_skip_last": -1}, "e4m3 skips blocks, of which there cannot be -1"),
-        ({"size": replace(CONFIG, d_ff=100)}, "products in fp8 take sizes that 16 divides, not d_ff 100"),
-        ({"context_length": 30}, "products in fp8 take sizes that 16 divides, not context 30"),
-    ],
-)
-def test_what_no_block_can_multiply_is_told_in_a_sentence(fields, message):
-    with pytest.raises(Unsupported) as refusal:
-        assemble(replace(TrainingCase.of(CONFIG, **E4M3), **fields))
-    assert message in str(refusal.value)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from cs336_systems.case import Parallel
-from cs336_systems.experiments.options import RankedCase, RankedOptions, training_cells
+from cs336_systems.experiments.options import RankedCase, RankedOptions, RankedRun, training_cells
 
 Rung = Literal["naive", "flat", "overlapped", "bucketed", "torch"]
 
@@ -17,7 +17,7 @@ SIZED = ("bucketed", "torch")
 class Options(RankedOptions):
     """What does each form of data parallelism gain?"""
 
-    CPU_DEFAULTS = RankedOptions.CPU_DEFAULTS | {"warmup": 1, "steps": 6}
+    CPU_DEFAULTS = RankedRun.CPU_DEFAULTS | {"warmup": 1, "steps": 6}
     dtype: tuple[Literal["fp32", "tf32", "bf16", "autocast-bf16"], ...] = ("fp32",)
     steps: int = 10
     """Timed steps with communication."""

@@ -1,6 +1,6 @@
 """The rows of ``benchmark_ddp.py`` as a table: a line per rung, the step against the one without communication."""
 
-from cs336_systems.experiments.options import RECIPE
+from cs336_systems.case import RECIPE
 from cs336_systems.experiments.ranked import SCALING, SENT, scaling, sent_mib
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from cs336_systems.case import GatherBy, Parallel
+from cs336_systems.case import RECIPE, GatherBy, Parallel
 from cs336_systems.config import PRECISIONS, Precision
 from cs336_systems.costs.checkpointing import canonical_policy
-from cs336_systems.experiments.options import RECIPE, RankedCase, RankedOptions, Switch, flag, training_cells
+from cs336_systems.experiments.options import RankedCase, RankedOptions, RankedRun, Switch, flag, training_cells
 
 Implementation = Literal["ours", "torch", "ddp"]
 OURS, TORCH, DDP = get_args(Implementation)
@@ -21,7 +21,7 @@ _WRAPPERS = {OURS: "fsdp", TORCH: "fsdp2", DDP: "bucketed"}
 class Options(RankedOptions):
     """What does full sharding save, and what does it cost?"""
 
-    CPU_DEFAULTS = RankedOptions.CPU_DEFAULTS | {"warmup": 2, "steps": 5}
+    CPU_DEFAULTS = RankedRun.CPU_DEFAULTS | {"warmup": 2, "steps": 5}
     size: tuple[str, ...] = ("xl",)
     dtype: tuple[Literal["fp32", "bf16-compute", "bf16"], ...] = ("fp32",)
     """fp32; bf16-compute: fp32 master weights, bf16 weights gathered for computing, fp32 reductions (ddp: autocast); or

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cs336_systems.case import RECIPE
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.fully_sharded.cells import FullyShardedCell
-from cs336_systems.experiments.options import RECIPE
 from cs336_systems.harness.record import Metric
 from cs336_systems.training import TrainStep, random_batch
 from cs336_systems.training.assemble import build_model, finish

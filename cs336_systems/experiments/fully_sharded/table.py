@@ -1,6 +1,6 @@
 """The rows of ``benchmark_fsdp.py`` as a table: a line per implementation, memory by kind, waits, ratio to FSDP2."""
 
-from cs336_systems.experiments.options import RECIPE
+from cs336_systems.case import RECIPE
 from cs336_systems.experiments.ranked import SCALING, SENT, scaling, sent_mib
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from cs336_systems.case import Parallel
 from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB
-from cs336_systems.experiments.options import RankedCase, RankedOptions, training_cells
+from cs336_systems.experiments.options import RankedCase, RankedOptions, RankedRun, training_cells
 
 Sharding = Literal["replicated", "owned", "scattered", "torch-zero"]
 SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
@@ -15,7 +15,7 @@ SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
 class Options(RankedOptions):
     """What does sharding the optimizer state save, and what does it cost?"""
 
-    CPU_DEFAULTS = RankedOptions.CPU_DEFAULTS | {"bucket_size_mb": (0.1,), "warmup": 1, "steps": 5}
+    CPU_DEFAULTS = RankedRun.CPU_DEFAULTS | {"bucket_size_mb": (0.1,), "warmup": 1, "steps": 5}
     size: tuple[str, ...] = ("xl",)
     dtype: tuple[Literal["fp32", "tf32", "bf16", "autocast-bf16"], ...] = ("fp32",)
     warmup: int = 5

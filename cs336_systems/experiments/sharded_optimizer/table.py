@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from cs336_systems.experiments.options import RECIPE
+from cs336_systems.case import RECIPE
 from cs336_systems.experiments.sharded_optimizer.measure import CATEGORIES, MOMENTS
 from cs336_systems.harness.runs import newest
 from cs336_systems.report.figures import OKABE_ITO

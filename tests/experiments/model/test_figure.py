@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.colors import to_hex
 
-from cs336_systems.experiments.model.figure import step_figure
+from cs336_systems.experiments.model_figures import step_figure
 from cs336_systems.report.figures import save
 from tests.report.rows import ceiling, make_cell, make_frame, ms, rate
 

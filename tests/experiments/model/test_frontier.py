@@ -2,7 +2,7 @@
 
 import pytest
 
-from cs336_systems.experiments.model.frontier import frontier_figure
+from cs336_systems.experiments.model_figures import frontier_figure
 from cs336_systems.report.figures import save
 from tests.report.rows import ceiling, make_cell, make_frame, ms, rate
 

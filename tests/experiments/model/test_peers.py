@@ -1,7 +1,6 @@
 """The reference model beside every cell: in turns, at its own defaults, and the ratio that the table tells."""
 
-from cs336_systems.experiments.model.cells import Options, make_cells
-from cs336_systems.experiments.model.table import step_table
+from cs336_systems.experiments.model import Options, make_cells, step_table
 from tests.report.rows import make_cell, make_frame, ms
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.flops import forward_flops, model_flops
-from cs336_systems.experiments.model.cells import ModelCell
-from cs336_systems.experiments.model.rates import step_rates
+from cs336_systems.experiments.model import ModelCell
+from cs336_systems.experiments.model_measure import step_rates
 from cs336_systems.harness.clock import WHOLE
 from cs336_systems.harness.runs import RATES
 

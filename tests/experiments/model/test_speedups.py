@@ -1,6 +1,6 @@
 """The figure of speedups is drawn from rows of two precisions, and not from one."""
 
-from cs336_systems.experiments.model.speedups import speedups_figure
+from cs336_systems.experiments.model_figures import speedups_figure
 from cs336_systems.report.figures import save
 from tests.report.rows import make_cell, make_frame, ms
 

@@ -1,1 +1,0 @@
-"""What does a training step of a model cost?"""

@@ -1,0 +1,188 @@
+"""What no training step can be, whatever the device: one table of conditions, each with the sentence that refuses it.
+
+    if reason := refusal(case): ...
+
+Every grid of a benchmark, every run of ``train.py`` and ``training.assemble`` ask here. What depends on the device, on
+a library or on the version of torch is asked in ``assemble.check_supported``. Imports no torch.
+"""
+
+from collections.abc import Callable
+
+from cs336_systems.case import TrainingCase
+from cs336_systems.config import WRITTEN_OUT_ATTENTIONS
+from cs336_systems.costs.checkpointing import canonical_policy
+from cs336_systems.costs.kept import LEVELS, check_known, keep_of_blocks
+from cs336_systems.costs.offload import offloaded
+from cs336_systems.declared import options_in
+
+
+def refusal(case: TrainingCase) -> str | None:
+    """Why no step can be as the case says, in one sentence, or None if one can.
+
+    Raises:
+        ValueError: a value is unknown; the message has the nearest.
+    """
+    _check_names(case)
+    for refused, sentence in REFUSALS:
+        if refused(case):
+            return sentence.format(case=case, parallel=case.parallel, attentions=", ".join(_attentions(case)))
+    return _fp8_sizes(case)
+
+
+def _check_names(case: TrainingCase) -> None:
+    for each, of in options_in(case):
+        if of.values:
+            check_known(each.name, getattr(case, each.name), of.values)
+    for each, of in options_in(case.parallel):
+        if of.values:
+            check_known(each.name, getattr(case.parallel, each.name), of.values)
+    canonical_policy(case.checkpoint)
+    offloaded(case)
+    if case.written_out:
+        if "+" not in case.keep:
+            check_known("level", case.keep.split("-")[0], (*LEVELS, "autograd"), f" in what to keep, {case.keep!r}")
+        keep_of_blocks(case.keep, case.config.n_layers)
+
+
+def _attentions(case: TrainingCase) -> list[str]:
+    """Those whose backward is a function of its own, which blocks with a hand-written backward can call."""
+    return [name for name in WRITTEN_OUT_ATTENTIONS if case.kernels == "reference" or name != "reference"]
+
+
+def _shared(case: TrainingCase) -> bool:
+    """Whether ranks share the step."""
+    return (case.parallel.wrapper, case.parallel.optimizer_state) != ("none", "replicated")
+
+
+def _quantized(case: TrainingCase) -> bool:
+    return case.recipe.quantized
+
+
+def _updates_early(case: TrainingCase) -> bool:
+    return case.parallel.update != "after-backward"
+
+
+def _offloads_states(case: TrainingCase) -> bool:
+    """Whether states or gradients of the optimizer are in host memory."""
+    return bool(offloaded(case) - {"residual"})
+
+
+REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
+    (
+        lambda case: _quantized(case) and not case.written_out,
+        "matmul_dtype {case.matmul_dtype} with keep autograd: quantized matmuls are in blocks with a hand-written "
+        "backward",
+    ),
+    (
+        lambda case: _quantized(case) and min(case.fp8_skip_first, case.fp8_skip_last) < 0,
+        "matmul_dtype {case.matmul_dtype} cannot skip fewer than no blocks, got {case.fp8_skip_first} and "
+        "{case.fp8_skip_last}",
+    ),
+    (
+        lambda case: _quantized(case) and case.fp8_skip_first + case.fp8_skip_last >= case.config.n_layers,
+        "matmul_dtype {case.matmul_dtype} quantizes none of {case.config.n_layers} blocks: the first "
+        "{case.fp8_skip_first} and the last {case.fp8_skip_last} are skipped",
+    ),
+    (
+        lambda case: case.kernels != "reference" and not case.written_out,
+        "kernels {case.kernels} with keep autograd: they need a hand-written backward, " + ", ".join(LEVELS),
+    ),
+    (
+        lambda case: case.kernels != "reference" and not case.device.startswith("cuda"),
+        "kernels {case.kernels} need device cuda, got {case.device}: Triton kernels run on GPUs",
+    ),
+    (
+        lambda case: case.optimizer == "fused" and not case.device.startswith("cuda"),
+        "optimizer fused needs device cuda, got {case.device}: Triton kernels run on GPUs",
+    ),
+    (
+        lambda case: case.written_out and case.attention not in _attentions(case),
+        "kernels {case.kernels}, keep {case.keep} with attention {case.attention}: its backward must be a function of "
+        "its own, which {attentions} have",
+    ),
+    (
+        lambda case: case.written_out and case.precision.autocast,
+        "keep {case.keep} with dtype {case.precision.name}: blocks with a hand-written backward run in one dtype, "
+        "fp32, tf32 or bf16",
+    ),
+    (
+        lambda case: case.written_out and case.compiled,
+        "keep {case.keep} with compile {case.compile}: blocks with a hand-written backward are not compiled, only keep "
+        "autograd is",
+    ),
+    (
+        lambda case: case.written_out and case.checkpoint != "none",
+        "keep {case.keep} with checkpoint {case.checkpoint}: both say what is kept for backward, give one of them",
+    ),
+    (
+        lambda case: case.master != "none" and (case.optimizer != "fused" or case.dtype != "bf16"),
+        "master weights in {case.master} are for dtype bf16 and optimizer fused, got {case.dtype} and {case.optimizer}",
+    ),
+    (
+        lambda case: "master" in offloaded(case) and case.master == "none",
+        "offload {case.offload} needs master weights in fp32, got {case.master}",
+    ),
+    (
+        lambda case: "residual" in offloaded(case) and not case.written_out,
+        "offload {case.offload} needs blocks with a hand-written backward, got keep autograd",
+    ),
+    (
+        lambda case: _offloads_states(case) and case.optimizer != "fused",
+        "offload {case.offload} needs optimizer fused, got {case.optimizer}",
+    ),
+    (
+        lambda case: "gradients" in offloaded(case) and _shared(case),
+        "offload {case.offload} is for one rank: several reduce gradients on the device",
+    ),
+    (
+        lambda case: _offloads_states(case) and _updates_early(case),
+        "offload {case.offload} with update {parallel.update}: states on the host change after backward",
+    ),
+    (
+        lambda case: case.offload != "none" and case.cuda_graph == "on",
+        "offload {case.offload} copies beside the step, which a CUDA graph does not hold",
+    ),
+    (
+        lambda case: case.cuda_graph == "on" and case.device != "cuda",
+        "cuda_graph on needs device cuda, got {case.device}",
+    ),
+    (
+        lambda case: case.cuda_graph == "on" and _shared(case),
+        "cuda_graph on is for one rank: several agree through the host on what they send, which a graph cannot hold",
+    ),
+    (
+        lambda case: case.cuda_graph == "on" and case.precision.name == "autocast-fp16",
+        "cuda_graph on with dtype autocast-fp16: loss scaling decides on the host whether a step counts, which a graph "
+        "cannot hold",
+    ),
+    (
+        lambda case: case.cuda_graph == "on" and case.optimizer == "reference",
+        "cuda_graph on with optimizer reference: it counts steps on the host, which a graph cannot hold; use "
+        "torch-fused or fused",
+    ),
+    (
+        lambda case: case.compile == "whole-model" and (case.checkpoint != "none" or case.parallel.wrapper != "none"),
+        "compile whole-model leaves no boundaries between blocks for checkpoint {case.checkpoint} and wrapper "
+        "{parallel.wrapper} to work at; compile on does",
+    ),
+    (
+        lambda case: _updates_early(case) and case.parallel.wrapper != "fsdp",
+        "update {parallel.update} works on the shards of wrapper fsdp, got {parallel.wrapper}",
+    ),
+    (
+        lambda case: _updates_early(case) and case.precision.name == "autocast-fp16",
+        "update {parallel.update} cannot wait for loss scaling of dtype autocast-fp16, which decides whether a step "
+        "counts",
+    ),
+)
+"""In the order in which they are asked: what a step lacks altogether before what two of its options cannot share."""
+
+
+def _fp8_sizes(case: TrainingCase) -> str | None:
+    """Why fp8 matmuls cannot take the case's sizes, if they cannot."""
+    config = case.config
+    sizes = {"d_model": config.d_model, "d_kv": config.d_kv, "d_ff": config.d_ff, "context": case.context_length}
+    odd = [f"{name} {size}" for name, size in sizes.items() if size % 16]
+    if not (_quantized(case) and odd):
+        return None
+    return f"matmul_dtype {case.matmul_dtype}: matmuls in fp8 take sizes that 16 divides, not {', '.join(odd)}"

@@ -1,0 +1,126 @@
+"""What no training step can be: every line of the table refuses a case, and what is next to it is served."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from cs336_systems.case import Parallel, TrainingCase, kept_as
+from cs336_systems.refusals import REFUSALS, refusal
+
+PLAIN = TrainingCase(size="tiny", context_length=64)
+FUSED = TrainingCase("cuda", "tiny", 4, 64, "bf16", "flash", optimizer="fused", kernels="fused", keep="input")
+FP8 = replace(FUSED, matmul_dtype="e4m3")
+GRAPH = TrainingCase("cuda", "tiny", 4, 64, cuda_graph="on", optimizer="fused")
+
+
+PARALLEL = Parallel()
+
+
+@dataclass(frozen=True)
+class Shared(TrainingCase):
+    """A case of ranks that share its step."""
+
+    how: Parallel = PARALLEL
+
+    @property
+    def parallel(self) -> Parallel:
+        return self.how
+
+
+SCATTERED = Shared("cuda", "tiny", 4, 64, optimizer="fused", how=Parallel(optimizer_state="scattered"))
+EARLY = Shared("cuda", "tiny", 4, 64, optimizer="fused", how=Parallel("fsdp", update="under-backward"))
+
+REFUSED = [
+    (replace(FP8, kernels="reference", keep="autograd"), "e4m3 with keep autograd"),
+    (replace(FP8, fp8_skip_first=-1), "got -1 and 0"),
+    (replace(FP8, fp8_skip_first=2), "quantizes none of 2 blocks: the first 2 and the last 0"),
+    (replace(FUSED, keep="autograd"), "kernels fused with keep autograd"),
+    (replace(FUSED, device="cpu"), "need device cuda, got cpu"),
+    (replace(PLAIN, optimizer="fused"), "optimizer fused needs device cuda, got cpu"),
+    (replace(FUSED, attention="reference"), "attention reference: .* which flash, hopper have"),
+    (
+        replace(PLAIN, keep="all", attention="sdpa-flash"),
+        "attention sdpa-flash: .* which reference, flash, hopper have",
+    ),
+    (replace(PLAIN, keep="all", dtype="autocast-bf16"), "keep all with dtype autocast-bf16"),
+    (replace(PLAIN, keep="all", compile="on"), "keep all with compile on"),
+    (replace(PLAIN, keep="all", checkpoint="every-2"), "keep all with checkpoint every-2"),
+    (replace(FUSED, dtype="fp32", master="fp32"), "for dtype bf16 and optimizer fused, got fp32 and fused"),
+    (replace(FUSED, offload="master"), "offload master needs master weights"),
+    (replace(FUSED, kernels="reference", keep="autograd", offload="residual"), "offload residual needs blocks"),
+    (replace(FUSED, optimizer="torch-fused", offload="m"), "offload m needs optimizer fused, got torch-fused"),
+    (replace(SCATTERED, offload="gradients"), "offload gradients is for one rank"),
+    (replace(EARLY, offload="m-v"), "offload m-v with update under-backward"),
+    (replace(FUSED, cuda_graph="on", offload="residual"), "offload residual copies beside the step"),
+    (replace(GRAPH, device="cpu", optimizer="torch-fused"), "cuda_graph on needs device cuda, got cpu"),
+    (replace(SCATTERED, cuda_graph="on"), "cuda_graph on is for one rank"),
+    (replace(GRAPH, dtype="autocast-fp16"), "cuda_graph on with dtype autocast-fp16"),
+    (replace(GRAPH, optimizer="reference"), "cuda_graph on with optimizer reference"),
+    (replace(PLAIN, compile="whole-model", checkpoint="full"), "whole-model leaves no boundaries .* checkpoint full"),
+    (replace(EARLY, how=Parallel("bucketed", update="under-backward")), "wrapper fsdp, got bucketed"),
+    (replace(EARLY, dtype="autocast-fp16"), "loss scaling of dtype autocast-fp16"),
+    (replace(FP8, context_length=60), "sizes that 16 divides, not context 60"),
+]
+
+
+@pytest.mark.parametrize(("case", "sentence"), REFUSED)
+def test_what_no_step_can_be(case, sentence):
+    with pytest.raises(AssertionError, match=sentence):
+        raise AssertionError(refusal(case))
+
+
+def test_every_line_of_the_table_refuses_something():
+    first = [next((i for i, (refused, _) in enumerate(REFUSALS) if refused(case)), None) for case, _ in REFUSED]
+    assert set(first) - {None} == set(range(len(REFUSALS)))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(PLAIN, FUSED, FP8, GRAPH, SCATTERED, EARLY),
+        replace(
+            FP8, keep="1xall+products", kernels="reference", attention="reference", optimizer="reference", device="cpu"
+        ),
+        replace(FUSED, master="fp32", offload="master-m-v-gradients-residual"),
+        replace(SCATTERED, offload="m-v"),
+        replace(EARLY, keep="input", offload="residual"),
+        replace(PLAIN, dtype="autocast-fp16", compile="on", checkpoint="every-2"),
+    ],
+)
+def test_what_is_served(case):
+    assert refusal(case) is None
+
+
+@pytest.mark.parametrize(
+    ("fault", "near"),
+    [
+        ({"keep": "produkts"}, "'products'"),
+        ({"keep": "autogard"}, "'autograd'"),
+        ({"keep": "all-nrom"}, "'norm'"),
+        ({"kernels": "fuse"}, "'fused'"),
+        ({"attention": "flush"}, "'flash'"),
+        ({"scaling": "rows"}, "'row'"),
+        ({"master": "fp23"}, "'fp32'"),
+        ({"cuda_graph": "yes"}, "off, on"),
+        ({"offload": "m-gradient"}, "'gradients'"),
+        ({"checkpoint": "fulll"}, "'full'"),
+    ],
+)
+def test_an_unknown_name_is_told_with_the_nearest(fault, near):
+    with pytest.raises(ValueError, match=near):
+        refusal(replace(PLAIN, **fault))
+
+
+def test_policies_of_autograd_are_values_of_keep():
+    assert kept_as("autograd") == {"keep": "autograd"}
+    assert kept_as("all-norm") == {"keep": "all-norm"}
+    policies = {
+        **{"autograd-input": "full", "autograd-every-3": "every-3", "autograd-after-2": "first-2"},
+        **{"autograd-matmuls": "keep-matmuls", "autograd-attention": "keep-attention"},
+        **{"autograd-recursive": "recursive"},
+    }
+    for keep, policy in policies.items():
+        assert kept_as(keep) == {"keep": "autograd", "checkpoint": policy}
+    for unknown in ("autograd-full", "autograd-every", "autograd-every-0", "autograd-input-2", "autograd-first-2"):
+        with pytest.raises(ValueError, match=unknown):
+            kept_as(unknown)
