@@ -125,7 +125,7 @@ class TrainingCase:
     size: str | ModelConfig = option(
         "small",
         "Named model sizes: tiny; the handout's small, medium, large, xl, 2.7b (xl-2026), 10b; leaderboard-8b; "
-        "llama3-1b, llama3-8b; qwen2.5-0.5b, -1.5b, -3b, -7b, -14b.",
+        "llama3-1b, llama3-8b; qwen2.5-0.5b, -1.5b, -3b, -7b, -14b; qwen3-0.6b, -1.7b, -4b, -8b.",
         typed=str,
         shown=True,
     )

@@ -181,7 +181,8 @@ REFUSALS: tuple[tuple[Callable[[TrainingCase], bool], str], ...] = (
 def _fp8_sizes(case: TrainingCase) -> str | None:
     """Why fp8 matmuls cannot take the case's sizes, if they cannot."""
     config = case.config
-    sizes = {"d_model": config.d_model, "d_kv": config.d_kv, "d_ff": config.d_ff, "context": case.context_length}
+    sizes = {"d_model": config.d_model, "d_query": config.d_query, "d_kv": config.d_kv, "d_ff": config.d_ff}
+    sizes |= {"context": case.context_length}
     odd = [f"{name} {size}" for name, size in sizes.items() if size % 16]
     if not (_quantized(case) and odd):
         return None
