@@ -1,22 +1,22 @@
 """Checkpoints written while training continues: it waits for a copy to host memory, not for the disk.
 
     with BackgroundSaver(folder, model, optimizer, keep_last=2) as saver:
-        saver.reserve(budget_bytes)              # after the first step: host memory for the copies, had meanwhile
+        saver.reserve(budget_bytes)              # after the first step: allocates host memory for the copies meanwhile
         saver.save(step, extra={"loader": ...})  # waits for the save before, and copies
-        for saved in saver.finished(): ...       # what has become of saves since it was asked
+        for saved in saver.finished(): ...       # how saves ended since the last call
         for saved in saver.wait(): ...
 
-What is written, and how a kill at any moment loses nothing, is as in ``checkpoint.py``, by a thread of each rank; these
-talk to each other over a gloo group of their own. A save that fails is told, leaves the older checkpoints as they are,
-and training goes on. A save that comes while the one before is still being written waits for it, as what was
-asked for is to be had, and tells how long. Where host memory is short of the copies, saves wait for the disk.
+Files, and why a kill at any moment loses nothing, are those of ``checkpoint.py``. A thread of each rank writes; the
+threads talk over a gloo group of their own. A save that fails is reported and leaves the older checkpoints as they are;
+training continues. A save that comes while the one before is being written waits for it, and reports how long. Where
+host memory is too short for the copies, saves wait for the disk.
 """
 
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,21 +26,21 @@ import torch.distributed as dist
 from torch import nn
 
 from cs336_systems.distributed.checkpoint import Collected, check_kept, collect, group_of, write
-from cs336_systems.distributed.host_copies import copies_in, n_bytes_of
-from cs336_systems.kernels.host_memory import Slab, host_slab
+from cs336_systems.distributed.stretches import Stretch
+from cs336_systems.kernels.host_memory import Slab, aligned, host_slab
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What has become of a save.
+    """How a save ended.
 
     Attributes:
         path: None if it has failed.
-        error: why.
-        n_bytes: of this rank's part.
-        stall_seconds: that the caller of ``save`` waited.
-        waited_seconds: of these, until the save before was written.
-        seconds: until all ranks were done.
+        error: why it has failed.
+        n_bytes: bytes of this rank's part.
+        stall_seconds: time that the caller of ``save`` waited.
+        waited_seconds: part of that until the save before was written.
+        seconds: time until all ranks were done.
     """
 
     step: int
@@ -83,24 +83,20 @@ class BackgroundSaver:
         self._short: str | None = None
         self._thread: threading.Thread | None = None
         self._saves = False
-        """Whether the thread is one that writes, and none that gets host memory."""
+        """Whether the thread writes a checkpoint, rather than allocating host memory."""
         self._finished: list[Saved] = []
 
     def reserve(self, budget_bytes: int) -> str | None:
-        """Begin to get host memory for copies of what there is now; a collective.
+        """Begin to allocate host memory for copies of what there is now; a collective.
 
         Returns:
             Why saves will wait for the disk, if this rank's copies take more than the budget.
         """
-        n_bytes = n_bytes_of(self._collect(0, None).tensors)
+        n_bytes = _n_bytes(self._collect(0, None))
         if n_bytes > budget_bytes:
             self._short = f"{n_bytes:,} bytes of copies do not fit the {budget_bytes:,} of host memory that are free"
             return self._short
-
-        def get() -> None:
-            self._get_slab(n_bytes)
-
-        self._start(get)
+        self._start(lambda: self._get_slab(n_bytes))
         return None
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
@@ -114,7 +110,6 @@ class BackgroundSaver:
         self._join()
         waited, self._saves = time.perf_counter() - began if saves else 0.0, True
         collected = self._collect(step, extra)
-        n_bytes = n_bytes_of(collected.tensors)
         copied = self._copied(collected)
         stall = time.perf_counter() - began
 
@@ -122,10 +117,11 @@ class BackgroundSaver:
             path, error = None, None
             try:
                 path = write(self._folder, copied or collected, self._own_group, *self._kept)
-            except Exception as raised:  # nothing that goes wrong here is to end the training
+            except Exception as raised:  # no failed save ends the training
                 error = str(raised)
             seconds = time.perf_counter() - began
-            self._finished.append(Saved(step, path, error, n_bytes, stall if copied else seconds, waited, seconds))
+            n_bytes, stalled = _n_bytes(collected), stall if copied else seconds
+            self._finished.append(Saved(step, path, error, n_bytes, stalled, waited, seconds))
 
         if copied is None:
             finish()
@@ -133,13 +129,13 @@ class BackgroundSaver:
             self._start(finish)
 
     def finished(self) -> list[Saved]:
-        """What this has not told of yet, oldest first; waits for nothing."""
+        """The saves that have ended and were not returned yet, oldest first; waits for nothing."""
         done = len(self._finished)
         told, self._finished[:done] = self._finished[:done], []
         return told
 
     def wait(self) -> list[Saved]:
-        """The same, with the save that is under way."""
+        """As ``finished``, after the save that is under way."""
         self._join()
         return self.finished()
 
@@ -147,17 +143,22 @@ class BackgroundSaver:
         return collect(self._model, self._optimizer, step, extra, self._group)
 
     def _copied(self, collected: Collected) -> Collected | None:
-        """In host memory; None where that is short."""
-        if self._short is not None:
+        """Copies in host memory, complete when this returns; None where that is too short."""
+        if self._short is None and (self._slab is None or self._slab.n_bytes < _n_bytes(collected)):
+            self._get_slab(_n_bytes(collected))
+        if self._short is not None or self._slab is None:
             return None
-        n_bytes = n_bytes_of(collected.tensors)
-        if self._slab is None or self._slab.n_bytes < n_bytes:
-            self._get_slab(n_bytes)
-        if self._slab is None:
-            return None
-        return Collected(copies_in(self._slab, collected.tensors), collected.marker)
+        self._slab.n_taken, copies = 0, dict[str, Stretch]()
+        for name, stretch in collected.stretches.items():
+            values = self._slab.take(stretch.values.shape, stretch.values.dtype)
+            copies[name] = replace(stretch, values=values.copy_(stretch.values, non_blocking=True))
+        for device in {stretch.values.device for stretch in collected.stretches.values()}:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        return Collected(copies, collected.marker)
 
     def _get_slab(self, n_bytes: int) -> None:
+        """Allocate pinned memory, into which a GPU copies 50 GB/s."""
         self._slab = None  # the one before, whose tensors are written by now
         try:
             self._slab = host_slab(n_bytes, self._device)
@@ -190,3 +191,8 @@ class BackgroundSaver:
             return
         self._join()
         dist.destroy_process_group(self._own_group)
+
+
+def _n_bytes(collected: Collected) -> int:
+    """Bytes of a slab for copies of these."""
+    return sum(aligned(stretch.values.nbytes) for stretch in collected.stretches.values())

@@ -2,54 +2,51 @@
 
     save_checkpoint(folder, model, optimizer, step, keep_last=2)
     step = load_checkpoint(folder, model, optimizer)          # None if there is none to resume from
+    stored, skipped = find_checkpoint(folder)                 # in one process, without a process group
+    weights = load_whole_model(stored, dict(model.named_parameters()))
 
-``torch.distributed.checkpoint`` stores tensors by name with the rows that each file holds, so that ranks of another
-number find theirs; FSDP's shards are shown to it as ``DTensor``s without copying. What is replicated, as without FSDP,
-is written once, by the ranks in equal parts. Of a ``ShardedOptimizer``'s state every rank writes and reads its share,
-as boxes of the whole (``checkpoint_boxes.py``). The names are the same in each case, so a run may go on under another
-wrapper. On the disk:
+Each rank writes the stretches of tensors that it holds (``stretches.py``). What is replicated, as without FSDP, is
+written once, by the ranks in equal parts; of a ``ShardedOptimizer``'s state every rank writes and reads its share. The
+names are the same in each case, so a run may resume under another wrapper or on another number of ranks. On the disk:
 
-    step-00000200/  .metadata, __0_0.distcp, __1_0.distcp   what torch writes
+    step-00000200/  rank-0.safetensors, rank-1.safetensors  each rank's stretches
+                    tensors.json                            where each tensor's stretches are
                     complete.json                           step, optimizer settings, size and CRC-32 of every file
 
-What keeps a folder of them safe is in ``checkpoint_folder.py``. Sizes are checked whenever a folder is looked at, and
-digests before a checkpoint is loaded: every rank reads its part of the files once more for that, and once when saving.
+``checkpoint_folder.py`` keeps a folder of them safe, and ``old_checkpoint.py`` reads those of earlier versions. Sizes
+are checked whenever a folder is looked at, and digests before a checkpoint is loaded, for which every rank reads its
+part of the files once more.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
-from cs336_systems.distributed import checkpoint_folder
+from cs336_systems.distributed import checkpoint_folder, old_checkpoint
 from cs336_systems.distributed.arrivals import wait_for_parameters
-from cs336_systems.distributed.checkpoint_boxes import Boxes
-from cs336_systems.distributed.checkpoint_folder import MARKER, StoredCheckpoint
-from cs336_systems.distributed.checkpoint_reading import MetadataReader, pack, unpack
+from cs336_systems.distributed.checkpoint_folder import StoredCheckpoint, Tell
 from cs336_systems.distributed.checkpoint_state import BUFFER, MODEL, OPTIMIZER, NamedState
-from cs336_systems.distributed.checkpoint_writing import InPlacePlanner, file_writer
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import on_every_rank, on_rank_0
+from cs336_systems.distributed.stretches import (
+    StoredTensor,
+    Stretch,
+    fill,
+    pack,
+    read_index,
+    read_whole,
+    unpack,
+    write_index,
+    write_stretches,
+)
 
-__all__ = [
-    "MARKER",
-    "MODEL",
-    "check_tensors",
-    "complete_checkpoints",
-    "load_checkpoint",
-    "resume_checkpoint",
-    "save_checkpoint",
-    "stored_tensors",
-]
+_EXTRA = "extra/"
 
 
 def save_checkpoint(
@@ -73,9 +70,9 @@ def save_checkpoint(
         extra: what else is to be read back, as JSON can hold it; the first rank's counts.
 
     Raises:
-        ValueError: ``step`` is negative, ``keep_last`` or ``keep_every`` is not positive, or the optimizer holds other
-            parameters, or a state of a sharded parameter that is neither shaped like its shard nor a single number; or
-            a module's extra state is more than plain data and tensors.
+        ValueError: ``step`` is negative, ``keep_last`` or ``keep_every`` is not positive; the optimizer holds other
+            parameters, or a state of a sharded parameter that is neither shaped like its shard nor a single number; a
+            module's extra state is more than plain data and tensors; or a tensor's dtype is none of safetensors'.
         OSError: a rank cannot write; the checkpoints that were there are untouched.
     """
     check_kept(step, keep_last, keep_every)
@@ -83,16 +80,11 @@ def save_checkpoint(
     return write(Path(folder), collect(model, optimizer, step, extra, group), group, keep_last, keep_every)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Collected:
-    """What a rank has to write.
+    """What a rank has to write: its stretches, by name, and the content of ``complete.json``, which all ranks share."""
 
-    Attributes:
-        tensors: by name; they share the memory of what is trained.
-        marker: for ``complete.json``; the same on every rank.
-    """
-
-    tensors: dict[str, Tensor]
+    stretches: dict[str, Stretch]
     marker: dict[str, Any]
 
 
@@ -109,20 +101,21 @@ def collect(
         ValueError: as ``save_checkpoint``.
     """
     wait_for_parameters(model)
-    view, tensors = NamedState(model), dict[str, Tensor]()
+    view, stretches = NamedState(model), dict[str, Stretch]()
     marker: dict[str, Any] = {"step": step, "saved_at": 0, "optimizer": None, "scalars": {}, "extra": dict(extra or {})}
 
     def collect_own() -> tuple[dict[str, int], dict[str, Any]]:
-        tensors.update(view.model())
+        own, tensors = view.model(), dict[str, Tensor]()
         if optimizer is not None:
-            tensors.update(view.optimizer(optimizer, marker))
-        packed = {name: pack(module.get_extra_state(), name) for name, module in view.with_extra_state().items()}
-        if group.rank() == 0:  # its value counts, as a buffer's does
-            tensors.update(packed)
-        else:
-            for name in [name for name in tensors if name.startswith(BUFFER)]:
-                del tensors[name]
-        whole = {name: value.nbytes for name, value in tensors.items() if not isinstance(value, DTensor | Boxes)}
+            own |= view.optimizer(optimizer, marker)
+        modules = view.with_extra_state().items()
+        marker["extra_state"] = {name: pack(module.get_extra_state(), name, tensors) for name, module in modules}
+        own |= {name: Stretch.whole(tensor) for name, tensor in tensors.items()}
+        for name, stretch in own.items():
+            of_rank_0 = name.startswith((BUFFER, _EXTRA))
+            if (stretch.values.numel() or stretch.is_whole) and (group.rank() == 0 or not of_rank_0):
+                stretches[name] = stretch
+        whole = {name: stretch.values.nbytes for name, stretch in stretches.items() if stretch.is_whole}
         return whole, marker["scalars"]
 
     of_ranks = on_every_rank(collect_own, group)
@@ -132,53 +125,39 @@ def collect(
         writer = min((rank for rank, (whole, _) in enumerate(of_ranks) if name in whole), key=lambda rank: loads[rank])
         loads[writer] += n_bytes
         if writer != group.rank():
-            tensors.pop(name, None)
-    return Collected(tensors, marker)
+            stretches.pop(name, None)
+    return Collected(stretches, marker)
 
 
 def write(root: Path, collected: Collected, group: dist.ProcessGroup, keep_last: int, keep_every: int | None) -> Path:
     """Write files, marker and name, then remove what is to go; a collective on this group alone.
 
-    Raises:
-        OSError: as ``save_checkpoint``; what was written is removed, as it may be what fills the disk.
+    If that fails, which raises as ``save_checkpoint``, what was written is removed: it may be what fills the disk.
     """
     marker = dict(collected.marker)
     temporary, marker["saved_at"] = on_rank_0(lambda: checkpoint_folder.begin(root, marker["step"]), group)
+    path = temporary / f"rank-{group.rank()}.safetensors"
     try:
-        final = _write_files(temporary, collected.tensors, marker, group)
+        files = on_every_rank(lambda: write_stretches(path, collected.stretches), group)
+
+        def publish() -> Path:
+            written = [*files, write_index(temporary, files)]
+            marker["files"] = {file.name: {"bytes": file.n_bytes, "crc32": file.crc32} for file in written}
+            return checkpoint_folder.publish(temporary, marker)
+
+        final = on_rank_0(publish, group)
     except Exception:
-        if group.rank() == 0:  # all ranks know by now that they have failed
-            checkpoint_folder.abandon(temporary)
+        if group.rank() == 0 and temporary.exists():  # all ranks know by now that they have failed
+            checkpoint_folder.discard(temporary)
         raise
     on_rank_0(lambda: checkpoint_folder.retire(root, final, keep_last, keep_every), group)
     return final
 
 
-def _write_files(temporary: Path, tensors: dict[str, Tensor], marker: dict[str, Any], group: dist.ProcessGroup) -> Path:
-    """Fill a directory and give it its name."""
-    try:
-        writer = file_writer(temporary)
-        dcp.save(tensors, storage_writer=writer, planner=InPlacePlanner(), process_group=group)
-    except CheckpointException as error:  # which ``except Exception`` would not catch
-        reasons = "; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in error.failures.items())
-        raise OSError(f"{temporary} could not be written: {reasons}") from error
-
-    def describe_files() -> dict[str, dict[str, int]]:
-        return {
-            path.name: {"bytes": path.stat().st_size, "crc32": checkpoint_folder.crc32(path)}
-            for path in sorted(temporary.iterdir())
-            if _reads(group, path.name)
-        }
-
-    of_ranks = on_every_rank(describe_files, group)
-    marker["files"] = {name: described for files in of_ranks for name, described in files.items()}
-    return on_rank_0(lambda: checkpoint_folder.publish(temporary, marker), group)
-
-
 def load_checkpoint(
     folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> int | None:
-    """The step of ``resume_checkpoint``, which see; None if there is no checkpoint."""
+    """As ``resume_checkpoint``, but returns the step alone, or None if there is no checkpoint."""
     found = resume_checkpoint(folder, model, optimizer)
     return None if found is None else found.step
 
@@ -188,7 +167,7 @@ def resume_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     *,
-    tell: Callable[[str], None] = checkpoint_folder.warn,
+    tell: Tell = checkpoint_folder.warn,
 ) -> StoredCheckpoint | None:
     """Read the checkpoint of ``folder`` that was written last into the model and the optimizer; a collective.
 
@@ -201,42 +180,106 @@ def resume_checkpoint(
         The one that was read, or None if the folder holds no checkpoint, and nothing was changed.
 
     Raises:
-        ValueError: it is of another model or optimizer, or asks for objects of Python; nothing was changed.
+        ValueError: it is of another model or optimizer, or its files are malformed; nothing was changed.
         NoneWhole: the folder holds checkpoints of which none is whole; nothing was changed.
+        OSError: a rank cannot read.
     """
     group = group_of(model)
     found = _newest_sound(group, Path(folder), tell)
     if found is None:
         return None
-    path, marker = found.path, found.marker
     wait_for_parameters(model)
     view = NamedState(model)
-    reader = MetadataReader(path)
-    stored = stored_tensors(reader)
-    tensors, modules = view.model(), view.with_extra_state()
-    extra = {name: torch.empty(stored[name].size if name in stored else 0, dtype=torch.uint8) for name in modules}
-    of_model = {name: entry for name, entry in stored.items() if not name.startswith(OPTIMIZER)}
-    check_tensors(path, tensors | extra, of_model)
-    state = {}
+    stored = _tensors_of(found)
+    of_model = {name: there for name, there in stored.items() if name.startswith((MODEL, BUFFER))}
+    of_optimizer = {name: there for name, there in stored.items() if name.startswith(OPTIMIZER)}
+    ours, state = view.model(), dict[str, Stretch]()
+    _check_tensors(found.path, ours, of_model)
     if optimizer is not None:
-        state = view.empty_optimizer_state(path, optimizer, marker, stored)
-        check_tensors(path, state, {name: stored[name] for name in stored.keys() - of_model.keys()})
-    states = {}
-    if extra:  # before anything is changed: it may be what is not read
-        dcp.load(extra, storage_reader=reader, process_group=group)
-        states = {name: unpack(content, name, view.device) for name, content in extra.items()}
-    with torch.no_grad():
-        dcp.load(tensors | state, storage_reader=reader, process_group=group)
+        state = view.empty_optimizer_state(found.path, optimizer, found.marker, of_optimizer)
+        _check_tensors(found.path, state, of_optimizer)
+    modules = view.with_extra_state()
+    extra = _extra_state(found, stored, view.device)
+    if modules.keys() != extra.keys():
+        differ = ", ".join(sorted(modules.keys() ^ extra.keys()))
+        raise ValueError(f"{found.path} is a checkpoint of another model: it or this one lacks {differ}")
+
+    def read() -> None:
+        for name, stretch in (ours | state).items():
+            fill(stretch, stored[name])
+
+    on_every_rank(read, group)
     for name, module in modules.items():
-        module.set_extra_state(states[name])
+        module.set_extra_state(extra[name])
     if optimizer is not None:
-        view.restore_optimizer(optimizer, marker, state)
+        view.restore_optimizer(optimizer, found.marker, state)
     return found
+
+
+def _tensors_of(found: StoredCheckpoint) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint, by ``model/NAME``, ``buffer/NAME``, ``optimizer/NAME/KEY``; raises ValueError."""
+    if found.marker["layout"] == old_checkpoint.LAYOUT:
+        return old_checkpoint.read_index(found.path, found.files)
+    return read_index(found.path, found.files)
+
+
+def _extra_state(found: StoredCheckpoint, stored: Mapping[str, StoredTensor], device: torch.device) -> dict[str, Any]:
+    """The extra state of modules, its tensors on the device, by ``extra/NAME``; raises ValueError."""
+    tensors = {name: read_whole(there) for name, there in stored.items() if name.startswith(_EXTRA)}
+    if found.marker["layout"] == old_checkpoint.LAYOUT:
+        return {name: old_checkpoint.unpack(content, name, device) for name, content in tensors.items()}
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    try:
+        return {name: unpack(packed, tensors) for name, packed in found.marker["extra_state"].items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the extra state of {found.path} is not read: {error!r}") from None
 
 
 def complete_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     """The checkpoints of ``folder`` that are whole, in the order in which they were written; digests unchecked."""
     return [stored.path for stored in checkpoint_folder.survey(Path(folder))[0]]
+
+
+def find_checkpoint(path: Path) -> tuple[StoredCheckpoint, dict[Path, str]]:
+    """The checkpoint ``path``, or the newest sound one of that folder, and why each of the others was passed over.
+
+    One process reads all files for their digests; there need be no process group.
+
+    Raises:
+        ValueError: there is none, or none that is whole.
+        OSError: the folder or the checkpoint cannot be read.
+    """
+    try:
+        one = checkpoint_folder.is_checkpoint(path)
+        complete, unreadable = ([checkpoint_folder.read(path)], {}) if one else checkpoint_folder.survey(path)
+        newest = checkpoint_folder.newest_sound(
+            path, complete, unreadable, lambda stored: checkpoint_folder.find_damage(stored, stored.files)
+        )
+    except ValueError as error:
+        raise ValueError(f"{path} is no complete checkpoint: {error}") from None
+    except checkpoint_folder.NoneWhole as error:
+        raise ValueError(str(error)) from None
+    if newest is None:
+        raise ValueError(f"{path} holds no checkpoint")
+    return newest, unreadable
+
+
+def load_whole_model(stored: StoredCheckpoint, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The whole parameters of a checkpoint, on the CPU in the dtypes in which they were saved; in one process.
+
+    Args:
+        parameters: of the model, by name; only their shapes count, so they may be on the meta device.
+
+    Raises:
+        ValueError: it is a checkpoint of another model, or its files are malformed.
+    """
+    there = {name: tensor for name, tensor in _tensors_of(stored).items() if name.startswith(MODEL)}
+    expected = {
+        MODEL + name: Stretch.whole(parameter.to("meta", there[MODEL + name].dtype if MODEL + name in there else None))
+        for name, parameter in parameters.items()
+    }
+    _check_tensors(stored.path, expected, there)
+    return {name.removeprefix(MODEL): read_whole(there[name]) for name in expected}
 
 
 def check_kept(step: int, keep_last: int, keep_every: int | None) -> None:
@@ -252,7 +295,7 @@ def group_of(model: nn.Module) -> dist.ProcessGroup:
     return model.process_group if isinstance(model, FSDP) else dist.distributed_c10d._get_default_group()
 
 
-def _newest_sound(group: dist.ProcessGroup, folder: Path, tell: Callable[[str], None]) -> StoredCheckpoint | None:
+def _newest_sound(group: dist.ProcessGroup, folder: Path, tell: Tell) -> StoredCheckpoint | None:
     """The checkpoint to load, its digests checked by all ranks together; or None if there are none at all."""
     complete, unreadable = on_rank_0(lambda: checkpoint_folder.survey(folder), group)
     found = checkpoint_folder.newest_sound(folder, complete, unreadable, lambda stored: _damage(group, stored))
@@ -263,8 +306,7 @@ def _newest_sound(group: dist.ProcessGroup, folder: Path, tell: Callable[[str], 
 
 def _damage(group: dist.ProcessGroup, stored: StoredCheckpoint) -> str | None:
     """What is wrong with the contents of a checkpoint's files; it is noted beside them."""
-
-    own = [name for name in stored.files if _reads(group, name)]
+    own = sorted(stored.files)[group.rank() :: group.size()]
     of_ranks = on_every_rank(lambda: checkpoint_folder.find_damage(stored, own), group)
     damage = next(filter(None, of_ranks), None)
     if damage and group.rank() == 0:
@@ -272,19 +314,7 @@ def _damage(group: dist.ProcessGroup, stored: StoredCheckpoint) -> str | None:
     return damage
 
 
-def _reads(group: dist.ProcessGroup, name: str) -> bool:
-    """Whether this rank reads a file for its digest: ``__<rank>_<number>.distcp`` is that rank's, others rank 0's."""
-    owner = int(name.split("_")[2]) if name.startswith("__") else 0
-    return owner % group.size() == group.rank()
-
-
-def stored_tensors(reader: dcp.FileSystemReader) -> dict[str, TensorStorageMetadata]:
-    """Sizes and dtypes of the tensors of a checkpoint, by ``model/NAME``, ``buffer/NAME``, ``optimizer/NAME/KEY``."""
-    metadata = reader.read_metadata().state_dict_metadata
-    return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
-
-
-def check_tensors(path: Path, expected: Mapping[str, Tensor], stored: Mapping[str, TensorStorageMetadata]) -> None:
+def _check_tensors(path: Path, expected: Mapping[str, Stretch], stored: Mapping[str, StoredTensor]) -> None:
     """Raise ValueError unless the checkpoint holds exactly these tensors, in these shapes and dtypes."""
 
     def shorten(names: list[str]) -> str:
@@ -296,8 +326,8 @@ def check_tensors(path: Path, expected: Mapping[str, Tensor], stored: Mapping[st
     if foreign := sorted(stored.keys() - expected.keys()):
         differences.append(f"it holds {shorten(foreign)} besides")
     for name in sorted(expected.keys() & stored.keys()):
-        ours = (tuple(expected[name].shape), expected[name].dtype)
-        theirs = (tuple(stored[name].size), stored[name].properties.dtype)
+        ours = expected[name].shape, expected[name].values.dtype
+        theirs = stored[name].shape, stored[name].dtype
         if ours != theirs:
             differences.append(f"{name} is {theirs[0]} {theirs[1]} there and {ours[0]} {ours[1]} here")
     if differences:

@@ -1,29 +1,26 @@
-"""A model and its optimizer as named tensors, sharing their memory: what a checkpoint holds, whoever wraps the model.
+"""A model and its optimizer as named stretches that share their memory: what a checkpoint holds, whoever wraps it.
 
     state = NamedState(model)
-    state.model()                         # model/NAME and buffer/NAME -> tensor; of FSDP's shards a DTensor
-    state.optimizer(optimizer, settings)  # optimizer/NAME/KEY -> tensor; of a ShardedOptimizer's shards, boxes
+    state.model()                         # model/NAME and buffer/NAME -> Stretch: this rank's shard, or the whole
+    state.optimizer(optimizer, settings)  # optimizer/NAME/KEY -> Stretch
 
-The names, and the shapes of the whole, are the same however ranks divide them. Nothing is sent.
+Names, and shapes of whole tensors, are the same however ranks divide them. There is no communication.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
-from cs336_systems.distributed.checkpoint_boxes import Boxes
 from cs336_systems.distributed.ddp import DDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedParameter
-from cs336_systems.distributed.fsdp_state_dict import WholeTensors
 from cs336_systems.distributed.optimizer_state import is_per_element
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
-from cs336_systems.distributed.shards import Piece, in_memory_order
+from cs336_systems.distributed.shards import Piece
+from cs336_systems.distributed.stretches import StoredTensor, Stretch
 
 MODEL = "model/"
 """Before the names of parameters in a checkpoint."""
@@ -36,9 +33,7 @@ class NamedState:
 
     def __init__(self, model: nn.Module) -> None:
         self._module = model.module if isinstance(model, (FSDP, DDP)) else model
-        self._whole: Callable[[ManagedParameter, Tensor], Tensor] = lambda _, value: value
         if isinstance(model, FSDP):
-            self._whole = WholeTensors(model.process_group, model.device).of
             managed = model.managed_parameters()
         else:
             managed = [ManagedParameter((name,), p, p, p.shape) for name, p in self._module.named_parameters()]
@@ -46,19 +41,19 @@ class NamedState:
         self.device = managed[0].sharded_param.device
         self._name_of: dict[Tensor, str] = {p.sharded_param: name for name, p in self._parameters.items()}
 
-    def model(self) -> dict[str, Tensor]:
+    def model(self) -> dict[str, Stretch]:
         """Parameters, and the buffers that the module's own state dict would hold, by kind and name."""
-        tensors = {
-            f"{MODEL}{name}": self._whole(parameter, parameter.sharded_param.detach())
+        parameters = {
+            f"{MODEL}{name}": _stretch(parameter, parameter.sharded_param.detach())
             for name, parameter in self._parameters.items()
         }
         buffers = {
-            f"{BUFFER}{prefix}{'.' * bool(prefix)}{name}": buffer
+            f"{BUFFER}{prefix}{'.' * bool(prefix)}{name}": Stretch.whole(buffer)
             for prefix, module in self._module.named_modules()
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in module._non_persistent_buffers_set
         }
-        return tensors | buffers
+        return parameters | buffers
 
     def with_extra_state(self) -> dict[str, nn.Module]:
         """The modules that keep more than tensors in their state dict, by name after ``extra``."""
@@ -79,7 +74,7 @@ class NamedState:
                     )
         return [[self._name_of[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
-    def optimizer(self, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> dict[str, Tensor]:
+    def optimizer(self, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> dict[str, Stretch]:
         """The optimizer's tensors; its numbers and its groups go into ``settings``.
 
         Raises:
@@ -87,13 +82,13 @@ class NamedState:
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # states in host memory may still be written
-        tensors: dict[str, Tensor] = {}
         settings["optimizer"] = [
             {key: _plain(value) for key, value in group.items() if key != "params"} | {"params": names}
             for group, names in zip(optimizer.param_groups, self._groups(optimizer), strict=True)
         ]
         if isinstance(optimizer, ShardedOptimizer):
             return self._shares(optimizer, settings)
+        stretches: dict[str, Stretch] = {}
         for sharded_param, state in optimizer.state.items():
             name = self._name_of[sharded_param]
             parameter = self._parameters[name]
@@ -102,42 +97,39 @@ class NamedState:
                 if not isinstance(value, Tensor):
                     settings["scalars"][entry] = value
                 elif value.shape == sharded_param.shape:
-                    tensors[entry] = self._whole(parameter, value)
+                    stretches[entry] = _stretch(parameter, value)
                 elif value.dim() == 0 or not isinstance(parameter, ShardedParameter):
-                    tensors[entry] = value
+                    stretches[entry] = Stretch.whole(value)
                 else:
                     raise ValueError(
                         f"optimizer state {key} of {name} has shape {tuple(value.shape)}, its shard "
                         f"{tuple(sharded_param.shape)}: only states like the shard can be read by other "
                         "numbers of ranks"
                     )
-        return tensors
+        return stretches
 
-    def _shares(self, optimizer: ShardedOptimizer, settings: dict[str, Any]) -> dict[str, Tensor]:
-        """This rank's share; what is one for a whole parameter is told by the rank that has the first element."""
-        tensors: dict[str, Tensor] = {}
+    def _shares(self, optimizer: ShardedOptimizer, settings: dict[str, Any]) -> dict[str, Stretch]:
+        """This rank's share; a value that stands for a whole parameter comes from the rank with its first element."""
+        stretches: dict[str, Stretch] = {}
         for parameter, piece, state in optimizer.shares():
             assert piece.tensor is not None
             name = self._name_of[parameter]
             for key, value in state.items():
                 entry = _entry(name, key)
                 if is_per_element(key, value, piece.tensor) and value.shape != parameter.shape:
-                    tensors[entry] = Boxes.of_stretch(parameter, piece.start, value)
+                    stretches[entry] = Stretch(tuple(parameter.shape), piece.start, value, _memory_order(parameter))
                 elif piece.start == 0 and isinstance(value, Tensor):
-                    tensors[entry] = value
+                    stretches[entry] = Stretch.whole(value)
                 elif piece.start == 0:
                     settings["scalars"][entry] = value
-        return tensors
+        return stretches
 
     def empty_optimizer_state(
-        self,
-        path: Path,
-        optimizer: torch.optim.Optimizer,
-        settings: dict[str, Any],
-        stored: dict[str, TensorStorageMetadata],
-    ) -> dict[str, Tensor]:
-        """Tensors for what the checkpoint holds of the optimizer, or of this rank's share of it, to be filled; those of
-        the optimizer itself if it is one that has its state ``in_place``.
+        self, path: Path, optimizer: torch.optim.Optimizer, settings: dict[str, Any], stored: Mapping[str, StoredTensor]
+    ) -> dict[str, Stretch]:
+        """What the checkpoint holds of the optimizer, or of this rank's share of it, in memory that is to be filled.
+
+        That is the optimizer's own memory if it has its state ``in_place``.
 
         Raises:
             ValueError: the checkpoint has no optimizer, or one over other parameters.
@@ -153,36 +145,34 @@ class NamedState:
         if getattr(optimizer, "in_place", False):
             return self.optimizer(optimizer, {})
         pieces = _pieces(optimizer)
-        tensors: dict[str, Tensor] = {}
-        for entry, metadata in stored.items():
-            if not entry.startswith(OPTIMIZER):
+        stretches: dict[str, Stretch] = {}
+        for entry, there in stored.items():
+            name, key = _split(entry)
+            if not entry.startswith(OPTIMIZER) or name not in self._parameters:
                 continue
-            (name, key), dtype = _split(entry), metadata.properties.dtype
             parameter = self._parameters[name]
-            if isinstance(optimizer, ShardedOptimizer) and key != "step" and metadata.size == parameter.shape:
-                piece = pieces.get(parameter.sharded_param)
-                start, n = (piece.start, piece.stop - piece.start) if piece else (0, 0)
-                flat = torch.zeros(n, dtype=dtype)  # in host memory, from which the optimizer takes it
-                tensors[entry] = Boxes.of_stretch(parameter.sharded_param, start, flat)
-            elif metadata.size == parameter.shape:
-                away = key in getattr(optimizer, "offload", ()) and not isinstance(parameter, ShardedParameter)
-                place = torch.device("cpu") if away else self.device
-                shard = torch.zeros_like(parameter.sharded_param, dtype=dtype, device=place).detach()
-                tensors[entry] = self._whole(parameter, shard)
+            like = parameter.sharded_param
+            if isinstance(optimizer, ShardedOptimizer) and key != "step" and there.shape == parameter.shape:
+                stretches[entry] = _empty_share(like, pieces.get(like), there.dtype)
+            elif there.shape == parameter.shape:
+                offloaded = key in getattr(optimizer, "offload", ()) and not isinstance(parameter, ShardedParameter)
+                place = torch.device("cpu") if offloaded else self.device
+                stretches[entry] = _stretch(parameter, torch.zeros_like(like, dtype=there.dtype, device=place).detach())
             else:
-                tensors[entry] = torch.zeros(metadata.size, dtype=dtype)
-        return tensors
+                stretches[entry] = Stretch.whole(torch.zeros(there.shape, dtype=there.dtype))
+        return stretches
 
     def restore_optimizer(
-        self, optimizer: torch.optim.Optimizer, settings: dict[str, Any], tensors: dict[str, Tensor]
+        self, optimizer: torch.optim.Optimizer, settings: dict[str, Any], stretches: dict[str, Stretch]
     ) -> None:
         """Hand the optimizer the filled tensors, the numbers and the settings of its groups."""
         names = [name for group in settings["optimizer"] for name in group["params"]]
         number_of = {name: number for number, name in enumerate(names)}
+        tensors = {entry: stretch.values for entry, stretch in stretches.items()}
         state: dict[str, dict[str, Any]] = {}
         for entry, value in (tensors | settings["scalars"]).items():
             name, key = _split(entry)
-            state.setdefault(name, {})[key] = value.to_local() if isinstance(value, DTensor) else value
+            state.setdefault(name, {})[key] = value
         groups = [
             {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
             | {"params": [number_of[name] for name in group["params"]]}
@@ -192,12 +182,35 @@ class NamedState:
             numbered = {number_of[name]: values for name, values in state.items()}
             optimizer.load_state_dict({"state": numbered, "param_groups": groups})
             return
-        shares: dict[Tensor, dict[str, Any]] = {}
-        for parameter, piece in _pieces(optimizer).items():
-            if (values := state.get(self._name_of[parameter])) is not None:
-                assert piece.tensor is not None
-                shares[piece.tensor] = {key: _of_piece(value, piece.tensor) for key, value in values.items()}
+        shares = {
+            piece.tensor: state[name]
+            for parameter, piece in _pieces(optimizer).items()
+            if piece.tensor is not None and (name := self._name_of[parameter]) in state
+        }
         optimizer.load_shares(shares, groups)
+
+
+def _stretch(parameter: ManagedParameter, value: Tensor) -> Stretch:
+    """A tensor like the parameter's shard as a stretch of the whole."""
+    if not isinstance(parameter, ShardedParameter):
+        return Stretch.whole(value)
+    return Stretch(tuple(parameter.shape), parameter.first_row * parameter.shape[1:].numel(), value)
+
+
+def _empty_share(parameter: Tensor, piece: Piece | None, dtype: torch.dtype) -> Stretch:
+    """State like a piece of a parameter, in host memory, from which a ``ShardedOptimizer`` takes it."""
+    shape = tuple(parameter.shape)
+    if piece is None or piece.tensor is None:
+        return Stretch(shape, 0, torch.zeros(0, dtype=dtype))
+    share = torch.zeros_like(piece.tensor, dtype=dtype, device="cpu").detach()
+    return Stretch(shape, piece.start, share, () if share.shape == shape else _memory_order(parameter))
+
+
+def _memory_order(parameter: Tensor) -> tuple[int, ...]:
+    """The dimensions, outermost in memory first; empty where that is their own order."""
+    strides = torch.empty_like(parameter.detach(), device="meta").stride()
+    order = tuple(sorted(range(parameter.dim()), key=lambda d: -strides[d]))
+    return order if order != tuple(range(parameter.dim())) else ()
 
 
 def _pieces(optimizer: torch.optim.Optimizer) -> dict[Tensor, Piece]:
@@ -205,14 +218,6 @@ def _pieces(optimizer: torch.optim.Optimizer) -> dict[Tensor, Piece]:
     if not isinstance(optimizer, ShardedOptimizer):
         return {}
     return {parameter: piece for parameter, piece, _ in optimizer.shares()}
-
-
-def _of_piece(value: Any, tensor: Tensor) -> Any:
-    """A stretch that was filled as a state of a piece of a parameter; anything else as it is."""
-    if not isinstance(value, Boxes):
-        return value
-    assert value.flat is not None
-    return in_memory_order(value.flat, tensor)
 
 
 def _entry(name: str, key: str) -> str:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from cs336_systems.config import ModelConfig, RopeScaling
+from cs336_systems.distributed.checkpoint import find_checkpoint, load_whole_model
 from cs336_systems.distributed.checkpoint_folder import is_checkpoint
-from cs336_systems.distributed.whole_checkpoint import find_checkpoint, load_whole_model
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.hf_weights import config_from_hf, load_hf_weights
 from cs336_systems.pretraining.tokenizer import TOKENIZER, JsonTokenizer, copy_tokenizer, load_tokenizer

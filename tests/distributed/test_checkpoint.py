@@ -1,136 +1,118 @@
-"""Sharded checkpoints: resumed bit for bit, by other numbers of ranks, after a kill in the middle, never by mistake."""
+"""Sharded checkpoints: resumed bit for bit, by other ranks and wrappers, after a kill, and never by mistake."""
 
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from cs336_systems.distributed.checkpoint import MARKER, complete_checkpoints, load_checkpoint, save_checkpoint
-from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.process_group import Rank
+from cs336_systems.distributed import FSDP, background_checkpoint, checkpoint, checkpoint_folder
+from cs336_systems.distributed.background_checkpoint import BackgroundSaver
+from cs336_systems.distributed.checkpoint import complete_checkpoints, load_checkpoint, save_checkpoint
+from cs336_systems.distributed.checkpoint_folder import MARKER
+from cs336_systems.distributed.process_group import Rank, joined
 from cs336_systems.distributed.spawn import RankFailed, spawn
-from cs336_systems.training import AdamW
 
-from .fsdp_models import Blocks, Menagerie
-
-OPTIMIZERS = {
-    "torch": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, betas=(0.8, 0.9)),
-    "ours": lambda parameters: AdamW(parameters, lr=0.01),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
-}
+from .fsdp_models import Blocks
+from .trainees import KINDS, Trainee
 
 
-class Remembering(nn.Linear):
-    """Keeps an object beside its tensors."""
-
-    remembered = None
-
-    def get_extra_state(self):
-        return self.remembered
-
-    def set_extra_state(self, state):
-        self.remembered = state
+def same_bits(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in right)
 
 
-class Model(Menagerie):
-    """With a name that looks like a path, and a module that remembers."""
+def save_while_stepping(rank: Rank, folder):
+    """By kind: parameters at the save, whether the same ranks that resume have later ones, and bytes of this rank.
 
-    def __init__(self):
-        super().__init__()
-        self.by_path = nn.ModuleDict({"in/out": Remembering(1, 1)})
-
-    def forward(self, ids):
-        return self.by_path["in/out"](super().forward(ids))
-
-
-class Trained:
-    """A model and its optimizer; every rank sees the same data, so that any number of ranks does the same."""
-
-    def __init__(self, optimizer, seed=0):
-        torch.manual_seed(seed)
-        self.fsdp = FSDP(Model())
-        self.optimizer = OPTIMIZERS[optimizer](self.fsdp.parameters())
-
-    @property
-    def remembering(self):
-        return self.fsdp.module.by_path["in/out"]
-
-    def step(self):
-        self.fsdp(torch.arange(10).view(2, 5)).square().mean().backward()
-        self.fsdp.finish_gradient_synchronization()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def values(self):
-        return {name: whole.numpy() for name, whole in self.fsdp.gather_full_params().items()}
-
-
-def save_and_go_on(rank: Rank, folder):
-    """Three checkpoints of each optimizer's run, two of them kept; the parameters at the last and a step later."""
-    found = {}
-    for name in OPTIMIZERS:
-        trained = Trained(name)
-        assert load_checkpoint(folder / name, trained.fsdp, trained.optimizer) is None
-        for step in range(3):
-            trained.step()
-            with torch.no_grad():
-                trained.fsdp.module.shift.fill_(step)
-            trained.remembering.remembered = {"rank": rank.rank, "steps": torch.arange(step)}
-            save_checkpoint(folder / name, trained.fsdp, trained.optimizer, step)
-        at_last = trained.values()
-        trained.step()
-        found[name] = at_last, trained.values()
+    Training goes on while the save waits for the disk, so that what it writes is a copy.
+    """
+    write, found = background_checkpoint.write, {}
+    for kind in KINDS:
+        trainee, hold = Trainee(kind), threading.Event()
+        background_checkpoint.write = lambda *arguments, hold=hold: hold.wait(60) and write(*arguments)
+        with BackgroundSaver(folder / kind, trainee.model, trainee.optimizer) as saver:
+            for number in range(3):
+                trainee.step(rank.rank, number)
+            saved_values = trainee.values()
+            assert saver.reserve(2**30) is None
+            saver.save(3, {"place": 7})
+            assert saver.finished() == []
+            for number in range(3, 6):
+                trainee.step(rank.rank, number)
+            hold.set()
+            (saved,) = saver.wait()
+            assert (saved.error, saved.path) == (None, folder / kind / "step-00000003")
+            assert 0 < saved.stall_seconds <= saved.seconds
+            saver.save(6)
+        again = Trainee(kind, seed=1)
+        assert load_checkpoint(folder / kind, again.model, again.optimizer) == 6
+        same = same_bits(again.values(), trainee.values())
+        if rank.rank == 0:
+            checkpoint_folder.discard(folder / kind / "step-00000006")
+        dist.barrier()
+        again = resumed(kind, folder / kind)
+        for number in range(3, 6):
+            again.step(rank.rank, number)
+        found[kind] = (
+            saved_values,
+            trainee.values(),
+            same and same_bits(again.values(), trainee.values()),
+            saved.n_bytes,
+        )
+    background_checkpoint.write = write
+    load_what_does_not_fit(folder)
+    refuse_or_fall_back(rank, folder / "refused")
     return found
 
 
-def resume_and_go_on(rank: Rank, folder):
-    found = {}
-    for name in OPTIMIZERS:
-        trained = Trained(name, seed=1)
-        trained.optimizer.param_groups[0]["lr"] = 7.0
-        assert load_checkpoint(str(folder / name), trained.fsdp, trained.optimizer) == 2
-        assert trained.fsdp.module.shift[0] == 2
-        assert trained.remembering.remembered["rank"] == 0
-        assert trained.remembering.remembered["steps"].tolist() == [0, 1]
-        loaded = trained.values()
-        trained.step()
-        found[name] = loaded, trained.values()
-    return found
+def resumed(kind, folder):
+    trainee = Trainee(kind, seed=1)
+    for group in trainee.optimizer.param_groups:
+        group["lr"] = 7.0
+    assert load_checkpoint(str(folder), trainee.model, trainee.optimizer) == 3
+    assert trainee.layers.steps.tolist() == [3, 3]
+    remembered = trainee.layers[2].remembered
+    assert (remembered["rank"], remembered["steps"][0], remembered["steps"][1].tolist()) == (0, 2, [0, 1])
+    return trainee
 
 
-def load_what_does_not_fit(rank: Rank, folder):
-    """Another model, another optimizer; the messages, after a check that nothing has changed."""
-    messages = []
-    other = FSDP(Blocks())
-    trained = Trained("torch", seed=1)
-    trained.step()
-    fewer = torch.optim.AdamW(list(trained.fsdp.parameters())[1:])
+def resume_under_every_wrapper(rank: Rank, folder):
+    """By the kinds that saved and that resume: the values that are loaded."""
+    families = [("fsdp",), ("ddp, fused", "ddp", "owned", "scattered", "freed")]
+    pairs = [(one, other) for family in families for one in family for other in family]
+    pairs += [(kind, kind) for kind in ("fsdp, ours", "fsdp, momentum")]
+    found = {(saved, kind): resumed(kind, folder / saved) for saved, kind in pairs}
+    for trainee in found.values():
+        trainee.step(rank.rank, 3)  # with state of the right devices, dtypes and shapes
+    return {pair: resumed(pair[1], folder / pair[0]).values() for pair in found}
+
+
+def load_what_does_not_fit(folder):
+    """Another model, another optimizer: a sentence that says so, and nothing has changed."""
+    other, trainee = FSDP(Blocks()), Trainee("fsdp", seed=1)
+    fewer = torch.optim.AdamW(list(trainee.model.parameters())[1:])
     wider = FSDP(nn.Sequential(nn.Linear(6, 2 * 6)))
     save_checkpoint(folder / "wide", FSDP(nn.Sequential(nn.Linear(6, 6))), None, 0)
-    for fsdp, optimizer, name in (
-        (other, None, "torch"),
-        (trained.fsdp, fewer, "torch"),
-        (wider, None, "wide"),
-        (wider, torch.optim.SGD(wider.parameters()), "wide"),
+    for model, optimizer, name, message in (
+        (other, None, "fsdp", "is a checkpoint of another model: it lacks .*model/blocks.0.down.bias, "),
+        (trainee.model, fewer, "fsdp", "is a checkpoint of another optimizer: it holds parameter groups of "),
+        (wider, None, "wide", r"model/0.weight is \(6, 6\) torch.float32 there and \(12, 6\) torch.float32 here"),
+        (wider, torch.optim.SGD(wider.parameters()), "wide", "another"),
     ):
-        before = {key: value.clone() for key, value in fsdp.gather_full_params().items()}
-        with pytest.raises(ValueError) as caught:
-            load_checkpoint(folder / name, fsdp, optimizer)
-        messages.append(str(caught.value))
-        assert all(torch.equal(value, before[key]) for key, value in fsdp.gather_full_params().items())
-    with pytest.raises(ValueError, match="keep_every must be positive, got 0"):
-        save_checkpoint(folder / "wide", wider, None, 1, keep_every=0)
-    with pytest.raises(ValueError, match="step must not be negative and keep_last be positive, got -1 and 2"):
-        save_checkpoint(folder / "wide", wider, None, -1)
+        before = {key: value.clone() for key, value in model.gather_full_params().items()}
+        with pytest.raises(ValueError, match=message):
+            load_checkpoint(folder / name, model, optimizer)
+        assert same_bits(model.gather_full_params(), before)
+    for step, kept in ((1, {"keep_every": 0}), (-1, {}), (1, {"keep_last": 0})):
+        with pytest.raises(ValueError, match="(positive|negative).* got .*(-1|0)"):
+            save_checkpoint(folder / "wide", wider, None, step, **kept)
     with pytest.raises(OSError):
         save_checkpoint(folder / "wide" / "step-00000000" / MARKER, wider, None, 0)
-    return messages
 
 
 def refuse_or_fall_back(rank: Rank, folder):
@@ -138,119 +120,170 @@ def refuse_or_fall_back(rank: Rank, folder):
     fsdp = FSDP(nn.Linear(4, 2))
     fsdp(torch.ones(1, 4)).sum().backward()
     fsdp.finish_gradient_synchronization()
-    adafactor = torch.optim.Adafactor(fsdp.parameters())
+    adafactor, adam = torch.optim.Adafactor(fsdp.parameters()), torch.optim.Adam(fsdp.parameters())
     adafactor.step()
+    adam.step()
     with pytest.raises(ValueError, match="state row_var of weight has shape .1, 1., its shard .1, 4."):
         save_checkpoint(folder, fsdp, adafactor, 1)  # one row on each rank, so one number, but not the same
-    adam = torch.optim.Adam(fsdp.parameters())
-    adam.step()
-    adam.state[fsdp.module.weight]["odd"] = torch.ones(3 + rank.rank * 4)
-    with pytest.raises(ValueError, match="state odd of weight has shape .3,."):
-        save_checkpoint(folder, fsdp, adam, 1)
-    adam.state[fsdp.module.weight]["odd"] = torch.ones(7) if rank.rank else torch.ones(())
-    with pytest.raises(ValueError, match="state odd of weight has shape .7,."):
-        save_checkpoint(folder, fsdp, adam, 1)
-    adam.state[fsdp.module.weight] = {"a/b": 1}
-    with pytest.raises(ValueError, match="state a/b of weight has a slash in its name"):
-        save_checkpoint(folder, fsdp, adam, 1)
+    for state, message in (
+        ({"odd": torch.ones(3 + rank.rank * 4)}, "state odd of weight has shape .3,."),
+        ({"odd": torch.ones(7) if rank.rank else torch.ones(())}, "state odd of weight has shape .7,."),
+        ({"a/b": 1}, "state a/b of weight has a slash in its name"),
+        ({"odd": torch.ones(1, 4, dtype=torch.complex128)}, "weight/odd is of torch.complex128"),
+    ):
+        adam.state[fsdp.module.weight] = state
+        with pytest.raises(ValueError, match=message):
+            save_checkpoint(folder, fsdp, adam, 1)
     with pytest.raises(ValueError, match="the optimizer has a parameter of shape .3,. that the model lacks"):
         save_checkpoint(folder, fsdp, torch.optim.SGD([torch.ones(3)]), 1)
-    assert not folder.exists()
+    assert complete_checkpoints(folder) == []
     for step in (1, 2):
         save_checkpoint(folder, fsdp, None, step)
     if rank.rank == 1:
-        shard = folder / "step-00000002" / "__1_0.distcp"
+        shard = folder / "step-00000002" / "rank-1.safetensors"
         content = bytearray(shard.read_bytes())
         content[len(content) // 2] ^= 1
         shard.write_bytes(content)
     dist.barrier()
-    if rank.rank == 0:
-        with pytest.warns(UserWarning, match="step-00000002: the contents of __1_0.distcp have changed"):
-            assert load_checkpoint(folder, fsdp, None) == 1
-    else:
-        assert load_checkpoint(folder, fsdp, None) == 1
+    told = []
+    assert checkpoint.resume_checkpoint(folder, fsdp, None, tell=told.append).step == 1
+    assert len(told) == (rank.rank == 0)
+    assert all("step-00000002: the contents of rank-1.safetensors have changed" in sentence for sentence in told)
 
 
 def die_while_saving(rank: Rank, folder):
-    """Rank 1 has written its shards, rank 0 is killed before the directory is whole."""
-    trained = Trained("torch")
-    trained.step()
-
-    def die(*args, **kwargs):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    dcp.FileSystemWriter.finish = die
-    save_checkpoint(folder / "torch", trained.fsdp, trained.optimizer, 9)
+    """Both ranks have written their shards, rank 0 is killed before the directory is whole."""
+    trainee = Trainee("fsdp")
+    trainee.step(rank.rank, 0)
+    checkpoint.write_index = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    save_checkpoint(folder / "fsdp", trainee.model, trainee.optimizer, 9)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
-    return folder, spawn(save_and_go_on, 2, folder, timeout_s=120)
-
-
-def same_bits(left, right):
-    return left.keys() == right.keys() and all((left[name] == right[name]).all() for name in right)
+    return folder, spawn(save_while_stepping, 2, folder, timeout_s=120)
 
 
 @pytest.mark.slow
-def test_the_newest_ones_are_kept_and_say_what_they_hold(saved):
-    folder, _ = saved
-    assert [path.name for path in complete_checkpoints(folder / "torch")] == ["step-00000001", "step-00000002"]
-    assert sorted(path.name for path in (folder / "torch").iterdir()) == ["step-00000001", "step-00000002"]
-    marker = json.loads((folder / "torch" / "step-00000002" / MARKER).read_text())
-    assert marker["step"] == 2
-    assert marker["optimizer"][0]["betas"] == [0.8, 0.9]
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_ranks_resume_with_the_same_bits_and_each_writes_its_share(saved, kind):
+    folder, of_ranks = saved
+    assert all(found[kind][1] for found in of_ranks)
+    sizes = [found[kind][2] for found in of_ranks]
+    assert max(sizes) < 0.75 * sum(sizes)
+    (path,) = (folder / kind).iterdir()
+    assert sorted(file.name for file in path.iterdir()) == [
+        *(MARKER, "rank-0.safetensors", "rank-1.safetensors", "tensors.json")
+    ]
+    marker = json.loads((path / MARKER).read_text())
+    assert (marker["step"], marker["extra"], marker["optimizer"][0]["lr"]) == (3, {"place": 7}, 0.05)
 
 
 @pytest.mark.slow
-def test_a_save_that_is_killed_leaves_the_one_before_and_any_number_of_ranks_reads_it(saved):
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_other_ranks_and_wrappers_read_the_same_values(saved, world_size):
+    folder, of_ranks = saved
+    for found in spawn(resume_under_every_wrapper, world_size, folder, timeout_s=120):
+        for (saved_kind, kind), values in found.items():
+            assert same_bits(values, of_ranks[0][saved_kind][0]), (saved_kind, kind)
+
+
+@pytest.mark.slow
+def test_a_save_that_is_killed_leaves_the_one_before(saved):
     folder, _ = saved
     with pytest.raises(RankFailed):
         spawn(die_while_saving, 2, folder, timeout_s=60)
-    assert list((folder / "torch").glob(".step-*"))  # torn, under its temporary name
-    for path in (folder / "torch" / "step-00000008", folder / "torch" / "step-00000007"):
-        _copy(folder / "torch" / "step-00000002", path)
-    (folder / "torch" / "step-00000008" / MARKER).unlink()  # killed between the name and the marker
-    shard = next((folder / "torch" / "step-00000007").glob("*.distcp"))
-    shard.write_bytes(shard.read_bytes()[:-1])  # cut short by a disk that lied
-    assert complete_checkpoints(folder / "torch")[-1].name == "step-00000002"
-    replaced = folder / "torch" / ".step-00000002.old"  # killed while saving a step again, before the new one is whole
-    (folder / "torch" / "step-00000002").replace(replaced)
-    _copy(replaced, folder / "torch" / "step-00000002")
-    (folder / "torch" / "step-00000002" / MARKER).unlink()
-    for resumed in spawn(resume_and_go_on, 3, folder, timeout_s=120):
-        for name, (at_last, after) in saved[1][0].items():
-            assert same_bits(resumed[name][0], at_last)
-            for key, value in after.items():  # an average over three ranks rounds otherwise
-                torch.testing.assert_close(torch.from_numpy(resumed[name][1][key]), torch.from_numpy(value))
+    (torn,) = (folder / "fsdp").glob(".step-*")
+    assert sorted(file.name for file in torn.iterdir()) == ["rank-0.safetensors", "rank-1.safetensors"]
+    assert [path.name for path in complete_checkpoints(folder / "fsdp")] == ["step-00000003"]
 
 
-@pytest.mark.slow
-def test_as_many_ranks_go_on_with_the_same_bits(saved):
-    folder, before = saved
-    for resumed in spawn(resume_and_go_on, 2, folder, timeout_s=120):
-        for name in OPTIMIZERS:
-            assert all(map(same_bits, resumed[name], before[0][name]))
+@pytest.fixture
+def alone():
+    with joined("cpu"):
+        trainee = Trainee("ddp, fused")
+        trainee.step(0, 0)
+        yield trainee
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_another_model_is_refused(saved):
-    folder, _ = saved
-    for messages in spawn(load_what_does_not_fit, 2, folder, timeout_s=60):
-        model, optimizer, shape, none = messages
-        assert "is a checkpoint of another model: it lacks model/blocks.0.down.bias, " in model
-        assert "is a checkpoint of another optimizer: it holds parameter groups of [" in optimizer
-        assert "model/0.weight is (6, 6) torch.float32 there and (12, 6) torch.float32 here" in shape
-        assert "another" in none
+def test_a_save_that_fails_is_told_and_the_next_one_waits_for_it(alone, tmp_path, monkeypatch):
+    write, order, hold = background_checkpoint.write, [], threading.Event()
+
+    def fails_once(folder, collected, *arguments):
+        order.append(collected.marker["step"])
+        if len(order) == 2:
+            threading.Timer(0.2, hold.set).start()
+            assert hold.wait(60)
+            order.append("full")
+            raise OSError(28, "No space left on device")
+        return write(folder, collected, *arguments)
+
+    monkeypatch.setattr(background_checkpoint, "write", fails_once)
+    with BackgroundSaver(tmp_path, alone.model, alone.optimizer) as saver:
+        for step in (2, 3, 4):
+            saver.save(step)
+        told = saver.wait()
+    assert order == [2, 3, "full", 4]
+    assert [(one.step, one.error) for one in told] == [(2, None), (3, "[Errno 28] No space left on device"), (4, None)]
+    assert 0.1 < told[2].waited_seconds < told[2].stall_seconds < told[2].seconds
+    assert told[1].path is None
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000002", "step-00000004"]
 
 
-@pytest.mark.slow
-def test_all_ranks_agree_on_what_is_wrong(tmp_path):
-    spawn(refuse_or_fall_back, 2, tmp_path / "run", timeout_s=60)
+def test_where_host_memory_is_short_a_save_waits_for_the_disk(alone, tmp_path):
+    with BackgroundSaver(tmp_path, alone.model, alone.optimizer) as saver:
+        assert "bytes of copies do not fit the 100 of host memory" in saver.reserve(100)
+        saver.save(1)
+        (saved,) = saver.finished()
+        assert saved.stall_seconds == saved.seconds
+        assert complete_checkpoints(tmp_path) == [saved.path]
 
 
-def _copy(source: Path, target: Path) -> None:
-    target.mkdir()
-    for path in source.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
+def test_a_second_interrupt_waits_for_nothing(alone, tmp_path, monkeypatch):
+    hold = threading.Event()
+    monkeypatch.setattr(background_checkpoint, "write", lambda *_: hold.wait(60))
+    with pytest.raises(KeyboardInterrupt), BackgroundSaver(tmp_path, alone.model, alone.optimizer) as saver:
+        saver.save(1)
+        raise KeyboardInterrupt
+    assert saver.finished() == []
+    hold.set()
+    assert len(saver.wait()) == 1
+
+
+def test_extra_state_that_is_more_than_plain_data_is_refused(alone, tmp_path):
+    alone.layers[2].remembered = {"path": Path("x")}
+    with pytest.raises(ValueError, match="extra/2 is to be plain data and tensors, and holds PosixPath"):
+        save_checkpoint(tmp_path, alone.model, None, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_continues_while_its_state_is_written(tmp_path, monkeypatch):
+    write, hold = background_checkpoint.write, threading.Event()
+    monkeypatch.setattr(background_checkpoint, "write", lambda *arguments: hold.wait(60) and write(*arguments))
+    with joined("cuda"):
+        torch.manual_seed(0)
+        model, x = torch.nn.Linear(1024, 1024, device="cuda"), torch.randn(8, 1024, device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def step():
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        with BackgroundSaver(tmp_path, model, optimizer) as saver:
+            assert saver.reserve(2**30) is None
+            saver.save(1)
+            assert saver._slab is not None and saver._slab.memory.is_pinned()
+            expected = [parameter.detach().clone() for parameter in model.parameters()]
+            for _ in range(3):
+                step()
+            torch.cuda.synchronize()
+            hold.set()
+            (saved,) = saver.wait()
+        assert saved.error is None
+        assert load_checkpoint(tmp_path, model, optimizer) == 1
+        assert all(map(torch.equal, model.parameters(), expected))

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from cs336_systems.distributed.checkpoint import MARKER, complete_checkpoints, load_checkpoint, save_checkpoint
+from cs336_systems.distributed.checkpoint import complete_checkpoints, load_checkpoint, save_checkpoint
+from cs336_systems.distributed.checkpoint_folder import MARKER
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank, joined
 from cs336_systems.distributed.spawn import spawn
@@ -94,20 +95,20 @@ def test_steps_of_nine_digits(run):
 @pytest.mark.filterwarnings("ignore")  # those that are not matched here
 def test_a_folder_with_only_a_torn_checkpoint_is_no_empty_one(run):
     path = run.save(3)
-    shard = path / "__0_0.distcp"
+    shard = path / "rank-0.safetensors"
     cut_short(shard)
     rest = shard.read_bytes()
     with pytest.raises(
-        RuntimeError, match="holds no checkpoint that is whole.*step-00000003: __0_0.distcp has .* bytes"
+        RuntimeError, match="holds no checkpoint that is whole.*step-00000003: rank-0.safetensors has .* bytes"
     ):
         run.load()
-    with pytest.warns(UserWarning, match="neither loaded nor removed: .*step-00000003: __0_0.distcp has .* bytes"):
+    with pytest.warns(UserWarning, match="step-00000003: rank-0.safetensors has .* bytes"):
         run.save(4, keep_last=1)
     assert shard.read_bytes() == rest
     with pytest.warns(UserWarning, match="step-00000003 is kept as .*step-00000003.old"):
         run.save(3, keep_last=1)
     assert (run.folder / ".step-00000003.old" / shard.name).read_bytes() == rest
-    with pytest.warns(UserWarning, match="step-00000003.old: __0_0.distcp has"):
+    with pytest.warns(UserWarning, match="step-00000003.old: rank-0.safetensors has"):
         assert run.load() == 3
     assert run.names() == [".step-00000003.old", "step-00000003"]
 
@@ -150,7 +151,7 @@ def test_one_error_in_reading_removes_nothing(run, monkeypatch):
     assert [path.name[-1] for path in complete_checkpoints(run.folder)] == ["1", "2", "3"]
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", MARKER])
+@pytest.mark.parametrize("name", ["rank-0.safetensors", "tensors.json", MARKER])
 def test_a_flipped_bit_is_not_loaded(run, name):
     run.save(1)
     flip_a_bit(run.save(2) / name)

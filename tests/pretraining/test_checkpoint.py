@@ -90,13 +90,13 @@ def flip_a_bit(file):
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "complete.json"])
+@pytest.mark.parametrize("name", ["rank-0.safetensors", "tensors.json", "complete.json"])
 @pytest.mark.parametrize(
     "harm", [flip_a_bit, lambda file: file.write_bytes(file.read_bytes()[:-1]), lambda file: file.unlink()]
 )
 def test_damage_is_named_and_the_one_before_read(run, name, harm):
     harm(run / "step-00000002" / name)
-    with pytest.raises(ValueError, match=r"step-00000002 is (no complete checkpoint: .*|damaged: .*)" + name):
+    with pytest.raises(ValueError, match="step-00000002 .*" + name):
         load_weights(run / "step-00000002")
     checkpoint = load_weights(run)
     assert checkpoint.step == 1

@@ -151,10 +151,10 @@ def test_damage_is_said(command, trained, tmp_path):
             with torch.no_grad():
                 model.ln_final.weight[0] = math.nan if step == 1 else 1.0
             save_model(tmp_path / "run", model, step, optimizer=False)
-    (tmp_path / "run/step-00000002/__0_0.distcp").unlink()
+    (tmp_path / "run/step-00000002/rank-0.safetensors").unlink()
     code, _, err = command("export", tmp_path / "run")
     assert code == 0
-    assert err == f"export: {tmp_path}/run/step-00000002 is passed over: __0_0.distcp is missing\n"
+    assert err == f"export: {tmp_path}/run/step-00000002 is passed over: rank-0.safetensors is missing\n"
     code, _, err = command("sample", tmp_path / "run")
     assert code == 2
     assert err.endswith("sample: the model's logits after 1 tokens are not finite\n")

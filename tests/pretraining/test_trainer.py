@@ -118,12 +118,12 @@ def test_a_damaged_checkpoint_is_passed_over_which_the_log_says(whole, alone, tm
     shutil.copytree(whole / "run", tmp_path / "run")
     for later in (9, 10):
         shutil.rmtree(tmp_path / "run" / f"step-{later:08d}")
-    with next((tmp_path / "run" / "step-00000008").glob("*.distcp")).open("r+b") as file:
+    with next((tmp_path / "run" / "step-00000008").glob("*.safetensors")).open("r+b") as file:
         file.seek(5000)
         file.write(b"other")
     assert train(options(tmp_path, data=whole / "data", save_every=None, export=False), alone).first_step == 7
     changes, said = read_run(tmp_path / "run" / LOG).all(Message)
-    assert (said.level, said.text.endswith(".distcp have changed since they were written")) == ("warning", True)
+    assert (said.level, said.text.endswith(".safetensors have changed since they were written")) == ("warning", True)
     assert "step-00000008" in said.text and not recwarn.list
     assert changes.text == "unlike the session before: --save-every None (1), --keep-last 2 (20), --export False (True)"
     assert losses_and_norms(tmp_path / "run") == losses_and_norms(whole / "run")

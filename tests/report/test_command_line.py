@@ -64,7 +64,8 @@ def test_help_imports_nothing_heavy(command):
     assert "--help" in found.stdout
 
 
-def test_the_fork_server_imports_while_a_command_does(monkeypatch):
+@pytest.mark.parametrize(("launched", "expected"), [(False, ["server", "import", "run"]), (True, ["import", "run"])])
+def test_the_fork_server_imports_while_a_command_does(monkeypatch, launched, expected):
     done = []
     experiment = SimpleNamespace(run=lambda options: done.append("run") or 0)
     modules = SimpleNamespace(
@@ -72,5 +73,9 @@ def test_the_fork_server_imports_while_a_command_does(monkeypatch):
     )
     monkeypatch.setattr(command_line, "importlib", modules)
     monkeypatch.setattr(command_line, "start_server", lambda *modules: done.append("server"))
+    if launched:
+        monkeypatch.setenv("RANK", "0")
+    else:
+        monkeypatch.delenv("RANK", raising=False)
     assert command_line.experiment_command(Options, "training.experiment", "")(["--device", "cpu"]) == 0
-    assert done == ["server", "import", "run"]
+    assert done == expected

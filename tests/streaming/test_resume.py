@@ -9,9 +9,8 @@ from torch import Tensor
 from cs336_systems.blocks import REFERENCE
 from cs336_systems.config import PRECISIONS, ModelConfig
 from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, StreamedWork
-from cs336_systems.distributed.checkpoint import load_checkpoint, save_checkpoint
+from cs336_systems.distributed.checkpoint import find_checkpoint, load_checkpoint, load_whole_model, save_checkpoint
 from cs336_systems.distributed.process_group import joined
-from cs336_systems.distributed.whole_checkpoint import find_checkpoint, load_whole_model
 from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.model import TransformerLM
 from cs336_systems.processes import FreshProcess

@@ -1,0 +1,258 @@
+"""Stretches: consecutive elements of whole tensors, written by the ranks that hold them, read by any number of ranks.
+
+    described = write_stretches(folder / "rank-0.safetensors", {"model/w": Stretch((4, 6), start=0, values=rows)})
+    write_index(folder, [described, ...])                # of all ranks
+    stored = read_index(folder)                          # name -> StoredTensor
+    fill(Stretch((4, 6), start=6, values=torch.empty(3, 6)), stored["model/w"])
+
+Every rank writes one safetensors file, in which a tensor is the rank's stretch of it, flat. ``tensors.json`` says where
+each tensor's stretches are: ``{"model/w": {"shape": [4, 6], "dtype": "F32", "stretches": [["rank-0.safetensors", 0,
+12], ...]}}``, with file, first element and number of elements. Reading intersects these intervals with the one that is
+wanted, so the ranks that read may divide tensors otherwise than those that wrote. Elements are counted in row-major
+order; where a rank's share is consecutive in another order of the dimensions, as the slices that a ``ShardedOptimizer``
+makes of a transposed weight are, ``"order"`` lists the dimensions, outermost first.
+
+Files are written and read a tensor at a time, so that host memory holds one tensor besides what is saved; safetensors'
+own functions would hold all of them.
+"""
+
+import json
+import os
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+INDEX = "tensors.json"
+
+_DTYPES = {
+    **{"BOOL": torch.bool, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64},
+    **{"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "C64": torch.complex64},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BF16": torch.bfloat16},
+    **{"F16": torch.float16, "F32": torch.float32, "F64": torch.float64},
+}
+"""Dtypes by safetensors' names."""
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_CONTAINERS = {kind.__name__: kind for kind in (list, tuple, set, dict, OrderedDict)}
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """Consecutive elements of a whole tensor, in memory that is written from or read into.
+
+    Attributes:
+        shape: of the whole tensor.
+        start: the first element's position in the whole tensor, its dimensions permuted to ``order`` and flattened.
+        values: the elements, flattened in row-major order.
+        order: dimensions, outermost first; empty for their own order.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    values: Tensor
+    order: tuple[int, ...] = ()
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> "Stretch":
+        """All of a tensor."""
+        return cls(tuple(tensor.shape), 0, tensor)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all elements of the whole tensor."""
+        return self.values.numel() == prod(self.shape)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint; shape and order as those of ``Stretch``.
+
+    Attributes:
+        pieces: first element, number of elements, and a function that reads those from ``begin`` to ``end`` of these;
+            together they are all elements.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: Sequence[tuple[int, int, Callable[[int, int], Tensor]]]
+    order: tuple[int, ...] = ()
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` on the CPU, (stop - start,).
+
+        Raises:
+            ValueError: a file is too short, or is not what the description says.
+            OSError: a file cannot be read.
+        """
+        elements = torch.empty(stop - start, dtype=self.dtype, device="cpu")
+        for first, n, read in self.pieces:
+            begin, end = max(start, first), min(stop, first + n)
+            if begin < end:
+                elements[begin - start : end - start] = read(begin - first, end - first)
+        return elements
+
+
+@torch.no_grad()
+def fill(stretch: Stretch, stored: StoredTensor) -> None:
+    """Read the elements of a stretch from a tensor of the same shape; raises as ``StoredTensor.read``."""
+    stop = stretch.start + stretch.values.numel()
+    if stretch.order == stored.order:
+        elements = stored.read(stretch.start, stop)
+    else:  # which takes the whole tensor: what is consecutive in one order is scattered in another
+        order = stored.order or tuple(range(len(stored.shape)))
+        whole = stored.read(0, prod(stored.shape)).view([stored.shape[d] for d in order])
+        whole = whole.permute([order.index(d) for d in stretch.order or range(len(order))])
+        elements = whole.reshape(-1)[stretch.start : stop]
+    stretch.values.copy_(elements.view(stretch.values.shape))
+
+
+@torch.no_grad()
+def read_whole(stored: StoredTensor) -> Tensor:
+    """All of a tensor, on the CPU."""
+    tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+    fill(Stretch.whole(tensor), stored)
+    return tensor
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file of a checkpoint: its size, its CRC-32, and the entries of ``tensors.json`` for what it holds."""
+
+    name: str
+    n_bytes: int
+    crc32: int
+    entries: dict[str, dict[str, Any]]
+
+
+@torch.no_grad()
+def write_stretches(path: Path, stretches: Mapping[str, Stretch]) -> WrittenFile:
+    """Write a safetensors file that is on the disk when this returns.
+
+    Raises:
+        ValueError: safetensors has no name for a dtype.
+        OSError: it cannot be written.
+    """
+    header, entries, end = {}, {}, 0
+    for name, stretch in sorted(stretches.items(), key=lambda item: -item[1].values.itemsize):  # so all are aligned
+        if (dtype := _NAMES.get(stretch.values.dtype)) is None:
+            raise ValueError(f"{name} is of {stretch.values.dtype}, which safetensors files cannot hold")
+        begin, end, n = end, end + stretch.values.nbytes, stretch.values.numel()
+        header[name] = {"dtype": dtype, "shape": [n], "data_offsets": [begin, end]}
+        order = {"order": stretch.order} if stretch.order else {}
+        entries[name] = {"shape": stretch.shape, "dtype": dtype, **order, "stretches": [[path.name, stretch.start, n]]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    checksum = zlib.crc32(start := len(encoded).to_bytes(8, "little") + encoded)
+    with path.open("wb") as file:
+        file.write(start)
+        for name in header:
+            content = _bytes_of(stretches[name].values.detach().reshape(-1).cpu())
+            checksum = zlib.crc32(content, checksum)
+            file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return WrittenFile(path.name, len(start) + end, checksum, entries)
+
+
+def write_index(folder: Path, files: Sequence[WrittenFile]) -> WrittenFile:
+    """Write ``tensors.json``, one line a tensor, of the files of all ranks; raises OSError."""
+    tensors: dict[str, dict[str, Any]] = {}
+    for name, entry in (item for file in files for item in file.entries.items()):
+        tensors.setdefault(name, entry | {"stretches": []})["stretches"] += entry["stretches"]
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted(tensors.items()))
+    content = f"{{\n{lines}\n}}\n".encode()
+    with (folder / INDEX).open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return WrittenFile(INDEX, len(content), zlib.crc32(content), {})
+
+
+def read_index(folder: Path, files: Collection[str]) -> dict[str, StoredTensor]:
+    """The tensors of a folder, by name; only these of its files are opened.
+
+    Raises:
+        ValueError: ``tensors.json`` or a safetensors header is malformed, or they contradict each other.
+        OSError: a file cannot be read.
+    """
+    try:
+        index = json.loads((folder / INDEX).read_text())
+        named = {stretch[0] for entry in index.values() for stretch in entry["stretches"]}
+        if foreign := named.difference(files):
+            raise ValueError(f"it names {min(foreign)}, which is no file of the checkpoint")
+        headers = {name: _read_header(folder / name) for name in named}
+        return {name: _stored(folder, name, entry, headers) for name, entry in index.items()}
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise ValueError(f"{folder / INDEX} is not read: {error!r}") from None
+
+
+def _stored(folder: Path, name: str, entry: dict[str, Any], headers: dict[str, Any]) -> StoredTensor:
+    shape, order, dtype = tuple(entry["shape"]), tuple(entry.get("order", ())), _DTYPES[entry["dtype"]]
+    pieces, n_before = [], 0
+    for file, first, n in sorted(entry["stretches"], key=lambda stretch: stretch[1:]):
+        data, header = headers[file]
+        begin, end = header[name]["data_offsets"]
+        if (first, header[name]["dtype"], end - begin) != (n_before, entry["dtype"], n * dtype.itemsize):
+            raise ValueError(f"{name} is not in {file} as it says")
+        pieces.append((first, n, partial(_read_elements, folder / file, data + begin, dtype)))
+        n_before += n
+    if n_before != prod(shape) or (order and sorted(order) != list(range(len(shape)))):
+        raise ValueError(f"{name} of shape {shape} has {n_before} elements")
+    return StoredTensor(shape, dtype, pieces, order)
+
+
+def _read_elements(path: Path, data: int, dtype: torch.dtype, begin: int, end: int) -> Tensor:
+    """Elements of the tensor that begins at byte ``data``."""
+    elements = torch.empty(end - begin, dtype=dtype, device="cpu")
+    with path.open("rb") as file:
+        file.seek(data + begin * dtype.itemsize)
+        if file.readinto(_bytes_of(elements)) != elements.nbytes:
+            raise ValueError(f"{path} ends before byte {data + end * dtype.itemsize}")
+    return elements
+
+
+def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """The number of bytes before the data of a safetensors file, and its header."""
+    with path.open("rb") as file:
+        n_bytes = int.from_bytes(file.read(8), "little")
+        if n_bytes > path.stat().st_size:
+            raise ValueError(f"the header of {path.name} is longer than the file")
+        return 8 + n_bytes, json.loads(file.read(n_bytes))
+
+
+def _bytes_of(flat: Tensor) -> Any:
+    """The memory of a contiguous tensor on the CPU, (n,)."""
+    return flat.view(torch.uint8).numpy().data
+
+
+def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Plain data as JSON can hold it; the tensors among them are added to ``tensors``, under names that begin so.
+
+    Raises:
+        ValueError: there is something else among them.
+    """
+    if type(value) in (Tensor, nn.Parameter):
+        key = f"{name}/{len(tensors)}"
+        tensors[key] = value.detach()
+        return {"tensor": key}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in _CONTAINERS.values():
+        items = value.items() if isinstance(value, dict) else value
+        return {type(value).__name__: [pack(item, name, tensors) for item in items]}
+    raise ValueError(f"{name} is to be plain data and tensors, and holds {type(value).__name__}")
+
+
+def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What was packed."""
+    if not isinstance(packed, dict):
+        return packed
+    ((kind, content),) = packed.items()
+    return tensors[content] if kind == "tensor" else _CONTAINERS[kind](unpack(item, tensors) for item in content)
