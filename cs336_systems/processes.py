@@ -48,7 +48,7 @@ def start_server(*modules: str) -> None:
             of every torch optimizer would import, in seconds.
     """
     ours = sorted(name for name in sys.modules if name.startswith("cs336_systems."))
-    resource_tracker.ensure_running()  # which unblocks SIGINT: before the next line
+    resource_tracker.ensure_running()  # before the next line, as it unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: Ctrl-C is for this process alone
     try:
         _context.set_forkserver_preload([*(modules or (*ours, "torch._dynamo")), "cs336_systems.frozen"])
@@ -58,7 +58,7 @@ def start_server(*modules: str) -> None:
 
 
 class FreshProcess:
-    """One that runs ``body(connection, *args)``, a module-level function."""
+    """A process that runs ``body(connection, *args)``, a module-level function."""
 
     def __init__(self, body: Callable[..., None], *args: Any) -> None:
         self._kills_before = _oom_kills()
@@ -85,7 +85,7 @@ class FreshProcess:
             raise TimeoutError
         try:
             return self.connection.recv()
-        except (EOFError, OSError):  # the latter where it died in the middle of its report
+        except (EOFError, OSError):  # OSError if it died in the middle of its report
             raise self._death() from None
 
     def _death(self) -> Died:

@@ -16,17 +16,14 @@ from typing import Annotated, Any, Union
 
 import tyro
 
-from cs336_systems.experiments.parallelism.questions import QUESTIONS
+from cs336_systems.experiments.parallelism.questions import QUESTIONS, run
 from cs336_systems.report.command_line import exit_with
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Answer the question that the subcommand names; returns the exit code."""
     kinds: Any = Union[tuple(Annotated[q, tyro.conf.subcommand(q.__name__.lower())] for q in QUESTIONS)]  # noqa: UP007
-    question = tyro.cli(kinds, args=arguments, description=__doc__)
-    from cs336_systems.experiments.parallelism.answers import answer  # pandas and matplotlib come with it
-
-    return answer(question)
+    return run(tyro.cli(kinds, args=arguments, description=__doc__))
 
 
 if __name__ == "__main__":

@@ -7,16 +7,20 @@ model's feed-forward, a batch of 4M tokens, H100s, and the accounting question's
 from dataclasses import dataclass
 
 from cs336_systems.costs.parallelism import ring as rings
-from cs336_systems.costs.parallelism.accounting import (
+from cs336_systems.costs.parallelism.failures import Job, mean_time_between_failures
+from cs336_systems.costs.parallelism.forms import FeedForward, Form, Pass, find_device, largest_world
+from cs336_systems.costs.parallelism.mesh import (
     XXL,
     MeshThreshold,
+    Network,
+    Split,
+    best_whole_split,
+    largest_mesh,
+    optimal_split,
     smaller_batches,
     thresholds,
     torus_network,
 )
-from cs336_systems.costs.parallelism.failures import Job, mean_time_between_failures
-from cs336_systems.costs.parallelism.forms import FeedForward, Form, Pass, find_device, largest_world
-from cs336_systems.costs.parallelism.mesh import Network, Split, best_whole_split, largest_mesh, optimal_split
 from cs336_systems.costs.parallelism.pipeline import Timeline, simulate
 from cs336_systems.costs.parallelism.scaling import LLAMA3_70B, Workload
 

@@ -31,8 +31,7 @@ from cs336_systems.experiments.kernels.figure import shares_figure
 from cs336_systems.experiments.leaks.findings import findings_figure
 from cs336_systems.experiments.learning.figure import loss_figure
 from cs336_systems.experiments.model_figures import frontier_figure, speedups_figure, step_figure
-from cs336_systems.experiments.parallelism.figures import goodput_figure, scaling_figure
-from cs336_systems.experiments.parallelism.pipeline_figure import pipelines_figure
+from cs336_systems.experiments.parallelism.figures import goodput_figure, pipelines_figure, scaling_figure
 from cs336_systems.experiments.sharded_optimizer.table import memory_figure
 from cs336_systems.experiments.streaming.figure import heatmap_figure
 from cs336_systems.experiments.training.figure import rates_figure

@@ -23,7 +23,7 @@ from jinja2 import Environment, nodes
 
 from cs336_systems.answers.arithmetic import LAYER
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.costs.parallelism.accounting import XXL
+from cs336_systems.costs.parallelism.mesh import XXL
 
 _UNITS = (
     *("ns", "us", "µs", "ms", "s", "seconds?", "minutes?", "hours?", "days?"),

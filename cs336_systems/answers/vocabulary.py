@@ -28,8 +28,8 @@ from cs336_systems.answers.training_scaling import scaling_table
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.communication import cost
 from cs336_systems.costs.fsdp import model_units, state_bytes
-from cs336_systems.costs.parallelism.accounting import XXL
 from cs336_systems.costs.parallelism.forms import least_tokens_per_device
+from cs336_systems.costs.parallelism.mesh import XXL
 from cs336_systems.costs.parallelism.scaling import communication_limit
 from cs336_systems.costs.sharding import link_bytes_per_step
 from cs336_systems.experiments.attention import table as attention_tables
@@ -44,7 +44,6 @@ from cs336_systems.experiments.leaks import flops_against_time, launch_overhead,
 from cs336_systems.experiments.leaks.findings import Findings
 from cs336_systems.experiments.learning.table import LEARNING_TABLE, loss_deviations
 from cs336_systems.experiments.model import step_table
-from cs336_systems.experiments.parallelism.answers import found
 from cs336_systems.experiments.parallelism.questions import QUESTIONS
 from cs336_systems.experiments.sharded_optimizer import table as sharded_tables
 from cs336_systems.experiments.streaming.table import STREAMING_TABLE
@@ -247,7 +246,7 @@ def _findings(rows: pd.DataFrame) -> Findings:
 def parallelism(question: str) -> list[Table]:
     """The tables of a question of ``scripts/parallelism.py``, at its defaults."""
     kinds = {kind.__name__.lower(): kind for kind in QUESTIONS}
-    return found(kinds[question]())[0]
+    return kinds[question]().answer()[0]
 
 
 def answering(function: Callable[..., Any], instead: Callable[[NotMeasured], Any]) -> Callable[..., Any]:

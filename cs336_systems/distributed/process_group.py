@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from cs336_systems.case import Unsupported
+
 T = TypeVar("T")
 
 PEER_LOST_HOLD_S = 2.0
@@ -125,17 +127,17 @@ def on_rank_0(action: Callable[[], T], group: dist.ProcessGroup | None = None) -
 
 
 def check_device(device: str, ranks_here: int) -> None:
-    """Raise ValueError unless this machine has the device, once for each of ``ranks_here`` ranks if it is a GPU."""
+    """Raise Unsupported unless this machine has the device, and a GPU for each of ``ranks_here`` ranks."""
     if device not in _BACKENDS:
         raise ValueError(f"no backend for device {device!r}: known are {', '.join(_BACKENDS)}")
     if device == "cpu":
         return
     if not dist.is_nccl_available():
-        raise ValueError("device cuda needs the NCCL backend, and this build of torch has none; use device cpu (gloo)")
+        raise Unsupported("device cuda needs the NCCL backend, and this build of torch has none; use device cpu (gloo)")
     if not torch.cuda.is_available():
-        raise ValueError("device cuda needs a GPU for NCCL, and torch finds none here; use device cpu (gloo)")
+        raise Unsupported("device cuda needs a GPU for NCCL, and torch finds none here; use device cpu (gloo)")
     if ranks_here > (present := torch.cuda.device_count()):
-        raise ValueError(f"{ranks_here} ranks on this machine need a GPU each, and torch finds {present}")
+        raise Unsupported(f"{ranks_here} ranks on this machine need a GPU each, and torch finds {present}")
 
 
 @contextmanager

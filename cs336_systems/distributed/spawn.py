@@ -46,7 +46,6 @@ def spawn(
     device: str = "cpu",
     timeout_s: float = 600.0,
     limit_s: float | None = None,
-    hear: Callable[[int, Any], None] | None = None,
 ) -> list[T]:
     """Run ``worker(rank, *args)`` on ``world_size`` ranks of this machine, each a fresh process; results by rank.
 
@@ -55,8 +54,6 @@ def spawn(
         device: as of ``joined``. On a CPU the cores are divided among the ranks.
         timeout_s: how long a collective may wait for the other ranks.
         limit_s: how long the whole may take; by default without end.
-        hear: called here with a rank's number and what it tells before its result; the worker is then given ``tell``,
-            a function, as a keyword.
 
     Raises:
         ValueError: ``world_size`` is not positive, or the machine lacks the devices.
@@ -71,17 +68,34 @@ def spawn(
     ranks: list[FreshProcess] = []
     try:
         for number in range(world_size):
-            places = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-            # as torchrun would; the last one says that the launcher hosts the store
-            hosts = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-            ranks.append(FreshProcess(_be_a_rank, places | hosts, worker, args, device, timeout_s, hear is not None))
-        return _results(ranks, deadline, hear)
+            variables = rank_variables(number, world_size, store.port)
+            ranks.append(FreshProcess(_be_a_rank, variables, worker, args, device, timeout_s))
+        return _results(ranks, deadline)
     finally:
         for rank in ranks:
             rank.end()
 
 
-def _results(ranks: list[FreshProcess], deadline: float | None, hear: Callable[[int, Any], None] | None) -> list[Any]:
+def rank_variables(number: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun would set for a rank on this machine, whose launcher hosts the store at ``port``.
+
+    The cores of this process are divided among the ranks.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    own = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    threads = {"OMP_NUM_THREADS": max(1, cores // world_size)}
+    return {name: str(value) for name, value in (own | store | threads).items()}
+
+
+def take_place(variables: dict[str, str]) -> None:
+    """Make this fresh process the rank that the variables describe, with as many threads as they say."""
+    os.environ.update(variables)
+    if n_threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(n_threads))  # the fork server has imported torch, which reads the variable then
+
+
+def _results(ranks: list[FreshProcess], deadline: float | None) -> list[Any]:
     """What each rank returned, once all have; the first report of a failure, or death without a report, ends it."""
     results: dict[int, Any] = {}
     while len(results) < len(ranks):
@@ -99,34 +113,23 @@ def _results(ranks: list[FreshProcess], deadline: float | None, hear: Callable[[
             if kind == "failed":
                 text, error = value
                 raise RankFailed(number, f"rank {number} failed:\n{text}", error) from error
-            if kind == "told":
-                assert hear is not None
-                hear(number, value)
-            else:
-                results[number] = value
+            results[number] = value
     return [results[number] for number in range(len(ranks))]
 
 
 def _be_a_rank(
     connection: Connection,
-    environment: dict[str, Any],
+    variables: dict[str, str],
     worker: Callable[..., Any],
     args: tuple[Any, ...],
     device: str,
     timeout_s: float,
-    tells: bool,
 ) -> None:
-    """Body of a rank: join, work, report: ("told", ...) at will, then ("result", ...) or ("failed", ...)."""
-    os.environ.update({name: str(value) for name, value in environment.items()})
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // environment["WORLD_SIZE"]))
-
-    def tell(value: Any) -> None:
-        connection.send(("told", value))
-
+    """Body of a rank: join, work, report ("result", ...) or ("failed", ...)."""
+    take_place(variables)
     try:
         with joined(device, timeout_s=timeout_s) as rank:
-            result = worker(rank, *args, **({"tell": tell} if tells else {}))
+            result = worker(rank, *args)
         report = pickle.dumps(("result", result))
     except BaseException as error:
         text = traceback.format_exc()

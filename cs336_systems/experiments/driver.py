@@ -28,7 +28,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from cs336_systems.experiments.options import RunOptions
-    from cs336_systems.harness.process import Cell
+    from cs336_systems.harness.isolation import Cell
     from cs336_systems.harness.record import RowFile
     from cs336_systems.harness.sweep import Outcome
     from cs336_systems.report.tables import Table
@@ -148,7 +147,7 @@ class Experiment:
 
     def run(self, options: Any) -> int:
         """Measure all cells and present them; returns the exit code."""
-        from cs336_systems.harness.ranks import reports
+        from cs336_systems.harness.isolation import reports
         from cs336_systems.harness.record import RowFile
         from cs336_systems.harness.sweep import cell_columns
 
@@ -184,7 +183,7 @@ class Experiment:
         check_device(options.device)
         check_options(options)
         if hasattr(options, "world_size"):
-            from cs336_systems.harness.ranks import one_rank_per_gpu, resolve_world_sizes
+            from cs336_systems.harness.isolation import one_rank_per_gpu, resolve_world_sizes
 
             default = (self.default_worlds or one_rank_per_gpu)(options.device)
             worlds = resolve_world_sizes(options.world_size, default)
@@ -218,8 +217,7 @@ def command(experiment: Experiment, description: str | None) -> Callable[..., in
 
     def main(arguments: list[str] | None = None) -> int:
         options = parse(experiment.options, arguments, description)
-        if "RANK" not in os.environ:  # else a launcher has started the ranks
-            start_server(*experiment.preloaded(options))
+        start_server(*experiment.preloaded(options))
         return experiment.run(options)
 
     return main

@@ -16,8 +16,7 @@ from cs336_systems.costs.planner import Choice, KeepChoice, cheapest_keep, cheap
 from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.experiments.model import CeilingCell, ModelCell
 from cs336_systems.hardware import GIB, find_hardware
-from cs336_systems.harness.ceilings import measure_ceilings
-from cs336_systems.harness.clock import WHOLE, time_phases
+from cs336_systems.harness.clock import WHOLE, measure_ceilings, time_phases
 from cs336_systems.harness.fit import check_fit, head_chunk, is_predictable, predicted_bytes
 from cs336_systems.harness.memory import PeakMeter, cublas_workspace_bytes, free_bytes
 from cs336_systems.harness.record import Metric

@@ -17,7 +17,7 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.driver import Experiment, Stage
 from cs336_systems.experiments.options import RankedCase
 from cs336_systems.harness.clock import WHOLE, PhaseTimes
-from cs336_systems.harness.process import Cell
+from cs336_systems.harness.isolation import Cell
 from cs336_systems.harness.record import Metric, read_rows
 from cs336_systems.harness.runs import pooled
 from cs336_systems.harness.sweep import Outcome, outcome_rows

@@ -11,16 +11,25 @@ Two questions, two functions:
 
 On a GPU both read CUDA events, which the device itself stamps between kernels (the committed samples step by 32 ns).
 Compilation and autotuning happen in warm-up steps, whose times are returned beside the samples and never among them.
+
+Shares of a limit need the rates that this machine reaches: a datasheet's peak assumes clocks that a power limit may not
+allow, and an unknown device has no datasheet at all. ``measure_ceilings`` times a large matmul and a large copy with
+the same clock, on random data (zeros draw less power and run faster).
 """
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from cs336_systems.config import phase_of
+from cs336_systems.config import Precision, phase_of
+from cs336_systems.distributed.process_group import Rank, check_same_across_ranks
+from cs336_systems.harness.record import Metric
+from cs336_systems.training.precision import matmul_dtype, matmul_precision
 
 WHOLE = "step"
 """Name under which ``time_phases`` reports the time from the first phase's start to the last one's end."""
@@ -29,7 +38,10 @@ _L2_FLUSH_BYTES = 256 * 1024**2
 """Twice the largest L2 of any GPU in hardware.py (B200: 126 MB)."""
 
 _CYCLES_PER_S = 2e9
-"""Of a GPU, at least what it does."""
+"""Clock cycles per second by which a spin is sized: at least what any GPU here does."""
+
+_CEILING_COUNTS: dict[str, dict[str, Any]] = {"cuda": {"warmup": 5, "samples": 20}, "cpu": {"warmup": 3, "samples": 10}}
+"""Repetitions of the large matmul and copy, by device type: a CPU takes seconds for them."""
 
 
 @dataclass
@@ -101,6 +113,32 @@ def time_phases(
     return times
 
 
+def time_phases_of_ranks(
+    phases: Mapping[str, Callable[[], None]], rank: Rank, *, warmup: int, steps: int
+) -> PhaseTimes:
+    """``time_phases`` on all ranks at once; each sample is that of the slowest rank, the same on every rank.
+
+    Steps begin together, after a barrier that no sample holds. The maximum is taken for each phase and for the whole
+    step by itself, so phases whose slowest ranks differ add up to more than the step.
+
+    Raises:
+        ValueError: the ranks disagree about phases, ``warmup`` or ``steps``, or as ``time_phases``.
+    """
+    check_same_across_ranks([*phases, WHOLE, warmup, steps], "phases and step counts")
+    if warmup < 0 or steps < 1:
+        raise ValueError(f"warmup must be at least 0 and steps at least 1, got {warmup} and {steps}")
+    laps_ms: list[list[float]] = []
+    for _ in range(warmup + steps):
+        dist.barrier()
+        step = time_phases(phases, device=rank.device, warmup=0, steps=1).samples_ms
+        laps_ms.append([samples[0] for samples in step.values()])
+    slowest = torch.tensor(laps_ms, dtype=torch.float64, device=rank.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    columns = slowest.T.tolist()
+    samples = {name: column[warmup:] for name, column in zip(step, columns, strict=True)}
+    return PhaseTimes(samples, columns[-1][:warmup])
+
+
 def time_kernel(
     operation: Callable[[], object],
     *,
@@ -149,3 +187,21 @@ def _launch_cycles(operation: Callable[[], object]) -> int:
     start = time.perf_counter()
     operation()
     return int(_CYCLES_PER_S * (2 * (time.perf_counter() - start) + 1e-4))
+
+
+def measure_ceilings(precision: Precision, device: torch.device) -> list[Metric]:
+    """Rates of a square matmul in the precision's matmul dtype (side 8192, CPU: 2048) and of ``measure_copy``."""
+    size = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device).to(matmul_dtype(precision)) for _ in range(2))
+    with matmul_precision(precision):
+        matmul_ms = time_kernel(lambda: a @ b, device=device, **_CEILING_COUNTS[device.type])
+    matmul = Metric("matmul_ceiling", "TFLOP/s", [2 * size**3 / ms / 1e9 for ms in matmul_ms])
+    return [matmul, Metric("copy_ceiling", "GB/s", measure_copy(device))]
+
+
+def measure_copy(device: torch.device) -> list[float]:
+    """Bytes read plus bytes written, in 1e9 bytes per second, of a copy of 2 GiB (CPU: 256 MiB)."""
+    source = torch.randn(2**29 if device.type == "cuda" else 2**26, device=device)
+    target = torch.empty_like(source)
+    copy_ms = time_kernel(lambda: target.copy_(source), device=device, **_CEILING_COUNTS[device.type])
+    return [2 * source.nbytes / ms / 1e6 for ms in copy_ms]

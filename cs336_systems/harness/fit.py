@@ -18,8 +18,8 @@ from cs336_systems.costs.offload import offloaded, state_bytes_per_parameter
 from cs336_systems.costs.written_out import written_out_peak
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.hardware import GIB
+from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.memory import cublas_workspace_bytes, free_bytes
-from cs336_systems.harness.process import PredictedOutOfMemory
 
 
 def is_predictable(case: TrainingCase) -> bool:

@@ -3,6 +3,16 @@
 Nothing here changes a setting: clocks, power and temperature are read through NVML and recorded, so that a throttled
 run can be told from a slow one. Where the source was shipped without its ``.git`` folder, the environment variable
 ``CS336_SYSTEMS_COMMIT`` (a hash, with ``-dirty`` appended if so) says what was shipped.
+
+    with sampled_state(device) as states:
+        run()
+    states.values("power_w")          # one float per reading, [] where the device does not say
+
+A reading before and one after a run tell nothing of what happened between: a GPU lowers its clock within milliseconds
+of reaching its power limit and raises it again as fast. Limits of sampling: since Ampere NVML's power is itself an
+average over the last second, so a run must last longer than that before its readings are its own; and the thread takes
+the interpreter for some tens of microseconds per reading, which a loop that launches microsecond kernels would feel.
+Importing this module imports no torch.
 """
 
 import functools
@@ -12,13 +22,18 @@ import platform
 import shlex
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-import torch
-import torch.distributed as dist
+
+if TYPE_CHECKING:
+    import torch
 
 COMMIT_VARIABLE = "CS336_SYSTEMS_COMMIT"
 
@@ -68,13 +83,17 @@ def host_name() -> str:
 def _nvml_handle(device_index: int) -> Any:
     """NVML's handle of the GPU that torch calls ``device_index``, found by UUID as CUDA_VISIBLE_DEVICES may reorder."""
     import pynvml
+    import torch
 
     pynvml.nvmlInit()
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device_index).uuid}")
 
 
-def versions(device: torch.device) -> dict[str, Any]:
+def versions(device: "torch.device | str") -> dict[str, Any]:
     """The schema's columns that name device, driver and libraries; empty strings where a column does not apply."""
+    import torch
+
+    device = torch.device(device)
     try:
         import triton
 
@@ -106,12 +125,15 @@ def versions(device: torch.device) -> dict[str, Any]:
 
 
 def _without_folders(argument: str) -> str:
-    """A path from the root by its last part: where a machine keeps things is told to nobody."""
+    """The last part of an absolute path: rows do not tell where a machine keeps its files."""
     return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def nccl_version() -> str:
-    """Of the library that torch has loaded; "" of a torch without it."""
+    """The version of the NCCL that torch has loaded; "" if torch was built without it."""
+    import torch
+    import torch.distributed as dist
+
     return ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
 
 
@@ -120,7 +142,7 @@ def nccl_environment() -> dict[str, str]:
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("NCCL_", "TORCH_NCCL_"))}
 
 
-def device_state(device: torch.device) -> dict[str, Any]:
+def device_state(device: "torch.device") -> dict[str, Any]:
     """The host's load; clocks (MHz), power (W), temperature (C), active throttle reasons of a GPU; clock of a CPU."""
     load = {"load_1min": round(os.getloadavg()[0], 2)}
     if device.type != "cuda":
@@ -139,8 +161,8 @@ def device_state(device: torch.device) -> dict[str, Any]:
     }
 
 
-def memory_used_bytes(device: torch.device) -> int:
-    """Of a GPU, by all its processes and the driver: contexts and libraries count, which torch does not see."""
+def memory_used_bytes(device: "torch.device") -> int:
+    """Bytes of a GPU that all its processes and the driver use: torch does not see contexts and libraries."""
     import pynvml
 
     return int(pynvml.nvmlDeviceGetMemoryInfo(_nvml_handle(device.index or 0)).used)
@@ -149,3 +171,37 @@ def memory_used_bytes(device: torch.device) -> int:
 def timestamp() -> str:
     """Now, in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+class States(list[dict[str, Any]]):
+    """Readings of ``device_state``."""
+
+    def values(self, name: str) -> list[float]:
+        """Every reading of one quantity; empty if this kind of device has none."""
+        return [float(state[name]) for state in self if state.get(name) is not None]
+
+
+@contextmanager
+def sampled_state(device: "torch.device", interval_s: float = 0.05) -> Iterator[States]:
+    """Read ``device_state`` on entering, then every ``interval_s`` seconds until the body ends.
+
+    An error of the reading thread is raised on leaving unless the body has one of its own.
+
+    Raises:
+        ValueError: the interval is not positive.
+    """
+    if not interval_s > 0:
+        raise ValueError(f"interval_s must be positive, got {interval_s}")
+    states, done = States([device_state(device)]), threading.Event()
+
+    def read() -> None:
+        while not done.wait(interval_s):
+            states.append(device_state(device))
+
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(read)
+        try:
+            yield states
+        finally:
+            done.set()
+    reading.result()

@@ -1,15 +1,14 @@
 """A grid of cells, each ending as rows that are on disk before the next one starts.
 
 A *cell* is a frozen dataclass with at least ``device: str``, ``seed: int`` and a ``variant`` (field or property); its
-fields become columns. Each runs in a fresh process (``process.py`` says how it can end); a grid of cheap cells may let
-those that agree in something share one. A cell with a ``world_size`` is measured by as many ranks: fresh processes, or
-under torchrun the processes that it has started (``launched.py``). Ctrl-C ends a sweep with an ``interrupted`` row for
-the cell that was running.
+fields become columns. Each is measured in fresh processes, which cells of a grid may share (``isolation.py`` says how a
+cell can end). Ctrl-C ends a sweep with an ``interrupted`` row for the cell that was running. Importing this module
+imports no torch.
 """
 
 import json
 import time
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
@@ -19,15 +18,10 @@ import pandas as pd
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
-from torch.distributed.elastic.multiprocessing.errors import record
 
-from cs336_systems.distributed.process_group import launched
-from cs336_systems.harness.launched import LaunchedSweep
-from cs336_systems.harness.process import Cell, Measure, Report, measure_in, reported, serve
+from cs336_systems.harness.isolation import Cell, Measure, Report, isolated, reports
 from cs336_systems.harness.provenance import timestamp
-from cs336_systems.harness.ranks import measure_on_ranks, reports
 from cs336_systems.harness.record import SCHEMA_VERSION, Metric, Row, RowFile, parse_samples, schema_columns
-from cs336_systems.processes import EXIT_GRACE_S, FreshProcess
 
 
 @dataclass
@@ -88,59 +82,63 @@ class _Countdown(ProgressColumn):
         return Text(f"about {timedelta(seconds=left)} left" if left > 0 else "any moment")
 
 
-@dataclass
 class _Log:
-    """The outcomes of a sweep: rows in the file, and for who waits a bar on a terminal, a line per cell elsewhere too.
+    """Writes the rows of a sweep's outcomes, and shows a line per cell, with a bar above on a terminal.
 
     The bar advances by the seconds that a cell should take, or by one; what is left is the sum over the cells to come,
     scaled by how the finished ones compared with theirs.
     """
 
-    benchmark: str
-    cells: Sequence[Cell]
-    row_file: RowFile | None
-    expected_s: Callable[[Any], float] | None
-
-    def __post_init__(self) -> None:
-        self.outcomes: list[Outcome] = []
-        self.expected = [self.expected_s(cell) if self.expected_s else 1.0 for cell in self.cells]
-        self.console = Console(stderr=True, quiet=not reports())
+    def __init__(
+        self,
+        benchmark: str,
+        cells: Sequence[Cell],
+        row_file: RowFile | None,
+        expected_s: Callable[[Any], float] | None,
+    ) -> None:
+        self._benchmark, self._cells, self._row_file = benchmark, cells, row_file
+        self._expected = [expected_s(cell) if expected_s else 1.0 for cell in cells]
+        self._n_done = 0
+        self._console = Console(stderr=True, quiet=not reports())
         columns = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
         self.progress = Progress(
-            *([*columns, _Countdown()] if self.expected_s else columns),
-            console=self.console,
-            disable=not (self.console.is_terminal and reports()),
+            *([*columns, _Countdown()] if expected_s else columns),
+            console=self._console,
+            disable=not (self._console.is_terminal and reports()),
             transient=True,
         )
-        total = sum(self.expected)
-        self.started = time.perf_counter()
-        self.task = self.progress.add_task("", total=total, ends=self.started + total)
+        total = sum(self._expected)
+        self._started = time.perf_counter()
+        self._task = self.progress.add_task("", total=total, ends=self._started + total)
         self._begin()
 
     def _begin(self) -> None:
-        self.cell_started = time.perf_counter()
-        if (number := len(self.outcomes)) < len(self.cells):
-            self.place = f"[{number + 1}/{len(self.cells)}] {self.cells[number]}"
-            self.progress.update(self.task, description=self.place)
+        self._cell_started = time.perf_counter()
+        if self._n_done < len(self._cells):
+            self._place = f"[{self._n_done + 1}/{len(self._cells)}] {self._cells[self._n_done]}"
+            self.progress.update(self._task, description=self._place)
 
     def outcome(self, report: Report) -> Outcome:
         """What the report says of the present cell."""
-        cell, seconds = self.cells[len(self.outcomes)], time.perf_counter() - self.cell_started
-        outcome = Outcome(cell, report["status"], report["message"], report["metrics"], seconds=seconds)
-        outcome.rows = make_rows(self.benchmark, outcome, report)
+        seconds = time.perf_counter() - self._cell_started
+        outcome = Outcome(
+            self._cells[self._n_done], report["status"], report["message"], report["metrics"], seconds=seconds
+        )
+        outcome.rows = make_rows(self._benchmark, outcome, report)
         return outcome
 
     def keep(self, outcome: Outcome) -> None:
         """Write the rows, say so, turn to the next cell."""
-        self.outcomes.append(outcome)
-        if self.row_file is not None:
-            self.row_file.append(outcome.rows)
+        if self._row_file is not None:
+            self._row_file.append(outcome.rows)
         note = f"{outcome.status}: {outcome.message}" if outcome.message else outcome.status
-        line = f"{self.place}: {note} ({outcome.seconds:.1f} s)"
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        now, done = time.perf_counter(), len(self.outcomes)
-        seconds_left = (now - self.started) / sum(self.expected[:done]) * sum(self.expected[done:])
-        self.progress.update(self.task, advance=self.expected[done - 1], ends=now + seconds_left)
+        line = f"{self._place}: {note} ({outcome.seconds:.1f} s)"
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._n_done += 1
+        done, left = self._expected[: self._n_done], self._expected[self._n_done :]
+        now = time.perf_counter()
+        ends = now + (now - self._started) / sum(done) * sum(left)
+        self.progress.update(self._task, advance=done[-1], ends=ends)
         self._begin()
 
 
@@ -156,59 +154,27 @@ def run_sweep(
 ) -> Iterator[Outcome]:
     """Run every cell in turn; yield its outcome, then write its rows, before the next one starts. Ctrl-C is the last.
 
-    Under a launcher the cells have a ``world_size`` each. Its rank 0 writes the rows and yields the outcomes once all
-    cells have ended; the other ranks yield nothing.
+    Under a launcher the cells have a ``world_size`` each, and every process of the launcher yields the same outcomes.
 
     Args:
         measure: a module-level function: ``measure(cell)``, or for cells with a ``world_size`` ``measure(cell, rank)``,
             which runs on every rank and reduces over ranks what has to be reduced; rank 0's metrics become rows.
-        row_file: where rows are appended, of the process that ``reports``; None keeps them in memory only.
-        timeout_s: how long a cell may take, and a collective may wait for the other ranks; under a launcher the latter.
+        row_file: where rows are appended, if this process ``reports``; None keeps them in memory only.
+        timeout_s: how long a cell may take, and a collective in it may wait for the other ranks.
         expected_s: seconds that a cell should take; without it there is no estimate of what is left.
-        share: successive cells with equal values share a process while none of them leaves it in doubt; by default
-            every cell has its own.
+        share: successive cells with equal values share processes while none of them leaves these in doubt; by default
+            every cell has its own. Under a launcher all cells share.
 
     Raises:
         OSError: the rows of the outcome yielded last could not be written; all earlier ones are on disk.
-        ValueError: a launcher has described its ranks badly, or the device is not there.
-        RankFailed: under a launcher, a cell has failed on this rank but not on all: its row is written.
+        ValueError: a launcher has described its ranks badly.
+        RuntimeError: a process of the launcher has died; the rows of all earlier cells are on disk.
     """
     log = _Log(benchmark, cells, row_file, expected_s)
-    if launched() and cells and hasattr(cells[0], "world_size"):
-        sweep = LaunchedSweep(cells, measure, timeout_s, lambda report: log.keep(log.outcome(report)))
-        with log.progress:
-            record(sweep.run)()  # torchrun shows the error of the rank that failed first
-        yield from log.outcomes if reports() else []
-        return
-    with log.progress, closing(_isolated(cells, measure, timeout_s, share)) as ended:
+    with log.progress, closing(isolated(cells, measure, timeout_s, share)) as ended:
         for report in ended:
             outcome = log.outcome(report)
             yield outcome
             log.keep(outcome)
             if outcome.status == "interrupted":
                 return
-
-
-def _isolated(
-    cells: Sequence[Cell], measure: Measure, timeout_s: float, share: Callable[[Any], Hashable] | None
-) -> Generator[Report, None, None]:
-    """How each cell ended in processes of its own, or in one that it shares with its neighbours."""
-    process: FreshProcess | None = None
-    try:
-        for i, cell in enumerate(cells):
-            deadline = time.monotonic() + timeout_s
-            with reported(timeout_s) as report:
-                if hasattr(cell, "world_size"):
-                    measure_on_ranks(measure, cell, timeout_s, report)
-                else:
-                    process = process or FreshProcess(serve, measure)
-                    measure_in(process, cell, deadline, report)
-            shared = share is not None and i + 1 < len(cells) and share(cells[i + 1]) == share(cell)
-            in_doubt = report["status"] in ("timeout", "error", "interrupted")
-            if process is not None and (in_doubt or not shared or not process.is_alive()):
-                process.end(grace_s=0.0 if in_doubt else EXIT_GRACE_S)
-                process = None
-            yield report
-    finally:
-        if process is not None:
-            process.end()

@@ -30,8 +30,7 @@ from torch import nn
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.harness.clock import Stopwatch
-from cs336_systems.harness.ranks import time_phases_of_ranks
+from cs336_systems.harness.clock import Stopwatch, time_phases_of_ranks
 from cs336_systems.harness.record import Metric
 from cs336_systems.model import TransformerBlock
 from cs336_systems.profiling.ranges import STEP, annotate, ranged_phases

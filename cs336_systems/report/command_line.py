@@ -71,8 +71,7 @@ def experiment_command(kind: type[HasDevice], module: str, description: str | No
 
     def main(arguments: list[str] | None = None) -> int:
         options, name = parse(kind, arguments, description), f"cs336_systems.experiments.{module}"
-        if "RANK" not in os.environ:  # a launcher has started the ranks
-            start_server(name, "torch._dynamo")  # imports while this process does
+        start_server(name, "torch._dynamo")  # imports while this process does
         return importlib.import_module(name).EXPERIMENT.run(options)
 
     return main

@@ -1,6 +1,7 @@
 """Cells for the sweep's tests: each names how it ends, and ``measure`` ends so, in one process or on several ranks."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,9 +16,9 @@ import torch.distributed as dist
 
 from cs336_systems.case import Unsupported
 from cs336_systems.distributed.process_group import Rank, alone
+from cs336_systems.harness.clock import time_phases_of_ranks
+from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.memory import PeakMeter
-from cs336_systems.harness.process import PredictedOutOfMemory
-from cs336_systems.harness.ranks import time_phases_of_ranks
 from cs336_systems.harness.record import Metric
 
 MIB = 1024**2
@@ -86,6 +87,15 @@ def _late(cell: Cell, rank: Rank) -> list[Metric]:
     if rank.rank == 1:
         raise ArithmeticError("too late for the others to notice")
     return [Metric("never", "", [0.0])]
+
+
+def _orphan(cell: Cell, rank: Rank) -> list[Metric]:
+    """Rank 1 kills the process that has started it."""
+    parent = multiprocessing.parent_process()
+    if rank.rank == 1 and parent is not None and parent.pid is not None:
+        os.kill(parent.pid, signal.SIGKILL)
+    time.sleep(120)
+    return []
 
 
 def _alone(cell: Cell, rank: Rank) -> list[Metric]:
@@ -192,6 +202,6 @@ ENDINGS: dict[str, Callable[[Cell], list[Metric]]] = {
 }
 
 RANKED_ENDINGS: dict[str, Callable[[Cell, Rank], list[Metric]]] = {
-    **{"ok": _timed, "late": _late, "alone": _alone, "stuck": _stuck}
+    **{"ok": _timed, "late": _late, "alone": _alone, "stuck": _stuck, "orphan": _orphan}
 }
 """Those of all ranks together; for any other, ranks end as a cell of one process does."""

@@ -8,8 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from cs336_systems.harness import launched
-from cs336_systems.harness.ranks import reports
+from cs336_systems.harness.isolation import reports
 from cs336_systems.harness.record import RowFile
 from cs336_systems.harness.sweep import cell_columns, run_sweep
 from cs336_systems.report.command_line import INTERRUPTED, exit_with
@@ -24,7 +23,6 @@ def make_cell(name: str, folder: str) -> Cell:
 def main() -> int:
     """Sweep into the folder named on the command line; prints how the cells ended and returns 130 after Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has SIGINT ignored
-    launched._AGREEMENT_GRACE_S = 6.0  # above PEER_LOST_HOLD_S, on a busy machine too
     folder, *names = sys.argv[1:]
     csv, cells = Path(folder, "rows.csv"), [make_cell(name, folder) for name in names]
     row_file = RowFile(csv, cell_columns(type(cells[0]))) if reports() else None

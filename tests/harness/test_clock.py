@@ -1,11 +1,16 @@
-"""Clocks: how many samples, of what, and that a known duration is read as that duration."""
+"""Clocks: how many samples, of what, that a known duration is read as that duration, and rates made of them."""
 
 import time
 from statistics import median
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
+from cs336_systems.config import PRECISIONS
+from cs336_systems.harness import clock
 from cs336_systems.harness.clock import WHOLE, time_kernel, time_phases
 
 CPU = torch.device("cpu")
@@ -22,43 +27,19 @@ def sleep_5_ms() -> None:
     time.sleep(5e-3)
 
 
-def test_phases_run_in_order_warm_up_included():
-    ran = []
-    phases = {name: lambda name=name: ran.append(name) for name in ("forward", "backward", "optimizer")}
-    time_phases(phases, device=CPU, warmup=2, steps=3)
-    assert ran == ["forward", "backward", "optimizer"] * 5
-
-
-@pytest.mark.parametrize(("warmup", "steps"), [(2, 4), (0, 1), (1, 10)])
-def test_sample_counts(warmup, steps):
-    times = time_phases({"a": nothing, "b": nothing}, device=CPU, warmup=warmup, steps=steps)
-    assert list(times.samples_ms) == ["a", "b", WHOLE]
-    assert {name: len(samples) for name, samples in times.samples_ms.items()} == {"a": steps, "b": steps, WHOLE: steps}
-    assert len(times.warmup_ms) == warmup
-
-
-def test_parts_of_a_phase_are_one_sample():
+@pytest.mark.parametrize(("warmup", "steps"), [(2, 4), (0, 1)])
+def test_phases_run_in_order_and_parts_of_one_are_one_sample(warmup, steps):
     ran = []
     names = ("forward", "backward", "forward 2", "backward 2", "optimizer")
     phases = {name: lambda name=name: ran.append(name) for name in names}
-    times = time_phases(phases, device=CPU, warmup=1, steps=2)
-    assert ran == [*names] * 3
+    times = time_phases(phases, device=CPU, warmup=warmup, steps=steps)
+    assert ran == [*names] * (warmup + steps)
     assert list(times.samples_ms) == ["forward", "backward", "optimizer", WHOLE]
+    assert {len(samples) for samples in times.samples_ms.values()} == {steps}
+    assert len(times.warmup_ms) == warmup
     for *parts, whole in zip(*times.samples_ms.values(), strict=True):
         assert whole == pytest.approx(sum(parts), rel=1e-12)
-
-
-def test_a_step_of_one_phase_is_timed_once():
-    times = time_phases({WHOLE: nothing}, device=CPU, warmup=1, steps=3)
-    assert {name: len(samples) for name, samples in times.samples_ms.items()} == {WHOLE: 3}
-
-
-@pytest.mark.timing
-def test_parts_add_up_to_the_whole_step_by_step():
-    samples = time_phases({"a": sleep_5_ms, "b": nothing, "c": sleep_5_ms}, device=CPU, warmup=0, steps=4).samples_ms
-    for a, b, c, whole in zip(samples["a"], samples["b"], samples["c"], samples[WHOLE], strict=True):
-        assert whole == pytest.approx(a + b + c, rel=1e-12)
-        assert whole >= 10
+    assert list(time_phases({WHOLE: nothing}, device=CPU, warmup=1, steps=3).samples_ms) == [WHOLE]
 
 
 @pytest.mark.timing
@@ -67,10 +48,6 @@ def test_a_sleep_reads_as_long_as_it_is_and_in_its_own_phase():
     assert min(samples["asleep"]) >= 5
     assert median(samples["asleep"]) < 10
     assert median(samples["idle"]) < 1
-
-
-@pytest.mark.timing
-def test_warm_up_is_kept_apart():
     durations = iter([0.05, 0.05, 0.0, 0.0, 0.0])
     times = time_phases({"a": lambda: time.sleep(next(durations))}, device=CPU, warmup=2, steps=3)
     assert min(times.warmup_ms) >= 50
@@ -78,29 +55,24 @@ def test_warm_up_is_kept_apart():
 
 
 @pytest.mark.timing
-def test_what_prepares_a_call_runs_before_each_and_is_not_timed():
+def test_a_call_is_timed_without_what_prepares_it():
     calls = []
 
     def prepare():
         calls.append("prepare")
         time.sleep(0.02)
 
-    samples = time_kernel(lambda: calls.append("call"), device=CPU, warmup=1, samples=5, prepare=prepare)
-    assert calls == ["prepare", "call"] * 6
-    assert median(samples) < 20
+    def call():
+        calls.append("call")
+        sleep_5_ms()
+
+    samples = time_kernel(call, device=CPU, warmup=3, samples=5, prepare=prepare)
+    assert calls == ["prepare", "call"] * 8
+    assert len(samples) == 5
+    assert 5 <= min(samples) <= median(samples) < 20
 
 
-@pytest.mark.timing
-def test_time_kernel_counts_and_durations():
-    calls = []
-    samples = time_kernel(lambda: (calls.append(None), sleep_5_ms()), device=CPU, warmup=3, samples=10)
-    assert len(samples) == 10
-    assert len(calls) == 13
-    assert min(samples) >= 5
-    assert median(samples) < 10
-
-
-@pytest.mark.parametrize(("warmup", "count"), [(-1, 3), (2, 0), (0, -4)])
+@pytest.mark.parametrize(("warmup", "count"), [(-1, 3), (2, 0)])
 def test_bad_counts_are_refused_before_anything_runs(warmup, count):
     ran = []
     with pytest.raises(ValueError, match=f"{warmup} and {count}"):
@@ -108,6 +80,47 @@ def test_bad_counts_are_refused_before_anything_runs(warmup, count):
     with pytest.raises(ValueError, match=f"{warmup} and {count}"):
         time_kernel(lambda: ran.append(None), device=CPU, warmup=warmup, samples=count)
     assert not ran
+
+
+class CopiedBytes(TorchDispatchMode):
+    """Counts what copies read and write."""
+
+    n_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.n_bytes += sum(arg.nbytes for arg in args if isinstance(arg, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.timing
+def test_ceilings_are_work_over_time(monkeypatch):
+    """FLOPs and bytes are those that torch counts, over the time of a clock around each operation."""
+    watched = []
+
+    def watch(operation, *, samples, **options):
+        with FlopCounterMode(display=False) as flops, CopiedBytes() as copied:
+            operation()
+        seconds = []
+
+        def clocked():
+            start = time.perf_counter()
+            operation()
+            seconds.append(time.perf_counter() - start)
+
+        samples_ms = time_kernel(clocked, samples=samples, **options)
+        watched.append((flops.get_total_flops(), copied.n_bytes, seconds[-samples:]))
+        return samples_ms
+
+    monkeypatch.setattr(clock, "time_kernel", watch)
+    precision = torch.get_float32_matmul_precision()
+    matmul, copy = clock.measure_ceilings(PRECISIONS["fp32"], CPU)
+    (flops, _, matmul_s), (_, n_bytes, copy_s) = watched
+    assert (matmul.name, matmul.unit, copy.name, copy.unit) == ("matmul_ceiling", "TFLOP/s", "copy_ceiling", "GB/s")
+    assert len(matmul.samples) == len(copy.samples) == 10
+    assert matmul.samples == pytest.approx([flops / s / 1e12 for s in matmul_s], rel=0.05)
+    assert copy.samples == pytest.approx([n_bytes / s / 1e9 for s in copy_s], rel=0.05)
+    assert torch.get_float32_matmul_precision() == precision
 
 
 @pytest.mark.gpu

@@ -19,24 +19,12 @@ def test_the_tighter_of_machine_and_control_group_counts(monkeypatch, headroom, 
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 10_000}))
     monkeypatch.setattr(host_memory, "control_group_headroom", lambda: headroom)
     assert memory.free_bytes(CPU) == expected
-
-
-def test_free_bytes_of_this_machine():
-    assert 0 < memory.free_bytes(CPU) <= psutil.virtual_memory().total
-
-
-def test_no_cublas_workspace_on_a_cpu():
     assert memory.cublas_workspace_bytes(CPU) == 0
 
 
 def run(*whats, share=None):
     cells = [Cell(what) for what in whats]
     return list(run_sweep("b", cells, measure, row_file=None, timeout_s=60, share=share))
-
-
-def test_the_meter_sees_a_tensor_that_is_gone_when_it_is_read():
-    [outcome] = run("peak")
-    assert outcome.median("peak") == pytest.approx(200, rel=0.2), outcome.message
 
 
 @pytest.mark.skipif(
@@ -67,7 +55,3 @@ def test_the_meter_and_the_driver_see_a_tensor_on_a_gpu():
     requested = meter.requested_bytes()
     odd = torch.empty(2**20 + 1, dtype=torch.int8, device=device)
     assert (meter.requested_bytes() - requested, meter.peak_bytes() - before) == (odd.nbytes, 2**20 + 512)
-
-
-def test_a_cpu_does_not_say_what_was_asked_for():
-    assert memory.PeakMeter(torch.device("cpu")).requested_bytes() is None

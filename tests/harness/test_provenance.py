@@ -1,11 +1,11 @@
-"""Provenance: the commit that ran, whether it was dirty, and every column of the schema that says where."""
+"""Provenance: the commit that ran, whether it was dirty, every column that says where, and readings beside a run."""
 
 import json
 import os
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from cs336_systems.harness import provenance
 from cs336_systems.harness.record import schema_columns
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def git(folder, *arguments):
@@ -32,67 +31,50 @@ def uncached(monkeypatch):
 
 
 @pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """A small repository with the package's layout, in which provenance believes to live."""
-    for name in ("cs336_systems/measurement/provenance.py", "benchmarks/b.py", "README.md", "pyproject.toml"):
+def source_version(tmp_path, monkeypatch):
+    """The function, which believes to live in ``tmp_path``, asked anew each time."""
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "cs336_systems/measurement/provenance.py"))
+
+    def ask():
+        provenance.source_version.cache_clear()
+        return provenance.source_version()
+
+    return ask
+
+
+def test_only_changes_of_measured_sources_are_dirt(tmp_path, source_version, monkeypatch):
+    names = ("cs336_systems/measurement/provenance.py", "benchmarks/b.py", "README.md", "pyproject.toml")
+    for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("one\n")
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-q", "-m", "one")
-    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "cs336_systems/measurement/provenance.py"))
-    return tmp_path
-
-
-def test_the_commit_of_this_repository():
-    if not (ROOT / ".git").exists():
-        pytest.skip("the source was shipped without its .git folder")
-    assert provenance.source_version()[0] == git(ROOT, "rev-parse", "HEAD")
-
-
-def test_a_clean_checkout(checkout):
-    assert provenance.source_version() == (git(checkout, "rev-parse", "HEAD"), False)
-
-
-@pytest.mark.parametrize(
-    ("name", "dirty"),
-    [
-        ("cs336_systems/measurement/provenance.py", True),
-        ("benchmarks/new.py", True),
-        ("pyproject.toml", True),
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    for name, dirty in (
         ("README.md", False),
-        ("profiles/results/new.csv", False),
-    ],
-)
-def test_only_changes_of_measured_sources_are_dirt(checkout, name, dirty):
-    (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-    (checkout / name).write_text("two\n")
-    assert provenance.source_version() == (git(checkout, "rev-parse", "HEAD"), dirty)
+        ("profiles/new.csv", False),
+        *((name, True) for name in (*names[:2], "benchmarks/new.py", "pyproject.toml")),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("two\n")
+        assert source_version() == (commit, dirty), name
+        git(tmp_path, "stash", "-q", "-u")
+    (tmp_path / "benchmarks/b.py").unlink()
+    assert source_version() == (commit, True), "a deleted source"
+    for declared, expected in (("0123abcd", ("0123abcd", False)), ("0123abcd-dirty", ("0123abcd", True))):
+        monkeypatch.setenv(provenance.COMMIT_VARIABLE, declared)
+        assert source_version() == expected
 
 
-def test_a_deleted_source_is_dirt(checkout):
-    (checkout / "benchmarks/b.py").unlink()
-    assert provenance.source_version()[1] is True
-
-
-@pytest.mark.parametrize(
-    ("declared", "expected"), [("0123abcd", ("0123abcd", False)), ("0123abcd-dirty", ("0123abcd", True))]
-)
-def test_the_variable_says_what_was_shipped(checkout, monkeypatch, declared, expected):
-    monkeypatch.setenv(provenance.COMMIT_VARIABLE, declared)
-    assert provenance.source_version() == expected
-
-
-def test_without_git_or_variable_nothing_is_claimed(tmp_path, monkeypatch):
+def test_without_git_or_variable_nothing_is_claimed(tmp_path, source_version, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "cs336_systems/measurement/provenance.py"))
-    assert provenance.source_version() == ("unknown", True)
-    provenance.source_version.cache_clear()
+    assert source_version() == ("unknown", True)
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: (_ for _ in ()).throw(FileNotFoundError("git")))
-    assert provenance.source_version() == ("unknown", True)
+    assert source_version() == ("unknown", True)
 
 
-def test_every_provenance_column_is_filled(monkeypatch):
+def test_every_provenance_column_is_filled_and_is_json(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/long/path/benchmark_x.py", "--size", "two words", "--out", "/home/me/out"])
     row = provenance.versions(CPU)
     columns = schema_columns(())
@@ -100,9 +82,13 @@ def test_every_provenance_column_is_filled(monkeypatch):
     assert set(row) == set(columns[columns.index("gpu") :]) - by_the_sweep
     assert {name for name, value in row.items() if value == ""} == {"gpu", "driver", "cuda", "nccl"}
     assert row["argv"] == "benchmark_x.py --size 'two words' --out out"
-    assert row["torch"] == torch.__version__
-    assert row["gpu_count"] == 0
+    assert (row["torch"], row["gpu_count"]) == (torch.__version__, 0)
     assert row["host"].endswith("cores")
+    state = provenance.device_state(CPU)
+    assert json.loads(json.dumps([state, row])) == [state, row]
+    assert state["load_1min"] >= 0
+    stamp = datetime.fromisoformat(provenance.timestamp())
+    assert abs((datetime.now(UTC) - stamp).total_seconds()) < 5
 
 
 def test_what_is_set_for_nccl_is_recorded(monkeypatch):
@@ -113,21 +99,6 @@ def test_what_is_set_for_nccl_is_recorded(monkeypatch):
     for name, value in (set_here | {"NOT_NCCL_MAX_CTAS": "1"}).items():
         monkeypatch.setenv(name, value)
     assert provenance.nccl_environment() == set_here
-    if torch.distributed.is_nccl_available():
-        assert [int(part) for part in provenance.nccl_version().split(".")] == list(torch.cuda.nccl.version())
-
-
-def test_everything_recorded_is_json():
-    state = provenance.device_state(CPU)
-    assert json.loads(json.dumps(state)) == state
-    assert state["load_1min"] >= 0
-    json.dumps(provenance.versions(CPU))
-
-
-def test_the_timestamp_is_now_in_utc():
-    stamp = datetime.fromisoformat(provenance.timestamp())
-    assert abs((datetime.now(UTC) - stamp).total_seconds()) < 5
-    assert stamp.utcoffset().total_seconds() == 0
 
 
 @pytest.mark.gpu
@@ -141,3 +112,37 @@ def test_every_provenance_column_is_filled_on_a_gpu():
     assert state["sm_mhz"] > 0
     assert isinstance(state["throttle"], list)
     json.dumps([row, state])
+
+
+def test_readings_are_taken_while_the_body_runs_and_stop_with_it(monkeypatch):
+    monkeypatch.setattr(provenance, "device_state", lambda device: {"power_w": 100, "throttle": [], "none": None})
+    with provenance.sampled_state(CPU, interval_s=0.01) as states:
+        time.sleep(0.3)
+    taken = len(states)
+    time.sleep(0.05)
+    assert len(states) == taken > 3
+    assert states.values("power_w") == [100.0] * taken
+    assert states.values("none") == states.values("unknown") == []
+    with provenance.sampled_state(CPU, interval_s=60) as states:
+        pass
+    assert len(states) == 1
+    with pytest.raises(ValueError, match="got 0"):
+        provenance.sampled_state(CPU, 0).__enter__()
+
+
+def test_an_error_of_the_reading_thread_is_raised_on_leaving_but_hides_none(monkeypatch):
+    calls = []
+
+    def read(device):
+        calls.append(device)
+        if len(calls) > 1:
+            raise OSError("device lost")
+        return {}
+
+    monkeypatch.setattr(provenance, "device_state", read)
+    with pytest.raises(OSError, match="device lost"), provenance.sampled_state(CPU, interval_s=0.001):
+        time.sleep(0.1)
+    calls.clear()
+    with pytest.raises(KeyError), provenance.sampled_state(CPU, interval_s=0.001):
+        time.sleep(0.1)
+        raise KeyError

@@ -49,9 +49,9 @@ class Job:
 
     mtbf_s: float
     save_s: float
-    """For which training stops at each checkpoint."""
+    """Seconds for which training stops at each checkpoint."""
     restart_s: float = 0.0
-    """From a failure until training runs again, without the work that is done again."""
+    """Seconds from a failure until training runs again, without the work that is repeated."""
 
     def __post_init__(self) -> None:
         if not self.mtbf_s > 0:
@@ -78,7 +78,7 @@ class Job:
         return (interval_s + self.save_s) / self.mtbf_s
 
     def goodput(self, interval_s: float) -> float:
-        """Share of time that becomes work kept; ValueError as ``expected_segment_s``."""
+        """The share of time that becomes work kept; raises ValueError as ``expected_segment_s``."""
         return interval_s / self.expected_segment_s(interval_s)
 
     @property

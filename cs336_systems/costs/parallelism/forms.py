@@ -32,7 +32,7 @@ Tensor parallelism computes, with W1 and W2 cut by columns, W3 by rows, and i fo
     backward   dz_i = dy W3_i^T,  dW3_i = z_i^T dy,  dx2_i = dz_i f(x1_i),  dx1_i = dz_i x2_i f'(x1_i)
                dW1_i = x^T dx1_i,  dW2_i = x^T dx2_i,  dx = all-reduce(dx1_i W1_i^T + dx2_i W2_i^T)
 
-Both terms of dx are added before they are sent: one all-reduce of (B, D) per pass, and twice the products.
+Both terms of dx are added before they are sent: one all-reduce of (B, D) per pass, and twice the matmuls.
 
 Conventions: CS336 2026 handout, section 8; "How to scale your model", chapter 5
 (jax-ml.github.io/scaling-book/training).
@@ -66,7 +66,7 @@ class Device:
     domain_size: int
     """Devices behind one switch, or in one pod."""
     network_bytes_per_s: float
-    """What one device sends outside its domain."""
+    """Bytes per second that one device sends outside its domain."""
     source: str
 
     def egress(self, world_size: int) -> float:
@@ -154,7 +154,7 @@ class FeedForward:
         return tokens * self.d_model * self.bytes_per_element
 
     def flops(self, tokens: float, which: Pass) -> float:
-        """Matrix-product operations on all devices together; backward has two products for each of forward's."""
+        """Matmul operations on all devices together; backward has two matmuls for each of forward's."""
         return (2 if which == "forward" else 4) * self.n_parameters * tokens
 
 

@@ -10,19 +10,9 @@ Independently N cannot exceed the number of sequences, as long as a device works
 
     N = B / sequence length        the local batch limit: one sequence per device
 
-Which of them holds decides the remedy (``case``):
-
-    batch limit   communication limit   remedy
-    not reached   not reached           add FSDP devices: time falls as 1/N
-    not reached   reached               move fewer weights per operation: tensor parallelism inside the fast domain (its
-                                        degree divides what is gathered), replicas over nodes (HSDP) or pipeline stages
-                                        between them; more tokens per device if the batch may grow
-    reached       not reached           split what a device still has: the sequence (context parallelism), which is data
-                                        parallelism over tokens, or the matrices (tensor parallelism)
-    reached       reached               both: tensor parallelism inside the domain, context parallelism or a pipeline
-                                        across domains; else a larger batch, or stop adding devices
-
-The batch may only grow as far as the critical batch size lets more tokens replace steps.
+Which of them is reached decides the remedy (``CASES``). Tensor parallelism divides what is gathered by its degree, HSDP
+keeps replicas over nodes, and context parallelism is data parallelism over tokens. The batch may only grow as far as
+the critical batch size lets more tokens replace steps.
 
 Conventions as in ``costs/parallelism/forms.py``: peaks and bandwidths of datasheets, two-byte weights and gradients,
 compute and communication overlap, attention scores not counted. A device that reaches 70 % of its peak moves the
@@ -42,7 +32,7 @@ LLAMA3_70B = replace(
 """As Meta publishes it, 70.6 billion parameters; not among the sizes of ``config.py``, which are there to run."""
 
 BYTES_PER_ELEMENT = 2
-"""Of gathered weights and scattered gradients."""
+"""Bytes of each gathered weight and each scattered gradient, which are bf16."""
 
 
 @dataclass(frozen=True)

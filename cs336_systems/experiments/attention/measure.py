@@ -26,8 +26,8 @@ from cs336_systems.case import Unsupported
 from cs336_systems.experiments.attention.cells import MATERIALISED, AttentionCell
 from cs336_systems.hardware import GIB, find_hardware
 from cs336_systems.harness.clock import time_kernel
+from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.memory import PeakMeter, allocated_bytes, free_bytes
-from cs336_systems.harness.process import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

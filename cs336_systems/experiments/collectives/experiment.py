@@ -12,7 +12,7 @@ from cs336_systems.experiments.collectives.cells import CollectiveCell, Options,
 from cs336_systems.experiments.collectives.table import collectives_figure, collectives_table
 from cs336_systems.experiments.driver import Experiment, one_stage
 from cs336_systems.experiments.ranked import total
-from cs336_systems.harness.ranks import time_phases_of_ranks
+from cs336_systems.harness.clock import time_phases_of_ranks
 from cs336_systems.harness.record import Metric, read_rows
 from cs336_systems.harness.sweep import Outcome, outcome_rows
 from cs336_systems.report.figures import save

@@ -35,10 +35,9 @@ from cs336_systems.experiments.ranked import (
     time_metrics,
 )
 from cs336_systems.hardware import GIB
-from cs336_systems.harness.clock import WHOLE, PhaseTimes
+from cs336_systems.harness.clock import WHOLE, PhaseTimes, time_phases_of_ranks
 from cs336_systems.harness.fit import check_fit
 from cs336_systems.harness.memory import PeakMeter
-from cs336_systems.harness.ranks import time_phases_of_ranks
 from cs336_systems.harness.record import Metric
 from cs336_systems.profiling.communication import communication_metrics, record_phases_of_ranks
 from cs336_systems.profiling.traces import kineto

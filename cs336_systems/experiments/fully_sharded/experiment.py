@@ -16,8 +16,8 @@ from cs336_systems.experiments.fully_sharded.table import FULLY_SHARDED
 from cs336_systems.experiments.ranked import traced_experiment
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.fit import head_chunk
+from cs336_systems.harness.isolation import reports
 from cs336_systems.harness.memory import cublas_workspace_bytes
-from cs336_systems.harness.ranks import reports
 from cs336_systems.harness.sweep import Outcome, outcome_rows
 from cs336_systems.report.figures import save
 from cs336_systems.report.show import show

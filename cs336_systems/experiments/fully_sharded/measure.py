@@ -31,12 +31,11 @@ from cs336_systems.experiments.ranked import (
     time_metrics,
 )
 from cs336_systems.hardware import GIB
-from cs336_systems.harness.clock import WHOLE, PhaseTimes, synchronize
+from cs336_systems.harness.clock import WHOLE, PhaseTimes, synchronize, time_phases_of_ranks
 from cs336_systems.harness.fit import check_fit, is_predictable, predicted_states
 from cs336_systems.harness.memory import PeakMeter
-from cs336_systems.harness.ranks import time_phases_of_ranks
+from cs336_systems.harness.provenance import States, sampled_state
 from cs336_systems.harness.record import Metric
-from cs336_systems.harness.state_sampler import States, sampled_state
 from cs336_systems.harness.traffic import Event, Traffic
 from cs336_systems.profiling.communication import (
     GatherWaits,

@@ -12,8 +12,7 @@ from torch import Tensor
 from cs336_systems.case import Unsupported
 from cs336_systems.experiments.kernels.cells import BY_FLOPS, KernelCell
 from cs336_systems.hardware import GIB
-from cs336_systems.harness.ceilings import measure_copy
-from cs336_systems.harness.clock import time_kernel
+from cs336_systems.harness.clock import measure_copy, time_kernel
 from cs336_systems.harness.memory import PeakMeter, allocated_bytes
 from cs336_systems.harness.record import Metric
 

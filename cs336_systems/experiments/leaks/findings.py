@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from cs336_systems.experiments.driver import Experiment, Stage
 from cs336_systems.experiments.options import RunOptions
-from cs336_systems.harness.process import Cell, Measure
+from cs336_systems.harness.isolation import Cell, Measure
 from cs336_systems.harness.sweep import Outcome, outcome_rows
 from cs336_systems.report.figures import PLAIN, dress, save
 from cs336_systems.report.show import show

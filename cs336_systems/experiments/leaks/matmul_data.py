@@ -14,8 +14,8 @@ from cs336_systems.config import PRECISIONS
 from cs336_systems.experiments.leaks.findings import Findings, leak_experiment, where
 from cs336_systems.experiments.leaks.matmul_data_cells import REFERENCE, Data, DataCell, make_cells
 from cs336_systems.harness.clock import synchronize
+from cs336_systems.harness.provenance import sampled_state
 from cs336_systems.harness.record import Metric
-from cs336_systems.harness.state_sampler import sampled_state
 from cs336_systems.report.figures import OKABE_ITO
 from cs336_systems.report.tables import Table, digits
 from cs336_systems.training.precision import matmul_dtype, matmul_precision

@@ -24,8 +24,7 @@ from cs336_systems.experiments.leaks.roofline_knee_cells import (
     make_cells,
 )
 from cs336_systems.hardware import find_hardware
-from cs336_systems.harness.ceilings import measure_ceilings
-from cs336_systems.harness.clock import synchronize, time_kernel
+from cs336_systems.harness.clock import measure_ceilings, synchronize, time_kernel
 from cs336_systems.harness.record import Metric
 from cs336_systems.report.figures import OKABE_ITO
 from cs336_systems.report.tables import Table, digits

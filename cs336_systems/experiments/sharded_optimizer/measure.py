@@ -24,9 +24,9 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.ranked import EFFORT, Effort, check_losses
 from cs336_systems.experiments.sharded_optimizer.cells import ShardingCell
 from cs336_systems.hardware import GIB
+from cs336_systems.harness.clock import time_phases_of_ranks
 from cs336_systems.harness.fit import check_fit
 from cs336_systems.harness.memory import allocated_bytes
-from cs336_systems.harness.ranks import time_phases_of_ranks
 from cs336_systems.harness.record import Metric
 from cs336_systems.training import random_batch
 from cs336_systems.training.assemble import build_model, finish

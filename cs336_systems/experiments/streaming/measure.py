@@ -19,7 +19,7 @@ from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, Rates
 from cs336_systems.experiments.streaming.cells import StreamingCell, hardware_named
 from cs336_systems.hardware import GIB, Hardware, find_hardware
 from cs336_systems.harness.clock import WHOLE, time_phases
-from cs336_systems.harness.process import PredictedOutOfMemory
+from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
 from cs336_systems.pretraining.capped import FRAGMENTS, beside_slabs, explanation
 from cs336_systems.report.figures import save

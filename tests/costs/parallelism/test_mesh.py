@@ -1,4 +1,4 @@
-"""Closed forms of the best mesh against searches over it."""
+"""Closed forms of the best mesh against searches over it, and the 4D question worked by hand."""
 
 import math
 from dataclasses import replace
@@ -7,6 +7,8 @@ import pytest
 
 from cs336_systems.costs.parallelism.forms import DEVICES, FeedForward, pass_cost
 from cs336_systems.costs.parallelism.mesh import (
+    XXL,
+    FeedForwardStack,
     Network,
     best_whole_split,
     evaluate,
@@ -14,9 +16,13 @@ from cs336_systems.costs.parallelism.mesh import (
     least_tokens,
     least_tokens_per_device,
     optimal_split,
+    smaller_batches,
+    thresholds,
+    torus_network,
 )
 
 LAYER = FeedForward(8192, 28_672)
+TPU = DEVICES["tpu-v5p"]
 NETWORKS = [
     Network(989.4e12, 400e9, 450e9, overlapping, large_rings)
     for overlapping in (True, False)
@@ -32,8 +38,8 @@ every_network = pytest.mark.parametrize("network", NETWORKS, ids=name)
 
 
 @every_network
-@pytest.mark.parametrize("tokens", [2**14, 2**17, 2**20])
-@pytest.mark.parametrize("n", [8, 64, 1000])
+@pytest.mark.parametrize("tokens", [2**14, 2**20])
+@pytest.mark.parametrize("n", [8, 1000])
 def test_the_closed_form_is_the_best_of_many_splits(network, tokens, n):
     best = optimal_split(LAYER, tokens, n, network)
     xs = [n ** (i / 400) for i in range(1, 400)]
@@ -57,7 +63,7 @@ def test_whole_splits_never_beat_it_and_stay_close_to_it(network):
 
 
 @every_network
-@pytest.mark.parametrize("tokens", [2**12, 2**17, 2**19])
+@pytest.mark.parametrize("tokens", [2**12, 2**19])
 def test_the_largest_mesh_is_the_largest_that_a_search_finds(network, tokens):
     x, y = largest_mesh(LAYER, tokens, network)
     assert evaluate(LAYER, tokens, x, y, network).compute_bound
@@ -109,9 +115,8 @@ def test_least_tokens_is_where_a_bisection_ends(network, x, y):
 
 def test_the_books_example():
     """64 chips of TPU v5p, F = 32,768: 396 tokens per chip, where the best of all splits is bound by both."""
-    tpu, layer = DEVICES["tpu-v5p"], FeedForward(8192, 32_768, n_matrices=2)
-    w = tpu.egress_bytes_per_s
-    network = Network(tpu.flops_per_s, 2 * w, w, overlapping=False, large_rings=True)
+    layer, w = FeedForward(8192, 32_768, n_matrices=2), TPU.egress_bytes_per_s
+    network = Network(TPU.flops_per_s, 2 * w, w, overlapping=False, large_rings=True)
     least = least_tokens_per_device(layer, network)
     assert least == pytest.approx(396, rel=0.01)
     best = optimal_split(layer, 64 * least, 64, network)
@@ -119,10 +124,73 @@ def test_the_books_example():
     assert not optimal_split(layer, 63 * least, 64, network).compute_bound
 
 
+def test_states_of_xxl():
+    assert XXL.n_parameters == 126 * 2 * 16_384 * 53_248 == 219_848_638_464
+    assert XXL.state_bytes == 3_517_578_215_424
+    assert math.ceil(XXL.state_bytes / 80e9) == 44
+    assert math.ceil(XXL.state_bytes / (80 * 2**30)) == 41
+    assert XXL.activation_bytes_per_token == 126 * (2 * 16_384 + 2 * 53_248) == 17_547_264
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(0, 38), (396, 39)])
+def test_the_least_degree_fits_a_tpu_v5p_and_one_less_does_not(tokens, expected):
+    degree = XXL.least_devices(95e9, tokens)
+    assert XXL.device_bytes(degree, tokens) <= 95e9 < XXL.device_bytes(degree - 1, tokens)
+    assert degree == expected
+
+
+def test_a_gated_layer_keeps_three_wide_tensors():
+    gated = FeedForwardStack(FeedForward(64, 192, n_matrices=3), 2)
+    assert gated.activation_bytes_per_token == 2 * 2 * (64 + 3 * 192)
+
+
+@pytest.mark.parametrize(
+    ("overlapping", "large_rings", "expected"),
+    [(False, True, 395.4), (True, True, 319.4), (False, False, 349.9), (True, False, 299.5)],
+)
+def test_local_batch_on_16_by_4(overlapping, large_rings, expected):
+    """X = 16, Y = 4, M_x = 2, M_y = 1: b F / C against F / (Y W M_x) and b Y / (W M_y), by hand and by the network."""
+    network = torus_network(TPU, 2, 1, overlapping=overlapping, large_rings=large_rings)
+    tokens = least_tokens(XXL.layer, 16, 4, network)
+    assert tokens / 64 == pytest.approx(expected, rel=1e-3)
+    assert evaluate(XXL.layer, tokens * 1.001, 16, 4, network).compute_bound
+    assert not evaluate(XXL.layer, tokens * 0.999, 16, 4, network).compute_bound
+
+
+def test_another_split_needs_fewer_tokens():
+    network = torus_network(TPU, 2, 1, overlapping=False, large_rings=True)
+    found = {(row.fsdp, row.tp): row.tokens_per_device for row in thresholds(XXL.layer, 64, network)}
+    assert list(found) == [(64, 1), (32, 2), (16, 4), (8, 8), (4, 16), (2, 32), (1, 64)]
+    assert found[8, 8] == min(found.values()) < 0.7 * found[16, 4]
+    assert math.isinf(found[2, 32])
+
+
+def test_each_remedy_needs_fewer_tokens():
+    """Rings of n: 4 (C/W)^2 / (2 F) is 245 tokens where even the best split is bound by both."""
+    found = smaller_batches(XXL.layer, 16, 4, torus_network(TPU, 2, 1, overlapping=False, large_rings=True))
+    assert [math.ceil(tokens) for _, tokens in found] == [396, 260, 320, 80, 246]
+    assert all(tokens < found[0][1] for _, tokens in found[1:])
+
+
+def test_narrower_numbers_leave_every_limit_where_it_was():
+    narrow = FeedForward(16_384, 53_248, n_matrices=2, bytes_per_element=1)
+    network = torus_network(TPU, 2, 1, overlapping=False, large_rings=True)
+    twice = replace(network, flops_per_s=2 * network.flops_per_s)
+    assert least_tokens(narrow, 16, 4, twice) == pytest.approx(least_tokens(XXL.layer, 16, 4, network))
+
+
 def test_bad_input():
-    with pytest.raises(ValueError, match="an axis has at least one device, got 0.5 x 4"):
-        evaluate(LAYER, 1, 0.5, 4, NETWORKS[0])
-    with pytest.raises(ValueError, match="tokens must be positive, got 0"):
-        evaluate(LAYER, 0, 1, 4, NETWORKS[0])
-    with pytest.raises(ValueError, match="tp_bytes_per_s must be positive, got 0"):
-        Network(1, 1, 0, True)
+    network = NETWORKS[0]
+    for call, value in (
+        (lambda: evaluate(LAYER, 1, 0.5, 4, network), "0.5 x 4"),
+        (lambda: evaluate(LAYER, 0, 1, 4, network), "0"),
+        (lambda: Network(1, 1, 0, True), "0"),
+        (lambda: FeedForwardStack(XXL.layer, 0), "0"),
+        (lambda: XXL.device_bytes(0), "0"),
+        (lambda: XXL.device_bytes(1, -1), "-1"),
+        (lambda: thresholds(XXL.layer, 0, network), "0"),
+    ):
+        with pytest.raises(ValueError, match=f"got {value}"):
+            call()
+    with pytest.raises(ValueError, match="activations of 1e\\+06 tokens leave nothing"):
+        XXL.least_devices(95e9, 1e6)

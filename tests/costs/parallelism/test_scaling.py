@@ -3,18 +3,14 @@
 import pytest
 
 from cs336_systems.costs.parallelism.forms import DEVICES, FeedForward, pass_cost
-from cs336_systems.costs.parallelism.scaling import CASES, LLAMA3_70B, Workload, case, communication_limit, fsdp_step
+from cs336_systems.costs.parallelism.scaling import LLAMA3_70B, Workload, case, communication_limit, fsdp_step
 
 H100 = DEVICES["h100"]
 FOUR_MILLION = Workload(LLAMA3_70B.n_parameters, 2**22, 8192)
 
 
-def test_the_model_is_the_published_one():
-    assert LLAMA3_70B.n_parameters == 70_553_706_496
-
-
 @pytest.mark.parametrize("name", DEVICES)
-@pytest.mark.parametrize("batch", [2**13, 2**15, 2**20, 2**22])
+@pytest.mark.parametrize("batch", [2**13, 2**20, 2**22])
 def test_the_crossing_is_where_a_search_finds_it(name, batch):
     device, workload = DEVICES[name], Workload(70_000_000_000, batch, 4096)
     steps = {n: fsdp_step(workload, n, device) for n in range(1, 12_000)}
@@ -40,6 +36,7 @@ def test_a_step_is_the_sum_of_its_layers_passes():
 
 def test_the_batch_limit_comes_first_for_long_sequences():
     """512 sequences of 8,192 tokens, but 1,696 H100s until the network is the limit."""
+    assert LLAMA3_70B.n_parameters == 70_553_706_496
     assert FOUR_MILLION.n_sequences == 512
     assert communication_limit(FOUR_MILLION, H100) == 1696
 
@@ -53,19 +50,9 @@ def test_each_case_has_a_workload(sequence_length, n_devices, local, communicati
     assert (found.local_batch_limit, found.communication_limit) == (local, communication)
 
 
-def test_the_cases_are_four_with_a_remedy_each():
-    assert len({(c.local_batch_limit, c.communication_limit) for c in CASES}) == 4
-    assert len({c.remedy for c in CASES}) == 4
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: Workload(0, 1, 1), "n_parameters must be positive, got 0"),
-        (lambda: Workload(1, 4, 8), "a batch of 4 tokens is shorter than a sequence of 8"),
-        (lambda: fsdp_step(FOUR_MILLION, 0, H100), "number of devices must be positive, got 0"),
-    ],
-)
-def test_bad_input(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_bad_input():
+    for wrong in ((0, 1, 1), (1, 4, 8)):
+        with pytest.raises(ValueError, match="got 0|4 tokens is shorter than a sequence of 8"):
+            Workload(*wrong)
+    with pytest.raises(ValueError, match="got 0"):
+        fsdp_step(FOUR_MILLION, 0, H100)

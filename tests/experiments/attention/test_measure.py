@@ -11,7 +11,7 @@ from cs336_systems.experiments.attention import measure as cells
 from cs336_systems.experiments.attention.cells import VARIANTS, AttentionCell, Options
 from cs336_systems.experiments.attention.experiment import stages
 from cs336_systems.experiments.attention.measure import make_variant, measure
-from cs336_systems.harness.process import PredictedOutOfMemory
+from cs336_systems.harness.isolation import PredictedOutOfMemory
 
 
 def cell(**values) -> AttentionCell:

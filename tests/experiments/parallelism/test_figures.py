@@ -8,8 +8,7 @@ from cs336_systems.costs.parallelism.failures import Job
 from cs336_systems.costs.parallelism.forms import DEVICES
 from cs336_systems.costs.parallelism.pipeline import SCHEDULES, simulate
 from cs336_systems.costs.parallelism.scaling import Workload
-from cs336_systems.experiments.parallelism.figures import goodput_figure, scaling_figure
-from cs336_systems.experiments.parallelism.pipeline_figure import pipelines_figure
+from cs336_systems.experiments.parallelism.figures import goodput_figure, pipelines_figure, scaling_figure
 from cs336_systems.report.figures import save
 
 PNG = b"\x89PNG"

@@ -1,0 +1,414 @@
+"""Cells are measured in fresh processes, and whatever ends one there is its status.
+
+A fresh process inherits no other cell's memory, caches, compiled code or broken CUDA context, and a cell that is
+killed, hangs or runs out of memory costs only itself. A *measure* is a module-level function from a cell to its
+metrics; how it ends is the cell's status:
+
+    ok             it returned metrics
+    predicted-oom  it raised ``PredictedOutOfMemory``: the cell would not fit, and was not tried
+    oom            the allocator refused, or the kernel's out-of-memory killer struck
+    unsupported    it raised ``Unsupported``
+    timeout        it took too long and was killed
+    error          anything else, with the message; the traceback goes to stderr
+    interrupted    Ctrl-C in the parent
+
+A cell without a ``world_size`` is measured by one fresh process, any other by as many ranks. This process starts them
+all, or, if a launcher such as torchrun has started it, the one rank of its own number; the launcher's processes then
+agree through its store on how each cell has ended. So a rank that raises, hangs or is killed is a row in both cases,
+and the grid goes on. A process of the launcher that dies itself ends the command, whose rows are kept.
+
+Processes may stay for the next cell as long as no cell leaves them in doubt. Importing this module imports no torch.
+"""
+
+import functools
+import gc
+import itertools
+import json
+import multiprocessing.connection
+import os
+import re
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from cs336_systems.case import Unsupported
+from cs336_systems.harness.provenance import device_state, versions
+from cs336_systems.harness.record import Metric
+from cs336_systems.processes import EXIT_GRACE_S, Died, FreshProcess
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Cell(Protocol):
+    """What a measurement needs to know of a benchmark's frozen dataclass; its fields become columns.
+
+    A cell that several ranks measure together has a ``world_size`` as well.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def variant(self) -> str: ...
+
+
+Measure = Callable[..., list[Metric]]
+"""``measure(cell)``, or ``measure(cell, rank)`` if the cell has a ``world_size``."""
+
+Report = dict[str, Any]
+"""``status``, ``message``, ``metrics``, ``provenance``, and what is known of ``state_before`` and ``state_after``."""
+
+_CUDA_OUT_OF_MEMORY = re.compile(
+    r"Tried to allocate (\S+ \S+)\. .* total capacity of (\S+ \S+) of which .*"
+    r"Of the allocated memory (\S+ \S+) is allocated by PyTorch, and (\S+ \S+) is reserved by PyTorch but unallocated",
+    re.DOTALL,
+)
+"""The message of torch's CUDA allocator, whose four amounts a row repeats."""
+
+_OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""How errors of other types say that memory has run out."""
+
+_MESSAGE_WIDTH = 200
+"""Characters of an unexpected error that go into its row; the traceback on stderr has the rest."""
+
+_AGREEMENT_GRACE_S = 60.0
+"""Seconds by which a launcher's processes may end a cell after each other: they import at different speeds."""
+
+_POLL_S = 1.0
+"""Seconds between a launcher's process asking whether a cell has failed on another rank, while its own is at work."""
+
+_sweeps = itertools.count()
+"""Numbers of sweeps of this process: a later one must not read what an earlier one has left in the launcher's store."""
+
+
+class PredictedOutOfMemory(Exception):
+    """The cell would need more memory than is free; the message holds both figures."""
+
+
+def reports() -> bool:
+    """Whether this process is the one that prints and writes: rank 0, or the only process there is so far."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def resolve_world_sizes(requested: tuple[int, ...] | None, default: tuple[int, ...]) -> tuple[int, ...]:
+    """The launcher's world size; without a launcher those of ``--world-size``, else the default ones.
+
+    Raises:
+        ValueError: the launcher has started another number of ranks than requested, or described none properly; or the
+            request is empty or not positive.
+    """
+    from cs336_systems.distributed.process_group import launched_world_size
+
+    present = launched_world_size()
+    if requested is not None:
+        if not requested:
+            raise ValueError("--world-size needs at least one value, got none")
+        if min(requested) < 1:
+            raise ValueError(f"--world-size must be positive, got {min(requested)}")
+        if present is not None and requested != (present,):
+            raise ValueError(f"--world-size {' '.join(map(str, requested))}: the launcher has started {present} ranks")
+    if present is not None:
+        return (present,)
+    return default if requested is None else requested
+
+
+def one_rank_per_gpu(device: str) -> tuple[int]:
+    """The usual world on this machine: all its GPUs, or two ranks on a CPU."""
+    import torch
+
+    return (torch.cuda.device_count() if device == "cuda" else 2,)
+
+
+def isolated(
+    cells: Sequence[Cell], measure: Measure, timeout_s: float, share: Callable[[Any], Hashable] | None
+) -> Generator[Report, None, None]:
+    """Measure the cells in turn and yield how each has ended; arguments and errors are those of ``run_sweep``."""
+    launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    launcher = _Launcher(timeout_s) if launched and cells and hasattr(cells[0], "world_size") else None
+    team = _Team(measure, timeout_s, launcher)
+    try:
+        for cell, following in itertools.zip_longest(cells, cells[1:]):
+            report: Report = {"metrics": []}
+            try:
+                team.measure(cell, report)
+            except TimeoutError:
+                report |= {"status": "timeout", "message": f"took longer than {timeout_s:g} s and was killed"}
+            except KeyboardInterrupt:
+                report |= {"status": "interrupted", "message": "Ctrl-C"}
+            if launcher is not None and report["status"] != "interrupted":
+                launcher.agree(report)
+            in_doubt = report["status"] in ("timeout", "error", "interrupted")
+            in_doubt |= report["status"] != "ok" and hasattr(cell, "world_size")  # ranks have left their group
+            if in_doubt or not team.may_measure(following, cell, share):
+                team.end(grace_s=0.0 if in_doubt else EXIT_GRACE_S)
+            print(report.pop("traceback", ""), file=sys.stderr, end="")
+            report.setdefault("provenance", versions("cpu"))  # no process has told where it runs
+            yield report
+    finally:
+        team.end()
+
+
+class _Team:
+    """The fresh processes that this process has started to measure a cell: one, some ranks, or none for now."""
+
+    def __init__(self, measure: Measure, timeout_s: float, launcher: "_Launcher | None") -> None:
+        self._measure = measure
+        self._timeout_s = timeout_s
+        self._launcher = launcher
+        self._processes: dict[int, FreshProcess] = {}
+        """They by their ranks; a process that is no rank is number 0."""
+
+    def measure(self, cell: Any, report: Report) -> None:
+        """Measure one cell; ``report`` takes what rank 0 says, or the first rank that fails.
+
+        Where the cell ran is known from rank 0, or from the first rank that told: another may die before rank 0 has.
+
+        Raises:
+            TimeoutError: it took longer than the time-out.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        if self._launcher and cell.world_size != self._launcher.world_size:
+            message = f"takes {cell.world_size} ranks, the launcher has started {self._launcher.world_size}"
+            report |= {"status": "unsupported", "message": message}
+            return
+        if not self._processes:
+            for number, place in self._places(cell).items():
+                self._processes[number] = FreshProcess(_serve, self._measure, cell.device, self._timeout_s, place)
+        for process in self._processes.values():
+            with suppress(ConnectionError):  # if it has died, receiving from it says how
+                process.connection.send(cell)
+        ended: dict[int, Report] = {}
+        while len(ended) < len(self._processes):
+            number, said = self._next_word(self._processes.keys() - ended.keys(), deadline, hasattr(cell, "world_size"))
+            if said.get("status", "ok") != "ok":
+                report.update(said)
+                return
+            if "status" in said:
+                ended[number] = said
+            elif number == 0 or "provenance" not in report:
+                report.update(said)
+        report.update(ended[min(ended)])
+
+    def _places(self, cell: Any) -> dict[int, dict[str, str] | None]:
+        """The variables of each process to start, by rank; None for one that joins no group."""
+        if not hasattr(cell, "world_size"):
+            return {0: None}
+        if self._launcher is not None:
+            return {self._launcher.rank: self._launcher.place_of_a_new_rank()}
+        from torch.distributed import TCPStore
+
+        from cs336_systems.distributed.spawn import rank_variables
+
+        self._store = TCPStore("127.0.0.1", 0, cell.world_size, is_master=True, wait_for_workers=False)
+        return {number: rank_variables(number, cell.world_size, self._store.port) for number in range(cell.world_size)}
+
+    def _next_word(self, numbers: Collection[int], deadline: float, ranked: bool) -> tuple[int, Report]:
+        """The next that one of these ranks says, or that is to say of it."""
+        waiting: dict[Any, int] = {self._processes[number].connection: number for number in numbers}
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            ready = multiprocessing.connection.wait(list(waiting), min(left, _POLL_S) if self._launcher else left)
+            if ready:
+                break
+            if left == 0.0:
+                raise TimeoutError
+            if self._launcher and self._launcher.has_failed():
+                return min(numbers), {"status": "error", "message": "another rank has failed", "peer_lost": True}
+        number = waiting[ready[0]]
+        try:
+            return number, self._processes[number].receive()
+        except Died as death:
+            message = f"rank {number} {death}" if ranked else str(death)
+            if death.out_of_memory:
+                return number, {"status": "oom", "message": message}
+            return number, {"status": "error", "message": message if ranked else f"the cell's process {message}"}
+
+    def may_measure(self, cell: Any, previous: Any, share: Callable[[Any], Hashable] | None) -> bool:
+        """Whether the processes that have measured ``previous`` are to measure ``cell`` (None after the last), too."""
+        if cell is None or not all(process.is_alive() for process in self._processes.values()):
+            return False
+        if self._launcher is not None:
+            return True
+        same_world = getattr(cell, "world_size", None) == getattr(previous, "world_size", None)
+        return share is not None and same_world and share(cell) == share(previous)
+
+    def end(self, grace_s: float = 0.0) -> None:
+        """End all processes, which have so long to do it themselves; the next cell starts others."""
+        processes, self._processes = list(self._processes.values()), {}
+        for process in processes:
+            process.connection.close()  # all ranks leave their group together
+        for process in processes:
+            process.end(grace_s)
+
+
+class _Launcher:
+    """The processes of a launcher, this one among them: each starts one rank, and they talk through the store."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """Find the launcher's store, which rank 0 hosts if the launcher does not.
+
+        Raises:
+            ValueError: the launcher has described its ranks badly.
+        """
+        from torch.distributed import PrefixStore
+
+        from cs336_systems.distributed.process_group import launched_world_size, launcher_store
+
+        self.world_size = launched_world_size() or 1
+        self.rank = int(os.environ["RANK"])
+        self._patience = timedelta(seconds=timeout_s + _AGREEMENT_GRACE_S)
+        self._store = PrefixStore(f"sweep {next(_sweeps)}", launcher_store(self._patience))
+        self._store.set_timeout(self._patience)
+        self._n_ended = 0
+        self._n_teams = 0
+
+    def place_of_a_new_rank(self) -> dict[str, str]:
+        """The variables of this process's rank in a new group, which meets at a store of its own on rank 0's host."""
+        from torch.distributed import TCPStore
+
+        key, address = f"port of team {self._n_teams}", os.environ["MASTER_ADDR"]
+        self._n_teams += 1
+        if self.rank == 0:
+            self._meeting = TCPStore(address, 0, self.world_size, is_master=True, wait_for_workers=False)
+            self._store.set(key, str(self._meeting.port))
+        port = self._store.get(key).decode()
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+        own = {name: os.environ[name] for name in names if name in os.environ}
+        return own | {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+    def has_failed(self) -> bool:
+        """Whether another process has ended the present cell without success."""
+        return self._store.check([f"cell {self._n_ended} failed"])
+
+    def agree(self, report: Report) -> None:
+        """End the cell on all processes: ``report`` takes rank 0's metrics, or how the cell has failed.
+
+        Of several failures the lowest rank's counts, but that of a rank which lost a peer only if there is no other.
+
+        Raises:
+            RuntimeError: a process of the launcher does not end the cell in time.
+        """
+        from torch.distributed import DistStoreError
+
+        cell, failed = f"cell {self._n_ended}", report["status"] != "ok"
+        metrics = [(each.name, each.unit, [*map(float, each.samples)], each.derived) for each in report["metrics"]]
+        lost = report.pop("peer_lost", False)
+        if failed:
+            self._store.set(f"{cell} failed", "")
+        self._store.set(
+            f"{cell} on {self.rank}", json.dumps([failed, lost, report["status"], report["message"], metrics])
+        )
+        keys = [f"{cell} on {number}" for number in range(self.world_size)]
+        try:
+            self._store.wait(keys, self._patience)
+        except DistStoreError as error:
+            missing = ", ".join(key for key in keys if not self._store.check([key]))
+            raise RuntimeError(f"a process of the launcher has gone: nothing was heard of {missing}") from error
+        said = [json.loads(self._store.get(key)) for key in keys]
+        failures = [(lost, number) for number, (failed, lost, *_) in enumerate(said) if failed]
+        _, _, status, message, metrics = said[min(failures)[1] if failures else 0]
+        if lost:
+            report.pop("traceback", None)  # the peer says more
+        report |= {"status": status, "message": message, "metrics": [Metric(*metric) for metric in metrics]}
+        self._n_ended += 1
+
+
+def _serve(
+    connection: Connection, measure: Measure, device: str, timeout_s: float, place: dict[str, str] | None
+) -> None:
+    """Body of a fresh process: measure what arrives until the parent hangs up, or until a cell fails on a rank.
+
+    A rank tells of a failure once it has left its group, and if it only lost a peer, a little later than that one.
+    """
+    import torch
+
+    from cs336_systems.distributed.process_group import is_peer_lost, joined
+    from cs336_systems.distributed.spawn import take_place
+
+    if place is None:
+        for cell in _arriving(connection):
+            report, _ = _measure_here(cell, torch.device(device), functools.partial(measure, cell), connection)
+            connection.send(report)
+        return
+    take_place(place)
+    report = {}
+    try:
+        with joined(device, timeout_s=timeout_s) as rank:
+            for cell in _arriving(connection):
+                report, error = _measure_here(cell, rank.device, functools.partial(measure, cell, rank), connection)
+                if error is not None:
+                    raise error
+                connection.send(report)
+                report = {}
+    except (Exception, SystemExit) as error:
+        who, report = f"rank {place['RANK']}: ", report or classify(error)
+        if report["status"] in ("error", "oom") and place["WORLD_SIZE"] != "1":
+            report["message"] = who + report["message"]
+        if "traceback" in report:
+            report["traceback"] = who + report["traceback"]
+        with suppress(ConnectionError):  # the parent has hung up: it wants no more
+            connection.send(report | {"peer_lost": is_peer_lost(error)})
+
+
+def _arriving(connection: Connection) -> Iterator[Any]:
+    """Cells, until the parent hangs up."""
+    with suppress(EOFError):
+        while True:
+            yield connection.recv()
+
+
+def _measure_here(
+    cell: Any, device: "torch.device", measure: Callable[[], list[Metric]], connection: Connection
+) -> tuple[Report, BaseException | None]:
+    """Tell where the cell runs, measure, and leave nothing behind; how it went, and what was raised."""
+    import torch
+
+    from cs336_systems.harness.memory import mark_used
+
+    raised: BaseException | None = None
+    try:
+        provenance = versions(device)
+        if device.type == "cuda":
+            provenance["gpu_count"] = getattr(cell, "world_size", 1)
+        connection.send({"provenance": provenance, "state_before": device_state(device)})
+        metrics = measure()
+        for metric in metrics:
+            metric.statistics()
+        report: Report = {"status": "ok", "message": "", "metrics": metrics}
+    except (Exception, SystemExit) as error:
+        report, raised = classify(error), error
+    with suppress(Exception):
+        report["state_after"] = device_state(device)
+    mark_used()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return report, raised
+
+
+def classify(error: BaseException) -> Report:
+    """Status and one-line message of what ended a measurement."""
+    import torch
+
+    if isinstance(error, PredictedOutOfMemory):
+        return {"status": "predicted-oom", "message": str(error)}
+    if isinstance(error, Unsupported):
+        return {"status": "unsupported", "message": str(error)}
+    if found := _CUDA_OUT_OF_MEMORY.search(str(error)):
+        asked, whole, allocated, cached = found.groups()
+        message = f"asked for {asked} of {whole}, {allocated} in tensors and {cached} in free pieces too small"
+        return {"status": "oom", "message": message}
+    message = textwrap.shorten(f"{type(error).__name__}: {error}".splitlines()[0], _MESSAGE_WIDTH, placeholder=" ...")
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
+        return {"status": "oom", "message": message}
+    return {"status": "error", "message": message, "traceback": traceback.format_exc()}

@@ -1,0 +1,366 @@
+"""Every way in which a cell can end, in real processes, on ranks and under torchrun; interrupted and killed sweeps."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from cs336_systems import processes
+from cs336_systems.distributed.spawn import spawn
+from cs336_systems.harness import isolation
+from cs336_systems.harness.record import RowFile, read_rows, schema_columns
+from cs336_systems.harness.sweep import Outcome, cell_columns, outcome_rows, run_sweep
+from tests.harness.cells import SKEW_S, Cell, RankedCell, calls, disagree, measure
+
+ROOT = Path(__file__).resolve().parents[2]
+ALWAYS_KNOWN = ("host", "python", "torch", "commit", "argv", "seed", "timestamp", "state_before")
+SCRIPT = ["-m", "tests.harness.sweep_script"]
+
+
+def is_gone(pid, within_s=5.0):
+    """Whether a process ends in time; one that only waits for its parent's notice has ended."""
+    deadline = time.perf_counter() + within_s
+    while time.perf_counter() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def wait_for_pids(folder, within_s):
+    """What the ``sleep`` cell notes: its own process and the one that it started."""
+    deadline = time.perf_counter() + within_s
+    while not (folder / "pids.json").exists():
+        assert time.perf_counter() < deadline, "the slow cell has not begun"
+        time.sleep(0.02)
+    return json.loads((folder / "pids.json").read_text())
+
+
+def descendants(process):
+    return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+
+
+def is_known(row):
+    """Whether every provenance column that always applies is filled."""
+    return all(str(row[column]) not in ("", "nan", "{}") for column in ALWAYS_KNOWN)
+
+
+def sweep(*cells, folder=None, timeout_s=60.0, share=None, expected_s=None):
+    """The outcomes of cells, given as such or by what they do."""
+    cells = [Cell(cell) if isinstance(cell, str) else cell for cell in cells]
+    row_file = RowFile(folder / "rows.csv", cell_columns(type(cells[0]))) if folder else None
+    options = {"timeout_s": timeout_s, "share": share, "expected_s": expected_s}
+    outcomes = list(run_sweep("bench", cells, measure, row_file=row_file, **options))
+    for outcome in outcomes:
+        assert all((row["status"], row["message"]) == (outcome.status, outcome.message) for row in outcome.rows)
+        assert all(is_known(row) for row in outcome.rows)
+    return outcomes
+
+
+def ends(outcomes):
+    return [(outcome.status, outcome.message) for outcome in outcomes]
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory):
+    """(process, folder) of two sweeps whose third cell takes too long; both start at once, as imports take seconds."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("interrupted", "killed")]
+    started = [(start_script(folder), folder) for folder in folders]
+    try:
+        yield started
+    finally:
+        for process, _ in started:
+            process.kill()
+            process.communicate()
+
+
+def start_script(folder):
+    command = [sys.executable, *SCRIPT, str(folder), "ok", "ok", "sleep", "ok"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    """The fork server takes seconds to start; no test's timing should hold them."""
+    sweep("ok")
+
+
+FAILURES = {
+    "predicted-oom": ("predicted-oom", "needs 9.5 GiB, 1.5 GiB are free"),
+    "unsupported": ("unsupported", "no tensor cores here"),
+    "MemoryError": ("oom", "MemoryError: a list too long"),
+    "sys.exit": ("error", "SystemExit: 3"),
+    "os._exit": ("error", "the cell's process died without a report: exit code 3"),
+    "SIGKILL": ("error", "the cell's process died without a report: SIGKILL"),
+    "SIGSEGV": ("error", "the cell's process died without a report: SIGSEGV"),
+    "exception": ("error", 'RuntimeError: first line, with a "quote"'),
+}
+
+
+def test_failed_cells_are_one_row_without_a_metric(monkeypatch, capsys):
+    monkeypatch.setattr(processes, "_oom_kills", lambda: 5)
+    outcomes = sweep(*FAILURES, "allocator", "NaN")
+    *known, allocator, not_finite = outcomes
+    assert ends(known) == list(FAILURES.values())
+    assert allocator.status == "oom"
+    assert "can't allocate memory" in allocator.message
+    assert not_finite.status == "error"
+    assert "metric loss needs finite samples" in not_finite.message
+    for outcome in outcomes:
+        (row,) = outcome.rows
+        assert not {"metric", "median", "samples"} & row.keys()
+    printed = capsys.readouterr().err
+    assert printed.count("Traceback (most recent call last)") == 3  # sys.exit, exception, NaN
+    assert "second line" in printed
+    assert "[2/10] unsupported: unsupported: no tensor cores here (" in printed
+
+
+def test_a_gpus_refusal_tells_tensors_from_fragments():
+    text = (
+        "CUDA out of memory. Tried to allocate 32.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 10.91 GiB "
+        "is free. Including non-PyTorch memory, this process has 128.88 GiB memory in use. Of the allocated memory "
+        "96.03 GiB is allocated by PyTorch, and 31.98 GiB is reserved by PyTorch but unallocated. If reserved but"
+    )
+    assert isolation.classify(torch.OutOfMemoryError(text)) == {
+        "status": "oom",
+        "message": "asked for 32.00 GiB of 139.80 GiB, 96.03 GiB in tensors and 31.98 GiB in free pieces too small",
+    }
+
+
+@pytest.mark.parametrize(("what", "status"), [("SIGKILL", "oom"), ("os._exit", "error")])
+def test_a_kill_is_oom_if_the_kernel_counted_one(monkeypatch, what, status):
+    counter = itertools.count()
+    monkeypatch.setattr(processes, "_oom_kills", lambda: next(counter))
+    alone, on_rank = sweep(what)[0], sweep(RankedCell(f"{what} on rank 1"))[0]
+    assert (alone.status, on_rank.status) == (status, status)
+    assert on_rank.message.startswith("rank 1 ")
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("cell", [Cell("sleep"), RankedCell("sleep on rank 1")])
+def test_a_timeout_kills_the_cell_and_all_that_it_started(tmp_path, cell):
+    started = time.perf_counter()
+    [outcome] = sweep(type(cell)(cell.what, str(tmp_path)), timeout_s=3.0)
+    assert 3.0 <= outcome.seconds <= time.perf_counter() - started < 60  # it sleeps for 120
+    assert (outcome.status, outcome.message) == ("timeout", "took longer than 3 s and was killed")
+    assert all(is_gone(pid) for pid in wait_for_pids(tmp_path, 0))
+
+
+def test_every_cell_has_a_process_of_its_own_unless_it_shares_one(tmp_path):
+    calls.append("in the parent")
+    first, second = sweep("process", "process")
+    assert len({first.median("pid"), second.median("pid"), os.getpid()}) == 3
+    assert first.median("calls") == second.median("calls") == 1
+    assert is_gone(int(first.median("pid")))
+    endings = ("process", "unsupported", "process", "exception", "process")
+    outcomes = sweep(*endings, Cell("process", seed=8), share=lambda cell: cell.seed)
+    assert [outcome.status for outcome in outcomes] == ["ok", "unsupported", "ok", "error", "ok", "ok"]
+    pids = [outcome.median("pid") for outcome in outcomes]
+    assert pids[0] == pids[2]
+    assert len({pids[2], pids[4], pids[5]}) == 3, "an error leaves a process in doubt, another seed shares none"
+    assert [outcome.median("calls") for outcome in outcomes[::2]] == [1, 3, 1]
+    assert all(is_gone(int(pid)) for pid in pids if pid)
+
+
+def test_rows_are_on_disk_before_the_next_cell_starts_and_a_failure_stops_nothing(tmp_path):
+    endings = ("rows on disk", "unsupported", "rows on disk")
+    outcomes = sweep(*(Cell(what, str(tmp_path)) for what in endings), folder=tmp_path)
+    assert [outcome.median("lines") for outcome in outcomes] == [1, None, 3]
+    rows = read_rows(tmp_path / "rows.csv")
+    assert list(rows["status"]) == ["ok", "unsupported", "ok"]
+    assert list(rows["what"]) == list(endings)
+    assert all(is_known(row) for _, row in rows.iterrows())
+    in_memory = outcome_rows(outcomes)[list(rows.columns)]
+    assert in_memory["samples"].tolist() == rows["samples"].tolist()
+    assert in_memory["metric"].tolist() == rows["metric"].tolist()
+
+
+@pytest.mark.filterwarnings("error")
+def test_rows_in_memory_have_every_column_even_if_nothing_was_measured():
+    failed = Outcome(Cell("oom"), "oom", rows=[{"status": "oom", "message": "no room", "device": "cpu"}])
+    frame = outcome_rows([failed])
+    assert set(schema_columns(["device"])) == set(frame.columns)
+    assert frame.iloc[0][["metric", "unit", "gpu", "samples"]].tolist() == ["", "", "", []]
+    assert outcome_rows([]).empty
+    assert set(schema_columns([])) == set(outcome_rows([]).columns)
+
+
+def test_a_full_disk_ends_the_sweep_with_every_earlier_row_on_disk(tmp_path, monkeypatch):
+    really_append, appended = RowFile.append, []
+
+    def append(self, rows):
+        appended.append(rows)
+        if len(appended) == 3:
+            raise OSError(28, "No space left on device")
+        really_append(self, rows)
+
+    monkeypatch.setattr(RowFile, "append", append)
+    with pytest.raises(OSError, match="No space left"):
+        sweep("ok", "unsupported", "ok", "ok", folder=tmp_path)
+    assert list(read_rows(tmp_path / "rows.csv")["metric"]) == ["value", "rate", ""]
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(scripts):
+    process, folder = scripts[0]
+    pids = wait_for_pids(folder, 200)
+    started = descendants(process)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert json.loads(out.splitlines()[-1]) == ["ok", "ok", "interrupted"]
+    rows = read_rows(folder / "rows.csv")
+    assert list(rows["what"]) == ["ok", "ok", "ok", "ok", "sleep"]
+    assert list(rows["status"]) == ["ok"] * 4 + ["interrupted"]
+    assert list(rows["metric"]) == ["value", "rate"] * 2 + [""]
+    assert all(is_known(row) for _, row in rows.iterrows())
+    assert set(pids) < set(started)
+    assert all(is_gone(pid) for pid in started)
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_the_fork_server_starts_is_a_row_and_leaves_no_process(tmp_path):
+    process = start_script(tmp_path)
+    assert process.stdout.readline() == "begins\n"
+    deadline = time.perf_counter() + 10
+    while not (started := descendants(process)):
+        assert time.perf_counter() < deadline, "the server has not started"
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=100)  # until the server, which holds the pipes, has ended as well
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert json.loads(out.splitlines()[-1]) == ["interrupted"]
+    assert list(read_rows(tmp_path / "rows.csv")["status"]) == ["interrupted"]
+    assert all(is_gone(pid) for pid in started)
+
+
+@pytest.mark.slow
+def test_a_cell_dies_with_a_sweep_that_is_killed(scripts):
+    process, folder = scripts[1]
+    pids = wait_for_pids(folder, 200)
+    started = descendants(process)
+    process.kill()
+    process.wait()
+    assert set(pids) < set(started)
+    assert all(is_gone(pid) for pid in started)
+    assert list(read_rows(folder / "rows.csv")["status"]) == ["ok"] * 4
+
+
+@pytest.mark.slow
+def test_cells_in_ranks_of_their_own_end_as_rows(tmp_path):
+    whats = ("ok", "unsupported", "MemoryError on rank 1", "SIGKILL on rank 1", "ok")
+    outcomes = sweep(*(RankedCell(what) for what in whats), folder=tmp_path)
+    assert ends(outcomes) == [
+        ("ok", ""),
+        ("unsupported", "no tensor cores here"),
+        ("oom", "rank 1: MemoryError: a list too long"),
+        ("error", "rank 1 died without a report: SIGKILL"),
+        ("ok", ""),
+    ]
+    first, last = outcomes[0], outcomes[-1]
+    assert first.median("sum_of_ones") == 2.0**5
+    assert first.median("skewed") >= 2 * SKEW_S * 1e3, "the slowest rank counts"
+    assert first.median("step") >= first.median("skewed")
+    assert first.median("pid") != last.median("pid")
+    assert {metric.name: len(metric.samples) for metric in first.metrics}["warmup_step"] == 2
+    rows = read_rows(tmp_path / "rows.csv")
+    assert list(rows["status"].unique()) == ["ok", "unsupported", "oom", "error"]
+    assert (rows["world_size"] == 2).all()
+
+
+def test_ranks_may_stay_for_the_next_cell_of_as_many_ranks():
+    cells = [RankedCell("ok", world_size=n) for n in (1, 1, 2)]
+    pids = [outcome.median("pid") for outcome in sweep(*cells, share=lambda cell: True)]
+    assert pids[0] == pids[1] != pids[2]
+
+
+def test_ranks_that_would_time_different_numbers_of_steps_hear_of_it():
+    first, second = spawn(disagree, 2, timeout_s=60)
+    assert first == second
+    assert "differ across ranks at index 3: rank 0 has 1, rank 1 has 2" in first
+
+
+@pytest.mark.slow
+def test_under_a_launcher_failed_cells_are_rows_and_the_grid_goes_on_until_a_process_of_it_dies(tmp_path):
+    expected = {
+        "ok@2": ("ok", ""),
+        "MemoryError on rank 1@2": ("oom", "rank 1: MemoryError: a list too long"),
+        "unsupported@2": ("unsupported", "no tensor cores here"),
+        "late@2": ("error", "rank 1: ArithmeticError: too late for the others to notice"),
+        "alone@2": ("error", "rank 1: ArithmeticError: nobody is here"),
+        "stuck@2": ("error", "rank 1: ArithmeticError: nobody hears this"),
+        "SIGKILL on rank 1@2": ("error", "rank 1 died without a report: SIGKILL"),
+        "ok@3": ("unsupported", "takes 3 ranks, the launcher has started 2"),
+    }
+    cells = ["ok@2", *expected, "ok@2", "orphan@2", "ok@2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *SCRIPT]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(tmp_path), *cells], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    rows = read_rows(tmp_path / "rows.csv")
+    names = [f"{what}@{world_size}" for what, world_size in zip(rows["what"], rows["world_size"], strict=True)]
+    assert dict(zip(names, zip(rows["status"], rows["message"], strict=True), strict=True)) == expected, done.stderr
+    first, second, last = rows[rows["metric"] == "pid"]["median"]
+    assert first == second != last, "ranks stay until a cell has failed"
+    assert all(is_known(row) for _, row in rows[rows["world_size"] == 2].iterrows())
+    assert done.returncode == 1
+    assert "Signal 9 (SIGKILL)" in done.stderr
+
+
+def test_the_world_size_is_the_launchers_or_the_one_asked_for(monkeypatch):
+    assert isolation.resolve_world_sizes(None, (2,)) == (2,)
+    assert isolation.resolve_world_sizes((4, 1), (2,)) == (4, 1)
+    assert isolation.reports()
+    with pytest.raises(ValueError, match="got 0"):
+        isolation.resolve_world_sizes((1, 0), (2,))
+    with pytest.raises(ValueError, match="got none"):
+        isolation.resolve_world_sizes((), (2,))
+    variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert isolation.resolve_world_sizes(None, (2,)) == isolation.resolve_world_sizes((3,), (2,)) == (3,)
+    assert not isolation.reports()
+    with pytest.raises(ValueError, match="--world-size 2: the launcher has started 3 ranks"):
+        isolation.resolve_world_sizes((2,), (2,))
+
+
+@pytest.mark.parametrize("expected_s", [None, lambda cell: 500.0])
+def test_on_a_terminal_there_is_a_bar_and_an_estimate_if_cells_say_what_they_take(expected_s, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich's word for a terminal
+    [outcome] = sweep("ok", expected_s=expected_s)
+    shown = capsys.readouterr().err
+    assert outcome.status == "ok"
+    assert "━" in shown
+    assert ("about 0:08" in shown) == (expected_s is not None)
+
+
+def test_a_row_names_the_cells_own_columns():
+    [outcome] = sweep("ok")
+    assert [row["metric"] for row in outcome.rows] == ["value", "rate"]
+    assert (outcome.median("value"), outcome.median("missing")) == (2.0, None)
+    row = outcome.rows[0]
+    assert [row[name] for name in ("benchmark", "variant", "what", "device", "seed")] == [
+        *("bench", "test", "ok", "cpu", 7)
+    ]
+    assert json.loads(row["state_after"])
+
+
+def test_importing_a_sweep_imports_no_torch():
+    code = "import sys, cs336_systems.harness.sweep; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
