@@ -1,17 +1,44 @@
 """The table of ``--compare``: what the newest runs of two files say of the same cells, with a verdict for each phase.
 
-The statistics are ``harness/comparison.py``'s. What they cannot show is listed beside the table: another machine,
-driver or commit, and a machine that was busy with something else.
+The ratio of medians gets a 95 % interval from the bootstrap (Efron 1979: resample both sides, take the ratio, repeat).
+Samples of one process do not show how much processes differ from each other, so whole processes are resampled, too;
+with fewer than three a side (``--repeat 3``) that says little, and the interval is widened by how far apart processes
+and samples lie on this machine, at least ``PROCESS_NOISE``. The verdict asks the interval against a margin of two
+percent:
+
+    same     the interval lies inside the margin: no difference worth the name, and enough processes to say so
+    faster   the interval lies wholly below 1 - margin
+    slower   the interval lies wholly above 1 + margin
+    unclear  anything else: measure more processes
+
+What statistics cannot show is listed beside the table: another machine, driver or commit, and a machine that was busy
+with something else.
 """
 
 import json
+from collections.abc import Iterable
 
+import numpy as np
 import pandas as pd
 
-from cs336_systems.harness import comparison
 from cs336_systems.harness.record import schema_columns
 from cs336_systems.harness.runs import newest_run
 from cs336_systems.report.tables import Table, settings_split
+
+MARGIN = 0.02
+"""The largest difference, as a share, that is called none."""
+
+PROCESS_NOISE = 0.2
+"""How far apart the medians of processes that measure one cell may lie, as a share.
+
+Of 60 timings that the committed H200 rows hold several times, half agree within 0.016 (cells that keep the GPU busy)
+and 57 within 0.2; the other three, up to 0.61, are compiled cells that wait for launches."""
+
+ENOUGH_PROCESSES = 3
+_RESAMPLES = 2000
+
+Processes = list[list[float]]
+"""Samples of one cell, by the process that took them."""
 
 _IDENTITY = ("gpu", "host", "driver", "cuda", "torch", "triton", "commit", "dirty")
 _FIGURES = ("old ms", "new ms", "processes", "new / old", "95 % interval", "verdict")
@@ -29,16 +56,16 @@ def compare(new: pd.DataFrame, old: pd.DataFrame) -> Table:
     sides = [_timings(frame, keys) for frame in (new, old)]
     shared = [key for key in sides[0] if key in sides[1]]
     noise = {
-        metric: comparison.shown_noise(side[key] for key in shared for side in sides if key[-1] == metric)
+        metric: shown_noise(side[key] for key in shared for side in sides if key[-1] == metric)
         for metric in dict.fromkeys(key[-1] for key in shared)
     }
     lines = []
     for key in shared:
         now, before = (side[key] for side in sides)
-        ratio, low, high = comparison.ratio_interval(now, before, noise=noise[key[-1]])
+        ratio, low, high = ratio_interval(now, before, noise=noise[key[-1]])
         figures = (
-            *(*(f"{comparison.pooled_median(side):.3f}" for side in (before, now)), f"{len(before)}, {len(now)}"),
-            *(f"{ratio:.3f}", f"{low:.3f}–{high:.3f}", comparison.verdict(low, high)),
+            *(*(f"{pooled_median(side):.3f}" for side in (before, now)), f"{len(before)}, {len(now)}"),
+            *(f"{ratio:.3f}", f"{low:.3f}–{high:.3f}", verdict(low, high)),
         )
         lines.append(dict(zip((*keys, *_FIGURES), (*key, *figures), strict=True)))
     notes = [
@@ -53,10 +80,9 @@ def compare(new: pd.DataFrame, old: pd.DataFrame) -> Table:
     notes += [f"{name} rows: {load}" for name, frame in (("old", old), ("new", new)) if (load := _overload(frame))]
     frame = pd.DataFrame(lines, columns=[*keys, *_FIGURES])
     caption, varying = settings_split(frame, keys[:-1])
-    enough = comparison.ENOUGH_PROCESSES
-    few = any(min(len(side[key]) for side in sides) < enough for key in shared)
+    few = any(min(len(side[key]) for side in sides) < ENOUGH_PROCESSES for key in shared)
     widened = ", ".join(f"{metric} {100 * share:.0f} %" for metric, share in noise.items())
-    footnote = f"with fewer than {enough} processes a side, less than what processes may differ by is unclear"
+    footnote = f"with fewer than {ENOUGH_PROCESSES} processes a side, less than what processes may differ by is unclear"
     return Table(
         "; ".join([caption, *notes] if caption else notes),
         frame[[*varying, "metric", *_FIGURES]],
@@ -65,9 +91,9 @@ def compare(new: pd.DataFrame, old: pd.DataFrame) -> Table:
     )
 
 
-def _timings(frame: pd.DataFrame, keys: list[str]) -> dict[tuple, comparison.Processes]:
+def _timings(frame: pd.DataFrame, keys: list[str]) -> dict[tuple, Processes]:
     """Time samples by cell and metric, a list for each process of the newest run; none of a run that failed."""
-    timings: dict[tuple, comparison.Processes] = {}
+    timings: dict[tuple, Processes] = {}
     for key, cell in frame.groupby([frame[name].astype(str) for name in keys[:-1]], sort=False):
         run = newest_run(cell)
         for metric, rows in run[(run["unit"] == "ms") & (run["metric"] != "warmup_step")].groupby("metric", sort=False):
@@ -86,3 +112,65 @@ def _overload(frame: pd.DataFrame) -> str:
             busiest = max(busiest, (load, int(cores)), key=lambda found: found[0] / found[1])
     load, cores = busiest
     return f"the machine was loaded, {load:.1f} processes on {cores} cores" if load > cores else ""
+
+
+def ratio_interval(
+    new: Processes, old: Processes, seed: int = 0, noise: float = PROCESS_NOISE
+) -> tuple[float, float, float]:
+    """(ratio, low, high): median(new) / median(old) of the processes' medians, with its 95 % interval.
+
+    Args:
+        noise: by how much processes may differ, as a share; counts with fewer than three a side.
+
+    Raises:
+        ValueError: either side has no samples.
+    """
+    if not (new and old and all(new) and all(old)):
+        raise ValueError(f"a ratio needs samples on both sides, got {new} and {old}")
+    generator = np.random.default_rng(seed)
+
+    def resampled(processes: Processes) -> np.ndarray:
+        medians = np.stack([_resampled_medians(samples, generator) for samples in processes])
+        chosen = generator.integers(0, len(processes), (len(processes), _RESAMPLES))
+        return np.median(medians[chosen, np.arange(_RESAMPLES)], axis=0)
+
+    low, high = np.percentile(resampled(new) / resampled(old), (2.5, 97.5))
+    if min(len(new), len(old)) < ENOUGH_PROCESSES:
+        low, high = low / (1 + noise), high * (1 + noise)
+    return pooled_median(new) / pooled_median(old), float(low), float(high)
+
+
+def pooled_median(processes: Processes) -> float:
+    """The median of the processes' medians."""
+    return float(np.median([np.median(samples) for samples in processes]))
+
+
+def _resampled_medians(samples: list[float], generator: np.random.Generator) -> np.ndarray:
+    values = np.asarray(samples)
+    return np.median(values[generator.integers(0, values.size, (_RESAMPLES, values.size))], axis=1)
+
+
+def shown_noise(cells: Iterable[Processes]) -> float:
+    """How far apart processes of one cell, or the steps of one process, lie: the most of ``cells``, as a share.
+
+    Of steps the 10th and the 90th percentile count, as a machine whose steps differ that much has processes that do.
+    """
+    spreads = [PROCESS_NOISE]
+    for processes in cells:
+        medians = [float(np.median(samples)) for samples in processes]
+        spreads.append(max(medians) / min(medians) - 1)
+        for samples in processes:
+            low, high = np.percentile(samples, (10, 90))
+            spreads.append(float(high / low) - 1)
+    return max(spreads)
+
+
+def verdict(low: float, high: float, margin: float = MARGIN) -> str:
+    """The word for an interval of time ratios (new / old): see the module's docstring."""
+    if 1 - margin <= low and high <= 1 + margin:
+        return "same"
+    if high < 1 - margin:
+        return "faster"
+    if low > 1 + margin:
+        return "slower"
+    return "unclear"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cs336_systems.harness.comparison import PROCESS_NOISE, ratio_interval, shown_noise, verdict
+from cs336_systems.report.compare import PROCESS_NOISE, ratio_interval, shown_noise, verdict
 
 
 def noisy(centre: float, noise: float, count: int, seed: int) -> list[float]:
