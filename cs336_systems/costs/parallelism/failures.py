@@ -27,11 +27,7 @@ FAILURES_PER_1000_NODE_DAYS = 10.0
 
 
 def mean_time_between_failures(n_nodes: int, per_1000_node_days: float = FAILURES_PER_1000_NODE_DAYS) -> float:
-    """Seconds between failures of a job on ``n_nodes``.
-
-    Raises:
-        ValueError: no nodes, or no failures.
-    """
+    """Seconds between failures of a job on ``n_nodes``; ValueError for no nodes, or no failures."""
     if n_nodes < 1:
         raise ValueError(f"number of nodes must be positive, got {n_nodes}")
     if not per_1000_node_days > 0:

@@ -126,11 +126,7 @@ def check_positive(of: object, *names: str) -> None:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """One feed-forward layer: the matrices between two widths.
-
-    Raises:
-        ValueError: a size is not positive.
-    """
+    """One feed-forward layer: the matrices between two widths; ValueError for a size that is not positive."""
 
     d_model: int
     d_ff: int

@@ -234,11 +234,7 @@ def smaller_batches(layer: FeedForward, fsdp: int, tp: int, network: Network) ->
 
 @dataclass(frozen=True)
 class FeedForwardStack:
-    """Blocks of one feed-forward layer each, and how many bytes its states take.
-
-    Raises:
-        ValueError: no blocks.
-    """
+    """Blocks of one feed-forward layer each, and how many bytes its states take; ValueError for no blocks."""
 
     layer: FeedForward
     n_blocks: int

@@ -76,11 +76,7 @@ class FsdpStep:
 
 
 def fsdp_step(workload: Workload, n_devices: int, device: Device) -> FsdpStep:
-    """Time of a whole step, forward and backward.
-
-    Raises:
-        ValueError: no devices.
-    """
+    """Time of a whole step, forward and backward; ValueError for no devices."""
     if n_devices < 1:
         raise ValueError(f"number of devices must be positive, got {n_devices}")
     flops = 6 * workload.n_parameters * workload.batch_tokens / n_devices
