@@ -17,6 +17,7 @@ from cs336_systems.config import (
     GRADIENT_DTYPES,
     KERNELS,
     MATMUL_DTYPES,
+    MODEL_SIZES,
     OPTIMIZERS,
     PRECISIONS,
     SCALINGS,
@@ -124,8 +125,7 @@ class TrainingCase:
     device: str = "cpu"
     size: str | ModelConfig = option(
         "small",
-        "Named model sizes: tiny; the handout's small, medium, large, xl, 2.7b (xl-2026), 10b; leaderboard-8b; "
-        "llama3-1b, llama3-8b; qwen2.5-0.5b, -1.5b, -3b, -7b, -14b; qwen3-0.6b, -1.7b, -4b, -8b.",
+        f"Named model sizes: {', '.join(MODEL_SIZES)} (2.7b is the xl of the 2026 handout, xl-2026).",
         typed=str,
         shown=True,
     )

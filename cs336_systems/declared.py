@@ -84,6 +84,11 @@ def option_name(each: Any) -> str:
     return of.flag.replace("-", "_") if of and of.flag else each.name
 
 
+def flag(name: str) -> str:
+    """An option as it is typed."""
+    return f"--{name.replace('_', '-')}"
+
+
 def options_of(kind: type, base: type, *, several: bool = True, **asked: Any) -> Any:
     """A frozen dataclass with the fields of ``base`` and an option for each field of ``kind`` that ``option`` made.
 

@@ -21,11 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from cs336_systems.pretraining.config_file import from_file, to_toml
+from cs336_systems.pretraining.config_file import to_toml, with_file
 from cs336_systems.pretraining.options import TrainOptions
-from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with, n_gpus
+from cs336_systems.report import command_line
+from cs336_systems.report.command_line import INTERRUPTED, complain, exit_with
 
 NAME = "train"
 _PRINT, _PRINT_MEMORY = "--print-config", "--print-memory"
@@ -55,13 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str]) -> TrainOptions:
     """Defaults of the device that is named, else found; over them the file's options; over these the command line's."""
-    found = "cuda" if n_gpus() else "cpu"
-    for device in (found, "cpu" if found == "cuda" else "cuda"):
-        defaults, rest = from_file(TrainOptions.default(device), arguments)
-        options = tyro.cli(TrainOptions, args=rest, default=defaults, description=__doc__)
-        if options.device == device:
-            break
-    return options.settled()
+    return command_line.parse(TrainOptions, with_file(TrainOptions, arguments), __doc__).settled()
 
 
 def _print_memory(options: TrainOptions) -> None:

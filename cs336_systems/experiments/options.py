@@ -16,7 +16,7 @@ from cs336_systems.case import RECIPE, UNCAPTURED_STEPS, TrainingCase, kept_as
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import default_keep
-from cs336_systems.declared import like, option, option_name, options_in, options_of
+from cs336_systems.declared import flag, like, option, option_name, options_in, options_of
 from cs336_systems.refusals import refusal
 from cs336_systems.report.command_line import Format
 
@@ -237,11 +237,6 @@ def small_defaults_note(options: RunOptions) -> str:
         return ""
     here = ", ".join(f"{flag(name)} {_shown(small[name])}" for name in shrunk)
     return f"On a CPU the defaults shrink: {here} (on a GPU {', '.join(_shown(getattr(usual, n)) for n in shrunk)})."
-
-
-def flag(name: str) -> str:
-    """An option as it is typed."""
-    return f"--{name.replace('_', '-')}"
 
 
 def _values(value: Any) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ import pytest
 
 from cs336_systems.case import Parallel
 from cs336_systems.config import resolve_size
-from cs336_systems.pretraining.config_file import from_file, to_toml
+from cs336_systems.pretraining.config_file import to_toml, with_file
 from cs336_systems.pretraining.options import TrainOptions
 
 PLAIN = TrainOptions.default("cpu")
@@ -15,9 +15,8 @@ PLAIN = TrainOptions.default("cpu")
 
 @pytest.fixture
 def parse(load_script, monkeypatch):
-    script = load_script("scripts/train.py")
-    monkeypatch.setattr(script, "n_gpus", lambda: 0)
-    return script.parse
+    monkeypatch.setattr("cs336_systems.report.command_line.n_gpus", lambda: 0)
+    return load_script("scripts/train.py").parse
 
 
 def test_the_command_line_is_over_the_file_and_the_file_over_the_defaults(parse, tmp_path):
@@ -41,46 +40,45 @@ def test_the_command_line_is_over_the_file_and_the_file_over_the_defaults(parse,
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_printed_config_says_the_same(device, tmp_path):
-    asked = replace(TrainOptions.default(device), data=Path('a "folder"\\'), eps=1e-9, clip=None, seed=7)
+def test_a_printed_config_says_the_same(device, tmp_path, parse):
+    changes = {"data": Path('a "folder"\\'), "eps": 1e-9, "clip": None, "seed": 7, "offload": ("m", "v")}
+    asked = replace(TrainOptions.default(device), **changes)
     (tmp_path / "run.toml").write_text(to_toml(asked))
-    assert from_file(PLAIN, ["--config", str(tmp_path / "run.toml"), "--x"]) == (asked, ["--x"])
+    assert parse(["--config", str(tmp_path / "run.toml")]) == asked
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("learning-rat = 1", "run.toml: unknown option 'learning-rat', did you mean learning-rate?"),
-        ("qqq = 1", "run.toml: unknown option 'qqq'"),
-        ('master = "fp32"', "run.toml: unknown option 'master', did you mean master-weights?"),
-        ("steps = 1.5", "run.toml: steps must be a whole number, got 1.5"),
-        ("steps = true", "run.toml: steps must be a whole number, got True"),
-        ('learning-rate = "big"', "run.toml: learning-rate must be a number, got 'big'"),
-        ("betas = [0.9]", "run.toml: betas must be a list of 2 numbers, got [0.9]"),
-        ("zero = 4", "run.toml: zero must be one of 0, 1, 2, 3, got 4"),
-        ("out = 3", "run.toml: out must be a path in quotes, got 3"),
-        ("skip-nonfinite = 1", "run.toml: skip-nonfinite must be true or false, got 1"),
+        ("learning-rat = 1", "run.toml: unknown option 'learning-rat': did you mean learning-rate?"),
         ("size = tiny", "run.toml is not TOML: "),
         ("[model]\nsize = 3", "run.toml: unknown option 'model'"),
-        ("[train]\nsize = 3", "run.toml: unknown option 'train'$"),
     ],
 )
-def test_what_a_file_cannot_say(content, message, tmp_path):
+def test_what_a_file_cannot_name(content, message, tmp_path, parse):
     (tmp_path / "run.toml").write_text(content)
     with pytest.raises(ValueError) as refusal:
-        from_file(PLAIN, ["--config", str(tmp_path / "run.toml")])
-    assert message in f"{refusal.value}$"
-    assert "\n" not in str(refusal.value)
+        parse(["--config", str(tmp_path / "run.toml")])
+    assert message in str(refusal.value)
 
 
-def test_one_file_must_be_named_and_there(tmp_path):
+@pytest.mark.parametrize("line", ["steps = 1.5", "steps = true", 'learning-rate = "big"', "betas = [0.9]", "zero = 4"])
+def test_a_value_of_another_kind_ends_with_2(line, tmp_path, parse, capsys):
+    (tmp_path / "run.toml").write_text(line)
+    with pytest.raises(SystemExit) as stop:
+        parse(["--config", str(tmp_path / "run.toml")])
+    assert stop.value.code == 2
+    assert f"--{line.split()[0]}" in capsys.readouterr().err
+
+
+def test_one_file_must_be_named_and_there(tmp_path, parse):
     with pytest.raises(ValueError, match="--config needs a file"):
-        from_file(PLAIN, ["--config"])
+        parse(["--config"])
     (tmp_path / "run.toml").write_text("seed = 1")
     with pytest.raises(ValueError, match="--config is given twice: one file has all options"):
-        from_file(PLAIN, ["--config", str(tmp_path / "run.toml"), "--seed", "2", "--config=other.toml"])
+        with_file(TrainOptions, ["--config", str(tmp_path / "run.toml"), "--seed", "2", "--config=other.toml"])
     with pytest.raises(FileNotFoundError):
-        from_file(PLAIN, ["--config", str(tmp_path / "nowhere.toml")])
+        parse(["--config", str(tmp_path / "nowhere.toml")])
 
 
 @pytest.mark.parametrize(
@@ -93,35 +91,34 @@ def test_one_file_must_be_named_and_there(tmp_path):
         ({"learning_rate": float("inf")}, "--learning-rate must be finite, got inf"),
         ({"clip": float("inf")}, "--clip must be finite, got inf"),
         ({"eps": 0.0}, "--eps must be positive, got 0.0"),
-        ({"seed": 2**32}, "--seed must be less than 2^32, got 4294967296"),
+        ({"seed": 2**32}, "--seed must be less than 2^32"),
         ({"weight_decay": -1.0}, "--weight-decay must not be negative, got -1.0"),
         ({"betas": (0.9, 1.0)}, "--betas must lie in [0, 1), got 0.9 1.0"),
         ({"epochs": 2.0}, "--steps 800 and --epochs 2: give one of them"),
-        ({"total_batch_tokens": 1024, "accumulate": 2}, "--total-batch-tokens and --accumulate: give one of them"),
+        (
+            {"total_batch_tokens": 1024, "accumulate": 2},
+            "--total-batch-tokens 1024 and --accumulate 2: give one of them",
+        ),
         (
             {"total_batch_tokens": 1000},
             "--total-batch-tokens 1,000 is no multiple of 1,024, the tokens of a",
         ),
         ({"moments": "bf16"}, "--moments bf16 needs --optimizer fused, got torch-fused"),
-        ({"z_loss": 1e-4}, "--z-loss 0.0001 needs a head that is written out, not --keep autograd"),
+        ({"z_loss": 1e-4}, "--z-loss 0.0001 needs a head with a hand-written backward, not --keep autograd"),
         (
             {"deterministic": True, "attention": "hopper", "keep": "autograd"},
-            "--deterministic and --attention hopper need blocks that are written out, not --keep autograd",
+            "--deterministic and --attention hopper need blocks with a hand-written backward, not --keep autograd",
         ),
-        ({"lmhead_chunks": 4}, "--lmhead-chunks 4 needs a head that is written out, not --keep autograd"),
+        ({"lmhead_chunks": 4}, "--lmhead-chunks 4 needs a head with a hand-written backward, not --keep autograd"),
         ({"gather_by": "copies", "zero": 2}, "--gather-by copies is for --zero 3, got --zero 2"),
         ({"lmhead_chunks": 0, "keep": "all"}, "--lmhead-chunks must be positive, got 0"),
         ({"save_every": None}, "--save-every None leaves no checkpoint to be exported: --no-export does without"),
         ({"recompute": "some"}, "unknown checkpoint policy 'some': known are"),
         ({"recompute": "fulll"}, "unknown checkpoint policy 'fulll': did you mean 'full'? known are none, full"),
         ({"recompute": "swiglu-norn"}, "unknown checkpoint policy 'swiglu-norn'"),
-        ({"recompute": "swiglu", "keep": "all"}, "--recompute swiglu is --keep all-swiglu: give one of them"),
-        ({"recompute": "block", "keep": "autograd"}, "--recompute block is --keep input: give one of them"),
-        (
-            {"recompute": "full", "matmul_dtype": "e4m3"},
-            "--recompute full needs blocks under autograd, which --kernels reference with --matmul-dtype e4m3 does not "
-            "have: use --recompute block",
-        ),
+        ({"recompute": "swiglu", "keep": "all"}, "--keep all and --recompute swiglu: give one of them"),
+        ({"recompute": "block", "keep": "autograd"}, "--keep autograd and --recompute block: give one of them"),
+        ({"recompute": "full", "matmul_dtype": "e4m3"}, "matmul_dtype e4m3 with keep autograd"),
         ({"keep": "everything"}, "unknown level"),
         ({"keep": "nosuch"}, "unknown level 'nosuch' in what to keep, 'nosuch': known are"),
         ({"kernels": "fused", "keep": "autograd"}, "kernels fused with keep autograd"),
@@ -131,14 +128,14 @@ def test_one_file_must_be_named_and_there(tmp_path):
             "fp8 take sizes that 16 divides, not context 100",
         ),
         ({"fp8_skip_last": -1}, "--fp8-skip-last must not be negative, got -1"),
-        ({"fp8_skip_last": 1}, "--fp8-skip-last 1 is for quantized products, and --matmul-dtype is same"),
-        ({"quantization_every": 9}, "--quantization-every 9 is for quantized products, and --matmul-dtype is same"),
+        ({"fp8_skip_last": 1}, "--fp8-skip-last 1 is for quantized matmuls, and --matmul-dtype is same"),
+        ({"quantization_every": 9}, "--quantization-every 9 is for quantized matmuls, and --matmul-dtype is same"),
         ({"quantization_every": 0, "matmul_dtype": "e4m3"}, "--quantization-every must be positive, got 0"),
         (
             {"quantization_every": 9, "matmul_dtype": "e4m3", "cuda_graph": "on"},
             "--quantization-every 9 needs --cuda-graph off: replays show nothing",
         ),
-        ({"scaling": "row"}, "--scaling row is for quantized products, and --matmul-dtype is same"),
+        ({"scaling": "row"}, "--scaling row is for quantized matmuls, and --matmul-dtype is same"),
     ],
 )
 def test_what_does_not_go_is_said(changes, message):

@@ -183,7 +183,7 @@ def main(load_script, monkeypatch, tmp_path, capfd):
     """Runs the command in this process; returns code, stdout and stderr."""
     script = load_script("scripts/train.py")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(script, "n_gpus", lambda: 0)
+    monkeypatch.setattr("cs336_systems.report.command_line.n_gpus", lambda: 0)
 
     def run(*arguments):
         try:

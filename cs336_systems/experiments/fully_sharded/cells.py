@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from cs336_systems.case import RECIPE, GatherBy, Parallel
+from cs336_systems.case import RECIPE, GatherBy, Parallel, TrainingCase
 from cs336_systems.config import PRECISIONS, Precision
 from cs336_systems.costs.checkpointing import canonical_policy
+from cs336_systems.declared import like
 from cs336_systems.experiments.options import RankedCase, RankedOptions, RankedRun, Switch, flag, training_cells
 
 Implementation = Literal["ours", "torch", "ddp"]
@@ -55,6 +56,7 @@ class Options(RankedOptions):
 class FullyShardedCell(RankedCase):
     """One implementation on one model; the fields are columns, sizes are per rank."""
 
+    dtype: str = like(TrainingCase, "dtype", values=("fp32", "bf16-compute", "bf16"))
     fsdp: str = OURS
     prefetch: int | None = None
     """Of ours, else None."""

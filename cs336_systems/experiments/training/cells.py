@@ -136,7 +136,7 @@ class TrainingRunCell:
             context_length=self.context_length,
             batch_size=self.batch_size,
             total_batch_tokens=self.total_batch_tokens * self.n_together // self.world_size,
-            dtype=self.dtype,  # type: ignore[arg-type]
+            dtype=self.dtype,
             evaluate_every=None,
             save_every=None,
             export=False,
