@@ -221,11 +221,11 @@ def test_memory_is_printed_without_training(main, tmp_path):
     [
         (["--size", "tinny"], "train: unknown model size 'tinny': did you mean tiny"),
         (["--config", "nowhere.toml"], "train: nowhere.toml: No such file or directory"),
-        (["--config", "run.toml"], "train: run.toml: unknown option 'sizes', did you mean size?"),
+        (["--config", "run.toml"], "train: run.toml: unknown option 'sizes': did you mean size? see --help"),
         (["--data", "nowhere"], "train: nowhere is no folder of scripts/tokenize_data.py: it has no dataset.json"),
         (["--data", "data", "--context-length", "5000"], "needs 5,001"),
         (["--data", "torn"], "train: torn/train-00000.bin"),
-        (["--data", "data", "--zero", "1", "--cuda-graph", "on"], "train: a CUDA graph needs device cuda, got cpu"),
+        (["--data", "data", "--zero", "1", "--cuda-graph", "on"], "train: cuda_graph on needs device cuda, got cpu"),
         (["--data", "data", "--init", "."], "config.json"),
         (["--data", "data", "--out", "run.toml"], "train: run.toml"),
     ],

@@ -406,7 +406,7 @@ def test_where_the_log_cannot_go_on_nor_does_the_run(whole, alone, tmp_path, mon
         ({"data": "nowhere"}, "nowhere is no folder of scripts/tokenize_data.py"),
         ({"context_length": 501}, "evaluation-00000.bin has 500 tokens, and one sequence of 501 needs 502"),
         ({"init": "nowhere"}, "no checkpoint folder at nowhere"),
-        ({"cuda_graph": "on"}, "a CUDA graph needs device cuda, got cpu"),
+        ({"cuda_graph": "on"}, "cuda_graph on needs device cuda, got cpu"),
         ({"kernels": "fused", "keep": "all"}, "kernels fused need device cuda, got cpu: Triton kernels run on GPUs"),
         ({"warmup_steps": 11}, "warm-up must take 0 to 10 steps, all there are; got 11"),
     ],
