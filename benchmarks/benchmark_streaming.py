@@ -12,10 +12,11 @@ set. ``--explain`` says why a plan is as it is and what another GiB would bring.
 streams in, compute and out, and a range for every operation.
 """
 
-from cs336_systems.experiments.streaming.cells import Options
-from cs336_systems.report.command_line import exit_with, experiment_command
+from cs336_systems.experiments.driver import command
+from cs336_systems.experiments.streaming import EXPERIMENT
+from cs336_systems.report.command_line import exit_with
 
-main = experiment_command(Options, "streaming.experiment", __doc__)
+main = command(EXPERIMENT, __doc__)
 
 if __name__ == "__main__":
-    exit_with("benchmark_streaming", main)
+    exit_with(EXPERIMENT.name, main)

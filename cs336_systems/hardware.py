@@ -29,10 +29,13 @@ Limits
 Use
     hardware = find_hardware(torch.cuda.get_device_name())  # or the name NVML gives; "cpu" for the host
     peak = hardware.peak("bf16") if hardware else None  # FLOP/s or None
+    hardware = hardware_named("h100-sxm")  # as people type it
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from cs336_systems.config import did_you_mean
 
 MATMUL_DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8")
 
@@ -172,3 +175,17 @@ HARDWARE: tuple[Hardware, ...] = (
 def find_hardware(device_name: str) -> Hardware | None:
     """The entry whose `device_names` holds exactly `device_name`; None for every other device."""
     return next((hardware for hardware in HARDWARE if device_name in hardware.device_names), None)
+
+
+def hardware_named(name: str) -> Hardware:
+    """The first GPU whose name here begins with these words, whatever their case, with spaces or hyphens between them.
+
+    Raises:
+        ValueError: no such GPU; the message has the nearest names, and all that are known.
+    """
+    words = name.lower().replace("-", " ").split()
+    gpus = {hardware.name.lower().replace(" ", "-"): hardware for hardware in HARDWARE if hardware.peak_flops}
+    for known, hardware in gpus.items():
+        if words and known.split("-")[: len(words)] == words:
+            return hardware
+    raise ValueError(f"--gpu {name}: {did_you_mean(name.lower(), list(gpus), most=3)}known are {', '.join(gpus)}")

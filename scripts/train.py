@@ -61,13 +61,14 @@ def _print_memory(options: TrainOptions) -> None:
     """Of each rank, as many as a launcher has started; with the vocabulary of --data if that is given."""
     import torch
 
-    from cs336_systems.pretraining.capped import caps_of, chooser, explanation, planned_segments
-    from cs336_systems.pretraining.memory import predicted_segments
+    from cs336_systems.pretraining.capped import caps_of, chooser, planned_for
+    from cs336_systems.pretraining.memory import planned_segments, predicted_segments
     from cs336_systems.pretraining.preparation import config_of
     from cs336_systems.pretraining.run_records import Memory
     from cs336_systems.pretraining.token_stream import Dataset
     from cs336_systems.report.run_tables import record_table
     from cs336_systems.report.show import show
+    from cs336_systems.streaming.explain import explanation
 
     config = config_of(options, None if options.data is None else Dataset.open(options.data))
     case = options.training_case(config, int(os.environ.get("WORLD_SIZE", "1")))
@@ -76,7 +77,7 @@ def _print_memory(options: TrainOptions) -> None:
         choose = chooser(options, case, device)
         choice = choose(caps_of(options, case, device))
         segments = planned_segments(choice, copies=options.save_every is not None)
-        print("\n".join(explanation(choice, choose)), end="\n\n")
+        print(planned_for(case, device), *explanation(choice, choose), sep="\n", end="\n\n")
     else:
         segments = predicted_segments(case, None)
     if (table := record_table(Memory(segments))) is not None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from cs336_systems.hardware import HARDWARE, MATMUL_DTYPES, Hardware, find_hardware
+from cs336_systems.hardware import HARDWARE, MATMUL_DTYPES, Hardware, find_hardware, hardware_named
 
 GPUS = [hardware for hardware in HARDWARE if hardware.name != "CPU"]
 GEFORCE = ("RTX 3090", "RTX 4090", "RTX 5090")
@@ -171,3 +171,12 @@ def test_entries_are_frozen_hashable_and_survive_a_process_boundary(hardware: Ha
 def test_importing_it_does_not_import_torch() -> None:
     code = "import sys, cs336_systems.hardware; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_name_as_people_type_it_finds_whole_words() -> None:
+    assert hardware_named("h200").name == "H200"
+    assert hardware_named("A100-sxm-80gb").name == "A100 SXM 80GB"
+    assert hardware_named("h100").name == "H100 SXM"
+    for name, near in (("h20", "h200"), ("l40", "l40s"), ("a10", "a100"), ("a100-80gb", "a100-sxm-80gb"), ("", "")):
+        with pytest.raises(ValueError, match=f"--gpu {name}: .*{near}"):
+            hardware_named(name)

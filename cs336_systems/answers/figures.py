@@ -33,7 +33,7 @@ from cs336_systems.experiments.learning.figure import loss_figure
 from cs336_systems.experiments.model_figures import frontier_figure, speedups_figure, step_figure
 from cs336_systems.experiments.parallelism.figures import goodput_figure, pipelines_figure, scaling_figure
 from cs336_systems.experiments.sharded_optimizer.table import memory_figure
-from cs336_systems.experiments.streaming.figure import heatmap_figure
+from cs336_systems.experiments.streaming_figures import heatmap_figure
 from cs336_systems.experiments.training.figure import rates_figure
 from cs336_systems.experiments.training.scaling import ranks_figure
 from cs336_systems.harness.record import DEFAULTS, NOT_RECORDED, OF_CAPS, OF_RUNS, OF_SHARDS

@@ -6,10 +6,10 @@ from functools import cached_property
 
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.streaming import Rates, StreamedWork
-from cs336_systems.experiments.streaming.cells import hardware_named
-from cs336_systems.hardware import GIB
-from cs336_systems.streaming.choice import DEVICE_OVERHEAD, HOST_OVERHEAD
-from cs336_systems.streaming.estimate import Layout, Levels, WorkSeconds
+from cs336_systems.hardware import GIB, hardware_named
+from cs336_systems.streaming.choose import DEVICE_OVERHEAD, HOST_OVERHEAD
+from cs336_systems.streaming.estimate import WorkSeconds
+from cs336_systems.streaming.plan import Keep, Plan
 
 
 def streamed_work(size: str, context_length: int, chunk: int) -> StreamedWork:
@@ -24,7 +24,7 @@ def sustained(device: str = "h200") -> Rates:
 
 
 class _Sums(ABC):
-    """A layout within two caps; the fields are those of who inherits."""
+    """A plan within two caps; the fields are those of who inherits."""
 
     work: StreamedWork
     device_gib: float
@@ -32,13 +32,18 @@ class _Sums(ABC):
 
     @property
     @abstractmethod
-    def layout(self) -> Layout:
-        """Without levels."""
+    def plan(self) -> Plan:
+        """The plan of one round that keeps the least."""
+
+    @cached_property
+    def seconds(self) -> WorkSeconds:
+        """Seconds of the work."""
+        return WorkSeconds.of(self.work, sustained())
 
     @property
     def ring_bytes(self) -> int:
         """Of the smallest rings."""
-        return self.layout.least_ring_bytes
+        return self.plan.least_ring_bytes
 
     @property
     def device_bytes(self) -> float:
@@ -55,8 +60,7 @@ class _Sums(ABC):
     @property
     def round_seconds(self) -> float:
         """Of kernels, nothing computed again."""
-        seconds = self.layout.seconds
-        return self.layout.chunks * (seconds.forward + seconds.backward + seconds.ends)
+        return self.plan.chunks * (self.seconds.forward + self.seconds.backward + self.seconds.ends)
 
 
 @dataclass(frozen=True)
@@ -71,14 +75,11 @@ class ByHand(_Sums):
     host_gib: float
 
     @cached_property
-    def layout(self) -> Layout:
-        seconds = WorkSeconds.of(self.work, sustained())
-        return Layout(self.work, seconds, self.chunks, "interleaved", weights=0, gradients=0, moments=0)
+    def plan(self) -> Plan:
+        return Plan(self.work, self.chunks, 1, "interleaved", Keep(0, 0))
 
     def _kept_bytes(self, products: int) -> int:
-        layout = self.layout
-        counts = layout.kept_counts(Levels(layout.pairs, products))
-        return sum(n * layout.slot_bytes[ring] for ring, n in counts.items())
+        return self.plan.kept_bytes(Keep(self.plan.pairs, products))
 
     @property
     def least_bytes(self) -> int:
@@ -88,7 +89,7 @@ class ByHand(_Sums):
     @property
     def products_bytes(self) -> int:
         """That it keeps besides with all of them at ``products``."""
-        return self._kept_bytes(self.layout.pairs) - self.least_bytes
+        return self._kept_bytes(self.plan.pairs) - self.least_bytes
 
     @property
     def by_memory(self) -> float:
@@ -98,7 +99,7 @@ class ByHand(_Sums):
     @property
     def again_seconds(self) -> float:
         """Of a round with all pairs at ``attention``."""
-        return self.layout.pairs * self.layout.seconds.again_attention
+        return self.plan.pairs * self.seconds.recompute_attention
 
     @property
     def state_in_bytes(self) -> float:
@@ -132,7 +133,7 @@ class ByHand(_Sums):
 
     def tokens_per_s(self, tokens_per_step: float) -> float:
         """Of steps of so many tokens, whose rounds an optimizer follows that nothing hides."""
-        rounds = tokens_per_step / (self.chunks * self.work.chunk)
+        rounds = tokens_per_step / self.plan.round_tokens
         seconds = rounds * (self.round_seconds + (1 - self.at_products) * self.again_seconds)
         return tokens_per_step / (seconds + self.optimizer_seconds)
 
@@ -149,14 +150,15 @@ class LongByHand(_Sums):
     input_every: int
 
     @cached_property
-    def layout(self) -> Layout:
-        seconds, chunks = WorkSeconds.of(self.work, sustained()), self.work.chunks_per_sequence
-        return Layout(self.work, seconds, chunks, "sequential", 0, 0, 0, False, self.input_every)
+    def plan(self) -> Plan:
+        chunks, n_layers = self.work.chunks_per_sequence, self.work.config.n_layers
+        everything = Keep(chunks * n_layers, 0)
+        return Plan(self.work, chunks, 1, "sequential", everything, keep_context=False, input_every=self.input_every)
 
     @property
     def pairs(self) -> int:
         """Of layer and chunk."""
-        return self.layout.pairs
+        return self.plan.pairs
 
     @property
     def input_bytes(self) -> int:
@@ -171,22 +173,22 @@ class LongByHand(_Sums):
     @property
     def restored(self) -> int:
         """Layers' x that a chunk has restored."""
-        return self.layout.restores
+        return self.plan.restores
 
     @property
     def attention_seconds(self) -> float:
         """Of a pair whose attention is computed again, beyond what is again at ``attention``."""
-        return self.layout.seconds.again_input - self.layout.seconds.again_attention
+        return self.seconds.recompute_input - self.seconds.recompute_attention
 
     @property
     def least_again_seconds(self) -> float:
         """Of a step that keeps x and attention of all."""
-        return self.pairs * (self.layout.seconds.keys + self.layout.seconds.again_attention)
+        return self.pairs * (self.seconds.keys + self.seconds.recompute_attention)
 
     @property
     def restore_seconds(self) -> float:
         """Of a layer's x of one chunk."""
-        return self.layout.seconds.restore
+        return self.seconds.restore
 
     @property
     def tokens_per_s(self) -> float:

@@ -46,10 +46,10 @@ from cs336_systems.experiments.learning.table import LEARNING_TABLE, loss_deviat
 from cs336_systems.experiments.model import step_table
 from cs336_systems.experiments.parallelism.questions import QUESTIONS
 from cs336_systems.experiments.sharded_optimizer import table as sharded_tables
-from cs336_systems.experiments.streaming.table import STREAMING_TABLE
+from cs336_systems.experiments.streaming import STREAMING_TABLE
 from cs336_systems.experiments.training.table import TRAINING_TABLE
 from cs336_systems.report.tables import Table
-from cs336_systems.streaming.choice import DEVICE_OVERHEAD, HOST_OVERHEAD
+from cs336_systems.streaming.choose import DEVICE_OVERHEAD, HOST_OVERHEAD
 
 LEAKS = {leak.NAME: leak.analyse for leak in (matmul_data, roofline_knee, launch_overhead, flops_against_time)}
 

@@ -18,7 +18,7 @@ LANES = ("in", "compute", "out")
 
 @dataclass(frozen=True)
 class LaneTimes:
-    """Of a simulated or measured schedule, in seconds."""
+    """When the operations of a schedule begin and end, simulated or measured, in seconds."""
 
     lanes: Sequence[str]
     starts: Sequence[float]
@@ -32,7 +32,7 @@ class LaneTimes:
 
     @property
     def busy(self) -> dict[str, float]:
-        """By lane."""
+        """Seconds in which each lane works."""
         found = dict.fromkeys(LANES, 0.0)
         for lane, start, end in zip(self.lanes, self.starts, self.ends, strict=True):
             found[lane] += end - start
@@ -43,9 +43,9 @@ def simulate(lanes: Sequence[str], amounts: Sequence[float], waits: Sequence[Seq
     """Run operations as early as lanes and waits allow.
 
     Args:
-        lanes: of each operation, of ``LANES``.
-        amounts: bytes of a copy; seconds alone on the device, of all others.
-        waits: indices of operations that stand earlier.
+        lanes: lane of each operation.
+        amounts: bytes of each copy; of all others the seconds that they take alone on the device.
+        waits: indices of the operations that each waits for; they stand earlier.
 
     Raises:
         ValueError: an operation waits for itself or a later one.
@@ -57,7 +57,7 @@ def simulate(lanes: Sequence[str], amounts: Sequence[float], waits: Sequence[Seq
     heads = dict.fromkeys(LANES, 0)
     free = dict.fromkeys(LANES, 0.0)
     starts, ends = [0.0] * len(lanes), [-1.0] * len(lanes)
-    left: dict[str, float] = {}  # of what runs, by lane
+    left: dict[str, float] = {}  # what is left of the operation that each lane runs
     stalled = dict.fromkeys(LANES, 0.0)
     now = 0.0
     while True:

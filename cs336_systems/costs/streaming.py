@@ -9,14 +9,13 @@ on the host and come over the link. With B bytes/s of the link each way and F FL
     sequential rounds                  out during forward, in during backward: each way is idle half of the time
     interleaved rounds                 forward of the next round under backward: B (t_f + t_b) each way
 
-What is kept is read from ``costs/kept.py``; here it travels in three parts, of which a level has the first one, two or
-three: ``input``, ``attention``, ``products``. Where a sequence is longer than a chunk, k and v of all its chunks before
-are needed by attention in both directions: they are a part of their own, ``context``, that is kept of all or none.
+What is kept for backward travels in three parts, of which a level of ``costs/kept.py`` has the first one, two or three:
+``input``, ``attention``, ``products``. Where a sequence is longer than a chunk, attention needs k and v of all its
+chunks before in both directions: they are a part of their own, ``context``, that is kept of all or none.
 
-FLOPs: causal attention counts half of its square; backward has two products for each of forward's, and attention's
-2.5; what is computed again counts in HFU, not in MFU. Seconds: products and attention at sustained rates, passes of
-norms, rotation, SwiGLU and optimizer at the memory's. Launches of kernels and Python are not in it: chunks of 8,192
-tokens hide them.
+FLOPs: causal attention counts half of its square; backward has two matmuls for each of forward's, and attention's 2.5;
+recomputation counts in HFU, not in MFU. Seconds: matmuls and attention at sustained rates, passes of norms, rotation,
+SwiGLU and optimizer at the memory's. Launches of kernels and Python are left out, as chunks of 8,192 tokens hide them.
 
     work = StreamedWork(config, context_length=32_768, chunk=16_384)
     work.item_bytes("products"), work.seconds("forward", chunk=1), Rates.of(hardware).link_alone
@@ -28,28 +27,31 @@ from functools import cached_property
 from cs336_systems.config import PRECISIONS, ModelConfig, Precision
 from cs336_systems.costs.activations import WIDE
 from cs336_systems.costs.flops import ForwardFlops, forward_flops, model_flops
+from cs336_systems.costs.kept import LEVELS as ALL_LEVELS
 from cs336_systems.costs.kept import flops_again, kept_tensors
 from cs336_systems.costs.memory import rotary_bytes
 from cs336_systems.costs.recomputed import recomputed
 from cs336_systems.hardware import Hardware
 
-LEVELS = ("input", "attention", "products")
-"""Of ``costs/kept.py``; what the fourth would save are passes over memory, at half of all bytes more."""
+LEVELS = ALL_LEVELS[:3]
+"""The levels of which a plan chooses. The fourth would save passes over memory alone, for half of all bytes more."""
 
 MOMENTS = {"exp_avg": 2, "exp_avg_sq": 2}
-"""Bytes a parameter of what the optimizer keeps beside bf16 weights and gradients: 8 in all, rounded stochastically."""
+"""Bytes a parameter that the optimizer keeps, rounded stochastically; with bf16 weights and gradients 8 in total."""
 MASTER_MOMENTS = {"exp_avg": 4, "exp_avg_sq": 4, "master": 4}
-"""The same with fp32 masters: 16 in all."""
+"""Bytes a parameter that the optimizer keeps with FP32 master weights; with bf16 weights and gradients 16 in total."""
 
 HEAD_TOKENS = 2048
-"""Whose logits exist at a time (measured: 183 ms for 32,768 x 4096 x 151,936, as with twice as many; LOG.md)."""
+"""Tokens whose logits exist at a time: 32,768 x 4096 x 151,936 take 183 ms, as with twice as many (LOG.md)."""
 
 NARROW_HEAD = 64
+"""The widest head, in dimensions, with which attention is slower."""
 NARROW_FORWARD, NARROW_BACKWARD = 0.80, 0.97
-"""Of the rates of attention, for heads of at most so many dimensions (measured at 16,384 tokens: 491 of 613 TFLOP/s
-forward, 518 of 534 backward)."""
+"""Factors of attention's rates for such heads (measured at 16,384 tokens: 491 of 613 TFLOP/s forward, 518 of 534
+backward)."""
 ADD_ROWS_SHARE = 1 / 18
-"""Of the memory's rate, in an embedding's backward (measured: 8,192 rows of 4096 in 1.5 to 1.7 ms, of 2048 in 0.85)."""
+"""The share of the memory's rate that an embedding's backward reaches (measured: 8,192 rows of 4096 in 1.5 to 1.7 ms,
+of 2048 in 0.85)."""
 
 
 @dataclass(frozen=True)
@@ -60,27 +62,28 @@ class Rates:
     attention_forward: float
     attention_backward: float
     memory: float
-    """Reads and writes together."""
+    """Bytes/s of reads and writes together."""
     link_alone: float
-    """Each way, while the other rests."""
+    """Bytes/s of the link each way, while the other way rests."""
     link_out_both: float
-    """From the device, while both ways are busy."""
+    """Bytes/s from the device, while both ways are busy."""
     beside_copies: float = 0.995
-    """Speed of kernels while one copy runs; two cost twice as much."""
+    """Relative speed of kernels while one copy runs; two cost twice as much."""
     copy_latency_s: float = 10e-6
-    """From the end of what a copy waits for to its first byte."""
+    """Seconds from the end of what a copy waits for to its first byte."""
     in_beside_out: float = 1.0
     """Speed of copies to the device over that of copies from it, while both ways are busy."""
 
     @classmethod
     def of(cls, hardware: Hardware, dtype: str = "bf16", *, flops: float | None = None) -> "Rates":
-        """From published peaks, by the shares of them that an H200 sustains (LOG.md): products 642 to 694 TFLOP/s,
-        causal attention of d_head 128 590 forward and 535 backward, 92 % of its memory's bandwidth in one pass, the
-        link 55.5 GB/s one way and, beside kernels of a step, 43.6 to the device while 50.9 leave it, 1 % longer kernels
-        beside copies both ways.
+        """Rates from published peaks, by the shares of them that an H200 sustains (LOG.md).
+
+        These are: matmuls 642 to 694 TFLOP/s, causal attention of d_head 128 590 forward and 535 backward, 92 % of its
+        memory's bandwidth in one pass, the link 55.5 GB/s one way and, beside kernels of a step, 43.6 to the device
+        while 50.9 leave it, 1 % longer kernels beside copies both ways.
 
         Args:
-            flops: FLOP/s that products sustain, if known; attention's follow in proportion.
+            flops: FLOP/s that matmuls sustain, if known; attention's follow in proportion.
 
         Raises:
             ValueError: a peak is not published.
@@ -98,11 +101,11 @@ class Rates:
 
     @property
     def link_in_both(self) -> float:
-        """To the device, while the other way is busy too."""
+        """Bytes/s to the device, while the other way is busy too."""
         return self.link_out_both * self.in_beside_out
 
     def link_seconds(self, bytes_in: float, bytes_out: float) -> float:
-        """Of copies both ways that begin together."""
+        """Seconds of copies both ways that begin together."""
         both = min(bytes_in / self.link_in_both, bytes_out / self.link_out_both)
         left = bytes_in - both * self.link_in_both + bytes_out - both * self.link_out_both  # of the longer one
         return both + left / self.link_alone
@@ -113,7 +116,8 @@ class StreamedWork:
     """The pieces of a step on sequences of ``context_length`` tokens in chunks of ``chunk``.
 
     Raises:
-        ValueError: one of the two lengths does not divide the other, or a precision with autocast.
+        ValueError: one of the two lengths does not divide the other, the precision has autocast, or the model has norms
+            of queries and keys or heads of another width than d_model / n_heads.
     """
 
     config: ModelConfig
@@ -121,7 +125,7 @@ class StreamedWork:
     chunk: int
     precision: Precision = PRECISIONS["bf16"]
     moments: tuple[tuple[str, int], ...] = tuple(MOMENTS.items())
-    """Items of the optimizer, bytes a parameter each."""
+    """What the optimizer keeps, by name, and bytes a parameter of each."""
 
     def __post_init__(self) -> None:
         short, long = sorted((self.chunk, self.context_length))
@@ -131,10 +135,12 @@ class StreamedWork:
             )
         if self.precision.autocast:
             raise ValueError(f"streamed blocks run in one dtype: {self.precision.name} is not served")
+        if self.config.qk_norm or self.config.d_query != self.config.d_model:
+            raise ValueError(f"streamed blocks have plain heads, without norms of their own: not {self.config.name}")
 
     @property
     def chunks_per_sequence(self) -> int:
-        """1 also where a chunk has several sequences."""
+        """Chunks of a sequence; 1 also where a chunk has several sequences."""
         return max(1, self.context_length // self.chunk)
 
     @property
@@ -143,8 +149,8 @@ class StreamedWork:
         return self.context_length > self.chunk
 
     @property
-    def _batch(self) -> tuple[int, int]:
-        """A chunk as (sequences, tokens of each)."""
+    def batch(self) -> tuple[int, int]:
+        """(sequences, tokens of each) of a chunk."""
         length = min(self.chunk, self.context_length)
         return self.chunk // length, length
 
@@ -152,14 +158,14 @@ class StreamedWork:
 
     @property
     def layer_bytes(self) -> int:
-        """W = G: of one layer's weights, and of its gradients."""
+        """W = G: bytes of one layer's weights, and of its gradients."""
         return self.config.n_block_parameters * self.precision.parameter_bytes
 
     @cached_property
     def _item_bytes(self) -> dict[str, int]:
         config, width = self.config, self.precision.parameter_bytes
         context = self.chunk * 2 * config.d_kv
-        of = {tensor.name: tensor.n_bytes for tensor in kept_tensors(config, *self._batch, self.precision, "products")}
+        of = {tensor.name: tensor.n_bytes for tensor in kept_tensors(config, *self.batch, self.precision, "products")}
         apart = context * width if self.is_long else 0
         return {
             "weights": self.layer_bytes,
@@ -174,7 +180,7 @@ class StreamedWork:
         }
 
     def item_bytes(self, what: str) -> int:
-        """Of one item: a layer's state, or a part of what a (layer, chunk) keeps.
+        """Bytes of one item: a layer's state, or a part of what a (layer, chunk) keeps.
 
         Raises:
             KeyError: no such item.
@@ -183,20 +189,20 @@ class StreamedWork:
 
     @property
     def state_bytes(self) -> int:
-        """Weights, gradients and moments of one layer."""
+        """Bytes of weights, gradients and moments of one layer."""
         return 2 * self.layer_bytes + sum(self.item_bytes(name) for name, _ in self.moments)
 
     @property
     def _fixed_parameters(self) -> int:
-        """Of embedding, head and final norm."""
+        """Parameters of embedding, head and final norm."""
         return self.config.n_parameters - self.config.n_layers * self.config.n_block_parameters
 
     @property
     def fixed_bytes(self) -> int:
-        """Embedding, head and final norm with all their state, and the rotary tables: they stay on the device.
+        """Bytes that stay on the device: embedding, head and final norm with all their state, and the rotary tables.
 
-        A tied embedding has two gradients, added up at the end of a step; a sequence that is longer than a chunk, what
-        one chunk adds to the gradients of its keys and values.
+        A tied embedding has two gradients, added up at the end of a step. A sequence that is longer than a chunk has a
+        place for what one chunk adds to the gradients of its keys and values.
         """
         config, width = self.config, self.precision.parameter_bytes
         per_parameter = 2 * width + sum(n for _, n in self.moments)
@@ -206,7 +212,7 @@ class StreamedWork:
 
     @property
     def temporary_bytes(self) -> int:
-        """The most that the kernels of one operation need besides slots."""
+        """The most bytes that the kernels of one operation need besides slots."""
         config, width, tokens = self.config, self.precision.parameter_bytes, self.chunk
         d_model, wide_queries = config.d_model, 4 * config.d_model  # attention's fp32 sums of dq
         # the holes of forward's norms and residual, and SwiGLU's output behind them
@@ -220,40 +226,40 @@ class StreamedWork:
 
     @cached_property
     def _forward_flops(self) -> ForwardFlops:
-        """Of all layers and the head on one chunk, as if it were a sequence."""
+        """FLOPs of all layers and the head on one chunk, as if it were a sequence."""
         return forward_flops(self.config, 1, self.chunk)
 
     def _products_flops(self) -> int:
-        """Of one layer's forward on one chunk, attention's left out."""
+        """FLOPs of one layer's forward on one chunk, attention's left out."""
         return (self._forward_flops.projections + self._forward_flops.feed_forward) // self.config.n_layers
 
     def attention_flops(self, chunk: int) -> int:
-        """Of one layer's forward on one chunk, by its place in its sequence; causal."""
-        length, before = self._batch[1], (chunk % self.chunks_per_sequence) * self.chunk
+        """FLOPs of attention in one layer's forward on a chunk, by the chunk's place in its sequence; causal."""
+        length, before = self.batch[1], (chunk % self.chunks_per_sequence) * self.chunk
         return 2 * self.config.d_model * self.chunk * (2 * before + length)
 
     def _keys_flops(self) -> int:
-        """Of one layer's k and v of one chunk, which of a sequence longer than a chunk are a product of their own."""
+        """FLOPs of one layer's k and v of one chunk, a matmul of their own where sequences are longer than a chunk."""
         return 2 * self.chunk * self.config.d_model * 2 * self.config.d_kv
 
     def _restore_flops(self) -> int:
-        """Of one layer's products behind attention, on one chunk."""
+        """FLOPs of one layer's matmuls behind attention, on one chunk."""
         return self._products_flops() - 2 * self.chunk * self.config.d_model * self.config.d_qkv
 
-    def again_flops(self, chunk: int, level: str) -> tuple[int, int]:
-        """Of products and of attention that ``recompute`` runs for one (layer, chunk), to which k and v are given."""
-        products = flops_again(self.config, *self._batch, level, 0)
+    def recompute_flops(self, chunk: int, level: str) -> tuple[int, int]:
+        """FLOPs of matmuls and of attention that ``recompute`` runs for one (layer, chunk), given k and v."""
+        products = flops_again(self.config, *self.batch, level, 0)
         products -= self._keys_flops() if self.is_long and level != "products" else 0
         return products, self.attention_flops(chunk) if level == "input" else 0
 
     def model_flops_per_token(self) -> float:
-        """Of a whole step."""
+        """FLOPs of a whole step for each token."""
         return model_flops(self.config, 1, self.context_length, "step") / self.context_length
 
     def hardware_flops(self, kind: str, chunk: int, level: str) -> int:
-        """Executed by one operation (a kind of ``streaming/schedule.py``)."""
+        """FLOPs that one operation executes (a kind of ``streaming/schedule.py``)."""
         if kind == "recompute":
-            return sum(self.again_flops(chunk, level))
+            return sum(self.recompute_flops(chunk, level))
         products, attention, head = self._products_flops(), self.attention_flops(chunk), self._forward_flops.head
         found = {"forward": products + attention, "backward": 2 * products + 5 * attention // 2, "head": 3 * head}
         found |= {"keys": self._keys_flops(), "restore": self._restore_flops()}
@@ -262,7 +268,7 @@ class StreamedWork:
     # seconds
 
     def seconds(self, kind: str, chunk: int, level: str, rates: Rates) -> float:
-        """That one operation computes: a kind of ``streaming/schedule.py``.
+        """Seconds that one operation computes (a kind of ``streaming/schedule.py``).
 
         Raises:
             KeyError: no such kind, or one that does not compute.
@@ -270,7 +276,7 @@ class StreamedWork:
         config, products, attention = self.config, self._products_flops(), self.attention_flops(chunk)
         width, tokens, layer = self.precision.parameter_bytes, self.chunk, self.layer_bytes
         row = tokens * width
-        always = recomputed(config, *self._batch, self.precision, "products").traffic_bytes
+        always = recomputed(config, *self.batch, self.precision, "products").traffic_bytes
         narrow = config.d_head <= NARROW_HEAD
         attention_forward = rates.attention_forward * (NARROW_FORWARD if narrow else 1)
         attention_backward = rates.attention_backward * (NARROW_BACKWARD if narrow else 1)
@@ -280,8 +286,8 @@ class StreamedWork:
                 traffic = row * (8 * config.d_model + 2 * config.d_kv + 3 * config.d_ff)
                 return products / rates.products + attention / attention_forward + traffic / rates.memory
             case "recompute":
-                products, attention = self.again_flops(chunk, level)
-                traffic = recomputed(config, *self._batch, self.precision, level).traffic_bytes - always
+                products, attention = self.recompute_flops(chunk, level)
+                traffic = recomputed(config, *self.batch, self.precision, level).traffic_bytes - always
                 traffic -= 2 * row * config.d_kv if self.is_long and level != "products" else 0  # k has been rotated
                 return products / rates.products + attention / attention_forward + traffic / rates.memory
             case "backward":
@@ -295,7 +301,7 @@ class StreamedWork:
             case "restore":
                 traffic = row * (4 * config.d_model + 3 * config.d_ff)  # a norm with its sum, SwiGLU
                 return self._restore_flops() / rates.products + traffic / rates.memory
-            case "head":  # its rows' passes are in the rate of products: 665 TFLOP/s in all (LOG.md)
+            case "head":  # its rows' passes are in the rate of products: 665 TFLOP/s (LOG.md)
                 return 3 * self._forward_flops.head / rates.products
             case "embed":
                 return 2 * row * config.d_model / rates.memory
@@ -310,5 +316,5 @@ class StreamedWork:
         raise KeyError(kind)
 
     def _optimizer_bytes(self, parameters: int) -> int:
-        """Reads weights, gradients and moments; writes weights and moments."""
+        """Bytes that the optimizer moves: it reads weights, gradients and moments and writes weights and moments."""
         return parameters * (3 * self.precision.parameter_bytes + 2 * sum(n for _, n in self.moments))

@@ -23,6 +23,7 @@ from cs336_systems.distributed.peer_memory import mapped_bytes
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.fit import is_predictable, predicted_peak
 from cs336_systems.pretraining.options import TrainerCase
+from cs336_systems.streaming.choose import Choice
 from cs336_systems.training.step import TrainStep
 
 _MUCH = 0.25
@@ -106,3 +107,28 @@ def hint(case: TrainerCase, total: int | None) -> str:
     found.append((f"--batch-size {larger}", needs(batch_size=larger, accumulate=max(1, case.accumulate // 2))))
     fitting = [f"{option} would take {needed / GIB:.1f} GiB in all" for option, needed in found if fits(needed)]
     return f"{(total - now) / GIB:.1f} GiB are free: {', or '.join(fitting)}" if fitting else ""
+
+
+def planned_segments(choice: Choice, *, copies: bool) -> dict[str, int]:
+    """What a plan under memory caps takes on the device and on the host.
+
+    Args:
+        copies: whether checkpoints are copied before they are written.
+    """
+    found: dict[str, int] = {}
+    beside = {"checkpoint's copy": copy_bytes(choice) if copies else 0}
+    for parts, cap, where in (
+        (choice.device_parts, choice.caps.device, ""),
+        (choice.host_parts | beside, choice.caps.host, " on the host"),
+    ):
+        found |= {f"{name}{where}": n_bytes for name, n_bytes in parts.items() if n_bytes}
+        used = sum(parts.values())
+        found |= {f"in all{where}": used, f"free{where}": cap - used}
+    return found
+
+
+def copy_bytes(choice: Choice) -> int:
+    """Bytes of a checkpoint's copy; 0 where the host's cap has no room for it, and no copy is made."""
+    work = choice.plan.work
+    n_bytes = work.config.n_parameters * (work.precision.parameter_bytes + sum(n for _, n in work.moments))
+    return n_bytes if n_bytes <= choice.spare_host_bytes else 0

@@ -43,11 +43,11 @@ from cs336_systems.distributed.process_group import Rank, on_rank_0
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.memory import free_bytes
-from cs336_systems.pretraining.capped import CappedStep, planned_segments
+from cs336_systems.pretraining.capped import CappedStep
 from cs336_systems.pretraining.deferred import Deferred, Done
 from cs336_systems.pretraining.evaluation import evaluate
 from cs336_systems.pretraining.gpu_state import GpuSampler
-from cs336_systems.pretraining.memory import actual_segments, hint, predicted_segments
+from cs336_systems.pretraining.memory import actual_segments, hint, planned_segments, predicted_segments
 from cs336_systems.pretraining.nonfinite import NonFiniteStep, find_nonfinite, losses_of_ranks
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.pretraining.preparation import Prepared, describe_device, prepare
@@ -327,7 +327,7 @@ class _Run:
         if self._made == self._first_step and self._options.save_every is not None:
             budget = int(_COPIES * free_bytes(torch.device("cpu"))) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             if isinstance(self._step, CappedStep):
-                budget = min(budget, self._step.spare_host_bytes)
+                budget = min(budget, self._step.choice.spare_host_bytes)
             if short := self._saver.reserve(budget):
                 self._copies = False
                 self._log.say(f"{short}: training will wait for checkpoints to be written", "warning")

@@ -4,10 +4,11 @@
     build_forward(plan)                     # an evaluation, in the same slots
     schedule_times(plan, schedule, rates)   # simulated: costs/lanes.py
 
-A copy out of a slot follows the last write there. A copy into one stands where the slot is left and the item is on the
-host; where that takes a copy out first, it stands two operations of kernels later: on its lane it would hold up those
-behind it. Of several, the one that is needed first goes first. What an operation waits for are conflicts in its slots
-and places: who wrote what it reads, who still reads what it writes over; what that implies is left out.
+A copy out of a slot follows the last write there. A copy into a slot stands where the slot is left and the item is on
+the host. If another item must be copied out first, it stands two operations of kernels later, as it would hold up the
+copies behind it on its lane. Of several copies, the one that is needed first goes first. An operation waits for
+conflicts in its slots and places: for who wrote what it reads, and for who still reads what it writes over. Waits that
+follow from others are left out.
 """
 
 from collections import defaultdict, deque
@@ -17,23 +18,25 @@ from functools import cache, partial
 
 from cs336_systems.costs.lanes import LANES, LaneTimes, simulate
 from cs336_systems.costs.streaming import Rates
-from cs336_systems.streaming.order import Step, compute_order, forward_order
-from cs336_systems.streaming.plan import STATE_RINGS, Plan
-from cs336_systems.streaming.schedule import Held, Item, Kind, Lane, Operation, Place, Region, Ring, Schedule, Slot
-from cs336_systems.streaming.slots import (
+from cs336_systems.streaming.order import (
     EVICTION_LAG,
     GROUPED,
     Stay,
+    Task,
+    compute_order,
     find_stays,
+    forward_order,
     is_resident,
     is_state,
     resident_slot,
     ring_of,
 )
+from cs336_systems.streaming.plan import STATE_RINGS, Plan
+from cs336_systems.streaming.schedule import Held, Item, Kind, Lane, Operation, Place, Region, Ring, Schedule, Slot
 
 
 def build(plan: Plan) -> Schedule:
-    """One step.
+    """The schedule of one step.
 
     Raises:
         TooFewSlotsError: a ring has too few slots.
@@ -42,7 +45,7 @@ def build(plan: Plan) -> Schedule:
 
 
 def build_forward(plan: Plan) -> Schedule:
-    """Losses of one round's chunks: it begins and ends as a step does, and its slots and places are some of a step's.
+    """The schedule of an evaluation: losses of one round's chunks, from and to the slots and places of a step.
 
     Raises:
         TooFewSlotsError: as ``build``.
@@ -51,7 +54,7 @@ def build_forward(plan: Plan) -> Schedule:
 
 
 def schedule_times(plan: Plan, schedule: Schedule, rates: Rates) -> LaneTimes:
-    """When its operations begin and end, simulated."""
+    """When the operations begin and end, simulated."""
     operations, group = schedule.operations, plan.work.chunks_per_sequence
     seconds = cache(partial(plan.work.seconds, rates=rates))
     amounts = [o.n_bytes or seconds(_timed_as(o), o.chunk % group, o.level) for o in operations]
@@ -63,17 +66,17 @@ def _timed_as(operation: Operation) -> str:
     return "fixed optimizer" if fixed else str(operation.kind)
 
 
-class _Order:
+class _Clock:
     """What is known to have ended before each operation, and what it must wait for besides."""
 
     def __init__(self) -> None:
         self.known: list[tuple[int, ...]] = []
-        """By operation and lane: the last of its lane's operations that have ended when this one has."""
+        """By operation, then lane: the last operation of that lane that has ended when this one has."""
         self.lanes: list[int] = []
         self._last: list[int] = [-1] * len(LANES)
 
     def add(self, lane: str, needed: set[int]) -> tuple[int, ...]:
-        """The next operation of a lane, which needs those to have ended; returns what it has to wait for."""
+        """Adds the next operation of a lane, which needs those to have ended; returns what it has to wait for."""
         own, index = LANES.index(lane), len(self.known)
         known = list(self.known[self._last[own]]) if self._last[own] >= 0 else [-1] * len(LANES)
         waits = []
@@ -88,8 +91,8 @@ class _Order:
         return tuple(sorted(waits))
 
 
-class _Memory:
-    """Who wrote last and who has read since, by slot or place."""
+class _Conflicts:
+    """Which operation wrote last and which have read since, by slot or place."""
 
     def __init__(self) -> None:
         self._writer: dict[Slot | Place, int] = {}
@@ -109,65 +112,60 @@ class _Memory:
 
 @dataclass(frozen=True)
 class _Copy:
+    """A copy that is to be placed."""
+
     need: int
-    """In operations of the compute lane: when what comes in is used, or what goes out was written."""
+    """The operation of the compute lane that uses what comes in, or that wrote what goes out."""
     item: Item
     slot: Slot
 
 
 class _Builder:
-    def __init__(self, plan: Plan, steps: list[Step]) -> None:
-        self.plan, self.steps = plan, steps
-        self.stays, self.sizes = find_stays(plan, self.steps)
+    """Builds the schedule of some tasks."""
+
+    def __init__(self, plan: Plan, tasks: list[Task]) -> None:
+        self.plan, self.tasks = plan, tasks
+        self.stays, self.sizes = find_stays(plan, tasks)
         self.operations: list[Operation] = []
-        self.order, self.memory = _Order(), _Memory()
+        self.clock, self.conflicts = _Clock(), _Conflicts()
         self.place_counts: dict[str, int] = defaultdict(int)
         self.free_places: dict[str, deque[Place]] = defaultdict(deque)
-        """By region, in the order in which they were left."""
+        """Places of each region in the order in which they were left."""
         self.places: dict[Item, Place] = {}
         self.fetches_left: dict[Item, int] = defaultdict(int)
 
     def run(self) -> Schedule:
         plan, group = self.plan, self.plan.work.chunks_per_sequence
-        names = [name for name, _ in plan.work.moments]
+        names, item_bytes = [name for name, _ in plan.work.moments], plan.work.item_bytes
         residents = {what: len(plan.resident_layers(what)) for what in (*STATE_RINGS, "moments")}
-        state = [Item(what, k) for k in range(plan.work.config.n_layers) for what in ("weights", *names)]
+        state = [Item(what, k) for k in range(plan.n_layers) for what in ("weights", *names)]
         self.held_at = {
             item: Slot(ring_of(plan, item), resident_slot(plan, item))
-            for item in (*state, *(Item("gradients", k) for k in range(plan.work.config.n_layers)))
+            for item in (*state, *(Item("gradients", k) for k in range(plan.n_layers)))
             if is_resident(plan, item)
         }
         homes = {item: self._home(item) for item in state if item not in self.held_at}
         self.places |= homes
         self._emit(*self._copies(residents))
 
-        rings = {ring: (n * (group if ring in GROUPED else 1), ring) for ring, n in self.sizes.items()}
-        for what in STATE_RINGS:
-            rings[what] = (self.sizes.get(what, 0) + residents[what], what)
-        if residents["moments"]:
-            rings["moments"] = (residents["moments"] * len(names), names[0])
-        sizes = {ring: self._slot_bytes(ring, what) for ring, (_, what) in rings.items()}
-        regions = {name: Region(n, plan.work.item_bytes(name)) for name, n in self.place_counts.items()}
-        slots = {item: slot for item, slot in self.held_at.items() if is_state(plan, item)}
+        rings = {ring: n * (group if ring in GROUPED else 1) for ring, n in self.sizes.items()}
+        rings |= {what: self.sizes.get(what, 0) + residents[what] for what in STATE_RINGS}
+        rings["moments"] = residents["moments"] * len(names)
+        beside = {
+            "moments": max(map(item_bytes, names)),
+            "products": plan.slot_bytes["products"],
+        }  # moments that stream lie there, too
+        regions = {name: Region(n, item_bytes(name)) for name, n in self.place_counts.items()}
         return Schedule(
             tuple(self.operations),
-            {ring: Ring(n, sizes[ring]) for ring, (n, _) in rings.items() if n},
+            {ring: Ring(n, beside.get(ring) or item_bytes(ring)) for ring, n in rings.items() if n},
             {name: region for name, region in regions.items() if region.places},
-            slots,
+            {item: slot for item, slot in self.held_at.items() if is_state(plan, item)},
             homes,
         )
 
-    def _slot_bytes(self, ring: str, what: str) -> int:
-        work, streams = self.plan.work, len(self.plan.resident_layers("moments")) < self.plan.work.config.n_layers
-        names = [name for name, _ in work.moments]
-        if ring == "moments":
-            return max(work.item_bytes(name) for name in names)
-        if ring == "products" and streams:
-            return max(work.item_bytes(name) for name in (what, *names))
-        return work.item_bytes(what)
-
     def _copies(self, residents: dict[str, int]) -> tuple[dict[int, list[_Copy]], dict[int, list[_Copy]]]:
-        """Copies in by the operation after which they can be, -1: the start; copies out by that which they follow."""
+        """Copies in by the task after which they can run, -1 for the start; copies out by the task that they follow."""
         fetches: dict[int, list[_Copy]] = defaultdict(list)
         evictions: dict[int, list[_Copy]] = defaultdict(list)
         slot_left: dict[Slot, int] = {}
@@ -175,7 +173,7 @@ class _Builder:
         holds: dict[Slot, Item] = {}
         lies_in: dict[Item, Slot] = {}
         changes: dict[Item, _Copy] = {}
-        """Written since the item was last on the host."""
+        """Copies out of items that have been written since they were last on the host."""
         for stay in self.stays:
             stay.slot += residents.get(stay.unit.ring, 0)
             first: dict[Item, tuple[int, bool]] = {}
@@ -209,24 +207,24 @@ class _Builder:
         return Slot(stay.unit.ring, stay.slot * group + item.chunk % group)
 
     def _emit(self, fetches: dict[int, list[_Copy]], evictions: dict[int, list[_Copy]]) -> None:
-        where: list[dict[Item, Slot]] = [{} for _ in self.steps]
+        where: list[dict[Item, Slot]] = [{} for _ in self.tasks]
         for stay in self.stays:
             for t, use in stay.uses:
                 where[t][use.item] = self._slot(stay, use.item)
-        for t in range(-1, len(self.steps)):
+        for t in range(-1, len(self.tasks)):
             if t >= 0:
-                self._compute(self.steps[t], self.held_at | where[t])
+                self._compute(self.tasks[t], self.held_at | where[t])
                 for copy in evictions.get(t, ()):
                     self._evict(copy)
             for copy in sorted(fetches.get(t, ()), key=lambda copy: copy.need):
                 self._fetch(copy)
 
-    def _compute(self, step: Step, slots: Mapping[Item, Slot]) -> None:
-        reads = tuple(Held(use.item, slots[use.item]) for use in step.uses if use.reads)
-        writes = tuple(Held(use.item, slots[use.item]) for use in step.uses if use.writes)
-        at = step.layer, step.round, step.chunk
+    def _compute(self, task: Task, slots: Mapping[Item, Slot]) -> None:
+        reads = tuple(Held(use.item, slots[use.item]) for use in task.uses if use.reads)
+        writes = tuple(Held(use.item, slots[use.item]) for use in task.uses if use.writes)
+        at = task.layer, task.round, task.chunk
         waits = self._waits(Lane.COMPUTE, [held.slot for held in reads], [held.slot for held in writes])
-        operation = Operation(step.kind, *at, reads, writes, waits, level=step.level, accumulate=step.accumulate)
+        operation = Operation(task.kind, *at, reads, writes, waits, level=task.level, accumulate=task.accumulate)
         self.operations.append(operation)
 
     def _evict(self, copy: _Copy) -> None:
@@ -247,20 +245,20 @@ class _Builder:
             self.free_places[place.region].append(self.places.pop(item))
 
     def _waits(self, lane: Lane, reads: Sequence[Slot | Place], writes: Sequence[Slot | Place]) -> tuple[int, ...]:
-        """Of the next operation."""
-        found = self.order.add(lane, self.memory.needs(reads, writes))
-        self.memory.used(len(self.operations), reads, writes)
+        """What the next operation waits for."""
+        found = self.clock.add(lane, self.conflicts.needs(reads, writes))
+        self.conflicts.used(len(self.operations), reads, writes)
         return found
 
     # the host
 
     def _home(self, item: Item) -> Place:
-        """A place of its own."""
+        """A new place for an item."""
         self.place_counts[item.what] += 1
         return Place(item.what, self.place_counts[item.what] - 1)
 
     def _take_place(self, item: Item) -> Place:
-        """Of those that were left, the one that was so first."""
+        """The place that was left the longest ago, or a new one."""
         free = self.free_places[item.what]
         self.places[item] = free.popleft() if free else self._home(item)
         return self.places[item]

@@ -1,8 +1,8 @@
 """Chooses the plan of a step under memory caps: of all that fit, the one whose simulated step is the fastest.
 
-Every layout (``estimate.py``: chunks, order, residents, levels) that fits both caps is estimated; schedules are built
-of the best ones and simulated, small steps (``candidate.py``) are taken from the best of these, and the fastest wins.
-So many rounds make a step that what the optimizer adds stays below 2 % of it, unless the tokens of a step are given.
+The step of every plan that fits both caps is estimated (``estimate.py``); schedules are built of the best ones and
+simulated, small steps are taken from the best of these, and the fastest wins. A step has so many rounds that what the
+optimizer adds stays below 2 % of it, unless its tokens are given.
 
     choice = choose(config, 8192, Caps(24 * GIB, 75 * GIB), Rates.of(hardware))
     choice.plan, choice.tokens_per_s  # and explain.reasons(choice)
@@ -10,7 +10,6 @@ So many rounds make a step that what the optimizer adds stays below 2 % of it, u
 
 import gc
 import math
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,49 +17,116 @@ from functools import cached_property
 from itertools import chain, product
 
 from cs336_systems.config import PRECISIONS, ModelConfig, Precision
+from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.costs.streaming import MOMENTS, Rates, StreamedWork
 from cs336_systems.hardware import GIB
+from cs336_systems.kernels.host_memory import TABLE_SHARE
 from cs336_systems.streaming.build import build, schedule_times
-from cs336_systems.streaming.candidate import Candidate, steps
-from cs336_systems.streaming.choice import Caps, CapsTooSmallError, Choice
-from cs336_systems.streaming.estimate import Layout, LevelsByHost, WorkSeconds
-from cs336_systems.streaming.plan import ORDERS, Order
-from cs336_systems.streaming.schedule import Kind
-from cs336_systems.streaming.slots import TooFewSlotsError
+from cs336_systems.streaming.estimate import WorkSeconds, best_keeps, neighbours
+from cs336_systems.streaming.order import TooFewSlotsError
+from cs336_systems.streaming.plan import ORDERS, Keep, Order, Plan
+from cs336_systems.streaming.schedule import Kind, Schedule
+
+DEVICE_OVERHEAD = int(1.05 * GIB)
+"""Bytes of the CUDA context and kernels (measured on an H200: 0.74 GiB), of cuBLAS's workspaces and of what torch
+reserves unused."""
+HOST_OVERHEAD = 3 * GIB
+"""Bytes by which the process grows beside its slab, measured on an H200."""
 
 LEAST_CHUNK = 8192
-"""Tokens: below, kernels are too short to hide what the host does between them."""
+"""Tokens of a chunk: with fewer, kernels are too short to hide what the host does between them."""
 MOST_CHUNK = 32_768
+"""Tokens of a chunk, unless 32 pieces of a sequence are larger."""
 MOST_PIECES = 32
-"""Of a sequence."""
+"""Chunks of a sequence."""
 MOST_CHUNKS = 16
-"""Of a round, where they are not those of one sequence."""
+"""Chunks of a round, where they are not those of one sequence."""
 OPTIMIZER_SHARE = 0.02
-"""Of a step, at most, where its tokens are not given."""
+"""The most of a step that the optimizer may add, where the tokens of a step are not given."""
 INPUT_EVERY = (1, 2, 3, 4)
-"""Of how many layers the first keeps x, to be tried: more than one where restoring x takes less time than attention,
-as on long sequences."""
+"""Plans keep x of every layer, or of the first of so many where restoring x takes less time than attention, as on long
+sequences."""
 SIMULATED = 40
-"""Kinds of layouts of which a schedule is built."""
+"""Kinds of plans of which a schedule is built."""
 EFFORT = 80_000
-"""Operations that are simulated of them, and again on the way from the best plan that was found to better ones."""
+"""Operations that are simulated of these, and as many on the way from the best of them to better ones."""
 STARTS = 8
-"""The best of them, from each of which steps are taken first: neighbours of the seventh can be 3 % faster than those of
-the first."""
-START = 4
-"""Part of the effort that goes into each of these."""
-FIRST_RUNG, GROWTH = 0.03, 1.5
-"""Of a ladder of smaller capacities of the host: what the second has above the least that holds a plan, as a share of
-that, and the growth of this from one to the next."""
-LESS = 16
-"""Part of the effort that goes into each of these."""
-LESS_SIMULATED, LESS_STARTS = 2, 1
-"""Kinds of layouts there, and of those whose neighbours are tried."""
+"""Plans from each of which small steps are taken first: neighbours of the seventh can be 3 % faster than those of the
+first."""
+START_SHARE = 4
+"""Each of these starts takes a quarter of the effort."""
 SIMULATED_ROUNDS = 3
-"""Of a step, while plans are compared: the first, one that is like all others, and the last; one more where the first
-and the last keep other levels, as backward of one that is like all others runs beside forward of another such."""
+"""Rounds that are simulated while plans are compared: the first, one that is like all others, and the last; one more
+where the first and the last keep less, as then the backward of a middle round runs beside a middle forward."""
 LEAST_GAIN = 3e-4
-"""For which a step is taken."""
+"""The relative gain for which a small step is taken."""
+
+
+@dataclass(frozen=True)
+class Caps:
+    """Memory caps in bytes; what the process needs beside its slabs counts, too."""
+
+    device: int
+    host: int
+    device_overhead: int = DEVICE_OVERHEAD
+    host_overhead: int = HOST_OVERHEAD
+    table_share: float = TABLE_SHARE
+    """Bytes of the device for each byte of the host's slab, which is pinned."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan that fits, and what it should cost."""
+
+    plan: Plan
+    schedule: Schedule
+    times: LaneTimes
+    caps: Caps
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.plan.tokens / self.times.span
+
+    @property
+    def model_flops_per_s(self) -> float:
+        """FLOP/s of the model, causal; MFU is its share of the peak."""
+        return self.tokens_per_s * self.plan.work.model_flops_per_token()
+
+    @property
+    def hardware_flops_per_s(self) -> float:
+        """FLOP/s that are executed, recomputation included; HFU is its share of the peak."""
+        work = self.plan.work
+        flops = sum(work.hardware_flops(str(o.kind), o.chunk, o.level) for o in self.schedule.operations)
+        return flops / self.times.span
+
+    @property
+    def fits(self) -> bool:
+        """Whether both caps hold."""
+        return sum(self.device_parts.values()) <= self.caps.device and self.spare_host_bytes >= 0
+
+    @property
+    def spare_host_bytes(self) -> int:
+        """Bytes of the host's cap that are left."""
+        return self.caps.host - sum(self.host_parts.values())
+
+    @cached_property
+    def device_parts(self) -> dict[str, int]:
+        """Bytes on the device, the page tables of the host's slab among what is not torch's."""
+        work = self.plan.work
+        tables = math.ceil(self.caps.table_share * sum(region.n_bytes for region in self.schedule.regions.values()))
+        rings = {name: ring.n_bytes for name, ring in self.schedule.rings.items()}
+        beside = {"embedding, head": work.fixed_bytes, "temporaries": work.temporary_bytes}
+        return beside | {"context, libraries": self.caps.device_overhead + tables} | rings
+
+    @cached_property
+    def host_parts(self) -> dict[str, int]:
+        """Bytes on the host."""
+        regions = {name: region.n_bytes for name, region in self.schedule.regions.items()}
+        return {"process": self.caps.host_overhead} | regions
+
+
+class CapsTooSmallError(ValueError):
+    """No plan fits: one sentence on what is short, by how much, and the smallest caps that would do."""
 
 
 def choose(
@@ -82,9 +148,9 @@ def choose(
     """The plan whose simulated step has the most tokens per second.
 
     Args:
-        tokens_per_step: of all rounds; None to take as many as hide the optimizer.
-        chunk: tokens, if they shall be those; likewise ``chunks`` of a round, and ``order``.
-        least_chunk: tokens, where chunks are to be chosen.
+        tokens_per_step: tokens of all rounds; None to take as many as hide the optimizer.
+        chunk: tokens of a chunk, chosen if None; so are ``chunks`` of a round, and the ``order`` of rounds.
+        least_chunk: tokens of a chunk, where chunks are chosen.
         effort: operations to simulate in each part of the search.
 
     Raises:
@@ -95,11 +161,11 @@ def choose(
         StreamedWork(config, context_length, tokens, precision, tuple(moments.items()))
         for tokens in ([chunk] if chunk else chunk_sizes(context_length, least_chunk))
     ]
-    return _Search(config, context_length, caps, rates, tokens_per_step, clipping, order, effort, works, chunks).best()
+    return _Search(works, caps, rates, tokens_per_step, chunks, order, clipping).best(effort)
 
 
 def chunk_sizes(context_length: int, least: int = LEAST_CHUNK) -> list[int]:
-    """Whole sequences of at least so many tokens together, or even pieces of one."""
+    """Chunks of whole sequences of at least so many tokens together, or of even pieces of one."""
     if context_length <= least:
         first = context_length * math.ceil(least / context_length)
         return [first, 2 * first]
@@ -110,100 +176,65 @@ def chunk_sizes(context_length: int, least: int = LEAST_CHUNK) -> list[int]:
     return fitting if context_length > most else [*fitting, 2 * context_length][:4]
 
 
-def _gib(n_bytes: float) -> str:
-    """Rounded up to a tenth, or to two digits of what is smaller."""
-    step = 10.0 ** min(-1, math.floor(math.log10(n_bytes / GIB)) - 1)
-    return f"{math.ceil(round(n_bytes / GIB / step, 6)) * step:.10g}"
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Search:
-    config: ModelConfig
-    context_length: int
+    """A search for the best plan under two caps."""
+
+    works: list[StreamedWork]
     caps: Caps
     rates: Rates
     tokens_per_step: int | None
-    clipping: bool
-    order: Order | None
-    effort: int
-    works: list[StreamedWork]
     chunks: int | None
+    order: Order | None
+    clipping: bool
 
-    def best(self) -> Choice:
-        """By estimates first, then by simulation, then by small steps from the best ones: with little effort under the
-        smaller caps of a ladder, then with all of it under its own. What is found there is a plan here and where steps
-        begin, so that more of the host's memory is not slower than a rung of the ladder. Than a cap between rungs,
-        whose own search may find more, it can be, and more of the device's memory, which has no ladder: of llama3-8b
-        at 8,192 tokens, among 28 pairs of caps, by up to 1.0 % (LOG.md).
+    def __post_init__(self) -> None:
+        self.tried: dict[Plan, float] = {}
+        """Tokens per second of simulated plans, 0 of one that does not fit."""
+        self.operations = 0
+        """Operations that have been simulated."""
+
+    def best(self, effort: int) -> Choice:
+        """The best plan by estimates first, then by simulation, then by small steps from the best ones.
+
+        Raises:
+            CapsTooSmallError: nothing fits.
         """
-        tried = _Tried(self)
-        for host_cap in self._host_ladder():
-            tried.explore(host_cap, self.estimated(host_cap), LESS_SIMULATED, LESS_STARTS, self.effort // LESS)
-        found = self.estimated(self.caps.host)
-        tried.explore(self.caps.host, found, SIMULATED, STARTS, self.effort)
-        late = (one for one in chain(found, map(_least, found)) if tried.rate(one, self.caps.host))
-        for candidate in chain(tried.ranking(self.caps.host), late):
-            if (choice := self.choice(candidate)) is not None:
+        found = self.estimated()
+        for n, plan in enumerate(chain(found, map(_least, found))):  # estimates can be low
+            if self.ranking() and (n >= SIMULATED or self.operations >= effort):
+                break
+            self.rate(plan)
+        for start in self.ranking()[:STARTS]:
+            self._climb(start, self.operations + effort // START_SHARE)
+        for best in self.ranking()[:1]:
+            self._climb(best, self.operations + effort)
+        late = (plan for plan in chain(found, map(_least, found)) if self.rate(plan))
+        for plan in chain(self.ranking(), late):
+            if (choice := self._choice(plan)).fits:
                 return choice
         raise CapsTooSmallError(self._shortage())
 
-    def estimated(self, host_cap: int) -> list[Candidate]:
-        """The best of each kind of layouts under a cap of the host, the fastest first: an order, chunks, whether
-        context is kept, of how many layers x is, and how many layers' weights are resident, as steps seldom find
-        another number of those.
+    def estimated(self) -> list[Plan]:
+        """The best of each kind of plans, the fastest first.
+
+        A kind is an order, chunks, whether context is kept, of how many layers x is, and how many layers' weights are
+        resident, as small steps seldom find another number of those.
         """
-        best: dict[tuple, Candidate] = {}
-        for levels in self._levels:
-            candidate = self._candidate(levels, host_cap - self.caps.host_overhead)
-            if candidate is not None:
-                layout = candidate.layout
-                kept = layout.keep_context, layout.input_every
-                kind = layout.order, layout.work.chunk, layout.chunks, kept, layout.weights
-                if kind not in best or best[kind].tokens_per_s < candidate.tokens_per_s:
-                    best[kind] = candidate
-        return _ranked((candidate, candidate.tokens_per_s) for candidate in best.values())
+        best: dict[tuple, tuple[Plan, float]] = {}
+        for work in self.works:
+            seconds = WorkSeconds.of(work, self.rates)
+            for blank in self._blank_plans(work, seconds):
+                if blank.least_bytes(blank.keep) <= self._ring_bytes(work):
+                    plan, speed = self._filled(blank, seconds)
+                    kind = plan.order, work.chunk, plan.chunks, plan.keep_context, plan.input_every, plan.weights
+                    if speed and (kind not in best or best[kind][1] < speed):
+                        best[kind] = plan, speed
+        return _ranked(best.values())
 
-    def _host_ladder(self) -> Iterator[int]:
-        """Caps of the host below its own, the same for all of them: from the least that holds a plan."""
-        if not self._levels:
-            return
-        least = min(levels.host_bytes[0] for levels in self._levels) + self.caps.host_overhead
-        above = FIRST_RUNG * least
-        while 0 < above < self.caps.host - least:  # a plan that needs no host has no rung below it
-            yield int(least + above)
-            above *= GROWTH
-
-    @cached_property
-    def _levels(self) -> list[LevelsByHost]:
-        """Of all layouts that fit the device."""
-        return [
-            LevelsByHost.of(layout, ring_bytes)
-            for work in self.works
-            for ring_bytes in [self._ring_bytes(work)]
-            for layout in self._layouts(work)
-            if layout.least_bytes(layout.level_bounds[0]) <= ring_bytes
-        ]
-
-    def _candidate(self, of: LevelsByHost, host_bytes: int) -> Candidate | None:
-        """The best levels of a layout, by estimates; None if it does not fit."""
-        layout, n = of.layout, bisect_right(of.host_bytes, host_bytes)
-        if not n:
-            return None
-        alone, edges = of.alone[n - 1]
-        seconds, levels = of.together[n - 1] if layout.order == "interleaved" else (alone, edges)
-        rounds = self._rounds(layout, seconds)
-        if layout.order == "interleaved" and rounds < 3:
-            return None
-        step = layout.optimizer_seconds + (rounds - 1) * seconds + alone
-        return Candidate(layout, levels, edges, rounds, of.ring_bytes, rounds * layout.tokens / step)
-
-    def _ring_bytes(self, work: StreamedWork) -> int:
-        """Of the device, for all slots."""
-        return self.caps.device - self.caps.device_overhead - work.fixed_bytes - work.temporary_bytes
-
-    def _layouts(self, work: StreamedWork) -> Iterator[Layout]:
-        n_layers, group = self.config.n_layers, work.chunks_per_sequence
-        seconds = WorkSeconds.of(work, self.rates)
+    def _blank_plans(self, work: StreamedWork, seconds: WorkSeconds) -> Iterator[Plan]:
+        """Plans of one round that keep the least."""
+        n_layers, group = work.config.n_layers, work.chunks_per_sequence
         parts = sorted({n_layers * i // 8 for i in range(9)})
         counts = [n * group for n in (1, 2, 3, 4, 6, 8, 12, 16) if n == 1 or n * group <= MOST_CHUNKS]
         counts = counts if self.chunks is None else [self.chunks]
@@ -212,66 +243,97 @@ class _Search:
             for weights, gradients, moments in product(parts, repeat=3)
             if gradients <= weights or weights == n_layers
         ]
-        attention = seconds.again_input - seconds.again_attention
+        attention, ring_bytes = seconds.recompute_input - seconds.recompute_attention, self._ring_bytes(work)
         inputs = [n for n in INPUT_EVERY if n == 1 or (n <= n_layers and seconds.restore < attention)]
         for chunks, order, kept, every in product(counts, ORDERS, (True, False) if work.is_long else (True,), inputs):
             if self.order in (None, order) and not (self.tokens_per_step or 0) % (chunks * work.chunk):
-                for resident in residents:
-                    yield Layout(work, seconds, chunks, order, *resident, kept, every, self.caps.table_share)
+                keep = Keep(chunks * (n_layers - math.ceil(n_layers / every)), 0)
+                for weights, gradients, moments in residents:
+                    state, how = (weights, gradients, moments), (kept, every, self.clipping)
+                    yield Plan(work, chunks, 1, order, keep, None, *state, *how, ring_bytes, (), self.caps.table_share)
 
-    def _rounds(self, layout: Layout, seconds: float) -> int:
+    def _filled(self, blank: Plan, seconds: WorkSeconds) -> tuple[Plan, float]:
+        """The plan with the best that it can keep, and its rounds; and its estimated speed, 0 if it does not fit."""
+        keeps = best_keeps(blank, seconds, self.caps.host - self.caps.host_overhead)
+        if not keeps:
+            return blank, 0.0
+        (alone, edges), (of_round, keep) = keeps[0], keeps[-1]
+        end = seconds.of_optimizer(blank)
         if self.tokens_per_step:
-            return self.tokens_per_step // layout.tokens
-        return math.ceil(layout.optimizer_seconds / seconds * (1 - OPTIMIZER_SHARE) / OPTIMIZER_SHARE)
+            rounds = self.tokens_per_step // blank.tokens
+        else:
+            rounds = math.ceil(end / of_round * (1 - OPTIMIZER_SHARE) / OPTIMIZER_SHARE)
+        if blank.order == "interleaved" and rounds < 3:
+            return blank, 0.0
+        plan = replace(blank, keep=keep, edge_keep=edges, rounds=rounds)
+        return plan, plan.tokens / (end + (rounds - 1) * of_round + alone)
 
-    def simulate(self, candidate: Candidate) -> "_Simulated":
-        """From as few rounds as show them all."""
-        layout = candidate.layout
-        if layout.least_bytes(layout.level_bounds[0]) > candidate.ring_bytes:
-            return _Simulated()
-        rounds = min(candidate.rounds, SIMULATED_ROUNDS + (candidate.edges != candidate.levels))
-        plan = replace(candidate, rounds=rounds).plan(self.clipping)
+    def _ring_bytes(self, work: StreamedWork) -> int:
+        """Bytes of the device for all slots."""
+        return self.caps.device - self.caps.device_overhead - work.fixed_bytes - work.temporary_bytes
+
+    def rate(self, plan: Plan) -> float:
+        """Simulated tokens per second; 0 if the plan does not fit."""
+        if plan not in self.tried:
+            with _without_collector():
+                self.tried[plan] = self._simulate(plan)
+        return self.tried[plan]
+
+    def _simulate(self, plan: Plan) -> float:
+        """Simulates as few rounds as show them all."""
+        assert plan.ring_bytes is not None
+        if plan.least_bytes(plan.keep_bounds[0]) > plan.ring_bytes:
+            return 0.0
+        rounds = min(plan.rounds, SIMULATED_ROUNDS + (plan.edge_keep != plan.keep))
         try:
-            schedule = build(plan)
+            few = self._choice(replace(plan, rounds=rounds))
         except TooFewSlotsError:
-            return _Simulated()
-        times = schedule_times(plan, schedule, self.rates)
-        choice = Choice(plan, schedule, times, self.caps, self.rates)
-        seconds = times.span
-        if more := candidate.rounds - rounds:
+            return 0.0
+        self.operations += len(few.schedule.operations)
+        if not few.fits:
+            return 0.0
+        seconds = few.times.span
+        if more := plan.rounds - rounds:
             ends = [0.0] * rounds
-            for operation, end in zip(schedule.operations, times.ends, strict=True):
+            for operation, end in zip(few.schedule.operations, few.times.ends, strict=True):
                 if operation.kind is Kind.EMBED_BACKWARD:
                     ends[operation.round] = end
             seconds += more * (ends[1] - ends[0])
-        if sum(choice.device_parts.values()) > self.caps.device:
-            return _Simulated(n_operations=len(schedule.operations))
-        speed = candidate.rounds * layout.tokens / seconds
-        return _Simulated(speed, sum(choice.host_parts.values()), len(schedule.operations))
+        return plan.tokens / seconds
 
-    def choice(self, candidate: Candidate) -> Choice | None:
-        """None if it does not fit after all."""
-        plan = candidate.plan(self.clipping)
+    def _choice(self, plan: Plan) -> Choice:
         schedule = build(plan)
-        choice = Choice(plan, schedule, schedule_times(plan, schedule, self.rates), self.caps, self.rates)
-        return choice if choice.fits else None
+        return Choice(plan, schedule, schedule_times(plan, schedule, self.rates), self.caps)
+
+    def ranking(self) -> list[Plan]:
+        """The plans that fit, the fastest first."""
+        return _ranked((plan, rate) for plan, rate in self.tried.items() if rate)
+
+    def _climb(self, best: Plan, most: int) -> None:
+        """Steps to faster neighbours, large steps first, until so many operations have been simulated."""
+        for parts in (8, 32, best.pairs):
+            improved = True
+            while improved:
+                improved = False
+                for step in neighbours(best, parts):
+                    while self.operations < most and (after := step(best)) is not None:
+                        if self.rate(after) <= self.rate(best) * (1 + LEAST_GAIN):
+                            break
+                        best, improved = after, True
 
     def _shortage(self) -> str:
         """What is missing, and the smallest caps that would do."""
-        caps = self.caps
+        caps, works = self.caps, self.works
         given = f"{_gib(caps.device)} GiB of device and {_gib(caps.host)} GiB of host memory"
-        who = f"{self.config.name} on sequences of {self.context_length:,} tokens"
-        layouts = [layout for work in self.works for layout in self._layouts(work)]
-        device = min(
-            caps.device - self._ring_bytes(layout.work) + layout.least_bytes(layout.level_bounds[0])
-            for layout in layouts
-        )
+        who = f"{works[0].config.name} on sequences of {works[0].context_length:,} tokens"
+        plans = [plan for work in works for plan in self._blank_plans(work, WorkSeconds.of(work, self.rates))]
+        device = min(caps.device - self._ring_bytes(plan.work) + plan.least_bytes(plan.keep) for plan in plans)
         device_cap = max(device, caps.device)
         host = min(
-            caps.host_overhead + layout.host_bytes(layout.level_bounds[0], ring_bytes)
-            for layout in layouts
-            for ring_bytes in [device_cap - caps.device + self._ring_bytes(layout.work)]
-            if layout.least_bytes(layout.level_bounds[0]) <= ring_bytes
+            caps.host_overhead + replace(plan, ring_bytes=ring_bytes).host_bytes(plan.keep)
+            for plan in plans
+            for ring_bytes in [device_cap - caps.device + self._ring_bytes(plan.work)]
+            if plan.least_bytes(plan.keep) <= ring_bytes
         )
         short = [
             f"{what} is {_gib(needed - has)} GiB short"
@@ -282,69 +344,17 @@ class _Search:
         return f"{who} does not fit {given}: {' and '.join(short or ['a ring of slots is too small'])}; {would}"
 
 
-@dataclass(frozen=True)
-class _Simulated:
-    """Of a candidate."""
-
-    tokens_per_s: float = 0.0
-    """0 if it does not fit the device."""
-    host_bytes: int = 0
-    n_operations: int = 0
-
-
-class _Tried:
-    """Simulated candidates."""
-
-    def __init__(self, search: _Search) -> None:
-        self.search = search
-        self.simulated: dict[Candidate, _Simulated] = {}
-        self.operations = 0
-
-    def rate(self, candidate: Candidate, host_cap: int) -> float:
-        """Tokens per second; 0 if it does not fit."""
-        if candidate not in self.simulated:
-            with _without_collector():
-                self.simulated[candidate] = self.search.simulate(candidate)
-            self.operations += self.simulated[candidate].n_operations
-        found = self.simulated[candidate]
-        return found.tokens_per_s * (found.host_bytes <= host_cap)
-
-    def ranking(self, host_cap: int) -> list[Candidate]:
-        """Those that fit, the fastest first."""
-        rated = ((candidate, self.rate(candidate, host_cap)) for candidate in self.simulated)
-        return _ranked((candidate, rate) for candidate, rate in rated if rate)
-
-    def explore(self, host_cap: int, estimated: list[Candidate], kinds: int, starts: int, effort: int) -> None:
-        """So many of the best estimates under one cap, then steps from so many of the best plans that are known under
-        it, then from the best one.
-        """
-        most = self.operations + effort
-        for n, candidate in enumerate(chain(estimated, map(_least, estimated))):  # estimates can be low
-            if self.ranking(host_cap) and (n >= kinds or self.operations >= most):
-                break
-            self.rate(candidate, host_cap)
-        for start in self.ranking(host_cap)[:starts]:
-            self._climb(start, host_cap, self.operations + effort // START)
-        for best in self.ranking(host_cap)[:1]:
-            self._climb(best, host_cap, self.operations + effort)
-
-    def _climb(self, best: Candidate, host_cap: int, most: int) -> None:
-        """Step by step, large ones first, as long as one is faster, up to so many simulated operations."""
-        for parts in (8, 32, best.layout.pairs):
-            improved = True
-            while improved:
-                improved = False
-                for step in steps(best.layout, parts):
-                    while self.operations < most and (after := step(best)) is not None:
-                        if self.rate(after, host_cap) <= self.rate(best, host_cap) * (1 + LEAST_GAIN):
-                            break
-                        best, improved = after, True
+def _gib(n_bytes: float) -> str:
+    """GiB, rounded up to a tenth, or to two digits of what is smaller."""
+    step = 10.0 ** min(-1, math.floor(math.log10(n_bytes / GIB)) - 1)
+    return f"{math.ceil(round(n_bytes / GIB / step, 6)) * step:.10g}"
 
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """A schedule is thousands of small objects without a cycle: looking for cycles takes half of the time it is built
-    in."""
+    """Keeps Python from looking for cycles among the thousands of small objects of a schedule, which has none: that
+    takes half of the time to build it.
+    """
     was = gc.isenabled()
     gc.disable()
     try:
@@ -354,19 +364,19 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _ranked(rated: Iterable[tuple[Candidate, float]]) -> list[Candidate]:
+def _ranked(rated: Iterable[tuple[Plan, float]]) -> list[Plan]:
     """The fastest first; of equals sequential ones, which are simpler, and of those the ones with the shortest rounds,
-    which hold least. Equal is what differs by how sums were rounded alone.
+    which hold least. Equal are speeds that differ by how sums were rounded alone.
     """
 
-    def rank(pair: tuple[Candidate, float]) -> tuple[float, int]:
-        layout, speed = pair[0].layout, pair[1] * (1 + LEAST_GAIN * (pair[0].layout.order == "sequential"))
-        return float(f"{speed:.9e}"), -layout.chunks
+    def rank(pair: tuple[Plan, float]) -> tuple[float, int]:
+        plan, speed = pair[0], pair[1] * (1 + LEAST_GAIN * (pair[0].order == "sequential"))
+        return float(f"{speed:.9e}"), -plan.chunks
 
-    return [candidate for candidate, _ in sorted(rated, key=rank, reverse=True)]
+    return [plan for plan, _ in sorted(rated, key=rank, reverse=True)]
 
 
-def _least(candidate: Candidate) -> Candidate:
-    """The same that keeps the least."""
-    least, _ = candidate.layout.level_bounds
-    return replace(candidate, levels=least, edges=least)
+def _least(plan: Plan) -> Plan:
+    """The same plan that keeps the least."""
+    least, _ = plan.keep_bounds
+    return replace(plan, keep=least, edge_keep=least)

@@ -1,271 +1,51 @@
-"""What a layout would hold and how long its step would take, before any schedule is built: sums over one round.
+"""How long a plan's step takes, before any schedule is built: sums over one round, and the small steps between plans.
 
-A layout fixes chunks, order and residents; what is left of the device goes to slots for what forward keeps, in equal
-shares of each of its parts. Levels are raised in one order, best bytes first: attention's output of all pairs of
-(layer, chunk), then products. Time is that of the slowest lane in each phase: forward and backward if rounds are
-sequential, both together if they are interleaved, but for the beginning of the first and the end of the last one.
+Time is that of the slowest lane in each phase: forward and backward where rounds are sequential, both together where
+they are interleaved, but for the beginning of the first and the end of the last one. What is kept is raised in one
+order, best bytes first: attention's output of all pairs of layer and chunk, then products.
 """
 
-import math
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from operator import itemgetter
 
 from cs336_systems.costs.streaming import Rates, StreamedWork
-from cs336_systems.streaming.plan import Order, is_source, restored_from
+from cs336_systems.streaming.plan import Keep, Plan
 
-LEAST_SLOTS: dict[Order, dict[str, int]] = {
-    "sequential": {"weights": 2, "gradients": 2, "input": 2, "context": 1, "attention": 2, "products": 2},
-    "interleaved": {"weights": 4, "gradients": 2, "input": 4, "context": 2, "attention": 3, "products": 3},
-}
-"""With which copies and kernels still overlap; ``input`` beside a slot for each chunk, ``context`` in sequences."""
 SHARPNESS = 8
-"""Of the corner between a step that kernels bound and one that the link bounds: 9 % where both take the same time, as
-simulated steps do."""
-IN_FLIGHT = 1
-"""Places of a region beyond what is kept, while two rounds overlap."""
-
-
-@dataclass(frozen=True)
-class Levels:
-    """How many pairs of (layer, chunk) keep at least attention's output, and how many of them products too."""
-
-    attention: int
-    products: int
-
-
-def level_steps(least: Levels, most: Levels) -> list[Levels]:
-    """From input to attention, then to products, in sixteen steps each."""
-    attention, products = (
-        sorted({low + (high - low) * i // 16 for i in range(17)})
-        for low, high in ((least.attention, most.attention), (least.products, most.products))
-    )
-    return [Levels(n, least.products) for n in attention] + [Levels(most.attention, n) for n in products[1:]]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Without levels."""
-
-    work: StreamedWork
-    seconds: "WorkSeconds"
-    chunks: int
-    order: Order
-    weights: int
-    """Layers whose weights are resident."""
-    gradients: int
-    moments: int
-    keep_context: bool = True
-    input_every: int = 1
-    """As of ``Plan``."""
-    table_share: float = 0.0
-    """Of what lies on the host, the device's page tables."""
-    more_slots: tuple[tuple[str, int], ...] = ()
-    """Of a ring, beyond the least."""
-
-    @property
-    def pairs(self) -> int:
-        return self.chunks * self.work.config.n_layers
-
-    @property
-    def tokens(self) -> int:
-        """Of a round."""
-        return self.chunks * self.work.chunk
-
-    @cached_property
-    def level_bounds(self) -> tuple[Levels, Levels]:
-        """The least and the most that can be kept."""
-        n_layers, every = self.work.config.n_layers, self.input_every
-        sources = sum(is_source(layer, n_layers, every) for layer in range(n_layers))
-        return Levels(sources * self.chunks, 0), Levels(self.pairs, self.pairs if every == 1 else 0)
-
-    @cached_property
-    def moment_bytes(self) -> int:
-        return sum(self.work.item_bytes(name) for name, _ in self.work.moments)
-
-    @cached_property
-    def slot_bytes(self) -> dict[str, int]:
-        """Of the rings that layers share, a sequence's ``context`` as one."""
-        work, n_layers = self.work, self.work.config.n_layers
-        found = {ring: work.item_bytes(ring) for ring in LEAST_SLOTS[self.order]}
-        found["context"] *= work.chunks_per_sequence
-        if self.moments < n_layers:
-            found["products"] = max(found["products"], *(work.item_bytes(name) for name, _ in work.moments))
-        return found
-
-    @cached_property
-    def least_slots(self) -> dict[str, int]:
-        n_layers, found = self.work.config.n_layers, dict(LEAST_SLOTS[self.order])
-        for ring, n in (*self.more_slots, ("input", self.chunks)):
-            found[ring] += n
-        found["weights"] = min(found["weights"] + self.input_every - 1, n_layers - self.weights)
-        found["gradients"] = min(found["gradients"], n_layers - self.gradients)
-        if self.moments < n_layers:
-            found["products"] = max(found["products"], len(self.work.moments))
-        if not self.work.is_long:
-            del found["context"]
-        return found
-
-    @cached_property
-    def _fixed_rings(self) -> int:
-        work = self.work
-        resident = (self.weights + self.gradients) * work.layer_bytes + self.moments * self.moment_bytes
-        sums = work.item_bytes("dcontext") * work.chunks_per_sequence if work.is_long else 0
-        return resident + sums + self.chunks * work.item_bytes("dy")
-
-    @cached_property
-    def least_ring_bytes(self) -> int:
-        """Of all rings at their smallest."""
-        return self._fixed_rings + sum(n * self.slot_bytes[ring] for ring, n in self.least_slots.items())
-
-    def kept_counts(self, levels: Levels) -> dict[str, int]:
-        """Slots' worth of each part that forward leaves in a round."""
-        sequences = self.pairs // self.work.chunks_per_sequence
-        context = {"context": sequences} if self.work.is_long and self.keep_context else {}
-        inputs = math.ceil(self.work.config.n_layers / self.input_every) * self.chunks
-        return {"input": inputs, **context, "attention": levels.attention, "products": levels.products}
-
-    def _kept_bytes(self, levels: Levels) -> int:
-        return sum(n * self.slot_bytes[ring] for ring, n in self.kept_counts(levels).items())
-
-    def _in_flight_bytes(self, levels: Levels) -> int:
-        """On the host beyond what is kept there."""
-        places = IN_FLIGHT if self.order == "interleaved" else 0
-        return places * sum(self.slot_bytes[ring] for ring, n in self.kept_counts(levels).items() if n)
-
-    def least_bytes(self, levels: Levels) -> int:
-        """Of the device, with all rings at their smallest: what has no slot lies on the host, and needs page tables."""
-        on_host = self.host_state_bytes + self._kept_bytes(levels) + self._in_flight_bytes(levels)
-        return self.least_ring_bytes + math.ceil(self.table_share * on_host)
-
-    def share_on_device(self, levels: Levels, ring_bytes: int) -> float:
-        """Of what forward leaves, how much has a slot until backward; what has one needs no page tables."""
-        kept = self._kept_bytes(levels)
-        if ring_bytes - self.least_ring_bytes - self.table_share * self.host_state_bytes >= kept:
-            return 1.0
-        left = ring_bytes - self.least_bytes(levels)
-        return max(0.0, min(1.0, left / (kept * (1 - self.table_share))))
-
-    def slots(self, levels: Levels, ring_bytes: int) -> dict[str, int]:
-        """Of the rings that layers share."""
-        share = self.share_on_device(levels, ring_bytes)
-        counts = self.kept_counts(levels)
-        return {ring: n + int(share * counts.get(ring, 0)) for ring, n in self.least_slots.items()}
-
-    @cached_property
-    def restores(self) -> int:
-        """Of a chunk in one round."""
-        n_layers = self.work.config.n_layers
-        return sum(layer - restored_from(layer, n_layers, self.input_every, self.order) for layer in range(n_layers))
-
-    # the host
-
-    @cached_property
-    def _updated_bytes(self) -> int:
-        """Weights and moments that stream."""
-        n_layers = self.work.config.n_layers
-        return (n_layers - self.weights) * self.work.layer_bytes + (n_layers - self.moments) * self.moment_bytes
-
-    @cached_property
-    def host_state_bytes(self) -> int:
-        return self._updated_bytes + (self.work.config.n_layers - self.gradients) * self.work.layer_bytes
-
-    def host_bytes(self, levels: Levels, ring_bytes: int) -> int:
-        share = self.share_on_device(levels, ring_bytes)
-        if share == 1:
-            return self.host_state_bytes
-        kept = sum(int((1 - share) * n) * self.slot_bytes[ring] for ring, n in self.kept_counts(levels).items())
-        return self.host_state_bytes + kept + self._in_flight_bytes(levels)
-
-    # seconds
-
-    def _evicted(self, levels: Levels, ring_bytes: int) -> float:
-        """Bytes that a round sends to the host and has back, of what forward leaves."""
-        work, sequence = self.work, self.work.chunks_per_sequence
-        counts = self.kept_counts(levels)
-        kept = sum(n * work.item_bytes(ring) * (sequence if ring == "context" else 1) for ring, n in counts.items())
-        return (1 - self.share_on_device(levels, ring_bytes)) * kept
-
-    def round_seconds(self, levels: Levels, ring_bytes: int, *, alone: bool) -> float:
-        """Of a round by itself, or of one's backward with the next one's forward."""
-        seconds, n_layers, layer = self.seconds, self.work.config.n_layers, self.work.layer_bytes
-        n_input, n_attention = self.pairs - levels.attention, levels.attention - levels.products
-        forward, ends = self.chunks * seconds.forward, self.chunks * seconds.ends
-        keys = self.pairs * seconds.keys if self.work.is_long and not self.keep_context else 0.0
-        again = keys + self.chunks * self.restores * seconds.restore
-        again += n_input * seconds.again_input + n_attention * seconds.again_attention
-        backward = self.chunks * seconds.backward + again
-        weights, gradients = (n_layers - self.weights) * layer, (n_layers - self.gradients) * layer
-        kept, link = self._evicted(levels, ring_bytes), seconds.rates.link_seconds
-        if alone:
-            back = _together(backward, link(weights + kept + gradients, gradients))
-            return _together(forward, link(weights, kept)) + ends + back
-        return _together(forward + backward, link(2 * weights + kept + gradients, kept + gradients)) + ends
-
-    @cached_property
-    def optimizer_seconds(self) -> float:
-        """Of the step's end, if it waits for that of backward."""
-        link = self.seconds.rates.link_seconds(self.host_state_bytes, self._updated_bytes)
-        return max(link, self.seconds.optimizer)
-
-
-@dataclass(frozen=True)
-class LevelsByHost:
-    """Of a layout, by how many bytes of the host its levels need: the fastest ones of those that need at most as many,
-    and their seconds, for a round by itself and (``together``) for one beside the next.
-    """
-
-    layout: Layout
-    ring_bytes: int
-    host_bytes: list[int]
-    """Ascending; at each place of the other two lists."""
-    alone: list[tuple[float, Levels]]
-    together: list[tuple[float, Levels]]
-
-    @classmethod
-    def of(cls, layout: Layout, ring_bytes: int) -> "LevelsByHost":
-        fitting = (one for one in level_steps(*layout.level_bounds) if layout.least_bytes(one) <= ring_bytes)
-        sized = sorted(((layout.host_bytes(one, ring_bytes), one) for one in fitting), key=itemgetter(0))
-
-        def faster(a: tuple[float, Levels], b: tuple[float, Levels]) -> tuple[float, Levels]:
-            return min(a, b, key=itemgetter(0))
-
-        def fastest(*, alone: bool) -> list[tuple[float, Levels]]:
-            found = [(layout.round_seconds(levels, ring_bytes, alone=alone), levels) for _, levels in sized]
-            return list(accumulate(found, faster))
-
-        together = fastest(alone=False) if layout.order == "interleaved" else []
-        return cls(layout, ring_bytes, [n_bytes for n_bytes, _ in sized], fastest(alone=True), together)
-
-
-def _together(compute: float, link: float) -> float:
-    """Of two that run beside each other and wait for each other here and there: a little more than the longer one."""
-    return (compute**SHARPNESS + link**SHARPNESS) ** (1 / SHARPNESS)
+"""Exponent of the corner between a step that kernels bound and one that the link bounds: where both take the same time
+the estimate is 9 % longer than either, as simulated steps are."""
+MOST_MORE_SLOTS = 3
+"""Slots that a ring may have beyond the least; more have brought nothing."""
 
 
 @dataclass(frozen=True)
 class WorkSeconds:
-    """Of one chunk, on average over a sequence."""
+    """Seconds of one chunk, on average over the chunks of a sequence."""
 
     rates: Rates
     forward: float
-    """Through all layers, as the next one."""
+    """Forward through all layers."""
     backward: float
-    again_input: float
-    """Through one layer, if its level is that one; likewise the next."""
-    again_attention: float
+    """Backward through all layers."""
+    recompute_input: float
+    """Recomputation in one layer that keeps ``input``."""
+    recompute_attention: float
+    """Recomputation in one layer that keeps ``attention``."""
     keys: float
+    """Recomputation of k and v in one layer."""
     restore: float
-    """Through one layer."""
+    """Restoring x through one layer."""
     ends: float
     """Embedding, head, loss and their backward."""
     optimizer: float
-    """Of a step."""
+    """The optimizer's kernels in a whole step."""
 
     @classmethod
     def of(cls, work: StreamedWork, rates: Rates) -> "WorkSeconds":
-        """Computed once for all layouts."""
+        """The sums that all plans of this work share."""
 
         def mean(kind: str, level: str = "") -> float:
             chunks = range(work.chunks_per_sequence)
@@ -283,3 +63,110 @@ class WorkSeconds:
             sum(map(mean, ("embed", "head", "embed backward"))),
             n_layers * mean("optimizer") + mean("fixed optimizer"),
         )
+
+    def of_round(self, plan: Plan, keep: Keep, *, alone: bool) -> float:
+        """Seconds of a round by itself, or of one's backward with the next one's forward."""
+        layer, link = plan.work.layer_bytes, self.rates.link_seconds
+        n_input, n_attention = plan.pairs - keep.attention, keep.attention - keep.products
+        forward, ends = plan.chunks * self.forward, plan.chunks * self.ends
+        keys = plan.pairs * self.keys if plan.work.is_long and not plan.keep_context else 0.0
+        recomputed = keys + plan.chunks * plan.restores * self.restore
+        recomputed += n_input * self.recompute_input + n_attention * self.recompute_attention
+        backward = plan.chunks * self.backward + recomputed
+        weights, gradients = (plan.n_layers - plan.weights) * layer, (plan.n_layers - plan.gradients) * layer
+        kept = plan.evicted_bytes(keep)
+        if alone:
+            back = _together(backward, link(weights + kept + gradients, gradients))
+            return _together(forward, link(weights, kept)) + ends + back
+        return _together(forward + backward, link(2 * weights + kept + gradients, kept + gradients)) + ends
+
+    def of_optimizer(self, plan: Plan) -> float:
+        """Seconds of the step's end, if the optimizer waits for the end of backward."""
+        return max(self.rates.link_seconds(plan.host_state_bytes, plan.updated_bytes), self.optimizer)
+
+
+def _together(compute: float, link: float) -> float:
+    """Seconds of two lanes that wait for each other here and there: a little more than the longer one's."""
+    return (compute**SHARPNESS + link**SHARPNESS) ** (1 / SHARPNESS)
+
+
+def best_keeps(plan: Plan, seconds: WorkSeconds, host_bytes: int) -> list[tuple[float, Keep]]:
+    """What such a plan keeps at its fastest within its ``ring_bytes`` and so many bytes of the host, with the seconds.
+
+    There is one for a round by itself, and of interleaved rounds another beside the next round; none if nothing fits.
+    """
+    assert plan.ring_bytes is not None
+    fitting = [keep for keep in _keep_steps(*plan.keep_bounds) if plan.least_bytes(keep) <= plan.ring_bytes]
+    sized = sorted(((plan.host_bytes(keep), keep) for keep in fitting), key=itemgetter(0))
+    within = [keep for n_bytes, keep in sized if n_bytes <= host_bytes]
+    return [
+        min(((seconds.of_round(plan, keep, alone=alone), keep) for keep in within), key=itemgetter(0))
+        for alone in ((True, False) if plan.order == "interleaved" else (True,))
+        if within
+    ]
+
+
+def _keep_steps(least: Keep, most: Keep) -> list[Keep]:
+    """From input to attention, then to products, in sixteen steps each."""
+    attention, products = (
+        sorted({low + (high - low) * i // 16 for i in range(17)}) for low, high in zip(least, most, strict=True)
+    )
+    return [Keep(n, least.products) for n in attention] + [Keep(most.attention, n) for n in products[1:]]
+
+
+def neighbours(plan: Plan, parts: int) -> Iterator[Callable[[Plan], Plan | None]]:
+    """Functions from a plan to a neighbour, or to None beyond the ends.
+
+    They change what is kept and how many layers are resident by one of so many parts, exchange resident weights for
+    kept products in about as much of the device's memory, and add single slots.
+    """
+    pairs, n_layers = max(1, plan.pairs // parts), max(1, plan.n_layers // parts)
+    edges = (False, True) if plan.order == "interleaved" else (None,)
+    for edge, (attention, products), sign in product(edges, ((1, 0), (0, 1), (1, 1)), (1, -1)):
+        yield partial(_with_keep, edge=edge, attention=sign * attention * pairs, products=sign * products * pairs)
+    for what, sign in product(("weights", "gradients", "moments"), (1, -1)):
+        yield partial(_with_residents, what=what, more=sign * n_layers)
+    for sign in (1, -1):
+        yield partial(with_residents_for_products, more=sign * n_layers)
+    for ring in plan.least_slots:
+        yield partial(_with_slot, ring=ring)
+
+
+def _with_keep(plan: Plan, edge: bool | None, attention: int, products: int) -> Plan | None:
+    """Changes the first and the last round if ``edge``, the others if not, all if it is None."""
+    before = plan.edge_keep or plan.keep
+    keep = before if edge else plan.keep
+    least, most = plan.keep_bounds
+    n_products = max(least.products, min(most.products, keep.products + products))
+    n_attention = max(least.attention, min(most.attention, keep.attention + attention))
+    after = Keep(max(n_products, n_attention), n_products)
+    if after == keep:
+        return None
+    return replace(plan, edge_keep=before if edge is False else after, keep=plan.keep if edge else after)
+
+
+def _with_residents(plan: Plan, what: str, more: int) -> Plan | None:
+    now = getattr(plan, what)
+    after = max(0, min(plan.n_layers, now + more))
+    return None if after == now else replace(plan, **{what: after})
+
+
+def with_residents_for_products(plan: Plan, more: int) -> Plan | None:
+    """More resident weights where pairs kept products, or fewer for more of those, in all rounds."""
+    after = _with_residents(plan, "weights", more)
+    if after is None:
+        return None
+    taken = (after.weights - plan.weights) * plan.work.layer_bytes
+    pairs = round(taken / plan.slot_bytes["products"])
+    for edge in (False, True):
+        after = _with_keep(after, edge, 0, -pairs) or after
+    return after
+
+
+def _with_slot(plan: Plan, ring: str) -> Plan | None:
+    """One more slot of a ring."""
+    more = dict(plan.more_slots)
+    if more.get(ring, 0) == MOST_MORE_SLOTS:
+        return None
+    more[ring] = more.get(ring, 0) + 1
+    return replace(plan, more_slots=tuple(sorted(more.items())))

@@ -1,7 +1,6 @@
-"""Why a plan is as it is, in sentences: which lane binds, what is computed again, what more memory would bring.
+"""Why a plan is as it is, in sentences: which lane binds, what is recomputed, what more memory would bring.
 
-for sentence in reasons(choice): print(sentence)
-for sentence in next_gib(choice, lambda caps: choose(config, length, caps, rates)): print(sentence)
+for sentence in explanation(choice, lambda caps: choose(config, length, caps, rates)): print(sentence)
 """
 
 from collections import Counter, defaultdict
@@ -12,14 +11,14 @@ from typing import Any
 from cs336_systems.costs.streaming import LEVELS
 from cs336_systems.hardware import GIB
 from cs336_systems.processes import Died, FreshProcess, start_server
-from cs336_systems.streaming.choice import Caps, CapsTooSmallError, Choice
-from cs336_systems.streaming.schedule import AGAIN, Kind
+from cs336_systems.streaming.choose import Caps, CapsTooSmallError, Choice
+from cs336_systems.streaming.schedule import RECOMPUTES, Kind
 
 _COPIES = {"in": "copies to the device", "out": "copies to the host"}
 
 
 def seconds_by_kind(choice: Choice) -> dict[Kind, float]:
-    """Of kernels, in one step."""
+    """Seconds of each kind of kernels in one step."""
     found: dict[Kind, float] = defaultdict(float)
     for operation, start, end in zip(choice.schedule.operations, choice.times.starts, choice.times.ends, strict=True):
         if operation.lane == "compute":
@@ -28,24 +27,24 @@ def seconds_by_kind(choice: Choice) -> dict[Kind, float]:
 
 
 def end_seconds(choice: Choice) -> float:
-    """From the last kernel of backward to the end of the step: what is left of the optimizer then."""
+    """Seconds from the last kernel of backward to the end of the step, which the optimizer takes."""
     ends = zip(choice.schedule.operations, choice.times.ends, strict=True)
     return choice.times.span - max(end for operation, end in ends if operation.kind is Kind.EMBED_BACKWARD)
 
 
 def recomputed_share(choice: Choice) -> float:
-    """Of the step's time, in which kernels compute again."""
+    """The share of the step's time in which kernels recompute."""
     seconds = seconds_by_kind(choice)
-    return sum(seconds.get(kind, 0.0) for kind in AGAIN) / choice.times.span
+    return sum(seconds.get(kind, 0.0) for kind in RECOMPUTES) / choice.times.span
 
 
 def binds(choice: Choice) -> str:
-    """What the time goes into: ``kernels``, ``computing again``, or the copies that kernels wait for the longest."""
+    """What the time goes into: ``kernels``, ``recomputation``, or the copies that kernels wait for the longest."""
     times = choice.times
     waited = max(times.waited_for, key=times.waited_for.__getitem__)
     if times.waited_for[waited] > 0.05 * times.span:
         return _COPIES[waited]
-    return "computing again" if recomputed_share(choice) > 0.05 else "kernels"
+    return "recomputation" if recomputed_share(choice) > 0.05 else "kernels"
 
 
 def levels_in_words(choice: Choice) -> str:
@@ -54,24 +53,33 @@ def levels_in_words(choice: Choice) -> str:
     return ", ".join(f"{counts[level]} at {level}" for level in LEVELS if counts[level])
 
 
+def explanation(choice: Choice, again: Callable[[Caps], Choice]) -> Iterator[str]:
+    """The plan in sentences: what lives where, what binds, and what more memory would bring, as ``next_gib`` does."""
+    slots = ", ".join(f"{ring.slots} of {name}" for name, ring in choice.schedule.rings.items())
+    places = ", ".join(f"{region.places} of {name}" for name, region in choice.schedule.regions.items())
+    yield f"The device has slots, {slots}; the host has places, {places or 'none'}."
+    yield from reasons(choice)
+    yield from next_gib(choice, again)
+
+
 def reasons(choice: Choice) -> Iterator[str]:
     """One sentence for each decision and each bound."""
     plan, times, caps = choice.plan, choice.times, choice.caps
-    work, n_layers = plan.work, plan.work.config.n_layers
+    work, n_layers = plan.work, plan.n_layers
     share = {lane: 100 * seconds / times.span for lane, seconds in times.busy.items()}
     yield (
         f"A step is {plan.rounds} {plan.order} rounds of {plan.chunks} chunks of {work.chunk:,} tokens: kernels run "
         f"{share['compute']:.0f} % of it, copies in {share['in']:.0f} %, copies out {share['out']:.0f} %; "
         f"it is bound by {binds(choice)}."
     )
-    kept = f"Of {n_layers * plan.chunks} pairs of layer and chunk {levels_in_words(choice)} are kept"
+    kept = f"Of {plan.pairs} pairs of layer and chunk {levels_in_words(choice)} are kept"
     if (every := plan.input_every) > 1:
         kept += f", but x itself of every {every}{'rd' if every == 3 else 'th' if every > 3 else 'nd'} layer alone"
-    yield f"{kept}; {100 * recomputed_share(choice):.1f} % of the time computes again."
+    yield f"{kept}; {100 * recomputed_share(choice):.1f} % of the time recomputes."
     streamed = [
         f"{what} of {n_layers - n}"
         for what in ("weights", "gradients", "moments")
-        if (n := dict(plan.resident).get(what, 0)) < n_layers
+        if (n := getattr(plan, what)) < n_layers
     ]
     yield f"Of {n_layers} layers, {', '.join(streamed) or 'none'} stream; the others' stay on the device."
     if waits := [f"{_time(s)} for {_COPIES[lane]}" for lane, s in times.waited_for.items() if s > 0.005 * times.span]:
@@ -98,12 +106,12 @@ def _largest(parts: dict[str, int]) -> str:
 
 
 def with_next_gib(caps: Caps) -> dict[str, Caps]:
-    """By side, the caps with one more GiB there."""
+    """The caps with one more GiB, by the side that has it."""
     return {what: replace(caps, **{what: getattr(caps, what) + GIB}) for what in ("device", "host")}
 
 
 class Elsewhere:
-    """Choices for caps that are known beforehand, made in processes of their own meanwhile: each takes a core 15 s."""
+    """Choices for caps that are known beforehand, made meanwhile in processes of their own: each takes a core 15 s."""
 
     def __init__(self, choose: Callable[[Caps], Choice], *caps: Caps) -> None:
         start_server(__name__)
@@ -121,7 +129,7 @@ class Elsewhere:
         return found
 
     def end(self) -> None:
-        """Nobody will ask."""
+        """Ends the processes, when nobody will ask."""
         for process in self._processes.values():
             process.end()
 

@@ -5,10 +5,10 @@
         ...
     fence.check()                                                        # RuntimeError if a cap was passed
 
-Of the device counts all that torch has reserved, the slab among it, and what the driver says is in use besides: the
-context of CUDA, kernels and libraries. Of the host counts the largest resident set of this process since the fence is
-up, the slab among it; the slabs of a run before are no longer there. Another process on the same GPU would be taken for
-part of the context.
+On the device all counts that torch has reserved, the slab among it, and what the driver says is in use besides: the
+context of CUDA, kernels and libraries. Another process on the same GPU would be taken for part of the context. On the
+host the largest resident set of this process counts since the fence is up, the slab among it; the slabs of a run before
+are no longer there.
 """
 
 import gc
@@ -30,16 +30,16 @@ LATER = 256 * 2**20
 
 @dataclass(frozen=True)
 class InUse:
-    """Bytes at their highest; 0 on a device that is the CPU."""
+    """The most bytes in use; 0 on a device that is the CPU."""
 
     device: int
     host: int
     context: int
-    """Of the device's, what is not torch's."""
+    """Those on the device that are not torch's."""
 
 
 def check_cpu_caps(device_bytes: int, host_bytes: int) -> None:
-    """Of a step on a CPU, whose device is the host's memory as well.
+    """Checks caps for a step on a CPU, whose device is the host's memory as well.
 
     Raises:
         ValueError: together they are more than what is free.
@@ -50,7 +50,7 @@ def check_cpu_caps(device_bytes: int, host_bytes: int) -> None:
 
 
 class Fence:
-    """Of one device and its host; what earlier work of the process has left behind is freed, or counts.
+    """Caps on one device and its host; what earlier work of the process has left behind is freed, or counts.
 
     Raises:
         ValueError: the device has not as much memory, or its context alone takes what it may have.
@@ -87,7 +87,7 @@ class Fence:
         return total - free - torch.cuda.memory_reserved(self.device)
 
     def in_use(self) -> InUse:
-        """Since the fence is up."""
+        """What was in use since the fence is up."""
         highest, host = _highest_resident(), psutil.Process().memory_info().rss  # which some sandboxes know alone
         if highest > self._highest_before:
             host = max(highest, host)
@@ -97,7 +97,7 @@ class Fence:
         return InUse(torch.cuda.max_memory_reserved(self.device) + context, host, context)
 
     def check(self) -> InUse:
-        """What was in use.
+        """Returns what was in use.
 
         Raises:
             RuntimeError: more than a cap allows.
@@ -112,16 +112,16 @@ class Fence:
 
 
 def _highest_resident() -> int:
-    """Bytes of this process, at any time."""
+    """The most bytes that this process has had resident at any time."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @contextmanager
 def refusals(device: torch.device, cap_bytes: int) -> Iterator[None]:
-    """Inside, memory that torch is refused is one sentence.
+    """Turns torch's error, when it is refused memory inside, into one sentence.
 
     Args:
-        cap_bytes: of the device, a fence's.
+        cap_bytes: the fence's cap on the device.
 
     Raises:
         ValueError: instead of torch's error.

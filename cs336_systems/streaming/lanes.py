@@ -22,14 +22,14 @@ from cs336_systems.streaming.schedule import Lane, Operation, Schedule
 
 Compute = Callable[[Operation], None]
 Copy = Callable[[Operation], tuple[Tensor, Tensor]]
-"""Of a copy, (from, to): uint8 of one size."""
+"""Returns (source, target) of a copy, uint8 of one size."""
 
 RUBBISH = 0xFF
-"""Of every byte that a pretended copy will write: NaN in any float."""
+"""The value of every byte that a pretended copy is about to write: NaN in any float."""
 
 
 class Lanes(Protocol):
-    """Runs one step's operations after those of the step before."""
+    """What runs one step's operations after those of the step before."""
 
     def run(self, schedule: Schedule, compute: Compute, copy: Copy) -> None:
         """Enqueue or execute all; on return, work on the current stream comes after them."""
@@ -39,7 +39,7 @@ class Streams:
     """Three streams of a GPU: the current one computes, two more copy.
 
     Args:
-        timed: events that can be read stand around every operation of a step: microseconds beside its milliseconds.
+        timed: whether every operation is timed by events, which takes microseconds of its milliseconds.
     """
 
     def __init__(self, device: torch.device, *, timed: bool = False) -> None:
@@ -69,7 +69,7 @@ class Streams:
             main.wait_stream(stream)
 
     def enqueue(self, operation: Operation, stream: torch.cuda.Stream, compute: Compute, copy: Copy) -> None:
-        """One operation on its stream."""
+        """Enqueues one operation on its stream."""
         if operation.lane is Lane.COMPUTE:
             compute(operation)
             return
@@ -97,8 +97,8 @@ class PretendedLink:
     """One thread that runs three lanes in an order which the schedule allows.
 
     Args:
-        seed: of how often copies end although a kernel could run, and of which lane; None for never, and the last that
-            began.
+        seed: chooses how often copies end although a kernel could run, and of which lane; with None they never do, and
+            of two the one ends that began last.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -135,7 +135,7 @@ class PretendedLink:
                 raise RuntimeError(f"operations {stuck} wait for what cannot come before them")
 
     def _ending(self, begun: Collection[Lane]) -> Lane:
-        """Which of the copies that have begun ends."""
+        """The lane of the copy that ends next."""
         if self.choose is None or len(begun) == 1:
             return list(begun)[-1]
         return Lane.IN if self.choose.random() < self.inward else Lane.OUT

@@ -1,37 +1,84 @@
 """What each kind of operation computes, on tensors in slots: the block, head and optimizer of one layer and chunk.
 
-    passes = Passes(config, chunks, memory, fixed, ops, head, optimizer, guard)
+    passes = Passes(plan, memory, fixed, ops, head, optimizer, guard)
     passes.begin(token_ids, targets)
     passes.run(operation)                        # for every operation on the compute lane, in order
     passes.loss()
 
-Where results are written follows from the schedule: matrix products write into slots themselves, what a kernel returns
-is copied there. Besides slots, kernels take memory from torch for as long as an operation lasts. Sums over chunks and
-rounds are taken in the schedule's order of one layer, which plans of the same chunks in a round do not change: the same
-bits under each of them.
+The schedule says where results are written: matmuls write into slots themselves, what a kernel returns is copied there.
+Besides slots, kernels take memory from torch for as long as an operation lasts. Sums over chunks and rounds are taken
+in the schedule's order of one layer, which is the same for all plans with the same chunks in a round; so are the bits.
+
+A sequence that is longer than a chunk keeps the keys and values of a layer, chunk after chunk. Forward visits chunks
+first to last. A chunk's keys and values, a matmul of their own (``blocks/saved.py``: ``APART``), are written behind
+those of the chunks before, and its queries attend to all of them, the last query seeing the last key. Backward visits
+chunks last to first: each adds what its queries give to the gradients of all keys and values up to its own, whose sum
+is complete then, as no earlier query sees them. A block calls ``attending`` as it calls any attention
+(``blocks/ops.py``), so what is not kept is recomputed from the same keys by the same function: the same bits.
+
+Shape legend: S positions of a sequence up to a chunk's last, K key/value heads, E d_head; keys and values of a token
+are neighbours: (S, 2, K, E).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cs336_systems.blocks import BlockGradients, BlockOps, BlockWeights, Saved, backward, forward, recall
-from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import kept_names
 from cs336_systems.costs.streaming import HEAD_TOKENS
 from cs336_systems.model import TransformerBlock
-from cs336_systems.streaming.context import Sums, attending
-from cs336_systems.streaming.fixed import EMBEDDING, HEAD, NORM, Fixed
-from cs336_systems.streaming.layout import Chunks
+from cs336_systems.streaming.memory import EMBEDDING, HEAD, NORM, Fixed, Memory
+from cs336_systems.streaming.plan import Plan
 from cs336_systems.streaming.schedule import Kind, Operation
-from cs336_systems.streaming.slabs import Memory
 from cs336_systems.training.clipping import GradientGuard
 
 
+@dataclass(frozen=True)
+class Sums:
+    """Gradients of keys and values, (S, 2, K, E) each."""
+
+    total: Tensor
+    """Sums over the chunks that have been, in at least fp32."""
+    part: Tensor
+    """Memory for the gradients that one chunk gives."""
+    is_last: bool
+    """Whether the chunk is its sequence's last, whose backward comes first: ``total`` is then overwritten."""
+
+
+def attending(ops: BlockOps, context_S2KE: Tensor, sums: Sums | None = None) -> BlockOps:
+    """``ops`` for a chunk of one sequence, whose own keys and values are the last ones of ``context``."""
+
+    def forward(q_1HSE: Tensor, k_1KSE: Tensor, v_1KSE: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.attention_forward(q_1HSE, *_heads(context_S2KE))
+
+    def backward(
+        do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, into: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        assert sums is not None
+        dq, *own = into
+        ops.attention_backward(do, q, *_heads(context_S2KE), o, lse, (dq, *_heads(sums.part)))
+        if sums.is_last:
+            sums.total.copy_(sums.part)
+        else:
+            sums.total.add_(sums.part)
+        for gradient, complete in zip(own, _heads(sums.total[-q.shape[2] :]), strict=True):
+            gradient.copy_(complete)
+
+    return replace(ops, attention_forward=forward, attention_backward=backward)
+
+
+def _heads(keys_values_S2KE: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values as attention takes them: views (1, K, S, E)."""
+    keys, values = keys_values_S2KE.permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
+    return keys, values
+
+
 class HeadPasses(NamedTuple):
-    """Head and loss: of ``blocks/head.py``, or the kernel's."""
+    """Head and loss, by ``blocks/head.py`` or by the kernel."""
 
     forward_backward: Callable[..., tuple[Tensor, ...]]
     """(x, weight, targets, grad_weight=, denominator=) -> (loss, dx, ...)."""
@@ -40,7 +87,7 @@ class HeadPasses(NamedTuple):
 
 
 LayerOptimizer = Callable[[int, Mapping[str, Sequence[Tensor]], Sequence[Tensor], Tensor | None], None]
-"""``optimizer.LayerAdamW``, or what is called as it is."""
+"""Called as ``run.LayerAdamW`` is."""
 
 IGNORED = -100
 """The target that does not count."""
@@ -50,14 +97,14 @@ class Passes:
     """Kernels of a step's operations.
 
     Args:
-        ops: of blocks; the same bits under every plan are those of deterministic ones.
-        guard: takes norms; where operations of kind ``NORM`` have them taken, clips gradients and passes over steps.
+        ops: operations of blocks; plans give the same bits if these are deterministic.
+        guard: takes norms; in a step with operations of kind ``NORM`` it also clips gradients and skips steps that are
+            not finite.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
-        chunks: Chunks,
+        plan: Plan,
         memory: Memory,
         fixed: Fixed,
         ops: BlockOps,
@@ -65,24 +112,25 @@ class Passes:
         optimizer: LayerOptimizer,
         guard: GradientGuard,
     ) -> None:
-        self.config, self.chunks, self.memory, self.fixed = config, chunks, memory, fixed
-        self.ops, self.head, self.optimizer, self.guard = ops, head, optimizer, guard
-        device, dtype = fixed.embedding.device, fixed.embedding.dtype
+        self.plan, self.work, self.config = plan, plan.work, plan.work.config
+        self.memory, self.fixed, self.ops, self.head = memory, fixed, ops, head
+        self.optimizer, self.guard = optimizer, guard
+        config, dtype, device = self.config, memory.map.dtype, fixed.embedding.device
+        wide = torch.promote_types(dtype, torch.float32)
         self.block_parameters = dict(TransformerBlock(config, device="meta", dtype=dtype).named_parameters())
-        self.losses = torch.zeros(chunks.rounds, chunks.per_round, dtype=_wide(dtype), device=device)
-        self.norms = torch.zeros(config.n_layers + 1, dtype=_wide(dtype), device=device)
-        """Of each layer's gradients, and of the fixed ones."""
+        self.losses = torch.zeros(plan.rounds, plan.chunks, dtype=wide, device=device)
+        self.norms = torch.zeros(config.n_layers + 1, dtype=wide, device=device)
+        """The norms of each layer's gradients, and last of those of ``fixed``."""
         self.clipping = False
         """Whether layers' norms have been taken in this step."""
         self.scale: Tensor | None = None
         step_dtype = torch.int64 if device.type == "cuda" else torch.float32
         n_parameters = config.n_layers * len(self.block_parameters) + len(fixed.weights)
         self.steps = torch.zeros(n_parameters, dtype=step_dtype, device=device)
-        shape = chunks.n_sequences * chunks.seq_len
-        self.token_ids, self.targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
+        self.token_ids, self.targets = (torch.zeros(plan.tokens, dtype=torch.int64, device=device) for _ in range(2))
         self.denominator = torch.zeros((), dtype=torch.int64, device=device)
-        context_shape = (chunks.seq_len, 2, config.kv_heads, config.d_head)
-        self.part = torch.empty(context_shape, dtype=dtype, device=device) if chunks.per_sequence > 1 else None
+        context_shape = (self.work.context_length, 2, config.kv_heads, config.d_head)
+        self.part = torch.empty(context_shape, dtype=dtype, device=device) if self.work.is_long else None
         self._kinds = {
             Kind.EMBED: self._embed,
             Kind.FORWARD: self._forward,
@@ -98,12 +146,12 @@ class Passes:
         }
 
     def begin(self, token_ids: Tensor, targets: Tensor) -> None:
-        """A step on ids (sequences, positions), of which a target of -100 does not count.
+        """Begins a step on ids (sequences, positions); a target of -100 does not count.
 
         Raises:
             ValueError: not as many ids as the step has.
         """
-        expected = self.chunks.n_sequences, self.chunks.seq_len
+        expected = self.plan.n_sequences, self.work.context_length
         if tuple(token_ids.shape) != expected or tuple(targets.shape) != expected:
             got = f"{tuple(token_ids.shape)} and targets {tuple(targets.shape)}"
             raise ValueError(f"a step takes {expected} token ids and targets, got {got}")
@@ -112,12 +160,12 @@ class Passes:
         self.clipping, self.scale = False, None
 
     def begin_evaluation(self, token_ids: Tensor, targets: Tensor) -> None:
-        """Of ids (sequences, positions), at most those of a round; what is missing does not count.
+        """Begins an evaluation of ids (sequences, positions), at most those of a round; missing ones do not count.
 
         Raises:
             ValueError: they are none, too many, or of another length.
         """
-        most, seq_len = self.chunks.n_sequences // self.chunks.rounds, self.chunks.seq_len
+        most, seq_len = self.plan.round_sequences, self.work.context_length
         n, *rest = token_ids.shape
         if not 0 < n <= most or rest != [seq_len] or targets.shape != token_ids.shape:
             got = f"{tuple(token_ids.shape)} and targets {tuple(targets.shape)}"
@@ -133,11 +181,11 @@ class Passes:
         torch.sum(self.targets != IGNORED, dim=0, out=self.denominator)
 
     def loss(self) -> Tensor:
-        """The mean of the step before its update, or of the evaluation; () on the device."""
+        """The mean loss of the step before its update, or of the evaluation; () on the device."""
         return self.losses.sum()
 
     def run(self, operation: Operation) -> None:
-        """One operation on the compute lane."""
+        """Runs one operation of the compute lane."""
         self._kinds[operation.kind](operation)
 
     def _of(self, operation: Operation, what: str, layer: int | None = None) -> dict[str, Tensor]:
@@ -145,7 +193,7 @@ class Passes:
         return self.memory.tensors(operation.slot(what, chunk, layer), what)
 
     def _tokens(self, operation: Operation) -> slice:
-        return self.chunks.tokens(operation.round, operation.chunk)
+        return self.plan.token_slice(operation.round, operation.chunk)
 
     def _embed(self, operation: Operation) -> None:
         x = self._of(operation, "input")["x"]
@@ -164,8 +212,8 @@ class Passes:
             gradient.index_add_(0, ids, rows)
 
     def _tables(self, operation: Operation) -> tuple[Tensor, Tensor]:
-        start = self.chunks.start(operation.chunk)
-        positions = slice(start, start + self.chunks.shape[1])
+        start = operation.chunk % self.work.chunks_per_sequence * self.work.chunk
+        positions = slice(start, start + self.work.batch[1])
         return self.fixed.cos[positions], self.fixed.sin[positions]
 
     def _forward(self, operation: Operation) -> None:
@@ -184,7 +232,7 @@ class Passes:
         recall(saved, self._weights(operation), ops, self.config, *self._tables(operation))
 
     def _kept(self, operation: Operation) -> frozenset[str]:
-        """Names of what is there when forward's work is done again; of x that was restored, no statistics."""
+        """Names of what recomputation finds; x that was restored has no statistics."""
         restored = any(held.item.what == "input" for held in operation.writes)
         return frozenset(kept_names(operation.level or "input")) - ({"rstd1", "rstd2"} if restored else set())
 
@@ -223,7 +271,7 @@ class Passes:
         return BlockWeights(**self._of(operation, "weights"))
 
     def _saved(self, operation: Operation, own: Mapping[str, Tensor], *, context: bool = True) -> Saved:
-        """Keeps all of the level ``products``, in slots; of a long sequence, keys and values where ``context`` is."""
+        """What the level ``products`` keeps, in slots; with keys and values of a long sequence if ``context``."""
         places = dict(own) | self._of(operation, "attention") | self._of(operation, "products")
         if self.part is not None and context:
             places |= self._keys_values(operation)
@@ -231,7 +279,7 @@ class Passes:
 
     def _keys_values(self, operation: Operation) -> dict[str, Tensor]:
         """k | v (n, 2 K E) of an operation's chunk, in its slot of ``context``."""
-        return {"keys_values": self._of(operation, "context")["keys_values"].view(self.chunks.n_tokens, -1)}
+        return {"keys_values": self._of(operation, "context")["keys_values"].view(self.work.chunk, -1)}
 
     def _attending(self, operation: Operation, *, backward: bool = False) -> BlockOps:
         if self.part is None:
@@ -239,17 +287,17 @@ class Passes:
         context = self._until(operation, "context")
         if not backward:
             return attending(self.ops, context)
-        is_last = (operation.chunk + 1) % self.chunks.per_sequence == 0
+        is_last = (operation.chunk + 1) % self.work.chunks_per_sequence == 0
         sums = Sums(self._until(operation, "dcontext"), self.part[: len(context)], is_last)
         return attending(self.ops, context, sums)
 
     def _until(self, operation: Operation, what: str) -> Tensor:
-        """Of an operation's sequence up to its chunk: (S, 2, K, E)."""
-        slot, before = operation.slot(what, operation.chunk), operation.chunk % self.chunks.per_sequence
+        """An item of an operation's sequence up to its chunk, as one tensor (S, 2, K, E)."""
+        slot, before = operation.slot(what, operation.chunk), operation.chunk % self.work.chunks_per_sequence
         return self.memory.run_of(slot.ring, what, slot.index - before, before + 1)
 
     def _normed(self, operation: Operation) -> tuple[Tensor, Tensor, Tensor]:
-        """What the head reads (n, D), the rows that were normed, and their statistic."""
+        """The head's input (n, D), the rows that were normed, and their statistic."""
         x = self._of(operation, "input")["x"]
         rows = x.view(-1, x.shape[-1])
         normed, rstd = self.ops.rms_norm_forward(rows, self.fixed.weights[NORM], self.config.rms_norm_eps)
@@ -285,11 +333,10 @@ class Passes:
         self.norms[operation.layer].copy_(self._norm_of(operation.layer, self._of(operation, "gradients").values()))
 
     def rehearse_updates(self, operations: Sequence[Operation]) -> None:
-        """Rows added to a gradient that a step clears, norms that nobody reads, and updates by a gradient that is not
-        finite.
+        """Runs the kernels of updates to no effect, by a gradient that is not finite, so that they are loaded.
 
-        The first time that tensors are updated, small copies tell the device where they lie: inside a step each of them
-        would wait for a large one. And the first time that a kernel runs, it is compiled or loaded.
+        Besides, the first update of tensors sends small copies to the device that tell it where they lie: inside a step
+        each of these would wait for a large copy.
         """
         self._embed_backward(next(operation for operation in operations if operation.kind is Kind.EMBED_BACKWARD))
         self.guard.scale(torch.zeros_like(self.norms).norm(), torch.zeros_like(self.losses).sum())
@@ -315,18 +362,18 @@ class Passes:
     def _update_layer(self, operation: Operation, scale: Tensor | None) -> None:
         state = {
             what: list(self.by_parameter(self._of(operation, what)).values())
-            for what in ("weights", "gradients", *self.memory.layout.states)
+            for what in ("weights", "gradients", *self.memory.map.states)
         }
         n = len(self.block_parameters)
         first = 1 + operation.layer * n
         self.optimizer(first, state, self.steps[first : first + n].unbind(), scale)
 
     def _norm_of(self, layer: int, gradients: Iterable[Tensor]) -> Tensor:
-        """L2, of all elements of one layer's gradients, or of the fixed ones for -1; ()."""
+        """The L2 norm of one layer's gradients, of those of ``fixed`` for -1; ()."""
         return self.guard.norm_of(f"layer {layer}", list(gradients), self.norms.device)
 
     def _clip(self, fixed_gradients: Iterable[Tensor]) -> None:
-        """All layers' norms and losses are there."""
+        """Sets the scale of gradients, when all layers' norms and losses are there."""
         self.norms[-1].copy_(self._norm_of(-1, fixed_gradients))
         self.scale, _ = self.guard.scale(self.norms.norm(), self.loss())
 
@@ -339,13 +386,9 @@ class Passes:
             self.optimizer(number, state, [self.steps[number]], scale)
 
     def by_parameter(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Views by the names of the reference block's parameters, in their order."""
+        """Views of a layer's parts by the names of the reference block's parameters, in their order."""
         views = BlockGradients(**parts).by_parameter(self.block_parameters)
         return {name: views[name] for name in self.block_parameters}
 
 
 _OF_CHUNKS = frozenset({"input", "context", "attention", "products", "dy", "dcontext"})
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

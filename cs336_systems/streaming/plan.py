@@ -1,136 +1,311 @@
-"""What has been decided for a step under memory caps: chunks, rounds, their order, what is kept, what lives where.
+"""The plan of a step under memory caps: all that is decided about it, and the bytes that follow from that.
 
-    plan = choose(config, context_length, Caps(24 * GIB, 75 * GIB), rates).plan    # choose.py, choice.py
+    plan = choose(config, context_length, Caps(24 * GIB, 75 * GIB), rates).plan    # choose.py
     schedule = build(plan)                                                         # build.py
 
-State of layers (weights, gradients, moments) is resident, in slots of its own, or streams through a ring: resident
-layers lie spread over the model, so that the link's work is even. What forward keeps goes through rings, too, and the
-pairs of (layer, chunk) that backward needs soonest stay in their slots, as many as there are.
+A step is ``rounds`` times forward and backward over ``chunks`` chunks of tokens, and then the optimizer. The state of
+a layer (weights, gradients, moments) is resident, in slots of its own, or streams through a ring of slots. Resident
+layers are spread over the model, so that the link's work is even. What forward keeps for backward goes through rings,
+too. A ring has at least the slots with which copies and kernels overlap; the rest of ``ring_bytes`` is given to what is
+kept, in equal shares of each of its parts, and what has no slot lies on the host until backward needs it.
 """
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Literal, NamedTuple
 
-from cs336_systems.costs.streaming import LEVELS, StreamedWork
+from cs336_systems.costs.streaming import StreamedWork
 
 Order = Literal["sequential", "interleaved"]
 ORDERS: tuple[Order, ...] = ("sequential", "interleaved")
 
 STATE_RINGS = ("weights", "gradients")
+RESIDENTS = (*STATE_RINGS, "moments")
+"""What may be resident of a layer."""
+
+LEAST_SLOTS: dict[Order, dict[str, int]] = {
+    "sequential": {"weights": 2, "gradients": 2, "input": 2, "context": 1, "attention": 2, "products": 2},
+    "interleaved": {"weights": 4, "gradients": 2, "input": 4, "context": 2, "attention": 3, "products": 3},
+}
+"""The fewest slots of a ring with which copies and kernels still overlap. ``input`` has one more for each chunk;
+``context`` is counted in sequences."""
+
+
+class Keep(NamedTuple):
+    """How many (layer, chunk) pairs of a round keep a level of ``costs/kept.py`` or more; all keep ``input``."""
+
+    attention: int
+    products: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Raises:
-    ValueError: a number is not positive, an order or a level is unknown, layers are missing or too many, or x is to be
-        restored from what is not kept.
+    """The decisions of a step.
+
+    Raises:
+        ValueError: a number is out of range, the order is unknown, or x is to be restored from what is not kept.
     """
 
     work: StreamedWork
     chunks: int
-    """C of a round."""
+    """Chunks of a round."""
     rounds: int
-    """R of a step."""
+    """Rounds of a step."""
     order: Order
-    levels: tuple[tuple[str, ...], ...]
-    """By layer, then chunk: what is kept."""
-    slots: tuple[tuple[str, int], ...]
-    """By ring (weights, gradients, input, attention, products; context in sequences), without those of residents."""
-    resident: tuple[tuple[str, int], ...] = ()
-    """Layers whose ``weights``, ``gradients`` or ``moments`` never leave the device."""
-    edge_levels: tuple[tuple[str, ...], ...] | None = None
-    """Of the first and the last of interleaved rounds, which run partly alone; None for those of the others."""
+    keep: Keep
+    edge_keep: Keep | None = None
+    """What the first and the last of interleaved rounds keep, as these run partly alone; ``keep`` if None."""
+    weights: int = 0
+    """Layers whose weights never leave the device."""
+    gradients: int = 0
+    """Layers whose gradients never leave the device."""
+    moments: int = 0
+    """Layers whose moments never leave the device."""
     keep_context: bool = True
-    """Of sequences longer than a chunk: k and v are kept; else their product runs again."""
+    """Whether k and v of sequences longer than a chunk are kept; if not, backward recomputes them."""
     input_every: int = 1
-    """n: x is kept of every n-th layer, the first one included. That of the others is restored: computed again from
-    what the layers below, down to one whose x is kept, keep of x and attention. None keeps products then."""
+    """n: x is kept of every n-th layer, the first one included. That of the others is restored: recomputed from what
+    the layers below, down to one whose x is kept, keep of x and attention. No pair keeps products then."""
     clipping: bool = True
-    """By the global norm: the optimizer waits for the end of backward."""
+    """Whether gradients are clipped by their global norm, for which the optimizer waits for the end of backward."""
+    ring_bytes: int | None = None
+    """Device memory for all slots; with None, rings have as many slots as it takes to copy nothing."""
+    more_slots: tuple[tuple[str, int], ...] = ()
+    """Slots of a ring beyond the least."""
+    table_share: float = 0.0
+    """Device memory that page tables take for each byte on the host."""
 
     def __post_init__(self) -> None:
-        n_layers = self.work.config.n_layers
-        if self.input_every < 1:
-            raise ValueError(f"input_every must be at least 1, got {self.input_every}")
         if self.order not in ORDERS:
             raise ValueError(f"unknown order {self.order!r}: known are {', '.join(ORDERS)}")
+        if self.input_every < 1:
+            raise ValueError(f"input_every must be at least 1, got {self.input_every}")
         if self.rounds < 1 or self.chunks < 1 or self.chunks % self.work.chunks_per_sequence:
             whole = f", in whole sequences of {self.work.chunks_per_sequence}" if self.work.is_long else ""
             raise ValueError(f"rounds and chunks must be positive{whole}, got {self.rounds} and {self.chunks}")
-        for of_round in (self.levels, self.edge_levels or self.levels):
-            if len(of_round) != n_layers or {len(levels) for levels in of_round} != {self.chunks}:
-                raise ValueError(f"levels must be of {n_layers} layers and {self.chunks} chunks each")
-            if unknown := {level for levels in of_round for level in levels} - set(LEVELS):
-                raise ValueError(f"unknown level {min(unknown)!r}: known are {', '.join(LEVELS)}")
-            for layer, levels in enumerate(of_round):
-                known: tuple[str, ...] = LEVELS if self.input_every == 1 else LEVELS[:2]
-                if is_source(layer, n_layers, self.input_every):
-                    known = ("attention",)
-                if wrong := set(levels) - set(known):
-                    every = f"where x is kept of every {self.input_every} layers, layer {layer}"
-                    raise ValueError(f"{every} keeps {' or '.join(known)}, got {min(wrong)}")
-        for what, layers in self.resident:
-            if what not in (*STATE_RINGS, "moments") or not 0 <= layers <= n_layers:
-                raise ValueError(f"{layers} layers cannot have resident {what}, of {n_layers}")
+        least, most = self.keep_bounds
+        for keep in (self.keep, self.edge_keep or self.keep):
+            within = all(low <= n <= high for low, n, high in zip(least, keep, most, strict=True))
+            if not within or keep.products > keep.attention:
+                raise ValueError(f"a plan of this kind keeps from {least} to {most}, got {keep}")
+        for what in RESIDENTS:
+            if not 0 <= (layers := getattr(self, what)) <= self.n_layers:
+                raise ValueError(f"{layers} layers cannot have resident {what}, of {self.n_layers}")
+
+    @property
+    def n_layers(self) -> int:
+        return self.work.config.n_layers
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of layer and chunk in a round."""
+        return self.chunks * self.n_layers
+
+    @property
+    def round_tokens(self) -> int:
+        """Tokens of a round."""
+        return self.work.chunk * self.chunks
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
-        return self.work.chunk * self.chunks * self.rounds
+        """Tokens of a step."""
+        return self.round_tokens * self.rounds
 
     @property
-    def sequences(self) -> int:
-        """Of a round."""
-        return self.work.chunk * self.chunks // self.work.context_length
+    def round_sequences(self) -> int:
+        """Sequences of a round."""
+        return self.round_tokens // self.work.context_length
+
+    @property
+    def n_sequences(self) -> int:
+        """Sequences of a step."""
+        return self.round_sequences * self.rounds
+
+    def token_slice(self, round: int, chunk: int) -> slice:
+        """A chunk's tokens among those of the step, sequence after sequence."""
+        first = (round * self.chunks + chunk) * self.work.chunk
+        return slice(first, first + self.work.chunk)
+
+    # what is kept
+
+    @cached_property
+    def keep_bounds(self) -> tuple[Keep, Keep]:
+        """The least and the most that a round can keep."""
+        sources = sum(self.is_source(layer) for layer in range(self.n_layers))
+        return Keep(sources * self.chunks, 0), Keep(self.pairs, self.pairs if self.input_every == 1 else 0)
 
     def level(self, layer: int, round: int, chunk: int) -> str:
-        """At which a (layer, chunk) is kept in a round."""
-        edge = self.edge_levels if round in (0, self.rounds - 1) else None
-        return (edge or self.levels)[layer][chunk]
+        """What a (layer, chunk) keeps in a round: a level of ``costs/kept.py``."""
+        levels = self._edge_levels if round in (0, self.rounds - 1) else self.levels
+        return levels[layer][chunk]
+
+    @cached_property
+    def levels(self) -> list[list[str]]:
+        """The levels of all rounds but the first and the last, by layer, then chunk."""
+        return self._spread(self.keep)
+
+    @cached_property
+    def _edge_levels(self) -> list[list[str]]:
+        return self._spread(self.edge_keep or self.keep)
+
+    def _spread(self, keep: Keep) -> list[list[str]]:
+        """Levels spread evenly over the model, but that sources keep attention first of all."""
+        sources = self.keep_bounds[0].attention
+        n_attention, n_others = keep.attention - keep.products - sources, self.pairs - keep.products - sources
+
+        def chosen(i: int, n: int, of: int) -> bool:
+            return (i + 1) * n // of > i * n // of
+
+        levels: list[list[str]] = [[] for _ in range(self.n_layers)]
+        others = 0
+        for i in range(self.pairs):
+            layer = i // self.chunks
+            if chosen(i, keep.products, self.pairs):
+                levels[layer].append("products")
+            elif self.is_source(layer):
+                levels[layer].append("attention")
+            else:
+                levels[layer].append("attention" if chosen(others, n_attention, n_others) else "input")
+                others += 1
+        return levels
+
+    def is_source(self, layer: int) -> bool:
+        """Whether x of the next layer is restored from what this one keeps."""
+        return layer + 1 < self.n_layers and (layer + 1) % self.input_every > 0
+
+    def restored_from(self, layer: int) -> int:
+        """The layer from whose x that of ``layer`` is restored before its backward; itself where x is there.
+
+        What a group's last layer has restored on its way stays for the layers below it if there is room: in sequential
+        rounds as much as groups above have left, with the x that they had kept. In interleaved ones the next round has
+        that room.
+        """
+        first = layer - layer % self.input_every
+        if layer == min(first + self.input_every, self.n_layers) - 1:
+            return first
+        groups_above = (self.n_layers - 1) // self.input_every - layer // self.input_every
+        return min(layer, first + (groups_above if self.order == "sequential" else 0))
+
+    @cached_property
+    def restores(self) -> int:
+        """Operations of kind ``restore`` for one chunk of a round."""
+        return sum(layer - self.restored_from(layer) for layer in range(self.n_layers))
+
+    def kept_counts(self, keep: Keep) -> dict[str, int]:
+        """How many slots what forward leaves in a round would fill, by ring."""
+        context = {"context": self.pairs // self.work.chunks_per_sequence} if self._keeps_context else {}
+        inputs = math.ceil(self.n_layers / self.input_every) * self.chunks
+        return {"input": inputs, **context, "attention": keep.attention, "products": keep.products}
+
+    @property
+    def _keeps_context(self) -> bool:
+        return self.work.is_long and self.keep_context
+
+    # bytes on the device
 
     def resident_layers(self, what: str) -> tuple[int, ...]:
-        """Which layers' ``weights``, ``gradients`` or ``moments`` are resident, spread evenly."""
-        n, n_layers = dict(self.resident).get(what, 0), self.work.config.n_layers
-        return tuple((2 * i + 1) * n_layers // (2 * n) for i in range(n))
+        """The layers of which this is resident, spread evenly; none for what never is."""
+        n = getattr(self, what) if what in RESIDENTS else 0
+        return tuple((2 * i + 1) * self.n_layers // (2 * n) for i in range(n))
 
+    @cached_property
+    def moment_bytes(self) -> int:
+        """Bytes of what the optimizer keeps of a layer."""
+        return sum(self.work.item_bytes(name) for name, _ in self.work.moments)
 
-def restored_from(layer: int, n_layers: int, input_every: int, order: Order) -> int:
-    """The layer from whose x that of ``layer`` is restored before its backward; itself, where x is there.
+    @cached_property
+    def slot_bytes(self) -> dict[str, int]:
+        """Bytes of a slot of each ring that layers share; ``context`` of a whole sequence."""
+        found = {ring: self.work.item_bytes(ring) for ring in LEAST_SLOTS[self.order]}
+        found["context"] *= self.work.chunks_per_sequence
+        if self.moments < self.n_layers:
+            found["products"] = max(found["products"], *(self.work.item_bytes(name) for name, _ in self.work.moments))
+        return found
 
-    What a group's last layer has restored on its way stays for the layers below it if there is room: in sequential
-    rounds as much as groups above have left, with the x that they had kept. In interleaved ones the next round has it.
-    """
-    first = layer - layer % input_every
-    if layer == min(first + input_every, n_layers) - 1:
-        return first
-    groups_above = (n_layers - 1) // input_every - layer // input_every
-    return min(layer, first + (groups_above if order == "sequential" else 0))
+    @cached_property
+    def least_slots(self) -> dict[str, int]:
+        """Slots of each ring that layers share, without room for what waits for backward."""
+        found = dict(LEAST_SLOTS[self.order])
+        for ring, n in (*self.more_slots, ("input", self.chunks)):
+            found[ring] += n
+        found["weights"] = min(found["weights"] + self.input_every - 1, self.n_layers - self.weights)
+        found["gradients"] = min(found["gradients"], self.n_layers - self.gradients)
+        if self.moments < self.n_layers:
+            found["products"] = max(found["products"], len(self.work.moments))
+        if not self.work.is_long:
+            del found["context"]
+        return found
 
+    @cached_property
+    def slots(self) -> dict[str, int]:
+        """Slots of each ring that layers share, ``context`` in sequences; without a ring, as many as it needs."""
+        if self.ring_bytes is None:
+            return {}
+        edge = self.edge_keep or self.keep
+        most = Keep(max(self.keep.attention, edge.attention), max(self.keep.products, edge.products))
+        share, counts = self.share_on_device(most), self.kept_counts(most)
+        return {ring: n + int(share * counts.get(ring, 0)) for ring, n in self.least_slots.items()}
 
-def is_source(layer: int, n_layers: int, input_every: int) -> bool:
-    """Whether x of the next layer is restored from what this one keeps."""
-    return layer + 1 < n_layers and (layer + 1) % input_every > 0
+    @cached_property
+    def least_ring_bytes(self) -> int:
+        """Bytes of all rings at their smallest."""
+        work = self.work
+        resident = (self.weights + self.gradients) * work.layer_bytes + self.moments * self.moment_bytes
+        sums = work.item_bytes("dcontext") * work.chunks_per_sequence if work.is_long else 0
+        fixed = resident + sums + self.chunks * work.item_bytes("dy")
+        return fixed + sum(n * self.slot_bytes[ring] for ring, n in self.least_slots.items())
 
+    def least_bytes(self, keep: Keep) -> int:
+        """Bytes of the device with all rings at their smallest: all that is kept lies on the host, by page tables."""
+        on_host = self.host_state_bytes + self.kept_bytes(keep) + self._in_flight_bytes(keep)
+        return self.least_ring_bytes + math.ceil(self.table_share * on_host)
 
-def spread_levels(
-    n_layers: int, chunks: int, products: int, attention: int, input_every: int = 1
-) -> tuple[tuple[str, ...], ...]:
-    """So many (layer, chunk) pairs keep products, so many of the others attention, spread evenly over the model, but
-    that layers from which x of the next is restored keep attention first of all.
-    """
-    pairs = n_layers * chunks
-    sources = sum(is_source(layer, n_layers, input_every) for layer in range(n_layers)) * chunks
+    def share_on_device(self, keep: Keep) -> float:
+        """The share of what forward leaves that has a slot until backward; what has one needs no page tables."""
+        assert self.ring_bytes is not None
+        kept = self.kept_bytes(keep)
+        if self.ring_bytes - self.least_ring_bytes - self.table_share * self.host_state_bytes >= kept:
+            return 1.0
+        left = self.ring_bytes - self.least_bytes(keep)
+        return max(0.0, min(1.0, left / (kept * (1 - self.table_share))))
 
-    def chosen(i: int, n: int, of: int) -> bool:
-        return (i + 1) * n // of > i * n // of
+    def kept_bytes(self, keep: Keep) -> int:
+        """Bytes of the slots that what forward leaves in a round would fill."""
+        return sum(n * self.slot_bytes[ring] for ring, n in self.kept_counts(keep).items())
 
-    levels, others = [], 0
-    for i in range(pairs):
-        if chosen(i, products, pairs):
-            levels.append("products")
-        elif is_source(i // chunks, n_layers, input_every):
-            levels.append("attention")
-        else:
-            levels.append("attention" if chosen(others, attention - sources, pairs - products - sources) else "input")
-            others += 1
-    return tuple(tuple(levels[layer * chunks : (layer + 1) * chunks]) for layer in range(n_layers))
+    # bytes on the host
+
+    @cached_property
+    def updated_bytes(self) -> int:
+        """Bytes of weights and moments that stream."""
+        layers = (self.n_layers - self.weights) * self.work.layer_bytes
+        return layers + (self.n_layers - self.moments) * self.moment_bytes
+
+    @cached_property
+    def host_state_bytes(self) -> int:
+        """Bytes of state that lies on the host."""
+        return self.updated_bytes + (self.n_layers - self.gradients) * self.work.layer_bytes
+
+    def _in_flight_bytes(self, keep: Keep) -> int:
+        """Bytes on the host beyond what is kept there: while two rounds overlap, one more place of each region."""
+        if self.order == "sequential":
+            return 0
+        return sum(self.slot_bytes[ring] for ring, n in self.kept_counts(keep).items() if n)
+
+    def host_bytes(self, keep: Keep) -> int:
+        """Bytes of the host's slab."""
+        share = self.share_on_device(keep)
+        if share == 1:
+            return self.host_state_bytes
+        kept = sum(int((1 - share) * n) * self.slot_bytes[ring] for ring, n in self.kept_counts(keep).items())
+        return self.host_state_bytes + kept + self._in_flight_bytes(keep)
+
+    def evicted_bytes(self, keep: Keep) -> float:
+        """Bytes that a round sends to the host and fetches back, of what forward leaves."""
+        work = self.work
+        kept = sum(
+            n * work.item_bytes(ring) * (work.chunks_per_sequence if ring == "context" else 1)
+            for ring, n in self.kept_counts(keep).items()
+        )
+        return (1 - self.share_on_device(keep)) * kept

@@ -1,9 +1,9 @@
 """A step under memory caps, executed: memory as the schedule has it, kernels and copies in its order.
 
-    step = StreamedStep(config, schedule, chunks, ops, torch.device("cuda"), dtype)
+    step = StreamedStep(choice.plan, choice.schedule, ops, torch.device("cuda"))
     step.load(model.state_dict())
     loss = step(token_ids, targets)              # a whole step: rounds and optimizer; () on the device
-    step.evaluate(build_forward(plan), token_ids, targets)       # a mean loss, of as many sequences as a round has
+    step.evaluate(token_ids, targets)            # a mean loss, of as many sequences as a round has
     step.state_dict()                            # weights, on the CPU
     model = step.model()                         # views, and the same of what the optimizer keeps
     save_checkpoint(folder, model, step.optimizer_state(model), n_steps)   # distributed/checkpoint.py; loaded likewise
@@ -12,42 +12,42 @@ On a CPU the same schedule runs with a pretended link (``lanes.py``).
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from cs336_systems.blocks import BlockOps, head
-from cs336_systems.config import ModelConfig
 from cs336_systems.model import TransformerLM
-from cs336_systems.streaming.fixed import EMBEDDING, HEAD, Fixed
+from cs336_systems.streaming.build import build_forward
 from cs336_systems.streaming.lanes import Lanes, PretendedLink, Streams
-from cs336_systems.streaming.layout import MASTER, Chunks, Layout
-from cs336_systems.streaming.optimizer import LayerAdamW
+from cs336_systems.streaming.memory import EMBEDDING, HEAD, MASTER, Fixed, Memory, MemoryMap
 from cs336_systems.streaming.passes import HeadPasses, LayerOptimizer, Passes
+from cs336_systems.streaming.plan import Plan
 from cs336_systems.streaming.schedule import Item, Kind, Lane, Operation, Schedule
-from cs336_systems.streaming.slabs import Memory
 from cs336_systems.training.clipping import GradientGuard
-from cs336_systems.training.optimizer import AdamW, decay_groups
+from cs336_systems.training.optimizer import AdamW, check_hyperparameters, decay_groups
 
 PIECE = 2**24
-"""Elements that are looked at together in search of one that is not finite."""
+"""Elements that are checked at a time for one that is not finite, as memory beside slots is short."""
+FRAGMENTS = 2**28
+"""Bytes of the device that torch may reserve and not use."""
 
 
 class StreamedStep:
     """A model and its training step under a schedule.
 
     Args:
-        chunks: how the schedule's chunks cut the tokens.
-        ops: of blocks; must serve device and dtype; plans give the same bits if they are deterministic.
-        moments: bytes a parameter of what the optimizer keeps, as the plan has them (``Plan.work``).
-        optimizer: of one layer at a time; AdamW if None.
-        max_norm: that gradients are clipped to, if the schedule takes norms.
-        halts: as of ``GradientGuard``.
+        schedule: of the plan (``build.py``).
+        ops: operations of blocks for the device and the plan's dtype; plans give the same bits if these are
+            deterministic.
+        optimizer: updates one layer at a time; AdamW if None.
+        max_norm: norm to which gradients are clipped, if the schedule takes norms.
+        halts: see ``GradientGuard``.
         lanes: what runs the operations; streams on a GPU and a pretended link elsewhere if None.
-        temporary_bytes: that kernels need besides slots, set aside on a GPU.
 
     Raises:
         ValueError: an item is larger than its slot or place, or the optimizer keeps no such moments.
@@ -56,45 +56,46 @@ class StreamedStep:
 
     def __init__(
         self,
-        config: ModelConfig,
+        plan: Plan,
         schedule: Schedule,
-        chunks: Chunks,
         ops: BlockOps,
         device: torch.device,
-        dtype: torch.dtype,
         *,
-        moments: Mapping[str, int] | None = None,
         optimizer: LayerOptimizer | None = None,
         max_norm: float = math.inf,
         halts: bool = False,
         lanes: Lanes | None = None,
-        temporary_bytes: int = 0,
     ) -> None:
-        self.config, self.schedule, self.chunks, self.device = config, schedule, chunks, device
-        layout = Layout.of(config, dtype, chunks, moments)
-        self.memory = Memory(schedule, layout, device)
-        self.fixed = Fixed(config, chunks.seq_len, dtype, device, layout.states)
+        self.plan, self.schedule, self.device, self.config = plan, schedule, device, plan.work.config
+        tensors = MemoryMap.of(plan.work)
+        self.memory = Memory(schedule, tensors, device)
+        self.fixed = Fixed(self.config, plan.work.context_length, tensors, device)
         self.optimizer = optimizer or LayerAdamW()
         self.guard = GradientGuard(max_norm, halts=halts)
-        head, guard = _head_of(device), self.guard
-        self.passes = Passes(config, chunks, self.memory, self.fixed, ops, head, self.optimizer, guard)
+        self.passes = Passes(plan, self.memory, self.fixed, ops, _head_of(device), self.optimizer, self.guard)
         self.lanes = lanes or (Streams(device) if device.type == "cuda" else PretendedLink())
         if device.type == "cuda":
             torch.cuda.empty_cache()  # of what made the rotary tables
-        # One piece, which torch keeps and cuts: pieces of many sizes would not be reused for each other.
-        torch.empty(temporary_bytes, dtype=torch.uint8, device=device)
+            # One piece, which torch keeps and cuts: pieces of many sizes would not be reused for each other.
+            torch.empty(plan.work.temporary_bytes + FRAGMENTS, dtype=torch.uint8, device=device)
+
+    @property
+    def slab_bytes(self) -> tuple[int, int]:
+        """Bytes set aside on the device and on the host."""
+        return self.memory.device_slab.n_bytes + self.fixed.slab.n_bytes, self.memory.host_slab.n_bytes
 
     @torch.no_grad()
     def begin_training(self) -> None:
-        """Moments of zero, no steps made, and masters that are the weights."""
+        """Sets moments to zero, steps to none, and masters to the weights."""
         self.passes.steps.zero_()
-        for what in self.memory.layout.states:
+        for what in self.memory.map.states:
             for (_, kept), (_, weight) in zip(self._named(what), self._named("weights"), strict=True):
                 kept.copy_(weight) if what == MASTER else kept.zero_()
 
     @torch.no_grad()
     def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """One step on ids (sequences, positions); the mean loss before the update, () on the device; waits for nothing.
+        """Runs a step on ids (sequences, positions) and waits for nothing; the mean loss before the update, () on
+        the device.
 
         Raises:
             ValueError: not as many ids as the step has.
@@ -105,17 +106,18 @@ class StreamedStep:
 
     @torch.no_grad()
     def rehearse(self, token_ids: Tensor, targets: Tensor) -> None:
-        """Run what a step computes once for each kind of operation, level and place of a chunk in its sequence, adding
-        to gradients or not, on whatever lies in the slots, and make updates that change nothing, so that kernels are
-        compiled, torch has the memory that they take, and the device knows where tensors are that an update reads;
-        weights and what the optimizer keeps stay as they are.
+        """Runs each kind of operation once, on whatever lies in the slots, and updates that change nothing.
+
+        Kernels are compiled then, torch has the memory that they take, and the device knows where tensors are that an
+        update reads. Kinds are told apart by level, place of the chunk in its sequence, and whether gradients are added
+        to. Weights and what the optimizer keeps stay as they are.
         """
         operations = self.schedule.operations
         updates = (Kind.NORM, Kind.OPTIMIZER, Kind.EMBED_BACKWARD)
         once: dict[tuple, Operation] = {}
         for operation in operations:
             if operation.lane is Lane.COMPUTE and operation.kind not in updates:
-                in_sequence = operation.chunk % self.chunks.per_sequence
+                in_sequence = operation.chunk % self.plan.work.chunks_per_sequence
                 once.setdefault((operation.kind, operation.level, operation.accumulate, in_sequence), operation)
         rehearsed = tuple(replace(operation, waits=()) for operation in once.values())
         self.passes.begin(token_ids, targets)
@@ -123,18 +125,19 @@ class StreamedStep:
         self.passes.rehearse_updates(operations)
 
     @torch.no_grad()
-    def evaluate(self, forward: Schedule, token_ids: Tensor, targets: Tensor) -> Tensor:
+    def evaluate(self, token_ids: Tensor, targets: Tensor) -> Tensor:
         """The mean loss of ids (sequences, positions), at most those of a round, () on the device; waits for nothing.
-
-        Args:
-            forward: ``build_forward`` of the plan whose schedule this step has.
 
         Raises:
             ValueError: they are none, too many, or of another length.
         """
         self.passes.begin_evaluation(token_ids, targets)
-        self.lanes.run(forward, self.passes.run, self._copy)
+        self.lanes.run(self._forward, self.passes.run, self._copy)
         return self.passes.loss()
+
+    @cached_property
+    def _forward(self) -> Schedule:
+        return build_forward(self.plan)
 
     @torch.no_grad()
     def find_nonfinite(self, token_ids: Tensor, targets: Tensor) -> str | None:
@@ -168,13 +171,13 @@ class StreamedStep:
         return (place, slot) if operation.lane is Lane.IN else (slot, place)
 
     def _home(self, item: Item) -> Mapping[str, Tensor]:
-        """The parts of a layer's state where they are between steps."""
+        """The parts of a layer's state, where they lie between steps."""
         if item in self.schedule.slots:
             return self.memory.tensors(self.schedule.slots[item], item.what)
         return self.memory.place_tensors(self.schedule.places[item], item.what)
 
     def _named(self, what: str) -> Iterator[tuple[str, Tensor]]:
-        """Weights or moments by the names of the model's parameters, in their order, where they are between steps."""
+        """Weights or moments by the names of the model's parameters, in their order, where they lie between steps."""
         fixed = self.fixed.states[what]
         first, *last = fixed
         yield first, fixed[first]
@@ -183,14 +186,12 @@ class StreamedStep:
         yield from ((name, fixed[name]) for name in last)
 
     def _layer(self, what: str, layer: int) -> dict[str, Tensor]:
-        """Of one layer, by the names of a block's parameters."""
+        """Weights or moments of one layer, by the names of a block's parameters."""
         return self.passes.by_parameter(self._home(Item(what, layer)))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Random weights, a new model's from the same random numbers, made on the device a layer at a time; moments
-        become zero.
-        """
+        """Makes the random weights of a new model, on the device and a layer at a time; moments become zero."""
         shell = TransformerLM(replace(self.config, n_layers=1), device="meta", dtype=self.fixed.embedding.dtype)
         tied = {HEAD: self.fixed.head} if self.fixed.tied else {}
         shell.load_state_dict(self.fixed.weights | tied, strict=False, assign=True)
@@ -207,7 +208,7 @@ class StreamedStep:
         self.begin_training()
 
     def model(self) -> TransformerLM:
-        """Weights as the model's parameters, where they lie between steps: to be read when the device is done."""
+        """A model whose parameters are the weights where they lie between steps: to be read when the device is done."""
         model = TransformerLM(self.config, device="meta", dtype=self.fixed.embedding.dtype)
         model.load_state_dict(dict(self._named("weights")), strict=False, assign=True)
         if self.fixed.tied:
@@ -215,15 +216,15 @@ class StreamedStep:
         return model
 
     def optimizer_state(self, model: TransformerLM, **hyperparameters: Any) -> "StateInPlace":
-        """What the optimizer keeps of the parameters of ``model``, which ``model()`` has made, where it lies.
+        """The optimizer's state of the parameters of ``model``, which ``model()`` has made, where it lies.
 
-        A checkpoint of both holds the whole state, as one of an AdamW over an ordinary model does, takes no copy of it,
-        and is read into its place; any other plan and the ordinary model take it up.
+        A checkpoint of both holds the whole state as that of an AdamW over an ordinary model does. It takes no copy and
+        is loaded into place; any other plan and the ordinary model can resume from it.
 
         Args:
-            hyperparameters: to be saved with it.
+            hyperparameters: are saved with it.
         """
-        kept = {what: dict(self._named(what)) for what in self.memory.layout.states}
+        kept = {what: dict(self._named(what)) for what in self.memory.map.states}
         steps = self.passes.steps.unbind()
         states: dict[Tensor, Mapping[str, Tensor]] = {
             parameter: {"step": step} | {what: named[name] for what, named in kept.items()}
@@ -232,7 +233,7 @@ class StreamedStep:
         return StateInPlace(states, **hyperparameters)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take a model's weights, moments of zero, and no steps made.
+        """Takes a model's weights; moments become zero, and no steps are made.
 
         Raises:
             KeyError: one is missing.
@@ -248,26 +249,26 @@ class StreamedStep:
 
 
 class StateInPlace(AdamW):
-    """The parameters of a streamed step and what its optimizer keeps of them, as who saves or schedules knows it.
+    """An AdamW for checkpoints and schedules: the parameters of a streamed step and what its optimizer keeps of them.
 
-    Matrices are one group, norms and biases, which do not decay, another. The step's own operations update them.
+    Matrices are one group; norms and biases, which do not decay, are another. The step's own operations update them.
     """
 
     in_place = True
-    """What a checkpoint holds is read into the tensors that are there (``distributed/checkpoint_state.py``)."""
+    """A checkpoint is loaded into the tensors that are there (``distributed/checkpoint_state.py``)."""
 
     def __init__(self, states: Mapping[Tensor, Mapping[str, Tensor]], **hyperparameters: Any) -> None:
         super().__init__(decay_groups(states), **hyperparameters)
         self.state.update({parameter: dict(state) for parameter, state in states.items()})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the groups' hyperparameters; the state has been read."""
+        """Takes the groups' hyperparameters; the state has been loaded."""
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own.update({name: saved[name] for name in own.keys() & saved.keys() - {"params"}})
 
 
 def _finite(tensor: Tensor) -> bool:
-    """Whether all of it is; in pieces, as memory beside slots is short and this takes some bytes an element."""
+    """Whether all elements are finite; in pieces, as this takes some bytes for each element."""
     return all(bool(piece.isfinite().all()) for piece in tensor.reshape(-1).split(PIECE))
 
 
@@ -277,3 +278,90 @@ def _head_of(device: torch.device) -> HeadPasses:
     from cs336_systems.kernels import linear_cross_entropy as fused  # brings Triton along
 
     return HeadPasses(fused.linear_cross_entropy_forward_backward, fused.linear_cross_entropy)
+
+
+@dataclass
+class LayerAdamW:
+    """AdamW of one layer at a time, on tensors that are only there while it runs.
+
+    On a GPU this is ``kernels/adamw.py``: one pass, bf16 rounded stochastically, by bits that depend on a parameter's
+    number among all and not on where it lies; beside fp32 masters nothing is rounded so. Elsewhere it is torch's fused
+    AdamW.
+
+    Raises:
+        ValueError: a hyperparameter is out of range.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    decay: Literal["all", "matrices"] = "all"
+    """The parameters whose weights decay."""
+    seed: int = 0
+    """Seed of stochastic rounding."""
+    _tables: dict[int, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        check_hyperparameters(self.lr, self.betas, self.eps, self.weight_decay)
+
+    def __call__(
+        self, first_number: int, state: Mapping[str, Sequence[Tensor]], steps: Sequence[Tensor], scale: Tensor | None
+    ) -> None:
+        """Updates some parameters in place.
+
+        Args:
+            first_number: the number of the first of these parameters among all of the model.
+            state: their ``weights``, ``gradients``, ``exp_avg``, ``exp_avg_sq`` and, if it is kept, ``master``.
+            steps: steps that each has made so far; () on the device, int64 on a GPU and fp32 elsewhere.
+            scale: factor of gradients, () in fp32; if it is not finite, nothing is updated; 1 if None.
+        """
+        if steps[0].device.type == "cuda":
+            self._in_one_pass(first_number, state, steps, scale)
+            return
+        skipped = None if scale is None else scale.isfinite().logical_not().float()
+        for step, gradient in zip(steps, state["gradients"], strict=True):
+            step.add_(1 if skipped is None else 1 - skipped)
+            if scale is not None:
+                gradient.mul_(scale)
+        updated = state.get(MASTER, state["weights"])
+        named = (state[name] for name in ("gradients", "exp_avg", "exp_avg_sq"))
+        for weight, gradient, exp_avg, exp_avg_sq, step in zip(updated, *named, steps, strict=True):
+            torch._fused_adamw_(
+                [weight],
+                [gradient.to(weight.dtype)],
+                [exp_avg],
+                [exp_avg_sq],
+                [],
+                [step],
+                lr=self.lr,
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                weight_decay=self._decay_of(weight),
+                eps=self.eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=None,
+                found_inf=skipped,
+            )
+        if MASTER in state and (skipped is None or not skipped):
+            for weight, master in zip(state["weights"], state[MASTER], strict=True):
+                weight.copy_(master)
+
+    def _decay_of(self, weight: Tensor) -> float:
+        return self.weight_decay if self.decay == "all" or weight.dim() > 1 else 0.0
+
+    def _in_one_pass(
+        self, first_number: int, state: Mapping[str, Sequence[Tensor]], steps: Sequence[Tensor], scale: Tensor | None
+    ) -> None:
+        from cs336_systems.kernels.adamw import Update, UpdateTable, adamw_  # brings Triton along
+
+        how = self.lr, self.betas, self.eps
+        named = (state[name] for name in ("weights", "gradients", "exp_avg", "exp_avg_sq"))
+        masters = state.get(MASTER, [None] * len(steps))
+        updates = [
+            Update(w, g, m, v, step, *how, self._decay_of(w), number=first_number + i, seed=self.seed, master=master)
+            for i, (w, g, m, v, step, master) in enumerate(zip(*named, steps, masters, strict=True))
+        ]
+        table = self._tables.setdefault(first_number, UpdateTable())
+        adamw_(updates, scale, stochastic_rounding=True, table=table)

@@ -25,13 +25,13 @@ Device memory is rings of equal slots, host memory regions of equal places. What
 
 A level of ``costs/kept.py`` says which of these a (layer, chunk) still has when backward comes: ``input``,
 ``attention`` too, or ``products`` too. Forward writes all of them, each into a slot; backward reads all of them, each
-in a slot, what was not kept having been computed again by the ``recompute`` just before it. ``context`` is kept for all
-chunks or for none: a layer's backward needs that of whole sequences, so that ``keys`` of all their chunks come first.
-Of layers whose ``input`` is not kept at all it is written again by ``restore``, which leaves the norms' statistics to
-the ``keys`` and the ``recompute`` that follow. Embedding, head and final norm never move and have no slots.
+in a slot, after the ``recompute`` just before it has written what was not kept. ``context`` is kept for all chunks or
+for none: a layer's backward needs that of whole sequences, so that ``keys`` of all their chunks come first. Where a
+layer's ``input`` is not kept at all, ``restore`` writes x, and the ``keys`` and ``recompute`` that follow write the
+norms' statistics. Embedding, head and final norm never move and have no slots.
 
-Where ``context`` is an item of its own, k and v are a product of their own (``blocks/saved.py``: ``APART``): computed
-again alone, they round as they did in forward.
+Where ``context`` is an item of its own, k and v are a matmul of their own (``blocks/saved.py``: ``APART``), so that
+they round in recomputation as they did in forward.
 
 Slots of ``context`` and ``dcontext`` come in groups, one after the other in memory, as many as a sequence has chunks:
 chunk c of a sequence lies in slot g G + c, so that a sequence's keys are one tensor.
@@ -59,32 +59,32 @@ class Kind(StrEnum):
     EVICT = "evict"
     """Copies an item from its slot to its place on the host."""
     EMBED = "embed"
-    """Of a chunk: writes x into ``input`` of layer 0."""
+    """Writes x of a chunk into ``input`` of layer 0."""
     FORWARD = "forward"
-    """Of a layer and a chunk: writes statistics, (context,) attention, products, and x of the next layer."""
+    """Runs a layer on a chunk: writes statistics, (context,) attention, products, and x of the next layer."""
     HEAD = "head"
-    """Of a chunk: final norm, head, loss and the gradients of all three; writes dy."""
+    """Runs final norm, head and loss of a chunk with the gradients of all three; writes dy."""
     LOSS = "loss"
-    """In its place where no backward comes: the loss alone."""
+    """Stands in place of ``head`` where no backward follows: the loss alone."""
     RESTORE = "restore"
-    """Of a layer and a chunk, from x and attention's output: writes x of the next layer again."""
+    """Recomputes x of the next layer for a chunk, from a layer's x and attention's output."""
     KEYS = "keys"
-    """Of a layer and a chunk of a long sequence, before the layer's backward: writes ``context`` again, and of x that
-    was restored the first norm's statistic."""
+    """Recomputes ``context`` of a layer and a chunk of a long sequence before the layer's backward, and of x that was
+    restored the first norm's statistic."""
     RECOMPUTE = "recompute"
-    """Of a layer and a chunk: writes again what its level has not kept."""
+    """Recomputes what the level of a layer and a chunk has not kept."""
     BACKWARD = "backward"
-    """Of a layer and a chunk: from dy to dy; adds to the layer's gradients."""
+    """Runs the backward of a layer on a chunk, from dy to dy; adds to the layer's gradients."""
     EMBED_BACKWARD = "embed backward"
-    """Of a chunk: adds dy to the embedding's gradient."""
+    """Adds dy of a chunk to the embedding's gradient."""
     NORM = "norm"
-    """Of a layer whose gradients are complete: its part of the global norm."""
+    """Takes a layer's part of the global norm, once its gradients are complete."""
     OPTIMIZER = "optimizer"
-    """Of a layer; layer -1 stands for embedding, head and final norm."""
+    """Updates a layer; layer -1 stands for embedding, head and final norm."""
 
 
-AGAIN = (Kind.RESTORE, Kind.KEYS, Kind.RECOMPUTE)
-"""What forward has computed before."""
+RECOMPUTES = (Kind.RESTORE, Kind.KEYS, Kind.RECOMPUTE)
+"""Kinds of operations that compute what forward has computed before."""
 
 _COPIES = {Kind.FETCH: Lane.IN, Kind.EVICT: Lane.OUT}
 """All other kinds compute."""
@@ -101,7 +101,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """On the device."""
+    """Memory of one item on the device."""
 
     ring: str
     index: int
@@ -109,7 +109,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Place:
-    """On the host."""
+    """Memory of one item on the host."""
 
     region: str
     index: int
@@ -131,20 +131,20 @@ class Operation:
     layer: int
     round: int
     chunk: int
-    """Of the round, counted from 0 over all its sequences."""
+    """Counted from 0 over all sequences of the round."""
     reads: tuple[Held, ...]
     writes: tuple[Held, ...]
-    """What is read and written in one slot stands in both."""
+    """An item that is read and written in one slot stands in both."""
     waits: tuple[int, ...]
     """Indices in the schedule of operations on other lanes."""
     place: Place | None = None
     """The host's side of a copy."""
     n_bytes: int = 0
-    """Of a copy."""
+    """What a copy moves."""
     level: str = ""
-    """Of forward, recompute and backward: what this (layer, chunk) keeps, a level of ``costs/kept.py``."""
+    """What this (layer, chunk) keeps, a level of ``costs/kept.py``: set for forward, recompute and backward."""
     accumulate: bool = False
-    """Of backward: the gradients' slot holds sums of earlier chunks or rounds, to which it adds."""
+    """Whether this backward adds to sums of earlier chunks or rounds in the gradients' slot."""
 
     @property
     def lane(self) -> Lane:

@@ -80,7 +80,7 @@ def test_k_and_v_of_a_long_sequence_are_a_product_of_their_own() -> None:
     work = StreamedWork(LLAMA, 32_768, 8192)
     assert 1e3 * work.seconds("keys", 0, "", RATES) == pytest.approx(0.73 / 3, rel=0.08)
     short = StreamedWork(LLAMA, 8192, 8192)
-    with_queries = short.again_flops(0, "attention")[0] - work.again_flops(0, "attention")[0]
+    with_queries = short.recompute_flops(0, "attention")[0] - work.recompute_flops(0, "attention")[0]
     assert with_queries == work.hardware_flops("keys", 0, "") == 2 * 8192 * 4096 * 2 * 1024
 
 
@@ -116,6 +116,12 @@ def test_backward_of_an_embedding_takes_longer_than_its_bytes(size: str, tokens:
 def test_chunks_divide(context_length: int, chunk: int) -> None:
     with pytest.raises(ValueError, match="does not divide"):
         StreamedWork(LLAMA, context_length, chunk)
+
+
+@pytest.mark.parametrize("size", ["qwen3-0.6b", "qwen3-1.7b"])
+def test_heads_that_streamed_blocks_do_not_have_are_refused(size: str) -> None:
+    with pytest.raises(ValueError, match=size):
+        StreamedWork(resolve_size(size).at_context(8192), 8192, 8192)
 
 
 def test_rates_need_published_peaks() -> None:

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import torch
 
 from cs336_systems.blocks import REFERENCE
-from cs336_systems.experiments.streaming.profile import kinds
+from cs336_systems.experiments.streaming_measure import kinds
 from cs336_systems.profiling.ranges import STEP, ranged
 from cs336_systems.profiling.streamed import RangedStreams, kind_of, name_streams
 from cs336_systems.profiling.traces import kineto
-from cs336_systems.streaming.layout import Chunks
 from cs336_systems.streaming.run import StreamedStep
 from tests.streaming.plans import random_plan
 
@@ -31,14 +30,12 @@ class OnACpu(RangedStreams):
 
 def test_every_operation_is_in_a_range_of_its_kind(tmp_path):
     plan, schedule = random_plan(3)
-    chunks = Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds)
     losses = []
     for lanes in (None, OnACpu()):
-        how = {"moments": dict(plan.work.moments), "max_norm": 1.0, "lanes": lanes}
-        step = StreamedStep(plan.work.config, schedule, chunks, REFERENCE, CPU, torch.bfloat16, **how)
+        step = StreamedStep(plan, schedule, REFERENCE, CPU, max_norm=1.0, lanes=lanes)
         torch.manual_seed(0)
         step.reset_parameters()
-        ids, targets = torch.randint(plan.work.config.vocab_size, (2, chunks.n_sequences, chunks.seq_len))
+        ids, targets = torch.randint(plan.work.config.vocab_size, (2, plan.n_sequences, plan.work.context_length))
         with kineto.recording(tmp_path / "step.json", CPU), ranged(STEP):
             losses.append(step(ids, targets))
     assert torch.equal(*losses)

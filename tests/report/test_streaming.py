@@ -1,18 +1,15 @@
-"""The picture and the tables of a plan under memory caps."""
+"""The picture of a plan under memory caps."""
 
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from rich.console import Console
 
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.streaming import Rates
 from cs336_systems.report.figures import save
-from cs336_systems.report.streaming_plan import plan_tables
 from cs336_systems.report.streaming_timeline import streaming_figure, timeline_rows
-from cs336_systems.streaming.choice import Caps, Choice
-from cs336_systems.streaming.choose import choose
+from cs336_systems.streaming.choose import Caps, Choice, choose
 
 MIB = 1024**2
 
@@ -22,18 +19,6 @@ def choice() -> Choice:
     config = ModelConfig("small", 64, 192, 4, 4, vocab_size=256, context_length=128)
     rates = Rates(1e11, 1e11, 1e11, 1e10, link_alone=3e8, link_out_both=2.5e8)
     return choose(config, 64, Caps(2 * MIB, 3 * MIB, 0, 0), rates, least_chunk=32, tokens_per_step=384, effort=1)
-
-
-def test_tables_add_up(choice: Choice) -> None:
-    memory, lanes = plan_tables(choice)
-    assert list(memory.frame["what"])[-1] == "all"
-    slots = {line["what"]: line["slots"] for _, line in memory.frame.iterrows()}
-    assert slots["products"] == str(choice.schedule.rings["products"].slots)
-    seconds = {line["what"].strip(): float(line["s"]) for _, line in lanes.frame.iterrows()}
-    assert seconds["kernels"] == pytest.approx(sum(seconds[name] for name in list(seconds)[3:]), abs=0.05)
-    console = Console(width=100, record=True)
-    console.print(memory.rich(100), lanes.rich(100))
-    assert "tokens/s" in console.export_text()
 
 
 def test_picture(choice: Choice, tmp_path: Path) -> None:

@@ -1,51 +1,87 @@
-"""Random plans of small models."""
+"""Random plans of small models, and a plan without caps as the plainest schedule there is."""
 
 import random
 from dataclasses import replace
 
 from cs336_systems.config import ModelConfig
-from cs336_systems.costs.streaming import LEVELS, MASTER_MOMENTS, MOMENTS, StreamedWork
+from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, StreamedWork
 from cs336_systems.streaming.build import build
-from cs336_systems.streaming.plan import ORDERS, Plan
-from cs336_systems.streaming.schedule import Schedule
-from cs336_systems.streaming.slots import TooFewSlotsError
+from cs336_systems.streaming.memory import MemoryMap
+from cs336_systems.streaming.order import TooFewSlotsError, compute_order
+from cs336_systems.streaming.plan import ORDERS, Keep, Plan
+from cs336_systems.streaming.schedule import Held, Item, Operation, Ring, Schedule, Slot
 
 CHUNK = 16
 
 
 def random_plan(seed: int) -> tuple[Plan, Schedule]:
-    """With rings as small as they can be, or up to four slots larger."""
+    """A plan with rings as small as they can be, or up to six slots larger."""
     rng = random.Random(seed)
     n_layers, group = rng.randint(1, 5), rng.choice((1, 1, 2, 3))
     config = ModelConfig("random", 16, 32, n_layers, 2, vocab_size=32, context_length=64, n_kv_heads=1)
     context_length = group * CHUNK if group > 1 else CHUNK // rng.choice((1, 2))
     work = StreamedWork(config, context_length, CHUNK, moments=tuple(rng.choice((MOMENTS, MASTER_MOMENTS)).items()))
-    chunks = group * rng.randint(1, 4 // group)
+    chunks, every = group * rng.randint(1, 4 // group), rng.choice((1, 1, 2, 3))
+    sources = chunks * sum(layer % every > 0 for layer in range(1, n_layers))  # x of these layers is restored
 
-    every = rng.choice((1, 1, 2, 3))
-    known = LEVELS if every == 1 else LEVELS[:2]
+    def keep() -> Keep:
+        attention = rng.choice((sources, chunks * n_layers, rng.randint(sources, chunks * n_layers)))
+        return Keep(attention, rng.choice((0, attention, rng.randint(0, attention))) if every == 1 else 0)
 
-    def levels() -> tuple[tuple[str, ...], ...]:
-        level = rng.choice((*known, None))
-        found = [[level or rng.choice(known) for _ in range(chunks)] for _ in range(n_layers)]
-        for layer in range(n_layers - 1):
-            if every > 1 and layer % every != every - 1:  # x of the next one is restored from it
-                found[layer] = ["attention"] * chunks
-        return tuple(map(tuple, found))
-
-    state = [what for what in ("weights", "gradients", "moments") if rng.random() < 0.5]
-    resident = tuple((what, rng.randint(0, n_layers)) for what in state)
+    residents = {what: rng.randint(0, n_layers) for what in ("weights", "gradients", "moments") if rng.random() < 0.5}
     rings = ("weights", "gradients", "input", "attention", "products", *(("context",) if group > 1 else ()))
     slots = dict.fromkeys(rings, 1)
     slots |= {rng.choice(rings): rng.randint(1, 6) for _ in range(3)}
-    order, edges = rng.choice(ORDERS), levels() if rng.random() < 0.3 else None
-    keep_context, clipping = rng.random() < 0.6, rng.random() < 0.5
-    rounds = rng.randint(1, 4)
-    options = resident, edges, keep_context, every, clipping
-    plan = Plan(work, chunks, rounds, order, levels(), tuple(slots.items()), *options)
+    order, edges = rng.choice(ORDERS), keep() if rng.random() < 0.3 else None
+    how = {"keep_context": rng.random() < 0.6, "clipping": rng.random() < 0.5, "input_every": every, **residents}
+    plan = with_slots(Plan(work, chunks, rng.randint(1, 4), order, keep(), edges, **how), slots)
     while True:
         try:
             return plan, build(plan)
         except TooFewSlotsError as error:
             slots[str(error).partition(" ")[0]] += 1
-            plan = replace(plan, slots=tuple(slots.items()))
+            plan = with_slots(plan, slots)
+
+
+def with_slots(plan: Plan, slots: dict[str, int]) -> Plan:
+    """The plan with so many slots, as far as a ring can use them."""
+    least = replace(plan, more_slots=()).least_slots
+    more = tuple((ring, n - least[ring]) for ring, n in slots.items())
+    return replace(plan, more_slots=more, ring_bytes=0)
+
+
+def roomy(plan: Plan) -> Plan:
+    """A plan of the same chunks with all the memory it takes: nothing is copied and nothing recomputed."""
+    pairs = plan.chunks * plan.work.config.n_layers
+    return Plan(plan.work, plan.chunks, plan.rounds, "sequential", Keep(pairs, pairs), clipping=plan.clipping)
+
+
+def resident(plan: Plan) -> Schedule:
+    """The plan's tasks in their order, with every item in a slot of its own."""
+    tasks, tensors = list(compute_order(plan)), MemoryMap.of(plan.work)
+    items = sorted(
+        {use.item for task in tasks for use in task.uses},
+        key=lambda item: (item.what, item.layer, item.round, item.chunk),
+    )
+    slots: dict[Item, Slot] = {}
+    counts: dict[str, int] = {}
+    for item in items:
+        slots[item] = Slot(item.what, counts.setdefault(item.what, 0))
+        counts[item.what] += 1
+    operations = tuple(
+        Operation(
+            task.kind,
+            task.layer,
+            task.round,
+            task.chunk,
+            tuple(Held(use.item, slots[use.item]) for use in task.uses if use.reads),
+            tuple(Held(use.item, slots[use.item]) for use in task.uses if use.writes),
+            (),
+            level=task.level,
+            accumulate=task.accumulate,
+        )
+        for task in tasks
+    )
+    rings = {what: Ring(n, tensors.n_bytes(what)) for what, n in counts.items()}
+    state = ("weights", *tensors.states)
+    return Schedule(operations, rings, {}, {item: slot for item, slot in slots.items() if item.what in state}, {})

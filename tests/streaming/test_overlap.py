@@ -7,7 +7,8 @@ from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.costs.streaming import Rates, StreamedWork
 from cs336_systems.hardware import find_hardware
 from cs336_systems.streaming.build import build, schedule_times
-from cs336_systems.streaming.plan import Order, Plan, spread_levels
+from cs336_systems.streaming.plan import Keep, Order, Plan
+from tests.streaming.plans import with_slots
 
 H200 = find_hardware("NVIDIA H200")
 assert H200 is not None
@@ -19,9 +20,8 @@ PAIRS = CHUNKS * WORK.config.n_layers
 def times(order: Order, products: int = 5) -> tuple[Plan, LaneTimes]:
     """Everything kept, through so many slots; 20 of 32 layers have resident weights."""
     slots = {"weights": 4, "gradients": 2, "input": 9, "attention": 5, "products": products}
-    kept = spread_levels(WORK.config.n_layers, CHUNKS, PAIRS, 0)
-    half = spread_levels(WORK.config.n_layers, CHUNKS, PAIRS // 2, PAIRS // 2)
-    plan = Plan(WORK, CHUNKS, 4, order, kept, tuple(slots.items()), (("weights", 20),), edge_levels=half)
+    plan = Plan(WORK, CHUNKS, 4, order, Keep(PAIRS, PAIRS), Keep(PAIRS, PAIRS // 2), weights=20)
+    plan = with_slots(plan, slots)
     return plan, schedule_times(plan, build(plan), Rates.of(H200))
 
 

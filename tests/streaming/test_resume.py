@@ -15,17 +15,14 @@ from cs336_systems.harness.memory import PeakMeter
 from cs336_systems.model import TransformerLM
 from cs336_systems.processes import FreshProcess
 from cs336_systems.streaming.build import build
-from cs336_systems.streaming.layout import Chunks
-from cs336_systems.streaming.plan import Plan
+from cs336_systems.streaming.plan import Keep, Plan
 from cs336_systems.streaming.run import StreamedStep
-from tests.streaming.plans import random_plan
+from tests.streaming.plans import random_plan, roomy, with_slots
 from tests.streaming.test_run import batches, model_of
 
 
 def step_of(plan: Plan) -> StreamedStep:
-    chunks = Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds)
-    place, moments = (torch.device("cpu"), torch.bfloat16), dict(plan.work.moments)
-    return StreamedStep(plan.work.config, build(plan), chunks, REFERENCE, *place, moments=moments)
+    return StreamedStep(plan, build(plan), REFERENCE, torch.device("cpu"))
 
 
 def whole_state(step: StreamedStep) -> dict[str, Tensor]:
@@ -39,18 +36,15 @@ def whole_state(step: StreamedStep) -> dict[str, Tensor]:
 @pytest.mark.parametrize("seed", [3, 10])
 def test_resumed_under_other_caps(tmp_path, seed):
     plan, _ = random_plan(seed)
-    work = plan.work
-    roomy = Plan(work, plan.chunks, plan.rounds, "sequential", plan.levels, (), clipping=plan.clipping)
-    straight = step_of(plan)
-    data = batches(straight.chunks, 4, work.config)
-    straight.load(model_of(work.config, torch.bfloat16).state_dict())
+    straight, data = step_of(plan), batches(plan, 4)
+    straight.load(model_of(plan).state_dict())
     with joined("cpu"):
         for i, batch in enumerate(data):
             straight(*batch)
             if i == 1:
                 model = straight.model()
                 save_checkpoint(tmp_path, model, straight.optimizer_state(model), 2)
-        resumed = step_of(roomy)
+        resumed = step_of(roomy(plan))
         resumed.reset_parameters()
         model = resumed.model()
         assert load_checkpoint(tmp_path, model, resumed.optimizer_state(model)) == 2
@@ -61,13 +55,13 @@ def test_resumed_under_other_caps(tmp_path, seed):
     assert len(expected) > 3 * len(list(straight.model().parameters()))
     assert [name for name, tensor in expected.items() if not torch.equal(got[name], tensor)] == []
     stored, _ = find_checkpoint(tmp_path)
-    weights = load_whole_model(stored, dict(TransformerLM(work.config, device="meta").named_parameters()))
+    weights = load_whole_model(stored, dict(TransformerLM(plan.work.config, device="meta").named_parameters()))
     assert weights.keys() == dict(straight.model().named_parameters()).keys()
 
 
 def test_what_another_optimizer_keeps_is_refused(tmp_path):
     plan = next(plan for plan, _ in map(random_plan, range(100)) if dict(plan.work.moments) == MOMENTS)
-    plan, work = replace(plan, slots=()), replace(plan.work, moments=tuple(MASTER_MOMENTS.items()))
+    plan, work = roomy(plan), replace(plan.work, moments=tuple(MASTER_MOMENTS.items()))
     bf16, masters = step_of(plan), step_of(replace(plan, work=work))
     with joined("cpu"):
         for first, second, message in (
@@ -84,10 +78,7 @@ def save_and_load(connection, folder):
     """Sends bytes of the state, of its largest tensor, and by how much saving and loading raise the process's peak."""
     config = ModelConfig("wide", 256, 1024, 12, 4, vocab_size=64, context_length=16)
     work = StreamedWork(config, 16, 16, PRECISIONS["fp32"], (("exp_avg", 4), ("exp_avg_sq", 4)))
-    levels, slots = (("input",),) * config.n_layers, (("weights", 2), ("gradients", 2), ("products", 2), ("input", 3))
-    plan = Plan(work, 1, 1, "sequential", levels, slots)
-    place = torch.device("cpu"), torch.float32
-    step = StreamedStep(config, build(plan), Chunks(16, 16, 1, 1), REFERENCE, *place, moments=dict(work.moments))
+    step = step_of(with_slots(Plan(work, 1, 1, "sequential", Keep(0, 0)), {}))
     step.reset_parameters()
     model = step.model()
     optimizer = step.optimizer_state(model)

@@ -10,13 +10,10 @@ from cs336_systems.blocks import block_ops
 from cs336_systems.config import ModelConfig
 from cs336_systems.streaming.build import build
 from cs336_systems.streaming.fence import GIB, Fence
-from cs336_systems.streaming.layout import Chunks, Layout
-from cs336_systems.streaming.optimizer import LayerAdamW
 from cs336_systems.streaming.plan import Plan
-from cs336_systems.streaming.run import StreamedStep
+from cs336_systems.streaming.run import LayerAdamW, StreamedStep
 from cs336_systems.streaming.schedule import Schedule
-from tests.streaming.plans import CHUNK, random_plan
-from tests.streaming.resident import resident
+from tests.streaming.plans import CHUNK, random_plan, resident, roomy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -30,37 +27,17 @@ def on_gpu(plan: Plan) -> Plan:
         "gpu", 512, 1024, plan.work.config.n_layers, 8, vocab_size=1000, n_kv_heads=4, qkv_bias=True,
         context_length=plan.work.context_length * SCALE,
     )  # fmt: skip
-    work = replace(
-        plan.work,
-        config=config,
-        context_length=config.context_length,
-        chunk=CHUNK * SCALE,
-    )
+    work = replace(plan.work, config=config, context_length=config.context_length, chunk=CHUNK * SCALE)
     return replace(plan, work=work)
 
 
 def trained(plan: Plan, schedule: Schedule, attention: str, n: int = 5) -> dict[str, Tensor]:
-    chunks = Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds)
-    config, device = plan.work.config, torch.device("cuda")
-    optimizer = LayerAdamW(lr=0.01)
-    step = StreamedStep(
-        config,
-        schedule,
-        chunks,
-        block_ops("fused", attention, deterministic=True),
-        device,
-        torch.bfloat16,
-        moments=dict(plan.work.moments),
-        optimizer=optimizer,
-        max_norm=0.1,
-    )
+    ops = block_ops("fused", attention, deterministic=True)
+    step = StreamedStep(plan, schedule, ops, torch.device("cuda"), optimizer=LayerAdamW(lr=0.01), max_norm=0.1)
     torch.manual_seed(0)
     step.reset_parameters()
-    generator = torch.Generator().manual_seed(1)
-    losses = []
-    for _ in range(n):
-        ids, targets = torch.randint(config.vocab_size, (2, chunks.n_sequences, chunks.seq_len), generator=generator)
-        losses.append(step(ids, targets))
+    shape, generator = (2, plan.n_sequences, plan.work.context_length), torch.Generator().manual_seed(1)
+    losses = [step(*torch.randint(1000, shape, generator=generator)) for _ in range(n)]
     return {"losses": torch.stack(losses).cpu(), **step.state_dict()}
 
 
@@ -68,15 +45,8 @@ def trained(plan: Plan, schedule: Schedule, attention: str, n: int = 5) -> dict[
 @pytest.mark.parametrize("seed", range(12))
 def test_every_plan_gives_the_same_bits(seed, attention):
     plan = on_gpu(random_plan(seed)[0])
-    layout = Layout.of(
-        plan.work.config,
-        torch.bfloat16,
-        Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds),
-        dict(plan.work.moments),
-    )
-    levels = (("products",) * plan.chunks,) * plan.work.config.n_layers
-    plain = Plan(plan.work, plan.chunks, plan.rounds, "sequential", levels, (), clipping=plan.clipping)
-    expected = trained(plain, resident(plain, layout), attention)
+    plain = roomy(plan)
+    expected = trained(plain, resident(plain), attention)
     got = trained(plan, build(plan), attention)
     assert expected["losses"].isfinite().all()
     assert [name for name, tensor in expected.items() if not torch.equal(got[name], tensor)] == []

@@ -1,11 +1,25 @@
-"""One cell: a plan for its caps, the step that the plan simulates, and the step as it runs, side by side.
+"""One cell under memory caps: its plan, the step that the plan simulates, and the step as it runs, side by side.
 
 Tokens are random, weights a new model's. On a GPU the caps are a fence: torch is refused more, and what was in use is
 measured at the end and compared. On a CPU, which has no link, the same schedule runs a tiny model with pretended
-copies; the plan is then made for an H200, and its simulation is of that, as is said.
+copies; the plan is then made for an H200, and its simulation is of that, as the table says.
+
+Peers take bf16 weights, gradients and moments, as a streamed step does, and micro-batches of at least as many tokens as
+its chunks have. What they have in use of device and host is measured, and no cap holds: what a cap would cost them is
+the question that they leave open. ``compiled`` is plain PyTorch, each block and the loss under torch.compile.
+``fsdp2-offload`` is FSDP2 on one rank, whose shards, gradients and optimizer are on the host (``CPUOffloadPolicy``):
+weights come for each block of each pass, AdamW runs on the CPU, blocks are compiled and recomputed in backward.
+
+    python -m cs336_systems.experiments.streaming_measure '{"device": "cuda", "size": "llama3-8b", ...}'
+
+runs a cell's steps with ranges (``profiling/streamed.py``), for nsys to record, and prints their times.
 """
 
+import json
+import math
+import sys
 from collections import defaultdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,28 +27,37 @@ import torch
 from torch import Tensor
 
 from cs336_systems.blocks import block_ops
-from cs336_systems.case import Unsupported
+from cs336_systems.case import Parallel, TrainingCase, Unsupported
+from cs336_systems.costs.flops import model_flops
 from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, Rates
-from cs336_systems.experiments.streaming.cells import StreamingCell, hardware_named
-from cs336_systems.hardware import GIB, Hardware, find_hardware
+from cs336_systems.distributed.process_group import joined
+from cs336_systems.experiments.streaming import CPU_PLANS_FOR, StreamingCell, recording
+from cs336_systems.hardware import GIB, Hardware, find_hardware, hardware_named
 from cs336_systems.harness.clock import WHOLE, time_phases
 from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
-from cs336_systems.pretraining.capped import FRAGMENTS, beside_slabs, explanation
+from cs336_systems.pretraining.capped import caps_within, hardware_of
+from cs336_systems.profiling.ranges import STEP, ranged_phases
+from cs336_systems.profiling.recording import record_times
+from cs336_systems.profiling.streamed import RangedStreams
+from cs336_systems.profiling.traces import nsys
+from cs336_systems.profiling.traces.queries import times
+from cs336_systems.profiling.traces.tables import Trace, require_kernels
 from cs336_systems.report.figures import save
 from cs336_systems.report.streaming_timeline import streaming_figure, timeline_rows
-from cs336_systems.streaming.choice import Caps, CapsTooSmallError, Choice
-from cs336_systems.streaming.choose import choose
+from cs336_systems.streaming.choose import LEAST_CHUNK, Caps, CapsTooSmallError, Choice, choose
+from cs336_systems.streaming.explain import explanation
 from cs336_systems.streaming.fence import Fence
 from cs336_systems.streaming.lanes import Lanes, Streams
-from cs336_systems.streaming.layout import Chunks
 from cs336_systems.streaming.run import StreamedStep
-from cs336_systems.streaming.schedule import AGAIN, Kind
+from cs336_systems.streaming.schedule import RECOMPUTES, Kind
+from cs336_systems.training import assemble, random_batch
 
 MOST_CPU_PARAMETERS = 2_000_000
-"""Of a model that is run on a CPU."""
-CPU_PLANS_FOR = "h200"
+"""Parameters of a model that is run on a CPU: larger ones take minutes a step."""
+PEER_TOKENS = 65_536
+"""Tokens of a peer's step, unless they are given: AdamW of 8 billion parameters on a CPU takes seconds."""
 
 
 def measure(cell: StreamingCell, pictures: Path | None = None, explain: bool = False) -> list[Metric]:
@@ -103,37 +126,24 @@ def _run(
             raise RuntimeError(f"{error}; steps took {', '.join(f'{ms:,.0f}' for ms in step_ms)} ms") from error
         in_use = {"device_in_use": used.device, "host_in_use": used.host, "context": used.context}
     else:
-        slabs = step.memory.device_slab.n_bytes + step.fixed.slab.n_bytes
-        in_use = {"device_in_use": slabs, "host_in_use": step.memory.host_slab.n_bytes}
+        device_bytes, host_bytes = step.slab_bytes
+        in_use = {"device_in_use": device_bytes, "host_in_use": host_bytes}
     return metrics + [Metric(name, "GiB", [n_bytes / GIB]) for name, n_bytes in in_use.items()]
 
 
 def planned(cell: StreamingCell) -> tuple[Choice, Hardware, Fence | None]:
     """A plan, the device that it is for, and on a GPU the fence that its caps are; raises as ``measure`` does."""
-    device = torch.device(cell.device)
-    device_bytes, host_bytes = int(cell.device_gib * GIB), int(cell.host_gib * GIB)
-    on_gpu = not cell.simulated_device and device.type == "cuda"
-    fence = Fence(device, device_bytes, host_bytes) if on_gpu else None
-    hardware = _hardware(cell, device)
-    if fence is not None:
-        caps = Caps(device_bytes, host_bytes, *beside_slabs(fence, device))
-    elif cell.simulated_device:
-        caps = Caps(device_bytes, host_bytes)
+    device, gib = torch.device(cell.device), (cell.device_gib, cell.host_gib)
+    if cell.simulated_device:
+        fence, hardware = None, hardware_named(cell.simulated_device)
+        caps = caps_within(torch.device("cuda"), gib, None)
     else:
-        caps = Caps(device_bytes, host_bytes, 0, 0, 0)  # on a CPU slabs alone count
+        fence = Fence(device, *(int(cap * GIB) for cap in gib)) if device.type == "cuda" else None
+        hardware, caps = hardware_of(device), caps_within(device, gib, fence)
     try:
         return _choose(cell, hardware, caps), hardware, fence
     except CapsTooSmallError as error:
         raise PredictedOutOfMemory(str(error).partition(": ")[2]) from error  # model and caps are the cell's
-
-
-def _hardware(cell: StreamingCell, device: torch.device) -> Hardware:
-    if device.type == "cpu" or cell.simulated_device:
-        return hardware_named(cell.simulated_device or CPU_PLANS_FOR)
-    name = torch.cuda.get_device_name(device)
-    if (hardware := find_hardware(name)) is None:
-        raise Unsupported(f"no peaks are on record for {name}, by which a plan is chosen")
-    return hardware
 
 
 def _choose(cell: StreamingCell, hardware: Hardware, caps: Caps) -> Choice:
@@ -154,25 +164,12 @@ def _choose(cell: StreamingCell, hardware: Hardware, caps: Caps) -> Choice:
 def prepared(cell: StreamingCell, choice: Choice, lanes: Lanes | None) -> tuple[StreamedStep, Tensor, Tensor]:
     """A step with fresh weights, and random ids and targets, on the host as a loader gives them."""
     plan, device = choice.plan, torch.device(cell.device)
-    chunks = Chunks(plan.work.chunk, plan.work.context_length, plan.chunks, plan.rounds)
-    on_gpu = device.type == "cuda"
-    names = ("fused", "hopper") if on_gpu else ("reference", "reference")
+    names = ("fused", "hopper") if device.type == "cuda" else ("reference", "reference")
     torch.manual_seed(cell.seed)
-    step = StreamedStep(
-        cell.config,
-        choice.schedule,
-        chunks,
-        block_ops(*names),
-        device,
-        torch.bfloat16,
-        moments=dict(plan.work.moments),
-        max_norm=1.0,
-        lanes=lanes,
-        temporary_bytes=plan.work.temporary_bytes + FRAGMENTS if on_gpu else 0,
-    )
+    step = StreamedStep(plan, choice.schedule, block_ops(*names), device, max_norm=1.0, lanes=lanes)
     step.reset_parameters()
     generator = torch.Generator().manual_seed(cell.seed + 1)
-    shape = (2, chunks.n_sequences, chunks.seq_len)
+    shape = (2, plan.n_sequences, plan.work.context_length)
     ids, targets = torch.randint(cell.config.vocab_size, shape, generator=generator)
     return step, ids, targets
 
@@ -215,7 +212,7 @@ def shares(choice: Choice, times: LaneTimes) -> dict[str, float]:
     again = sum(
         end - start
         for operation, start, end in zip(choice.schedule.operations, times.starts, times.ends, strict=True)
-        if operation.kind in AGAIN
+        if operation.kind in RECOMPUTES
     )
     return {
         "link_in": busy["in"],
@@ -266,3 +263,109 @@ def measured(choice: Choice, hardware: Hardware | None, step_ms: list[float]) ->
         rate("hfu", "% of datasheet peak, executed", 100 * executed / peak),
         Metric("simulated_over_measured", "", ratios, derived=True),
     ]
+
+
+@dataclass(frozen=True)
+class PeerCase(TrainingCase):
+    """A step of a peer."""
+
+    peer: str = "compiled"
+
+    @property
+    def parallel(self) -> Parallel:
+        return Parallel("fsdp2", on_host=True) if self.peer == "fsdp2-offload" else Parallel()
+
+
+def case_of(cell: StreamingCell) -> PeerCase:
+    """What a peer's cell runs; on a CPU without torch.compile and with plain attention."""
+    on_gpu, offloads = cell.device == "cuda", cell.peer == "fsdp2-offload"
+    tokens = cell.tokens_per_step or PEER_TOKENS
+    sequences = max(1, min(LEAST_CHUNK, tokens) // cell.context_length)
+    return PeerCase.of(
+        cell.config,
+        peer=cell.peer,
+        device=cell.device,
+        batch_size=sequences,
+        accumulate=max(1, tokens // (sequences * cell.context_length)),
+        dtype="bf16",
+        attention="sdpa-cudnn" if on_gpu else "reference",
+        compile="on" if on_gpu else "off",
+        checkpoint="full" if offloads else "none",
+        optimizer="torch-fused",
+        seed=cell.seed,
+    )
+
+
+def measure_peer(cell: StreamingCell) -> list[Metric]:
+    """Times, rates, and the memory in use.
+
+    Raises:
+        Unsupported: the device cannot do what the case asks for.
+        FloatingPointError: the loss is not finite.
+    """
+    case, device = case_of(cell), torch.device(cell.device)
+    fence = Fence(device, *([torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0] * 2))
+    with joined(cell.device) as rank:
+        step = assemble(case, rank)
+        ids, targets = random_batch(case, rank)
+        times = time_phases(
+            step.phases("step", ids, targets), device=rank.device, warmup=max(1, cell.warmup), steps=cell.steps
+        )
+        assert step.loss is not None
+        if not math.isfinite(loss := step.loss.item()):
+            raise FloatingPointError(f"loss is {loss}")
+    tokens = case.accumulate * case.batch_size * case.context_length
+    flops = case.accumulate * model_flops(case.config, case.batch_size, case.context_length, "step")
+
+    def rate(name: str, unit: str, amount: float) -> Metric:
+        return Metric(name, unit, [amount / (ms / 1e3) for ms in times.samples_ms[WHOLE]], derived=True)
+
+    metrics = [Metric(phase, "ms", samples) for phase, samples in times.samples_ms.items()]
+    metrics += [rate("tokens_per_s", "1/s", tokens), rate("model_tflops", "TFLOP/s", flops / 1e12)]
+    hardware = find_hardware(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if hardware is not None and (peak := hardware.peak("bf16")) is not None:
+        metrics.append(rate("mfu", "% of datasheet peak, causal", 100 * flops / peak))
+    used = fence.in_use()
+    in_use = {"device_in_use": used.device, "host_in_use": used.host, "context": used.context}
+    metrics += [Metric(name, "GiB", [n_bytes / GIB]) for name, n_bytes in in_use.items()]
+    return [*metrics, Metric("planned_tokens_per_step", "tokens", [float(tokens)])]
+
+
+def profile(cell: StreamingCell, raw: Path) -> list[Metric]:
+    """Record a cell's steps in a folder: their times, and what each kind of operation kept the device for, per step.
+
+    Raises:
+        TraceError: the recording failed, which it does where the caps hold no plan, or holds no kernels.
+    """
+    path = recording(cell, raw)
+    found = record_times([sys.executable, "-m", __name__, json.dumps(asdict(cell))], path)
+    trace = nsys.read(path)
+    require_kernels(trace)
+    metrics = [Metric("recorded_step", "ms", found[WHOLE])]
+    return metrics + [Metric(kind, "ms", [ms], derived=True) for kind, ms in kinds(trace).items()]
+
+
+def kinds(trace: Trace) -> dict[str, float]:
+    """Milliseconds per step in which operations of each kind, with what they copy, kept the device."""
+    inside = trace.during(trace.ranges, trace.instances(STEP))["name"]
+    names = [name for name in inside.unique() if name.startswith(tuple(Kind))]
+    return {name: times(trace, trace.instances(name, inside=STEP)).unioned_ms for name in names}
+
+
+def main() -> None:
+    """Run the cell that the first argument describes."""
+    cell = StreamingCell(**json.loads(sys.argv[1]))
+    device = torch.device(cell.device)
+    choice, _, _ = planned(cell)
+    step, ids, targets = prepared(cell, choice, RangedStreams(device) if device.type == "cuda" else None)
+    step.rehearse(ids, targets)
+
+    def whole() -> None:
+        step(ids, targets)
+
+    phases = ranged_phases({"schedule": whole}, warmup=cell.warmup)
+    print(json.dumps(time_phases(phases, device=device, warmup=cell.warmup, steps=cell.steps).samples_ms))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""What does a training step cost under caps on device and host memory? A plan for the caps, simulated and measured.
+
+With ``--gpu`` a device of ``hardware.py`` is simulated, on any machine; without it the step runs here, within a fence
+on a GPU (``streaming_measure.py``). Weights and tokens are random. Peers train the same model without caps:
+``compiled`` all on the device, ``fsdp2-offload`` with state on the host by torch's own means.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from cs336_systems.config import ModelConfig, resolve_size
+from cs336_systems.declared import option, options_of
+from cs336_systems.experiments.driver import Experiment, Stage
+from cs336_systems.experiments.options import RunOptions, cell_of, flag
+from cs336_systems.hardware import hardware_named
+from cs336_systems.report.results import MAIN, Column, Line, ResultTable
+from cs336_systems.report.show import show
+from cs336_systems.report.tables import Table
+
+if TYPE_CHECKING:
+    from cs336_systems.harness.sweep import Outcome
+
+CPU_PLANS_FOR = "h200"
+"""The device for which a step is planned that runs on a CPU."""
+
+
+@dataclass(frozen=True)
+class StreamingCell:
+    """A model and a length under two caps; the fields are columns."""
+
+    device: str
+    simulated_device: str
+    """Name of the device, if nothing is measured."""
+    size: str = option(
+        "llama3-8b",
+        "Named model sizes; weights are random, so sequences may be longer than the published models were trained for.",
+    )
+    context_length: int = option(0, "Tokens per sequence; by default 8192, and 64 for tiny.", asked=None)
+    device_gib: float = option(
+        0.0,
+        "Caps on device memory: all that the process has there, CUDA's context included; by default 24, for tiny one "
+        "that holds the model and one that does not.",
+        asked=None,
+    )
+    host_gib: float = option(
+        0.0,
+        "Caps on host memory of the process; by default 75, and 0.001 for tiny, or with FP32 master weights 140 and "
+        "0.002.",
+        asked=None,
+    )
+    order: str = option(
+        "auto",
+        "Order of rounds: sequential; interleaved, forward of a round under backward of the one before; auto, the "
+        "faster one.",
+        values=("auto", "sequential", "interleaved"),
+    )
+    chunk: int = option(
+        0,
+        "Tokens that a layer processes at a time; by default the fastest, and 32 for tiny.",
+        asked=None,
+        several=False,
+    )
+    tokens_per_step: int = option(
+        0,
+        "Tokens per step; by default enough to make the optimizer's share small, and 512 for tiny.",
+        asked=None,
+        several=False,
+    )
+    clipping: bool = option(
+        True, "Clip by the global norm of gradients, for which the optimizer has to wait.", several=False
+    )
+    master: str = option(
+        "none",
+        "fp32: the optimizer also keeps FP32 master weights and moments, 16 bytes per parameter in total.",
+        values=("none", "fp32"),
+        several=False,
+        flag="master-weights",
+    )
+    warmup: int = option(
+        1,
+        "Steps before the recorded ones; they are long, so clocks have settled after one.",
+        several=False,
+        sign="not negative",
+    )
+    steps: int = option(3, "Recorded steps.", several=False, sign="positive")
+    seed: int = 0
+    peer: str = ""
+    """What runs instead of a streamed step; it has no caps, 0 in their columns."""
+
+    @property
+    def variant(self) -> str:
+        return "simulated" if self.simulated_device else self.peer or "measured"
+
+    @property
+    def config(self) -> ModelConfig:
+        return replace(resolve_size(self.size), max_context_length=None).at_context(self.context_length)
+
+    def __str__(self) -> str:
+        if self.peer:
+            return f"{self.size} {self.context_length:,} {self.peer}"
+        return f"{self.size} {self.context_length:,} within {self.device_gib:g} / {self.host_gib:g} GiB {self.order}"
+
+
+@dataclass(frozen=True)
+class Asked(RunOptions):
+    """What does a training step cost under caps on device and host memory?"""
+
+    CPU_DEFAULTS: ClassVar = {"size": ("tiny",), "steps": 2}
+    peers: tuple[Literal["compiled", "fsdp2-offload"], ...] = ()
+    """Also measure the same model without caps, in the same run: compiled, plain PyTorch under torch.compile on the
+    device; fsdp2-offload, torch's FSDP2 with state and optimizer on the host, blocks compiled and checkpointed."""
+    gpu: str | None = None
+    """Simulate this device and measure nothing: h200, h100, b200, a100-sxm-80gb, rtx-5090 ... (hardware.py)."""
+    explain: bool = False
+    """Also print of each plan what lives where, what binds it, and what one more GiB of either memory would bring, for
+    which two more plans are searched."""
+    timeline: bool = False
+    """Write and draw what each lane does, into the folder of --out: measured on a GPU, else simulated."""
+    profile: bool = False
+    """Record the steps with nsys instead; streams and ranges have the names of the plan's lanes and operations."""
+    raw: Path = Path("profiles/raw")
+    """Folder for the recordings of --profile."""
+
+
+Options: Any = options_of(StreamingCell, Asked)
+
+_DEFAULTS = {"context_length": (8192,), "device_gib": (24.0,), "host_gib": (75.0,), "chunk": 0, "tokens_per_step": 0}
+_TINY = {
+    "context_length": (64,),
+    "device_gib": (0.001, 0.002),
+    "host_gib": (0.001,),
+    "chunk": 32,
+    "tokens_per_step": 512,
+}
+_WITH_MASTERS = {"host_gib": (140.0,)}
+_TINY_WITH_MASTERS = {"device_gib": (0.001, 0.003), "host_gib": (0.002,)}
+
+
+def make_cells(options: Any) -> list[StreamingCell]:
+    """The grid; raises ValueError for a value that no cell can have, or where nothing can be recorded."""
+    if options.profile:
+        _check_profile(options)
+    for name in _DEFAULTS:
+        given = getattr(options, name)
+        for value in given if isinstance(given, tuple) else () if given is None else (given,):
+            if not 0 < value < math.inf:
+                raise ValueError(f"{flag(name)} must be positive and finite, got {value:g}")
+    if options.timeline and options.out is None:
+        raise ValueError("--timeline draws in the folder of --out, which is not given")
+    simulated = hardware_named(options.gpu).name if options.gpu else ""
+    if options.peers and (simulated or options.profile):
+        raise ValueError(f"--peers {options.peers[0]} is measured: --gpu and --profile go without")
+    cells = []
+    for size in options.size:
+        name = resolve_size(size).name
+        of_size: dict[str, Any] = {
+            key: value if (given := getattr(options, key)) is None else given
+            for key, value in _defaults(name, options.master_weights).items()
+        }
+        sets = {key: value for key, value in of_size.items() if isinstance(value, tuple)} | {"order": options.order}
+        own = {key: value for key, value in of_size.items() if key not in sets}
+        own |= {"size": name, "simulated_device": simulated, "peer": ""}
+        for length in of_size["context_length"]:
+            _check_tokens(length, of_size["chunk"], of_size["tokens_per_step"])
+        cells += [
+            cell_of(StreamingCell, options, **own, **dict(zip(sets, values, strict=True)))
+            for values in itertools.product(*sets.values())
+        ]
+        uncapped = own | {"device_gib": 0.0, "host_gib": 0.0, "order": "auto", "chunk": 0, "clipping": False}
+        cells += [
+            cell_of(StreamingCell, options, **uncapped | {"context_length": length, "peer": peer})
+            for length, peer in itertools.product(of_size["context_length"], options.peers)
+        ]
+    return cells
+
+
+def _check_profile(options: Any) -> None:
+    """Raises ValueError where nothing can be recorded."""
+    from cs336_systems.profiling.traces import nsys
+
+    if options.explain:
+        raise ValueError("--explain is of plans: --profile goes without")
+    if options.gpu or options.device == "cpu":
+        where = f"--gpu {options.gpu}" if options.gpu else "--device cpu"
+        raise ValueError(f"--profile records CUDA work, and there is none with {where}")
+    if nsys.is_attached():
+        raise ValueError("--profile: this process already runs under nsys, one profiler at a time")
+    if shutil.which("nsys") is None:
+        raise ValueError(f"--profile: {nsys.MISSING}")
+
+
+def _defaults(size: str, master_weights: str) -> dict[str, Any]:
+    defaults, with_masters = (_TINY, _TINY_WITH_MASTERS) if size == "tiny" else (_DEFAULTS, _WITH_MASTERS)
+    return defaults | (with_masters if master_weights == "fp32" else {})
+
+
+def _check_tokens(context_length: int, chunk: int, tokens_per_step: int) -> None:
+    """Raises ValueError unless steps are of whole sequences, and these of whole chunks or the other way round."""
+    round_tokens = max(context_length, chunk)
+    if chunk and round_tokens % min(context_length, chunk):
+        raise ValueError(f"--chunk {chunk}: neither divides sequences of {context_length} tokens nor holds whole ones")
+    if tokens_per_step % round_tokens:
+        raise ValueError(f"--tokens-per-step {tokens_per_step} is no multiple of {round_tokens}, the least of a round")
+
+
+def stages(options: Any, cells: Sequence[StreamingCell], outcomes: list[Outcome]) -> list[Stage]:
+    """All cells, with pictures beside the rows if they are asked for; those that are simulated share a process."""
+    from cs336_systems.experiments.streaming_measure import measure, measure_peer, profile
+
+    if options.profile:
+        return [Stage(cells, partial(profile, raw=options.raw))]
+    pictures = options.out if options.timeline else None
+    own, peers = ([cell for cell in cells if bool(cell.peer) is wanted] for wanted in (False, True))
+    streamed = Stage(
+        own,
+        partial(measure, pictures=pictures, explain=options.explain),
+        share=lambda cell: cell.simulated_device or cell,
+    )
+    return [streamed, Stage(peers, measure_peer)]
+
+
+def recording(cell: StreamingCell, raw: Path) -> Path:
+    """Where a cell's recording lies."""
+    name = f"streaming-{cell.size}-c{cell.context_length}-{cell.device_gib:g}-{cell.host_gib:g}-{cell.order}"
+    return raw / name / "step.sqlite"
+
+
+def _share(metric: str) -> Callable[[Line], float | None]:
+    """The share as measured, else as simulated."""
+
+    def value(line: Line) -> float | None:
+        found = line.median(metric)
+        return line.median(f"simulated_{metric}") if found is None else found
+
+    return value
+
+
+STREAMING_TABLE = ResultTable(
+    settings=(
+        *("gpu", "device", "simulated_device", "size", "context_length", "device_gib", "host_gib", "order", "chunk"),
+        *("tokens_per_step", "clipping", "master", "peer", "warmup", "steps"),
+    ),
+    always=("size", "context_length", "device_gib", "host_gib"),
+    labels={
+        "device_gib": "device GiB",
+        "host_gib": "host GiB",
+        "simulated_device": "simulated device",
+        "context_length": "length",
+    },
+    columns=(
+        Column("tokens/s", "tokens_per_s", ",.0f", rank=MAIN, optional=True),
+        Column("simulated", "simulated_tokens_per_s", ",.0f", rank=MAIN, note="tokens/s"),
+        Column("sim / measured", "simulated_over_measured", ".3f", note="time of a step", optional=True),
+        Column("TFLOP/s", "model_tflops", rank=2, optional=True),
+        Column("MFU %", "mfu", ".1f", optional=True),
+        Column("HFU %", "hfu", ".1f", optional=True),
+        Column("sim MFU %", "simulated_mfu", ".1f", rank=2),
+        Column("sim HFU %", "simulated_hfu", ".1f", rank=2),
+        Column("in %", _share("link_in"), ".0f", rank=2, note="of the step, the link to the device is busy"),
+        Column("out %", _share("link_out"), ".0f", rank=2, note="the same, from the device"),
+        Column("idle %", _share("compute_idle"), ".1f", rank=2, note="of the step, no kernel runs"),
+        Column("again %", _share("recompute"), ".1f", rank=2, note="of the step, spent on recomputation"),
+        Column("in use GiB", "device_in_use", ".2f", note="of the device", optional=True, little=True),
+        Column("on the host GiB", "host_in_use", ".2f", rank=2, note="of the process", optional=True, little=True),
+        Column("tokens a step", "planned_tokens_per_step", ",.0f", rank=3),
+        Column("step ms", "step", rank=3, optional=True),
+    ),
+)
+
+
+def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> None:
+    """The table and heatmaps; of recordings, what kept the device."""
+    import pandas as pd
+
+    from cs336_systems.harness.sweep import outcome_rows
+
+    if options.profile:
+        for outcome in outcomes:
+            rows = [{"operations": metric.name, "ms": round(median(metric.samples), 2)} for metric in outcome.metrics]
+            if rows:
+                caption = f"{outcome.cell}: what kept the device, per step. {recording(outcome.cell, options.raw)}"
+                show(Table(caption, pd.DataFrame(rows)), options.format)
+        return
+    show(STREAMING_TABLE.of(outcome_rows(outcomes)), options.format)
+    if options.device == "cpu" and not options.gpu:
+        print(f"Plans and what is simulated are those of an {CPU_PLANS_FOR.upper()}, beside steps that ran on a CPU.\n")
+    if csv:
+        from cs336_systems.experiments.streaming_figures import heatmaps
+        from cs336_systems.harness.record import read_rows
+        from cs336_systems.report.figures import save
+
+        for name, figure in heatmaps(read_rows(csv)):
+            save(figure, csv.with_name(f"{csv.stem}_{name}.png"))
+
+
+EXPERIMENT = Experiment(
+    "benchmark_streaming",
+    StreamingCell,
+    make_cells,
+    stages,
+    present,
+    (
+        *("recorded_step", "tokens_per_s", "simulated_tokens_per_s", "mfu", "simulated_mfu"),
+        *("simulated_over_measured", "device_in_use"),
+    ),
+    options=Options,
+)
