@@ -132,7 +132,7 @@ class WrittenOutBlock(TransformerBlock):
     @_disable_dynamo  # torch.compiler.disable imports the whole compiler where it decorates; this when first called
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         parameters = dict(self.named_parameters())
-        if torch.is_autocast_enabled(x.device.type):
+        if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
             raise ValueError("a written-out block runs in the dtype of its weights: leave autocast off")
         for name, parameter in parameters.items():
             if parameter.dtype != x.dtype:

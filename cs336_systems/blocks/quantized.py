@@ -268,7 +268,7 @@ class QuantizedProducts(Products):
         self, a: Quantized, b: Quantized, bias: Tensor | None = None, *, fast: bool = False, out: Tensor | None = None
     ) -> Tensor:
         """a b^T + bias, of (M, K), (N, K) and (N,)."""
-        multiply = _scaled_mm if a.values.is_cuda else _emulated
+        multiply = _emulated if a.values.is_cpu else _scaled_mm
         return multiply(a, b, bias, fast, out, by=self.recipe.scaling)
 
 

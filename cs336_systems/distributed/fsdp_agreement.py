@@ -19,7 +19,8 @@ class Agreement:
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._rank, self._world_size = process_group.rank(), process_group.size()
-        if self._world_size > 1:
+        self._alone = self._world_size == 1 or dist.get_backend(process_group) == "fake"
+        if not self._alone:
             self._store = process_group.get_group_store()
             self._name = f"FSDP {self._store.add(f'FSDP of rank {self._rank}', 1)}"  # wrapped in one order everywhere
         self._n = 0
@@ -37,7 +38,7 @@ class Agreement:
         Raises:
             RuntimeError: they are about to do something else; on every rank, and before any has done it.
         """
-        if self._world_size == 1:
+        if self._alone:
             return list(flags)
         keys = [f"{self._name}/{self._n}/{rank}" for rank in range(self._world_size)]
         self._store.set(keys[self._rank], what + "\n" + "".join("01"[flag] for flag in flags))

@@ -39,7 +39,7 @@ def all_gather(
     heap (torch 2.11): gloo's two workers note which operation they have finished in one ``std::string`` without a lock,
     and "ALLGATHER_COALESCED", unlike the names of the other collectives used here, is too long to be stored in place.
     """
-    if outputs[0].is_cuda:
+    if dist.get_backend(process_group) != "gloo":
         return process_group.allgather_into_tensor_coalesced(outputs, inputs)
     return PackedGather(process_group, outputs, inputs)
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.hardware import GIB
+from cs336_systems.kernels.allocating import computes, imagined_on_host
 
 ALIGNMENT = 256
 """Bytes, of every tensor in a slab: more than any copy engine or kernel asks for."""
@@ -136,11 +137,13 @@ def device_slab(n_bytes: int, device: torch.device) -> Slab:
 
 
 def host_slab(n_bytes: int, device: torch.device) -> Slab:
-    """Zeros in host memory, pinned for ``device`` if that is a GPU, and plain memory otherwise.
+    """Zeros in host memory, pinned for ``device`` if that is a GPU, and plain memory otherwise; on ``meta`` where nothing is computed.
 
     Raises:
         RuntimeError: this machine has not as much memory left, or it cannot be pinned.
     """
+    if not computes():
+        return Slab(imagined_on_host(n_bytes))
     free = allowed_host_bytes()
     if n_bytes > free:
         raise RuntimeError(f"a host slab of {_gib(n_bytes)} GiB is asked for, and {_gib(free)} GiB are free here")

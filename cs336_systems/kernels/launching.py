@@ -43,6 +43,8 @@ from torch._ops import OpOverload
 from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from cs336_systems.kernels.allocating import FUNCTIONS, computes
+
 MAX_REMEMBERED = 4096
 """Keys hold sequence lengths: who meets more of them starts over."""
 
@@ -53,6 +55,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LIBRARY = torch.library.Library("cs336_systems", "FRAGMENT")
 
 _ALIGNMENT_BYTES = 16
+
+H200_MULTIPROCESSORS = 132
+"""Streaming multiprocessors of an H200 and of an H100 SXM, which predictions are for."""
 
 
 def ceil_div(n: int, d: int) -> int:
@@ -65,23 +70,33 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-@cache
 def n_multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device."""
+    """Streaming multiprocessors of a CUDA device; 1 where kernels are interpreted, an H200's where they do not run."""
+    if not computes():
+        return H200_MULTIPROCESSORS
+    return _n_multiprocessors(device) if device.type == "cuda" else 1
+
+
+@cache
+def _n_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def needs_other_device(kernel: Any, device: torch.device) -> bool:
     """Whether ``kernel`` cannot run there: off CUDA devices Triton can only interpret, if told so in time."""
-    return device.type != "cuda" and isinstance(kernel, triton.JITFunction)
+    return computes() and device.type != "cuda" and isinstance(kernel, triton.JITFunction)
 
 
-@cache
 def overlaps(kernel: Any) -> bool:
     """Whether ``launch_pdl`` lets ``kernel`` begin before the one in front of it has ended: from Hopper on.
 
     It must call ``gdc_wait`` then before it reads what that one writes.
     """
+    return computes() and _overlaps(kernel)
+
+
+@cache
+def _overlaps(kernel: Any) -> bool:
     if not isinstance(kernel, triton.JITFunction):
         return False
     target = triton.runtime.driver.active.get_current_target()
@@ -137,6 +152,8 @@ def launch(kernel: Any, grid: tuple[int], *arguments: Any, **constants_and_optio
         arguments: tensors, ints and floats (no bools), for the first parameters in order.
         constants_and_options: by name, the other parameters, all ``constexpr``, and what the compiler takes.
     """
+    if not computes():
+        return
     if not isinstance(kernel, triton.JITFunction):
         kernel[grid](*arguments, **constants_and_options)
         return
@@ -222,6 +239,7 @@ def operator(
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"cs336_systems::{name}", results, lib=_LIBRARY)
         registered: OpOverload = getattr(torch.ops.cs336_systems, name).default
+        FUNCTIONS[registered] = function
         return registered
 
     return register

@@ -223,7 +223,7 @@ def linear_cross_entropy_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, dx, lse); grad_weight, if any, is added to or, unless ``accumulate``, overwritten."""
     targets_T = targets_T.contiguous()
-    if not targets_T.is_cuda:
+    if targets_T.is_cpu:
         _check_targets(targets_T, len(weight_VD), ignore_index)
     if denominator is None:
         denominator = (targets_T != ignore_index).sum()

@@ -233,7 +233,7 @@ def norm_rotate_backward_op(
     """(dq_gain (E), dk_gain (E)); q | k of dqkv becomes the gradient of what they were before norm and rotation."""
     half, n_tokens = cos.shape[1], qkv.shape[0]
     block_vectors, block_half = _block(half)
-    programs = PROGRAMS_PER_MULTIPROCESSOR * n_multiprocessors(qkv.device) if qkv.is_cuda else 2
+    programs = 2 if qkv.is_cpu else PROGRAMS_PER_MULTIPROCESSOR * n_multiprocessors(qkv.device)
     share = ceil_div(programs * n_heads, n_heads + n_kv_heads)
     n_query_programs = min(share, ceil_div(n_tokens * n_heads, block_vectors))
     n_key_programs = min(programs, ceil_div(n_tokens * n_kv_heads, block_vectors))

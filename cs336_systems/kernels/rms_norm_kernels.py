@@ -31,8 +31,6 @@ from cs336_systems.kernels.launching import ceil_div, launch, n_multiprocessors,
 MAX_BLOCK_D = 8192
 ALLOW_FMA = False
 """The compiler fuses x0^2 + x1^2 otherwise in forward than in backward: in fp32 the last bit of rstd would differ."""
-INTERPRETED_MULTIPROCESSORS = 1
-"""Where there are none."""
 
 
 @triton.jit
@@ -310,7 +308,7 @@ def launch_backward(
     if not x.numel():
         return torch.empty_like(x), torch.zeros_like(gain)
     block_rows, block_d, num_warps, n_programs, *stages = tile_for(d)
-    n_programs *= n_multiprocessors(x.device) if x.is_cuda else INTERPRETED_MULTIPROCESSORS
+    n_programs *= n_multiprocessors(x.device)
     n_programs = min(ceil_div(n_rows, block_rows), n_programs)
     overlap = overlaps(sum_rows_kernel)
     dx, dgain = torch.empty_like(x), torch.empty_like(gain)

@@ -68,6 +68,11 @@ def build_model(case: TrainingCase, rank: Rank | None = None, *, ops: ModelOps =
     """Steps 1 to 3 but for the loss: the model of this rank before it is wrapped; raises as ``assemble``."""
     device = rank.device if rank else torch.device(case.device)
     check_supported(case, device)
+    return build_unchecked(case, device, ops)
+
+
+def build_unchecked(case: TrainingCase, device: torch.device, ops: ModelOps = REFERENCE_OPS) -> TransformerLM:
+    """``build_model`` for a device that is known to serve the case, or where nothing will be computed."""
     ops = case_ops(case, ops)
     torch.manual_seed(case.seed)
     place = torch.device("meta") if case.parallel.wrapper == "fsdp" else device

@@ -71,7 +71,7 @@ def _fsdp(model: TransformerLM, parallel: Parallel, rank: Rank) -> nn.Module:
         model,
         _DTYPES[parallel.compute_dtype],
         prefetch=parallel.prefetch,
-        peer_copies=parallel.gather_by == "copies",
+        peer_copies=parallel.gather_by == "copies" and rank.backend != "fake",  # whose ranks have no memory
         units=lambda module: isinstance(module, TransformerBlock),
         quantized=_travel,
         device=rank.device,

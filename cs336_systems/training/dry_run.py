@@ -1,0 +1,378 @@
+"""The peak memory of a training step, found by running it on fake tensors: shapes and lifetimes without bytes.
+
+The step is the one that ``assemble`` builds. Fake tensors (``torch._subclasses.FakeTensorMode``) take no memory and no
+time to speak of; a dispatch mode sees every operator and follows the storages that it makes until they are freed. Our
+own operators run down to their launches, which are left out, so that the buffers of launchers count; what torch's
+libraries allocate inside an operator is added by arithmetic (``_WORKSPACES``).
+
+    peak = dry_run(case, "step")
+    peak.n_bytes, peak.moment, peak.parts
+
+The fake tensors say that they are on a META whatever device the case names, because autograd cannot take a backward on
+CUDA tensors where there is no GPU. On CUDA each storage counts as a block of torch's caching allocator, and cuBLAS's
+workspaces come on top. Ranks are predicted as rank 0 of a process group that sends nothing.
+
+Limits: eager execution (a compiled step is followed as if it were eager); the CUDA context and fragmentation are left
+out, as ``torch.cuda.max_memory_allocated`` leaves them out. Sizes are in bytes.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cs336_systems.case import TrainingCase
+from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PARTS, PeakMemory, cuda_block_bytes
+from cs336_systems.distributed.process_group import Rank
+from cs336_systems.model import REFERENCE_OPS, ModelOps
+from cs336_systems.kernels.allocating import FUNCTIONS, only_allocating
+from cs336_systems.training.assemble import build_unchecked, finish
+from cs336_systems.training.precision import matmul_dtype
+from cs336_systems.training.step import TrainStep
+
+META = torch.device("meta")
+_MOMENTS = {2: torch.bfloat16, 4: torch.float32}
+
+
+@dataclass(eq=False)
+class _Storage:
+    """Bytes that are alive together."""
+
+    part: str
+    made_in: int
+    """Number of the moment in which it was made."""
+    n_bytes: int = 0
+    freed_in: int | None = None
+
+
+@dataclass
+class _Log:
+    """What was made and freed, in order, by moments."""
+
+    moments: list[str] = field(default_factory=lambda: ["states"])
+    changes: list[tuple[int, _Storage, int]] = field(default_factory=list)
+    """Number of the moment, storage, bytes more."""
+
+    def begin(self, moment: str) -> None:
+        if self.moments[-1] != moment:
+            self.moments.append(moment)
+
+    @property
+    def now(self) -> int:
+        return len(self.moments) - 1
+
+
+class LiveStorages(TorchDispatchMode):
+    """Follows every storage that operators make until it is freed; those on ``meta`` take no memory."""
+
+    def __init__(self, block_bytes: Callable[[int], int]) -> None:
+        super().__init__()
+        self.log = _Log()
+        self.part = "parameters"
+        """Of what is made now."""
+        self._block_bytes = block_bytes
+        self._alive: dict[int, _Storage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            return _nothing_sent(func, args)
+        if func in FUNCTIONS and func._opname not in _WITHOUT_BODY:
+            with self:
+                return FUNCTIONS[func](*args, **kwargs)
+        if func is torch.ops.aten.add.Tensor and _accumulates(args[0]):
+            self._change(self._alive[args[0].untyped_storage()._cdata], 0)  # it becomes the sum
+        made = _scaled_product(*args, **kwargs) if func._opname == "_scaled_mm" else func(*args, **kwargs)
+        self.add(made)
+        if (workspace := _WORKSPACES.get(func._opname)) is not None and (n_bytes := workspace(args, made)):
+            self._change(scratch := _Storage("temporaries", self.log.now), n_bytes)
+            self._change(scratch, 0)
+        return made
+
+    def add(self, value: Any) -> None:
+        """Count the storages of tensors among the values, which may be nested."""
+        if isinstance(value, Tensor):
+            self._add(value.untyped_storage())
+        elif isinstance(value, (list, tuple)):
+            for each in value:
+                self.add(each)
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if (key := storage._cdata) not in self._alive:
+            self._alive[key] = one = _Storage(self.part, self.log.now)
+            weakref.finalize(storage, self._drop, key).atexit = False
+            self._change(one, storage.nbytes())
+
+    def _change(self, storage: _Storage, n_bytes: int) -> None:
+        n_bytes = self._block_bytes(n_bytes)
+        self.log.changes.append((self.log.now, storage, n_bytes - storage.n_bytes))
+        storage.n_bytes = n_bytes
+
+    def _drop(self, key: int) -> None:
+        storage = self._alive.pop(key)
+        storage.freed_in = self.log.now
+        self._change(storage, 0)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage anew, if it is counted: ``resize_`` is no operator. FSDP gathers so."""
+        if (one := self._alive.get(storage._cdata)) is not None:
+            one.part = "gathered parameters"
+            self._change(one, storage.nbytes())
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Of a tensor that is in host memory."""
+        storage = self._alive[tensor.untyped_storage()._cdata]
+        storage.part = "host"
+        self._change(storage, 0)
+
+    def label(self, part: str, tensors: Iterable[Tensor | None]) -> None:
+        """Say what part of memory the tensors are."""
+        for tensor in tensors:
+            if tensor is not None and (one := self._alive.get(tensor.untyped_storage()._cdata)) is not None:
+                one.part = part
+
+    def alive(self) -> list[_Storage]:
+        return list(self._alive.values())
+
+    def peak(self, start: int, workspaces: int) -> PeakMemory:
+        """The largest moment from this change on, above the library's workspaces."""
+        parts = dict.fromkeys((*PARTS, "host"), 0) | {"tables and workspaces": workspaces}
+        total, most, at_most = workspaces, -1, parts
+        moments: dict[str, int] = {}
+        for i, (number, storage, n_bytes) in enumerate(self.log.changes):
+            total += n_bytes
+            part = storage.part
+            if part == "activations" and storage.freed_in == storage.made_in:
+                part = "temporaries"
+            parts[part] += n_bytes
+            if i >= start:
+                moment = self.log.moments[number]
+                moments[moment] = max(moments.get(moment, 0), total)
+                if total > most:
+                    most, at_most = total, parts.copy()
+        moment = max(moments, key=lambda name: moments[name])
+        return PeakMemory(moment, most, moments, {part: at_most[part] for part in PARTS if at_most[part]})
+
+
+def _accumulates(tensor: Tensor) -> bool:
+    """Whether autograd's engine, which is about to add to this gradient, would do so in place without a dispatch mode.
+
+    It does if nothing else has the gradient's memory (torch/csrc/autograd/input_buffer.cpp, accumulate). The engine
+    calls from C++, so that the Python function below the two of a dispatch mode is the one that started backward.
+    """
+    caller = sys._getframe(4)
+    if caller.f_code.co_name != "_engine_run_backward" or not tensor.is_contiguous():
+        return False
+    n_users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return n_users == 2  # the gradient, and the storage as Python sees it
+
+
+def _nothing_sent(func: Any, args: Any) -> Any:
+    """What a collective returns whose tensors are as they were."""
+    results = [FakeWork().boxed() if "Work" in str(each.type) else args[0] for each in func._schema.returns]
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _scaled_product(
+    a: Tensor, b: Tensor, *rest: Any, out_dtype: torch.dtype | None = None, out: Tensor | None = None, **_: Any
+) -> Tensor:
+    """The result of ``torch._scaled_mm``, which has no formula for shapes in all of its forms."""
+    dtype = out_dtype or next((each for each in rest if isinstance(each, torch.dtype)), None)
+    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype) if out is None else out
+
+
+def _attention_sums(args: Any, made: Any) -> int:
+    """What the Hopper kernels' backward allocates: two statistics of a row, and fp32 sums of its dq."""
+    batch, heads, n_queries, d_head = args[0].shape
+    return 4 * batch * heads * -(-n_queries // 128) * 128 * (2 + (64 if d_head <= 64 else 128))
+
+
+def _like_input(args: Any, made: Any) -> int:
+    return args[0].nbytes
+
+
+def _embedding_sums(args: Any, made: Any) -> int:
+    """What CUDA allocates to add up an embedding's gradient from more than 3,072 tokens: it sorts them, and adds up to
+    ten equal ones at a time (aten/src/ATen/native/cuda/Embedding.cu, NROWS_PER_THREAD in EmbeddingBackwardKernel.cu).
+    """
+    tokens, (n_words, d_model) = args[1].numel(), made.shape
+    return 0 if tokens <= 3072 else 4 * (tokens // 10 + min(tokens, n_words)) * d_model + 4 * 8 * tokens
+
+
+_WORKSPACES: dict[str, Callable[[Any, Any], int]] = {
+    "hopper_attention_backward": _attention_sums,
+    "hopper_attention_backward_into": _attention_sums,
+    "embedding_dense_backward": _embedding_sums,
+    "logsumexp": _like_input,  # the exponentials
+    "_softmax_backward_data": _like_input,  # gradient times result (aten/src/ATen/native/cuda/SoftMax.cu)
+}
+"""Bytes that operators allocate inside while they run, of their arguments and results."""
+
+_WITHOUT_BODY = ("hopper_attention_forward", "hopper_attention_backward", "hopper_attention_backward_into")
+_WITHOUT_BODY += ("product_", "swiglu_product_")
+"""Our operators whose launchers need a GPU's driver; they are followed by their results."""
+
+
+class _Autocast(TorchFunctionMode):
+    """``torch.autocast`` for ``meta``, which has none: the reference model's operations as they run under it.
+
+    Products are of ``dtype``; CUDA computes softmax in fp32. Casts of weights are kept until forward has ended.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, wide_softmax: bool) -> None:
+        super().__init__()
+        self.dtype, self.wide_softmax = dtype, wide_softmax
+        self.cache: dict[Tensor, Tensor] = {}
+
+    @property
+    def ops(self) -> ModelOps:
+        return replace(REFERENCE_OPS, linear=self._linear, attention=self._attention)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return REFERENCE_OPS.linear(*(each if each is None else self._cast(each) for each in (x, weight, bias)))
+
+    def _attention(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self:
+            return REFERENCE_OPS.attention(*args, **kwargs)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.wide_softmax and func is torch.softmax:
+            args = (args[0].float(), *args[1:])
+        elif func in (Tensor.matmul, Tensor.__matmul__):
+            args = tuple(map(self._cast, args))
+        return func(*args, **(kwargs or {}))
+
+    def _cast(self, x: Tensor) -> Tensor:
+        if not (isinstance(x, nn.Parameter) and torch._C._current_graph_task_id() == -1):
+            return x.to(self.dtype)
+        if x not in self.cache:
+            self.cache[x] = x.to(self.dtype)
+        return self.cache[x]
+
+
+@contextmanager
+def _first_of(world_size: int) -> Iterator[Rank]:
+    """This process as rank 0 of so many ranks that send nothing, in place of the group that it may have joined."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend)
+
+    joined = c10d._get_default_group() if dist.is_initialized() else None
+    c10d._update_default_pg(None)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
+    imagined = c10d._get_default_group()
+    try:
+        yield Rank(0, 0, world_size, META, "fake")
+    finally:
+        if joined is not None:
+            c10d._update_default_pg(joined)
+        dist.destroy_process_group(imagined)
+
+
+@contextmanager
+def _watching_resizes(live: LiveStorages) -> Iterator[None]:
+    resize = torch.UntypedStorage.resize_
+
+    def watched(storage: torch.UntypedStorage, size: int) -> None:
+        resize(storage, size)
+        live.resized(storage)
+
+    torch.UntypedStorage.resize_ = watched
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize
+
+
+def dry_run(
+    case: TrainingCase,
+    mode: str = "step",
+    *,
+    world_size: int = 1,
+    workspace_bytes: int = CUBLAS_WORKSPACE_BYTES,
+) -> PeakMemory:
+    """The peak of allocated memory on one rank in one pass of ``mode``, every pass but the first.
+
+    Args:
+        case: what runs; whether its device can serve it is not asked.
+        world_size: ranks that share the step, if the case's ``parallel`` says that they do.
+        workspace_bytes: cuBLAS's, per thread that multiplies; ignored on the META.
+
+    Raises:
+        ValueError: no such mode, or a name in the case is unknown.
+    """
+    on_cuda = case.device.startswith("cuda")
+    live = LiveStorages(cuda_block_bytes if on_cuda else int)
+    alone = case.parallel.wrapper == "none" and case.parallel.optimizer_state == "replicated"
+    dtype = "fp32" if case.precision.autocast else case.dtype
+    accumulate = min(case.accumulate, 2)  # a third micro-batch is as the second
+    eager = replace(case, device="meta", dtype=dtype, accumulate=accumulate, compile="off", cuda_graph="off")
+    with ExitStack() as stack:
+        rank = None if alone else stack.enter_context(_first_of(world_size))
+        stack.enter_context(only_allocating(live.leave_out))
+        casts = _Autocast(matmul_dtype(case.precision), wide_softmax=on_cuda)
+        stack.enter_context(_watching_resizes(live))
+        stack.enter_context(live)
+        moments = {} if case.moment_bytes == case.precision.parameter_bytes else {"state_dtype": _MOMENTS[case.moment_bytes]}
+        model = build_unchecked(eager, META, casts.ops if case.precision.autocast else REFERENCE_OPS)
+        step = finish(model, eager, rank, **moments)
+        live.label("tables and workspaces", step.model.buffers())
+        _note_moments(step, live)
+        shape = accumulate * case.batch_size, case.context_length
+        ids, targets = (torch.zeros(shape, dtype=torch.int64, device=META) for _ in range(2))
+        live.label("tables and workspaces", [ids, targets])
+
+        def run(optimizer_part: str) -> None:
+            for phase, call in step.phases(mode, ids, targets).items():
+                _begin(live, phase, optimizer_part if phase == "optimizer" else "activations")
+                call()
+                casts.cache.clear()
+
+        run("optimizer state")
+        for storage in live.alive():
+            if storage.part not in ("optimizer state", "gathered parameters", "tables and workspaces", "host"):
+                storage.part = "parameters"
+        start = len(live.log.changes)
+        run("temporaries")
+    workspaces = workspace_bytes * (1 if mode == "forward" else 2) if on_cuda else 0
+    return live.peak(start, workspaces)
+
+
+def _begin(live: LiveStorages, moment: str, part: str) -> None:
+    live.log.begin(moment)
+    live.part = part
+
+
+def _note_moments(step: TrainStep, live: LiveStorages) -> None:
+    """Have the parts of the model say when they run."""
+    model = getattr(step.model, "module", step.model)
+
+    def comes(moment: str, part: str) -> Callable[..., None]:
+        def forward(*_: Any) -> None:
+            if torch._C._current_graph_task_id() == -1:
+                _begin(live, moment, part)
+
+        return forward
+
+    def leaves(moment: str) -> Callable[..., None]:
+        def forward(module: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.requires_grad and torch._C._current_graph_task_id() == -1:
+                output.register_hook(lambda _: _begin(live, moment, "temporaries"))
+
+        return forward
+
+    named = [("embedding", model.token_embeddings), ("loss", model.ln_final)]
+    named += [(f"block {i}", block) for i, block in enumerate(model.layers)]
+    for name, module in named:
+        module.register_forward_pre_hook(comes(name, "loss" if name == "loss" else "activations"))
+        module.register_forward_hook(leaves(f"{name} backward"))
+    for parameter in step.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: live.label("gradients", [p.grad]))
