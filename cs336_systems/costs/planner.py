@@ -4,37 +4,35 @@
     choice = cheapest_policy(case, "step", budget_bytes=80 * 1024**3)
     choice.policy, choice.peak_bytes, choice.extra_flops
 
-    choice = cheapest_keep(fused_case, "step", budget_bytes=80 * 1024**3, chunk=2048)
+    choice = cheapest_keep(fused_case, "step", budget_bytes=80 * 1024**3, predict=predict)
     choice.keep, choice.peak_bytes, choice.seconds
 
 Policies. Every policy is a candidate, at every length of segment and every number of first blocks. Of those whose
-predicted peak is within the budget, the one that runs the fewest matrix products again wins; between equals the one
-without recomputation, then the lower peak. Limits: the peak is predicted for eager execution of the reference model;
-time that is not matrix products (norms, softmax, casts, which ``keep-matmuls`` runs again) is not weighed.
+predicted peak (``costs/memory.py``) is within the budget, the one that recomputes the fewest matmuls wins; between
+equals the one without recomputation, then the lower peak. Limits: the peak is predicted for eager execution of the
+reference model; time that is not matmuls (norms, softmax, casts, which ``keep-matmuls`` recomputes) is not weighed.
 
-Levels. Every level with every set of switches is a candidate (``costs/kept.py``), the same for all blocks. Where they
-may be mixed, so is any two of them, the one too large for all blocks in as many of the first ones as fit. Of those that
-fit, the one wins whose second computations take the least time at an H200's published peaks, products at that of the
-dtype and norms, rotation and SwiGLU at that of memory; between equals the lower peak. The order is what counts: real
-kernels reach 70 to 95 % of both.
+Levels. Every level with every set of switches is a candidate (``costs/kept.py``), the same for all blocks. Recomputing
+what is not kept takes time at an H200's published peaks, matmuls at that of the dtype and norms, rotation and SwiGLU at
+that of memory; real kernels reach 70 to 95 % of both, and the order is what counts. Candidates that keep as much as
+another and take longer are left out; the rest is ordered by what is kept, and since the peak grows with it, the largest
+that fits is found by bisection: a prediction, which ``predict`` makes, takes a second. Where levels may be mixed, the
+first blocks keep more than the others, as many blocks as fit.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.costs.checkpointing import SELECTIVE
 from cs336_systems.costs.flops import hardware_flops
-from cs336_systems.costs.kept import LEVELS, SWITCHES, keep_of_blocks, kept_names
-from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, peak_memory
-from cs336_systems.costs.offload import offloaded, state_bytes_per_parameter
+from cs336_systems.costs.kept import LEVELS, SWITCHES, bytes_kept, keep_of_blocks, kept_names
+from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PeakMemory, peak_memory
 from cs336_systems.costs.recomputed import WORDS, recomputed
-from cs336_systems.costs.written_out import written_out_peak
-from cs336_systems.hardware import GIB, find_hardware
+from cs336_systems.hardware import GIB, Hardware, find_hardware
 
 
 @dataclass(frozen=True)
@@ -154,86 +152,89 @@ def cheapest_keep(
     case: TrainingCase,
     mode: str,
     budget_bytes: int,
+    predict: Callable[[TrainingCase], PeakMemory],
     *,
-    chunk: int,
-    workspace_bytes: int = CUBLAS_WORKSPACE_BYTES,
-    n_shards: int = 1,
     mixed: bool = False,
 ) -> KeepChoice:
-    """What blocks with a written-out backward must keep so that the predicted peak is at most ``budget_bytes`` and the
-    least is computed a second time; the case's own choice is not looked at.
+    """What blocks with a hand-written backward must keep so that the predicted peak is at most ``budget_bytes`` and the
+    least time goes into recomputation; the case's own choice is not looked at.
 
     Args:
-        chunk: tokens whose logits the head has at a time.
-        n_shards: ranks of fully sharded data parallelism, as in ``written_out_peak``.
-        mixed: whether the first blocks may keep more than the others, as many as fit.
+        predict: the peak of one pass of ``mode``.
+        mixed: whether the first blocks may keep more than the others.
 
     Raises:
         ValueError: no choice fits, and the message names the smallest predicted peak; or an unknown mode, optimizer or
             attention, or a dtype with autocast.
     """
-    choice_of = partial(_keep_choice, case, mode, chunk=chunk, workspace_bytes=workspace_bytes, n_shards=n_shards)
-    choices = [choice_of(keep) for keep in candidate_keeps()]
-    fitting = [choice for choice in choices if choice.peak_bytes <= budget_bytes]
-    if not fitting:
-        least = min(choices, key=lambda choice: choice.peak_bytes)
+    n_layers = case.config.n_layers if mode != "forward" else 0
+    seconds, n_bytes = dict[str, float](), dict[str, int]()
+    for keep in candidate_keeps():
+        seconds[keep] = recomputed(*case.work, case.precision, keep).seconds(_hardware(), case.precision.matmul_dtype)
+        n_bytes[keep] = bytes_kept(*case.work, case.precision, keep, case.recipe)
+    most_first: list[str] = []
+    for keep in sorted(n_bytes, key=lambda keep: (n_bytes[keep], seconds[keep])):
+        if not most_first or seconds[keep] < seconds[most_first[0]]:
+            most_first.insert(0, keep)
+
+    def fits(keep: str) -> bool:
+        return predict(replace(case, keep=keep)).n_bytes <= budget_bytes
+
+    first = bisect_left(most_first, True, key=fits)
+    if first == len(most_first):
+        least = predict(replace(case, keep=most_first[-1]))
         raise ValueError(
             f"nothing that blocks may keep fits {budget_bytes / GIB:.4g} GiB for {case.config.name}, batch "
             f"{case.batch_size}, context {case.context_length}, {case.dtype}, {mode}: the smallest predicted peak is "
-            f"{least.peak_bytes / GIB:.4g} GiB ({least.moment}), with keep {least.keep}"
+            f"{least.n_bytes / GIB:.4g} GiB ({least.moment}), with keep {most_first[-1]}"
         )
-    if mixed and mode != "forward":
-        best = _best_of_their_size(choices)
-        for more, less in product(best, best):
-            if more.peak_bytes > budget_bytes >= less.peak_bytes:
-                mixes = [f"{n}x{more.keep}+{less.keep}" for n in range(1, case.config.n_layers)]
-                n_fit = bisect_right(mixes, budget_bytes, key=lambda keep: choice_of(keep).peak_bytes)
-                fitting += [choice_of(keep) for keep in mixes[max(0, n_fit - 1) : n_fit]]
-    return min(fitting, key=lambda choice: (choice.seconds, choice.peak_bytes))
+    keep = most_first[first]
+    if mixed and first and n_layers > 1:
+        room = budget_bytes - predict(replace(case, keep=keep)).n_bytes
+        more, less = _best_pair(most_first, first, room, n_layers, seconds, n_bytes)
+        mixes = [f"{n}x{more}+{less}" for n in range(n_layers - 1, 0, -1)]
+        if (place := bisect_left(mixes, True, key=fits)) < len(mixes):
+            keep = mixes[place]
+    return _keep_choice(replace(case, keep=keep), mode, predict)
 
 
-def _keep_choice(
-    case: TrainingCase, mode: str, keep: str, *, chunk: int, workspace_bytes: int, n_shards: int
-) -> KeepChoice:
-    """What blocks keep, with its costs; arguments as of ``cheapest_keep``."""
+def _best_pair(
+    most_first: list[str], first: int, room: int, n_layers: int, seconds: dict[str, float], n_bytes: dict[str, int]
+) -> tuple[str, str]:
+    """What the first blocks keep and what the others do, of what does not fit all blocks and of what does.
+
+    That is an estimate: peaks are taken to differ by what is kept. ``room`` bytes are left where all blocks keep what
+    is at ``first``.
+    """
+
+    def time(pair: tuple[str, str]) -> float:
+        more, less = pair
+        left = room + n_layers * (n_bytes[most_first[first]] - n_bytes[less])
+        n = min(n_layers - 1, left // (n_bytes[more] - n_bytes[less]))
+        return n * seconds[more] + (n_layers - n) * seconds[less]
+
+    return min(product(most_first[:first], most_first[first:]), key=time)
+
+
+def _hardware() -> Hardware:
     hardware = find_hardware("NVIDIA H200")
     assert hardware is not None
-    peak = written_out_peak(
-        *case.work,
-        case.precision,
-        mode,
-        keep=keep,
-        chunk=chunk,
-        attention=case.attention,
-        optimizer=case.optimizer,
-        recipe=case.recipe,
-        n_shards=n_shards,
-        prefetch=case.parallel.prefetch,
-        update=case.parallel.update,
-        states=state_bytes_per_parameter(case),
-        away=offloaded(case),
-        device_type=case.device,
-        workspace_bytes=workspace_bytes,
-    )
-    blocks = Counter(keep_of_blocks(keep, case.config.n_layers)) if mode != "forward" else Counter()
+    return hardware
+
+
+def _keep_choice(case: TrainingCase, mode: str, predict: Callable[[TrainingCase], PeakMemory]) -> KeepChoice:
+    """What the case's blocks keep, with its costs."""
+    peak = predict(case)
+    blocks = Counter(keep_of_blocks(case.keep, case.config.n_layers)) if mode != "forward" else Counter()
     again = {each: recomputed(*case.work, case.precision, each) for each in blocks}
     names = {name for each in again.values() for name in each.names}
     return KeepChoice(
-        keep,
+        case.keep,
         peak.n_bytes,
         peak.moment,
         tuple(name for name in WORDS if name in names),
         sum(n * again[each].flops for each, n in blocks.items()),
         hardware_flops(*case.work, mode, attention="flash"),
         sum(n * again[each].traffic_bytes for each, n in blocks.items()),
-        sum(n * again[each].seconds(hardware, case.precision.matmul_dtype) for each, n in blocks.items()),
+        sum(n * again[each].seconds(_hardware(), case.precision.matmul_dtype) for each, n in blocks.items()),
     )
-
-
-def _best_of_their_size(choices: list[KeepChoice]) -> list[KeepChoice]:
-    """Those than which none takes less time in as little memory."""
-    best: list[KeepChoice] = []
-    for choice in sorted(choices, key=lambda choice: (choice.peak_bytes, choice.seconds)):
-        if not best or choice.seconds < best[-1].seconds:
-            best.append(choice)
-    return best

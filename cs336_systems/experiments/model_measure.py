@@ -6,6 +6,7 @@ and bytes a rate counts, and of which limit it is a share, stands in its unit; `
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -17,7 +18,7 @@ from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.experiments.model import CeilingCell, ModelCell
 from cs336_systems.hardware import GIB, find_hardware
 from cs336_systems.harness.clock import WHOLE, measure_ceilings, time_phases
-from cs336_systems.harness.fit import check_fit, head_chunk, is_predictable, predicted_bytes
+from cs336_systems.harness.fit import check_fit, is_predictable, predicted_bytes, predicted_peak
 from cs336_systems.harness.memory import PeakMeter, cublas_workspace_bytes, free_bytes
 from cs336_systems.harness.record import Metric
 from cs336_systems.training import assemble, random_batch
@@ -156,7 +157,7 @@ def fit_to_budget(cells: list[ModelCell], budget_gib: float) -> tuple[list[Model
         what = str(cell)
         choice: Choice | KeepChoice
         if cell.written_out:
-            choice = cheapest_keep(cell, cell.mode, budget, chunk=head_chunk(cell), workspace_bytes=workspace)
+            choice = cheapest_keep(cell, cell.mode, budget, partial(predicted_peak, mode=cell.mode))
             what = what.replace(f" keep {cell.keep}", "", 1)
             cell = replace(cell, keep=choice.keep)
         else:

@@ -1,11 +1,13 @@
 """Does a training case fit the memory that is free? Asked once, before anything is built.
 
-The prediction is exact for one micro-batch of eager reference blocks and attention, or any number of written-out blocks
-with fused kernels, quantized by tensor or not, with everything whole on every rank, or as our FSDP shards one of the
-latter; for any other case the states alone are a lower bound: parameters, gradients and optimizer state, as they are
-sharded. Capturing a step as a CUDA graph changes nothing: it allocates what the step does, in the same order.
+The peak is predicted (``training/dry_run.py``) for one micro-batch of eager reference blocks and attention, for any
+number of hand-written blocks with fused kernels, quantized by tensor or not, with everything whole on every rank, and
+for the latter as our FSDP shards them; for any other case the states alone are a lower bound: parameters, gradients and
+optimizer state, as they are sharded. Capturing a step as a CUDA graph changes nothing: it allocates what the step does,
+in the same order.
 """
 
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -13,17 +15,19 @@ import torch.distributed as dist
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.costs.fsdp import is_sharded, model_units, state_bytes
-from cs336_systems.costs.memory import PeakMemory, parameter_bytes, peak_memory
+from cs336_systems.costs.memory import PeakMemory, parameter_bytes
 from cs336_systems.costs.offload import offloaded, state_bytes_per_parameter
-from cs336_systems.costs.written_out import written_out_peak
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.memory import cublas_workspace_bytes, free_bytes
+from cs336_systems.training.dry_run import dry_run
+
+_dry_run = lru_cache(dry_run)
 
 
 def is_predictable(case: TrainingCase) -> bool:
-    """Whether ``costs`` predicts the peak of this case, and does not only bound it from below."""
+    """Whether a dry run predicts the peak of this case, and does not only bound it from below."""
     whole = case.parallel.wrapper not in ("fsdp", "fsdp2") and case.parallel.optimizer_state == "replicated"
     plain = case.offload == case.master == "none"
     if case.written_out:
@@ -31,14 +35,6 @@ def is_predictable(case: TrainingCase) -> bool:
         by_tensor = not case.recipe.quantized or case.recipe.scaling == "tensor"
         return case.kernels != "reference" and by_tensor and (whole or sharded)
     return plain and whole and case.accumulate == 1 and not case.compiled and case.attention == "reference"
-
-
-def head_chunk(case: TrainingCase) -> int:
-    """Tokens whose logits the head of a case with fused kernels has at a time."""
-    from cs336_systems.kernels.linear_cross_entropy import default_chunk  # Triton, which not every machine has
-
-    config, batch_size, seq_len = case.work
-    return case.head_chunk or default_chunk(batch_size * seq_len, config.vocab_size, case.precision.parameter_bytes)
 
 
 def predicted_bytes(case: TrainingCase, mode: str = "step", *, world_size: int = 1) -> int:
@@ -59,35 +55,8 @@ def predicted_bytes(case: TrainingCase, mode: str = "step", *, world_size: int =
 
 def predicted_peak(case: TrainingCase, mode: str = "step", *, world_size: int = 1) -> PeakMemory:
     """Predicted peak of one rank, of a case that ``is_predictable``."""
-    device = torch.device(case.device)
-    if case.written_out:
-        return written_out_peak(
-            *case.work,
-            case.precision,
-            mode,
-            keep=case.keep,
-            chunk=head_chunk(case),
-            attention=case.attention,
-            optimizer=case.optimizer,
-            recipe=case.recipe,
-            n_shards=world_size if case.parallel.wrapper == "fsdp" else 1,
-            prefetch=case.parallel.prefetch,
-            accumulates=case.accumulate > 1,
-            update=case.parallel.update,
-            states=state_bytes_per_parameter(case),
-            away=offloaded(case),
-            device_type=device.type,
-            workspace_bytes=cublas_workspace_bytes(device),
-        )
-    return peak_memory(
-        *case.work,
-        case.precision,
-        mode,
-        optimizer=case.optimizer,
-        checkpoint=case.checkpoint,
-        device_type=device.type,
-        workspace_bytes=cublas_workspace_bytes(device),
-    )
+    workspace = cublas_workspace_bytes(torch.device(case.device))
+    return _dry_run(case, mode, world_size=world_size, workspace_bytes=workspace)
 
 
 def predicted_states(case: TrainingCase, world_size: int) -> int:

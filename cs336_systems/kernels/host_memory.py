@@ -137,7 +137,9 @@ def device_slab(n_bytes: int, device: torch.device) -> Slab:
 
 
 def host_slab(n_bytes: int, device: torch.device) -> Slab:
-    """Zeros in host memory, pinned for ``device`` if that is a GPU, and plain memory otherwise; on ``meta`` where nothing is computed.
+    """Zeros in host memory, pinned for ``device`` if that is a GPU, and plain memory otherwise.
+
+    On ``meta`` where nothing is computed.
 
     Raises:
         RuntimeError: this machine has not as much memory left, or it cannot be pinned.

@@ -57,7 +57,8 @@ class TensorTable:
         self.rows = to_device(torch.tensor(table, dtype=torch.int64, device="cpu"), device)
         if sizes != [row[0] for row in self._described] or device != self._device:
             owners = torch.arange(len(rows), dtype=torch.int32, device="cpu")
-            self.owners = to_device(owners.repeat_interleave(torch.tensor(chunks, device="cpu"), output_size=first[-1]), device)
+            counts = torch.tensor(chunks, device="cpu")
+            self.owners = to_device(owners.repeat_interleave(counts, output_size=first[-1]), device)
         self.n_chunks, self._described, self._device = first[-1], rows, device
 
 

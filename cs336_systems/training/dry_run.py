@@ -20,8 +20,9 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -31,11 +32,11 @@ from torch._C._distributed_c10d import FakeWork
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336_systems.case import TrainingCase
+from cs336_systems.case import Parallel, TrainingCase
 from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PARTS, PeakMemory, cuda_block_bytes
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.model import REFERENCE_OPS, ModelOps
 from cs336_systems.kernels.allocating import FUNCTIONS, only_allocating
+from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
 from cs336_systems.training.assemble import build_unchecked, finish
 from cs336_systems.training.precision import matmul_dtype
 from cs336_systems.training.step import TrainStep
@@ -173,7 +174,7 @@ def _accumulates(tensor: Tensor) -> bool:
     caller = sys._getframe(4)
     if caller.f_code.co_name != "_engine_run_backward" or not tensor.is_contiguous():
         return False
-    n_users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    n_users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return n_users == 2  # the gradient, and the storage as Python sees it
 
 
@@ -218,8 +219,10 @@ _WORKSPACES: dict[str, Callable[[Any, Any], int]] = {
 }
 """Bytes that operators allocate inside while they run, of their arguments and results."""
 
-_WITHOUT_BODY = ("hopper_attention_forward", "hopper_attention_backward", "hopper_attention_backward_into")
-_WITHOUT_BODY += ("product_", "swiglu_product_")
+_WITHOUT_BODY = (
+    *("hopper_attention_forward", "hopper_attention_backward", "hopper_attention_backward_into"),
+    *("product_", "swiglu_product_"),
+)
 """Our operators whose launchers need a GPU's driver; they are followed by their results."""
 
 
@@ -285,11 +288,15 @@ def _watching_resizes(live: LiveStorages) -> Iterator[None]:
         resize(storage, size)
         live.resized(storage)
 
-    torch.UntypedStorage.resize_ = watched
-    try:
+    with patch.object(torch.UntypedStorage, "resize_", watched):
         yield
-    finally:
-        torch.UntypedStorage.resize_ = resize
+
+
+def _unwrapped(case: TrainingCase) -> TrainingCase:
+    """The case as one rank would run it that shares nothing. DDP adds no memory: its buckets are the gradients."""
+    kind = type("Unwrapped", (type(case),), {"parallel": Parallel()})
+    unwrapped: TrainingCase = kind(**{each.name: getattr(case, each.name) for each in fields(case)})
+    return unwrapped
 
 
 def dry_run(
@@ -311,17 +318,19 @@ def dry_run(
     """
     on_cuda = case.device.startswith("cuda")
     live = LiveStorages(cuda_block_bytes if on_cuda else int)
-    alone = case.parallel.wrapper == "none" and case.parallel.optimizer_state == "replicated"
     dtype = "fp32" if case.precision.autocast else case.dtype
     accumulate = min(case.accumulate, 2)  # a third micro-batch is as the second
     eager = replace(case, device="meta", dtype=dtype, accumulate=accumulate, compile="off", cuda_graph="off")
+    if not (sharded := case.parallel.wrapper in ("fsdp", "fsdp2") or case.parallel.optimizer_state != "replicated"):
+        eager = _unwrapped(eager)
     with ExitStack() as stack:
-        rank = None if alone else stack.enter_context(_first_of(world_size))
+        rank = stack.enter_context(_first_of(world_size)) if sharded else None
         stack.enter_context(only_allocating(live.leave_out))
         casts = _Autocast(matmul_dtype(case.precision), wide_softmax=on_cuda)
         stack.enter_context(_watching_resizes(live))
         stack.enter_context(live)
-        moments = {} if case.moment_bytes == case.precision.parameter_bytes else {"state_dtype": _MOMENTS[case.moment_bytes]}
+        of_their_own = case.moment_bytes != case.precision.parameter_bytes
+        moments: dict[str, Any] = {"state_dtype": _MOMENTS[case.moment_bytes]} if of_their_own else {}
         model = build_unchecked(eager, META, casts.ops if case.precision.autocast else REFERENCE_OPS)
         step = finish(model, eager, rank, **moments)
         live.label("tables and workspaces", step.model.buffers())
@@ -353,7 +362,8 @@ def _begin(live: LiveStorages, moment: str, part: str) -> None:
 
 def _note_moments(step: TrainStep, live: LiveStorages) -> None:
     """Have the parts of the model say when they run."""
-    model = getattr(step.model, "module", step.model)
+    model = step.model if isinstance(step.model, TransformerLM) else step.model.module
+    assert isinstance(model, TransformerLM)
 
     def comes(moment: str, part: str) -> Callable[..., None]:
         def forward(*_: Any) -> None:
@@ -369,7 +379,7 @@ def _note_moments(step: TrainStep, live: LiveStorages) -> None:
 
         return forward
 
-    named = [("embedding", model.token_embeddings), ("loss", model.ln_final)]
+    named: list[tuple[str, nn.Module]] = [("embedding", model.token_embeddings), ("loss", model.ln_final)]
     named += [(f"block {i}", block) for i, block in enumerate(model.layers)]
     for name, module in named:
         module.register_forward_pre_hook(comes(name, "loss" if name == "loss" else "activations"))

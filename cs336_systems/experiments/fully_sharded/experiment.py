@@ -2,10 +2,9 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from cs336_systems.costs.planner import cheapest_keep
 from cs336_systems.experiments.fully_sharded import cells as grid
@@ -15,9 +14,8 @@ from cs336_systems.experiments.fully_sharded.measure import measure_fully_sharde
 from cs336_systems.experiments.fully_sharded.table import FULLY_SHARDED
 from cs336_systems.experiments.ranked import traced_experiment
 from cs336_systems.hardware import GIB
-from cs336_systems.harness.fit import head_chunk
+from cs336_systems.harness.fit import predicted_peak
 from cs336_systems.harness.isolation import reports
-from cs336_systems.harness.memory import cublas_workspace_bytes
 from cs336_systems.harness.sweep import Outcome, outcome_rows
 from cs336_systems.report.figures import save
 from cs336_systems.report.show import show
@@ -35,15 +33,8 @@ def make_cells(options: Options) -> list[FullyShardedCell]:
     budget, notes = int(options.memory_budget_gib * GIB), list[str]()
     for i, cell in enumerate(cells):
         if cell.fsdp == OURS and cell.written_out:
-            choice = cheapest_keep(
-                cell,
-                "step",
-                budget,
-                chunk=head_chunk(cell),
-                workspace_bytes=cublas_workspace_bytes(torch.device(cell.device)),
-                n_shards=cell.world_size,
-                mixed=True,
-            )
+            predict = partial(predicted_peak, world_size=cell.world_size)
+            choice = cheapest_keep(cell, "step", budget, predict, mixed=True)
             cells[i] = replace(cell, keep=choice.keep)
             what = str(cell).replace(f" keep {cell.keep}", "", 1)
             notes.append(f"{what} within {options.memory_budget_gib:g} GiB, least recomputation: {choice}")

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-import torch
 
-from cs336_systems.costs.memory import peak_memory
-from cs336_systems.harness.fit import is_predictable
-from cs336_systems.harness.memory import cublas_workspace_bytes
+from cs336_systems.harness.fit import is_predictable, predicted_peak
 from cs336_systems.profiling.memory_history import Allocation, MemoryHistory
 from cs336_systems.profiling.memory_profile import MemoryProfile
 from cs336_systems.profiling.residuals import ACTIVATION, PARAMETER, PARAMETER_COPY, Residuals
@@ -49,16 +46,7 @@ def peak_table(profile: MemoryProfile) -> Table:
     unwatched = digits(profile.unwatched_peak_bytes / GIB) if profile.unwatched_peak_bytes else "–"
     lines.append(("the same, unwatched", unwatched, ""))
     if is_predictable(case):
-        device = torch.device(case.device)
-        predicted = peak_memory(
-            *case.work,
-            case.precision,
-            profile.mode,
-            optimizer=case.optimizer,
-            checkpoint=case.checkpoint,
-            device_type=device.type,
-            workspace_bytes=cublas_workspace_bytes(device),
-        )
+        predicted = predicted_peak(case, profile.mode)
         lines.append((f"predicted ({predicted.moment})", digits(predicted.n_bytes / GIB), ""))
     lines.append(("reserved by the process", digits(profile.peak_reserved_bytes / GIB), ""))
     caption = f"Alive at the peak, event {peak.event} of {profile.history.n_events}, in {peak.phase}."
