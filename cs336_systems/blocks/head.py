@@ -166,7 +166,7 @@ def linear_cross_entropy(
         raise ValueError(f"{shapes} are not (..., d), (words, d) and (...)")
     x_TD, targets_T = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1)
     counts = targets_T != ignore_index
-    if not targets.is_cuda and len(wrong := targets_T[counts & ((targets_T < 0) | (targets_T >= len(weight)))]):
+    if targets.is_cpu and len(wrong := targets_T[counts & ((targets_T < 0) | (targets_T >= len(weight)))]):
         raise ValueError(f"target {wrong[0].item()} is neither in [0, {len(weight)}) nor {ignore_index}, ignored")
     denominator = counts.sum() if reduction == "mean" else torch.ones((), dtype=torch.int64, device=x.device)
     wants = torch.is_grad_enabled() and x.requires_grad, torch.is_grad_enabled() and weight.requires_grad

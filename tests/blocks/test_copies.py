@@ -9,13 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.attention.hopper import backward as hopper_backward
 from cs336_systems.attention.hopper import forward as hopper_forward
-from cs336_systems.blocks import BlockGradients, BlockOps, BlockWeights, Saved, backward, forward, merge_
+from cs336_systems.blocks import BlockGradients, BlockOps, BlockWeights, Saved, backward, block_ops, forward, merge_
 from cs336_systems.blocks.attention import _through
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.kept import LEVELS, kept_names
+from cs336_systems.kernels.allocating import FUNCTIONS, only_allocating
 from cs336_systems.model import TransformerBlock
 from tests.attention.hopper.unlaunched import hopper_unlaunched
-from tests.costs.unlaunched import leave_out_launches, unlaunched_ops
 
 from .cases import tables
 
@@ -32,6 +32,9 @@ class Copied(TorchDispatchMode):
         self.sizes: list[int] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in FUNCTIONS and func.name() != "cs336_systems::swiglu_product_":  # which needs a GPU's driver
+            with self:
+                return FUNCTIONS[func](*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if func in COPIES:
             self.sizes.append(result.numel())
@@ -41,12 +44,12 @@ class Copied(TorchDispatchMode):
 @pytest.fixture(params=["flash", "hopper"])
 def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockOps]:
     """Launchers that do all but launch: a mode sees what they allocate and copy."""
-    leave_out_launches(monkeypatch)
-    if request.param == "flash":
-        yield unlaunched_ops("flash")
-        return
-    with hopper_unlaunched(monkeypatch):
-        yield replace(unlaunched_ops("hopper"), **HOPPER)
+    with only_allocating(lambda _: None), torch.device("meta"):
+        if request.param == "flash":
+            yield block_ops("fused", "flash")
+            return
+        with hopper_unlaunched(monkeypatch):
+            yield replace(block_ops("fused", "hopper"), **HOPPER)
 
 
 @pytest.mark.parametrize("keep", LEVELS)

@@ -1,0 +1,222 @@
+"""Peaks that a dry run predicts, against steps that really run on a CPU, arithmetic and, on a GPU, measurements."""
+
+import gc
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from cs336_systems.case import Parallel, TrainingCase, Unsupported
+from cs336_systems.config import MODEL_SIZES, MODES, ModelConfig, resolve_size
+from cs336_systems.costs.kept import LEVELS, bytes_kept
+from cs336_systems.costs.memory import PARTS, peak_memory
+from cs336_systems.harness.fit import predicted_bytes
+from cs336_systems.harness.memory import cublas_workspace_bytes
+from cs336_systems.kernels.allocating import computes
+from cs336_systems.training import assemble, random_batch
+from cs336_systems.training.dry_run import dry_run
+from tests.live_bytes import LiveBytes
+
+GIB = 2**30
+SMALL = ModelConfig("small", d_model=128, d_ff=352, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=512, qkv_bias=True)
+SMALL = SMALL.at_context(64)
+QWEN3 = replace(SMALL, qkv_bias=False, qk_norm=True, head_dim=64)
+FUSED = {"dtype": "bf16", "attention": "hopper", "optimizer": "fused", "kernels": "fused"}
+
+
+@dataclass(frozen=True)
+class Shared(TrainingCase):
+    """Of ranks that share parameters."""
+
+    prefetch: int = 1
+    update: str = "after-backward"
+
+    @property
+    def parallel(self) -> Parallel:
+        return Parallel("fsdp", prefetch=self.prefetch, update=self.update)
+
+
+def fused(config: ModelConfig = SMALL, kind: type[TrainingCase] = TrainingCase, **how) -> TrainingCase:
+    """A case of a CPU, where every byte counts and no workspace does."""
+    shape = {"size": config, "context_length": config.context_length, "batch_size": 2, "keep": "all"}
+    return kind(**(FUSED | shape | how))
+
+
+# ---- steps that really run
+
+
+def alive_at_peak(case: TrainingCase, mode: str) -> int:
+    """Most bytes alive in the second of two steps on a CPU, by every storage that operators made."""
+    with LiveBytes() as live:
+        step = assemble(case)
+        live.add([list(step.model.parameters()), list(step.model.buffers())])
+        batch = random_batch(case)
+        for _ in range(2):
+            live.peak = live.now
+            step_of(step, mode, *batch)
+    return live.peak
+
+
+def step_of(step, mode: str, *batch) -> None:
+    for phase in step.phases(mode, *batch).values():
+        phase()
+
+
+@pytest.mark.parametrize(
+    ("how", "mode"),
+    [
+        ({}, "forward"),
+        ({}, "step"),
+        ({"dtype": "autocast-bf16", "accumulate": 3}, "backward"),
+        ({"dtype": "autocast-bf16", "checkpoint": "recursive"}, "step"),
+        ({"checkpoint": "keep-attention"}, "backward"),
+        ({"keep": "products-residual", "accumulate": 2}, "step"),
+    ],
+)
+def test_a_step_that_runs_on_a_cpu_has_the_predicted_peak(how, mode):
+    """Within 2 %: the live bytes are followed under a dispatch mode, where autograd adds no gradient in place."""
+    case = TrainingCase.of(SMALL, batch_size=2, **how)
+    assert dry_run(case, mode).n_bytes == pytest.approx(alive_at_peak(case, mode), rel=0.02)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "autocast-bf16"])
+def test_gradients_meet_as_the_allocator_sees_them(tied, precision):
+    """Of few tokens and many words: those of a tied embedding are added in place if nothing else has their memory."""
+    config = replace(MODEL_SIZES["tiny"], vocab_size=10_000, tie_embeddings=tied).at_context(4)
+    case = TrainingCase.of(config, batch_size=1, dtype=precision)
+    step = assemble(case)
+    batch = random_batch(case)
+    step(*batch)
+    states = [*step.model.parameters(), *step.model.buffers(), *batch]
+    allocated = peak = sum(tensor.nbytes for tensor in states)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        step_of(step, "backward", *batch)
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
+    assert dry_run(case, "backward").n_bytes == pytest.approx(peak, rel=2e-3)
+
+
+# ---- arithmetic
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast-bf16"])
+@pytest.mark.parametrize("policy", ["none", "first-2", "keep-matmuls"])
+def test_plain_steps_take_what_the_closed_form_says(precision, policy):
+    """Within 1.5 %: it counts no product of softmax and its gradient, which CUDA makes."""
+    config = replace(MODEL_SIZES["small"].at_context(512), n_layers=3)
+    case = TrainingCase.of(config, device="cuda", batch_size=4, dtype=precision, checkpoint=policy)
+    form = peak_memory(*case.work, case.precision, "step", checkpoint=policy)
+    assert dry_run(case).n_bytes == pytest.approx(form.n_bytes, rel=0.015)
+
+
+@pytest.mark.parametrize("config", [SMALL, QWEN3], ids=["biases", "qk-norm"])
+@pytest.mark.parametrize("recipe", [{}, {"matmul_dtype": "e4m3"}])
+def test_levels_differ_by_what_they_keep(config, recipe):
+    """All blocks keep theirs when the loss is computed."""
+    at_loss = {}
+    for keep in (*LEVELS, "all-norm", "products-residual", "1xall+products"):
+        case = fused(config, keep=keep, **recipe)
+        at_loss[keep] = dry_run(case, "backward").moments["loss"]
+    kept = {keep: bytes_kept(*case.work, case.precision, keep, case.recipe) for keep in at_loss if "+" not in keep}
+    for keep, n_bytes in kept.items():
+        assert at_loss[keep] - at_loss["input"] == config.n_layers * (n_bytes - kept["input"])
+    assert at_loss["1xall+products"] - at_loss["products"] == kept["all"] - kept["products"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", [fused(device="cuda"), fused(kind=Shared), TrainingCase.of(SMALL)])
+def test_the_parts_of_a_peak_add_up_and_it_is_the_largest_moment(case, mode):
+    peak = dry_run(case, mode, world_size=2)
+    assert peak.n_bytes == peak.moments[peak.moment] == max(peak.moments.values()) == sum(peak.parts.values())
+    assert list(peak.parts) == [part for part in PARTS if part in peak.parts]
+    share = 2 if case.parallel.wrapper == "fsdp" else 1
+    assert peak.parts["parameters"] >= SMALL.n_parameters * case.precision.parameter_bytes // share
+
+
+def test_states_take_their_bytes_on_the_device_or_none():
+    n = SMALL.n_parameters
+
+    def states(**how) -> int:
+        return dry_run(fused(**how)).parts.get("optimizer state", 0)
+
+    assert states() == pytest.approx(4 * n, rel=0.03)
+    assert states(master="fp32") - states() == 4 * n
+    assert states(offload="m-v") < 0.1 * n
+    assert states(master="fp32", offload="master-m") == pytest.approx(2 * n, rel=0.06)
+
+
+def test_gradients_and_inputs_on_the_host_leave_the_device():
+    config = replace(SMALL, n_layers=12)
+    whole = dry_run(fused(config, keep="input", accumulate=2), "backward")
+    assert whole.parts["gradients"] >= 2 * config.n_parameters
+    stream = 2 * 64 * config.d_model * 2
+    here, away = (dry_run(fused(config, keep="input", offload=of), "backward") for of in ("none", "residual"))
+    assert here.moments["loss"] - away.moments["loss"] == 11 * stream
+    wide = resolve_size("llama3-8b")
+    fewer = replace(wide, n_layers=12, vocab_size=512, context_length=512)
+    left = dry_run(fused(fewer, keep="input", offload="m-v-gradients"))
+    assert left.parts.get("gradients", 0) + left.parts.get("temporaries", 0) < 3 * GIB < 2 * fewer.n_parameters
+
+
+@pytest.mark.parametrize("recipe", [{}, {"matmul_dtype": "e4m3"}])
+def test_half_of_the_states_on_each_of_two_ranks(recipe):
+    """What is whole for a while is at most two units' weights."""
+    config = replace(SMALL, n_layers=9)
+    peaks = {n: dry_run(fused(config, Shared, keep="input", **recipe), world_size=n) for n in (2, 4)}
+    assert peaks[2].parts["optimizer state"] == pytest.approx(2 * peaks[4].parts["optimizer state"], rel=0.05)
+    units = 2 * max(config.n_block_parameters, config.vocab_size * config.d_model)
+    assert 0 < peaks[2].parts["gathered parameters"] <= 2 * units + 4096
+    early = dry_run(fused(config, Shared, keep="input", update="under-backward", **recipe), world_size=2)
+    assert early.n_bytes < peaks[2].n_bytes
+
+
+def test_nothing_is_left_behind():
+    """A process group that was joined stays the default one, and kernels compute again."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        before = dry_run(fused(kind=Shared), world_size=4)
+        assert dist.get_world_size() == 1 and computes()
+        assert before == dry_run(fused(kind=Shared), world_size=4)
+        with pytest.raises(ValueError, match="unknown mode 'train'"):
+            dry_run(fused(kind=Shared), "train", world_size=4)
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        assert ones.item() == 1 and computes()
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("size", "n_layers", "context_length", "how"),
+    [
+        *(("qwen2.5-0.5b", 12, 4096, {"attention": "flash", "keep": keep}) for keep in (*LEVELS, "all-attention-ffn")),
+        ("qwen2.5-0.5b", 12, 2048, {"attention": "flash", "keep": "products-residual", "accumulate": 3}),
+        ("llama3-8b", 4, 8192, {"keep": "products"}),
+        ("llama3-8b", 4, 8192, {"matmul_dtype": "e4m3"}),
+    ],
+)
+def test_peak_is_what_a_gpu_allocates(size, n_layers, context_length, how):
+    """Within 3 %, of a step that finds its states in place."""
+    config = replace(resolve_size(size), n_layers=n_layers).at_context(context_length)
+    case, device = fused(config, device="cuda", **how), torch.device("cuda")
+    gc.collect()
+    before = torch.cuda.memory_allocated() - cublas_workspace_bytes(device)  # what other tests have left
+    try:
+        step, batch = assemble(case), random_batch(case)
+    except Unsupported as reason:
+        pytest.skip(str(reason))
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        step(*batch)
+    measured = torch.cuda.max_memory_allocated() - max(before, 0)
+    assert predicted_bytes(case) == pytest.approx(measured, rel=0.03)
