@@ -17,7 +17,7 @@ from tests.pretraining.trained import options, train_each, write_dataset
 
 GIB = 2**30
 H200 = 141 * GIB
-QWEN = resolve_size("qwen2.5-0.5b")
+QWEN = replace(resolve_size("qwen2.5-0.5b"), n_layers=6)
 
 
 @pytest.fixture(autouse=True)
