@@ -116,8 +116,7 @@ class StreamedWork:
     """The pieces of a step on sequences of ``context_length`` tokens in chunks of ``chunk``.
 
     Raises:
-        ValueError: one of the two lengths does not divide the other, the precision has autocast, or the model has norms
-            of queries and keys or heads of another width than d_model / n_heads.
+        ValueError: one of the two lengths does not divide the other, or the precision has autocast.
     """
 
     config: ModelConfig
@@ -135,8 +134,6 @@ class StreamedWork:
             )
         if self.precision.autocast:
             raise ValueError(f"streamed blocks run in one dtype: {self.precision.name} is not served")
-        if self.config.qk_norm or self.config.d_query != self.config.d_model:
-            raise ValueError(f"streamed blocks have plain heads, without norms of their own: not {self.config.name}")
 
     @property
     def chunks_per_sequence(self) -> int:
@@ -214,10 +211,13 @@ class StreamedWork:
     def temporary_bytes(self) -> int:
         """The most bytes that the kernels of one operation need besides slots."""
         config, width, tokens = self.config, self.precision.parameter_bytes, self.chunk
-        d_model, wide_queries = config.d_model, 4 * config.d_model  # attention's fp32 sums of dq
+        d_model, d_query = config.d_model, config.d_query
+        wide_queries = 4 * d_query  # attention's fp32 sums of dq
         # the holes of forward's norms and residual, and SwiGLU's output behind them
         feed_forward = (config.d_ff + 3 * d_model) * width
-        attention = (2 * d_model + config.d_qkv) * width + wide_queries
+        attention = (d_model + d_query + config.d_qkv) * width + wide_queries
+        if config.qk_norm:  # q and k normed and rotated, and where sequences are long the k of all their chunks
+            attention += (d_query + config.d_kv * (1 + self.chunks_per_sequence * self.is_long)) * width
         head = 3 * d_model * width  # norm, its gradient, and x
         logits = min(tokens, HEAD_TOKENS) * config.vocab_size * width
         return max(tokens * max(feed_forward, attention), tokens * head + logits)
@@ -236,7 +236,7 @@ class StreamedWork:
     def attention_flops(self, chunk: int) -> int:
         """FLOPs of attention in one layer's forward on a chunk, by the chunk's place in its sequence; causal."""
         length, before = self.batch[1], (chunk % self.chunks_per_sequence) * self.chunk
-        return 2 * self.config.d_model * self.chunk * (2 * before + length)
+        return 2 * self.config.d_query * self.chunk * (2 * before + length)
 
     def _keys_flops(self) -> int:
         """FLOPs of one layer's k and v of one chunk, a matmul of their own where sequences are longer than a chunk."""
@@ -282,8 +282,8 @@ class StreamedWork:
         attention_backward = rates.attention_backward * (NARROW_BACKWARD if narrow else 1)
         match kind:
             case "forward":
-                # reads and writes: two norms and a sum 6 d, rotation 2 (d + d_kv), SwiGLU 3 d_ff
-                traffic = row * (8 * config.d_model + 2 * config.d_kv + 3 * config.d_ff)
+                # reads and writes: two norms and a sum 6 d, rotation 2 (d_query + d_kv), SwiGLU 3 d_ff
+                traffic = row * (6 * config.d_model + 2 * config.d_query + 2 * config.d_kv + 3 * config.d_ff)
                 return products / rates.products + attention / attention_forward + traffic / rates.memory
             case "recompute":
                 products, attention = self.recompute_flops(chunk, level)
@@ -291,8 +291,10 @@ class StreamedWork:
                 traffic -= 2 * row * config.d_kv if self.is_long and level != "products" else 0  # k has been rotated
                 return products / rates.products + attention / attention_forward + traffic / rates.memory
             case "backward":
-                # SwiGLU 5 d_ff, two norms 8 d, rotation 2 (d + d_kv), attention's outputs and sums 8 d
-                traffic = row * (18 * config.d_model + 2 * config.d_kv + 5 * config.d_ff) + always
+                # SwiGLU 5 d_ff, two norms 8 d, rotation 2 (d_query + d_kv), attention's outputs and sums 8 d_query
+                traffic = row * (8 * config.d_model + 10 * config.d_query + 2 * config.d_kv + 5 * config.d_ff) + always
+                if config.qk_norm:  # norm and rotation again, and x beside their backward
+                    traffic += 3 * row * (config.d_query + config.d_kv)
                 attended = 2.5 * attention / attention_backward
                 return 2 * products / rates.products + attended + traffic / rates.memory
             case "keys":

@@ -49,18 +49,30 @@ class Sums:
     """Whether the chunk is its sequence's last, whose backward comes first: ``total`` is then overwritten."""
 
 
-def attending(ops: BlockOps, context_S2KE: Tensor, sums: Sums | None = None) -> BlockOps:
-    """``ops`` for a chunk of one sequence, whose own keys and values are the last ones of ``context``."""
+def attending(
+    ops: BlockOps, context_S2KE: Tensor, sums: Sums | None = None, turned: Callable[[Tensor], Tensor] | None = None
+) -> BlockOps:
+    """``ops`` for a chunk of one sequence, whose own keys and values are the last ones of ``context``.
+
+    Args:
+        turned: (S, 2 K E) -> (S, K E), keys as attention reads them, where the context has them before their norm.
+    """
+
+    def heads() -> tuple[Tensor, Tensor]:
+        keys, values = _heads(context_S2KE)
+        if turned is not None:
+            keys = turned(context_S2KE.flatten(1)).view(keys.shape[2], *keys.shape[1::2]).transpose(0, 1)[None]
+        return keys, values
 
     def forward(q_1HSE: Tensor, k_1KSE: Tensor, v_1KSE: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.attention_forward(q_1HSE, *_heads(context_S2KE))
+        return ops.attention_forward(q_1HSE, *heads())
 
     def backward(
         do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, into: tuple[Tensor, Tensor, Tensor]
     ) -> None:
         assert sums is not None
         dq, *own = into
-        ops.attention_backward(do, q, *_heads(context_S2KE), o, lse, (dq, *_heads(sums.part)))
+        ops.attention_backward(do, q, *heads(), o, lse, (dq, *_heads(sums.part)))
         if sums.is_last:
             sums.total.copy_(sums.part)
         else:
@@ -284,12 +296,25 @@ class Passes:
     def _attending(self, operation: Operation, *, backward: bool = False) -> BlockOps:
         if self.part is None:
             return self.ops
-        context = self._until(operation, "context")
+        context, turned = self._until(operation, "context"), self._turned(operation)
         if not backward:
-            return attending(self.ops, context)
+            return attending(self.ops, context, None, turned)
         is_last = (operation.chunk + 1) % self.work.chunks_per_sequence == 0
         sums = Sums(self._until(operation, "dcontext"), self.part[: len(context)], is_last)
-        return attending(self.ops, context, sums)
+        return attending(self.ops, context, sums, turned)
+
+    def _turned(self, operation: Operation) -> Callable[[Tensor], Tensor] | None:
+        """Norm and rotation of the keys of a sequence's first chunks, where keys have norms."""
+        config, weights, fixed = self.config, self._weights(operation), self.fixed
+        if weights.q_norm is None or weights.k_norm is None:
+            return None
+        gains = weights.q_norm, weights.k_norm
+
+        def turned(rows: Tensor) -> Tensor:
+            tables = fixed.cos[: len(rows)], fixed.sin[: len(rows)]
+            return self.ops.norm_rotate(rows, *gains, config.rms_norm_eps, *tables, 0, config.kv_heads)
+
+        return turned
 
     def _until(self, operation: Operation, what: str) -> Tensor:
         """An item of an operation's sequence up to its chunk, as one tensor (S, 2, K, E)."""

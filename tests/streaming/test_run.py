@@ -24,6 +24,7 @@ CONFIG = ModelConfig(
     "toy", d_model=32, d_ff=48, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=61, context_length=32, qkv_bias=True
 )
 TIED = replace(CONFIG, tie_embeddings=True)
+QK_NORM = replace(CONFIG, name="qk norm", qkv_bias=False, qk_norm=True, head_dim=12)
 FP64 = Precision("fp64", parameter_bytes=8, matmul_bytes=8, matmul_dtype="fp32", softmax_bytes=8)
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 CPU = torch.device("cpu")
@@ -109,7 +110,7 @@ def differing(got: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
     return [name for name, tensor in expected.items() if not torch.equal(got[name], tensor)]
 
 
-@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("config", [CONFIG, TIED, QK_NORM], ids=["untied", "tied", "qk norm"])
 @pytest.mark.parametrize("keep", [Keep(3, 3), Keep(0, 0)])
 def test_a_step_of_one_chunk_is_that_of_plain_training(config, keep):
     plan = plan_of(config=config, keep=keep)
@@ -140,7 +141,7 @@ def test_clipping_is_that_of_plain_training():
         torch.testing.assert_close(step.state_dict()[name], weight, rtol=1e-9, atol=1e-11, msg=name)
 
 
-@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("config", [CONFIG, TIED, QK_NORM], ids=["untied", "tied", "qk norm"])
 @pytest.mark.parametrize("length", [4, 32])
 def test_rounds_of_chunks_are_the_whole_batch(length, config):
     """Four sequences of 32 in chunks of 8, or two short ones a chunk: gradients against plain training, in fp64."""
@@ -155,10 +156,10 @@ def test_rounds_of_chunks_are_the_whole_batch(length, config):
         assert (got - parameter.grad).abs().max() <= 500 * torch.finfo(torch.float64).eps * size, name
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("dtype", "config"), [("fp32", TIED), ("bf16", TIED), ("bf16", QK_NORM)])
 @pytest.mark.parametrize("length", [4, 32])
-def test_order_and_what_is_kept_change_no_bit(length, dtype):
-    plan = plan_of(length, 8, TIED, PRECISIONS[dtype], chunks=4, rounds=3)
+def test_order_and_what_is_kept_change_no_bit(length, dtype, config):
+    plan = plan_of(length, 8, config, PRECISIONS[dtype], chunks=4, rounds=3)
     expected = trained(step_of(plan), 2)
     for order in ("sequential", "interleaved"):
         for keep in (Keep(0, 0), Keep(12, 0)):
