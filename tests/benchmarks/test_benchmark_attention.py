@@ -61,9 +61,6 @@ def test_a_bare_command_on_a_cpu_is_short_and_compiles_nothing():
     ("arguments", "message"),
     [
         (["--impl", "falsh"], "--impl falsh: known are reference, .*sdpa-dense-mask"),
-        (["--length", "0"], "--length must be positive, got 0"),
-        (["--d-head", "-1"], "--d-head must be positive, got -1"),
-        (["--repeat", "0"], "--repeat must be positive, got 0"),
         (
             ["--clock", "harness", "do-bench"],
             "--clock do-bench: triton's do_bench times CUDA devices, got --device cpu",

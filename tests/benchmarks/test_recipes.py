@@ -87,26 +87,6 @@ def test_each_part_times_ten_steps_after_five_in_rounds(part, tmp_path):
             assert taken == {(5, 5), (2, 5)}
 
 
-@pytest.mark.parametrize("part", ["ddp", "sharded-optimizer", "fsdp", "traces"])
-def test_the_2026_editions_xl_is_measured_first(part, tmp_path):
-    for ranks, question, arguments in commands(part, tmp_path):
-        assert {cell.size for cell in grid(question, ranks, arguments)[0]} == {"2.7b"}
-
-
-def test_thread_blocks_are_limited_where_the_head_says_so(tmp_path):
-    limits = {
-        (part, ranks): {cell.max_ctas for cell in grid(question, ranks, arguments)[0]}
-        for part in ("ddp", "ddp-ctas8", "ddp-four-ctas")
-        for ranks, question, arguments in commands(part, tmp_path)
-    }
-    assert limits == {
-        ("ddp", 2): {0},
-        ("ddp-ctas8", 2): {8},
-        ("ddp-four-ctas", 4): {0, 4, 8, 12, 16},
-        ("ddp-four-ctas", 1): {0},
-    }
-
-
 def test_parts_that_are_named_together_share_a_launch_unless_they_differ_in_it(tmp_path):
     assert len(launches(tmp_path, "ddp", "sharded-optimizer", "fsdp")) == 1
     assert len(launches(tmp_path, "ddp", "ddp-ctas8", "fsdp", "ddp-one-rank", "ddp-xl")) == 3
