@@ -32,10 +32,9 @@ Use
     hardware = hardware_named("h100-sxm")  # as people type it
 """
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from cs336_systems.config import did_you_mean
 
 MATMUL_DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8")
 
@@ -188,4 +187,5 @@ def hardware_named(name: str) -> Hardware:
     for known, hardware in gpus.items():
         if words and known.split("-")[: len(words)] == words:
             return hardware
-    raise ValueError(f"--gpu {name}: {did_you_mean(name.lower(), list(gpus), most=3)}known are {', '.join(gpus)}")
+    near = " or ".join(difflib.get_close_matches(name.lower(), gpus, n=3))
+    raise ValueError(f"--gpu {name}: {f'did you mean {near}? ' if near else ''}known are {', '.join(gpus)}")
