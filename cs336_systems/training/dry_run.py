@@ -84,6 +84,11 @@ class LiveStorages(TorchDispatchMode):
         self._block_bytes = block_bytes
         self._alive: dict[int, _Storage] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would import its compiler, three seconds, to keep it from looking into this mode."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "c10d":
@@ -169,9 +174,9 @@ def _accumulates(tensor: Tensor) -> bool:
     """Whether autograd's engine, which is about to add to this gradient, would do so in place without a dispatch mode.
 
     It does if nothing else has the gradient's memory (torch/csrc/autograd/input_buffer.cpp, accumulate). The engine
-    calls from C++, so that the Python function below the two of a dispatch mode is the one that started backward.
+    calls from C++, so that the Python function below the dispatch mode's is the one that started backward.
     """
-    caller = sys._getframe(4)
+    caller = sys._getframe(2)
     if caller.f_code.co_name != "_engine_run_backward" or not tensor.is_contiguous():
         return False
     n_users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -94,7 +94,7 @@ def test_hints_name_options_that_fit():
     full = predicted_segments(case_of(), None)["in all"]
     assert hint(case_of(), int(1.1 * full)) == ""
     assert hint(case_of(), int(0.9 * full)).startswith("It is more than fits: --keep ")
-    assert "--keep all would" in hint(case_of(batch_size=4, keep="8xall+products"), H200)
+    assert "--keep all would" in hint(case_of(batch_size=4, keep="2xall+products"), H200)
     assert hint(case_of(), GIB) == "It is more than fits: take a smaller --batch-size, and more --accumulate"
     assert hint(case_of(), None) == hint(case_of(kernels="reference"), H200) == ""
 
