@@ -1,4 +1,4 @@
-"""What every attention of this package accepts, checked in one place.
+"""The inputs that every attention of this package accepts, checked in one place.
 
 Inputs are (batch, sequence, d_head), which is one head, or (batch, heads, sequence, d_head). Keys and values may have
 fewer heads than queries (grouped-query attention, Ainslie et al. 2023): key/value head h serves the query heads
@@ -8,15 +8,24 @@ query i sees the keys j <= i + n_keys - n_queries, so that the last query sees e
     shape = validate(q, k, v, scale=None)
     shape.group, shape.default_scale
 
-A batch may be empty. What only the Triton kernels ask for stands here too, in ``kernel_limits``, so that the dispatch
-can give their reasons on a machine without Triton.
+A batch may be empty. The further limits of the Triton kernels stand here too, in ``kernel_limits``, so that the
+dispatch can give their reasons on a machine without Triton.
+
+The autograd Functions of the Triton and the Hopper kernels share one route to a pair of opaque operators,
+``forward_through`` and ``backward_through``. A Function calls two operators registered with torch.library, whose fake
+implementations say shapes, dtypes and strides. ``torch.compile(fullgraph=True)`` traces through the Function, keeps the
+operators as they are, and sees no kernel; eager code runs the same lines. The operators are 4-D and have no formula for
+autograd: the Function is that formula, and a second derivative raises. Saved for backward are q, k, v, o, and one
+tensor of shape (batch[, heads], n_queries): the natural log-sum-exp, in fp32.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,7 +48,7 @@ class AttentionShape:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor) -> "AttentionShape":
-        """Of queries, and of keys that ``validate`` has found to fit them."""
+        """The shape for queries and for keys that ``validate`` has found to fit them."""
         four_d = q.ndim == 4
         heads, kv_heads = (q.shape[1], k.shape[1]) if four_d else (1, 1)
         return cls(q.shape[0], heads, kv_heads, q.shape[-2], k.shape[-2], q.shape[-1], four_d)
@@ -150,3 +159,35 @@ def hopper_limits(q: Tensor) -> str | None:
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """``dtype`` or fp32, whichever is wider: what sums, softmaxes and the log-sum-exp are kept in."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def forward_through(
+    op: OpOverload,
+    ctx: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """o like q from ``op(q, k, v, causal, scale)``, which gives (o, lse); scale is 1/sqrt(d_head) if None."""
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if q.dim() == 3:
+        o, lse = (x.squeeze(1) for x in op(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), is_causal, scale))
+    else:
+        o, lse = op(q, k, v, is_causal, scale)
+    ctx.save_for_backward(q, k, v, o, lse)
+    ctx.is_causal, ctx.scale = is_causal, scale
+    return o
+
+
+def backward_through(op: OpOverload, ctx: Any, do: Tensor, *options: bool) -> tuple[Tensor | None, ...]:
+    """(dq, dk, dv), None where not wanted, from ``op(q, k, v, o, lse, do, causal, scale, *options)``."""
+    tensors = (*ctx.saved_tensors, do)
+    if one_head := do.dim() == 3:
+        tensors = tuple(x.unsqueeze(1) for x in tensors)
+    gradients = op(*tensors, ctx.is_causal, ctx.scale, *options)
+    wanted = [x if want else None for x, want in zip(gradients, ctx.needs_input_grad[:3], strict=True)]
+    if one_head:
+        wanted = [x if x is None else x.squeeze(1) for x in wanted]
+    return tuple(wanted)

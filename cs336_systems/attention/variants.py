@@ -49,7 +49,7 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(score, batch, head, query position, key position) -> score."""
 
 MaskFormula = Callable[[AttentionShape, torch.device], Tensor]
-"""All of a mask, broadcastable to (batch, heads, n_queries, n_keys)."""
+"""A function to the whole mask, broadcastable to (batch, heads, n_queries, n_keys)."""
 
 ScoreFormula = Callable[[Tensor], Tensor]
 """All scores (batch, heads, n_queries, n_keys) -> the same, modified."""
@@ -68,7 +68,7 @@ class Operand:
     name: str
     tensor: Tensor
     wanted_shape: Callable[[AttentionShape], tuple[int, ...]]
-    """Its shape in an attention of that shape."""
+    """A function from the attention's shape to the shape that the tensor must have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,10 +86,10 @@ class Variant:
     mask_per_batch: bool = False
     """Whether the mask differs within a batch; never between heads."""
     kernel_options: dict[str, Any] = field(default_factory=dict)
-    """What FlexAttention's kernel needs to be told for this variant."""
+    """Options of FlexAttention's kernel for this variant."""
 
     def __and__(self, other: "Variant") -> "Variant":
-        """What both see; this one's score modification, then the other's."""
+        """The variant whose queries see what both let them see; this one modifies scores first, then the other."""
         return Variant(
             name=f"{self.name} & {other.name}",
             mask_mod=_merge(self.mask_mod, other.mask_mod, and_masks),
@@ -100,7 +100,7 @@ class Variant:
         )
 
     def __or__(self, other: "Variant") -> "Variant":
-        """What either sees.
+        """The variant whose queries see what either lets them see.
 
         Raises:
             ValueError: one of them modifies scores, which has no meaning for a score that only the other sees.

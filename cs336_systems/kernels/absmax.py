@@ -2,23 +2,20 @@
 
     absmax = max |x|
 
-Method: bits of a non-negative fp32 are ordered as its value is, with infinity above all numbers and NaN above that; so
-the maximum is one of integers, in registers and then by ``atomic_max`` in memory. It does not depend on the order of
-programs, the same bits come out every time, and NaN survives. What is rounded to bf16 when it is stored has the rounded
-maximum as its maximum, since rounding keeps the order.
+Method: the bits of non-negative fp32 numbers are ordered as the numbers are, with infinity above them and NaN above
+that. So the maximum is taken of integers, in registers and then by ``atomic_max`` in memory. It does not depend on the
+order of programs, the same bits come out every time, and NaN survives. Rounding keeps the order, so a tensor that is
+rounded to bf16 when it is stored has the rounded maximum as its maximum.
 
-A kernel that writes a tensor takes ``absmax``, one fp32 element, and raises it to the largest magnitude of what it
-writes: the caller sets it to zero before, all of a step's in one go. Several kernels may raise the same one.
+A kernel that writes a tensor takes ``absmax``, one fp32 element, and raises it to the largest magnitude that it writes.
+The caller sets it to zero before, for all tensors of a step at once. Several kernels may raise the same element.
 
 Traffic: reads x once, 2 bytes for each element of bf16.
 
     absmax(x)                            # ()
     row_and_column_absmax(x)             # (T, 1), (1, D)
-    rms_norm_forward(x, gain, eps, absmax)    # and others: of y, in the same pass
+    rms_norm_forward(x, gain, eps, absmax)    # raises absmax to the largest magnitude of y, in the same pass
 """
-
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host functions below are typed.
 
 import torch
 import triton
@@ -40,7 +37,7 @@ def magnitude_bits(x):
 
 @triton.jit
 def largest_of_threads(bits):
-    """Of each 8 neighbours of a block, which a thread holds: what a loop keeps takes an eighth of the registers."""
+    """The largest of each 8 neighbours, which one thread holds: a loop then keeps an eighth of the registers."""
     FOLD: tl.constexpr = 8 if bits.numel >= 8 else bits.numel
     return tl.max(tl.reshape(bits, (bits.numel // FOLD, FOLD)), axis=1)
 
@@ -89,11 +86,9 @@ def _absmax_result(x: Tensor) -> Tensor:
 
 @operator("absmax", _absmax_result)
 def absmax_op(x: Tensor) -> Tensor:
-    """() of contiguous x."""
+    """The largest magnitude () of contiguous x."""
     absmax = torch.zeros((), dtype=torch.float32, device=x.device)
-    if x.numel():
-        with torch.cuda.device_of(x):  # Triton launches on the current device, which may be another
-            launch(absmax_kernel, (ceil_div(x.numel(), BLOCK),), x, absmax, x.numel(), BLOCK=BLOCK, num_warps=WARPS)
+    launch(absmax_kernel, (ceil_div(x.numel(), BLOCK),), x, absmax, x.numel(), BLOCK=BLOCK, num_warps=WARPS)
     return absmax
 
 
@@ -104,15 +99,13 @@ def _row_and_column_results(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @operator("row_and_column_absmax", _row_and_column_results)
 def row_and_column_absmax_op(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(T, 1) and (1, D) of contiguous x (T, D)."""
+    """The largest magnitudes of rows (T, 1) and columns (1, D) of contiguous x (T, D)."""
     n_rows, width = x.shape
     rows = torch.zeros(n_rows, 1, dtype=torch.float32, device=x.device)
     columns = torch.zeros(1, width, dtype=torch.float32, device=x.device)
-    if x.numel():
-        grid = (ceil_div(n_rows, TILE_ROWS) * ceil_div(width, TILE_COLUMNS),)
-        tile = {"TILE_ROWS": TILE_ROWS, "TILE_COLUMNS": TILE_COLUMNS}
-        with torch.cuda.device_of(x):
-            launch(row_and_column_absmax_kernel, grid, x, rows, columns, n_rows, width, **tile)
+    grid = (ceil_div(n_rows, TILE_ROWS) * ceil_div(width, TILE_COLUMNS),)
+    tile = {"TILE_ROWS": TILE_ROWS, "TILE_COLUMNS": TILE_COLUMNS}
+    launch(row_and_column_absmax_kernel, grid, x, rows, columns, n_rows, width, **tile)
     return rows, columns
 
 

@@ -46,9 +46,6 @@ Limits: dense tensors whose moments and gradients lie as they do in memory; tens
 division are the approximate ones of the hardware, within 2 ulp, and flush denormals of fp32.
 """
 
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host functions below are typed.
-
 from collections.abc import Sequence
 
 import torch
@@ -59,24 +56,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cs336_systems.kernels.absmax import largest_of_threads, magnitude_bits, raise_absmax
 from cs336_systems.kernels.adamw_table import (
-    ABSMAX,
-    ALIGNED,
     CHUNK,
     COEFFICIENTS,
-    COLUMNS,
-    FIRST_CHUNK,
-    FIRST_MOMENT,
-    GRADIENT,
     HYPERPARAMETERS,
-    MASTER,
-    NUMBER,
-    NUMEL,
-    OFFSET,
-    PARAMETER,
-    SECOND_MOMENT,
-    SEED,
-    STEP,
-    STEP_NOW,
     TRITON_DTYPES,
     Update,
     UpdateTable,
@@ -89,6 +71,23 @@ BLOCK, WARPS = 512, 2
 blocks of 1,024 by 4 warps in chunks of 8,192 it reaches 92, with 2,048 by 8 warps 83 (LOG.md)."""
 ADVANCE_BLOCK = 32
 """One warp's lanes."""
+
+# A row of the table of tensors, int64, as ``adamw_table.py`` writes it.
+COLUMNS = tl.constexpr(14)
+NUMEL = tl.constexpr(0)
+FIRST_CHUNK = tl.constexpr(1)
+PARAMETER = tl.constexpr(2)
+GRADIENT = tl.constexpr(3)
+FIRST_MOMENT = tl.constexpr(4)
+SECOND_MOMENT = tl.constexpr(5)
+STEP = tl.constexpr(6)
+NUMBER = tl.constexpr(7)
+OFFSET = tl.constexpr(8)
+SEED = tl.constexpr(9)
+ALIGNED = tl.constexpr(10)
+STEP_NOW = tl.constexpr(11)  # written by the first launch
+MASTER = tl.constexpr(12)  # the parameter itself, if it has none
+ABSMAX = tl.constexpr(13)  # 0 if not wanted
 
 PHILOX_ROUNDS = tl.constexpr(7)
 NAN_BITS = tl.constexpr(0x7FC00000)
@@ -166,20 +165,9 @@ def rounded(x, noise, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def update_block(
-    p_at,
-    g_at,
-    m_at,
-    v_at,
-    master_at,
-    inside,
-    noise_pm,
-    noise_v,
-    scale,
-    own,
-    STOCHASTIC: tl.constexpr,
-    CLEAR: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
-):
+    p_at, g_at, m_at, v_at, master_at, inside, noise_pm, noise_v, scale, own,
+    STOCHASTIC: tl.constexpr, CLEAR: tl.constexpr, HAS_MASTER: tl.constexpr,
+):  # fmt: skip
     """Update the elements at blocks of pointers; returns the magnitude bits of the written p.
 
     noise_pm: 16 bits for p below 16 for m; noise_v: 16 for v.
@@ -206,21 +194,11 @@ def update_block(
 
 @triton.jit
 def update_kernel(
-    rows,
-    owners,
-    coefficients,
-    scale,
-    P: tl.constexpr,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    CLEAR: tl.constexpr,
-    WITH_ABSMAX: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
+    rows, owners, coefficients, scale,
+    P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, STOCHASTIC: tl.constexpr, CLEAR: tl.constexpr,
+    WITH_ABSMAX: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, HAS_MASTER: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     """One chunk of one tensor; P, G and M are the dtypes of parameter, gradient and moments."""
     program = tl.program_id(0)
     tensor = tl.load(owners + program)
@@ -243,15 +221,9 @@ def update_kernel(
         gdc_wait()  # for what the first launch writes
     step = tl.load(row + STEP_NOW)
     own = (
-        tl.load(at_own),
-        tl.load(at_own + 1),
-        tl.load(at_own + 2),
-        tl.load(at_own + 3),
-        tl.load(at_own + 4),
-        tl.load(at_own + 5),
-        tl.load(at_own + 6),
-        tl.load(at_own + 7),
-    )
+        tl.load(at_own), tl.load(at_own + 1), tl.load(at_own + 2), tl.load(at_own + 3),
+        tl.load(at_own + 4), tl.load(at_own + 5), tl.load(at_own + 6), tl.load(at_own + 7),
+    )  # fmt: skip
     if is_finite(factor):
         largest = largest_of_threads(tl.zeros((BLOCK,), tl.int32))
         for start in range(0, n_whole, BLOCK):
@@ -262,20 +234,10 @@ def update_kernel(
                 even, odd, both, _ = random_words(pairs, seed, step, number)
                 noise_pm, noise_v = tl.interleave(even, odd), tl.interleave(both, both >> 16)
             written = update_block(
-                tl.multiple_of(p, 16) + at,
-                tl.multiple_of(g, 16) + at,
-                tl.multiple_of(m, 16) + at,
-                tl.multiple_of(v, 16) + at,
-                tl.multiple_of(master, 16) + at,
-                None,
-                noise_pm,
-                noise_v,
-                factor,
-                own,
-                STOCHASTIC,
-                CLEAR,
-                HAS_MASTER,
-            )
+                tl.multiple_of(p, 16) + at, tl.multiple_of(g, 16) + at, tl.multiple_of(m, 16) + at,
+                tl.multiple_of(v, 16) + at, tl.multiple_of(master, 16) + at,
+                None, noise_pm, noise_v, factor, own, STOCHASTIC, CLEAR, HAS_MASTER,
+            )  # fmt: skip
             largest = tl.maximum(largest, largest_of_threads(written))
         for start in range(n_whole, n, BLOCK):
             at = start + lanes
@@ -286,20 +248,9 @@ def update_kernel(
                 is_odd = elements & 1 != 0
                 noise_pm, noise_v = tl.where(is_odd, odd, even), tl.where(is_odd, both >> 16, both)
             written = update_block(
-                p + at,
-                g + at,
-                m + at,
-                v + at,
-                master + at,
-                at < n,
-                noise_pm,
-                noise_v,
-                factor,
-                own,
-                STOCHASTIC,
-                CLEAR,
-                HAS_MASTER,
-            )
+                p + at, g + at, m + at, v + at, master + at, at < n,
+                noise_pm, noise_v, factor, own, STOCHASTIC, CLEAR, HAS_MASTER,
+            )  # fmt: skip
             largest = tl.maximum(largest, largest_of_threads(tl.where(at < n, written, 0)))
         if WITH_ABSMAX and absmax_at != 0:
             raise_absmax(absmax_at.to(tl.pointer_type(tl.float32)), largest, tl.float32)

@@ -1,7 +1,7 @@
 """The arguments of AdamW's kernels for each tensor: an update, checked, as rows of tables on the device.
 
-One table (``tensor_table.py``) holds addresses and what random bits are drawn for; another hyperparameters, which may
-change from step to step; a third has room for the coefficients that the first launch computes of them.
+One table (``tensor_table.py``) holds addresses and the counters of random bits; a second holds hyperparameters, which
+may change from step to step; a third has room for the coefficients that the first launch computes from them.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,23 +18,6 @@ CHUNK = 4096
 """Elements per program: 64 KiB of traffic, against a microsecond or two to find them."""
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-
-# A row of the table of tensors, int64.
-COLUMNS = tl.constexpr(14)
-NUMEL = tl.constexpr(0)
-FIRST_CHUNK = tl.constexpr(1)
-PARAMETER = tl.constexpr(2)
-GRADIENT = tl.constexpr(3)
-FIRST_MOMENT = tl.constexpr(4)
-SECOND_MOMENT = tl.constexpr(5)
-STEP = tl.constexpr(6)
-NUMBER = tl.constexpr(7)
-OFFSET = tl.constexpr(8)
-SEED = tl.constexpr(9)
-ALIGNED = tl.constexpr(10)
-STEP_NOW = tl.constexpr(11)  # written by the first launch
-MASTER = tl.constexpr(12)  # the parameter itself, if it has none
-ABSMAX = tl.constexpr(13)  # 0 if not wanted
 
 HYPERPARAMETERS = tl.constexpr(5)
 """lr, beta1, beta2, eps, weight_decay of a tensor, fp64."""
@@ -56,12 +39,12 @@ class Update(NamedTuple):
     eps: float
     weight_decay: float
     number: int = 0
-    """Of the tensor, among those that share a seed."""
+    """The tensor's number among those that share a seed."""
     offset: int = 0
-    """Of the first element within the whole tensor, whose shard this may be."""
+    """Place of the first element within the whole tensor, of which this may be a shard."""
     seed: int = 0
     master: Tensor | None = None
-    """fp32, of a bf16 parameter, which it then replaces but for what is written there."""
+    """The fp32 master weight of a bf16 parameter: it is updated, and the parameter becomes its rounded copy."""
     absmax: Tensor | None = None
     """fp32, one element: set to the largest magnitude of the written parameter; updates of one call may share it."""
 
@@ -73,12 +56,12 @@ class Update(NamedTuple):
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of ``tensors``: what one launch has in common."""
+        """The dtypes of ``tensors``, which all updates of one launch share."""
         return tuple(tensor.dtype for tensor in self.tensors.values())
 
 
 def _row(update: Update) -> tuple[int, ...]:
-    """Number of elements, and the columns after FIRST_CHUNK."""
+    """The number of elements, and the columns that follow FIRST_CHUNK in ``adamw.py``."""
     addresses = [tensor.data_ptr() for tensor in update[:4]]
     aligned = is_aligned(*update.tensors.values()) and update.offset % 2 == 0  # random bits are drawn for pairs
     exact = (update.parameter if update.master is None else update.master).data_ptr()
@@ -88,7 +71,7 @@ def _row(update: Update) -> tuple[int, ...]:
 
 
 class UpdateTable:
-    """What ``adamw_`` keeps on the device between calls for the same tensors."""
+    """Tables that ``adamw_`` keeps on the device between calls for the same tensors."""
 
     def __init__(self) -> None:
         self.tensors = TensorTable(CHUNK)
@@ -106,10 +89,10 @@ class UpdateTable:
         self.set_hyperparameters([(u.lr, *u.betas, u.eps, u.weight_decay) for u in updates])
 
     def set_hyperparameters(self, rows: Sequence[tuple[float, ...]]) -> None:
-        """Write those of each tensor (lr, both betas, eps, weight_decay), if any changed, to where kernels read them.
+        """Write each tensor's lr, betas, eps and weight_decay, if any changed, to where kernels read them.
 
-        A value that is that of all tensors, as the learning rate mostly is, is an argument of a kernel: a copy to the
-        device, however small, ends after those that are under way, which for a streamed step is 9 ms.
+        A value that all tensors share, as they mostly do the learning rate, is passed as a kernel's argument: a copy to
+        the device, however small, ends after those that are under way, which takes 9 ms in a streamed step.
 
         Raises:
             RuntimeError: they changed while a CUDA graph is captured.

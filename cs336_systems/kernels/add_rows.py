@@ -1,4 +1,4 @@
-"""Rows added to those of a matrix that they name: what an embedding's gradient takes from one chunk of tokens.
+"""Rows are added to the rows of a matrix that ids name: one chunk of tokens' part of an embedding's gradient.
 
 Formula, for rows x (T, D), ids (T) in [0, V) and a gradient (V, D):
 
@@ -17,9 +17,6 @@ Limits: fp32, bf16 and fp16, x and gradient of one dtype; ids out of range are n
     add_rows_(gradient, ids, x)
 """
 
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host function below is typed.
-
 import torch
 import triton
 import triton.language as tl
@@ -35,7 +32,7 @@ BLOCK_ROWS, MAX_BLOCK_D = 16, 256
 def add_rows_kernel(ids, places, x, gradient, n_rows, d, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """gradient (V, d) plus x (n_rows, d); sorted ids and the places that they had (n_rows).
 
-    Of as many programs for each row as D has blocks of columns, those of the row with which a run begins have that run.
+    Each row has a program for each block of columns. Those of the row with which a run begins sum that run.
     """
     n_blocks = tl.cdiv(d, BLOCK_D)
     first = tl.program_id(0) // n_blocks
@@ -83,11 +80,10 @@ def add_rows_(gradient_VD: Tensor, ids_T: Tensor, x_TD: Tensor) -> None:
         return
     ids, places = torch.sort(ids_T, stable=True)
     block_d = min(MAX_BLOCK_D, next_power_of_2(d))
-    with torch.cuda.device_of(x_TD):  # Triton launches on the current device, which may be another
-        launch(
-            add_rows_kernel,
-            (n_rows * ceil_div(d, block_d),),
-            *(ids, places, x_TD, gradient_VD, n_rows, d),
-            BLOCK_ROWS=BLOCK_ROWS,
-            BLOCK_D=block_d,
-        )
+    launch(
+        add_rows_kernel,
+        (n_rows * ceil_div(d, block_d),),
+        *(ids, places, x_TD, gradient_VD, n_rows, d),
+        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_D=block_d,
+    )

@@ -3,9 +3,6 @@
 LOG.md counts instructions and times. Each function has a plain form for Triton's interpreter.
 """
 
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values.
-
 import triton
 import triton.language as tl
 

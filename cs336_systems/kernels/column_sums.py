@@ -5,8 +5,8 @@ Formula, for x (T, D):
     sums[d] = sum over t of x[t, d]
 
 How. A program adds up, in fp32, the rows of one chunk in one block of columns, several at a time, and writes its sums
-to a row of a buffer; ``sum_rows.py`` adds up these rows, begun meanwhile and waiting for the last of them. No atomics:
-the same bits every time.
+to a row of a buffer. ``sum_rows``, which also ends RMSNorm's backward, adds up these rows in one order; it is launched
+meanwhile and waits for the last of them (``gdc_wait``). No atomics: the same bits every time.
 
 Traffic: reads x once, and writes and reads the buffer, of 4 bytes for 256 elements of x.
 
@@ -14,9 +14,6 @@ Limits: fp32, bf16 and fp16; T D < 2^63. A sum is rounded once, where it is stor
 
     column_sums(x)          # (D,)
 """
-
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host function below is typed.
 
 import torch
 import triton
@@ -27,11 +24,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from cs336_systems.kernels.launching import ceil_div, check_runnable, launch, next_power_of_2, operator, overlaps
 
 CHUNK_ROWS, BLOCK_ROWS, BLOCK_COLUMNS = 256, 32, 128
-"""A chunk's rows, those of them that are under way at once, and columns: 256 bytes of a row in bf16."""
+"""Rows of a chunk, those of them that are loaded at once, and columns of a block: 256 bytes of a row in bf16."""
 WARPS, STAGES = 4, 4
-"""32 elements for each thread, of each of as many blocks as there are stages."""
+"""Each thread has 32 elements of each block, and as many blocks are loaded at once as there are stages."""
 SUM_BLOCK, SUM_BLOCK_PARTS = 4096, 512
-"""Elements and, of them, rows at most that a program has under way at once."""
+"""Elements that a program loads at once, and the most rows among them."""
 
 
 @triton.jit
@@ -61,7 +58,7 @@ def _result(x: Tensor) -> Tensor:
 
 @operator("column_sums", _result)
 def column_sums_op(x: Tensor) -> Tensor:
-    """(D,) of contiguous x (T, D)."""
+    """The sums (D,) over the rows of contiguous x (T, D)."""
     n_rows, d = x.shape
     sums = _result(x)
     if not x.numel():
@@ -69,20 +66,19 @@ def column_sums_op(x: Tensor) -> Tensor:
     n_chunks = ceil_div(n_rows, CHUNK_ROWS)
     partial_sums = torch.empty(n_chunks, d, dtype=torch.float32, device=x.device)
     overlap = overlaps(sum_rows_kernel)
-    with torch.cuda.device_of(x):  # Triton launches on the current device, which may be another
-        launch(
-            column_sums_kernel,
-            (n_chunks * ceil_div(d, BLOCK_COLUMNS),),
-            *(x, partial_sums, n_rows),
-            D=d,
-            CHUNK=CHUNK_ROWS,
-            BLOCK_ROWS=BLOCK_ROWS,
-            BLOCK_COLUMNS=BLOCK_COLUMNS,
-            STAGES=STAGES,
-            OVERLAP=overlap,
-            num_warps=WARPS,
-        )
-        sum_rows(partial_sums, sums, overlap=overlap)
+    launch(
+        column_sums_kernel,
+        (n_chunks * ceil_div(d, BLOCK_COLUMNS),),
+        *(x, partial_sums, n_rows),
+        D=d,
+        CHUNK=CHUNK_ROWS,
+        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_COLUMNS=BLOCK_COLUMNS,
+        STAGES=STAGES,
+        OVERLAP=overlap,
+        num_warps=WARPS,
+    )
+    sum_rows(partial_sums, sums, overlap=overlap)
     return sums
 
 
@@ -118,7 +114,7 @@ def sum_rows(parts_PD: Tensor, total_D: Tensor, *, overlap: bool) -> None:
     """Write the sum over the rows of fp32 ``parts_PD`` to ``total_D``, of any dtype; both contiguous.
 
     Args:
-        overlap: with the kernel before it.
+        overlap: whether to begin while the kernel before it still runs.
     """
     n_parts, d = parts_PD.shape
     block_parts = min(SUM_BLOCK_PARTS, next_power_of_2(n_parts))

@@ -2,7 +2,7 @@
 
 A descriptor says where a tensor lies, in up to five dimensions with strides of whole 16 bytes, and which box of it one
 copy moves. Boxes that reach past an end are filled with zeros on the way in and cut on the way out: no kernel checks
-rows or columns of what is copied so.
+rows or columns of such copies.
 
 A ``Ring`` is how tiles travel from the producer warp to the consumers. Each of its ``STAGES`` slots has two mbarriers:
 
@@ -15,9 +15,6 @@ completed parity 1. So consumers of turn t wait on ``full`` for parity t & 1, th
 (t & 1) ^ 1, and passes at once in turn 0.
 """
 
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host functions below are typed.
-
 from typing import Any, dataclass_transform
 
 import torch
@@ -29,14 +26,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate, base_value
 
 ALIGNMENT_BYTES = 16
-"""Of the first element and of every stride but the last."""
+"""The alignment that the copy engine needs of the first element and of every stride but the last."""
 MAX_STRIDE_BYTES = 2**40
 
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 def can_be_copied(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether the copy engine can read an aligned tensor so laid out."""
+    """Whether the copy engine can read an aligned tensor of this shape and these strides, in elements."""
     step = ALIGNMENT_BYTES // dtype.itemsize
     limit = MAX_STRIDE_BYTES // dtype.itemsize
     for size, stride in zip(shape[:-1], strides[:-1], strict=True):
@@ -46,14 +43,14 @@ def can_be_copied(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch
 
 
 def example(dtype: torch.dtype) -> Tensor:
-    """Stands for aligned memory of that type where a launch is prepared."""
+    """A tensor without memory that stands for an aligned one of that dtype while a launch is prepared."""
     return torch.empty(0, dtype=dtype, device="meta")
 
 
 def descriptor(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...]
 ) -> TensorDescriptor:
-    """How the copy engine moves boxes of a tensor, two- or four-dimensional, to and from swizzled shared memory."""
+    """A descriptor by which boxes of a tensor, two- or four-dimensional, move to and from swizzled shared memory."""
     layout = gl.NVMMASharedLayout.get_default_for(list(box), _ELEMENT[dtype])
     # The stride of a dimension of one is never used, but must be aligned.
     used = [stride if size > 1 else ALIGNMENT_BYTES for size, stride in zip(shape[:-1], strides[:-1], strict=True)]
@@ -62,7 +59,7 @@ def descriptor(
 
 @dataclass_transform()
 def aggregate(cls: type) -> Any:
-    """A kernel's value of the fields that a class and its bases annotate; it is made of them in this order."""
+    """Make a class a kernel's value: its fields are those that it and its bases annotate, in this order."""
     classes = reversed(cls.__mro__)
     cls.__annotations__ = {k: v for each in classes for k, v in vars(each).get("__annotations__", {}).items()}
     names = gl.constexpr(tuple(cls.__annotations__))  # Triton keys its cache by the constants of a closure only
@@ -104,7 +101,7 @@ class Ring:
 
     @gluon.jit
     def begin(self, step, N_BYTES: gl.constexpr):
-        """Producer: the barrier for copies of so many bytes in total, once the slot of this step is free."""
+        """Producer: wait until the slot of this step is free; returns the barrier for copies of N_BYTES in total."""
         slot = self.slot(step)
         full = self.full.index(slot)
         mbarrier.wait(self.empty.index(slot), self.parity(step) ^ 1)
@@ -119,7 +116,7 @@ class Ring:
 
     @gluon.jit
     def wait(self, step, pred=True):
-        """Consumer: the tile of this step, when it is there."""
+        """Consumer: wait for the tile of this step, and return it."""
         slot = self.slot(step)
         mbarrier.wait(self.full.index(slot), self.parity(step), pred=pred)
         return self.tiles.index(slot)
@@ -139,7 +136,7 @@ def make_ring(dtype: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr, ST
 
 @gluon.jit
 def add_barriers(tiles, STAGES: gl.constexpr, readers):
-    """The ring of these slots."""
+    """A ring whose slots are ``tiles``."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):

@@ -1,4 +1,4 @@
-"""The L2 norm of many tensors together, and the factor that clips them to a largest norm, both on the device.
+"""The L2 norm of many tensors together, and the factor that clips them to a largest norm; both stay on the device.
 
 Formula (the clipping of Pascanu et al. 2013, with the constant of ``torch.nn.utils.clip_grad_norm_``):
 
@@ -23,9 +23,6 @@ that of the norm below 0.9e-6 plus half an ulp.
     norm = grad_norm([p.grad for p in parameters])          # fp32, shape ()
     optimizer.step(grad_scale=clip_scale(norm, 1.0))
 """
-
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host functions below are typed.
 
 from collections.abc import Sequence
 
@@ -108,8 +105,8 @@ def grad_norm(tensors: Sequence[Tensor], table: TensorTable | None = None) -> Te
 
     Args:
         tensors: bf16 or fp32, any sizes, dense in memory; at least one, all on one device.
-        table: from ``norm_table``, for a caller who comes again with the same tensors: what lies where is then copied
-            to the device once.
+        table: from ``norm_table``, for a caller who comes again with the same tensors: their addresses are then
+            copied to the device once.
 
     Raises:
         ValueError: there are no tensors, or one is of another dtype, on another device, not dense, or where Triton
@@ -119,7 +116,7 @@ def grad_norm(tensors: Sequence[Tensor], table: TensorTable | None = None) -> Te
 
 
 def sums_of_squares(tensors: Sequence[Tensor], table: TensorTable | None = None) -> Tensor:
-    """Of each chunk of each tensor, (n,) fp32 on their device; arguments and errors as of ``grad_norm``."""
+    """The sum of squares of each chunk of each tensor, (n,) in fp32; arguments and errors as in ``grad_norm``."""
     if not tensors:
         raise ValueError("grad_norm needs at least one tensor, got none")
     device = tensors[0].device
@@ -148,20 +145,19 @@ def sums_of_squares(tensors: Sequence[Tensor], table: TensorTable | None = None)
 
 
 def norm_of_sums(sums: Sequence[Tensor]) -> Tensor:
-    """The norm of tensors, fp32 of shape (), from what ``sums_of_squares`` gave for them one after the other."""
+    """The norm () in fp32 of tensors whose ``sums_of_squares`` are given, one result for each call."""
     partials = sums[0] if len(sums) == 1 else torch.cat(list(sums))
     norm = torch.empty((), dtype=torch.float32, device=partials.device)
-    with torch.cuda.device_of(norm):
-        overlap = overlaps(root_of_sum_kernel)
-        launch(
-            root_of_sum_kernel,
-            (1,),
-            *(partials, norm, partials.numel()),
-            BLOCK=FINAL_BLOCK,
-            OVERLAP=overlap,
-            num_warps=8,
-            launch_pdl=overlap,
-        )
+    overlap = overlaps(root_of_sum_kernel)
+    launch(
+        root_of_sum_kernel,
+        (1,),
+        *(partials, norm, partials.numel()),
+        BLOCK=FINAL_BLOCK,
+        OVERLAP=overlap,
+        num_warps=8,
+        launch_pdl=overlap,
+    )
     return norm
 
 
@@ -184,6 +180,5 @@ def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
         got = f"{norm.dtype} of shape {tuple(norm.shape)} on {norm.device}"
         raise ValueError(f"clip_scale takes one fp32 number on a CUDA device, got {got}")
     scale = torch.empty((), dtype=torch.float32, device=norm.device)
-    with torch.cuda.device_of(scale):
-        launch(clip_scale_kernel, (1,), norm, scale, float(max_norm))
+    launch(clip_scale_kernel, (1,), norm, scale, float(max_norm))
     return scale

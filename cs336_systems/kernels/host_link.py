@@ -2,14 +2,14 @@
 
     link = HostLink(device)
     coming = link.fetch([host])          # starts at once
-    (tensor,) = coming.wait()            # what the device does from here on finds the values there
-    link.send([tensor], [host])          # of what the device has done until here
-    link.release()                       # what it does from here on comes after all that was sent
+    (tensor,) = coming.wait()            # work that is queued from here on finds the values there
+    link.send([tensor], [host])          # copies the values after all work queued so far
+    link.release()                       # work that is queued from here on waits for everything that was sent
 
-A stream for each direction, as both run at full speed at once (102 of twice 55.5 GB/s on an H200). The host waits for
-nothing: whoever reads host memory itself synchronizes with the device first. What is sent stays alive until the device
-has waited for the copy, so memory is bounded by order, not by how far the host runs ahead: a later send makes the
-device wait for the ones before it, but for the newest and as many bytes as ``in_flight_bytes``.
+Each direction has a stream, as both run at full speed at once (102 of twice 55.5 GB/s on an H200). The host waits for
+nothing: a caller that reads host memory synchronizes with the device first. A tensor that is sent stays alive until the
+device has waited for its copy, so memory is bounded by order, not by how far the host runs ahead: a later send makes
+the device wait for the ones before it, except the newest and as many bytes as ``in_flight_bytes``.
 
 Host memory should be pinned (``pinned.py``), or the host waits after all. On a CPU everything is copied at once.
 """
@@ -28,10 +28,10 @@ class Coming:
 
     tensors: list[Tensor]
     done: torch.cuda.Event | None
-    """None where they are there."""
+    """None if the values are there already."""
 
     def wait(self) -> list[Tensor]:
-        """Let the device's current stream wait for them, not the host."""
+        """Let the device's current stream wait for the values; the host does not wait."""
         if self.done is not None:
             torch.cuda.current_stream(self.tensors[0].device).wait_event(self.done)
         return self.tensors
@@ -39,7 +39,7 @@ class Coming:
 
 @dataclass(frozen=True, eq=False)
 class _Leaving:
-    """Tensors on their way out; ``done`` as for ``Coming``."""
+    """Tensors on their way to the host; ``done`` is as in ``Coming``."""
 
     tensors: list[Tensor]
     hosts: list[Tensor]
@@ -57,7 +57,7 @@ class HostLink:
     """Copies from and to one device, each direction in its own order.
 
     Args:
-        in_flight_bytes: that may be on their way out besides the newest.
+        in_flight_bytes: bytes that may be on their way to the host besides the newest send.
     """
 
     def __init__(self, device: torch.device, in_flight_bytes: int = 0) -> None:
@@ -66,7 +66,7 @@ class HostLink:
         self._leaving: deque[_Leaving] = deque()
 
     def fetch(self, hosts: Sequence[Tensor]) -> Coming:
-        """Start bringing copies to the device; what has not left it yet, to these very tensors, is what was sent."""
+        """Start copies to the device, or return the source of a send to these very tensors that is still under way."""
         for leaving in reversed(self._leaving):  # the newest, if several went to the same place
             if leaving.goes_to(hosts):
                 self._leaving.remove(leaving)
@@ -75,14 +75,14 @@ class HostLink:
         return Coming(tensors, self._copy(self._inward, tensors, hosts))
 
     def send(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
-        """Start copying to the host what is there now, which nobody may change any more."""
+        """Start copying the tensors' present values to the host; nobody may change the tensors after that."""
         done = self._copy(self._outward, hosts, tensors)
         self._leaving.append(_Leaving(list(tensors), list(hosts), done))
         while len(self._leaving) > 1 and sum(one.n_bytes for one in list(self._leaving)[:-1]) > self.in_flight_bytes:
             self._release_oldest()
 
     def release(self) -> None:
-        """Let the device wait for all that was sent, and give its memory up."""
+        """Let the device wait for everything that was sent, and drop the tensors that were kept alive for it."""
         while self._leaving:
             self._release_oldest()
 
@@ -93,7 +93,7 @@ class HostLink:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
             return None
-        # Until then the device computes what is to be sent, and uses the memory of what is to come for something else.
+        # Before that the device still computes what is sent, and uses the memory of what is fetched for something else.
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for target, source in zip(targets, sources, strict=True):

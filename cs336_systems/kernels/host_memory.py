@@ -9,8 +9,8 @@ A slab is one piece of memory, on the host or on a device, and tensors are views
     weights = host.take((4096, 4096), torch.bfloat16)
     again = host.view(0, (4096, 4096), torch.bfloat16)
 
-Torch's own pinned allocator rounds every block up to a power of two, which for what fills a machine is too much. Here
-the kernel maps memory, in huge pages where it can, every core touches its share, and CUDA pins what is there. A slab
+Torch's own pinned allocator rounds every block up to a power of two, too much for a slab that fills a machine. Here
+the system maps memory, in huge pages where it can, every core touches its share, and CUDA pins what is there. A slab
 needs no closing: its memory is unpinned and given back when the slab and the last tensor in it are gone.
 """
 
@@ -31,21 +31,21 @@ from cs336_systems.kernels.allocating import computes, imagined_on_host
 ALIGNMENT = 256
 """Bytes, of every tensor in a slab: more than any copy engine or kernel asks for."""
 TABLE_SHARE = 8 / 4096
-"""Bytes of a GPU for each byte that is pinned for it: its page tables have an entry for each page of the host. Measured
+"""Bytes of a GPU that each byte pinned for it costs: its page tables have an entry for each page of the host. Measured
 on an H200: 0.739 GiB outside torch with nothing pinned, 0.878 with 71.4 GiB."""
 _UNLIMITED = ("max", str(2**63 - mmap.PAGESIZE))
-"""What limit files say without a limit: v2's word, and v1's largest number of whole pages."""
+"""The contents of a limit file without a limit: v2 has this word, v1 its largest number of whole pages."""
 
 
 def free_host_bytes() -> int:
-    """Bytes that a new process could still take: the kernel and the control group asked, whichever allows less."""
+    """Bytes that a new process could still take: the kernel's figure or the control group's, whichever is less."""
     available = psutil.virtual_memory().available
     limit = control_group_headroom()
     return available if limit is None else min(available, limit)
 
 
 def allowed_host_bytes() -> int:
-    """Bytes that the control group still allows; without a limit there, what the kernel says."""
+    """Bytes that the control group still allows; without a limit there, the kernel's figure."""
     limit = control_group_headroom()
     return psutil.virtual_memory().available if limit is None else limit
 
@@ -79,8 +79,9 @@ def control_group_headroom(
 
 
 def _headroom_of(folder: Path, limit_file: str, usage_file: str, prefix: str) -> int | None:
-    """Limit less usage of one control group, or None without a limit; page cache, which the kernel gives back, does not
-    count as used, however recently it was read.
+    """Limit less usage of one control group, or None without a limit.
+
+    Page cache does not count as used, however recently it was read, as the kernel gives it back.
     """
     try:
         limit, usage = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())
@@ -92,12 +93,12 @@ def _headroom_of(folder: Path, limit_file: str, usage_file: str, prefix: str) ->
 
 
 def aligned(n_bytes: int) -> int:
-    """Rounded up to ``ALIGNMENT``."""
+    """``n_bytes`` rounded up to ``ALIGNMENT``."""
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class Slab:
-    """Tensors by offset, or one after the other.
+    """One piece of memory that hands out tensors by offset, or one after the other.
 
     Args:
         memory: uint8, one dimension, contiguous.
@@ -110,7 +111,7 @@ class Slab:
 
     @property
     def n_bytes(self) -> int:
-        """Of the whole slab."""
+        """Bytes of the whole slab."""
         return self.memory.numel()
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -142,7 +143,7 @@ def host_slab(n_bytes: int, device: torch.device) -> Slab:
     On ``meta`` where nothing is computed.
 
     Raises:
-        RuntimeError: this machine has not as much memory left, or it cannot be pinned.
+        RuntimeError: this machine has too little memory left, or it cannot be pinned.
     """
     if not computes():
         return Slab(imagined_on_host(n_bytes))
@@ -163,7 +164,7 @@ def host_slab(n_bytes: int, device: torch.device) -> Slab:
 
 
 def _pin(pages: mmap.mmap, address: int, n_bytes: int, device: torch.device) -> None:
-    """Until ``pages`` is gone, whose last holder may be a tensor."""
+    """Pin memory for a device until ``pages`` is gone, whose last holder may be a tensor."""
     with torch.cuda.device(device):
         cudart = torch.cuda.cudart()
         error = cudart.cudaHostRegister(address, n_bytes, 0)

@@ -46,12 +46,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from cs336_systems.kernels.allocating import FUNCTIONS, computes
 
 MAX_REMEMBERED = 4096
-"""Keys hold sequence lengths: who meets more of them starts over."""
+"""Forms kept; at one more they are dropped. Keys hold sequence lengths, so a process may meet very many."""
 
 MAX_KEPT_MAPS = 1024
-"""Of one parameter: who meets more addresses starts over."""
+"""Maps kept for one parameter; at one address more they are dropped, as a process that meets so many will meet more."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What kernels take, unless their own limits say otherwise."""
+"""Dtypes that kernels take, unless their own limits say otherwise."""
 _LIBRARY = torch.library.Library("cs336_systems", "FRAGMENT")
 
 _ALIGNMENT_BYTES = 16
@@ -83,14 +83,14 @@ def _n_multiprocessors(device: torch.device) -> int:
 
 
 def needs_other_device(kernel: Any, device: torch.device) -> bool:
-    """Whether ``kernel`` cannot run there: off CUDA devices Triton can only interpret, if told so in time."""
+    """Whether ``kernel`` cannot run there: off CUDA devices Triton can only interpret, with TRITON_INTERPRET=1."""
     return computes() and device.type != "cuda" and isinstance(kernel, triton.JITFunction)
 
 
 def overlaps(kernel: Any) -> bool:
     """Whether ``launch_pdl`` lets ``kernel`` begin before the one in front of it has ended: from Hopper on.
 
-    It must call ``gdc_wait`` then before it reads what that one writes.
+    The kernel must then call ``gdc_wait`` before it reads what that one writes.
     """
     return computes() and _overlaps(kernel)
 
@@ -104,7 +104,7 @@ def _overlaps(kernel: Any) -> bool:
 
 
 class Form:
-    """A kernel compiled for one form of its arguments, and called without the Python that Triton has around that.
+    """A kernel compiled for one form of its arguments, and called without Triton's Python around the launch.
 
     Raises:
         RuntimeError: the kernel needs scratch memory, which is allocated in that Python.
@@ -136,7 +136,7 @@ class Form:
 
 
 def _in_c(launcher: Callable[..., None]) -> Callable[..., None]:
-    """Triton's launcher without the function around it, if there is one, which makes tensor maps of descriptors."""
+    """Triton's launcher in C, without the Python function, if any, that makes tensor maps of descriptors."""
     return inspect.getclosurevars(launcher).nonlocals["launcher"] if inspect.isfunction(launcher) else launcher
 
 
@@ -144,33 +144,34 @@ _remembered: dict[Hashable, Form] = {}
 
 
 def launch(kernel: Any, grid: tuple[int], *arguments: Any, **constants_and_options: Any) -> None:
-    """Run ``kernel`` on the current device and stream.
+    """Run ``kernel`` on the first argument's device and its current stream; an empty grid runs nothing.
 
     Args:
-        kernel: of ``triton.jit`` or ``gluon.jit``; where Triton interprets kernels, nothing is remembered.
-        grid: how many programs.
-        arguments: tensors, ints and floats (no bools), for the first parameters in order.
-        constants_and_options: by name, the other parameters, all ``constexpr``, and what the compiler takes.
+        kernel: a function of ``triton.jit`` or ``gluon.jit``; where Triton interprets kernels, nothing is remembered.
+        grid: the number of programs.
+        arguments: a tensor, and further tensors, ints and floats (no bools), for the first parameters in order.
+        constants_and_options: by name, the other parameters, all ``constexpr``, and the compiler's options.
     """
-    if not computes():
+    if not (grid[0] and computes()):
         return
-    if not isinstance(kernel, triton.JITFunction):
-        kernel[grid](*arguments, **constants_and_options)
-        return
-    driver = triton.runtime.driver.active
-    device = driver.get_current_device()
-    key = (kernel, device, tuple(map(_what_matters, arguments)), tuple(constants_and_options.items()))
-    form = _remembered.get(key)
-    if form is None:
-        form = Form(kernel, *arguments, **constants_and_options)
-        if len(_remembered) >= MAX_REMEMBERED:
-            _remembered.clear()
-        _remembered[key] = form
-    form((*grid, 1, 1), driver.get_current_stream(device), *arguments)
+    with torch.cuda.device_of(arguments[0]):  # Triton launches on the current device, which may be another
+        if not isinstance(kernel, triton.JITFunction):
+            kernel[grid](*arguments, **constants_and_options)
+            return
+        driver = triton.runtime.driver.active
+        device = driver.get_current_device()
+        key = (kernel, device, tuple(map(_what_matters, arguments)), tuple(constants_and_options.items()))
+        form = _remembered.get(key)
+        if form is None:
+            form = Form(kernel, *arguments, **constants_and_options)
+            if len(_remembered) >= MAX_REMEMBERED:
+                _remembered.clear()
+            _remembered[key] = form
+        form((*grid, 1, 1), driver.get_current_stream(device), *arguments)
 
 
 def _what_matters(argument: Any) -> Hashable:
-    """Of an argument, no less than Triton looks at."""
+    """The properties of an argument by which Triton chooses a form."""
     if type(argument) is int:
         return argument
     if isinstance(argument, float):
@@ -179,10 +180,10 @@ def _what_matters(argument: Any) -> Hashable:
 
 
 class TensorMaps(dict[int, list[Any]]):
-    """By address, what Triton's launcher takes in place of a descriptor: the tensor map, the shape and the strides."""
+    """The tensor map, shape and strides that Triton's launcher takes in place of a descriptor, by address."""
 
     def __init__(self, descriptor: TensorDescriptor, metadata: Any) -> None:
-        """Of tensors like that of ``descriptor``; ``metadata`` is what the compiled kernel says of the parameter."""
+        """Maps are of tensors like that of ``descriptor``; ``metadata`` is the compiled kernel's, of this parameter."""
         super().__init__()
         self._like, self._metadata = descriptor, metadata
 
@@ -225,11 +226,11 @@ class Prepared:
 def operator(
     name: str, results: Callable[..., Any], mutates: Iterable[str] = ()
 ) -> Callable[[Callable[..., Any]], OpOverload]:
-    """Register a function whose signature is annotated; the operator takes its place.
+    """Register a function with annotated parameters as a torch operator, which replaces it.
 
     Args:
         name: after ``cs336_systems::``.
-        results: of the same arguments, empty tensors of the shapes, dtypes and strides that it returns.
+        results: takes the same arguments and returns empty tensors of the shapes, dtypes and strides of the results.
         mutates: arguments that it writes into; results must not share memory with arguments.
     """
 
@@ -246,11 +247,7 @@ def operator(
 
 
 def check_runnable(kernel: Any, x: Tensor) -> None:
-    """Whether ``kernel`` takes the dtype and device of ``x``.
-
-    Raises:
-        ValueError: another dtype than fp32, bf16 or fp16, or no CUDA tensor where kernels are compiled.
-    """
+    """Raises ValueError unless ``x`` is fp32, bf16 or fp16, and a CUDA tensor where kernels are compiled."""
     if x.dtype not in DTYPES:
         raise ValueError(f"the kernel takes float32, bfloat16 and float16, got {x.dtype}")
     check_device(kernel, x)

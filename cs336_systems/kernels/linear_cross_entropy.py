@@ -29,9 +29,6 @@ refused on GPUs; they make loss and gradients NaN. If no target counts, the mean
 ``torch.nn.functional.cross_entropy``. fp16 is not taken: 1/n would underflow in dlogits.
 """
 
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host functions below are typed.
-
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -46,36 +43,26 @@ from cs336_systems.kernels.launching import ceil_div, check_alike, check_runnabl
 from cs336_systems.kernels.products import product_
 
 CHUNK_BYTES = 5 * 2**27
-"""Of one chunk's logits, at most: 0.625 GiB, which is 2,048 tokens of 151,936 words in bf16. At 32,768 x 4096 an H200
-takes 183.3, 185.4 and 185.0 ms in chunks of 2,048, 4,096 and 8,192 (LOG.md)."""
+"""The most bytes of a chunk's logits: 0.625 GiB, 2,048 tokens of 151,936 words in bf16. At 32,768 x 4096 an H200 takes
+183.3, 185.4 and 185.0 ms in chunks of 2,048, 4,096 and 8,192 (LOG.md)."""
 CHUNK_MULTIPLE = 256
-"""Of tokens, so that tiles of the products divide a chunk."""
+"""Tokens of a chunk are a multiple of this, which tiles of matmuls divide."""
 LONG_ROW = 2**15
-"""Words from which a row gets 32 warps instead of 8, and a multiprocessor for itself: few long rows in work leave the
-caches something to keep. 4,096 rows of 151,936 words take 0.78 ms so, and 0.85 with two rows on a multiprocessor."""
+"""A row of so many words or more gets 32 warps instead of 8, and a multiprocessor for itself: then few long rows are in
+work, which the caches can keep. 4,096 rows of 151,936 words take 0.78 ms so, and 0.85 with two on a multiprocessor."""
 LONG_ROW_REGISTERS = 64
-"""Per thread, of which 1,024 then fill a multiprocessor."""
+"""Registers per thread, with which 1,024 threads fill a multiprocessor."""
 SCALE_BLOCK = 4096
 """Elements of a program of 4 warps: 4 loads of 16 bytes per thread in bf16."""
 LOADS = 4
-"""Of 16 bytes, per thread and block; a block has so many vectors per thread."""
+"""Loads of 16 bytes per thread and block."""
 
 
 @triton.jit
 def cross_entropy_rows_kernel(
-    logits,
-    targets,
-    scale,
-    losses,
-    lses,
-    stride,
-    n_words,
-    ignore_index,
-    z_loss,
-    BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
-    GRADIENT: tl.constexpr,
-):
+    logits, targets, scale, losses, lses, stride, n_words, ignore_index, z_loss,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr, GRADIENT: tl.constexpr,
+):  # fmt: skip
     """Program i: losses[i] and lses[i] of row i of logits, and its gradient times scale[0] in its place.
 
     Rows begin at multiples of ``stride``; between ``n_words`` and ``stride`` they are -inf.
@@ -135,21 +122,20 @@ def launch_rows(
     vector = 16 // logits_CV.itemsize
     n_warps = 32 if n_words >= LONG_ROW else 8
     block = min(n_warps * 32 * vector * LOADS, max(vector, next_power_of_2(stride)))
-    with torch.cuda.device_of(logits_CV):  # Triton launches on the current device, which may be another
-        launch(
-            cross_entropy_rows_kernel,
-            (len(logits_CV),),
-            *(logits_CV, targets_C, scale, losses_C, lse_C, stride, n_words, ignore_index, z_loss),
-            BLOCK=block,
-            VECTOR=vector,
-            GRADIENT=gradient,
-            num_warps=n_warps,
-            maxnreg=LONG_ROW_REGISTERS if n_words >= LONG_ROW else None,
-        )
+    launch(
+        cross_entropy_rows_kernel,
+        (len(logits_CV),),
+        *(logits_CV, targets_C, scale, losses_C, lse_C, stride, n_words, ignore_index, z_loss),
+        BLOCK=block,
+        VECTOR=vector,
+        GRADIENT=gradient,
+        num_warps=n_warps,
+        maxnreg=LONG_ROW_REGISTERS if n_words >= LONG_ROW else None,
+    )
 
 
 def default_chunk(n_tokens: int, n_words: int, itemsize: int) -> int:
-    """Tokens per chunk: of the fewest chunks whose logits take at most ``CHUNK_BYTES`` each, equal ones."""
+    """Tokens per chunk, for the fewest chunks of equal size whose logits take at most ``CHUNK_BYTES`` each."""
     most = max(CHUNK_MULTIPLE, CHUNK_BYTES // (n_words * itemsize) // CHUNK_MULTIPLE * CHUNK_MULTIPLE)
     equal = ceil_div(n_tokens, max(1, ceil_div(n_tokens, most)))
     return max(1, ceil_div(equal, CHUNK_MULTIPLE)) * CHUNK_MULTIPLE
@@ -165,9 +151,9 @@ def in_chunks(
     chunk: int,
     rows: Callable[[Tensor, Tensor, Tensor, Tensor], None],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """losses (T,), dx (T, D) or (0,), lse (T,): the products around ``rows(logits, targets, losses, lse)``.
+    """losses (T,), dx (T, D) or (0,), lse (T,): the matmuls around ``rows(logits, targets, losses, lse)``.
 
-    That fills a chunk's losses and lse and, where gradients are wanted, writes that of the logits over them.
+    ``rows`` fills a chunk's losses and lse and, where gradients are wanted, writes that of the logits over them.
     """
     n_tokens, n_words = len(x_TD), len(weight_VD)
     losses = torch.empty(n_tokens, dtype=torch.float32, device=x_TD.device)
@@ -193,16 +179,8 @@ def in_chunks(
     return losses, dx, lse
 
 
-def _results(
-    x_TD: Tensor,
-    weight_VD: Tensor,
-    targets_T: Tensor,
-    denominator: Tensor | None,
-    grad_weight: Tensor | None,
-    accumulate: bool,
-    wants_dx: bool,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _results(x_TD: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, wants_dx, _, _, _ = rest
     dx = torch.empty_like(x_TD) if wants_dx else x_TD.new_empty(0)
     lse = x_TD.new_empty(len(x_TD), dtype=torch.float32)
     return lse.new_empty(()), dx, lse
@@ -251,8 +229,8 @@ def linear_cross_entropy_forward_backward(
         x_TD: fp32 or bf16, as weight_VD.
         targets_T: int64 in [0, V), or ``ignore_index``; anything else makes loss and gradients NaN.
         grad_weight: like weight_VD; dweight is added to it in place, and it is what is returned.
-        denominator: () on the device of x, by which the sum over the targets that count is divided, if not by their
-            number: that of all micro-batches or ranks, for one.
+        denominator: () on the device of x, by which the sum over the targets that count is divided; by default their
+            number. It may be the number over all micro-batches or ranks.
         z_loss: adds z_loss * lse^2 to each target's loss.
         chunk: tokens whose logits exist at a time; ``default_chunk`` if None.
 
@@ -275,10 +253,10 @@ def linear_cross_entropy_forward_backward(
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Gradients in forward; backward multiplies them by the one that arrives.
+    """Forward computes the gradients; backward multiplies them, in place, by the gradient that arrives.
 
-    That reads and writes each once more, where it lies, 0.7 ms beside 187 at 32,768 x 4096 x 151,936 by its bytes;
-    torch's product with a scalar on the device takes 3.5 there. If another backward is to come, it is done on copies.
+    That reads and writes each once more: 0.7 ms beside 187 at 32,768 x 4096 x 151,936 by its bytes, where torch's
+    multiplication by a scalar on the device takes 3.5. If another backward is to come, copies are multiplied.
     """
 
     @staticmethod
@@ -317,7 +295,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 @triton.jit
 def scale_kernel(x, factor, n_elements, BLOCK: tl.constexpr):
-    """x times the one factor, where it lies."""
+    """Multiply x by the one factor in place."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n_elements
     tl.store(x + at, tl.load(x + at, mask=inside).to(tl.float32) * tl.load(factor), mask=inside)
@@ -326,9 +304,7 @@ def scale_kernel(x, factor, n_elements, BLOCK: tl.constexpr):
 @operator("scale_", lambda x, factor: None, mutates=("x",))
 def scale_op(x: Tensor, factor: Tensor) -> None:
     """Contiguous x times a factor () in fp32, in place, rounded once."""
-    if x.numel():
-        with torch.cuda.device_of(x):
-            launch(scale_kernel, (ceil_div(x.numel(), SCALE_BLOCK),), x, factor, x.numel(), BLOCK=SCALE_BLOCK)
+    launch(scale_kernel, (ceil_div(x.numel(), SCALE_BLOCK),), x, factor, x.numel(), BLOCK=SCALE_BLOCK)
 
 
 def linear_cross_entropy(

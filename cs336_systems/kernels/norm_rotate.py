@@ -29,9 +29,6 @@ Limits: fp32, bf16 and fp16, one dtype for all but the angles, which are fp32; f
 Shape legend: R = B S tokens, H query heads, K key/value heads, E d_head; W >= (H + K) E is the width of a row.
 """
 
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host functions below are typed.
-
 from typing import Any
 
 import torch
@@ -72,22 +69,9 @@ def _inverse_rms(first, second, eps, HALF: tl.constexpr):
 
 @triton.jit
 def norm_rotate_kernel(
-    x,
-    out,
-    q_gain,
-    k_gain,
-    cos,
-    sin,
-    stride_x,
-    eps,
-    n_query_heads,
-    n_heads,
-    n_positions,
-    n_vectors,
-    HALF: tl.constexpr,
-    BLOCK_VECTORS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
+    x, out, q_gain, k_gain, cos, sin, stride_x, eps, n_query_heads, n_heads, n_positions, n_vectors,
+    HALF: tl.constexpr, BLOCK_VECTORS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
     """Contiguous out (R, n_heads E) from the first n_heads heads of the rows of x, which lie stride_x apart."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     vectors = tl.program_id(0) * BLOCK_VECTORS + tl.arange(0, BLOCK_VECTORS)
@@ -111,25 +95,10 @@ def norm_rotate_kernel(
 
 @triton.jit
 def norm_rotate_backward_kernel(
-    d,
-    x,
-    q_gain,
-    k_gain,
-    cos,
-    sin,
-    partial_dgain,
-    stride_d,
-    stride_x,
-    eps,
-    n_query_heads,
-    n_key_heads,
-    n_query_programs,
-    n_positions,
-    n_tokens,
-    HALF: tl.constexpr,
-    BLOCK_VECTORS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
+    d, x, q_gain, k_gain, cos, sin, partial_dgain, stride_d, stride_x, eps, n_query_heads, n_key_heads,
+    n_query_programs, n_positions, n_tokens,
+    HALF: tl.constexpr, BLOCK_VECTORS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
     """The first n_query_programs programs walk over the heads of q, the rest over those of k.
 
     In rows of d, which lie stride_d apart, the gradient of y becomes that of x; a program's row of partial_dgain
@@ -203,18 +172,16 @@ def norm_rotate_op(
     n_rotated, half = n_heads + n_kv_heads, cos.shape[1]
     n_vectors = qkv.shape[0] * n_rotated
     block_vectors, block_half = _block(half)
-    if n_vectors:
-        with torch.cuda.device_of(qkv):  # Triton launches on the current device, which may be another
-            launch(
-                norm_rotate_kernel,
-                (ceil_div(n_vectors, block_vectors),),
-                *(qkv, out, q_gain.contiguous(), k_gain.contiguous(), cos.contiguous(), sin.contiguous()),
-                *(qkv.stride(0), eps, n_heads, n_rotated, cos.shape[0], n_vectors),
-                HALF=half,
-                BLOCK_VECTORS=block_vectors,
-                BLOCK_HALF=block_half,
-                enable_fp_fusion=False,
-            )
+    launch(
+        norm_rotate_kernel,
+        (ceil_div(n_vectors, block_vectors),),
+        *(qkv, out, q_gain.contiguous(), k_gain.contiguous(), cos.contiguous(), sin.contiguous()),
+        *(qkv.stride(0), eps, n_heads, n_rotated, cos.shape[0], n_vectors),
+        HALF=half,
+        BLOCK_VECTORS=block_vectors,
+        BLOCK_HALF=block_half,
+        enable_fp_fusion=False,
+    )
     return out
 
 
@@ -238,18 +205,16 @@ def norm_rotate_backward_op(
     n_query_programs = min(share, ceil_div(n_tokens * n_heads, block_vectors))
     n_key_programs = min(programs, ceil_div(n_tokens * n_kv_heads, block_vectors))
     partial = torch.empty(n_query_programs + n_key_programs, 2 * half, dtype=torch.float32, device=qkv.device)
-    if n_tokens:
-        with torch.cuda.device_of(qkv):
-            launch(
-                norm_rotate_backward_kernel,
-                (n_query_programs + n_key_programs,),
-                *(dqkv, qkv, q_gain.contiguous(), k_gain.contiguous(), cos.contiguous(), sin.contiguous(), partial),
-                *(dqkv.stride(0), qkv.stride(0), eps, n_heads, n_kv_heads, n_query_programs, cos.shape[0], n_tokens),
-                HALF=half,
-                BLOCK_VECTORS=block_vectors,
-                BLOCK_HALF=block_half,
-                enable_fp_fusion=False,
-            )
+    launch(
+        norm_rotate_backward_kernel,
+        (n_query_programs + n_key_programs,),
+        *(dqkv, qkv, q_gain.contiguous(), k_gain.contiguous(), cos.contiguous(), sin.contiguous(), partial),
+        *(dqkv.stride(0), qkv.stride(0), eps, n_heads, n_kv_heads, n_query_programs, cos.shape[0], n_tokens),
+        HALF=half,
+        BLOCK_VECTORS=block_vectors,
+        BLOCK_HALF=block_half,
+        enable_fp_fusion=False,
+    )
     dq_gain, dk_gain = (part.sum(0).to(q_gain.dtype) for part in partial.split((n_query_programs, n_key_programs)))
     return dq_gain, dk_gain
 

@@ -1,4 +1,4 @@
-"""Matrix products on Hopper: y = x W^T, and gate | up with SwiGLU in the same launch.
+"""Matmuls on Hopper: y = x W^T, and gate | up with SwiGLU in the same launch.
 
     gate | up = x W^T,   product = silu(gate) * up
 
@@ -20,9 +20,6 @@ result a multiple of 256, and enough tiles to fill the device twice; other tenso
 Shape legend: R rows, K and N columns of a weight and its rows, F d_ff.
 """
 
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host functions below are typed.
-
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -40,13 +37,13 @@ from cs336_systems.kernels.swiglu import _product_like
 from cs336_systems.kernels.swiglu import forward_op as swiglu_op
 
 DEPTH = gl.constexpr(64)
-"""Of one step along the sum: 128 bytes, the widest row that shared memory swizzles."""
+"""Elements of one step along the sum: 128 bytes, the widest row that shared memory swizzles."""
 BAND = gl.constexpr(2048)
-"""Rows that share a column's tiles of the weight."""
+"""Rows of the result that are computed together, so that they share the weight's tiles in the L2 cache."""
 ROWS = gl.constexpr(64)
-"""Of each of the two consumers."""
+"""Rows of a tile that each of the two consumers computes."""
 COLUMNS = gl.constexpr(256)
-"""Of a tile, of which each half is sent by itself; with SwiGLU the left one holds gates, the right one ups."""
+"""Columns of a tile, whose halves are sent one by one; with SwiGLU the left half holds gates, the right one ups."""
 
 
 FASTER = frozenset(
@@ -73,7 +70,7 @@ perhaps as programs with a fixed share of the tiles wait for those that NCCL hol
 
 
 class Buffering(NamedTuple):
-    """What shared memory holds: 48 KB per stage, and 32 KB for both consumers' buffers."""
+    """The parts of shared memory: 48 KB per stage, and 32 KB for both consumers' buffers."""
 
     stages: int
     buffers: int
@@ -81,12 +78,12 @@ class Buffering(NamedTuple):
 
 
 PLAIN, GATED = Buffering(3, 2), Buffering(4, 1)
-"""Of prototypes at 32,768 x 9728 x 896: plain 761 TFLOP/s, and 731 in the other way; with SwiGLU 645, and 613."""
+"""Prototypes at 32,768 x 9728 x 896 reached 761 TFLOP/s plain, and 731 with the other's; with SwiGLU 645, and 613."""
 
 
 @aggregate
 class Tiles:
-    """The shape of a result, and its tiles."""
+    """The shape of a result, which is computed tile by tile."""
 
     n_rows: gl.tensor
     n_columns: gl.tensor
@@ -112,7 +109,7 @@ class Work:
     tiles: Tiles
     depth: gl.tensor
     left: gl.shared_memory_descriptor
-    """For each slot of the ring, the part of the first consumer and that of the second."""
+    """The left operand's tiles: for each slot of the ring, the first consumer's part and the second's."""
     right: Ring
     out: gl.shared_memory_descriptor
     SWIGLU: gl.constexpr
@@ -121,7 +118,7 @@ class Work:
 
 @gluon.jit
 def product_producer(work, left, right):
-    """One warp: for each step of each tile, what it takes of both operands."""
+    """One warp copies both operands' parts for each step of each tile."""
     BYTES: gl.constexpr = (2 * ROWS + COLUMNS) * DEPTH * 2
     HALF: gl.constexpr = COLUMNS // 2
     step = 0
@@ -146,7 +143,7 @@ def product_producer(work, left, right):
 
 @gluon.jit
 def multiply(work, acc, step, WHO: gl.constexpr, FIRST: gl.constexpr):
-    """Start adding the product of a step, and wait for the one before."""
+    """Start adding the matmul of a step, and wait for the one before."""
     right = work.right.wait(step).permute((1, 0))
     left = work.left.index(2 * work.right.slot(step) + WHO)
     acc = warpgroup_mma(left, right, acc, use_acc=not FIRST, is_async=True)
@@ -155,7 +152,7 @@ def multiply(work, acc, step, WHO: gl.constexpr, FIRST: gl.constexpr):
 
 @gluon.jit
 def halves(acc, LAYOUT: gl.constexpr):
-    """The left and the right half of the columns."""
+    """Split a block into the left and the right half of its columns."""
     left, right = acc.reshape([acc.shape[0], 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
     return gl.convert_layout(left, LAYOUT), gl.convert_layout(right, LAYOUT)
 
@@ -174,7 +171,7 @@ def send(work, descriptor, values, row, column, n_sent, WHO: gl.constexpr):
 
 @gluon.jit
 def product_consumer(work, out, product, WHO: gl.constexpr):
-    """One warpgroup: half of the rows of each tile."""
+    """One warpgroup computes half of the rows of each tile."""
     HALF: gl.constexpr = COLUMNS // 2
     dtype: gl.constexpr = work.out.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -245,7 +242,7 @@ def _prepared(
     device: torch.device,
     swiglu: bool,
 ) -> Prepared | None:
-    """For the addresses of x, weight, out and SwiGLU's product; None if the kernel does not serve these."""
+    """A launch for the addresses of x, weight, out and SwiGLU's product; None if the kernel does not serve these."""
     tensors = list(zip(shapes, strides, dtypes, strict=True))
     (n_rows, depth), (n_columns, _) = shapes[:2]
     n_tiles = ceil_div(n_rows, 2 * ROWS.value) * ceil_div(n_columns, COLUMNS.value)
@@ -281,7 +278,7 @@ def _prepared(
 
 @lru_cache
 def is_hopper(device: torch.device) -> bool:
-    """Compute capability 9.0."""
+    """Whether a device has compute capability 9.0."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 

@@ -1,8 +1,8 @@
 """Quantization to fp8 with a scale for each block, found and used in one pass; definition: ``quantize_reference.py``.
 
-Blocks are 1 x 128, along the dimension that a product sums over, as for activations and their gradients; or 128 x 128,
+Blocks are 1 x 128, along the dimension that a matmul sums over, as for activations and their gradients; or 128 x 128,
 as for weights. A tile of 128 x 128 elements holds whole blocks of either form, of x and of the transposed x: so
-nothing is read before, and q and q_t come of one read, as in ``quantize.py``, whose method and limits hold here too.
+q and q_t come from one read, as in ``quantize.py``, whose method and limits hold here too.
 
 Inverse scales lie as ``torch.nn.functional.scaled_mm`` takes them: of 1 x 128 blocks (T, D / 128) column by column, of
 128 x 128 row by row with rows apart by a multiple of 4. A last block may be less than whole.
@@ -10,9 +10,6 @@ Inverse scales lie as ``torch.nn.functional.scaled_mm`` takes them: of 1 x 128 b
     quantized = quantize_blocks(x, torch.float8_e4m3fn, transposed=True)
     quantized = quantize_blocks(weight, torch.float8_e4m3fn, square=True, transposed=True)
 """
-
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host functions below are typed.
 
 import torch
 import triton
@@ -30,30 +27,16 @@ WARPS = 8
 
 @triton.jit
 def block_scales(bits, LARGEST: tl.constexpr):
-    """(scale, inverse scale) of magnitude bits."""
+    """(scale, inverse scale) for magnitude bits."""
     return scales_of(bits.to(tl.float32, bitcast=True), LARGEST)
 
 
 @triton.jit
 def quantize_blocks_kernel(
-    x,
-    q,
-    q_t,
-    inverse_scale,
-    inverse_scale_t,
-    stride_row,
-    stride_block,
-    stride_t_row,
-    stride_t_block,
-    n_rows,
-    width,
-    DTYPE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    SQUARE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    x, q, q_t, inverse_scale, inverse_scale_t, stride_row, stride_block, stride_t_row, stride_t_block, n_rows, width,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, SQUARE: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """q (n_rows, width), q_t (width, n_rows) and their inverse scales, of any strides; a tile of x a program."""
     n_tiles = tl.cdiv(width, BLOCK)
     tile_row, tile_column = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
@@ -124,20 +107,18 @@ def quantize_blocks_op(
     """(q, q_t, inverse_scale, inverse_scale_t) of contiguous x."""
     found = results(x, dtype, square, rows, transposed)
     n_rows, width = x.shape
-    if x.numel():
-        with torch.cuda.device_of(x):  # Triton launches on the current device, which may be another
-            launch(
-                quantize_blocks_kernel,
-                (ceil_div(n_rows, BLOCK) * ceil_div(width, BLOCK),),
-                *(x, *found, *found[2].stride(), *found[3].stride(), n_rows, width),
-                DTYPE=FORMATS[dtype],
-                LARGEST=LARGEST[dtype],
-                SQUARE=square,
-                ROWS=rows,
-                TRANSPOSED=transposed,
-                BLOCK=BLOCK,
-                num_warps=WARPS,
-            )
+    launch(
+        quantize_blocks_kernel,
+        (ceil_div(n_rows, BLOCK) * ceil_div(width, BLOCK),),
+        *(x, *found, *found[2].stride(), *found[3].stride(), n_rows, width),
+        DTYPE=FORMATS[dtype],
+        LARGEST=LARGEST[dtype],
+        SQUARE=square,
+        ROWS=rows,
+        TRANSPOSED=transposed,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
     return found
 
 

@@ -4,8 +4,8 @@
     q             = fp8(x M / max(absmax, 1e-10))      inverse_scale = max(absmax, 1e-10) / M
 
 A rank under FSDP holds rows of every matrix of every block, each in memory of its own; those of q, k and v are parts of
-one matrix. Ranks agree on the largest magnitudes between the two launches. By launches for each part that took
-45 operations of each block, and in a recording the host was late with them (profiles/distributed.md).
+one matrix. Ranks agree on the largest magnitudes between the two launches. With launches for each part that
+took 45 operations of each block, and in a recording the host was late with them (profiles/distributed.md).
 
 Method: a program takes a chunk of one part (``tensor_table.py``), 16 bytes of a thread at a time.
 
@@ -18,9 +18,6 @@ Limits: fp32, bf16 and fp16 to e4m3 and e5m2; parts begin at multiples of 16 byt
     absmax = quantizer.absmax()          # (2,)
     quantizer.quantize_(absmax)          # fills q, r and s, a and b
 """
-
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host functions below are typed.
 
 from collections.abc import Sequence
 
@@ -59,7 +56,7 @@ def chunk_of(rows, owners, CHUNK: tl.constexpr):
 
 @triton.jit
 def load_chunk(row, start, n, ELEMENT: tl.constexpr, ROUNDED: tl.constexpr, CHUNK: tl.constexpr):
-    """Its elements, rounded, in fp32."""
+    """The elements of a chunk, rounded to ROUNDED, in fp32."""
     x = tl.multiple_of(tl.load(row + X).to(tl.pointer_type(ELEMENT)), 16)
     at = tl.arange(0, CHUNK)
     block = tl.load(x + start + at, mask=at < n, other=0.0).to(tl.float32)
@@ -70,7 +67,7 @@ def load_chunk(row, start, n, ELEMENT: tl.constexpr, ROUNDED: tl.constexpr, CHUN
 
 @triton.jit
 def parts_absmax_kernel(rows, owners, absmax, ELEMENT: tl.constexpr, ROUNDED: tl.constexpr, CHUNK: tl.constexpr):
-    """absmax (n_matrices,), zero before."""
+    """Raise absmax (n_matrices,), which is zero before."""
     row, start, n = chunk_of(rows, owners, CHUNK)
     bits = magnitude_bits(load_chunk(row, start, n, ELEMENT, ROUNDED, CHUNK))
     raise_absmax(absmax + tl.load(row + MATRIX), bits, tl.float32)
@@ -78,16 +75,10 @@ def parts_absmax_kernel(rows, owners, absmax, ELEMENT: tl.constexpr, ROUNDED: tl
 
 @triton.jit
 def quantize_parts_kernel(
-    rows,
-    owners,
-    absmax,
-    ELEMENT: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """The bytes and inverse scales that the table names."""
+    rows, owners, absmax,
+    ELEMENT: tl.constexpr, ROUNDED: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write the bytes and inverse scales to the addresses in the table."""
     row, start, n = chunk_of(rows, owners, CHUNK)
     scale, inverse = scales_of(tl.load(absmax + tl.load(row + MATRIX)), LARGEST)
     # The same number from each part of a matrix.
@@ -98,10 +89,10 @@ def quantize_parts_kernel(
 
 
 class PartsQuantizer(reference.PartsQuantizer):
-    """By two kernels, as arguments and results are there; parts keep the memory whose addresses the table holds.
+    """The definition's ``PartsQuantizer`` by two kernels; parts must keep their memory, whose addresses are stored.
 
     Raises:
-        ValueError: as there, a part is outside the limits above, or there is no CUDA device.
+        ValueError: as in the definition, a part is outside the limits above, or there is no CUDA device.
     """
 
     def __init__(

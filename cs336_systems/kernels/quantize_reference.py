@@ -5,16 +5,16 @@ For M the format's largest number (448 of e4m3, 57,344 of e5m2) and absmax over 
     clamped       = max(absmax, 1e-10)
     q             = x (M / clamped)    quotient and product in fp32, each rounded to nearest, ties to even; cut off at
                                        -M and M; then rounded to the format in the same way
-    inverse_scale = clamped / M        fp32; q inverse_scale is about x: a product multiplies its result by it
+    inverse_scale = clamped / M        fp32; q inverse_scale is about x: a matmul multiplies its result by it
 
-Which elements share a scale is said by the shape of absmax beside x (T, D): () all of x; (T, 1) each row; (1, D) each
-column. ``quantize_blocks`` finds its own: 1 x 128 along the dimension that a product sums over, or 128 x 128.
+The shape of absmax beside x (T, D) says which elements share a scale: () all of x; (T, 1) each row; (1, D) each column.
+``quantize_blocks`` finds its own maxima: of 1 x 128 along the dimension that a matmul sums over, or of 128 x 128.
 
-What is not finite stays to be seen, since a product with such a tensor gives no finite number:
+Values that are not finite stay visible, since a matmul with such a tensor gives no finite number:
 
-* all zero: q is zero, inverse_scale 1e-10 / M; the product is zero.
-* NaN in x: absmax is NaN; so are inverse_scale and all that shares it of q.
-* infinity in x, and no NaN: absmax and inverse_scale are infinite, q is NaN there and zero elsewhere; the product is
+* all zero: q is zero, inverse_scale 1e-10 / M; the result is zero.
+* NaN in x: absmax is NaN; so are inverse_scale and all elements of q that share it.
+* infinity in x, and no NaN: absmax and inverse_scale are infinite, q is NaN there and zero elsewhere; the result is
   NaN, as zero times infinity is.
 
 An absmax that is less than the largest element, of an earlier step perhaps, saturates; one that is more loses range.
@@ -30,7 +30,7 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 ELEMENTS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 MIN_ABSMAX = 1e-10
 QUANTUM = 16
-"""What divides both dimensions of a tensor in fp8: products take nothing else."""
+"""Divides both dimensions of a tensor in fp8, as matmuls in fp8 require."""
 BLOCK = 128
 
 
@@ -46,9 +46,9 @@ class Quantized(NamedTuple):
     q_t: Tensor | None
     """(D, T), row-major: of the transposed x."""
     inverse_scale: Tensor | None
-    """Of q, fp32: (); or (T, 1); or of blocks (T, D / 128) or (T / 128, D / 128), rounded up."""
+    """Inverse scale of q, fp32: (); or (T, 1); or of blocks (T, D / 128) or (T / 128, D / 128), rounded up."""
     inverse_scale_t: Tensor | None
-    """Of q_t, fp32: (); or (D, 1); or of blocks (D, T / 128) or (D / 128, T / 128), rounded up."""
+    """Inverse scale of q_t, fp32: (); or (D, 1); or of blocks (D, T / 128) or (D / 128, T / 128), rounded up."""
 
 
 class Part(NamedTuple):
@@ -57,11 +57,11 @@ class Part(NamedTuple):
     x: Tensor
     """Contiguous, of any shape, with elements."""
     q: Tensor
-    """Where its bytes go: uint8, contiguous, as many."""
+    """Memory for its bytes: uint8, contiguous, of as many elements."""
     matrix: int
-    """Its number, from 0 without gaps."""
+    """The matrix's number, from 0 without gaps."""
     inverse_scale: Tensor
-    """Where that of the matrix goes, () in fp32."""
+    """Memory for the matrix's inverse scale, () in fp32."""
 
 
 def check_parts(parts: Sequence[Part], dtype: torch.dtype, rounded_to: torch.dtype) -> None:
@@ -95,7 +95,7 @@ def check(x: Tensor, dtype: torch.dtype, rows: bool, transposed: bool) -> None:
 
 
 def check_shape(x: Tensor) -> None:
-    """Raises ValueError unless x is a matrix that a product in fp8 takes."""
+    """Raises ValueError unless x is a matrix that a matmul in fp8 takes."""
     if x.dim() != 2 or x.shape[0] % QUANTUM or x.shape[1] % QUANTUM:
         raise ValueError(f"products in fp8 take matrices whose dimensions {QUANTUM} divides, got {tuple(x.shape)}")
 
@@ -122,7 +122,7 @@ def check_absmax(x: Tensor, absmax: Tensor, absmax_t: Tensor | None, transposed:
 
 
 def only(quantized: Quantized, rows: bool, transposed: bool) -> Quantized:
-    """What was asked for of it."""
+    """The fields that were asked for; None for the others."""
     q, q_t, inverse, inverse_t = quantized
     return Quantized(
         q if rows else None,
@@ -163,7 +163,7 @@ def quantize(
     rows: bool = True,
     transposed: bool = False,
 ) -> Quantized:
-    """As ``quantize.quantize``."""
+    """The definition of ``quantize.quantize``."""
     check(x, dtype, rows, transposed)
     check_absmax(x, absmax, absmax_t, transposed)
     absmax_t = absmax if absmax_t is None else absmax_t
@@ -175,7 +175,7 @@ def quantize(
 
 
 class PartsQuantizer:
-    """Quantizes the same parts again and again, whatever values they hold by then.
+    """Quantizes the same parts whenever it is called, with the values that they hold then.
 
     Args:
         parts: each a ``Part``; at least one, all on one device and in one dtype; whole matrices, or rows of them.
@@ -216,14 +216,14 @@ class PartsQuantizer:
 def quantize_blocks(
     x: Tensor, dtype: torch.dtype, *, square: bool = False, rows: bool = True, transposed: bool = False
 ) -> Quantized:
-    """As ``quantize_blocks.quantize_blocks``."""
+    """The definition of ``quantize_blocks.quantize_blocks``."""
     check(x, dtype, rows, transposed)
     (q, inverse), (q_t, inverse_t) = (_quantize_blocks(each, dtype, square) for each in (x, x.t()))
     return only(Quantized(q, q_t, inverse, inverse_t), rows, transposed)
 
 
 def transpose_bytes(q: Tensor) -> Tensor:
-    """As ``transpose_bytes.transpose_bytes``."""
+    """The definition of ``quantize.transpose_bytes``."""
     check_bytes(q)
     return q.t().contiguous()
 

@@ -13,9 +13,6 @@ Method. A program holds whole rows in registers, so that each element crosses th
   sums for dgain in its row of the buffer.
 """
 
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host functions below are typed.
-
 from typing import NamedTuple
 
 import torch
@@ -82,22 +79,10 @@ def _store_output(
 
 @triton.jit
 def rms_norm_forward_kernel(
-    x,
-    branch,
-    gain,
-    residual,
-    y,
-    rstd,
-    absmax,
-    n_rows,
-    eps,
-    D: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ADD: tl.constexpr,
-    STORE_Y: tl.constexpr,
+    x, branch, gain, residual, y, rstd, absmax, n_rows, eps,
+    D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr, STORE_Y: tl.constexpr,
     WITH_ABSMAX: tl.constexpr,
-):
+):  # fmt: skip
     """rstd (n_rows) and, with STORE_Y and ADD, y and residual of contiguous (n_rows, D).
 
     Program i owns rows i * BLOCK_ROWS and on.
@@ -156,25 +141,10 @@ def _store_dx(dn, x_block, inverse_rms, along_x, dresidual, dx, inside, HAS_DRES
 
 @triton.jit
 def rms_norm_backward_kernel(
-    dy,
-    x,
-    gain,
-    rstd,
-    dresidual,
-    dx,
-    partial_dgain,
-    absmax,
-    n_rows,
-    eps,
-    D: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    RECOMPUTE: tl.constexpr,
-    HAS_DRESIDUAL: tl.constexpr,
-    WITH_ABSMAX: tl.constexpr,
-    STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    dy, x, gain, rstd, dresidual, dx, partial_dgain, absmax, n_rows, eps,
+    D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, RECOMPUTE: tl.constexpr,
+    HAS_DRESIDUAL: tl.constexpr, WITH_ABSMAX: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """dx (n_rows, D) and this program's row of the fp32 partial_dgain (programs, D); all contiguous."""
     if OVERLAP:
         gdc_launch_dependents()
@@ -229,24 +199,21 @@ def rms_norm_backward_kernel(
 
 
 class Tile(NamedTuple):
-    """What a program holds at once, the same forward and backward, so that both find the same bits of rstd."""
+    """The block that a program holds, the same forward and backward, so that both find the same bits of rstd."""
 
     block_rows: int
     block_d: int
     num_warps: int
     n_programs: int
-    """Of backward, per multiprocessor."""
+    """Programs of backward per multiprocessor."""
     stages: int
-    """Of backward, in 2-byte dtypes: the block in work and those under way."""
+    """Stages of backward's loop in 2-byte dtypes: the block in work and those being loaded."""
     stages_alone: int
-    """The same where no gradient of the residual is read besides."""
+    """Stages where no gradient of the residual is read besides."""
 
 
 def tile_for(d: int) -> Tile:
-    """16 elements for each thread, or 32 of the longest rows.
-
-    Chosen among variants that ran on an H200 (LOG.md).
-    """
+    """Tiles of 16 elements for each thread, or 32 in the longest rows; chosen among variants on an H200 (LOG.md)."""
     block_d = min(MAX_BLOCK_D, next_power_of_2(d))
     if block_d > 2048:
         # Five: 3584 82 -> 88 % of a copy, 4096 87.0 -> 87.7; with the residual 91.0 -> 90.1 and 91.7 -> 90.5.
@@ -272,20 +239,19 @@ def launch_forward(
     y, rstd = torch.empty_like(x) if store_y else x, torch.empty(n_rows, dtype=torch.float32, device=x.device)
     if x.numel():
         block_rows, block_d, num_warps, *_ = tile_for(d)
-        with torch.cuda.device_of(x):  # Triton launches on the current device, which may be another
-            launch(
-                rms_norm_forward_kernel,
-                (ceil_div(n_rows, block_rows),),
-                *(x, branch, gain, residual, y, rstd, x if absmax is None else absmax, n_rows, eps),
-                D=d,
-                BLOCK_ROWS=block_rows,
-                BLOCK_D=block_d,
-                ADD=branch_RD is not None,
-                STORE_Y=store_y,
-                WITH_ABSMAX=absmax is not None,
-                num_warps=num_warps,
-                enable_fp_fusion=ALLOW_FMA,
-            )
+        launch(
+            rms_norm_forward_kernel,
+            (ceil_div(n_rows, block_rows),),
+            *(x, branch, gain, residual, y, rstd, x if absmax is None else absmax, n_rows, eps),
+            D=d,
+            BLOCK_ROWS=block_rows,
+            BLOCK_D=block_d,
+            ADD=branch_RD is not None,
+            STORE_Y=store_y,
+            WITH_ABSMAX=absmax is not None,
+            num_warps=num_warps,
+            enable_fp_fusion=ALLOW_FMA,
+        )
     return residual, y, rstd
 
 
@@ -298,7 +264,7 @@ def launch_backward(
     eps: float | None,
     absmax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(dx, dgain)."""
+    """Returns (dx, dgain)."""
     if rstd_R is None and eps is None:
         raise ValueError("rms_norm_backward needs rstd, or eps to compute it again")
     check_absmax(absmax, x_RD)
@@ -313,23 +279,22 @@ def launch_backward(
     overlap = overlaps(sum_rows_kernel)
     dx, dgain = torch.empty_like(x), torch.empty_like(gain)
     partial_dgain = torch.empty(n_programs, d, dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
-        launch(
-            rms_norm_backward_kernel,
-            (n_programs,),
-            *(dy, x, gain, rstd, dresidual, dx, partial_dgain, x if absmax is None else absmax),
-            *(n_rows, 0.0 if eps is None else eps),
-            D=d,
-            BLOCK_ROWS=block_rows,
-            BLOCK_D=block_d,
-            RECOMPUTE=rstd_R is None,
-            HAS_DRESIDUAL=dresidual_RD is not None,
-            WITH_ABSMAX=absmax is not None,
-            # As many bytes under way in every dtype.
-            STAGES=max(2, 2 * stages[dresidual_RD is None] // x.element_size()),
-            OVERLAP=overlap,
-            num_warps=num_warps,
-            enable_fp_fusion=ALLOW_FMA,
-        )
-        sum_rows(partial_dgain, dgain, overlap=overlap)
+    launch(
+        rms_norm_backward_kernel,
+        (n_programs,),
+        *(dy, x, gain, rstd, dresidual, dx, partial_dgain, x if absmax is None else absmax),
+        *(n_rows, 0.0 if eps is None else eps),
+        D=d,
+        BLOCK_ROWS=block_rows,
+        BLOCK_D=block_d,
+        RECOMPUTE=rstd_R is None,
+        HAS_DRESIDUAL=dresidual_RD is not None,
+        WITH_ABSMAX=absmax is not None,
+        # As many bytes under way in every dtype.
+        STAGES=max(2, 2 * stages[dresidual_RD is None] // x.element_size()),
+        OVERLAP=overlap,
+        num_warps=num_warps,
+        enable_fp_fusion=ALLOW_FMA,
+    )
+    sum_rows(partial_dgain, dgain, overlap=overlap)
     return dx, dgain

@@ -1,4 +1,4 @@
-"""RMSNorm into fp8, with one scale: what products read of it, with y stored in no other way.
+"""RMSNorm into fp8, with one scale, as matmuls read it; y is stored in no other way.
 
 Formula: ``rms_norm.py``, rounded to the dtype of x, then quantized as ``quantize_reference.py`` says. To the bit what
 ``rms_norm_forward`` and ``quantize`` give one after the other.
@@ -17,9 +17,6 @@ Limits: as ``rms_norm.py`` and ``quantize.py``.
     residual, rstd = add_rms_norm_absmax(x, branch, gain, eps, slot)
     quantized = rms_norm_quantize(residual, gain, rstd, slot, torch.float8_e4m3fn)
 """
-
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host functions below are typed.
 
 import torch
 import triton
@@ -45,7 +42,7 @@ from cs336_systems.kernels.rms_norm_kernels import launch_forward, normed
 
 @triton.jit
 def load_lanes_of_rows(x, words, n_rows):
-    """Four vectors, of every fourth row."""
+    """Load four vectors, each of every fourth row."""
     inside = words < n_rows // LANES
     return (
         tl.load(x + LANES * words, mask=inside, other=0.0)[:, None],
@@ -57,22 +54,10 @@ def load_lanes_of_rows(x, words, n_rows):
 
 @triton.jit
 def rms_norm_quantize_kernel(
-    x,
-    gain,
-    rstd,
-    absmax,
-    q,
-    q_t,
-    inverse_scale,
-    n_rows,
-    width,
-    DTYPE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    ROWS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
+    x, gain, rstd, absmax, q, q_t, inverse_scale, n_rows, width,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """q (n_rows, width) and q_t (width, n_rows) of the norm of contiguous x."""
     n_tiles = tl.cdiv(width, TILE_COLUMNS)
     tile_row, tile_column = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
@@ -114,20 +99,18 @@ def rms_norm_quantize_op(
     found = results(x, gain, rstd, absmax, dtype, rows, transposed)
     n_rows, width = x.shape
     tile = TILE_TRANSPOSED if transposed else TILE
-    if x.numel():
-        with torch.cuda.device_of(x):  # Triton launches on the current device, which may be another
-            launch(
-                rms_norm_quantize_kernel,
-                (ceil_div(n_rows, tile.rows) * ceil_div(width, tile.columns),),
-                *(x, gain, rstd, absmax, *found, n_rows, width),
-                DTYPE=FORMATS[dtype],
-                LARGEST=LARGEST[dtype],
-                ROWS=rows,
-                TRANSPOSED=transposed,
-                TILE_ROWS=tile.rows,
-                TILE_COLUMNS=tile.columns,
-                num_warps=tile.num_warps,
-            )
+    launch(
+        rms_norm_quantize_kernel,
+        (ceil_div(n_rows, tile.rows) * ceil_div(width, tile.columns),),
+        *(x, gain, rstd, absmax, *found, n_rows, width),
+        DTYPE=FORMATS[dtype],
+        LARGEST=LARGEST[dtype],
+        ROWS=rows,
+        TRANSPOSED=transposed,
+        TILE_ROWS=tile.rows,
+        TILE_COLUMNS=tile.columns,
+        num_warps=tile.num_warps,
+    )
     return found
 
 
@@ -144,8 +127,8 @@ def rms_norm_quantize(
     """RMSNorm of x (R, D) in fp8, as it is, transposed, or both, in one pass.
 
     Args:
-        x_RD: of it and the gain, fp32, bf16 or fp16, other than contiguous costs a copy.
-        rstd_R: in fp32, of the same kernels.
+        x_RD: fp32, bf16 or fp16, as the gain is; one that is not contiguous costs a copy.
+        rstd_R: in fp32, from the same kernels.
         absmax: the largest magnitude of the norm, () in fp32.
 
     Raises:

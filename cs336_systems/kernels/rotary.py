@@ -1,4 +1,4 @@
-"""Rotary position embedding: each head's pairs (x[i], x[i + E/2]) turned by their position's angle.
+"""Rotary position embedding turns each head's pairs (x[i], x[i + E/2]) by their position's angle.
 
 Formula (Su et al. 2021, eq. 34, half-split layout), for a head of E elements at position s and i < E/2:
 
@@ -8,9 +8,9 @@ Formula (Su et al. 2021, eq. 34, half-split layout), for a head of E elements at
 Backward is the rotation back: the same kernel with -sin. It needs no activation.
 
 Method: the heads of all tokens are one list, token by token; a program turns a block of it, wherever the strides say
-that a head lies. So one kernel serves x (B, H, S, E) of any layout, and q and k side by side in a merged (q | k | v)
-matrix, which it rotates in place without touching v. The heads of a token in one program fetch its angles once.
-In place the largest magnitude of q, k and v comes along where it is asked for (``absmax.py``); then v is read too.
+that a head lies. So it rotates q and k in place in a merged (q | k | v) matrix without touching v. The heads of a token
+in one program fetch its angles once. The largest magnitude of q, k and v comes along where it is asked for
+(``absmax.py``); then v is read too.
 
 Rounding: as in the reference, to the bit: in fp32, products and sum rounded each (no fused multiply-add), then once to
 the dtype. In backward the reference in bf16 also rounds each of the two products that autograd adds; here it is once.
@@ -18,57 +18,34 @@ the dtype. In backward the reference in bf16 also rounds each of the two product
 Traffic: reads and writes each rotated element once, and reads the angles, 4 E bytes for each position. Three FLOPs go
 with each element, so the bound is memory.
 
-Limits: fp32, bf16 and fp16, angles in fp32; no gradient for cos and sin, and no second derivative; fewer than 2^31
-heads in all. Loads of 16 bytes need E to be a multiple of 16.
+Limits: fp32, bf16 and fp16, angles in fp32; no autograd; fewer than 2^31 heads in total. Loads of 16 bytes need E
+to be a multiple of 16.
 
-    q = rotary(q, cos, sin)                                          # (B, H, S, E), with autograd: a model's ``rotary``
-    rotate_(qkv, cos, sin, n_heads, n_kv_heads)                      # in place
+    rotate_(qkv, cos, sin, n_heads, n_kv_heads)
     rotate_(dqkv, cos, sin, n_heads, n_kv_heads, inverse=True)       # its backward
 
 Shape legend: B batch, S sequence, H query heads, K key/value heads, E d_head; W = (H + 2 K) E.
 """
 
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host functions below are typed.
-
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cs336_systems.kernels.absmax import check_absmax, magnitude_bits, raise_absmax
 from cs336_systems.kernels.launching import ceil_div, check_runnable, launch, next_power_of_2, operator
 
 BLOCK_PAIRS = 1024
-"""Per program: each of its 128 threads loads 16 bytes of the first halves of bf16 heads and 16 of the second."""
+"""Pairs per program: each of its 128 threads loads 16 bytes of the first halves of bf16 heads and 16 of the second."""
 
 
 @triton.jit
 def rotary_kernel(
-    x,
-    out,
-    cos,
-    sin,
-    stride_xb,
-    stride_xh,
-    stride_xs,
-    stride_ob,
-    stride_oh,
-    stride_os,
-    absmax,
-    n_heads,
-    n_rotated,
-    n_positions,
-    n_vectors,
-    HALF: tl.constexpr,
-    INVERSE: tl.constexpr,
-    WITH_ABSMAX: tl.constexpr,
-    BLOCK_VECTORS: tl.constexpr,
+    x, out, cos, sin, stride_xb, stride_xh, stride_xs, stride_ob, stride_oh, stride_os, absmax, n_heads, n_rotated,
+    n_positions, n_vectors,
+    HALF: tl.constexpr, INVERSE: tl.constexpr, WITH_ABSMAX: tl.constexpr, BLOCK_VECTORS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-):
+):  # fmt: skip
     """out, which may be x, for the n_vectors = B S H heads of x; cos, sin (n_positions, HALF) are contiguous.
 
     WITH_ABSMAX, only the first n_rotated heads of a token are rotated, and the others read; else they are all.
@@ -101,78 +78,7 @@ def rotary_kernel(
     tl.store(out + out_at + HALF, second_out, mask=inside)
 
 
-def launch_rotary(
-    x: Tensor,
-    out: Tensor,
-    cos_SE2: Tensor,
-    sin_SE2: Tensor,
-    shape: tuple[int, int, int],
-    x_strides: tuple[int, ...],
-    out_strides: tuple[int, ...],
-    inverse: bool,
-    n_rotated: int,
-    absmax: Tensor | None = None,
-) -> None:
-    """Rotate ``shape`` = (B, H, S) heads that lie ``x_strides`` apart in the memory of x, into that of out.
-
-    With absmax, which is raised to the largest magnitude of all, only the first ``n_rotated`` of H are rotated.
-    """
-    batch, n_heads, n_positions = shape
-    half = cos_SE2.shape[1]
-    n_vectors = batch * n_heads * n_positions
-    block_half = next_power_of_2(half)
-    block_vectors = max(1, BLOCK_PAIRS // block_half)
-    if n_vectors:
-        with torch.cuda.device_of(x):  # Triton launches on the current device, which may be another
-            launch(
-                rotary_kernel,
-                (ceil_div(n_vectors, block_vectors),),
-                x,
-                out,
-                cos_SE2.contiguous(),
-                sin_SE2.contiguous(),
-                *x_strides,
-                *out_strides,
-                x if absmax is None else absmax,
-                n_heads,
-                n_rotated,
-                n_positions,
-                n_vectors,
-                HALF=half,
-                INVERSE=inverse,
-                WITH_ABSMAX=absmax is not None,
-                BLOCK_VECTORS=block_vectors,
-                BLOCK_HALF=block_half,
-                enable_fp_fusion=False,
-            )
-
-
-def _with_whole_rows(x_BHSE: Tensor) -> Tensor:
-    """``x`` if the elements of a head are neighbours, else a contiguous copy."""
-    return x_BHSE if x_BHSE.stride(-1) == 1 else x_BHSE.contiguous()
-
-
-def _rotated_like(x_BHSE: Tensor, *rest: Any) -> Tensor:
-    """Laid out like x; contiguous where x repeats elements in such a way that this would take a head apart."""
-    out = torch.empty_like(_with_whole_rows(x_BHSE))
-    return out if out.stride(-1) == 1 else torch.empty_like(x_BHSE, memory_format=torch.contiguous_format)
-
-
-@operator("rotary", _rotated_like)
-def rotary_op(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """x (B, H, S, E) rotated."""
-    x, out = _with_whole_rows(x), _rotated_like(x)
-    batch, n_heads, n_positions, _ = x.shape
-    shape = (batch, n_heads, n_positions)
-    launch_rotary(x, out, cos, sin, shape, x.stride()[:3], out.stride()[:3], inverse, n_heads)
-    return out
-
-
-def _nothing(*arguments: Any) -> None:
-    pass
-
-
-@operator("rotate_", _nothing, mutates=("qkv", "absmax"))
+@operator("rotate_", lambda *arguments: None, mutates=("qkv", "absmax"))
 def rotate_in_place_op(
     qkv: Tensor,
     cos: Tensor,
@@ -182,43 +88,26 @@ def rotate_in_place_op(
     inverse: bool,
     absmax: Tensor | None = None,
 ) -> None:
-    """The first n_heads + n_kv_heads heads of each row of contiguous qkv, rotated in place."""
-    n_positions, width = cos.shape[0], qkv.shape[-1]
+    """Rotate the first n_heads + n_kv_heads heads of each row of contiguous qkv in place."""
+    (n_positions, half), width = cos.shape, qkv.shape[-1]
     n_rotated = n_heads + n_kv_heads
     n_read = n_rotated if absmax is None else n_rotated + n_kv_heads
-    shape = (qkv.shape[:-1].numel() // n_positions, n_read, n_positions)
-    strides = (n_positions * width, 2 * cos.shape[1], width)
-    launch_rotary(qkv, qkv, cos, sin, shape, strides, strides, inverse, n_rotated, absmax)
-
-
-class Rotary(torch.autograd.Function):
-    """``Rotary.apply(x, cos, sin)``: the kernel, joined to autograd; saves the angles alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BHSE: Tensor, cos_SE2: Tensor, sin_SE2: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_SE2, sin_SE2)
-        return rotary_op(x_BHSE, cos_SE2, sin_SE2, False)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_BHSE: Tensor) -> tuple[Tensor, None, None]:
-        return rotary_op(dy_BHSE, *ctx.saved_tensors, True), None, None
-
-
-def rotary(x_BHSE: Tensor, cos_SE2: Tensor, sin_SE2: Tensor) -> Tensor:
-    """Rotate x (B, H, S, E) by the angles of its S positions, cos and sin (S, E/2) in fp32: same shape and dtype.
-
-    Laid out like x. Any strides of batch, head and sequence; elements of a head that are no neighbours cost a copy.
-
-    Raises:
-        ValueError: shapes, dtypes (x fp32, bf16 or fp16) or devices, or no CUDA device.
-    """
-    if x_BHSE.dim() != 4 or cos_SE2.dim() != 2 or x_BHSE.shape[2:] != (cos_SE2.shape[0], 2 * cos_SE2.shape[1]):
-        raise ValueError(
-            f"x {tuple(x_BHSE.shape)} is not (batch, heads, S, E) for cos (S, E/2) = {tuple(cos_SE2.shape)}"
-        )
-    _check(x_BHSE, cos_SE2, sin_SE2)
-    return Rotary.apply(x_BHSE, cos_SE2, sin_SE2)
+    n_vectors = qkv.shape[:-1].numel() * n_read
+    strides = (n_positions * width, 2 * half, width)
+    block_half = next_power_of_2(half)
+    block_vectors = max(1, BLOCK_PAIRS // block_half)
+    launch(
+        rotary_kernel,
+        (ceil_div(n_vectors, block_vectors),),
+        *(qkv, qkv, cos.contiguous(), sin.contiguous(), *strides, *strides),
+        *(qkv if absmax is None else absmax, n_read, n_rotated, n_positions, n_vectors),
+        HALF=half,
+        INVERSE=inverse,
+        WITH_ABSMAX=absmax is not None,
+        BLOCK_VECTORS=block_vectors,
+        BLOCK_HALF=block_half,
+        enable_fp_fusion=False,
+    )
 
 
 def rotate_(
@@ -256,17 +145,11 @@ def rotate_(
         )
     if not qkv.is_contiguous():
         raise ValueError(f"qkv is overwritten and must be contiguous, got strides {qkv.stride()}")
-    _check(qkv, cos_SE2, sin_SE2)
+    for name, table in (("cos", cos_SE2), ("sin", sin_SE2)):
+        if table.shape != cos_SE2.shape or table.dtype != torch.float32 or table.device != qkv.device:
+            got = f"{table.dtype} {tuple(table.shape)} on {table.device}"
+            raise ValueError(f"{name} must be float32 {tuple(cos_SE2.shape)} on {qkv.device}, got {got}")
+    check_runnable(rotary_kernel, qkv)
     check_absmax(absmax, qkv)
     if qkv.numel():
         rotate_in_place_op(qkv, cos_SE2, sin_SE2, n_heads, n_kv_heads, inverse, absmax)
-
-
-def _check(x: Tensor, cos_SE2: Tensor, sin_SE2: Tensor) -> None:
-    for name, table in (("cos", cos_SE2), ("sin", sin_SE2)):
-        if table.shape != cos_SE2.shape or table.dtype != torch.float32 or table.device != x.device:
-            raise ValueError(
-                f"{name} must be float32 {tuple(cos_SE2.shape)} on {x.device}, "
-                f"got {table.dtype} {tuple(table.shape)} on {table.device}"
-            )
-    check_runnable(rotary_kernel, x)

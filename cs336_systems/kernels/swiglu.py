@@ -1,4 +1,4 @@
-"""SwiGLU on the halves of one merged matrix (gate | up), the result of one matrix product.
+"""SwiGLU on the halves of one merged matrix (gate | up), the result of one matmul.
 
 Formula (Shazeer 2020, eq. 6), with s = 1 / (1 + exp(-gate)) and the gradient dz that arrives at the output:
 
@@ -6,9 +6,9 @@ Formula (Shazeer 2020, eq. 6), with s = 1 / (1 + exp(-gate)) and the gradient dz
     dgate = dz (up (s + gate s (1 - s)))
     dup   = dz gate s
 
-Method: elementwise, one program per block of rows and columns. Nothing but gate_up is kept for backward: the product of
-the next weights with z needs z again for the weights' gradient, and backward, which reads gate and up anyway, can write
-it on the way (``with_product``). ``swiglu_backward_`` writes over what it read: dgate_up over gate_up and z over dz, so
+Method: elementwise, one program per block of rows and columns. Only gate_up is kept for backward. The gradient of the
+next weights needs z, and backward, which reads gate and up anyway, can recompute and write it on the way
+(``with_product``). ``swiglu_backward_`` writes over what it read: dgate_up over gate_up and z over dz, so
 that a whole backward takes no further memory. The largest magnitude of z, or of dgate_up, comes along where it is asked
 for (``absmax.py``). Forward can note the steepest slope of z within each of its blocks, which tells backward into fp8
 which of them cannot hold the largest gradient (``swiglu_quantize.py``).
@@ -23,14 +23,10 @@ Limits: fp32, bf16 and fp16; no second derivative. Loads of 16 bytes need d_ff t
 
     z = swiglu(gate_up)                                                 # (..., 2 d_ff) -> (..., d_ff), with autograd
     z = swiglu_forward(gate_up)                                         # by hand
-    dgate_up, z = swiglu_backward(dz, gate_up, with_product=True)
     swiglu_backward_(dz, gate_up, with_product=True)                    # dz is z now, and gate_up is dgate_up
 
 Shape legend: R rows (any leading dimensions), F d_ff; 2F a row's gate and then its up.
 """
-
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host functions below are typed.
 
 from typing import Any
 
@@ -78,17 +74,9 @@ def gradients_of(gate, up, dz):
 
 @triton.jit
 def swiglu_forward_kernel(
-    gate_up,
-    z,
-    slopes,
-    absmax,
-    n_rows,
-    d_ff,
-    WITH_SLOPES: tl.constexpr,
-    WITH_ABSMAX: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-):
+    gate_up, z, slopes, absmax, n_rows, d_ff,
+    WITH_SLOPES: tl.constexpr, WITH_ABSMAX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
     """z (n_rows, d_ff) of gate_up (n_rows, 2 d_ff), both contiguous, and the steepest slope in each program's block."""
     at, gate_at, inside = own_block(n_rows, d_ff, BLOCK_ROWS, BLOCK_F)
     gate = tl.load(gate_up + gate_at, mask=inside, other=0.0).to(tl.float32)
@@ -104,19 +92,10 @@ def swiglu_forward_kernel(
 
 @triton.jit
 def swiglu_backward_kernel(
-    dz,
-    gate_up,
-    dgate_up,
-    z,
-    absmax,
-    n_rows,
-    d_ff,
-    WITH_PRODUCT: tl.constexpr,
-    WITH_ABSMAX: tl.constexpr,
-    IN_PLACE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    dz, gate_up, dgate_up, z, absmax, n_rows, d_ff,
+    WITH_PRODUCT: tl.constexpr, WITH_ABSMAX: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_F: tl.constexpr,
-):
+):  # fmt: skip
     """dgate_up and z; IN_PLACE, dgate_up is gate_up and z is dz."""
     at, gate_at, inside = own_block(n_rows, d_ff, BLOCK_ROWS, BLOCK_F)
     gate = tl.load(gate_up + gate_at, mask=inside, other=0.0).to(tl.float32)
@@ -136,12 +115,10 @@ def swiglu_backward_kernel(
 
 def _launch(kernel: Any, absmax: Tensor | None, gate_up_R2F: Tensor, *tensors: Tensor, **constants: bool) -> None:
     n_rows, d_ff = gate_up_R2F.shape[:-1].numel(), gate_up_R2F.shape[-1] // 2
-    if gate_up_R2F.numel():
-        grid = (ceil_div(n_rows, BLOCK_ROWS) * ceil_div(d_ff, BLOCK_F),)
-        arguments = *tensors, gate_up_R2F if absmax is None else absmax, n_rows, d_ff
-        constants |= {"WITH_ABSMAX": absmax is not None}
-        with torch.cuda.device_of(gate_up_R2F):  # Triton launches on the current device, which may be another
-            launch(kernel, grid, *arguments, **constants, BLOCK_ROWS=BLOCK_ROWS, BLOCK_F=BLOCK_F)
+    grid = (ceil_div(n_rows, BLOCK_ROWS) * ceil_div(d_ff, BLOCK_F),)
+    arguments = *tensors, gate_up_R2F if absmax is None else absmax, n_rows, d_ff
+    constants |= {"WITH_ABSMAX": absmax is not None}
+    launch(kernel, grid, *arguments, **constants, BLOCK_ROWS=BLOCK_ROWS, BLOCK_F=BLOCK_F)
 
 
 def _product_like(gate_up_R2F: Tensor, absmax: Tensor | None = None, slopes: Tensor | None = None) -> Tensor:
@@ -158,23 +135,15 @@ def forward_op(gate_up: Tensor, absmax: Tensor | None = None, slopes: Tensor | N
     return z
 
 
-def _backward_results(dz: Tensor, gate_up: Tensor, with_product: bool) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(gate_up), torch.empty_like(dz) if with_product else dz.new_empty(0)
+@operator("swiglu_backward", lambda dz, gate_up: torch.empty_like(gate_up))
+def backward_op(dz: Tensor, gate_up: Tensor) -> Tensor:
+    """dgate_up of contiguous tensors."""
+    dgate_up = torch.empty_like(gate_up)
+    _launch(swiglu_backward_kernel, None, gate_up, dz, gate_up, dgate_up, dz, WITH_PRODUCT=False, IN_PLACE=False)
+    return dgate_up
 
 
-@operator("swiglu_backward", _backward_results)
-def backward_op(dz: Tensor, gate_up: Tensor, with_product: bool) -> tuple[Tensor, Tensor]:
-    """(dgate_up, z) of contiguous tensors; an empty tensor stands for no z, since an operator cannot return None."""
-    dgate_up, z = _backward_results(dz, gate_up, with_product)
-    _launch(swiglu_backward_kernel, None, gate_up, dz, gate_up, dgate_up, z, WITH_PRODUCT=with_product, IN_PLACE=False)
-    return dgate_up, z
-
-
-def _nothing(*arguments: Any) -> None:
-    pass
-
-
-@operator("swiglu_backward_", _nothing, mutates=("dz", "gate_up", "absmax"))
+@operator("swiglu_backward_", lambda *arguments: None, mutates=("dz", "gate_up", "absmax"))
 def backward_in_place_op(dz: Tensor, gate_up: Tensor, with_product: bool, absmax: Tensor | None = None) -> None:
     """``backward_op``, written over its contiguous arguments."""
     _launch(swiglu_backward_kernel, absmax, gate_up, dz, gate_up, gate_up, dz, WITH_PRODUCT=with_product, IN_PLACE=True)
@@ -193,8 +162,7 @@ class SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dz_RF: Tensor) -> Tensor:
         (gate_up_R2F,) = ctx.saved_tensors
-        dgate_up_R2F, _ = backward_op(dz_RF.contiguous(), gate_up_R2F, False)
-        return dgate_up_R2F
+        return backward_op(dz_RF.contiguous(), gate_up_R2F)
 
 
 def swiglu(gate_up_R2F: Tensor) -> Tensor:
@@ -214,7 +182,7 @@ def swiglu_forward(gate_up_R2F: Tensor, absmax: Tensor | None = None, slopes: Te
 
     Args:
         absmax: one fp32 element, which is raised to the largest magnitude of z.
-        slopes: as ``empty_slopes`` makes them; become the largest magnitudes of z's derivatives.
+        slopes: from ``empty_slopes``; filled with the largest magnitudes of z's derivatives.
 
     Raises:
         ValueError: as ``swiglu``, or absmax or slopes do not fit.
@@ -226,8 +194,10 @@ def swiglu_forward(gate_up_R2F: Tensor, absmax: Tensor | None = None, slopes: Te
 
 
 def empty_slopes(gate_up_R2F: Tensor) -> Tensor:
-    """For the largest magnitude of z's derivatives by gate and by up in each block of 8 rows and 256 columns of z:
-    (R / 8, F / 256) in fp32, rounded up."""
+    """Memory for the largest magnitude of z's derivatives in each block of 8 rows and 256 columns of z.
+
+    Its shape is (R / 8, F / 256), rounded up, in fp32; derivatives are those by gate and by up.
+    """
     return torch.empty(_blocks_of(gate_up_R2F), dtype=torch.float32, device=gate_up_R2F.device)
 
 
@@ -244,34 +214,21 @@ def check_slopes(slopes: Tensor | None, gate_up_R2F: Tensor) -> None:
 
 
 def _blocks_of(gate_up_R2F: Tensor) -> tuple[int, int]:
-    """Of z, by rows and by columns."""
+    """The number of blocks of z by rows and by columns."""
     n_rows, d_ff = gate_up_R2F.shape[:-1].numel(), gate_up_R2F.shape[-1] // 2
     return ceil_div(n_rows, BLOCK_ROWS), ceil_div(d_ff, BLOCK_F)
 
 
-def swiglu_backward(dz_RF: Tensor, gate_up_R2F: Tensor, *, with_product: bool) -> tuple[Tensor, Tensor | None]:
-    """(dgate_up (..., 2 d_ff), z (..., d_ff) or None) in one pass, both contiguous.
-
-    Args:
-        dz_RF: gradient of the output (..., d_ff); of it and gate_up, other than contiguous costs a copy.
-        with_product: whether to return z = silu(gate) * up again, to the bit as forward gave it.
-
-    Raises:
-        ValueError: as ``swiglu``, or dz does not fit gate_up in shape, dtype or device.
-    """
-    _check(gate_up_R2F, dz_RF)
-    dgate_up_R2F, z_RF = backward_op(dz_RF.contiguous(), gate_up_R2F.contiguous(), with_product)
-    return dgate_up_R2F, z_RF if with_product else None
-
-
 def swiglu_backward_(dz_RF: Tensor, gate_up_R2F: Tensor, *, with_product: bool, absmax: Tensor | None = None) -> None:
-    """``swiglu_backward`` in place: gate_up becomes dgate_up, and ``with_product`` dz becomes z.
+    """Write dgate_up over gate_up (..., 2 d_ff) and, ``with_product``, z over dz (..., d_ff), in one pass.
 
     Args:
+        dz_RF: the gradient of the output.
+        with_product: whether dz becomes z = silu(gate) * up, the bits that forward gave.
         absmax: one fp32 element, which is raised to the largest magnitude of dgate_up.
 
     Raises:
-        ValueError: as ``swiglu_backward``, or either is not contiguous.
+        ValueError: as ``swiglu``, dz does not fit gate_up in shape, dtype or device, or either is not contiguous.
     """
     _check(gate_up_R2F, dz_RF)
     check_absmax(absmax, gate_up_R2F)

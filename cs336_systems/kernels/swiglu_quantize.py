@@ -1,4 +1,4 @@
-"""SwiGLU's backward into fp8: dgate | dup as products read it, with one scale, and z again, neither stored in bf16.
+"""SwiGLU's backward into fp8: dgate | dup as matmuls read it, with one scale, and z recomputed, neither stored in bf16.
 
 Formula: ``swiglu.py``, rounded to the dtype of its operands, then quantized as ``quantize_reference.py`` says. To the
 bit what ``swiglu_backward_`` and ``quantize`` give one after the other.
@@ -23,8 +23,7 @@ Limits: as ``quantize.py``; z comes transposed alone, as the gradient of a weigh
     dgate_up, z = swiglu_backward_quantize(dz, gate_up, slopes, slot, torch.float8_e4m3fn, z_absmax=z_absmax)
 """
 
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host functions below are typed.
+from typing import Any
 
 import torch
 import triton
@@ -39,12 +38,12 @@ from cs336_systems.kernels.quantize_reference import LARGEST, Quantized, check, 
 from cs336_systems.kernels.swiglu import BLOCK_F, BLOCK_ROWS, check_slopes, gradients_of, own_block
 
 BLOCKS = 2
-"""Of forward, whose gradients are bounded and, if need be, computed together. One takes 0.96 to 1.11 of
-the time, four 1.09 to 1.28."""
+"""Forward's blocks whose gradients are bounded, and perhaps computed, together. One takes 0.96 to 1.11 of the time of
+two, four take 1.09 to 1.28."""
 SLACK = tl.constexpr(1 + 2.0**-20)
-"""By which a bound is more than the product of its parts, in case the compiler rounds a slope otherwise in backward."""
+"""A bound exceeds the product of its parts by this, in case the compiler rounds a slope otherwise in backward."""
 INFINITY = tl.constexpr(0x7F800000)
-"""Its bits in fp32."""
+"""The bits of infinity in fp32."""
 TILE = Tile(128, 64, 8)
 """Three matrices are read: half of ``quantize.TILE_TRANSPOSED`` leaves programs room in registers. Of seventeen the
 fastest at 18,944 columns, and 0.8 % behind 64 x 64 at 8,960; 64 x 128 with four warps takes 11 % longer."""
@@ -52,16 +51,9 @@ fastest at 18,944 columns, and 0.8 % behind 64 x 64 at 8,960; 64 x 128 with four
 
 @triton.jit
 def swiglu_backward_absmax_kernel(
-    dz,
-    gate_up,
-    slopes,
-    absmax,
-    n_rows,
-    d_ff,
-    BLOCKS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-):
+    dz, gate_up, slopes, absmax, n_rows, d_ff,
+    BLOCKS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
     """Raise absmax to the largest magnitude of dgate | dup in the dtype of gate_up; BLOCKS of forward's a program."""
     at, gate_at, inside = own_block(n_rows, d_ff, BLOCKS * BLOCK_ROWS, BLOCK_F)
     g = tl.load(dz + at, mask=inside, other=0.0).to(tl.float32)
@@ -93,32 +85,16 @@ def load_lanes(x, at, stride, inside):
 
 @triton.jit
 def quantized_bytes(x, scale, ROUNDED_TO: tl.constexpr, DTYPE: tl.constexpr):
-    """Of fp32 x as it would be stored, times its scale."""
+    """The fp8 bytes of fp32 x, rounded as it would be stored, times its scale."""
     return fp8_bytes(rounded(x, ROUNDED_TO) * scale, DTYPE)
 
 
 @triton.jit
 def swiglu_backward_quantize_kernel(
-    dz,
-    gate_up,
-    absmax,
-    z_absmax,
-    q,
-    q_t,
-    z_t,
-    inverse_scale,
-    z_inverse_scale,
-    n_rows,
-    d_ff,
-    DTYPE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    Z_DTYPE: tl.constexpr,
-    Z_LARGEST: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    WITH_PRODUCT: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-):
+    dz, gate_up, absmax, z_absmax, q, q_t, z_t, inverse_scale, z_inverse_scale, n_rows, d_ff,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, Z_DTYPE: tl.constexpr, Z_LARGEST: tl.constexpr,
+    TRANSPOSED: tl.constexpr, WITH_PRODUCT: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
     """q (n_rows, 2 d_ff) of dgate | dup, q_t (2 d_ff, n_rows) and z_t (d_ff, n_rows), of contiguous dz and gate_up."""
     n_tiles = tl.cdiv(d_ff, TILE_COLUMNS)
     tile_row, tile_column = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
@@ -157,17 +133,9 @@ def swiglu_backward_quantize_kernel(
         store_transposed(z_t, z_word, words, columns, inside, n_rows)
 
 
-def results(
-    dz: Tensor,
-    gate_up: Tensor,
-    slopes: Tensor,
-    absmax: Tensor,
-    dtype: torch.dtype,
-    transposed: bool,
-    z_absmax: Tensor | None,
-    z_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def results(dz: Tensor, gate_up: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Empty tensors for ``swiglu_backward_quantize_op``; one of no elements stands for what was not asked for."""
+    _, _, dtype, transposed, z_absmax, z_dtype = rest
     n_rows, width = gate_up.shape
     return (
         torch.empty((n_rows, width), dtype=dtype, device=dz.device),
@@ -192,31 +160,29 @@ def swiglu_backward_quantize_op(
     """(q, q_t, inverse_scale, z_t, z_inverse_scale) of contiguous tensors."""
     q, q_t, inverse, z_t, z_inverse = found = results(dz, gate_up, slopes, absmax, dtype, transposed, z_absmax, z_dtype)
     n_rows, d_ff = dz.shape
-    if dz.numel():
-        with torch.cuda.device_of(dz):  # Triton launches on the current device, which may be another
-            launch(
-                swiglu_backward_absmax_kernel,
-                (ceil_div(n_rows, BLOCKS * BLOCK_ROWS) * ceil_div(d_ff, BLOCK_F),),
-                *(dz, gate_up, slopes, absmax, n_rows, d_ff),
-                BLOCKS=BLOCKS,
-                BLOCK_ROWS=BLOCK_ROWS,
-                BLOCK_F=BLOCK_F,
-            )
-            launch(
-                swiglu_backward_quantize_kernel,
-                (ceil_div(n_rows, TILE.rows) * ceil_div(d_ff, TILE.columns),),
-                *(dz, gate_up, absmax, absmax if z_absmax is None else z_absmax),
-                *(q, q_t, z_t, inverse, z_inverse, n_rows, d_ff),
-                DTYPE=FORMATS[dtype],
-                LARGEST=LARGEST[dtype],
-                Z_DTYPE=FORMATS[z_dtype],
-                Z_LARGEST=LARGEST[z_dtype],
-                TRANSPOSED=transposed,
-                WITH_PRODUCT=z_absmax is not None,
-                TILE_ROWS=TILE.rows,
-                TILE_COLUMNS=TILE.columns,
-                num_warps=TILE.num_warps,
-            )
+    launch(
+        swiglu_backward_absmax_kernel,
+        (ceil_div(n_rows, BLOCKS * BLOCK_ROWS) * ceil_div(d_ff, BLOCK_F),),
+        *(dz, gate_up, slopes, absmax, n_rows, d_ff),
+        BLOCKS=BLOCKS,
+        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_F=BLOCK_F,
+    )
+    launch(
+        swiglu_backward_quantize_kernel,
+        (ceil_div(n_rows, TILE.rows) * ceil_div(d_ff, TILE.columns),),
+        *(dz, gate_up, absmax, absmax if z_absmax is None else z_absmax),
+        *(q, q_t, z_t, inverse, z_inverse, n_rows, d_ff),
+        DTYPE=FORMATS[dtype],
+        LARGEST=LARGEST[dtype],
+        Z_DTYPE=FORMATS[z_dtype],
+        Z_LARGEST=LARGEST[z_dtype],
+        TRANSPOSED=transposed,
+        WITH_PRODUCT=z_absmax is not None,
+        TILE_ROWS=TILE.rows,
+        TILE_COLUMNS=TILE.columns,
+        num_warps=TILE.num_warps,
+    )
     return found
 
 
@@ -241,7 +207,7 @@ def swiglu_backward_quantize(
         z_absmax: the largest magnitude of z, () in fp32, if z is wanted.
 
     Raises:
-        ValueError: as ``swiglu_backward`` and ``quantize``.
+        ValueError: as ``swiglu_backward_`` and ``quantize``.
     """
     if dz_RF.dim() != 2 or gate_up_R2F.shape != (dz_RF.shape[0], 2 * dz_RF.shape[1]):
         raise ValueError(f"dz {tuple(dz_RF.shape)} does not match the halves of gate_up {tuple(gate_up_R2F.shape)}")

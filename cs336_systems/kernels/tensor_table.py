@@ -29,7 +29,7 @@ ALIGNMENT_BYTES = 16
 
 
 class TensorTable:
-    """Rows about tensors on one device, kept there from call to call.
+    """A table with a row for each tensor on one device, kept there from call to call.
 
     Args:
         chunk: elements per program.
@@ -42,7 +42,7 @@ class TensorTable:
         self._device: torch.device | None = None
 
     def describe(self, rows: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        """Make the table hold ``rows``, of each tensor its number of elements and the kernel's columns.
+        """Make the table hold ``rows``: for each tensor its number of elements and the kernel's columns.
 
         Raises:
             RuntimeError: the rows changed while a CUDA graph is captured.

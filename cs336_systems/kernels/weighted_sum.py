@@ -23,9 +23,6 @@ so the bound is memory.
     out = weighted_sum(x, weight)        # x (..., d), weight (d,) -> (...)
 """
 
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host functions below are typed.
-
 from typing import Any
 
 import torch

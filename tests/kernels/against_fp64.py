@@ -1,4 +1,6 @@
-"""Where kernels are tested, and what they are held to: fp64, with the error of eager code in the dtype as budget."""
+"""The devices and dtypes in which kernels are tested, and their bound: fp64, with eager code's error as the budget."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ PLACES = [
     pytest.param("cpu", torch.float32, marks=INTERPRETED, id="interpreted"),
     *(pytest.param("cuda", dtype, marks=ON_GPU) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
 ]
-"""(device, dtype): the interpreter is right in fp32 alone."""
+"""(device, dtype): the interpreter multiplies matrices rightly in fp32 alone."""
+WITH_BF16 = [*PLACES, pytest.param("cpu", torch.bfloat16, marks=INTERPRETED, id="interpreted-bf16")]
+"""``PLACES``, and bf16 in the interpreter for kernels that only round and compare."""
 
 
 def random(shape: tuple[int, ...], device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -32,3 +36,10 @@ def check(name: str, actual: Tensor, eager: Tensor, exact: Tensor) -> None:
         allowed = 2 * others + rounding * exact.abs().max().item()
         print(f"{name} {tuple(actual.shape)} {actual.dtype}: {ours:.2e}, eager {others:.2e}, allowed {allowed:.2e}")
         assert ours <= allowed, name
+
+
+def check_refused(*cases: tuple[Callable[[], object], str]) -> None:
+    """Each call raises ValueError whose message matches."""
+    for call, said in cases:
+        with pytest.raises(ValueError, match=said):
+            call()

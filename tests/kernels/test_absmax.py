@@ -10,23 +10,19 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from cs336_systems.kernels import quantize_reference as reference
-from cs336_systems.kernels.absmax import absmax, absmax_op, row_and_column_absmax, row_and_column_absmax_op
-from cs336_systems.kernels.quantize import quantize
+from cs336_systems.kernels.absmax import absmax, row_and_column_absmax
 from cs336_systems.kernels.rms_norm import add_rms_norm_forward, rms_norm_backward, rms_norm_forward
 from cs336_systems.kernels.rms_norm_kernels import MAX_BLOCK_D
-from cs336_systems.kernels.rotary import rotate_, rotate_in_place_op
-from cs336_systems.kernels.swiglu import backward_in_place_op, forward_op, swiglu_backward_, swiglu_forward
-from tests.attention.offline import ON_HOPPER, report
-from tests.kernels.against_fp64 import INTERPRETED, PLACES, random
-from tests.kernels.test_quantize import check_same
+from cs336_systems.kernels.rotary import rotate_
+from cs336_systems.kernels.swiglu import swiglu_backward_, swiglu_forward
+from tests.kernels.against_fp64 import PLACES, WITH_BF16, check_refused, random
 
 BF16 = torch.bfloat16
 EPS = 1e-5
-ABSMAX_PLACES = [*PLACES, pytest.param("cpu", BF16, marks=INTERPRETED, id="interpreted-bf16")]
 
 
 @pytest.mark.parametrize("shape", [(1,), (7, 5), (3, 4096), (65, 129), (8193,), (0, 4), ()], ids=str)
-@pytest.mark.parametrize(("device", "dtype"), ABSMAX_PLACES)
+@pytest.mark.parametrize(("device", "dtype"), WITH_BF16)
 def test_absmax(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> None:
     x = random(shape, device, dtype)
     assert torch.equal(absmax(x), reference.absmax(x))
@@ -115,7 +111,7 @@ def check_writer(name: str, n_rows: int, d: int, device: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [(1, 2), (33, 256), (70, 300)], ids=str)
-@pytest.mark.parametrize(("device", "dtype"), ABSMAX_PLACES)
+@pytest.mark.parametrize(("device", "dtype"), WITH_BF16)
 def test_of_what_is_written_in_the_same_bits(
     name: str, shape: tuple[int, int], device: str, dtype: torch.dtype
 ) -> None:
@@ -150,26 +146,6 @@ def test_what_is_not_finite_comes_through(name: str, value: float, device: str, 
     assert slot.isnan() if largest.isnan() else slot == largest
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("value", [None, 0.0, math.nan, math.inf])
-@pytest.mark.parametrize("fp8", reference.LARGEST, ids=str)
-@pytest.mark.parametrize(("device", "dtype"), ABSMAX_PLACES)
-@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # the interpreter's
-def test_quantized_from_it_as_from_the_operation_and_its_maximum(
-    name: str, value: float | None, fp8: torch.dtype, device: str, dtype: torch.dtype
-) -> None:
-    """Also of a tensor that is all zero, or holds what is not finite."""
-    shape, writer = writers(48, 64, device, dtype)[name]
-    x, slot = random(shape, device, dtype), torch.zeros((), device=device)
-    if value == 0:
-        x.zero_()
-    elif value is not None:
-        x[5, -1] = value
-    found = quantize(writer(x, slot)[0], slot, fp8, transposed=True)
-    apart = writer(x, None)[0]
-    check_same(found, reference.quantize(apart, reference.absmax(apart), fp8, transposed=True))
-
-
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.filterwarnings("ignore:(divide by zero|invalid value) encountered")  # the interpreter's
 def test_nothing_that_does_not_exist_counts(device: str, dtype: torch.dtype) -> None:
@@ -183,109 +159,18 @@ def test_nothing_that_does_not_exist_counts(device: str, dtype: torch.dtype) -> 
     assert slot == dx.abs().max()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
-def test_operators_pass_opcheck(device: str, dtype: torch.dtype) -> None:
-    x, gate_up, gain = (random(shape, device, dtype) for shape in ((6, 8), (6, 16), (8,)))
-    slot, angles = torch.zeros((), device=device), torch.ones(6, 2, device=device)
-    for arguments in (
-        (absmax_op, (x,)),
-        (row_and_column_absmax_op, (x,)),
-        (rms_norm_forward, (x, gain, EPS, slot)),
-        (add_rms_norm_forward, (x, x, gain, EPS, slot)),
-        (rms_norm_backward, (x, x, gain, None, x, EPS, slot)),
-        (forward_op, (gate_up, slot)),
-        (backward_in_place_op, (x.clone(), gate_up.clone(), True, slot)),
-        (rotate_in_place_op, (gate_up.clone(), angles, angles, 2, 1, True, slot)),
-    ):
-        torch.library.opcheck(*arguments)
-
-
 def test_refusals() -> None:
     gate_up, angles = torch.zeros(4, 16), torch.zeros(4, 2)
     for slot in (torch.zeros(2), torch.zeros((), dtype=BF16)):
-        got = rf"absmax must be one float32 element on cpu, got {slot.dtype} of shape \({'2,' if slot.dim() else ''}\)"
-        for refused in (
-            lambda slot=slot: swiglu_forward(gate_up, slot),
-            lambda slot=slot: swiglu_backward_(gate_up[:, :8].clone(), gate_up, with_product=False, absmax=slot),
-            lambda slot=slot: rotate_(gate_up, angles, angles, 2, 1, absmax=slot),
-            lambda slot=slot: rms_norm_forward(gate_up, gate_up[0], EPS, slot),
-        ):
-            with pytest.raises(ValueError, match=got):
-                refused()
-    with pytest.raises(ValueError, match=r"those of a matrix, got \(4,\)"):
-        row_and_column_absmax(torch.zeros(4))
-    with pytest.raises(ValueError, match="takes float32, bfloat16 and float16, got torch.float64"):
-        absmax(gate_up.double())
-
-
-COMPILE = (
-    ON_HOPPER
-    + """
-import importlib, json, re, sys
-from cs336_systems.kernels import rms_norm_kernels
-norm, swiglu, rotary, own = (
-    importlib.import_module("cs336_systems.kernels." + name) for name in ("rms_norm", "swiglu", "rotary", "absmax")
-)
-rms_norm_kernels.n_multiprocessors = lambda device: 132
-
-name, d, bf16 = sys.argv[1], int(sys.argv[2]), torch.bfloat16
-x, gain, slot = torch.zeros(512, d, dtype=bf16), torch.zeros(d, dtype=bf16), torch.zeros(())
-wide, angles = torch.zeros(512, 2 * d, dtype=bf16), torch.zeros(512, 64)
-reduced = set()
-
-def compile(slot):
-    if name == "absmax":
-        own.absmax_op(x)
-    elif name == "rms_norm_forward":
-        norm.add_rms_norm_forward(x, x, gain, 1e-5, slot)
-    elif name == "rms_norm_backward":
-        norm.rms_norm_backward(x, x, gain, None, x, 1e-5, slot)
-    elif name == "swiglu_forward":
-        swiglu.forward_op(wide, slot)
-    elif name == "swiglu_backward":
-        swiglu.backward_in_place_op(x, wide, True, slot)
-    else:
-        rotary.rotate_in_place_op(x, angles, angles, d // 128 - 16, 8, True, slot)
-    text = compiled[name + "_kernel"].asm["ttgir"]
-    layouts = dict(re.findall(r"^(#\\w+) = (.*)$", text, re.M))
-    over_rows = re.findall(r'"tt.reduce".*?axis = 1.*?: [(]tensor<(\\w+xf32), (#\\w+)>', text, re.S)
-    reduced.update(f"{shape} {layouts[layout]}" for shape, layout in over_rows)
-    return compiled[name + "_kernel"]
-
-plain, kernel = compile(None), compile(slot)
-
-def count(kernel, text):
-    return sum(text in line for line in kernel.asm["ptx"].splitlines())
-
-metadata = {"threads": 32 * kernel.metadata.num_warps, "reduced": sorted(reduced)}
-accesses = "ld.global", "st.global", "atom.global"
-metadata |= {text: [count(each, text) for each in (plain, kernel)] for text in accesses}
-metadata |= {"wide": [count(kernel, f"{text}.global.v4.b32") for text in ("ld", "st")]}
-print(json.dumps({"ptx": kernel.asm["ptx"], "metadata": metadata}))
-"""
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kernel", "threads"),
-    [
-        ("absmax", 1024),
-        ("rms_norm_forward", 512),
-        ("rms_norm_backward", 256),
-        ("swiglu_forward", 1024),
-        ("swiglu_backward", 768),
-        ("rotary", 1024),
-    ],
-)
-def test_it_costs_one_atomic_and_no_access(kernel: str, threads: int) -> None:
-    """Beside the kernel without: as many loads and stores, rows reduced alike, and room for enough threads."""
-    found = report(COMPILE, kernel, 4096)
-    assert found["spill_stores"] == found["stack_frame"] == 0
-    assert found["registers"] * max(threads, found["threads"]) <= 65536
-    for access in ("ld.global", "st.global"):
-        assert found[access][0] == found[access][1]
-    assert found["atom.global"] == [int(kernel == "absmax"), 1]
-    assert len(found["reduced"]) == kernel.startswith("rms_norm")
-    assert found["wide"][0] > 0
+        said = rf"absmax must be one float32 element on cpu, got {slot.dtype} of shape \({'2,' if slot.dim() else ''}\)"
+        dz = gate_up[:, :8].clone()
+        check_refused(
+            (lambda s=slot: swiglu_forward(gate_up, s), said),
+            (lambda s=slot, dz=dz: swiglu_backward_(dz, gate_up, with_product=False, absmax=s), said),
+            (lambda s=slot: rotate_(gate_up, angles, angles, 2, 1, absmax=s), said),
+            (lambda s=slot: rms_norm_forward(gate_up, gate_up[0], EPS, s), said),
+        )
+    check_refused(
+        (lambda: row_and_column_absmax(torch.zeros(4)), r"got \(4,\)"),
+        (lambda: absmax(gate_up.double()), "got torch.float64"),
+    )

@@ -1,13 +1,25 @@
-"""What control groups leave free, imitated."""
+"""Host memory: what imitated control groups leave free; slabs hand out aligned views, are pinned and given back."""
 
+import gc
 import mmap
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from cs336_systems.kernels import host_memory
-from cs336_systems.kernels.host_memory import allowed_host_bytes, control_group_headroom
+from cs336_systems.kernels.host_memory import (
+    ALIGNMENT,
+    allowed_host_bytes,
+    control_group_headroom,
+    device_slab,
+    host_slab,
+)
 
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+PAGE = 4096
 MEMBERSHIP = "5:cpu:/elsewhere\n4:memory:/jobs/7\n0::/jobs/7\n"
 
 
@@ -55,21 +67,6 @@ def v1(limit, usage, stat="cache 9\ninactive_file 1\ntotal_inactive_file 370\nto
         (v2("rubbish", "rubbish"), None),
         ({}, None),
     ],
-    ids=[
-        "v2",
-        "v2 without cache",
-        "v2 unlimited",
-        "v1",
-        "v1 unlimited",
-        "both",
-        "own",
-        "parent",
-        "tightest",
-        "sibling",
-        "no limit file",
-        "unreadable",
-        "none",
-    ],
 )
 def test_headroom_of_a_control_group(tmp_path, files, headroom):
     assert control_group(tmp_path, files) == headroom
@@ -80,3 +77,90 @@ def test_the_limit_of_the_control_group_is_believed_where_there_is_one(monkeypat
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 10_000}))
     monkeypatch.setattr(host_memory, "control_group_headroom", lambda: headroom)
     assert allowed_host_bytes() == expected
+
+
+def test_tensors_lie_one_after_the_other_and_aligned():
+    slab = host_slab(PAGE, CPU)
+    first, second = slab.take((3, 5), torch.float32), slab.take((7,), torch.bfloat16)
+    assert (first.shape, first.dtype, second.shape, second.dtype) == ((3, 5), torch.float32, (7,), torch.bfloat16)
+    assert [x.data_ptr() - slab.memory.data_ptr() for x in (first, second)] == [0, ALIGNMENT]
+    assert slab.n_taken == 2 * ALIGNMENT
+    second.fill_(3)
+    assert not first.any()
+    torch.testing.assert_close(slab.view(ALIGNMENT, (7,), torch.bfloat16), second)
+
+
+@pytest.mark.parametrize("make", [host_slab, device_slab])
+def test_what_does_not_fit_is_refused(make):
+    slab = make(2 * ALIGNMENT, CPU)
+    slab.take((ALIGNMENT + 1,), torch.uint8)
+    with pytest.raises(ValueError, match="bytes 512 to 516 are no aligned piece of a slab of 512 bytes"):
+        slab.take((1,), torch.float32)
+    with pytest.raises(ValueError, match="bytes 8 to 12 are no aligned piece"):
+        slab.view(8, (1,), torch.float32)
+
+
+def test_more_than_there_is_is_refused(monkeypatch):
+    monkeypatch.setattr(host_memory, "allowed_host_bytes", lambda: 3 * 2**30)
+    with pytest.raises(RuntimeError, match="a host slab of 4.00 GiB is asked for, and 3.00 GiB are free here"):
+        host_slab(4 * 2**30, CPU)
+
+
+class Cudart:
+    """Stands for the CUDA runtime."""
+
+    def __init__(self, error: int) -> None:
+        self.error, self.registered = error, {}
+
+    def cudaHostRegister(self, address, n_bytes, flags):
+        self.registered[address] = n_bytes
+        return self.error
+
+    def cudaHostUnregister(self, address):
+        del self.registered[address]
+
+    def cudaGetErrorString(self, error):
+        return "out of memory"
+
+
+def with_runtime(monkeypatch, error: int) -> Cudart:
+    cudart = Cudart(error)
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(cudart=lambda: cudart, device=lambda _: nullcontext()))
+    return cudart
+
+
+def test_pinned_until_the_last_view_is_gone(monkeypatch):
+    cudart = with_runtime(monkeypatch, error=0)
+    slab = host_slab(3 * PAGE, CUDA)
+    assert cudart.registered == {slab.memory.data_ptr(): 3 * PAGE}
+    view = slab.take((PAGE,), torch.uint8)
+    del slab
+    gc.collect()
+    assert cudart.registered and view.sum() == 0
+    del view
+    gc.collect()
+    assert not cudart.registered
+
+
+def test_memory_that_cannot_be_pinned(monkeypatch):
+    with_runtime(monkeypatch, error=2)
+    with pytest.raises(RuntimeError, match="a host slab of 0.00 GiB cannot be pinned: out of memory"):
+        host_slab(PAGE, CUDA)
+
+
+def test_an_empty_slab():
+    assert host_slab(0, CPU).n_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_copies_to_and_from_a_gpu():
+    device = torch.device("cuda", torch.cuda.current_device())
+    host, there = host_slab(2**26, device), device_slab(2**26, device)
+    assert host.memory.is_pinned()
+    host.memory[::4097] = 7
+    there.memory.copy_(host.memory, non_blocking=True)
+    back = host_slab(2**26, device)
+    back.memory.copy_(there.memory, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(back.memory, host.memory)

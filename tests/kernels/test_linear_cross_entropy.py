@@ -1,23 +1,21 @@
 """Head and loss in chunks against full logits in fp64: values, gradients, what is allocated, what is refused."""
 
-import importlib
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cs336_systems.kernels import linear_cross_entropy as module
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy as public
 from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy_forward_backward
-from tests.attention.offline import ON_HOPPER, report
+from tests.kernels.against_fp64 import check_refused
 
-module = importlib.import_module("cs336_systems.kernels.linear_cross_entropy")  # the package has the function
 ON_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if ON_CUDA else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -299,78 +297,23 @@ def test_targets_out_of_range_are_refused_or_make_nan(wrong: int) -> None:
     assert lse.isfinite().all()
 
 
-def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals() -> None:
     x, weight, targets = make(3, 11, 4)
-    cases: list[tuple[tuple[Tensor, ...], dict[str, Any], str]] = [
-        ((x, weight, targets[:2]), {}, r"targets \(2,\) do not match x \(3, 4\)"),
-        ((x, weight[:, :3], targets), {}, r"weight \(11, 3\) is not \(words, d\) for x \(3, 4\)"),
-        ((x, weight[:0], targets), {}, r"weight \(0, 4\) is not"),
-        ((x, weight, targets.int()), {}, r"targets must be int64 \(3,\), got torch.int32"),
-        ((x.half(), weight.half(), targets), {}, "takes float32 and bfloat16: in float16"),
-        ((x, weight.bfloat16(), targets), {}, "x torch.float32 on .*, weight torch.bfloat16 on"),
-        ((x.double(), weight.double(), targets), {}, "the kernel takes .* got torch.float64"),
-        ((x, weight.to("meta"), targets), {}, "weight torch.float32 on meta"),
-        ((x, weight, targets.to("meta")), {}, f"targets are on meta, x is on {DEVICE}"),
-        ((x, weight, targets), {"reduction": "none"}, "reduction must be mean or sum, got 'none'"),
-        ((x, weight, targets), {"chunk": 0}, "chunk must be positive, got 0"),
-    ]
-    for inputs, options, message in cases:
-        with pytest.raises(ValueError, match=message):
-            public(*inputs, **options)
-    with pytest.raises(ValueError, match=r"grad_weight must be like weight \(11, 4\) torch.float32, got \(11, 3\)"):
-        linear_cross_entropy_forward_backward(x, weight, targets, grad_weight=weight[:, :3])
-    monkeypatch.setattr(triton, "JITFunction", type(module.cross_entropy_rows_kernel))
-    with pytest.raises(ValueError, match="needs a CUDA device .*, got a tensor on cpu"):
-        public(x.cpu(), weight.cpu(), targets.cpu())
-
-
-@pytest.mark.slow
-def test_compiles_without_graph_breaks() -> None:
-    x, weight, targets = (t.requires_grad_(t.is_floating_point()) for t in make(6, 30, 8))
-    backend = "inductor" if ON_CUDA else "aot_eager"
-    compiled = torch.compile(lambda *inputs: 3.0 * public(*inputs), fullgraph=True, backend=backend)
-    got = torch.autograd.grad(compiled(x, weight, targets), (x, weight))
-    wanted = torch.autograd.grad(3.0 * public(x, weight, targets), (x, weight))
-    for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.slow
-def test_the_operator_passes_opcheck() -> None:
-    x, weight, targets = make(6, 30, 8)
-    op = module.linear_cross_entropy_op
-    torch.library.opcheck(op, (x, weight, targets, None, torch.zeros_like(weight), True, True, IGNORED, 0.1, 4))
-    torch.library.opcheck(op, (x, weight, targets, torch.tensor(3).to(DEVICE), None, False, False, IGNORED, 0.0, 4))
-
-
-COMPILE = (
-    ON_HOPPER
-    + """
-import contextlib, json, sys
-from cs336_systems.kernels import linear_cross_entropy as module
-
-torch.cuda.device_of = lambda tensor: contextlib.nullcontext()
-n_words = int(sys.argv[2])
-logits = torch.zeros(2, -(-n_words // 16) * 16, dtype=torch.bfloat16)[:, :n_words]
-f32, targets = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
-module.launch_rows(logits, targets, f32, f32, scale=f32, ignore_index=-100, z_loss=0.0, gradient=True)
-module.scale_op(torch.zeros(n_words, 16, dtype=torch.bfloat16), f32[0])
-kernel = compiled[sys.argv[1]]
-print(json.dumps({"ptx": kernel.asm["ptx"], "metadata": {"loads": kernel.asm["ptx"].count("ld.global.v4.b32")}}))
-"""
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n_words", [151_936, 50_257])
-def test_compiles_for_hopper(n_words: int) -> None:
-    found = report(COMPILE, "cross_entropy_rows_kernel", n_words)
-    assert found["spill_stores"] == found["stack_frame"] == 0
-    assert found["registers"] <= 64  # 1,024 threads have so many
-    assert found["loads"] == 2 * module.LOADS  # of 16 bytes, also where the vocabulary is odd
-    scaled = report(COMPILE, "scale_kernel", n_words)
-    assert scaled["spill_stores"] == scaled["stack_frame"] == 0
-    assert scaled["loads"] == module.SCALE_BLOCK // 128 // 8
+    wrong = linear_cross_entropy_forward_backward
+    check_refused(
+        (lambda: public(x, weight, targets[:2]), r"targets \(2,\) do not match x \(3, 4\)"),
+        (lambda: public(x, weight[:, :3], targets), r"weight \(11, 3\) .* x \(3, 4\)"),
+        (lambda: public(x, weight[:0], targets), r"weight \(0, 4\)"),
+        (lambda: public(x, weight, targets.int()), "got torch.int32"),
+        (lambda: public(x.half(), weight.half(), targets), "in float16"),
+        (lambda: public(x, weight.bfloat16(), targets), "x torch.float32 on .*, weight torch.bfloat16 on"),
+        (lambda: public(x.double(), weight.double(), targets), "got torch.float64"),
+        (lambda: public(x, weight.to("meta"), targets), "weight torch.float32 on meta"),
+        (lambda: public(x, weight, targets.to("meta")), f"targets are on meta, x is on {DEVICE}"),
+        (lambda: public(x, weight, targets, reduction="none"), "got 'none'"),
+        (lambda: public(x, weight, targets, chunk=0), "got 0"),
+        (lambda: wrong(x, weight, targets, grad_weight=weight[:, :3]), r"\(11, 4\) torch.float32, got \(11, 3\)"),
+    )
 
 
 class TestOnGpu:

@@ -10,7 +10,6 @@ from torch import Tensor
 from cs336_systems.kernels import products
 from cs336_systems.kernels.products import launch_product, product_, product_op, swiglu_product_, swiglu_product_op
 from cs336_systems.kernels.swiglu import forward_op
-from tests.attention.offline import ON_HOPPER, report
 from tests.kernels.against_fp64 import ON_GPU, check, random
 
 ODD = (128 * 60 + 8, 200, 1280)
@@ -88,30 +87,3 @@ def test_the_kernel_is_asked_for_shapes_for_which_it_is_faster(monkeypatch: pyte
         assert torch.equal(out, x @ weight.T)
         assert torch.equal(swiglu_product_(out, x, weight), forward_op(out))
     assert asked == [(96, 2), (160, 1)]
-
-
-COMPILE = (
-    ON_HOPPER
-    + """
-import json, sys
-from cs336_systems.kernels import products
-
-products.n_multiprocessors = lambda device: 132
-swiglu = sys.argv[1] == "swiglu"
-shapes = ((32768, 896), (9728, 896), (32768, 9728), (32768, 4864 if swiglu else 9728))
-strides = tuple((shape[1], 1) for shape in shapes)
-products._prepared(shapes, strides, 4 * (torch.bfloat16,), torch.device("cpu"), swiglu)
-kernel = compiled["product_kernel"]
-print(json.dumps({"ptx": kernel.asm["ptx"], "metadata": {"shared": kernel.metadata.shared}}))
-"""
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "swiglu"])
-def test_it_compiles_for_hopper(kind: str) -> None:
-    found = report(COMPILE, kind)
-    assert found["spill_stores"] == found["stack_frame"] == 0
-    assert not found["serialised"]
-    assert found["shared"] <= 227 * 1024
-    assert found["wgmma"] == 2 * (4 + 4)  # of both consumers, first step and others

@@ -9,20 +9,13 @@ from torch import Tensor
 from cs336_systems.kernels import quantize_reference as reference
 from cs336_systems.kernels import rms_norm_kernels
 from cs336_systems.kernels.rms_norm import add_rms_norm_forward, rms_norm_forward
-from cs336_systems.kernels.rms_norm_quantize import (
-    add_rms_norm_absmax,
-    rms_norm_absmax,
-    rms_norm_quantize,
-    rms_norm_quantize_op,
-)
-from tests.attention.offline import ON_HOPPER, report
-from tests.kernels.against_fp64 import INTERPRETED, ON_GPU, PLACES, random
+from cs336_systems.kernels.rms_norm_quantize import add_rms_norm_absmax, rms_norm_absmax, rms_norm_quantize
+from tests.kernels.against_fp64 import INTERPRETED, ON_GPU, WITH_BF16, check_refused, random
 from tests.kernels.test_quantize import check_same
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = torch.bfloat16
 EPS = 1e-5
-QUANTIZED_PLACES = [*PLACES, pytest.param("cpu", BF16, marks=INTERPRETED, id="interpreted-bf16")]
 
 
 def operands(n_rows: int, d: int, device: str, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
@@ -58,7 +51,7 @@ def check_both_ways(x: Tensor, branch: Tensor, gain: Tensor, fp8: torch.dtype, e
 
 @pytest.mark.parametrize("fp8", reference.LARGEST, ids=str)
 @pytest.mark.parametrize("shape", [(16, 16), (16, 272), (144, 48), (128, 256)], ids=str)
-@pytest.mark.parametrize(("device", "dtype"), QUANTIZED_PLACES)
+@pytest.mark.parametrize(("device", "dtype"), WITH_BF16)
 @pytest.mark.usefixtures("poisoned")
 def test_as_in_two_launches(shape: tuple[int, int], device: str, dtype: torch.dtype, fp8: torch.dtype) -> None:
     check_both_ways(*operands(*shape, device, dtype), fp8)
@@ -83,7 +76,7 @@ def test_as_in_two_launches_at_the_widths_of_models(d: int, device: str) -> None
 
 @pytest.mark.parametrize("of", ["x", "branch", "gain"])
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize(("device", "dtype"), QUANTIZED_PLACES)
+@pytest.mark.parametrize(("device", "dtype"), WITH_BF16)
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered")  # the interpreter's
 def test_zero_nan_and_infinity_are_seen(device: str, dtype: torch.dtype, value: float, of: str) -> None:
     tensors = dict(zip(("x", "branch", "gain"), operands(32, 48, device, dtype), strict=True))
@@ -102,62 +95,14 @@ def test_strides_and_empty_tensors() -> None:
     assert (found.q.shape, found.q_t.shape) == ((0, 48), (48, 0))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("device", "dtype"), PLACES[:2])
-def test_operators_pass_opcheck(device: str, dtype: torch.dtype) -> None:
-    x, branch, gain = operands(32, 16, device, dtype)
-    slot = torch.zeros((), device=device)
-    torch.library.opcheck(rms_norm_absmax, (x, gain, EPS, slot))
-    torch.library.opcheck(add_rms_norm_absmax, (x, branch, gain, EPS, slot))
-    rstd = rms_norm_absmax(x, gain, EPS, slot)
-    for rows, transposed in ((True, True), (True, False), (False, True)):
-        torch.library.opcheck(rms_norm_quantize_op, (x, gain, rstd, slot, E4M3, rows, transposed))
-
-
-def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals() -> None:
     x, _, gain = operands(32, 48, "cpu", torch.float32)
-    rstd, slot = torch.ones(32), torch.zeros(())
-    with pytest.raises(ValueError, match=r"weight \(32,\) does not match the last dimension of x \(32, 48\)"):
-        rms_norm_quantize(x, rstd, rstd, slot, E4M3)
-    with pytest.raises(ValueError, match=r"dimensions 16 divides, got \(24, 48\)"):
-        rms_norm_quantize(x[:24], gain, rstd[:24], slot, E4M3)
-    with pytest.raises(ValueError, match="not to torch.bfloat16"):
-        rms_norm_quantize(x, gain, rstd, slot, BF16)
-    with pytest.raises(ValueError, match="neither was asked for"):
-        rms_norm_quantize(x, gain, rstd, slot, E4M3, rows=False)
-    with pytest.raises(ValueError, match="absmax must be one float32 element on cpu"):
-        rms_norm_quantize(x, gain, rstd, torch.zeros(2), E4M3)
-    with pytest.raises(ValueError, match=r"rstd must be float32 of shape \(32,\) on cpu, got .* \(48,\) on cpu"):
-        rms_norm_quantize(x, gain, gain, slot, E4M3)
-    monkeypatch.setattr("triton.JITFunction", object)  # what a kernel is without the interpreter
-    with pytest.raises(ValueError, match=r"needs a CUDA device .* got a tensor on cpu"):
-        rms_norm_quantize(x, gain, rstd, slot, E4M3)
-
-
-COMPILE = (
-    ON_HOPPER
-    + """
-import importlib, json, sys
-own = importlib.import_module("cs336_systems.kernels.rms_norm_quantize")
-
-x, gain = torch.zeros(512, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
-own.rms_norm_quantize_op(x, gain, torch.zeros(512), torch.zeros(()), torch.float8_e4m3fn, True, sys.argv[1] == "True")
-kernel = compiled["rms_norm_quantize_kernel"]
-lines = kernel.asm["ptx"].splitlines()
-metadata = {"threads": 32 * kernel.metadata.num_warps, "wide": sum("ld.global.v4.b32" in line for line in lines)}
-metadata |= {"bytes": sum(f"st.{space}.b8" in line for line in lines for space in ("global", "shared"))}
-metadata |= {"conversions": sum("cvt.rn.satfinite" in line for line in lines)}
-print(json.dumps({"ptx": kernel.asm["ptx"], "metadata": metadata}))
-"""
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transposed", [False, True])
-def test_it_compiles_to_wide_accesses(transposed: bool) -> None:
-    """A thread loads 16 bytes of x and stores no single one; two programs have room in registers."""
-    found = report(COMPILE, transposed)
-    assert found["spill_stores"] == found["stack_frame"] == 0
-    assert found["registers"] * found["threads"] * 2 <= 65536
-    assert found["wide"] >= found["conversions"] * 2 // 8
-    assert found["bytes"] == 0
+    rstd, slot, to = torch.ones(32), torch.zeros(()), rms_norm_quantize
+    check_refused(
+        (lambda: to(x, rstd, rstd, slot, E4M3), r"weight \(32,\) .* x \(32, 48\)"),
+        (lambda: to(x[:24], gain, rstd[:24], slot, E4M3), r"got \(24, 48\)"),
+        (lambda: to(x, gain, rstd, slot, BF16), "not to torch.bfloat16"),
+        (lambda: to(x, gain, rstd, slot, E4M3, rows=False), "neither"),
+        (lambda: to(x, gain, rstd, torch.zeros(2), E4M3), r"absmax .* \(2,\)"),
+        (lambda: to(x, gain, gain, slot, E4M3), r"rstd .* \(32,\) .* \(48,\)"),
+    )

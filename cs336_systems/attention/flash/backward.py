@@ -32,15 +32,10 @@ Precision: P and dS are rounded to the inputs' dtype for their products; all sum
 Shape legend: B batch, H query heads, K key/value heads, Q queries, N keys, D head dim.
 """
 
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host functions below are typed.
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.attention.flash.host import input_precision, with_short_rows, writable
 from cs336_systems.attention.flash.preprocess import launch_preprocess
 from cs336_systems.attention.flash.primitives import (
     LOG2_E,
@@ -51,35 +46,17 @@ from cs336_systems.attention.flash.primitives import (
     store_tile,
     visible,
 )
-from cs336_systems.attention.flash.tiles import Tile, tile_for
+from cs336_systems.attention.flash.tiles import Tile, input_precision, tile_for, with_short_rows, writable
 from cs336_systems.kernels.launching import ceil_div, launch, next_power_of_2
 
 
 @triton.jit
 def add_query_tile(
-    dk,
-    dv,
-    k_tile,
-    v_tile,
-    q,
-    do,
-    lse_log2,
-    delta,
-    stride_q,
-    stride_do,
-    first_query,
-    first_key,
-    n_queries,
-    n_keys,
+    dk, dv, k_tile, v_tile, q, do, lse_log2, delta, stride_q, stride_do, first_query, first_key, n_queries, n_keys,
     scale_log2,
-    D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Add one query tile's share to dk (unscaled) and dv of one key tile."""
     queries = first_query + tl.arange(0, BLOCK_Q)
     q_tile = load_tile(q, first_query, n_queries, stride_q, BLOCK_Q, D, BLOCK_D, CHECK_ROWS=MASKED)
@@ -102,45 +79,12 @@ def add_query_tile(
 
 @triton.jit
 def flash_dkdv_kernel(
-    q,
-    k,
-    v,
-    do,
-    lse_log2,
-    delta,
-    dk,
-    dv,
-    stride_qb,
-    stride_qh,
-    stride_q,
-    stride_kb,
-    stride_kh,
-    stride_k,
-    stride_vb,
-    stride_vh,
-    stride_v,
-    stride_dob,
-    stride_doh,
-    stride_do,
-    stride_dkb,
-    stride_dkh,
-    stride_dk,
-    stride_dvb,
-    stride_dvh,
-    stride_dv,
-    n_kv_heads,
-    group,
-    n_queries,
-    n_keys,
-    scale,
-    scale_log2,
-    D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    q, k, v, do, lse_log2, delta, dk, dv, stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb,
+    stride_vh, stride_v, stride_dob, stride_doh, stride_do, stride_dkb, stride_dkh, stride_dk, stride_dvb, stride_dvh,
+    stride_dv, n_kv_heads, group, n_queries, n_keys, scale, scale_log2,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """dk and dv (B, K, N, D); one program per key tile. Causal: the first tiles are the longest, and start first."""
     n_tiles = tl.cdiv(n_keys, BLOCK_K)
     first_key = tl.program_id(0) % n_tiles * BLOCK_K
@@ -194,29 +138,11 @@ def flash_dkdv_kernel(
 
 @triton.jit
 def add_keys(
-    dq,
-    q_tile,
-    do_tile,
-    lse_tile,
-    delta_tile,
-    k,
-    v,
-    stride_k,
-    stride_v,
-    first_query,
-    first_key,
-    end_key,
-    n_queries,
-    n_keys,
-    scale_log2,
-    D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    dq, q_tile, do_tile, lse_tile, delta_tile, k, v, stride_k, stride_v, first_query, first_key, end_key, n_queries,
+    n_keys, scale_log2,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Add the share of the keys from first_key up to end_key to dq (unscaled) of one query tile."""
     for start in tl.range(first_key, end_key, BLOCK_K):
         k_tile = load_tile(k, start, n_keys, stride_k, BLOCK_K, D, BLOCK_D, CHECK_ROWS=MASKED)
@@ -235,41 +161,12 @@ def add_keys(
 
 @triton.jit
 def flash_dq_kernel(
-    q,
-    k,
-    v,
-    do,
-    lse_log2,
-    delta,
-    dq,
-    stride_qb,
-    stride_qh,
-    stride_q,
-    stride_kb,
-    stride_kh,
-    stride_k,
-    stride_vb,
-    stride_vh,
-    stride_v,
-    stride_dob,
-    stride_doh,
-    stride_do,
-    stride_dqb,
-    stride_dqh,
-    stride_dq,
-    n_heads,
-    group,
-    n_queries,
-    n_keys,
-    scale,
-    scale_log2,
-    D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    q, k, v, do, lse_log2, delta, dq, stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb,
+    stride_vh, stride_v, stride_dob, stride_doh, stride_do, stride_dqb, stride_dqh, stride_dq, n_heads, group,
+    n_queries, n_keys, scale, scale_log2,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """dq (B, H, Q, D); one program per query tile, causal ones from the longest down."""
     tile, batch_head, batch, head = own_tile(n_heads, n_queries, BLOCK_Q, CAUSAL)
     q += batch * stride_qb + head * stride_qh
@@ -330,37 +227,27 @@ def launch_backward(
     inputs = (q, k, v, do, lse_log2, delta)
     strides = [stride for x in (q, k, v, do) for stride in x.stride()[:3]]
     sizes_and_scales = (n_heads // n_kv_heads, n_queries, n_keys, scale, scale * LOG2_E.value)
-    with torch.cuda.device_of(q):
-        if dk is not None and dv is not None:
-            tile = dkdv_tile or tile_for("dkdv", d_head, q.element_size())
-            launch(
-                flash_dkdv_kernel,
-                (ceil_div(n_keys, tile.block_k) * batch * n_kv_heads,),
-                *inputs,
-                dk,
-                dv,
-                *strides,
-                *dk.stride()[:3],
-                *dv.stride()[:3],
-                n_kv_heads,
-                *sizes_and_scales,
-                **tile.launch_options(),
-                **common,
-            )
-        if dq is not None:
-            tile = dq_tile or tile_for("dq", d_head, q.element_size())
-            launch(
-                flash_dq_kernel,
-                (ceil_div(n_queries, tile.block_q) * batch * n_heads,),
-                *inputs,
-                dq,
-                *strides,
-                *dq.stride()[:3],
-                n_heads,
-                *sizes_and_scales,
-                **tile.launch_options(),
-                **common,
-            )
+    if dk is not None and dv is not None:
+        tile = dkdv_tile or tile_for("dkdv", d_head, q.element_size())
+        launch(
+            flash_dkdv_kernel,
+            (ceil_div(n_keys, tile.block_k) * batch * n_kv_heads,),
+            *(*inputs, dk, dv),
+            *(*strides, *dk.stride()[:3], *dv.stride()[:3]),
+            *(n_kv_heads, *sizes_and_scales),
+            **tile.launch_options(),
+            **common,
+        )
+    if dq is not None:
+        tile = dq_tile or tile_for("dq", d_head, q.element_size())
+        launch(
+            flash_dq_kernel,
+            (ceil_div(n_queries, tile.block_q) * batch * n_heads,),
+            *(*inputs, dq, *strides, *dq.stride()[:3]),
+            *(n_heads, *sizes_and_scales),
+            **tile.launch_options(),
+            **common,
+        )
     for gradient, written in zip(gradients, (dq, dk, dv), strict=True):
         if gradient is not None and written is not None and written is not gradient:
             gradient.copy_(written)

@@ -24,44 +24,23 @@ Limits: head dims 16 to 256; tiles fit the shared memory of an H100 or H200 (227
 Shape legend: B batch, H query heads, K key/value heads, Q queries, N keys, D head dim.
 """
 
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host functions below are typed.
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.attention.flash.host import input_precision, with_short_rows
 from cs336_systems.attention.flash.primitives import LN_2, LOG2_E, load_tile, own_tile, seen_keys, store_tile, visible
-from cs336_systems.attention.flash.tiles import Tile, tile_for
+from cs336_systems.attention.flash.tiles import Tile, input_precision, tile_for, with_short_rows
 from cs336_systems.kernels.launching import ceil_div, launch, next_power_of_2
 
 
 @triton.jit
 def attend_keys(
-    acc,
-    row_max,
-    row_sum,
-    q_tile,
-    k,
-    v,
-    stride_k,
-    stride_v,
-    first_query,
-    first_key,
-    end_key,
-    n_queries,
-    n_keys,
+    acc, row_max, row_sum, q_tile, k, v, stride_k, stride_v, first_query, first_key, end_key, n_queries, n_keys,
     scale_log2,
-    D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Take the keys from first_key up to end_key into (acc, row_max, row_sum)."""
     for start in tl.range(first_key, end_key, BLOCK_K):
         k_tile = load_tile(k, start, n_keys, stride_k, BLOCK_K, D, BLOCK_D, CHECK_ROWS=MASKED)
@@ -86,35 +65,11 @@ def attend_keys(
 
 @triton.jit
 def flash_forward_kernel(
-    q,
-    k,
-    v,
-    o,
-    lse,
-    stride_qb,
-    stride_qh,
-    stride_q,
-    stride_kb,
-    stride_kh,
-    stride_k,
-    stride_vb,
-    stride_vh,
-    stride_v,
-    stride_ob,
-    stride_oh,
-    stride_o,
-    n_heads,
-    group,
-    n_queries,
-    n_keys,
-    scale_log2,
-    D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    q, k, v, o, lse, stride_qb, stride_qh, stride_q, stride_kb, stride_kh, stride_k, stride_vb, stride_vh, stride_v,
+    stride_ob, stride_oh, stride_o, n_heads, group, n_queries, n_keys, scale_log2,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """o (B, H, Q, D) and lse (B, H, Q); one program per query tile of one head."""
     tile, batch_head, batch, head = own_tile(n_heads, n_queries, BLOCK_Q, CAUSAL)
     q += batch * stride_qb + head * stride_qh
@@ -158,22 +113,16 @@ def launch_forward(
     tile = tile or tile_for("forward", d_head, q.element_size())
     tensors = (q, k, v, o)
     grid = (ceil_div(n_queries, tile.block_q) * batch * n_heads,)
-    with torch.cuda.device_of(q):  # Triton launches on the current device, which may be another
-        launch(
-            flash_forward_kernel,
-            grid,
-            *tensors,
-            lse,
-            *(stride for x in tensors for stride in x.stride()[:3]),
-            n_heads,
-            n_heads // n_kv_heads,
-            n_queries,
-            n_keys,
-            scale * LOG2_E.value,
-            D=d_head,
-            BLOCK_D=next_power_of_2(d_head),
-            CAUSAL=causal,
-            PRECISION=input_precision(),
-            **tile.launch_options(),
-        )
+    launch(
+        flash_forward_kernel,
+        grid,
+        *(*tensors, lse),
+        *(stride for x in tensors for stride in x.stride()[:3]),
+        *(n_heads, n_heads // n_kv_heads, n_queries, n_keys, scale * LOG2_E.value),
+        D=d_head,
+        BLOCK_D=next_power_of_2(d_head),
+        CAUSAL=causal,
+        PRECISION=input_precision(),
+        **tile.launch_options(),
+    )
     return o, lse

@@ -1,4 +1,4 @@
-"""FlashAttention-2 as torch sees it: two opaque operators, and the autograd Functions on them (``operators.py``)."""
+"""FlashAttention-2 as torch sees it: two opaque operators, and the autograd Functions on them."""
 
 from typing import Any
 
@@ -8,9 +8,8 @@ from torch.autograd.function import once_differentiable
 
 from cs336_systems.attention.flash.backward import launch_backward
 from cs336_systems.attention.flash.forward import flash_forward_kernel, launch_forward
-from cs336_systems.attention.flash.host import with_short_rows
-from cs336_systems.attention.operators import backward_through, forward_through
-from cs336_systems.attention.shapes import kernel_limits, validate
+from cs336_systems.attention.flash.tiles import with_short_rows
+from cs336_systems.attention.shapes import backward_through, forward_through, kernel_limits, validate
 from cs336_systems.kernels.launching import needs_other_device, operator
 
 

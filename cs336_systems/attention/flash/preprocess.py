@@ -3,9 +3,6 @@
 Shape legend: B batch, H query heads, Q queries, D head dim.
 """
 
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host functions below are typed.
-
 import torch
 import triton
 import triton.language as tl
@@ -19,23 +16,9 @@ PREPROCESS_ROWS = 32
 
 @triton.jit
 def flash_preprocess_kernel(
-    o,
-    do,
-    lse,
-    lse_log2,
-    delta,
-    stride_ob,
-    stride_oh,
-    stride_o,
-    stride_dob,
-    stride_doh,
-    stride_do,
-    n_heads,
-    n_queries,
-    D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    o, do, lse, lse_log2, delta, stride_ob, stride_oh, stride_o, stride_dob, stride_doh, stride_do, n_heads, n_queries,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """delta = rowsum(o * do), and lse in base 2 with +inf for rows that see no key: both (B, H, Q), fp32."""
     n_tiles = tl.cdiv(n_queries, BLOCK_Q)
     first_query = tl.program_id(0) % n_tiles * BLOCK_Q
@@ -58,21 +41,13 @@ def launch_preprocess(o_BHQD: Tensor, do_BHQD: Tensor, lse_BHQ: Tensor) -> tuple
     """(lse_log2, delta), both (B, H, Q) and fp32, of a contiguous natural lse."""
     batch, n_heads, n_queries, d_head = o_BHQD.shape
     lse_log2, delta = torch.empty_like(lse_BHQ), torch.empty_like(lse_BHQ)
-    with torch.cuda.device_of(o_BHQD):
-        launch(
-            flash_preprocess_kernel,
-            (ceil_div(n_queries, PREPROCESS_ROWS) * batch * n_heads,),
-            o_BHQD,
-            do_BHQD,
-            lse_BHQ,
-            lse_log2,
-            delta,
-            *o_BHQD.stride()[:3],
-            *do_BHQD.stride()[:3],
-            n_heads,
-            n_queries,
-            D=d_head,
-            BLOCK_Q=PREPROCESS_ROWS,
-            BLOCK_D=next_power_of_2(d_head),
-        )
+    launch(
+        flash_preprocess_kernel,
+        (ceil_div(n_queries, PREPROCESS_ROWS) * batch * n_heads,),
+        *(o_BHQD, do_BHQD, lse_BHQ, lse_log2, delta),
+        *(*o_BHQD.stride()[:3], *do_BHQD.stride()[:3], n_heads, n_queries),
+        D=d_head,
+        BLOCK_Q=PREPROCESS_ROWS,
+        BLOCK_D=next_power_of_2(d_head),
+    )
     return lse_log2, delta

@@ -8,9 +8,6 @@ Tiles have power-of-two sizes. ``BLOCK_D`` is the head dim rounded up; where the
 built. Rows are checked only where the caller says that a tile may reach past the end.
 """
 
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values.
-
 import triton
 import triton.language as tl
 
@@ -26,15 +23,9 @@ def tile_offsets(stride, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def load_tile(
-    head,
-    first_row,
-    n_rows,
-    stride,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CHECK_ROWS: tl.constexpr,
-):
+    head, first_row, n_rows, stride,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CHECK_ROWS: tl.constexpr,
+):  # fmt: skip
     """Rows first_row to first_row + ROWS of one head as (ROWS, BLOCK_D), zero where the head has no such element."""
     pointers = head + tl.cast(first_row, tl.int64) * stride + tile_offsets(stride, ROWS, BLOCK_D)
     rows = first_row + tl.arange(0, ROWS)

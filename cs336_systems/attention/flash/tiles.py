@@ -1,4 +1,6 @@
-"""The tile of each kernel: a small committed table, so that nothing is tuned while a user waits.
+"""The launchers' choices: strides that kernels can take, precision, and the tile of each kernel.
+
+Tiles stand in a small committed table, so that nothing is tuned while a user waits.
 
 Keyed by kernel, head-dim bucket and element size. Half-precision entries up to head dim 128 were timed on an H200 with
 ``benchmark_attention.py --autotune`` (bf16, causal, length 16,384); profiles/results/h200/attention-tiles has every
@@ -14,6 +16,9 @@ fp32 entries are for IEEE products, which run as scalar multiply-adds and need m
 """
 
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 KERNELS = ("forward", "dkdv", "dq")
 
@@ -69,7 +74,7 @@ _replaced: dict[tuple[str, int, int], Tile] = {}
 
 
 def tile_for(kernel: str, d_head: int, element_size: int) -> Tile:
-    """What to launch one of ``KERNELS`` with: head dims up to 256, 2 or 4 bytes per element."""
+    """The tile for one of ``KERNELS``, for head dims up to 256 and 2 or 4 bytes per element."""
     key = _key(kernel, d_head, element_size)
     return _replaced.get(key, TILES[key])
 
@@ -86,3 +91,29 @@ def use_tile(kernel: str, d_head: int, element_size: int, tile: Tile) -> None:
 
 def _key(kernel: str, d_head: int, element_size: int) -> tuple[str, int, int]:
     return kernel, 64 if d_head <= 64 else 128 if d_head <= 128 else 256, element_size
+
+
+MAX_ROW_STRIDE = 2**23
+"""Offsets inside a tile are int32, and a tile has at most 128 rows: 2^23 leaves a factor of two."""
+
+
+def with_short_rows(x_BHSD: Tensor) -> Tensor:
+    """``x`` if the kernels can read its strides, else a contiguous copy.
+
+    They take any strides of batch, head and sequence, zero and overlapping ones too; columns must be neighbours.
+    """
+    return x_BHSD if _has_short_rows(x_BHSD) else x_BHSD.contiguous()
+
+
+def writable(x_BHSD: Tensor) -> Tensor:
+    """``x`` if the kernels can write its strides, else contiguous memory for its values."""
+    return x_BHSD if _has_short_rows(x_BHSD) else torch.empty_like(x_BHSD, memory_format=torch.contiguous_format)
+
+
+def _has_short_rows(x_BHSD: Tensor) -> bool:
+    return x_BHSD.stride(-1) == 1 and x_BHSD.stride(-2) < MAX_ROW_STRIDE
+
+
+def input_precision() -> str:
+    """How ``tl.dot`` multiplies fp32: TF32 only where torch was told so; half-precision products do not look at it."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -28,15 +28,15 @@ class Launches:
     """The three kernels for tensors of one form, and the fp32 memory that lives between them."""
 
     preprocess: Prepared
-    """For the addresses of o, do, lse, stats and sums of dq."""
+    """Takes the addresses of o, do, lse, stats and sums of dq."""
     main: Prepared
-    """For the addresses of q, k, v, do, stats, sums of dq, dk, dv, turns and of a counter."""
+    """Takes the addresses of q, k, v, do, stats, sums of dq, dk, dv, turns and of a counter."""
     postprocess: Prepared
-    """For the addresses of the sums and of dq."""
+    """Takes the addresses of the sums and of dq."""
     n_stats: int
     n_sums: int
     n_turns: int
-    """Of the tiles of dq, if their sums are in order."""
+    """The number of tiles of dq, if their sums are in order."""
 
 
 @lru_cache(maxsize=MAX_REMEMBERED)
@@ -51,10 +51,10 @@ def _prepared(
     ordered: bool,
     schedule: BackwardSchedule | None,
 ) -> Launches | None:
-    """None if the copy engine cannot read or write one of the tensors so laid out.
+    """The three launches, or None if the copy engine cannot read or write a tensor with these strides.
 
-    All that the launches depend on but for addresses, tensors being aligned; ``strides`` are of q, k, v, o, do, and of
-    dq, dk and dv.
+    The arguments are all that the launches depend on besides addresses, which are aligned; ``strides`` are those of q,
+    k, v, o, do, dq, dk and dv.
     """
     like_q, like_k = shape_BHQD, shape_BKND
     shapes = like_q, like_k, like_k, like_q, like_q, like_q, like_k, like_k

@@ -3,9 +3,6 @@
 Shape legend: B batch, H query heads, K key/value heads, Q queries, N keys, D head dim.
 """
 
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values.
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -41,12 +38,12 @@ class Tiles:
     do: gl.shared_memory_descriptor
     """Output gradients of the queries in the same slot of ``q``, which come and go with them."""
     stats: gl.shared_memory_descriptor
-    """Likewise lse and minus delta, (STAGES, 2, BLOCK_Q)."""
+    """A ring of lse and minus delta, (STAGES, 2, BLOCK_Q)."""
     ds: gl.shared_memory_descriptor
     """dS^T of two steps, (2, BLOCK_K, BLOCK_Q); each consumer writes its keys and reads all."""
     ds_full: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
-    """For each consumer, its part of a dq tile on the way out, and in the end its rows of dk, then dv."""
+    """Each consumer's part of a dq tile on the way out, and in the end its rows of dk, then dv."""
 
 
 @gluon.jit

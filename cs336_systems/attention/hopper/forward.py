@@ -3,9 +3,6 @@
 Shape legend: B batch, H query heads, K key/value heads, Q queries, N keys, D head dim.
 """
 
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host functions below are typed.
-
 from functools import lru_cache
 
 import torch
@@ -48,9 +45,9 @@ class Tiles:
     k: Ring
     v: Ring
     o: gl.shared_memory_descriptor
-    """For each consumer, its rows on the way out."""
+    """Each consumer's rows on the way out."""
     turns: gl.shared_memory_descriptor
-    """For each consumer, the barrier at which it awaits its turn."""
+    """The barrier at which each consumer awaits its turn."""
 
 
 @gluon.jit
@@ -261,9 +258,9 @@ def _prepared(
     scale: float,
     schedule: ForwardSchedule | None,
 ) -> Prepared | None:
-    """For the addresses of q, k, v, o, lse and of a counter; None if the copy engine cannot read q, k or v so laid out.
+    """A launch that takes the addresses of q, k, v, o, lse and of a counter, or None if q, k or v cannot be copied.
 
-    All that a launch depends on but for the addresses, q, k and v being aligned; ``strides`` are theirs in this order.
+    The arguments are all that a launch depends on besides addresses, which are aligned; ``strides`` are of q, k and v.
     """
     operands = [(shape, of, dtype) for shape, of in zip((shape_BHQD, shape_BKND, shape_BKND), strides, strict=True)]
     if not all(can_be_copied(*operand) for operand in operands):

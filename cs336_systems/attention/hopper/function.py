@@ -1,4 +1,4 @@
-"""Hopper attention as torch sees it: two opaque operators, and the autograd Functions on them (``operators.py``)."""
+"""Hopper attention as torch sees it: two opaque operators, and the autograd Functions on them."""
 
 from typing import Any
 
@@ -10,8 +10,7 @@ from cs336_systems.attention.hopper import host
 from cs336_systems.attention.hopper.backward import launch_backward
 from cs336_systems.attention.hopper.forward import launch_forward
 from cs336_systems.attention.hopper.host import empty_result
-from cs336_systems.attention.operators import backward_through, forward_through
-from cs336_systems.attention.shapes import hopper_limits, validate
+from cs336_systems.attention.shapes import backward_through, forward_through, hopper_limits, validate
 from cs336_systems.kernels.launching import operator
 
 

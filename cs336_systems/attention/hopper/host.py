@@ -1,4 +1,4 @@
-"""What the launchers do on the host: tensors that the copy engine can read, the order of work."""
+"""The launchers' work on the host: tensors that the copy engine can read, and the order of work."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +11,7 @@ from torch import Tensor
 from cs336_systems.kernels.copy_engine import ALIGNMENT_BYTES, can_be_copied
 
 L2_BUDGET_BYTES = 32 * 1024**2
-"""What the heads of one section may read again and again; the L2 cache has 50 MiB, in two halves."""
+"""Bytes that the heads of one section may read again and again; the L2 cache has 50 MiB, in two halves."""
 
 
 def has_copyable_strides(x: Tensor) -> bool:
@@ -41,7 +41,7 @@ def empty_result(x: Tensor) -> Tensor:
 
 
 def result_strides(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    """Of ``torch.empty_like`` of a tensor so laid out."""
+    """The strides that ``torch.empty_like`` gives for a tensor of this shape and these strides."""
     return torch.empty_like(torch.empty_strided(shape, strides, dtype=dtype, device="meta")).stride()
 
 

@@ -1,4 +1,4 @@
-"""What the Hopper backward does before and after its main kernel: passes over memory, in plain Triton.
+"""The Hopper backward's passes over memory before and after its main kernel, in plain Triton.
 
     preprocess    reads o, do, lse; writes lse and delta in the order in which they are read again, and zeros for dq
     postprocess   reads the fp32 sums of dq; writes dq
@@ -7,9 +7,6 @@ Queries are padded to a multiple of 128 in what is written in between, so that n
 
 Shape legend: B batch, H query heads, Q queries, D head dim.
 """
-
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values; the host functions below are typed.
 
 import torch
 import triton
@@ -27,25 +24,10 @@ PADDED_ROWS = 128
 
 @triton.jit
 def hopper_preprocess_kernel(
-    o,
-    do,
-    lse,
-    stats,
-    dq,
-    stride_ob,
-    stride_oh,
-    stride_o,
-    stride_dob,
-    stride_doh,
-    stride_do,
-    n_heads,
-    n_queries,
+    o, do, lse, stats, dq, stride_ob, stride_oh, stride_o, stride_dob, stride_doh, stride_do, n_heads, n_queries,
     padded,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    LOG2_E: tl.constexpr,
-):
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, LOG2_E: tl.constexpr,
+):  # fmt: skip
     """stats (B H, 2, padded): lse in base 2, and minus delta = -rowsum(o * do); and zeros for dq (B H, padded, D).
 
     Queries that do not exist, and queries that see no key, get lse = +inf, so that exp2(S - lse) is 0 there.
@@ -72,19 +54,9 @@ def hopper_preprocess_kernel(
 
 @triton.jit
 def hopper_postprocess_kernel(
-    summed,
-    dq,
-    stride_dqb,
-    stride_dqh,
-    stride_dq,
-    n_heads,
-    n_queries,
-    padded,
-    scale,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    summed, dq, stride_dqb, stride_dqh, stride_dq, n_heads, n_queries, padded, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """dq (B, H, Q, D) in its dtype from the fp32 sums (B H, padded, BLOCK_D)."""
     n_tiles = tl.cdiv(n_queries, ROWS)
     rows = tl.program_id(0) % n_tiles * ROWS + tl.arange(0, ROWS)
@@ -105,7 +77,7 @@ def prepare_preprocess(
     padded: int,
     block_d: int,
 ) -> Prepared:
-    """For the addresses of o, do, lse, stats and sums of dq; ``padded`` is a multiple of PADDED_ROWS."""
+    """A launch for the addresses of o, do, lse, stats and sums of dq; ``padded`` is a multiple of PADDED_ROWS."""
     batch, n_heads, n_queries, d_head = shape_BHQD
     return Prepared(
         hopper_preprocess_kernel,
@@ -131,7 +103,7 @@ def prepare_postprocess(
     block_d: int,
     scale: float,
 ) -> Prepared:
-    """For the addresses of the sums and of dq."""
+    """A launch that takes the addresses of the sums and of dq."""
     batch, n_heads, n_queries, d_head = shape_BHQD
     return Prepared(
         hopper_postprocess_kernel,

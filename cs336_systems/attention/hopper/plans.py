@@ -3,9 +3,6 @@
 Producers and consumers of a program do the same arithmetic on a position, and so need to tell each other no more.
 """
 
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values.
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -23,7 +20,7 @@ def item_in_section(position, n_tiles, n_heads, section_heads):
 
 
 class Plan:
-    """What both plans know."""
+    """The fields that both plans share."""
 
     n_queries: gl.tensor
     n_keys: gl.tensor
@@ -130,7 +127,7 @@ class KeyPlan(Plan):
 
     @gluon.jit
     def adds_before(self, key_tile, first_query):
-        """In order, how many adds to the tile of dq with this first query come before that of a key tile."""
+        """How many adds to the tile of dq with this first query come before a key tile's, if adds are in order."""
         n_key_tiles = gl.cdiv(self.n_keys, self.BLOCK_K)
         if self.CAUSAL:
             end = first_query + self.BLOCK_Q + self.n_keys - self.n_queries
@@ -139,7 +136,7 @@ class KeyPlan(Plan):
 
     @gluon.jit
     def first_row(self, work):
-        """Of the first query head in the statistics and the sums of dq, which have ``padded`` rows per head."""
+        """The first query head's row in the statistics and the sums of dq, which have ``padded`` rows per head."""
         return (work.batch * self.n_heads + work.kv_head * self.group) * self.padded
 
     @gluon.jit

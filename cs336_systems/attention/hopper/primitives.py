@@ -1,8 +1,5 @@
 """The small device functions that the Hopper kernels share: masks, the draw of work, adds by TMA."""
 
-# mypy: allow-untyped-defs
-# A kernel's arguments are Triton values.
-
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

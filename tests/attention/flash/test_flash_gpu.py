@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cs336_systems.attention.flash import FlashAttention
 from cs336_systems.attention.flash.function import backward_into_op, backward_op, forward_op
-from cs336_systems.attention.flash.host import MAX_ROW_STRIDE
+from cs336_systems.attention.flash.tiles import MAX_ROW_STRIDE
 from tests.attention.error_budget import check, error, make, results_of
 
 pytestmark = [
