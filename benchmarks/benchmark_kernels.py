@@ -8,15 +8,16 @@
 Forward and backward are timed separately, on a GPU with a cold L2 cache. GB/s count the bytes that any implementation
 must move, and are shown with their share of a large copy, timed in the same process. Errors are relative Frobenius
 norms against the formula in fp64. On a GPU the peak of memory beyond inputs and results is measured too. Other
-libraries' kernels run in the configurations of ``experiments/kernels/peers.py``; those of Liger and of cut cross
+libraries' kernels run in the configurations of ``experiments/kernel_measure.py``; those of Liger and of cut cross
 entropy need their packages. On an H200 the defaults take about ten minutes, half of them the loss;
 ``scripts/measure_kernels.sh`` has them in parts.
 """
 
-from cs336_systems.experiments.kernels.cells import Options
-from cs336_systems.report.command_line import exit_with, experiment_command
+from cs336_systems.experiments.driver import command
+from cs336_systems.experiments.kernels import EXPERIMENT
+from cs336_systems.report.command_line import exit_with
 
-main = experiment_command(Options, "kernels.experiment", __doc__)
+main = command(EXPERIMENT, __doc__)
 
 if __name__ == "__main__":
-    exit_with("benchmark_kernels", main)
+    exit_with(EXPERIMENT.name, main)

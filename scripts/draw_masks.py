@@ -27,7 +27,7 @@ class Options:
 def main(arguments: list[str] | None = None) -> int:
     """Draw and write; 2 for a length or a folder that will not do."""
     options = tyro.cli(Options, args=arguments, description=__doc__)
-    from cs336_systems.experiments.attention.masks import masks_figure  # torch and matplotlib come with it
+    from cs336_systems.experiments.attention_figures import masks_figure  # torch and matplotlib come with it
     from cs336_systems.report.figures import save
 
     path = options.out / "attention_masks.png"

@@ -4,8 +4,7 @@ import pandas as pd
 
 from cs336_systems.answers.committed import caption
 from cs336_systems.costs.attention import AttentionWork
-from cs336_systems.experiments.attention.cells import Clock
-from cs336_systems.experiments.attention.table import PASSES, SETTINGS, by_clock
+from cs336_systems.experiments.attention import PASSES, SETTINGS, Clock, by_clock
 from cs336_systems.harness.runs import newest
 from cs336_systems.report.tables import Table, digits
 

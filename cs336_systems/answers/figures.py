@@ -21,13 +21,13 @@ from cs336_systems.answers.sums import seal
 from cs336_systems.answers.training_rates import rates_of_others
 from cs336_systems.answers.vocabulary import LEAKS
 from cs336_systems.costs.parallelism.pipeline import SCHEDULES
-from cs336_systems.experiments.attention.figure import scaling_figure as attention_figure
-from cs336_systems.experiments.attention.masks import masks_figure
-from cs336_systems.experiments.blocks.figure import kept_figure
+from cs336_systems.experiments.attention_figures import masks_figure
+from cs336_systems.experiments.attention_figures import scaling_figure as attention_figure
+from cs336_systems.experiments.blocks import kept_figure
 from cs336_systems.experiments.collectives.table import collectives_figure
-from cs336_systems.experiments.fp8.figure import time_figure
+from cs336_systems.experiments.fp8 import time_figure
 from cs336_systems.experiments.fully_sharded.breakdown import breakdown_figure
-from cs336_systems.experiments.kernels.figure import shares_figure
+from cs336_systems.experiments.kernels import shares_figure
 from cs336_systems.experiments.leaks.findings import findings_figure
 from cs336_systems.experiments.learning.figure import loss_figure
 from cs336_systems.experiments.model_figures import frontier_figure, speedups_figure, step_figure

@@ -32,14 +32,14 @@ from cs336_systems.costs.parallelism.forms import least_tokens_per_device
 from cs336_systems.costs.parallelism.mesh import XXL
 from cs336_systems.costs.parallelism.scaling import communication_limit
 from cs336_systems.costs.sharding import link_bytes_per_step
-from cs336_systems.experiments.attention import table as attention_tables
-from cs336_systems.experiments.blocks.table import BLOCK_TABLE
+from cs336_systems.experiments import attention as attention_tables
+from cs336_systems.experiments import fp8 as fp8_tables
+from cs336_systems.experiments.blocks import BLOCK_TABLE
 from cs336_systems.experiments.collectives.table import collectives_table
 from cs336_systems.experiments.data_parallel.table import DATA_PARALLEL
-from cs336_systems.experiments.fp8 import table as fp8_tables
 from cs336_systems.experiments.fully_sharded.breakdown import breakdown_tables
 from cs336_systems.experiments.fully_sharded.table import FULLY_SHARDED
-from cs336_systems.experiments.kernels.table import KERNEL_TABLE
+from cs336_systems.experiments.kernels import KERNEL_TABLE
 from cs336_systems.experiments.leaks import flops_against_time, launch_overhead, matmul_data, roofline_knee
 from cs336_systems.experiments.leaks.findings import Findings
 from cs336_systems.experiments.learning.table import LEARNING_TABLE, loss_deviations

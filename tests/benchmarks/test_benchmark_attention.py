@@ -5,7 +5,7 @@ import json
 import pytest
 
 from cs336_systems.config import ATTENTIONS
-from cs336_systems.experiments.attention.cells import VARIANTS, Options, make_cells
+from cs336_systems.experiments.attention import VARIANTS, Options, make_cells
 from cs336_systems.harness.record import read_rows
 from tests.benchmarks.commands import cells_of, run
 

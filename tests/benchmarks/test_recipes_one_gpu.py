@@ -10,11 +10,7 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.config import resolve_size
-from cs336_systems.experiments import model
-from cs336_systems.experiments.attention import cells as attention
-from cs336_systems.experiments.blocks import cells as blocks
-from cs336_systems.experiments.fp8 import cells as fp8
-from cs336_systems.experiments.kernels import cells as kernels
+from cs336_systems.experiments import attention, blocks, fp8, kernels, model
 from cs336_systems.experiments.learning import cells as learning
 from cs336_systems.experiments.profile import cells as profile
 from cs336_systems.experiments.training import cells as training

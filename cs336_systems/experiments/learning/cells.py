@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from cs336_systems.config import resolve_size
-from cs336_systems.experiments.fp8.cells import RECIPES, RecipeName
+from cs336_systems.experiments.fp8 import RECIPES, RecipeName
 from cs336_systems.experiments.options import Kernels, RunOptions, Switch, cell_of
 from cs336_systems.pretraining.options import TrainOptions
 

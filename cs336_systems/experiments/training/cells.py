@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from cs336_systems.case import GatherBy
 from cs336_systems.config import ATTENTIONS, resolve_size
 from cs336_systems.costs.kept import check_known
-from cs336_systems.experiments.fp8.cells import RECIPES, RecipeName
+from cs336_systems.experiments.fp8 import RECIPES, RecipeName
 from cs336_systems.experiments.options import Kernels, RunOptions, Switch, cell_of
 from cs336_systems.pretraining.options import TrainOptions
 

@@ -21,8 +21,8 @@ import torch
 from cs336_systems.case import Unsupported
 from cs336_systems.config import resolve_size
 from cs336_systems.distributed.process_group import Rank, alone, on_every_rank
-from cs336_systems.experiments.fp8.cells import RECIPES
-from cs336_systems.experiments.fp8.torchao_layers import with_float8
+from cs336_systems.experiments.block_measure import with_float8
+from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.experiments.ranked import largest
 from cs336_systems.experiments.training.cells import TORCHAO, TrainingRunCell
 from cs336_systems.hardware import GIB

@@ -8,7 +8,7 @@ import torch
 
 from cs336_systems.config import resolve_size
 from cs336_systems.distributed.process_group import joined
-from cs336_systems.experiments.fp8.torchao_layers import with_float8
+from cs336_systems.experiments.block_measure import with_float8
 from cs336_systems.experiments.training.cells import Options, make_cells
 from cs336_systems.experiments.training.experiment import EXPERIMENT
 from cs336_systems.experiments.training.measure import measure, slowest

@@ -1,42 +1,26 @@
-"""Fused kernels' benchmark: its list and its files, its grid, a run on the CPU, and our kernels' errors on a GPU."""
+"""Fused kernels' benchmark: its grid, peers, every subject on the CPU, its figure, and our kernels' errors on a GPU."""
 
-import importlib
 import json
 import sys
-from pathlib import Path
-from typing import get_args
 
+import pandas as pd
 import pytest
 import torch
 
-import cs336_systems
 from cs336_systems.case import Unsupported
-from cs336_systems.experiments.kernels.cells import KERNELS, PEERS, How, KernelCell, Options, make_cells
-from cs336_systems.experiments.kernels.measure import Subject, _outputs, errors, extra_bytes, measure
-from cs336_systems.harness.record import read_rows
+from cs336_systems.experiments.kernel_measure import Subject, _outputs, errors, extra_bytes, measure
+from cs336_systems.experiments.kernel_subjects import SUBJECTS
+from cs336_systems.experiments.kernels import HOWS, KERNELS, PEERS, KernelCell, Options, make_cells, shares_figure
+from cs336_systems.harness.record import Metric, parse_samples, read_rows
 from tests.benchmarks.commands import cells_of, run
+from tests.report.rows import make_cell
 
-PACKAGE = Path(cs336_systems.__file__).parent
 CPU = torch.device("cpu")
 
 
 def make_subject(kernel, how, width=256):
     cell = KernelCell("cpu", kernel, "fp32", 16, width, how, 3, 0)
-    return importlib.import_module(f"cs336_systems.experiments.kernels.{cell.module}").subject(cell, CPU)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_every_kernel_of_the_list_has_both_files(kernel):
-    module = kernel.partition(".")[0]
-    assert (PACKAGE / "kernels" / f"{module}.py").exists()
-    assert (PACKAGE / "experiments" / "kernels" / f"{module}.py").exists()
-
-
-def test_the_grid_puts_ways_of_computing_the_same_next_to_each_other():
-    cells = cells_of("kernels", "--rows", "64", "--width", "8", "16", "--dtype", "fp32", "--kernel", "weighted_sum")
-    assert [(cell.width, cell.how) for cell in cells] == [
-        (width, how) for width in (8, 16) for how in ("ours", "eager")
-    ]
+    return SUBJECTS[cell.module](cell, CPU)
 
 
 def test_peers_without_such_a_kernel_are_left_out():
@@ -58,7 +42,7 @@ def test_widths_are_those_of_models():
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_peer_of_the_table_is_there(kernel):
     assert set(make_subject(kernel, "eager").peers) == {peer for peer, theirs in PEERS.items() if kernel in theirs}
-    assert get_args(How) == ("ours", "eager", "compiled", *PEERS)
+    assert ("ours", "eager", "compiled", *PEERS) == HOWS
 
 
 @pytest.mark.parametrize("kernel", PEERS["torch"])
@@ -122,10 +106,20 @@ def test_what_fp8_asks_for_is_the_formula_and_the_error_that_of_its_format(kerne
             assert metric.samples[0] < (0.04 if "quantize" in kernel else 1e-6), metric
 
 
-@pytest.mark.parametrize("kernel", ["quantize", "quantize_blocks", "rms_norm_quantize", "swiglu_quantize"])
-def test_dimensions_that_fp8_does_not_take_are_not_measured(kernel):
-    with pytest.raises(Unsupported, match="16 does not divide 8 x 256"):
-        measure(KernelCell("cpu", kernel, "fp32", 8, 256, "eager", 5, 0))
+@pytest.mark.parametrize(
+    ("kernel", "width", "said"), [("quantize", 256, "16 does not divide 8 x 256"), ("rotary", 1000, "heads of 128")]
+)
+def test_shapes_that_a_kernel_does_not_take_are_not_measured(kernel, width, said):
+    with pytest.raises(Unsupported, match=said):
+        measure(KernelCell("cpu", kernel, "fp32", 8, width, "eager", 5, 0))
+
+
+@pytest.mark.slow
+def test_a_cpu_measures_every_formula_without_a_kernel(monkeypatch):
+    monkeypatch.setattr("triton.JITFunction", object)  # no kernel runs on a CPU outside the interpreter
+    for kernel in KERNELS:
+        found = measure(KernelCell("cpu", kernel, "fp32", 16, 128, "eager", 1, 0))
+        assert {"forward", "forward_bandwidth", "copy"} <= {metric.name for metric in found}, kernel
 
 
 @pytest.mark.slow
@@ -163,26 +157,45 @@ def test_errors_are_of_every_output_and_gradient_and_leave_the_inputs():
     assert found == {"error_out": [0.0], "error_grad_x": [0.5]}
 
 
-def test_a_gradient_that_is_written_over_is_the_same_for_all():
-    class TwiceInPlace(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy.mul_(2)
-
-    arriving = [torch.ones(4)]
-    subject = Subject({"x": torch.ones(4, requires_grad=True)}, TwiceInPlace.apply, lambda x: x * 2, 64)
-    found = {metric.name: metric.samples for metric in errors(subject, subject.ours, arriving)}
-    assert found == {"error_out": [0.0], "error_grad_x": [0.0]}
-    assert (arriving[0] == 1).all()
+def shares(kernel, how, width, *shares, rows=16_384):
+    metrics = [
+        Metric(f"{name}_copy_share", "% of copy", [share])
+        for name, share in zip(("forward", "backward"), shares, strict=False)
+    ]
+    gpu = {"gpu": "NVIDIA H200", "device": "cuda", "dtype": "bf16"}
+    return make_cell(*metrics, kernel=kernel, how=how, width=width, rows=rows, **gpu)
 
 
-def test_heads_that_do_not_divide_a_width_are_not_measured():
-    with pytest.raises(Unsupported, match="heads of 128 do not divide a width of 1000"):
-        measure(KernelCell("cpu", "rotary", "fp32", 8, 1000, "eager", 5, 0))
+def frame(*cells):
+    return parse_samples(pd.DataFrame([row for rows in cells for row in rows]))
+
+
+def drawn(figure):
+    """(title, line's points) of every panel that is seen."""
+    return {
+        axes.get_title(): [list(zip(*line.get_data(), strict=True)) for line in axes.get_lines()[:-1]]
+        for axes in figure.axes
+        if axes.get_visible()
+    }
+
+
+def test_a_panel_for_each_kernel_and_pass_and_a_line_for_each_way():
+    found = drawn(
+        shares_figure(
+            frame(
+                shares("rms_norm", "ours", 4096, 93, 85),
+                shares("rms_norm", "ours", 896, 60, 50),
+                shares("rms_norm", "liger", 4096, 87, 40),
+                shares("adamw", "ours", 4096, 94),
+                shares("rms_norm", "ours", 4096, 95, 86, rows=4096),
+                shares("linear_cross_entropy", "ours", 4096, 1),
+            )
+        )
+    )
+    assert list(found) == ["rms_norm\nforward", "rms_norm\nbackward", "adamw\nforward"]
+    assert found["rms_norm\nforward"] == [[(0, 60), (1, 93)], [(1, 87)]]
+    assert found["rms_norm\nbackward"] == [[(0, 50), (1, 85)], [(1, 40)]]
+    assert found["adamw\nforward"] == [[(0, 94)]]
 
 
 @pytest.mark.gpu

@@ -1,17 +1,19 @@
-"""Blocks' benchmark: its grid in turns, what it refuses, a run on the CPU, and what a GPU keeps beside the table."""
+"""Blocks' benchmark: its grid, refusals, a run on the CPU, its figure, and what a GPU keeps beside the prediction."""
 
 import json
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
 
 from cs336_systems.config import MODEL_SIZES, PRECISIONS
 from cs336_systems.costs.kept import LEVELS, bytes_kept
-from cs336_systems.experiments.blocks.cells import BlockCell, Options, make_cells
-from cs336_systems.experiments.blocks.measure import bench, errors, measure, step_flops
-from cs336_systems.harness.record import read_rows
+from cs336_systems.experiments.block_measure import bench, errors, measure_block
+from cs336_systems.experiments.blocks import BLOCK_TABLE, BlockCell, Options, kept_figure, make_cells
+from cs336_systems.harness.record import Metric, parse_samples, read_rows
 from tests.benchmarks.commands import cells_of, run
+from tests.report.rows import make_cell, ms
 
 TINY = BlockCell("cpu", "tiny", 2, 32, "fp32", "reference", 2, "products", 1, 2, 0, 0)
 
@@ -72,14 +74,15 @@ def test_a_cpu_measures_every_level_in_plain_pytorch(tmp_path, capsys):
         assert predicted[level] == pytest.approx(bytes_kept(config, 1, 16, PRECISIONS["fp32"], level))
 
 
-def test_all_ways_have_the_same_weights_and_data():
+def test_all_ways_have_the_same_weights_data_and_flops():
     shared = bench(TINY.shape)
     assert bench(replace(TINY, how="eager", repeat=3).shape) is shared
-    assert len(shared.reference) == 2 and shared.x.shape == (2, 32, 64)
-    cos, sin = shared.model.rotary(32)
-    outs = [shared.blocks(replace(TINY, how=how))[1](shared.x, cos, sin) for how in ("eager", "input", "all")]
-    assert torch.equal(outs[1], outs[2])
-    torch.testing.assert_close(outs[0], outs[1])
+    d, f, tokens = 64, 192, 2 * 32
+    flops = 2 * 3 * tokens * (2 * (4 * d * d + 3 * d * f) + 2 * 32 * d)
+    for how in ("eager", "input", "all"):
+        found = {metric.name: metric.samples for metric in measure_block(replace(TINY, how=how))}
+        assert max(found[name][0] for name in ("error_out", "error_dx", "error_dweight")) < 2e-6
+        assert found["model_tflops"] == pytest.approx([flops / ms / 1e9 for ms in found["step"]])
 
 
 def test_errors_are_of_the_output_its_inputs_gradient_and_the_worst_weight():
@@ -90,10 +93,42 @@ def test_errors_are_of_the_output_its_inputs_gradient_and_the_worst_weight():
     assert found == {"error_out": [0.0], "error_dx": [0.5], "error_dweight": [2.0]}
 
 
-def test_flops_are_those_of_the_blocks_alone():
-    one, two = (step_flops(replace(TINY, layers=layers)) for layers in (1, 2))
-    d, f, tokens = 64, 192, 2 * 32
-    assert two == 2 * one == 2 * 3 * tokens * (2 * (4 * d * d + 3 * d * f) + 2 * 32 * d)
+SHAPE = {"size": "llama3-8b", "batch_size": 2, "context_length": 8192, "dtype": "bf16", "attention": "hopper"}
+
+
+def cell(how, step, kept, **values):
+    settings = SHAPE | {"gpu": "NVIDIA H200", "device": "cuda", "layers": 1, "repeat": 0, "commit": "abc"} | values
+    return make_cell(ms("step", step), Metric("kept", "GiB", [kept]), how=how, **settings)
+
+
+def frame(*cells):
+    return parse_samples(pd.DataFrame([row for rows in cells for row in rows]))
+
+
+def test_a_point_for_each_way_and_time_by_block():
+    rows = frame(
+        cell("compiled", 42.0, 4.0),
+        cell("products", 40.0, 2.5),
+        cell("input", 50.0, 0.5),
+        cell("compiled", 41.0, 4.0, attention="sdpa-cudnn"),
+        cell("compiled", 240.0, 4.0, size="leaderboard-8b", layers=6),
+    )
+    llama, leaderboard = (axes for axes in kept_figure(rows).axes if axes.get_visible())
+    written_out, reference = llama.get_lines()
+    assert list(zip(*written_out.get_data(), strict=True)) == [(0.5, 50.0), (2.5, 40.0)]
+    assert list(zip(*reference.get_data(), strict=True)) == [(4.0, 42.0)]
+    assert {text.get_text() for text in llama.texts} == {"compiled", "products", "input"}
+    assert list(leaderboard.get_lines()[1].get_data()[1]) == [40.0]
+
+
+def test_ratios_in_the_table_are_of_one_turn():
+    turns = [
+        *(cell("compiled", 40.0, 4.0, repeat=0), cell("products", 38.0, 2.5, repeat=0)),
+        *(cell("products", 44.0, 2.5, repeat=1), cell("compiled", 44.0, 4.0, repeat=1)),
+    ]
+    table = BLOCK_TABLE.of(frame(*turns)).frame.set_index("block")
+    assert table["/ compiled"].to_dict() == {"compiled": "1.000", "products": "0.975 (0.950–1.000)"}
+    assert table.loc["products", "kept GiB"] == "2.50"
 
 
 @pytest.mark.gpu
@@ -102,6 +137,6 @@ def test_flops_are_those_of_the_blocks_alone():
 def test_a_gpu_keeps_what_is_predicted(how):
     # Tensors so large that the allocator's blocks are hardly larger.
     cell = BlockCell("cuda", "small", 16, 1024, "bf16", "flash", 2, how, 1, 2, 0, 0)
-    found = {metric.name: metric.samples[0] for metric in measure(cell)}
+    found = {metric.name: metric.samples[0] for metric in measure_block(cell)}
     assert found["kept"] == pytest.approx(found["kept_predicted"], rel=0.01)
     assert found["error_out"] < 0.02 and found["error_dx"] < 0.02 and found["error_dweight"] < 0.04

@@ -9,9 +9,14 @@ A cell with a ``mask`` measures one of ``VARIANTS``: FlexAttention (``flex``) be
 rule as a dense tensor (``sdpa-dense-mask``). Masks are built before any clock starts, and their bytes reported.
 """
 
+from __future__ import annotations
+
 import functools
-from collections.abc import Callable
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch._functorch.config
@@ -23,29 +28,29 @@ from cs336_systems.attention.dispatch import attention, unsupported_reason
 from cs336_systems.attention.oracle import oracle_attention
 from cs336_systems.attention.shapes import AttentionShape, validate
 from cs336_systems.case import Unsupported
-from cs336_systems.experiments.attention.cells import MATERIALISED, AttentionCell
+from cs336_systems.experiments.attention import MATERIALISED, TILE, AttentionCell
 from cs336_systems.hardware import GIB, find_hardware
 from cs336_systems.harness.clock import time_kernel
 from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.memory import PeakMeter, allocated_bytes, free_bytes
 from cs336_systems.harness.record import Metric
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-TILE = "tile "
-"""How the names of metrics begin that time one tile of one kernel."""
+if TYPE_CHECKING:
+    from cs336_systems.attention.flash.tiles import Tile
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ORACLE_LENGTH = {"cuda": 16_384, "cpu": 2048}
 """Longest sequence whose fp64 scores of one head are worth their memory (2 GiB) and time."""
 
 
 @dataclass(frozen=True)
 class _Served:
-    """What a cell runs: (q, k, v) -> o, the oracle of its first head, the work, and what is known beforehand."""
+    """A cell's function (q, k, v) -> o, the oracle of its first head, its work, and metrics known beforehand."""
 
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     exact: Callable[[Tensor, Tensor, Tensor], Tensor]
     share_of_scores: float
-    """Of those that ``AttentionWork`` counts."""
+    """The share that the mask leaves of the scores that ``AttentionWork`` counts."""
     metrics: list[Metric]
 
 
@@ -212,7 +217,7 @@ def _serve_variant(cell: AttentionCell, q: Tensor, k: Tensor, v: Tensor) -> _Ser
 
 
 def _dense_form(variant: variants.Variant, shape: AttentionShape, q: Tensor) -> Tensor:
-    """What ``attn_mask`` takes: bool where scores are only hidden, else what is added to them, in the dtype of q.
+    """A mask for ``attn_mask``: bool where scores are only hidden, else the addends of scores, in the dtype of q.
 
     Raises:
         Unsupported: the variant changes scores by more than a sum.
@@ -229,8 +234,7 @@ def _dense_form(variant: variants.Variant, shape: AttentionShape, q: Tensor) -> 
 
 def _tune(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> list[Metric]:
     """Search the tiles of flash at this shape and let this process use the fastest; one metric per tile timed."""
-    from cs336_systems.attention.flash.tiles import use_tile
-    from cs336_systems.experiments.attention.tile_search import search_tiles  # Triton is not on every machine
+    from cs336_systems.attention.flash.tiles import use_tile  # Triton is not on every machine
 
     heads = [x.detach() if x.dim() == 4 else x.detach()[:, None] for x in (q, k, v, do)]
     metrics = []
@@ -238,3 +242,92 @@ def _tune(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> list[Met
         use_tile(timing.kernel, q.shape[-1], q.element_size(), timing.best)
         metrics += [Metric(f"{TILE}{timing.kernel} {tile}", "ms", times) for tile, times in timing.samples_ms.items()]
     return metrics
+
+
+_MIN_VALUES, _MAX_VALUES = 48, 192
+_ROUNDS = 3
+"""Rounds of samples, in which the candidates are interleaved."""
+
+
+@dataclass(frozen=True)
+class TileTiming:
+    """Samples of every candidate of one kernel; the first is the table's."""
+
+    kernel: str
+    samples_ms: dict[Tile, list[float]]
+    refused: dict[Tile, str]
+    """By the other tiles, why the compiler or the launch refused them."""
+
+    @property
+    def best(self) -> Tile:
+        return min(self.samples_ms, key=lambda tile: statistics.median(self.samples_ms[tile]))
+
+
+def candidates(kernel: str, d_head: int, element_size: int) -> list[Tile]:
+    """Tiles worth timing, the table's first.
+
+    Their fp32 accumulators and scores take between ``_MIN_VALUES`` and ``_MAX_VALUES`` registers of a thread (fewer
+    leave the tensor cores idle, more spill), and in half precision they own at least the 64 rows that wgmma needs.
+    """
+    from cs336_systems.attention.flash.tiles import Tile, committed_tile
+    from cs336_systems.kernels.launching import next_power_of_2
+
+    block_d = next_power_of_2(d_head)
+    found = [committed_tile(kernel, d_head, element_size)]
+    owned, walked = ((64, 128), (32, 64, 128)) if element_size == 2 else ((16, 32, 64), (16, 32, 64))
+    for own, step, num_warps, num_stages in itertools.product(owned, walked, (4, 8), (2, 3)):
+        block_q, block_k = (step, own) if kernel == "dkdv" else (own, step)
+        values = {
+            "forward": block_q * (block_d + block_k),
+            "dkdv": 2 * block_k * (block_d + block_q),
+            "dq": block_q * (block_d + 2 * block_k),
+        }[kernel] / (32 * num_warps)
+        tile = Tile(block_q, block_k, num_warps, num_stages)
+        if _MIN_VALUES <= values <= _MAX_VALUES and tile not in found:
+            found.append(tile)
+    return found
+
+
+def search_tiles(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool) -> Iterator[TileTiming]:
+    """Time every candidate of every kernel, in interleaved rounds; q (batch, heads, n_queries, d_head), on a GPU.
+
+    The table in ``attention/flash/tiles.py`` is committed, so that nobody waits for a search; this repeats it, on
+    another GPU or shape. ``dkdv`` and ``dq`` include the preprocess kernel, which both need.
+    """
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    from cs336_systems.attention.flash.backward import launch_backward
+    from cs336_systems.attention.flash.forward import launch_forward
+    from cs336_systems.attention.flash.tiles import KERNELS
+
+    scale = q.shape[-1] ** -0.5
+    o, lse = launch_forward(q, k, v, causal, scale)
+
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    def backward(wants_dq: bool, tile: Tile) -> None:
+        if wants_dq:
+            launch_backward(q, k, v, o, lse, do, dq, None, None, causal, scale, dq_tile=tile)
+        else:
+            launch_backward(q, k, v, o, lse, do, None, dk, dv, causal, scale, dkdv_tile=tile)
+
+    launch: dict[str, Callable[[Tile], object]] = {
+        "forward": lambda tile: launch_forward(q, k, v, causal, scale, tile),
+        "dkdv": lambda tile: backward(False, tile),
+        "dq": lambda tile: backward(True, tile),
+    }
+    for kernel in KERNELS:
+        samples: dict[Tile, list[float]] = {}
+        refused: dict[Tile, str] = {}
+        for tile in candidates(kernel, q.shape[-1], q.element_size()):
+            try:
+                launch[kernel](tile)
+                torch.cuda.synchronize()
+                samples[tile] = []
+            except (CompilationError, OutOfResources, PTXASError) as error:
+                refused[tile] = str(error).splitlines()[0]
+        for _ in range(_ROUNDS):
+            for tile, times in samples.items():
+                times += time_kernel(functools.partial(launch[kernel], tile), device=q.device, warmup=1, samples=5)
+        yield TileTiming(kernel, samples, refused)

@@ -1,0 +1,409 @@
+"""Which attention for these shapes? Time, memory and error of every implementation, and the limit.
+
+Grids: ``pytorch``, the handout's first (batch 8, no head dimension, plain and compiled); ``flash``, its second (batch
+1, causal, every implementation); ``training``, the shapes at which training runs; ``variants``, masks and score
+modifications, FlexAttention against torch's attention with a dense mask. ``attention_measure.py`` describes how a cell
+is measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from cs336_systems.config import ATTENTIONS
+from cs336_systems.costs.attention import AttentionWork
+from cs336_systems.declared import option, options_of
+from cs336_systems.experiments.driver import Experiment, Stage, presented
+from cs336_systems.experiments.options import RunOptions
+from cs336_systems.report.results import MAIN, Column, Line, ResultTable
+from cs336_systems.report.tables import Table, digits
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from cs336_systems.harness.sweep import Outcome
+
+MATERIALISED = ("reference", "reference-compiled")
+VARIANTS = (
+    *("full", "causal", "window 256", "document", "prefix-LM", "document & causal"),
+    *("causal & ALiBi", "causal & relative bias", "causal & softcap"),
+)
+VARIANT_IMPLEMENTATIONS = ("flex", "sdpa-dense-mask")
+KNOWN = tuple(dict.fromkeys(ATTENTIONS + VARIANT_IMPLEMENTATIONS))
+SLOW_ON_A_CPU = "reference-compiled"
+"""An implementation whose kernels take half a minute to compile there."""
+
+TRAINING_SHAPES = (
+    (1, 16, 16_384, 64),
+    (1, 32, 16_384, 128),
+    (4, 32, 4096, 128),
+    (8, 16, 2048, 64),
+    (2, 32, 32_768, 128),
+)
+"""(batch, heads, length, d_head); the first is the 2025 leaderboard's."""
+
+VARIANT_SHAPE = (4, 16, 4096, 64)
+CPU_LENGTHS = (256, 1024)
+Clock = Literal["harness", "do-bench"]
+TILE = "tile "
+"""The beginning of the names of metrics that time one tile of one kernel."""
+
+
+@dataclass(frozen=True)
+class AttentionCell:
+    """One implementation at one shape; ``heads`` 0 means inputs without a head dimension. The fields are columns."""
+
+    device: str
+    grid: str = option(
+        "pytorch",
+        "Sets of shapes; see above.",
+        values=("pytorch", "flash", "training", "variants"),
+        asked=("pytorch", "flash"),
+    )
+    impl: str = option(
+        "",
+        "Implementations; by default those that the grid compares, on a CPU without reference-compiled.",
+        asked=(),
+        aliases=("--attention",),
+    )
+    dtype: str = option(
+        "bf16",
+        "By default fp32 for pytorch, both for flash, bf16 for training and variants.",
+        values=("fp32", "bf16"),
+        asked=(),
+    )
+    d_head: int = option(0, "Only these head dimensions of the grids; by default all.", asked=(), sign="positive")
+    length: int = option(0, "Only these sequence lengths of the grids; by default all.", asked=(), sign="positive")
+    batch_size: int = 0
+    heads: int = 0
+    causal: bool = False
+    mask: str = ""
+    """One of ``VARIANTS``; empty for plain attention, causal or not."""
+    clock: Clock = option(
+        "harness",
+        "Clock of the times: this suite's, or triton.testing.do_bench with its own warm-up and repetitions.",
+    )
+    autotune: bool = option(
+        False,
+        "Search the tiles of flash again at each shape, list them, and measure with the fastest.",
+        several=False,
+    )
+    repeat: int = 0
+    """The number of this run of the grid."""
+    seed: int = 0
+
+    @property
+    def variant(self) -> str:
+        return self.impl
+
+    @property
+    def work(self) -> AttentionWork:
+        heads = self.heads or 1
+        return AttentionWork(self.batch_size, heads, heads, self.length, self.length, self.d_head, self.causal)
+
+    def __str__(self) -> str:
+        heads = f" heads {self.heads}" if self.heads else ""
+        mask = f" {self.mask}" if self.mask else ""
+        clock = f" by {self.clock}" if self.clock != "harness" else ""
+        shape = f"batch {self.batch_size}{heads} length {self.length} d {self.d_head}"
+        return f"{self.impl}{mask} {self.dtype} {shape}{clock}"
+
+
+@dataclass(frozen=True)
+class Asked(RunOptions):
+    """Which attention for these shapes?"""
+
+    CPU_DEFAULTS: ClassVar = {"length": CPU_LENGTHS, "d_head": (64,)}
+    timeout: float = 300.0
+    repeat: int = 1
+    """How often the whole grid is run, so that the implementations are interleaved at each shape."""
+
+
+Options: Any = options_of(AttentionCell, Asked)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The implementations that a grid compares by default, and the shapes (batch, heads, length, d_head)."""
+
+    impls: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: list[tuple[int, int, int, int]]
+    causal: bool
+    masks: tuple[str, ...] = ("",)
+    allowed: tuple[str, ...] = ATTENTIONS
+
+
+GRIDS = {
+    "pytorch": Grid(
+        MATERIALISED,
+        ("fp32",),
+        # the handout's five lengths, and on until memory ends
+        [(8, 0, n, d) for d in (16, 32, 64, 128) for n in (256, 1024, 4096, 8192, 16_384, 32_768, 65_536)],
+        causal=False,
+    ),
+    "flash": Grid(
+        ATTENTIONS,
+        ("bf16", "fp32"),
+        [(1, 0, 2**power, d) for d in (16, 32, 64, 128) for power in range(7, 17)],
+        causal=True,
+    ),
+    "training": Grid(
+        ("flash", "hopper", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex"),
+        ("bf16",),
+        sorted(TRAINING_SHAPES, key=lambda shape: shape[3]),
+        causal=True,
+    ),
+    "variants": Grid(
+        VARIANT_IMPLEMENTATIONS,
+        ("bf16",),
+        [VARIANT_SHAPE],
+        causal=False,
+        masks=VARIANTS,
+        allowed=VARIANT_IMPLEMENTATIONS,
+    ),
+}
+
+
+def make_cells(options: Any) -> list[AttentionCell]:
+    """The grids, ordered so that cells which can share a process follow each other.
+
+    Raises:
+        ValueError: a value that no cell can have.
+    """
+    for impl in options.impl:
+        if impl not in KNOWN:
+            raise ValueError(f"--impl {impl}: known are {', '.join(KNOWN)}")
+    if options.device != "cuda" and "do-bench" in options.clock:
+        raise ValueError(f"--clock do-bench: triton's do_bench times CUDA devices, got --device {options.device}")
+    if options.autotune and options.repeat > 1:
+        raise ValueError(f"--autotune searches once, got --repeat {options.repeat}")
+    cells = []
+    for name in options.grid:
+        grid = GRIDS[name]
+        usual = [impl for impl in grid.impls if options.device == "cuda" or impl != SLOW_ON_A_CPU]
+        impls = [impl for impl in options.impl or usual if impl in grid.allowed]
+        for impl, dtype, (batch, heads, length, d_head), mask, clock in itertools.product(
+            impls, options.dtype or grid.dtypes, grid.shapes, grid.masks, options.clock
+        ):
+            if length in (options.length or (length,)) and d_head in (options.d_head or (d_head,)):
+                shape = (d_head, length, batch, heads, grid.causal, mask, clock)
+                tuned = options.autotune and impl == "flash"
+                cells.append(AttentionCell(options.device, name, impl, dtype, *shape, tuned, 0, options.seed))
+    if not cells:
+        lengths = f", with lengths {', '.join(map(str, options.length))}" if options.length else ""
+        raise ValueError(
+            f"no cell of --grid {' '.join(options.grid)} has the values asked for{lengths} (a CPU takes "
+            f"{' and '.join(map(str, CPU_LENGTHS))} unless --length says more; training and variants have longer ones)"
+        )
+    return cells if options.repeat == 1 else _in_turns(cells, options.repeat)
+
+
+def _in_turns(cells: list[AttentionCell], n_repeats: int) -> list[AttentionCell]:
+    """Cells that differ in nothing but the implementation follow each other, each time with another one first."""
+    peers: dict[AttentionCell, list[AttentionCell]] = {}
+    for cell in cells:
+        peers.setdefault(replace(cell, impl=""), []).append(cell)
+    return [
+        replace(group[(repeat + turn) % len(group)], repeat=repeat)
+        for repeat in range(n_repeats)
+        for group in peers.values()
+        for turn in range(len(group))
+    ]
+
+
+def stages(options: Any, cells: Sequence[AttentionCell], outcomes: list[Outcome]) -> list[Stage]:
+    """Cells of a grid and dtype share a process; with ``--repeat`` all do.
+
+    More processes would compile anew for each shape. What an earlier cell still holds is not counted in a later one's
+    peak.
+    """
+    from cs336_systems.experiments.attention_measure import measure
+
+    return [
+        Stage(
+            cells,
+            measure,
+            expected_s=lambda cell: cell.work.forward_flops + 1e11,  # no seconds, but in proportion to them
+            share=lambda cell: options.repeat > 1 or (cell.grid, cell.dtype),
+        )
+    ]
+
+
+PASSES = ("forward", "backward", "both")
+SETTINGS = (
+    *("gpu", "device", "grid", "dtype", "batch_size", "heads", "d_head", "length", "causal", "mask", "impl"),
+    "clock",
+)
+"""Columns that tell one cell from another."""
+
+
+def by_clock(rows: pd.DataFrame, clock: Clock = "harness") -> pd.DataFrame:
+    """The rows whose times one clock took: what is compared."""
+    return rows[rows["clock"] == clock]
+
+
+def _largest_error(line: Line) -> float | None:
+    return max((float(row["median"]) for name, row in line.metrics.items() if name.startswith("error_")), default=None)
+
+
+ATTENTION = ResultTable(
+    settings=SETTINGS,
+    always=("impl",),
+    columns=(
+        *(Column(f"{name} ms", name, rank=MAIN if name == "both" else 1) for name in PASSES),
+        *(Column(f"{name} TFLOP/s", f"{name}_tflops", rank=1 if name == "both" else 2) for name in PASSES),
+        Column("scores seen %", "seen_scores", optional=True, rank=2),
+        Column("blocks skipped %", "skipped_blocks", optional=True, rank=2),
+        Column("mask GiB", "mask_memory", optional=True, rank=2),
+        Column("kept GiB", "kept_for_backward", note="what forward leaves for backward", rank=2),
+        Column("peak GiB", "peak_memory"),
+        Column("predicted GiB", "predicted_peak_memory", rank=3),
+        Column("largest error", _largest_error, ".1e", rank=2, note="of the output and the gradients, relative"),
+    ),
+)
+"""Time, rate, memory and largest error of every cell of ``benchmark_attention.py`` rows; failures as they are."""
+
+
+def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> None:
+    """A table for each grid, and the tiles that were searched."""
+
+    def tables(rows: pd.DataFrame) -> Iterator[Table]:
+        for grid in dict.fromkeys(rows["grid"]):
+            yield ATTENTION.of(rows[rows["grid"] == grid])
+        if options.autotune:
+            yield tile_table(rows)
+
+    presented(tables)(outcomes, options, csv)
+
+
+EXPERIMENT = Experiment(
+    "benchmark_attention",
+    AttentionCell,
+    make_cells,
+    stages,
+    present,
+    ("forward", "backward", "both", "both_tflops", "peak_memory"),
+    options=Options,
+)
+
+
+def comparison_table(rows: pd.DataFrame, ours: str = "flash") -> Table:
+    """Forward, backward and both of ``ours`` at each shape of one run, and every other's ``time_over`` it."""
+    import pandas as pd
+
+    rows = by_clock(rows)
+    settings = ["batch_size", "heads", "length", "d_head"]
+    ran = rows[(rows["status"] == "ok") & rows["metric"].isin(PASSES)]
+    lines = []
+    for shape, at_shape in ran.groupby(settings, sort=False):
+        impls = [str(impl) for impl in at_shape["impl"].unique() if impl != ours]
+        for name in PASSES:
+            line = dict(zip(("batch", "heads", "length", "d"), shape, strict=True)) | {"pass": name}
+            line[f"{ours} ms"] = digits(time_of(at_shape, name, ours))
+            line |= {f"{impl} / {ours}": f"{time_over(at_shape, name, impl, ours):.2f}" for impl in impls}
+            lines.append(line)
+    return Table("", pd.DataFrame(lines))
+
+
+def time_of(rows: pd.DataFrame, metric: str, impl: str) -> float:
+    """The time of a pass at one shape, ms: the median over the repeats of the newest run.
+
+    Raises:
+        ValueError: the rows do not hold it.
+    """
+    return float(_by_repeat(rows, metric, impl).median())
+
+
+def time_over(rows: pd.DataFrame, metric: str, impl: str, ours: str) -> float:
+    """The time of ``impl`` over that of ``ours`` in a pass at one shape: the median over the repeats of newest runs.
+
+    Raises:
+        ValueError: the rows do not hold them.
+    """
+    return float((_by_repeat(rows, metric, impl) / _by_repeat(rows, metric, ours)).median())
+
+
+def _by_repeat(rows: pd.DataFrame, metric: str, impl: str) -> pd.Series:
+    from cs336_systems.harness.runs import by_repeat, newest_run
+
+    rows = by_clock(rows)
+    own = rows[(rows["impl"] == impl) & (rows["metric"] == metric)]
+    if own.empty:
+        raise ValueError(f"no row holds the metric {metric!r} of {impl!r}")
+    return by_repeat(newest_run(own), metric)
+
+
+def length_tables(rows: pd.DataFrame, *metrics: str) -> list[Table]:
+    """A table per metric: its median for every implementation (columns) at every dtype, head dim and length (lines).
+
+    A cell that has no such metric says how it ended instead; one that was not measured is empty.
+    """
+    from cs336_systems.harness.runs import newest
+
+    impls = list(dict.fromkeys(rows["impl"]))
+    rows = newest(by_clock(rows), [name for name in SETTINGS if name in rows])
+    return [_length_table(rows, impls, metric) for metric in metrics]
+
+
+def _length_table(rows: pd.DataFrame, impls: list[str], metric: str) -> Table:
+    import pandas as pd
+
+    lines = []
+    for (dtype, d_head, length), cells in rows.groupby(["dtype", "d_head", "length"], sort=True):
+        line = {"dtype": dtype, "d": d_head, "length": f"{length:,}"}
+        for impl in impls:
+            own = cells[cells["impl"] == impl]
+            found = own[own["metric"] == metric]["median"]
+            ended = "" if own.empty else own["status"].iloc[-1]
+            line[impl] = digits(found.iloc[-1]) if len(found) else ended
+        lines.append(line)
+    return Table("", pd.DataFrame(lines))
+
+
+def account_table(work: AttentionWork, bytes_per_element: int) -> Table:
+    """The bytes of materialised attention at its peak, tensor by tensor, eager and compiled."""
+    import pandas as pd
+
+    scores = work.n_scores * bytes_per_element
+    inputs = work.tensor_bytes(bytes_per_element)
+    eager, compiled = (work.materialised_bytes(bytes_per_element, compiled=how) for how in (False, True))
+    lines = [
+        ("one score matrix", scores, scores),
+        ("score matrices at the height of backward", 4 * scores, 2 * scores),
+        ("q, k, v, o and their gradients", inputs, inputs),
+        ("scaled queries, mask", eager - 4 * scores - inputs, compiled - 2 * scores - inputs),
+        ("all", eager, compiled),
+    ]
+    return Table(
+        f"Batch {work.batch_size}, {work.heads} head, length {work.n_queries:,}, d {work.d_head}; GiB.",
+        pd.DataFrame(
+            {"tensor": what, "eager": digits(a / 2**30), "compiled": digits(b / 2**30)} for what, a, b in lines
+        ),
+    )
+
+
+def tile_table(rows: pd.DataFrame, most: int | None = None) -> Table:
+    """The tiles that ``--autotune`` timed, fastest first for each kernel and shape; ``most`` of them."""
+    import pandas as pd
+
+    from cs336_systems.harness.runs import newest
+
+    rows = newest(rows, [name for name in SETTINGS if name in rows])
+    tiles = rows[rows["metric"].astype(str).str.startswith(TILE)]
+    lines = []
+    for shape, at_shape in tiles.groupby(["dtype", "batch_size", "heads", "d_head", "length"], sort=False):
+        named = at_shape["metric"].str.removeprefix(TILE).str.split(" ", n=1, expand=True)
+        for kernel, of_kernel in at_shape.assign(kernel=named[0], tile=named[1]).groupby("kernel", sort=False):
+            by_time = of_kernel.sort_values("median")
+            for _, row in by_time.head(most or len(by_time)).iterrows():
+                lines.append(
+                    dict(zip(("dtype", "batch", "heads", "d", "length"), shape, strict=True))
+                    | {"kernel": kernel, "tile": row["tile"], "ms": digits(row["median"])}
+                    | {"of the fastest": f"{row['median'] / by_time['median'].iloc[0]:.3f}"}
+                )
+    return Table("", pd.DataFrame(lines))

@@ -1,1 +1,0 @@
-"""Which attention for these shapes?"""

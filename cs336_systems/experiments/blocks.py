@@ -1,0 +1,230 @@
+"""What does a Transformer block cost, written out at each choice of what it keeps, against the compiled one?
+
+At each shape the ways are interleaved in one process, on the same weights and data (``block_measure.py``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cs336_systems.config import ATTENTIONS, WRITTEN_OUT_ATTENTIONS, ModelConfig, resolve_size
+from cs336_systems.costs.kept import LEVELS, kept_names
+from cs336_systems.declared import option, options_of
+from cs336_systems.experiments.driver import Experiment, Stage, presented
+from cs336_systems.experiments.options import RunOptions, cell_of, resolved_sizes
+from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from cs336_systems.harness.sweep import Outcome
+
+REFERENCE_BLOCKS = ("eager", "compiled")
+"""Ways that run the reference block, whose backward is autograd's."""
+
+
+@dataclass(frozen=True)
+class BlockCell:
+    """Blocks of one shape, run in one way; the fields are columns."""
+
+    device: str
+    size: str = option("leaderboard-8b", "Named model sizes, whose blocks are measured.")
+    batch_size: int = option(1, "Sequences per batch.", sign="positive")
+    context_length: int = option(32_768, "Tokens per sequence.", sign="positive")
+    dtype: str = option("bf16", "Dtype of weights and activations.", values=("fp32", "bf16"))
+    attention: str = option(
+        "hopper",
+        "Implementations, as for benchmark_model.py; written-out blocks have reference (all operations in plain "
+        "PyTorch), flash and hopper (all in fused kernels).",
+    )
+    layers: int = option(1, "Number of blocks in sequence, each with its own weights.", sign="positive")
+    how: str = option(
+        "compiled",
+        "The reference block, eager or compiled; or what a written-out block keeps for backward: input, attention, "
+        "products, all, or a level without some parts, as all-norm-swiglu.",
+        asked=("compiled", *LEVELS),
+    )
+    warmup: int = option(
+        5, "Unrecorded runs of forward and backward before the recorded ones.", several=False, sign="not negative"
+    )
+    steps: int = option(30, "Recorded runs of forward and backward.", several=False, sign="positive")
+    repeat: int = 0
+    seed: int = 0
+
+    @property
+    def variant(self) -> str:
+        return self.how
+
+    @property
+    def shape(self) -> BlockCell:
+        """The cell without what is interleaved."""
+        return replace(self, how="", repeat=0)
+
+    @property
+    def config(self) -> ModelConfig:
+        return resolve_size(self.size).at_context(self.context_length)
+
+    def __str__(self) -> str:
+        blocks = f"{self.layers} blocks of " if self.layers > 1 else ""
+        shape = f"{blocks}{self.size} {self.batch_size} x {self.context_length} {self.dtype}"
+        return f"{shape} {self.attention} {self.how}"
+
+
+@dataclass(frozen=True)
+class Asked(RunOptions):
+    """What does a block cost, written out and compiled?"""
+
+    CPU_DEFAULTS: ClassVar = {
+        **{"size": ("tiny",), "context_length": (128,), "dtype": ("fp32",), "attention": ("reference",)},
+        **{"how": ("eager", *LEVELS), "warmup": 1, "steps": 5, "repeat": 1},  # compiling takes half a minute there
+    }
+    repeat: int = 3
+    """How often each shape is measured, all ways interleaved in one process, every second time in reverse order."""
+
+
+Options: Any = options_of(BlockCell, Asked)
+
+
+def make_cells(options: Any) -> list[BlockCell]:
+    """The grid: at each shape all ways interleaved; attention that a written-out block lacks runs in the others alone.
+
+    Raises:
+        ValueError: a value that no cell can have, or no way that has the attention.
+    """
+    for name in options.attention:
+        if name not in ATTENTIONS:
+            raise ValueError(f"--attention {name}: known are {', '.join(ATTENTIONS)}")
+    for how in options.how:
+        if how not in REFERENCE_BLOCKS:
+            try:
+                kept_names(how)
+            except ValueError as error:
+                raise ValueError(f"--how {how} is neither {' nor '.join(REFERENCE_BLOCKS)}: {error}") from error
+    sizes = resolved_sizes(options.size, options.context_length)
+    shapes = itertools.product(
+        sizes, options.context_length, options.batch_size, options.dtype, options.attention, options.layers
+    )
+    cells = []
+    for size, context_length, batch_size, dtype, attention, layers in shapes:
+        own = {"size": size, "context_length": context_length, "batch_size": batch_size, "dtype": dtype}
+        own |= {"attention": attention, "layers": layers}
+        hows = [how for how in options.how if how in REFERENCE_BLOCKS or attention in WRITTEN_OUT_ATTENTIONS]
+        turns = (hows, hows[::-1])
+        cells += [
+            cell_of(BlockCell, options, how=how, repeat=repeat, **own)
+            for repeat in range(options.repeat)
+            for how in turns[repeat % 2]
+        ]
+    if not cells:
+        raise ValueError(
+            f"--attention {' '.join(options.attention)}: a written-out block has {', '.join(WRITTEN_OUT_ATTENTIONS)}"
+        )
+    return cells
+
+
+def stages(options: Any, cells: Sequence[BlockCell], outcomes: list[Outcome]) -> list[Stage]:
+    """All ways at a shape share a process."""
+    from cs336_systems.experiments.block_measure import measure_block
+
+    return [Stage(cells, measure_block, share=lambda cell: cell.shape)]
+
+
+def _over_compiled(line: Line) -> Spread | None:
+    """Forward and backward over the compiled block's, turn by turn."""
+    return line.repeats_over("step", line.peer(how="compiled"))
+
+
+BLOCK_TABLE = ResultTable(
+    settings=(
+        *("gpu", "device", "size", "batch_size", "context_length", "dtype", "attention", "layers", "how"),
+        *("warmup", "steps"),
+    ),
+    always=("size", "how"),
+    labels={"how": "block"},
+    columns=(
+        Column("forward ms", "forward"),
+        Column("backward ms", "backward"),
+        Column("both ms", "step", spread=True, rank=MAIN, note="of all layers"),
+        Column("/ compiled", _over_compiled, ".3f", rank=MAIN, note="of several turns median and range"),
+        Column("TFLOP/s", "model_tflops", rank=2, note="model FLOPs, causal"),
+        Column("kept GiB", "kept", ".2f", note="for backward, per block, its input included", optional=True),
+        Column("predicted GiB", "kept_predicted", ".2f", rank=2, little=True),
+        Column("peak GiB", "peak", ".1f", rank=2, note="weights and their gradients included", optional=True),
+        Column("error", "error_out", ".1e", rank=3, note="relative Frobenius norm against fp64, on a short sequence"),
+        Column("dx's error", "error_dx", ".1e", rank=3),
+        Column("weights' error", "error_dweight", ".1e", rank=3, note="of the worst weight's gradient"),
+    ),
+)
+
+_SHAPE = ["gpu", "size", "batch_size", "context_length", "dtype"]
+_COLUMNS = 3
+
+
+def kept_figure(rows: pd.DataFrame) -> Figure | None:
+    """A panel for each shape: milliseconds by block against GiB that it keeps, a point for each way, named.
+
+    Of several attentions or depths at a shape, the one with the most ways is drawn.
+    """
+    from matplotlib.figure import Figure
+
+    from cs336_systems.harness.runs import newest
+    from cs336_systems.report.figures import OKABE_ITO, dress
+
+    cells = newest(rows, [name for name in BLOCK_TABLE.settings if name in rows])
+    found = cells[(cells["status"] == "ok") & cells["metric"].isin(("step", "kept"))]
+    index = [*_SHAPE, "attention", "layers", "how"]
+    points = found.pivot_table(index=index, columns="metric", values="median", aggfunc="last", sort=False)
+    if not {"step", "kept"} <= set(points.columns):
+        return None
+    points = points.dropna().reset_index()
+    shapes = [_one_setting(own) for _, own in points.groupby(_SHAPE, sort=False)]
+    if not shapes:
+        return None
+    columns = min(_COLUMNS, len(shapes))
+    lines = -(-len(shapes) // columns)
+    figure = Figure(figsize=(max(6, 4.2 * columns), 3.6 * lines), layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False)
+    for axes in panels.flat[len(shapes) :]:
+        axes.set_visible(False)
+    for axes, own in zip(panels.flat, shapes, strict=False):
+        ms = own["step"].astype(float) / own["layers"].astype(int)
+        written_out = ~own["how"].isin(REFERENCE_BLOCKS)
+        line = own[written_out].assign(ms=ms).sort_values("kept")
+        axes.plot(line["kept"], line["ms"], color=OKABE_ITO[0], marker="o", markersize=5, linewidth=1.2)
+        axes.plot(
+            own["kept"][~written_out], ms[~written_out], color=OKABE_ITO[1], marker="*", markersize=9, linestyle=""
+        )
+        for how, kept, height, ours in zip(own["how"], own["kept"], ms, written_out, strict=True):
+            side = "right" if kept > 0.85 * own["kept"].max() else "left"
+            above = 6 if side == "left" or not ours else -13  # what keeps most stands beside the reference
+            axes.annotate(how, (kept, height), xytext=(0, above), textcoords="offset points", fontsize=8, ha=side)
+        first = own.iloc[0]
+        axes.set_title(f"{first['size']}, {first['batch_size']} x {first['context_length']:,} tokens", fontsize=10)
+        axes.set_xlim(0, 1.12 * own["kept"].max())
+        axes.set_ylim(0, 1.15 * ms.max())  # from zero, or a tie would look like a gap
+        axes.set_xlabel("kept by a block for backward, GiB")
+        axes.set_ylabel("forward and backward of a block, ms")
+        dress(axes)
+    first = shapes[0].iloc[0]
+    figure.suptitle(f"Blocks on {first['gpu']}, {first['dtype']}: written out (dots), reference (star)", fontsize=11)
+    return figure
+
+
+def _one_setting(points: pd.DataFrame) -> pd.DataFrame:
+    """The points of the attention and the depth with the most ways, the first of equals."""
+    return max((own for _, own in points.groupby(["attention", "layers"], sort=False)), key=len)
+
+
+EXPERIMENT = Experiment(
+    "benchmark_blocks",
+    BlockCell,
+    make_cells,
+    stages,
+    presented(BLOCK_TABLE.of, {"": kept_figure}),
+    ("forward", "backward", "step", "kept", "peak"),
+    options=Options,
+)

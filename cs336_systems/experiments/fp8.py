@@ -1,0 +1,287 @@
+"""What do matmuls in fp8 gain, what does quantizing cost, and how accurate are gradients? With torchao's float8.
+
+At each shape the ways are interleaved in one process, on the same weights and data. The gradients of a block are
+compared, tensor by tensor, with those of fp32 on a short sequence (``block_measure.py``). A CPU emulates fp8: its times
+say nothing of a GPU's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from cs336_systems.config import WRITTEN_OUT_ATTENTIONS, ModelConfig, Recipe, resolve_size
+from cs336_systems.costs.kept import kept_names
+from cs336_systems.declared import option, options_of
+from cs336_systems.experiments.driver import Experiment, Stage, presented
+from cs336_systems.experiments.options import RunOptions, cell_of, resolved_sizes
+from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from cs336_systems.harness.sweep import Outcome
+    from cs336_systems.report.tables import Table
+
+RecipeName = Literal["stored", "e4m3", "e4m3-e5m2", "e4m3-row", "e4m3-block"]
+PARTS = ("product", "block")
+PRODUCTS = ("qkv", "output", "gate_up", "down")
+
+RECIPES = {
+    "stored": Recipe(),
+    "e4m3": Recipe("e4m3"),
+    "e4m3-e5m2": Recipe("e4m3", "e5m2"),
+    "e4m3-row": Recipe("e4m3", scaling="row"),
+    "e4m3-block": Recipe("e4m3", scaling="block"),
+}
+"""This suite's ways; the others are torch's."""
+HOWS = (*RECIPES, "compiled", "torchao-tensorwise", "torchao-rowwise")
+
+
+@dataclass(frozen=True)
+class Fp8Cell:
+    """One matmul or one block of a shape, computed in one way; the fields are columns."""
+
+    device: str
+    part: str = option(
+        "block",
+        "product: forward and backward of each matmul of a block by itself; block: of a whole block.",
+        values=PARTS,
+        asked=PARTS,
+    )
+    product: str = option(
+        "",
+        "Matmuls for the part product: q | k | v, attention's output, gate | up, down. Empty in rows of a block.",
+        values=PRODUCTS,
+        asked=PRODUCTS,
+    )
+    size: str = option("llama3-8b", "Named model sizes, whose blocks are measured.")
+    batch_size: int = option(2, "Sequences per batch.", sign="positive")
+    context_length: int = option(8192, "Tokens per sequence.", sign="positive")
+    dtype: str = option(
+        "bf16",
+        "Dtype of weights and activations; a CPU emulates fp8 in either.",
+        values=("fp32", "bf16"),
+        several=False,
+    )
+    attention: str = option(
+        "hopper",
+        "Attention of the blocks; reference: all operations in plain PyTorch, else fused kernels (but for compiled "
+        "blocks).",
+        values=WRITTEN_OUT_ATTENTIONS,
+        several=False,
+    )
+    keep: str = option("products", "What this suite's blocks keep for backward.", several=False)
+    how: str = option(
+        "stored",
+        "This suite's: stored, matmuls in --dtype; e4m3 with one scale per tensor, also with gradients in e5m2, with "
+        "scales by row, or by block. Torch's, compiled: in --dtype, and torchao's float8 with one scale per tensor or "
+        "row.",
+        values=HOWS,
+        asked=HOWS,
+    )
+    warmup: int = option(
+        5, "Unrecorded runs of forward and backward before the recorded ones.", several=False, sign="not negative"
+    )
+    steps: int = option(20, "Recorded runs of forward and backward.", several=False, sign="positive")
+    repeat: int = 0
+    seed: int = 0
+
+    @property
+    def variant(self) -> str:
+        return self.how
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe of one of this suite's ways."""
+        return RECIPES.get(self.how)
+
+    @property
+    def shape(self) -> Fp8Cell:
+        """The cell without what is interleaved."""
+        return replace(self, how="", repeat=0)
+
+    @property
+    def config(self) -> ModelConfig:
+        return resolve_size(self.size).at_context(self.context_length)
+
+    @property
+    def tokens(self) -> int:
+        return self.batch_size * self.context_length
+
+    def __str__(self) -> str:
+        what = f"{self.part} {self.product}".strip()
+        return f"{what} of {self.size} {self.batch_size} x {self.context_length} {self.how}"
+
+
+@dataclass(frozen=True)
+class Asked(RunOptions):
+    """What do matmuls in fp8 gain, and what does quantizing cost?"""
+
+    CPU_DEFAULTS: ClassVar = {
+        **{"size": ("tiny",), "context_length": (128,), "batch_size": (1,), "dtype": "fp32", "attention": "reference"},
+        **{"how": tuple(RECIPES)[:3], "warmup": 1, "steps": 3, "repeat": 1},  # compiling takes half a minute there
+    }
+    repeat: int = 2
+    """How often each shape is measured, all ways interleaved in one process, every second time in reverse order."""
+
+
+Options: Any = options_of(Fp8Cell, Asked)
+
+
+def product_shape(config: ModelConfig, product: str) -> tuple[int, int]:
+    """(outputs, inputs) of a product's weight."""
+    return {
+        "qkv": (config.d_qkv, config.d_model),
+        "output": (config.d_model, config.d_model),
+        "gate_up": (2 * config.d_ff, config.d_model),
+        "down": (config.d_model, config.d_ff),
+    }[product]
+
+
+def make_cells(options: Any) -> list[Fp8Cell]:
+    """The grid: at each shape all ways interleaved.
+
+    Raises:
+        ValueError: a value that no cell can have.
+    """
+    assert options.attention in WRITTEN_OUT_ATTENTIONS
+    kept_names(options.keep)
+    if options.attention != "reference" and options.device != "cuda":
+        raise ValueError(f"--attention {options.attention} needs --device cuda, got {options.device}")
+    if "product" not in options.part and options.product != PRODUCTS:
+        raise ValueError(f"--product {' '.join(options.product)} is of --part product, which is not asked for")
+    sizes = resolved_sizes(options.size, options.context_length)
+    parts = [(part, product) for part in options.part for product in (options.product if part == "product" else ("",))]
+    cells = []
+    for size, context, batch, (part, product) in itertools.product(
+        sizes, options.context_length, options.batch_size, parts
+    ):
+        own = {"size": size, "context_length": context, "batch_size": batch, "part": part, "product": product}
+        for repeat in range(options.repeat):
+            hows = options.how[:: -1 if repeat % 2 else 1]
+            cells += [cell_of(Fp8Cell, options, how=how, repeat=repeat, **own) for how in hows]
+    for cell in cells:
+        odd = [n for n in (cell.tokens, cell.config.d_model, cell.config.d_kv, cell.config.d_ff) if n % 16]
+        if odd and cell.how not in ("stored", "compiled"):
+            raise ValueError(f"--how {cell.how}: matmuls in fp8 take sizes that 16 divides, {cell} has {odd[0]}")
+    return cells
+
+
+def stages(options: Any, cells: Sequence[Fp8Cell], outcomes: list[Outcome]) -> list[Stage]:
+    """All ways at a shape share a process."""
+    from cs336_systems.experiments.block_measure import measure_fp8
+
+    return [Stage(cells, measure_fp8, share=lambda cell: cell.shape)]
+
+
+_SETTINGS = ("gpu", "device", "size", "batch_size", "context_length", "dtype")
+
+
+def _speedup(line: Line) -> Spread | None:
+    """The time of the stored way over this one's, turn by turn."""
+    stored = line.peer(how="stored")
+    return None if stored is None else stored.repeats_over("step", line)
+
+
+_SPEEDUP = Column("x", _speedup, ".3f", rank=MAIN, note="times as fast as stored, of several turns median and range")
+
+PRODUCT_TABLE = ResultTable(
+    settings=(*_SETTINGS, "product", "how", "warmup", "steps"),
+    always=("product", "how"),
+    columns=(
+        Column("quantize x ms", "quantize_x", optional=True, note="absmax, and both quantized copies"),
+        Column("forward ms", "forward"),
+        Column("quantize dy ms", "quantize_dy", optional=True),
+        Column("backward ms", "backward", note="both products"),
+        Column("all ms", "step", spread=True, rank=MAIN),
+        _SPEEDUP,
+        Column("dW ms", "weight_gradient", optional=True, note="the weight's gradient alone"),
+        Column("add dW ms", "accumulate", optional=True, note="the same, added to an earlier one, as training does"),
+        Column("TFLOP/s", "tflops", ".0f", little=True),
+        Column("alone TFLOP/s", "product_tflops", ".0f", optional=True, little=True, note="without quantization"),
+    ),
+)
+
+BLOCK_TABLE = ResultTable(
+    settings=(*_SETTINGS, "attention", "keep", "how", "warmup", "steps"),
+    always=("how",),
+    columns=(
+        Column("forward ms", "forward"),
+        Column("backward ms", "backward"),
+        Column("both ms", "step", spread=True, rank=MAIN),
+        _SPEEDUP,
+        Column("TFLOP/s", "tflops", ".0f", little=True),
+        Column("least cosine", "least_cosine", ".4f", note="of a gradient with that of fp32, on a short sequence"),
+        Column("mean cosine", "mean_cosine", ".4f"),
+        Column("kept GiB", "kept", ".2f", rank=2, optional=True, note="for backward"),
+        Column("peak GiB", "peak", ".1f", rank=3, optional=True),
+    ),
+)
+
+
+def tables(rows: pd.DataFrame) -> Iterator[Table]:
+    """The matmuls, then the blocks."""
+    for part, table in (("product", PRODUCT_TABLE), ("block", BLOCK_TABLE)):
+        if (rows["part"] == part).any():
+            yield table.of(rows[rows["part"] == part])
+
+
+_PHASES = {"forward": 0, "backward": 5, "quantize_x": 1, "quantize_dy": 4}
+"""The colour of each phase; in a block quantization is inside forward and backward."""
+
+
+def time_figure(rows: pd.DataFrame) -> Figure | None:
+    """A panel for each block and each product: milliseconds of its phases, a bar for each way; None without rows."""
+    from matplotlib.figure import Figure
+
+    from cs336_systems.report.figures import OKABE_ITO, dress
+
+    ok = rows[rows["status"] == "ok"]
+    panels: dict[str, list[Line]] = {}
+    for part, table in (("block", BLOCK_TABLE), ("product", PRODUCT_TABLE)):
+        of_part = ok[ok["part"] == part]
+        for line in [] if of_part.empty else table.lines(of_part):
+            panels.setdefault(f"{line.settings.get('product', part)}\n{_shape(line)}", []).append(line)
+    if not panels:
+        return None
+    longest = max(map(len, panels.values()))
+    figure = Figure(figsize=(2 + 2.6 * len(panels), 0.4 * longest + 1.6), layout="constrained")
+    labelled = {}
+    every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, own) in zip(every, panels.items(), strict=True):
+        names, left = [str(line.settings["how"]) for line in own], [0.0] * len(own)
+        for phase, colour in _PHASES.items():
+            ms = [line.median(phase) or 0.0 for line in own]
+            if any(ms):
+                bars = axes.barh(names, ms, left=left, color=OKABE_ITO[colour], height=0.7)
+                labelled[phase.replace("_", " ")] = bars
+                left = [sum(pair) for pair in zip(left, ms, strict=True)]
+        axes.set_xlabel("ms")
+        axes.set_title(title, fontsize=10)
+        dress(axes)
+        axes.set_axisbelow(True)
+    every[0].invert_yaxis()
+    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, frameon=False)
+    first = next(iter(panels.values()))[0].settings
+    figure.suptitle(f"On {first.get('gpu', first['device'])}", fontsize=11)
+    return figure
+
+
+def _shape(line: Line) -> str:
+    tokens = int(line.settings["batch_size"]) * int(line.settings["context_length"])
+    return f"{line.settings['size']}, {tokens:,} tokens"
+
+
+EXPERIMENT = Experiment(
+    "benchmark_fp8",
+    Fp8Cell,
+    make_cells,
+    stages,
+    presented(tables),
+    ("forward", "backward", "step", "tflops", "least_cosine", "mean_cosine"),
+    options=Options,
+)

@@ -1,0 +1,255 @@
+"""How fast is each fused kernel, against plain PyTorch, others' kernels and a copy?
+
+``kernel_subjects.py`` says on what each kernel is measured, beside which formula, and which bytes must move;
+``kernel_measure.py`` measures, and says in which configurations peers run. A kernel takes a function there and its name
+in ``KERNELS``, and its peers stand in ``PEERS``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cs336_systems.config import resolve_size
+from cs336_systems.declared import option, options_of
+from cs336_systems.experiments.driver import Experiment, Stage, presented
+from cs336_systems.experiments.options import RunOptions
+from cs336_systems.report.results import MAIN, Column, Line, ResultTable
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from cs336_systems.harness.sweep import Outcome
+
+KERNELS = (
+    *("weighted_sum", "rms_norm", "add_rms_norm", "swiglu", "rotary"),
+    *("linear_cross_entropy", "adamw", "grad_norm", "column_sums"),
+    *("absmax", "rms_norm.absmax", "swiglu.absmax", "adamw.absmax"),
+    *("quantize", "quantize.transposed", "quantize_blocks", "quantize_parts"),
+    *("rms_norm_quantize", "swiglu_quantize", "transpose_bytes"),
+)
+"""Kernels of the package; after a dot stands a form of one that writes more."""
+
+BY_FLOPS = ("linear_cross_entropy",)
+"""Kernels whose bound is FLOPs and not bytes. They take long beside their launches."""
+
+PEERS = {
+    "torch": ("rms_norm", "adamw", "grad_norm"),
+    "liger": ("rms_norm", "add_rms_norm", "swiglu", "rotary", "linear_cross_entropy"),
+    "liger-large-chunks": ("linear_cross_entropy",),
+    "ours-small-chunks": ("linear_cross_entropy",),
+    "cut-cross-entropy": ("linear_cross_entropy",),
+    "cut-cross-entropy-filtered": ("linear_cross_entropy",),
+}
+"""By name, the kernels that a peer has, and those that we run in another configuration."""
+
+HOWS = ("ours", "eager", "compiled", *PEERS)
+
+
+@dataclass(frozen=True)
+class KernelCell:
+    """One kernel computed in one way at one shape; the fields are columns."""
+
+    device: str
+    kernel: str = option("", "Kernels to measure; by default all.", asked=KERNELS)
+    dtype: str = option("bf16", "Dtype of the tensors.", values=("fp32", "bf16"))
+    rows: int = option(16384, "Numbers of tokens.", sign="positive")
+    width: int = option(
+        0,
+        "Elements per row, instead of the widths of --size: of swiglu's output, of all of rotary's query heads of 128 "
+        "together.",
+        asked=(),
+        sign="positive",
+    )
+    how: str = option(
+        "ours",
+        "ours, for the loss also with smaller chunks; eager and compiled, the formula in plain PyTorch; torch, its own "
+        "fused kernel; liger, for the loss also with larger chunks; cut cross entropy of Apple, exact, and with its "
+        "filter for gradients.",
+        values=HOWS,
+        asked=HOWS,
+    )
+    n_samples: int = option(
+        50, "Recorded samples of forward and of backward.", several=False, flag="samples", sign="positive"
+    )
+    seed: int = 0
+
+    @property
+    def variant(self) -> str:
+        return self.how
+
+    @property
+    def module(self) -> str:
+        """The kernel's name without its form."""
+        return self.kernel.partition(".")[0]
+
+    @property
+    def form(self) -> str:
+        """``absmax`` or ``transposed``; "" for the plain one."""
+        return self.kernel.partition(".")[2]
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.how} {self.dtype} {self.rows} x {self.width}"
+
+
+@dataclass(frozen=True)
+class Asked(RunOptions):
+    """How fast is each fused kernel?"""
+
+    CPU_DEFAULTS: ClassVar = {
+        "how": ("ours", "eager"),  # compiling takes half a minute there
+        "dtype": ("fp32",),
+        "rows": (1024,),
+        "size": ("qwen2.5-0.5b",),
+        "samples": 10,
+    }
+    size: tuple[str, ...] = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "llama3-8b", "qwen2.5-14b")
+    """Models whose widths are measured: d_ff for swiglu, d_model for the others."""
+
+
+Options: Any = options_of(KernelCell, Asked)
+
+
+def make_cells(options: Any) -> list[KernelCell]:
+    """The grid, ways of computing the same next to each other; a peer that has no such kernel is left out.
+
+    Raises:
+        ValueError: an unknown kernel or size, or peers that have none of the kernels.
+    """
+    for kernel in options.kernel:
+        if kernel not in KERNELS:
+            raise ValueError(f"--kernel {kernel}: known are {', '.join(KERNELS)}")
+    cells = [
+        KernelCell(options.device, kernel, dtype, rows, width, how, options.samples, options.seed)
+        for kernel in options.kernel
+        for dtype, rows, width, how in itertools.product(
+            options.dtype, options.rows, options.width or widths(kernel, options.size), options.how
+        )
+        if kernel in PEERS.get(how, KERNELS)
+    ]
+    if not cells:
+        theirs = "; ".join(f"{how} has {', '.join(PEERS[how])}" for how in options.how)
+        raise ValueError(f"--how {' '.join(options.how)} has no --kernel {' '.join(options.kernel)}: {theirs}")
+    return cells
+
+
+def widths(kernel: str, sizes: Sequence[str]) -> list[int]:
+    """Elements per row of a kernel in models, each once, from narrow to wide."""
+    configs = [resolve_size(size) for size in sizes]
+    return sorted({config.d_ff if kernel.startswith("swiglu") else config.d_model for config in configs})
+
+
+def stages(options: Any, cells: Sequence[KernelCell], outcomes: list[Outcome]) -> list[Stage]:
+    """All cells of a device share a process."""
+    from cs336_systems.experiments.kernel_measure import measure
+
+    return [Stage(cells, measure, share=lambda cell: cell.device)]
+
+
+def _worst(line: Line, prefix: str) -> str | None:
+    """The largest of the metrics whose names begin so."""
+    found = [row["median"] for name, row in line.metrics.items() if name.startswith(prefix)]
+    return f"{max(found):.1e}" if found else None
+
+
+KERNEL_TABLE = ResultTable(
+    settings=("gpu", "device", "kernel", "dtype", "rows", "width", "how", "n_samples"),
+    always=("kernel", "how"),
+    labels={"n_samples": "samples"},
+    columns=(
+        Column("forward ms", "forward", spread=True, rank=MAIN),
+        Column("forward GB/s", "forward_bandwidth", ",.0f", rank=2, note="bytes that must move, over the time"),
+        Column("forward % of copy", "forward_copy_share", ".0f", note="GB/s over those of a large copy, same process"),
+        Column(
+            *("forward extra GiB", "forward_extra", ".2f"),
+            rank=2,
+            note="at the peak of a call, beyond its inputs and what it leaves",
+            optional=True,
+        ),
+        Column("backward ms", "backward", spread=True, rank=MAIN),
+        Column("backward GB/s", "backward_bandwidth", ",.0f", rank=2),
+        Column("backward % of copy", "backward_copy_share", ".0f"),
+        Column("error", lambda line: _worst(line, "error_out"), note="relative Frobenius norm against fp64"),
+        Column("gradients' error", lambda line: _worst(line, "error_grad"), note="of the worst gradient"),
+    ),
+)
+
+_MARKERS = "osD^vPX*"
+_PASSES = ("forward", "backward")
+_COLUMNS = 7
+"""Panels beside each other, as wide as can be read in a page."""
+
+
+def shares_figure(rows: pd.DataFrame) -> Figure | None:
+    """A panel for each pass of each kernel whose bound is memory: % of a copy's bandwidth by width, a line for a way.
+
+    Where the rows hold several dtypes or numbers of rows, the one with the most points is drawn.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    from cs336_systems.harness.runs import newest
+    from cs336_systems.report.figures import OKABE_ITO, dress
+
+    def style(number: int) -> dict[str, Any]:
+        """The line of the way with this number."""
+        colour, marker = OKABE_ITO[number % len(OKABE_ITO)], _MARKERS[number % len(_MARKERS)]
+        return {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.3}
+
+    cells = newest(rows, [name for name in KERNEL_TABLE.settings if name in rows])
+    shares = cells[cells["metric"].isin([f"{name}_copy_share" for name in _PASSES])]
+    shares = shares[(shares["status"] == "ok") & ~shares["kernel"].isin(BY_FLOPS)]
+    for setting in ("gpu", "dtype", "rows"):
+        if not shares.empty:
+            shares = shares[shares[setting] == shares[setting].mode().iloc[-1]]
+    drawn = [
+        (kernel, name, own)
+        for kernel in KERNELS
+        for name in _PASSES
+        if not (own := shares[(shares["kernel"] == kernel) & (shares["metric"] == f"{name}_copy_share")]).empty
+    ]
+    if not drawn:
+        return None
+    hows = list(dict.fromkeys(shares["how"]))
+    n_columns = min(len(drawn), _COLUMNS)
+    n_rows = ceil(len(drawn) / n_columns)
+    figure = Figure(figsize=(1.5 + 2.3 * n_columns, 0.6 + 2.4 * n_rows), layout="constrained")
+    panels = figure.subplots(n_rows, n_columns, squeeze=False, sharey=True)
+    for axes in panels.flat[len(drawn) :]:
+        axes.set_visible(False)
+    for axes, (kernel, name, own) in zip(panels.flat, drawn, strict=False):
+        of_widths = sorted(own["width"].unique())
+        for how, line in own.groupby("how", sort=False):
+            points = line.sort_values("width")
+            at, percent = points["width"].map(of_widths.index), points["median"].astype(float)
+            axes.plot(at, percent, **style(hows.index(str(how))))
+        ticks = [f"{width:,}" for width in of_widths]
+        axes.set_xticks(range(len(of_widths)), ticks, rotation=60, ha="right", fontsize=7)
+        axes.axhline(100, color="0.6", linestyle="--", linewidth=1)
+        axes.set_ylim(bottom=0)
+        axes.set_title(f"{kernel}\n{name}", fontsize=9)
+        dress(axes)
+    for row in panels:
+        row[0].set_ylabel("% of a copy's bandwidth", fontsize=9)
+    figure.supxlabel("width, elements per row", fontsize=10)
+    handles = [Line2D([], [], label=how, **style(number)) for number, how in enumerate(hows)]
+    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
+    first = shares.iloc[0]
+    where = first["gpu"] or first["device"]
+    figure.suptitle(f"Fused kernels on {where}: {first['rows']:,} rows, {first['dtype']}", fontsize=11)
+    return figure
+
+
+EXPERIMENT = Experiment(
+    "benchmark_kernels",
+    KernelCell,
+    make_cells,
+    stages,
+    presented(KERNEL_TABLE.of, {"": shares_figure}),
+    ("forward", "forward_copy_share", "forward_extra", "backward", "backward_copy_share"),
+    options=Options,
+)
