@@ -116,15 +116,6 @@ def test_large_logits_overflow_nowhere() -> None:
     torch.testing.assert_close(got.dweight.double(), exact.dweight, rtol=1e-3, atol=1e-3)
 
 
-def test_chunks_agree() -> None:
-    x, weight, targets = make(11, 90, 16)
-    whole = linear_cross_entropy_forward_backward(x, weight, targets, z_loss=0.1, chunk=11)
-    for chunk in (1, 4, 100, None):
-        parts = linear_cross_entropy_forward_backward(x, weight, targets, z_loss=0.1, chunk=chunk)
-        for a, b in zip(parts, whole, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
 def test_the_chunk_is_chosen_by_the_bytes_of_its_logits() -> None:
     assert module.default_chunk(32768, 151_936, 2) == 2048
     assert module.default_chunk(32768, 151_936, 4) == 1024
@@ -265,18 +256,6 @@ def test_no_more_than_a_chunk_of_logits_exists() -> None:
     with Largest() as largest:
         module.in_chunks(x, weight, targets.clamp(min=0), torch.zeros_like(weight), True, True, 16, rows_in_torch)
     assert largest.n_elements == 16 * 1008
-
-
-@pytest.mark.usefixtures("poisoned")
-def test_chunks_around_another_kernel() -> None:
-    x, weight, targets = make(64, 1000, 8)
-    targets = targets.clamp(min=0)
-    grad_weight = torch.empty_like(weight)
-    losses, dx, lse = module.in_chunks(x, weight, targets, grad_weight, False, True, 16, rows_in_torch)
-    wanted = formula(x, weight, targets)
-    for a, b in ((losses.mean(), wanted.loss), (dx / 64, wanted.dx), (grad_weight / 64, wanted.dweight)):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(lse, wanted.lse)
 
 
 @pytest.mark.parametrize("wrong", [-1, 11, 2**40])

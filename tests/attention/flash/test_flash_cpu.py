@@ -51,13 +51,9 @@ def test_rows_that_see_no_key() -> None:
     assert (dq[:, :, :33] == 0).all()
 
 
-def test_scale() -> None:
-    check(*make("cpu", n_queries=20), True, scale=0.7)
-
-
-def test_large_scores() -> None:
+def test_large_scores_and_a_scale() -> None:
     q, k, v, do = make("cpu", n_queries=40)
-    check(100 * q, 100 * k, v, do, True)
+    check(100 * q, 100 * k, v, do, True, scale=0.2)
 
 
 def test_three_dimensions_are_one_head() -> None:
@@ -101,11 +97,6 @@ def test_gradients_whose_columns_lie_apart_are_copied() -> None:
         assert torch.equal(written, wanted)
 
 
-def test_output_keeps_the_layout_of_q() -> None:
-    q, k, v, _ = (strided(x)[0] for x in make("cpu", heads=2))
-    assert FlashAttention.apply(q, k, v, True).stride() == q.stride()
-
-
 def test_expanded_gradient() -> None:
     q, k, v, _ = make("cpu")
     q.requires_grad_()
@@ -131,17 +122,6 @@ def test_gradients_that_nobody_wants(wanted: tuple[bool, bool, bool]) -> None:
         assert torch.equal(x.grad, gradient) if want else x.grad is None
 
 
-def test_backward_twice_as_torch_does() -> None:
-    q, k, v, do = make("cpu")
-    q.requires_grad_()
-    o = FlashAttention.apply(q, k, v)
-    (first,) = torch.autograd.grad(o, q, do, retain_graph=True)
-    (second,) = torch.autograd.grad(o, q, do)
-    assert torch.equal(first, second)
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(o, q, do)
-
-
 def test_second_derivative_is_refused() -> None:
     q, k, v, do = make("cpu")
     q.requires_grad_()
@@ -149,17 +129,6 @@ def test_second_derivative_is_refused() -> None:
     (dq,) = torch.autograd.grad(FlashAttention.apply(q, k, v), q, do, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.sum().backward()
-
-
-def test_twice_in_one_graph() -> None:
-    q, k, v, do = make("cpu", n_queries=20)
-    leaf = q.clone().requires_grad_()
-    FlashAttention.apply(FlashAttention.apply(leaf, k, v, True), k, v, True).backward(do)
-    once = q.clone().requires_grad_()
-    middle = FlashAttention.apply(once, k, v, True).detach().requires_grad_()
-    FlashAttention.apply(middle, k, v, True).backward(do)
-    FlashAttention.apply(once, k, v, True).backward(middle.grad)
-    assert torch.equal(leaf.grad, once.grad)
 
 
 @pytest.mark.slow
@@ -192,39 +161,16 @@ def test_compiles_without_graph_breaks(dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "dtypes", "message"),
+    ("d_head", "dtype", "message"),
     [
-        (((2, 4), (2, 4), (2, 4)), None, r"q \(2, 4\), k \(2, 4\), v \(2, 4\)"),
-        (((2, 4, 16), (2, 1, 4, 16), (2, 1, 4, 16)), None, r"must all be \(batch, sequence, d_head\) or"),
-        (((2, 4, 16), (2, 4, 16), (2, 5, 16)), None, "k and v must have the same length"),
-        (((2, 4, 16), (3, 4, 16), (3, 4, 16)), None, "must have the same batch size"),
-        (((2, 4, 16), (2, 4, 32), (2, 4, 32)), None, "must have the same head dimension"),
-        (((2, 4, 8), (2, 4, 8), (2, 4, 8)), None, "head dimensions 16 to 256 are supported, got 8"),
-        (((2, 4, 264), (2, 4, 264), (2, 4, 264)), None, "head dimensions 16 to 256 are supported, got 264"),
-        (((2, 6, 4, 16), (2, 4, 4, 16), (2, 4, 4, 16)), None, "the 4 key/value heads must divide the 6 query heads"),
-        (((2, 2, 4, 16), (2, 4, 4, 16), (2, 4, 4, 16)), None, "the 4 key/value heads must divide the 2 query heads"),
-        (((2, 2, 4, 16), (2, 0, 4, 16), (2, 0, 4, 16)), None, "only the batch of q, k and v may be empty"),
-        (((2, 4, 16),) * 3, ("float64",) * 3, "the inputs are torch.float64"),
-        (((2, 4, 16),) * 3, ("float32", "float32", "float16"), "q torch.float32, k torch.float32, v torch.float16"),
+        (8, torch.float32, "16 to 256 are supported, got 8"),
+        (264, torch.float32, "got 264"),
+        (16, torch.float64, "torch.float64"),
     ],
 )
-def test_refusals(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...] | None, message: str) -> None:
-    dtypes = dtypes or ("float32",) * 3
-    q, k, v = (torch.zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in zip(shapes, dtypes, strict=True))
+def test_refusals(d_head: int, dtype: torch.dtype, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        FlashAttention.apply(q, k, v, False)
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
-def test_scales_that_are_refused(scale: float) -> None:
-    with pytest.raises(ValueError, match="scale must be finite and positive"):
-        FlashAttention.apply(*make("cpu")[:3], False, scale)
-
-
-def test_devices_must_be_one() -> None:
-    q, k, v, _ = make("cpu")
-    with pytest.raises(ValueError, match="same device: q cpu, k meta, v cpu"):
-        FlashAttention.apply(q, k.to("meta"), v, False)
+        FlashAttention.apply(*make("cpu", dtype, d_head=d_head)[:3], False)
 
 
 def test_a_tile_for_every_head_dim() -> None:
