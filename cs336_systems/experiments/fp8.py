@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from cs336_systems.config import WRITTEN_OUT_ATTENTIONS, ModelConfig, Recipe, resolve_size
 from cs336_systems.costs.kept import kept_names
-from cs336_systems.declared import option, options_of
+from cs336_systems.declared import like, option, options_of
+from cs336_systems.experiments.blocks import BlockCell
 from cs336_systems.experiments.driver import Experiment, Stage, presented
 from cs336_systems.experiments.options import RunOptions, cell_of, resolved_sizes
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
@@ -58,14 +59,11 @@ class Fp8Cell:
         values=PRODUCTS,
         asked=PRODUCTS,
     )
-    size: str = option("llama3-8b", "Named model sizes, whose blocks are measured.")
-    batch_size: int = option(2, "Sequences per batch.", sign="positive")
-    context_length: int = option(8192, "Tokens per sequence.", sign="positive")
-    dtype: str = option(
-        "bf16",
-        "Dtype of weights and activations; a CPU emulates fp8 in either.",
-        values=("fp32", "bf16"),
-        several=False,
+    size: str = like(BlockCell, "size", plain="llama3-8b")
+    batch_size: int = like(BlockCell, "batch_size", plain=2)
+    context_length: int = like(BlockCell, "context_length", plain=8192)
+    dtype: str = like(
+        BlockCell, "dtype", help="Dtype of weights and activations; a CPU emulates fp8 in either.", several=False
     )
     attention: str = option(
         "hopper",
@@ -83,10 +81,8 @@ class Fp8Cell:
         values=HOWS,
         asked=HOWS,
     )
-    warmup: int = option(
-        5, "Unrecorded runs of forward and backward before the recorded ones.", several=False, sign="not negative"
-    )
-    steps: int = option(20, "Recorded runs of forward and backward.", several=False, sign="positive")
+    warmup: int = like(BlockCell, "warmup")
+    steps: int = like(BlockCell, "steps", plain=20)
     repeat: int = 0
     seed: int = 0
 

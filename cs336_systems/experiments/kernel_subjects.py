@@ -442,22 +442,10 @@ def _leaves(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.requires_grad_() for name, x in inputs.items()}
 
 
-SUBJECTS: dict[str, Callable[[KernelCell, torch.device], Subject]] = {
-    "weighted_sum": of_weighted_sum,
-    "rms_norm": of_rms_norm,
-    "add_rms_norm": of_add_rms_norm,
-    "swiglu": of_swiglu,
-    "rotary": of_rotary,
-    "linear_cross_entropy": of_linear_cross_entropy,
-    "adamw": of_adamw,
-    "grad_norm": of_grad_norm,
-    "column_sums": of_column_sums,
-    "absmax": of_absmax,
-    "quantize": of_quantize,
-    "quantize_blocks": of_quantize_blocks,
-    "quantize_parts": of_quantize_parts,
-    "rms_norm_quantize": of_rms_norm_quantize,
-    "swiglu_quantize": of_swiglu_quantize,
-    "transpose_bytes": of_transpose_bytes,
-}
+_EVERY: tuple[Callable[[KernelCell, torch.device], Subject], ...] = (
+    of_weighted_sum, of_rms_norm, of_add_rms_norm, of_swiglu, of_rotary, of_linear_cross_entropy, of_adamw,
+    of_grad_norm, of_column_sums, of_absmax, of_quantize, of_quantize_blocks, of_quantize_parts,
+    of_rms_norm_quantize, of_swiglu_quantize, of_transpose_bytes,
+)  # fmt: skip
+SUBJECTS = {function.__name__.removeprefix("of_"): function for function in _EVERY}
 """By the kernel's name before a dot."""

@@ -9,8 +9,8 @@ from tests.attention.offline import ON_HOPPER, report
 BEGIN = """
 import json, re
 from importlib import import_module
-modules = ("absmax linear_cross_entropy products quantize quantize_blocks quantize_parts quantize_reference rms_norm "
-           "rms_norm_kernels rms_norm_quantize rotary swiglu swiglu_quantize").split()
+modules = ("absmax linear_cross_entropy norm_rotate products quantize quantize_blocks quantize_parts "
+           "quantize_reference rms_norm rms_norm_kernels rms_norm_quantize rotary swiglu swiglu_quantize").split()
 globals().update((name, import_module("cs336_systems.kernels." + name)) for name in modules)
 rms_norm_kernels.n_multiprocessors = products.n_multiprocessors = lambda device: 132
 quantize_parts.check_runnable = lambda *_: None
@@ -206,3 +206,12 @@ add_rows.add_rows_(zeros(30, 256), zeros(64, dtype=torch.int64), zeros(64, 256))
     )
     assert found["registers"] <= 128
     assert found["ld.global.v4.b32"] >= 1
+
+
+@pytest.mark.slow
+def test_the_norm_of_heads_and_their_rotation() -> None:
+    how = "qkv, gain = zeros(32, 6144), zeros(128)\nhow = gain, gain, 1e-6, *ones(2, 32, 64), 32, 8\nnorm_rotate."
+    forward = compiled("norm_rotate_kernel", f"{how}norm_rotate_op(qkv, *how)")
+    backward = compiled("norm_rotate_backward_kernel", f"{how}norm_rotate_backward_op(qkv.clone(), qkv, *how)")
+    assert forward["registers"] <= 64
+    assert backward["registers"] <= 128
