@@ -3,12 +3,11 @@
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from cs336_systems.experiments.training.cells import Options
-from cs336_systems.report import command_line
+from cs336_systems.experiments import driver
+from cs336_systems.experiments.model import EXPERIMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = sorted(
@@ -64,13 +63,11 @@ def test_help_imports_nothing_heavy(command):
     assert "--help" in found.stdout
 
 
-def test_the_fork_server_imports_while_a_command_does(monkeypatch):
+def test_the_process_server_imports_while_a_command_does(monkeypatch):
     done = []
-    experiment = SimpleNamespace(run=lambda options: done.append("run") or 0)
-    modules = SimpleNamespace(
-        import_module=lambda name: done.append("import") or SimpleNamespace(EXPERIMENT=experiment)
-    )
-    monkeypatch.setattr(command_line, "importlib", modules)
-    monkeypatch.setattr(command_line, "start_server", lambda *modules: done.append("server"))
-    assert command_line.experiment_command(Options, "training.experiment", "")(["--device", "cpu"]) == 0
-    assert done == ["server", "import", "run"]
+    monkeypatch.setattr(driver, "start_server", lambda *modules: done.append(modules))
+    monkeypatch.setattr(driver.Experiment, "run", lambda experiment, options: done.append(options.mode) or 0)
+    assert driver.command(EXPERIMENT, "")(["--device", "cpu", "--mode", "forward"]) == 0
+    assert done == [("cs336_systems.experiments.model_measure",), ("forward",)]
+    assert driver.command(EXPERIMENT, "")(["--device", "cpu", "--compile"]) == 0
+    assert "torch._dynamo" in done[2]

@@ -48,19 +48,6 @@ def test_one_line_per_shared_phase():
     assert "verdict" in table.markdown()
 
 
-def test_cells_of_one_side_are_counted_and_settings_are_not_mixed():
-    old = make_frame(make_cell(ms("step", 1.0)), make_cell(ms("step", 1.0), size="small"))
-    new = make_frame(
-        make_cell(ms("step", 1.0)),
-        make_cell(ms("step", 1.0), dtype="bf16"),
-        make_cell(ms("step", 1.0), batch_size=2),
-        make_cell(ms("step", 1.0), context_length=256),
-    )
-    table = compare(new, old)
-    assert len(table.frame) == 1
-    assert "timings in the new rows only: 3; timings in the old rows only: 1" in table.caption
-
-
 def test_other_numbers_of_steps_are_compared_but_not_other_warm_ups():
     step, other = make_cell(ms("step", 1.0)), make_cell(ms("step", 1.0), steps=9)
     assert len(compare(make_frame(step), make_frame(other)).frame) == 1
@@ -79,14 +66,6 @@ def test_a_failed_cell_is_never_a_ratio():
     assert table.frame.empty
     assert "timings in the old rows only: 1" in table.caption
     assert all((table.markdown(), table.latex(), table.csv(), table.rich(80)))
-
-
-def test_differences_of_machine_and_versions_are_noted():
-    step = ms("step", 1.0)
-    table = compare(make_frame(make_cell(step, torch="2.12.0", gpu="B200")), make_frame(make_cell(step, gpu="H200")))
-    assert "torch: 2.11.0 -> 2.12.0" in table.caption
-    assert "gpu: H200 -> B200" in table.caption
-    assert "triton" not in table.caption
 
 
 def test_only_the_newest_run_of_a_cell_counts():
@@ -109,11 +88,6 @@ def test_one_process_a_side_is_not_faster_where_steps_of_one_process_differ_as_m
     }
     assert "step 66 %, forward 20 %" in table.notes["verdict"]
     assert "step 66 %" in table.markdown()
-
-
-def test_enough_processes_need_no_warning():
-    repeats = make_frame(*(make_cell(ms("step", 2.0), repeat=i) for i in range(3)))
-    assert compare(repeats, repeats).notes == {}
 
 
 def test_a_loaded_machine_is_said():

@@ -3,7 +3,7 @@
 import pytest
 
 from cs336_systems.report.results import Column, ResultTable
-from tests.report.rows import make_cell, make_frame, ms, rate
+from tests.report.rows import make_cell, make_frame, ms
 
 TABLE = ResultTable(
     settings=("gpu", "size", "dtype", "batch_size"),
@@ -23,13 +23,6 @@ def column(header: str, *cells) -> list[str]:
     return TABLE.of(make_frame(*cells)).frame[header].tolist()
 
 
-def test_settings_that_vary_are_columns_and_the_others_the_caption():
-    table = TABLE.of(make_frame(make_cell(ms("step", 1.0)), make_cell(ms("step", 1.0), batch_size=2)))
-    assert table.caption == "dtype fp32"
-    assert list(table.frame) == ["size", "batch per rank", "step ms", "tokens/s", "/ fp32", "of each repeat", "status"]
-    assert table.notes == {"tokens/s": "of all ranks"}, "of the columns that there are"
-
-
 @pytest.mark.parametrize(
     ("little", "value", "shown"),
     [(True, 0.00123456, "0.00123"), (True, 0.0, "0.0"), (True, 0.06, "0.1"), (False, 0.00123456, "0.0")],
@@ -37,14 +30,6 @@ def test_settings_that_vary_are_columns_and_the_others_the_caption():
 def test_what_is_little_is_shown_as_nothing_only_where_it_is_nothing_to_the_reader(little, value, shown):
     table = ResultTable(settings=("size",), columns=(Column("GiB", "step", ".1f", little=little),))
     assert table.of(make_frame(make_cell(ms("step", value)))).frame["GiB"].tolist() == [shown]
-
-
-def test_one_sample_has_no_spread():
-    assert column("step ms", make_cell(ms("step", 7.0))) == ["7.00"]
-    assert column("step ms", make_cell(ms("step", 7.0, 7.0))) == ["7.00 (7.00–7.00)"]
-    assert column("step ms", *(make_cell(ms("step", x), repeat=i) for i, x in enumerate((6.0, 8.0)))) == [
-        "7.00 (6.00–8.00)"
-    ]
 
 
 def test_a_column_may_be_a_ratio_to_another_line():
@@ -76,11 +61,6 @@ def test_a_ratio_within_repeats_is_of_the_command_even_if_the_peer_was_measured_
 def test_runs_that_were_appended_are_not_pooled_with_earlier_ones():
     """A step of 98.4 ms, then the same measured at 58.8: their median is neither."""
     assert column("step ms", make_cell(ms("step", 98.4)), make_cell(ms("step", 58.8), **LATER)) == ["58.8"]
-
-
-def test_a_rate_fits_the_time_beside_it():
-    rates = rate("tokens_per_s", (64 / 3 + 64 / 11) / 2)
-    assert column("tokens/s", make_cell(ms("step", 3000.0, 11000.0), rates)) == ["9"]
 
 
 def test_lines_of_several_commands_carry_the_minute_in_which_theirs_began():

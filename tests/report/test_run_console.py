@@ -13,15 +13,11 @@ from cs336_systems.hardware import find_hardware
 from cs336_systems.pretraining.run_log import RunLog
 from cs336_systems.pretraining.run_records import (
     Checkpoint,
-    Device,
-    End,
     Evaluation,
-    GpuState,
     Light,
     Memory,
     Message,
     Options,
-    Outlier,
     Step,
 )
 from cs336_systems.report.run_console import RunConsole
@@ -59,24 +55,6 @@ def test_a_line_for_each_step(shown):
     ]
 
 
-def test_without_a_known_peak_there_is_no_share_and_short_steps_have_tenths(shown):
-    line = shown(BEGIN, replace(STEP, seconds=0.0123)).splitlines()[-1]
-    assert line.endswith("| time  12.3 ms | norm  4.3155 | loss  3.2826 | tps 5,328,130")
-
-
-def test_what_else_is_said(shown):
-    lines = shown(
-        *(BEGIN, Outlier(7, "norm", 9.5, 7.25), Message("a [bold] word"), Message("the disk is full", "error")),
-        *(GpuState(7, 1980.0, None, None, None, "", None), End(500, "interrupted")),
-    ).splitlines()
-    assert lines[-4:] == [
-        "step 7: norm 9.5000 is an outlier, z 7.2",
-        "a [bold] word",
-        "error: the disk is full",
-        "interrupted, after 500 of 1,000 steps",
-    ]
-
-
 def test_every_so_many_steps_but_always_what_is_not_finite(shown):
     steps = [replace(STEP, step=step, loss=float("nan") if step == 13 else 2.0) for step in range(30)]
     said = shown(BEGIN, *steps, every=10)
@@ -103,33 +81,6 @@ def test_tables_of_what_begins(shown):
     assert "All options are the defaults" in shown(BEGIN)
     on_cpu = {"size": "tiny", "device": "cpu"}
     assert shown(Options(on_cpu, on_cpu, 1000, 4)).startswith("All options are the defaults of a CPU; resumed after 4")
-
-
-def test_no_table_says_nothing(shown):
-    """Of a small model on a CPU, as a plain log has it."""
-    provenance = {"gpu": "", "host": "AMD EPYC", "commit": 40 * "0", "argv": 300 * "train.py "}
-    device, long = Device("AMD EPYC", 1, None, provenance), Options({"out": 20 * "/folder"}, {"out": "runs/first"}, 9)
-    _, *records, light = opening(100)
-    records[0] = device
-    said = shown(long, *records, light)
-    (line,) = [line for line in said.splitlines() if len(line) > 100]
-    assert line == f"| out      | {20 * '/folder'} | runs/first |"
-    assert "argv" not in said
-    assert "–" not in said
-    assert re.search(r"\| part +\| dtype +\| +GFLOP/token \|\n", said)
-
-
-def test_small_memory_is_in_mib(shown):
-    said = shown(BEGIN, Memory({"weights": 2_524_416, "in all": 3 * 2**20, "free on the host": 75 * 2**30}))
-    assert re.search(r"\| +predicted MiB \|", said)
-    assert re.search(r"\| weights +\| +2.41 \|", said)
-    assert re.search(r"\| free on the host +\| +76,800.00 \|", said)
-
-
-def test_a_table_stands_apart_from_lines(shown):
-    said = shown(BEGIN, Message("a plan"), STEP, Memory({"weights": 2**30}), Message("more"))
-    assert re.search(r"a plan\n\[T\].*\n\nMemory of one device, predicted\n\n\|(.*\n)*\nmore\n", said)
-    assert re.search(r"\n\nMemory of one device", shown(BEGIN, Message("a"), Memory({"weights": 2**30}), terminal=True))
 
 
 def test_memory_as_it_is_stands_beside_what_was_predicted(shown):

@@ -102,13 +102,6 @@ def test_runs_without_a_gpu_have_no_panels_of_one(run):
     panels(run_figure({"c": on_cpu("c"), "gpu": run(*opening(60), *training(60), name="gpu")}))
 
 
-def test_norms_close_to_each_other_have_ticks(run):
-    steps = [Step(i, 0.1, 10, 2.0, 1.4 - 0.02 * i, 1e-3) for i in range(31)]
-    axes = panels(run_figure({"one": run(*opening(31), *steps)}))["norm"]
-    low, high = axes.get_ylim()
-    assert sum(low <= tick <= high for tick in axes.get_yticks()) >= 3
-
-
 def test_a_run_that_has_not_begun_says_what_is_missing(run, tmp_path):
     (tmp_path / "empty.jsonl").touch()
     for one in (run(*opening(10)), read_run(tmp_path / "empty.jsonl")):
@@ -119,15 +112,6 @@ def test_a_run_that_has_not_begun_says_what_is_missing(run, tmp_path):
         for name in ("memory", "clock", "power", "temperature"):
             assert said(axes[name]) == ["no GPU state in the log"]
         assert legend(axes["loss"]) == ["no evaluation yet"]
-
-
-def test_a_single_step_is_a_point_and_the_rest_is_missing(run):
-    axes = panels(run_figure({"one": run(*opening(10), *training(10, stop=1, gpu_every=None, end=None))}))
-    assert axes["loss"].lines[0].get_marker() == "."
-    assert said(axes["loss"]) == said(axes["tokens/s"]) == []
-    assert said(axes["light"]) == ["no steps on a device whose peak is known"]
-    assert said(axes["power"]) == ["no GPU state in the log"]
-    assert legend(axes["loss"]) == ["each step", "no evaluation yet"]
 
 
 def test_what_is_not_finite_is_marked_and_bends_no_line(run):
@@ -149,15 +133,6 @@ def test_runs_stand_over_what_they_have_spent(run, x, scale):
     assert axes["loss"].lines[0].get_xdata() == pytest.approx(np.arange(100) * scale)
     assert axes["loss"].lines[2].get_xdata() == pytest.approx(np.array([50, 100]) * scale)
     assert axes["power"].lines[0].get_xdata() == pytest.approx(np.array([0, 25, 50, 75]) * scale)
-
-
-def test_several_runs_have_a_colour_each_and_a_legend(run):
-    runs = {name: run(*opening(60), *training(60, seed=seed), name=name) for seed, name in enumerate(("a", "b", "c"))}
-    figure = run_figure(runs)
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b", "c"]
-    assert len({line.get_color() for line in panels(figure)["rate"].lines}) == 3
-    assert figure.get_suptitle() == "3 runs: qwen2.5-0.5b on NVIDIA H200"
-    assert not run_figure({"a": runs["a"]}).legends
 
 
 def test_where_a_run_was_resumed_is_a_line(run, tmp_path):

@@ -59,25 +59,6 @@ def test_kernels_and_what_blocks_keep_are_said_where_they_are_not_the_plain_ones
     assert list(step_table(make_frame(plain, fused)).frame["keep"]) == ["autograd", "products"]
 
 
-def test_constants_move_into_the_caption_and_the_size_stays_a_column():
-    table = step_table(
-        make_frame(make_cell(*STEP, context_length=128), make_cell(*STEP, context_length=256, mode="forward"))
-    )
-    assert (
-        table.caption
-        == "device cpu, batch 1, dtype fp32, attention reference, compile off, optimizer reference, warmup 1, steps 3"
-    )
-    assert list(table.frame.columns)[:4] == ["size", "context", "mode", "forward ms"]
-    assert list(table.frame["context"]) == [128, 256]
-    assert list(table.frame["size"]) == ["tiny", "tiny"]
-
-
-def test_lines_keep_the_order_of_the_rows():
-    sizes = ["xl", "small", "medium"]
-    table = step_table(make_frame(*(make_cell(*STEP, size=size) for size in sizes)))
-    assert list(table.frame["size"]) == sizes
-
-
 @pytest.mark.parametrize("status", ["oom", "predicted-oom", "timeout", "unsupported", "error", "interrupted"])
 def test_a_failed_cell_is_a_line_with_its_reason_and_without_numbers(status):
     frame = make_frame(make_cell(*STEP), make_cell(status=status, message="why it failed", size="10b"))
@@ -85,11 +66,6 @@ def test_a_failed_cell_is_a_line_with_its_reason_and_without_numbers(status):
     assert failed.pop("status") == f"{status}: why it failed"
     del failed["size"]
     assert set(failed.values()) == {"–"}
-
-
-def test_only_failed_cells_make_a_table_too():
-    table = step_table(make_frame(make_cell(status="oom", message="no room")))
-    assert "oom: no room" in table.markdown()
 
 
 def test_a_metric_that_was_not_measured_is_a_dash():
@@ -117,15 +93,8 @@ def test_the_newest_outcome_of_a_cell_wins(newest_is_ok):
     ("value", "text"),
     [
         (123456.7, "123,457"),
-        (100.0, "100"),
-        (99.94, "99.9"),
         (99.96, "100"),
-        (10.0, "10.0"),
-        (9.994, "9.99"),
-        (9.996, "10.0"),
-        (1.0, "1.00"),
         (0.9996, "1.00"),
-        (0.5, "0.500"),
         (0.01234, "0.0123"),
         (0.0000123456, "0.0000123"),
         (0.0, "0.00"),
@@ -141,28 +110,10 @@ TABLE = Table(
 )
 
 
-def test_markdown():
-    lines = TABLE.markdown().splitlines()
-    assert lines[:2] == ["50 % of R&D_cost #1", ""]
-    assert [cell.strip() for cell in lines[2].strip("|").split("|")] == ["size", "MFU %", "status"]
-    assert [cell.endswith(":") for cell in lines[3].strip("|").split("|")] == [False, True, False]
-    assert lines[4].split("|")[2].endswith(" 1.0 ")
-    assert len(lines) == 6
-    assert Table("", TABLE.frame).markdown().startswith("| size")
-
-
 def test_markdown_keeps_a_message_in_its_cell():
     frame = pd.DataFrame({"status": ["error: int | str\nsecond line"], "n": [3]})
     _, _, line = Table("", frame).markdown().splitlines()
     assert r"error: int \| str second line" in line
-
-
-def test_a_long_cell_makes_no_other_line_long():
-    long = "predicted-oom: " + 100 * "x"
-    frame = pd.DataFrame({"status": ["ok", long, f"{long}y"], "n": ["1", "22", "3"]})
-    header, rule, ok, *failed = Table("", frame).markdown(20).splitlines()
-    assert len(header) == len(rule) == len(ok) == len("| ") + 20 + len(" |   n |")
-    assert failed == [f"| {long} |  22 |", f"| {long}y |   3 |"]
 
 
 def test_latex_escapes_what_is_special():
@@ -176,27 +127,10 @@ def test_latex_escapes_what_is_special():
     assert r"\toprule" in text
 
 
-def test_latex_captions_are_escaped_like_cells():
-    text = Table(r"{x} \ ~ $3 ^", TABLE.frame).latex()
-    assert r"\caption{\{x\} \textbackslash{} \textasciitilde{} \$3 \textasciicircum{}}" in text
-
-
-def test_csv():
-    lines = TABLE.csv().splitlines()
-    assert lines[0] == "size,MFU %,status"
-    assert lines[1] == "a_b,1.0,ok"
-
-
 def on_terminal(table: Table, width: int) -> str:
     text = io.StringIO()
     Console(file=text, width=width).print(table.rich(width))
     return text.getvalue()
-
-
-def test_rich():
-    rendered = on_terminal(TABLE, 120)
-    for piece in (TABLE.caption, "MFU %", "22.0", "error: 5 % & {x} #2"):
-        assert piece in rendered
 
 
 def test_rich_takes_no_message_for_markup():
@@ -204,24 +138,6 @@ def test_rich_takes_no_message_for_markup():
     rendered = on_terminal(Table("sizes [a, b]", pd.DataFrame({"status": [message]})), 120)
     assert message in rendered
     assert "sizes [a, b]" in rendered
-
-
-def test_the_step_table_renders_in_every_format():
-    table = step_table(make_frame(make_cell(*STEP), make_cell(status="oom", message="50 % too much", size="10b")))
-    assert "| 10b" in table.markdown()
-    assert r"50 \% too much" in table.latex()
-    assert "oom: 50 % too much" in table.csv()
-    assert len(on_terminal(table, 250).splitlines()) == 1 + 2 + 2 + 1, "caption, header and rule, cells, note"
-
-
-def test_checkpointing_is_a_column_where_it_varies_and_unsaid_where_there_is_none():
-    plain, full = (make_cell(*STEP, checkpoint=policy) for policy in ("none", "full"))
-    both = step_table(make_frame(plain, full))
-    assert list(both.frame["checkpoint"]) == ["none", "full"]
-    alone = step_table(make_frame(plain))
-    assert "checkpoint" not in alone.frame
-    assert "checkpoint" not in alone.caption
-    assert "checkpoint full" in step_table(make_frame(full)).caption
 
 
 def test_rows_from_before_checkpointing_are_read_as_without_it(tmp_path):
@@ -249,7 +165,7 @@ def lines_on_terminal(table: Table, width: int) -> list[str]:
     return rendered[rule + 1 : rule + 1 + len(table.frame)]
 
 
-@pytest.mark.parametrize("width", [60, 100, 150, 160, 250])
+@pytest.mark.parametrize("width", [60, 150, 250])
 def test_a_line_stays_a_line_at_any_width_and_what_is_left_out_is_named(width):
     failed = make_cell(status="oom", message="no room " * 20, size="10b")
     table = step_table(make_frame(make_cell(*STEP), failed))
@@ -261,37 +177,3 @@ def test_a_line_stays_a_line_at_any_width_and_what_is_left_out_is_named(width):
     left_out = left_out_of(table, width)
     assert len(re.split(r" {2,}", ok.strip())) == len(set(table.frame) - set(left_out))
     assert bool(left_out) == (width < 160)
-
-
-def test_columns_are_dropped_by_rank_then_from_the_right_and_empty_ones_first():
-    frame = pd.DataFrame({"key": ["a"], "b": ["1.0"], "main": ["2.0"], "c": ["3.0"], "d": ["4.0"], "e": ["–"]})
-    table = Table("", frame, ranks={"b": 2, "main": 0, "e": 0})
-    assert left_out_of(table, 27) == []
-    assert left_out_of(table, 26) == left_out_of(table, 24) == ["e"]
-    assert left_out_of(table, 23) == left_out_of(table, 19) == ["b", "e"]
-    assert left_out_of(table, 18) == left_out_of(table, 14) == ["b", "d", "e"]
-    assert left_out_of(table, 13) == left_out_of(table, 9) == ["b", "c", "d", "e"]
-    assert left_out_of(table, 8) == ["b", "main", "c", "d", "e"]
-
-
-def test_figures_stand_right_and_words_left_whatever_the_column_is_called():
-    frame = pd.DataFrame(
-        {
-            "anything": ["2.7b", "small"],
-            "n": [128, 1024],
-            "ms": ["1.20 (1.04–1.36)", "–"],
-            "size": ["0.5 GiB", "12 GiB"],
-            "status": ["ok", "oom: 3 GiB are free"],
-            "none": ["–", "–"],
-        }
-    )
-    alignment = Table("", frame).markdown().splitlines()[1].strip("|").split("|")
-    assert [cell.endswith(":") for cell in alignment] == [False, True, True, True, False, True]
-
-
-def test_notes_stand_below_in_every_form_that_has_a_caption():
-    table = Table("caption", pd.DataFrame({"late": [1], "n": [2]}), {"late": "waited for", "absent": "not shown"})
-    assert table.markdown().splitlines()[-2:] == ["", "late: waited for."]
-    assert r"\caption{caption late: waited for.}" in table.latex()
-    assert on_terminal(table, 80).splitlines()[-1] == "late: waited for."
-    assert "waited" not in table.csv()
