@@ -1,4 +1,4 @@
-"""Parameters on their way from other ranks while training goes on, and who waits for them.
+"""Parameters on their way from other ranks while training continues, and who waits for them.
 
     arrivals = Arrivals([model.embedding, *model.layers, model.head])      # what is called, in the order of forward
     for bucket, readers in arrivals.in_order(buckets):                     # those of the modules that read one of them
@@ -75,7 +75,7 @@ class Arrivals:
         self.wait()
 
     def wait(self) -> None:
-        """Until everything is there for whatever the current stream does next, which is the one that trains."""
+        """Wait until everything is there for what the current stream, which must be the one that trains, does next."""
         for module in list(self._under_way):
             self._wait_for(module)
 
@@ -87,7 +87,7 @@ class Arrivals:
 
 
 def wait_for_parameters(model: nn.Module) -> None:
-    """Until all parameters of the model are there, for whatever the current stream does next."""
+    """Wait until all parameters of the model are there, for whatever the current stream does next."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             if isinstance(arrivals := getattr(hook, "__self__", None), Arrivals):

@@ -65,7 +65,7 @@ def broadcast_from_rank_0(tensors: Iterable[Tensor], group: dist.ProcessGroup | 
 
 
 def _current_stream(tensor: Tensor) -> tuple[int, int, int]:
-    """Of its device: what ``torch.cuda.Stream`` takes as ``stream_id``, ``device_index`` and ``device_type``.
+    """The current stream of its device: ``stream_id``, ``device_index`` and ``device_type`` of ``torch.cuda.Stream``.
 
     A hook asks at every gradient, and ``torch.cuda.current_stream``, which makes an object each time, is slow for that.
     """
@@ -99,7 +99,7 @@ class Bucket:
             self.slots.append(_Slot(self.numel, dense.stride()))
             self.numel += parameter.numel()
         self._storage: StorageWeakRef | None = None
-        """Of gradients that lie in their slots, by the last gather; a reference that does not keep it alive."""
+        """The storage in whose slots the last gather left the gradients; a reference that does not keep it alive."""
         self.reset()
 
     def __reduce__(self) -> Any:
@@ -110,7 +110,7 @@ class Bucket:
         """Wait for all gradients again."""
         self.waiting_for = len(self.parameters)
         self._streams: set[tuple[int, int, int]] = set()
-        """As ``_current_stream`` numbers them."""
+        """The streams that compute gradients, as ``_current_stream`` numbers them."""
 
     def gradient_is_ready(self) -> None:
         """Count one gradient, and remember the stream that computes it."""

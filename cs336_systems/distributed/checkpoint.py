@@ -38,15 +38,11 @@ from cs336_systems.distributed.stretches import (
     StoredTensor,
     Stretch,
     fill,
-    pack,
     read_index,
     read_whole,
-    unpack,
     write_index,
     write_stretches,
 )
-
-_EXTRA = "extra/"
 
 
 def save_checkpoint(
@@ -72,7 +68,7 @@ def save_checkpoint(
     Raises:
         ValueError: ``step`` is negative, ``keep_last`` or ``keep_every`` is not positive; the optimizer holds other
             parameters, or a state of a sharded parameter that is neither shaped like its shard nor a single number; a
-            module's extra state is more than plain data and tensors; or a tensor's dtype is none of safetensors'.
+            module has extra state; or a tensor's dtype is none of safetensors'.
         OSError: a rank cannot write; the checkpoints that were there are untouched.
     """
     check_kept(step, keep_last, keep_every)
@@ -105,15 +101,10 @@ def collect(
     marker: dict[str, Any] = {"step": step, "saved_at": 0, "optimizer": None, "scalars": {}, "extra": dict(extra or {})}
 
     def collect_own() -> tuple[dict[str, int], dict[str, Any]]:
-        own, tensors = view.model(), dict[str, Tensor]()
-        if optimizer is not None:
-            own |= view.optimizer(optimizer, marker)
-        modules = view.with_extra_state().items()
-        marker["extra_state"] = {name: pack(module.get_extra_state(), name, tensors) for name, module in modules}
-        own |= {name: Stretch.whole(tensor) for name, tensor in tensors.items()}
+        own = view.model() | ({} if optimizer is None else view.optimizer(optimizer, marker))
         for name, stretch in own.items():
-            of_rank_0 = name.startswith((BUFFER, _EXTRA))
-            if (stretch.values.numel() or stretch.is_whole) and (group.rank() == 0 or not of_rank_0):
+            mine = group.rank() == 0 or not name.startswith(BUFFER)  # of buffers rank 0's values count
+            if mine and (stretch.values.numel() or stretch.is_whole):
                 stretches[name] = stretch
         whole = {name: stretch.values.nbytes for name, stretch in stretches.items() if stretch.is_whole}
         return whole, marker["scalars"]
@@ -191,26 +182,19 @@ def resume_checkpoint(
     wait_for_parameters(model)
     view = NamedState(model)
     stored = _tensors_of(found)
-    of_model = {name: there for name, there in stored.items() if name.startswith((MODEL, BUFFER))}
     of_optimizer = {name: there for name, there in stored.items() if name.startswith(OPTIMIZER)}
+    of_model = {name: there for name, there in stored.items() if name not in of_optimizer}
     ours, state = view.model(), dict[str, Stretch]()
     _check_tensors(found.path, ours, of_model)
     if optimizer is not None:
         state = view.empty_optimizer_state(found.path, optimizer, found.marker, of_optimizer)
         _check_tensors(found.path, state, of_optimizer)
-    modules = view.with_extra_state()
-    extra = _extra_state(found, stored, view.device)
-    if modules.keys() != extra.keys():
-        differ = ", ".join(sorted(modules.keys() ^ extra.keys()))
-        raise ValueError(f"{found.path} is a checkpoint of another model: it or this one lacks {differ}")
 
     def read() -> None:
         for name, stretch in (ours | state).items():
             fill(stretch, stored[name])
 
     on_every_rank(read, group)
-    for name, module in modules.items():
-        module.set_extra_state(extra[name])
     if optimizer is not None:
         view.restore_optimizer(optimizer, found.marker, state)
     return found
@@ -221,18 +205,6 @@ def _tensors_of(found: StoredCheckpoint) -> dict[str, StoredTensor]:
     if found.marker["layout"] == old_checkpoint.LAYOUT:
         return old_checkpoint.read_index(found.path, found.files)
     return read_index(found.path, found.files)
-
-
-def _extra_state(found: StoredCheckpoint, stored: Mapping[str, StoredTensor], device: torch.device) -> dict[str, Any]:
-    """The extra state of modules, its tensors on the device, by ``extra/NAME``; raises ValueError."""
-    tensors = {name: read_whole(there) for name, there in stored.items() if name.startswith(_EXTRA)}
-    if found.marker["layout"] == old_checkpoint.LAYOUT:
-        return {name: old_checkpoint.unpack(content, name, device) for name, content in tensors.items()}
-    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-    try:
-        return {name: unpack(packed, tensors) for name, packed in found.marker["extra_state"].items()}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the extra state of {found.path} is not read: {error!r}") from None
 
 
 def complete_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:

@@ -29,7 +29,11 @@ OPTIMIZER = "optimizer/"
 
 
 class NamedState:
-    """Names and tensors; the model is under FSDP, under this suite's DDP, or whole and equal on every rank."""
+    """Names and tensors; the model is under FSDP, under this suite's DDP, or whole and equal on every rank.
+
+    Raises:
+        ValueError: a module keeps more than tensors in its state dict (``get_extra_state``).
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._module = model.module if isinstance(model, (FSDP, DDP)) else model
@@ -37,6 +41,10 @@ class NamedState:
             managed = model.managed_parameters()
         else:
             managed = [ManagedParameter((name,), p, p, p.shape) for name, p in self._module.named_parameters()]
+        for name, module in self._module.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                kind = type(module).__name__
+                raise ValueError(f"{name or 'the model'} is a {kind}, whose extra state checkpoints cannot hold")
         self._parameters = {parameter.names[0]: parameter for parameter in managed}
         self.device = managed[0].sharded_param.device
         self._name_of: dict[Tensor, str] = {p.sharded_param: name for name, p in self._parameters.items()}
@@ -54,14 +62,6 @@ class NamedState:
             if buffer is not None and name not in module._non_persistent_buffers_set
         }
         return parameters | buffers
-
-    def with_extra_state(self) -> dict[str, nn.Module]:
-        """The modules that keep more than tensors in their state dict, by name after ``extra``."""
-        return {
-            f"extra/{name}": module
-            for name, module in self._module.named_modules()
-            if type(module).get_extra_state is not nn.Module.get_extra_state
-        }
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """The names of the parameters of each of the optimizer's groups."""

@@ -22,10 +22,15 @@ Gradients are averages over the ranks, as if each rank's loss were the mean over
 are averaged as backward returns. A backward that an error has ended leaves in ``grad`` what had come there, as without
 FSDP: after ``zero_grad`` the next step is right, if all ranks had the error.
 Those of shards know that they are parts (``fsdp_gradients.py``): ``torch.amp.GradScaler`` works, norms are refused.
-State dicts speak of whole tensors (``fsdp_state_dict.py``).
+
+State dicts speak of whole tensors, as after torch's ``fully_shard``: ``state_dict()`` of the wrapper, of the module
+inside, or of any part of it shows each shard as a ``DTensor`` that shares its memory; ``torch.distributed.checkpoint``
+writes and reads these, and ``full_tensor()`` gathers one. ``load_state_dict()`` takes such tensors, others, and plain
+whole tensors, of which every rank copies its own rows. With ``keep_vars=True`` a state dict holds the shards.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,9 +39,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup
-from cs336_systems.distributed.fsdp_schedule import Schedule, inside_backward
-from cs336_systems.distributed.fsdp_state_dict import WholeTensors, show_whole
+from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup, ShardedParameter
+from cs336_systems.distributed.fsdp_schedule import GatherOrder, inside_backward
 from cs336_systems.distributed.fsdp_units import Initialise, NotCopied, Predicate, Travels, is_unit, shard_module
 from cs336_systems.distributed.peer_memory import why_not_mapped
 from cs336_systems.distributed.process_group import check_same_across_ranks
@@ -102,7 +106,7 @@ class FSDP(NotCopied, nn.Module):
         self.device = _device(module, device, self.process_group)
         if peer_copies and (reason := why_not_mapped(self.device, self.process_group)):
             raise ValueError(f"peer_copies need ranks that map each other's memory, but {reason}")
-        layout = shard_module(
+        sharded = shard_module(
             module,
             predicate=units,
             quantized=quantized,
@@ -114,13 +118,13 @@ class FSDP(NotCopied, nn.Module):
             process_group=self.process_group,
         )
         self.module = module
-        self.units = layout.units
-        self.groups: list[ShardedGroup] = layout.groups
-        self.replicated: list[ManagedParameter] = layout.replicated.parameters
-        show_whole(module, self.managed_parameters(), WholeTensors(self.process_group, self.device))
-        self._schedule = Schedule(layout, prefetch, self.device, self.process_group)
-        for unit in layout.units:
-            unit.run_by(self._schedule.run)
+        self.units = sharded.units
+        self.groups: list[ShardedGroup] = sharded.groups
+        self.replicated: list[ManagedParameter] = sharded.replicated.parameters
+        _show_whole(module, self.managed_parameters(), WholeTensors(self.process_group, self.device))
+        self._order = GatherOrder(sharded, prefetch, self.device, self.process_group)
+        for unit in sharded.units:
+            unit.run_by(self._order.run)
         for parameter in self.managed_parameters():
             parameter.take_hooks()
 
@@ -128,7 +132,7 @@ class FSDP(NotCopied, nn.Module):
         """The module's forward; floating-point inputs are cast to ``compute_dtype``."""
         if self.compute_dtype is not None:
             args, kwargs = tree_map(self._cast, (args, kwargs))
-        with self._schedule.forward():
+        with self._order.forward():
             return self.module(*args, **kwargs)
 
     def _cast(self, value: Any) -> Any:
@@ -145,18 +149,18 @@ class FSDP(NotCopied, nn.Module):
         The next backward outside, or ``finish_gradient_synchronization``, averages the sum. Who gives it up instead, as
         after an error, calls ``zero_grad`` of this module: an optimizer's does not know of it.
         """
-        before = self._schedule.gradients.synchronize
-        self._schedule.gradients.synchronize = False
+        before = self._order.gradients.synchronize
+        self._order.gradients.synchronize = False
         try:
             yield
         finally:
-            self._schedule.gradients.synchronize = before
+            self._order.gradients.synchronize = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As any module's; what backward passes inside ``no_sync`` have accumulated is given up too."""
+        """Clear gradients as any module does, and give up what backward passes inside ``no_sync`` have accumulated."""
         if not inside_backward():
-            self._schedule.forget_failed_backward()  # whose units have their parameters unsharded
-            self._schedule.gradients.drop()
+            self._order.forget_failed_backward()  # whose units have their parameters unsharded
+            self._order.gradients.drop()
         super().zero_grad(set_to_none)
 
     def finish_gradient_synchronization(self) -> None:
@@ -165,7 +169,7 @@ class FSDP(NotCopied, nn.Module):
         Any other backward returns when every parameter's ``grad`` is the average over the ranks, for whatever the
         current stream does next: this changes nothing then.
         """
-        self._schedule.finish()
+        self._order.finish()
 
     @torch.no_grad()
     def gather_full_params(self) -> dict[str, Tensor]:
@@ -246,3 +250,79 @@ def clip_grad_norm_(fsdp: FSDP, max_norm: float, norm_type: float = 2.0) -> Tens
     if gradients := sharded + replicated:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+class WholeTensors(NotCopied):
+    """The ranks of a group as the place over which tensors are split; no communication."""
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+        self._process_group = process_group
+        self._device = device
+
+    @functools.cached_property
+    def _mesh(self) -> Any:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self._process_group, self._device.type)
+
+    def of(self, parameter: ManagedParameter, value: Tensor) -> Tensor:
+        """A tensor like the parameter's shard as the whole tensor that it is a part of, sharing its memory."""
+        if not isinstance(parameter, ShardedParameter):
+            return value
+        from torch.distributed.tensor import DTensor, Shard  # over a second, which not every import is to take
+
+        stride = torch.empty(parameter.shape, device="meta").stride()
+        return DTensor.from_local(value, self._mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=stride)
+
+    def rows(self, parameter: ShardedParameter, value: Tensor) -> Tensor:
+        """This rank's rows of a whole tensor, which may be a ``DTensor``."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        if not isinstance(value, DTensor):
+            return parameter.rows_of(value)
+        if value.device_mesh == self._mesh and value.placements == (Shard(0),):
+            return value.to_local()
+        return parameter.rows_of(value.full_tensor())
+
+
+def _show_whole(module: nn.Module, managed: Iterable[ManagedParameter], wholes: WholeTensors) -> None:
+    """Have every part of the module translate between its shards and the whole tensors of its state dicts."""
+    of_shard = {parameter.sharded_param: parameter for parameter in managed}
+    for holder in module.modules():
+        own = {name: of_shard[p] for name, p in holder._parameters.items() if p is not None}
+        if own:
+            holder.register_state_dict_post_hook(functools.partial(_to_wholes, own, wholes))
+            holder.register_load_state_dict_pre_hook(functools.partial(_to_rows, own, wholes))
+
+
+def _to_wholes(
+    own: dict[str, ManagedParameter], wholes: WholeTensors, module: nn.Module, state_dict: Any, prefix: str, *_: Any
+) -> None:
+    for name, parameter in own.items():
+        if prefix + name in state_dict and not isinstance(state_dict[prefix + name], nn.Parameter):
+            state_dict[prefix + name] = wholes.of(parameter, parameter.sharded_param.detach())
+
+
+def _to_rows(
+    own: dict[str, ManagedParameter],
+    wholes: WholeTensors,
+    module: nn.Module,
+    state_dict: Any,
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_messages: list[str],
+) -> None:
+    if local_metadata.get("assign_to_params_buffers"):
+        raise ValueError(f"load_state_dict(assign=True) would replace shards of FSDP, as {prefix}{next(iter(own))}")
+    for name, parameter in own.items():
+        value = state_dict.get(prefix + name)
+        if not isinstance(parameter, ShardedParameter) or not isinstance(value, Tensor):
+            continue
+        if value.shape == parameter.shape:
+            state_dict[prefix + name] = wholes.rows(parameter, value)
+        else:
+            error_messages.append(f"{prefix}{name} must be whole, {tuple(parameter.shape)}, got {tuple(value.shape)}")
+            state_dict[prefix + name] = parameter.sharded_param.detach()  # or torch would compare it with the rows

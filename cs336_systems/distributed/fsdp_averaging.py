@@ -1,13 +1,222 @@
 """Gradients under FSDP on their way from a rank's backward to averages over the ranks, on the shards.
 
-Each group is reduced as soon as backward needs it no more, while backward goes on; what is replicated is averaged when
-it ends. Without synchronization whole gradients are kept instead, in the dtype in which they will travel.
+Each group is reduced as soon as backward needs it no more, beside what is left of backward (``Reduction``). Parameters
+of fewer than two dimensions are not split: their ``sharded_param`` is whole on every rank, and ``unsharded_param`` is a
+copy of it in ``compute_dtype``, or itself if there is nothing to cast. Their gradients travel in the last message of a
+step, which also counts the ranks that have a gradient of each parameter, of the sharded ones too. Without
+synchronization whole gradients are kept instead, in the dtype in which they will travel.
 """
 
-import torch
+from collections.abc import Iterable, Mapping, Sequence
 
-from cs336_systems.distributed.fsdp_parameters import Reduction, ShardedGroup, ShardedParameter
-from cs336_systems.distributed.fsdp_replicated import ReplicatedParameters
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import ReduceOp, ReduceScatterOptions
+
+from cs336_systems.distributed.fsdp_gradients import ShardGradient
+from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup, ShardedParameter
+from cs336_systems.distributed.neighbours import alias, empty_like_run, neighbours
+
+
+class ReplicatedParameters:
+    """Parameters that every rank holds whole; their gradients are averaged in one all-reduce.
+
+    Args:
+        names: all names of each parameter.
+        parameters: equal on every rank; they stay in use.
+        compute_dtypes: in which the module sees each of them; None for its own.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[tuple[str, ...]],
+        parameters: Sequence[nn.Parameter],
+        *,
+        compute_dtypes: Sequence[torch.dtype | None],
+        process_group: dist.ProcessGroup,
+    ) -> None:
+        self._process_group = process_group
+        copies = _cast_copies(dict(zip(parameters, compute_dtypes, strict=True)))
+        self.parameters = [
+            ManagedParameter(name, parameter, copies.get(parameter, parameter), parameter.shape)
+            for name, parameter in zip(names, parameters, strict=True)
+        ]
+        self._cast = {
+            parameter: alias(copy.detach(), int(copy.storage_offset()), parameter.shape)
+            for parameter in self.parameters
+            if (copy := parameter.unsharded_param) is not parameter.sharded_param
+        }
+
+    def refresh(self, parameters: Iterable[ManagedParameter]) -> None:
+        """Cast what the user has made of these parameters, as far as they are cast, into what the module sees."""
+        cast = [parameter for parameter in parameters if parameter in self._cast]
+        if cast:
+            torch._foreach_copy_(
+                [self._cast[parameter] for parameter in cast],
+                [parameter.sharded_param.detach() for parameter in cast],
+            )
+
+    def collect(self) -> None:
+        """Add the gradients of the cast copies to those of the parameters, in the parameters' dtype."""
+        for parameter in self._cast:
+            gradient, parameter.unsharded_param.grad = parameter.unsharded_param.grad, None
+            if gradient is None:
+                continue
+            if parameter.sharded_param.grad is None:
+                parameter.sharded_param.grad = gradient.to(parameter.sharded_param.dtype)
+            else:
+                parameter.sharded_param.grad.add_(gradient)
+
+    def drop_gradients(self) -> None:
+        """Give up the gradients of the cast copies."""
+        for parameter in self._cast:
+            parameter.unsharded_param.grad = None
+
+    def all_reduce(self, device: torch.device, sharded: Sequence[ManagedParameter]) -> Tensor:
+        """Average the gradients, and count the ranks that have one of each parameter, in the same collective.
+
+        A rank without a gradient of a parameter contributes zeros; if no rank has one, none is made.
+
+        Returns:
+            For each of ``sharded``, a number that is zero if no rank has contributed to its gradient; on the device.
+        """
+        trainable = [parameter for parameter in self.parameters if parameter.sharded_param.requires_grad]
+        for parameter in trainable:
+            parameter.has_gradient = parameter.sharded_param.grad is not None
+        dtype = torch.float32
+        for parameter in trainable:
+            dtype = torch.promote_types(dtype, parameter.sharded_param.dtype)
+        counted = [*sharded, *trainable]
+        sizes = [parameter.shape.numel() for parameter in trainable]
+        flat = torch.zeros(sum(sizes) + len(counted), dtype=dtype, device=device)
+        *averages, counts = flat.split([*sizes, len(counted)])
+        averages = [part.view(parameter.shape) for part, parameter in zip(averages, trainable, strict=True)]
+        present = [i for i, parameter in enumerate(trainable) if parameter.has_gradient]
+        gradients = [gradient for parameter in trainable if (gradient := parameter.sharded_param.grad) is not None]
+        if present:
+            torch._foreach_copy_([averages[i] for i in present], gradients)
+        counts.fill_(1)
+        for i, parameter in enumerate(counted):
+            if not parameter.has_gradient:
+                counts[i] = 0  # a fill, which unlike a copy from the host waits for nothing
+        dist.all_reduce(flat, group=self._process_group)
+        flat[: sum(sizes)].div_(self._process_group.size())
+        if present:
+            torch._foreach_copy_(gradients, [averages[i] for i in present])
+        for i, parameter in enumerate(trainable):
+            if not parameter.has_gradient and counts[len(sharded) + i] > 0:
+                parameter.sharded_param.grad = averages[i].to(parameter.sharded_param.dtype, copy=True)
+            if parameter.sharded_param.grad is not None:
+                parameter.run_hooks()
+        return counts[: len(sharded)]
+
+
+def _cast_copies(compute_dtypes: Mapping[nn.Parameter, torch.dtype | None]) -> dict[Tensor, nn.Parameter]:
+    """For each parameter of another dtype than it is to be computed in: one of its own in that dtype."""
+    cast = [p for p, dtype in compute_dtypes.items() if dtype not in (None, p.dtype) and p.dtype.is_floating_point]
+    copies: dict[Tensor, nn.Parameter] = {}
+    for run in neighbours(cast):
+        for parameter, memory in zip(run, empty_like_run(run, dtype=compute_dtypes[run[0]]), strict=True):
+            copies[parameter] = nn.Parameter(memory.copy_(parameter.detach()), parameter.requires_grad)
+    return copies
+
+
+def take_gradients(parameters: Sequence[ShardedParameter]) -> list[Tensor | None]:
+    """Take from each parameter the sum of what has been accumulated and the last backward's gradient.
+
+    Sums are in the dtype of what has been accumulated, a gradient by itself in its own.
+
+    Raises:
+        RuntimeError: a gradient is sparse.
+    """
+    taken: list[Tensor | None] = []
+    sums: list[Tensor] = []
+    added: list[Tensor] = []
+    for parameter in parameters:
+        fresh, parameter.unsharded_param.grad = parameter.unsharded_param.grad, None
+        if fresh is not None and fresh.layout is not torch.strided:
+            raise RuntimeError(f"{parameter.names[0]} has a sparse gradient, which FSDP cannot shard: use sparse=False")
+        old, parameter.accumulated = parameter.accumulated, None
+        if fresh is not None and old is not None:
+            sums.append(old)
+            added.append(fresh)
+        taken.append(fresh if old is None else old)
+    if sums:
+        torch._foreach_add_(sums, added)
+    return taken
+
+
+class Reduction:
+    """A reduce-scatter: gradients are taken at once and sent by ``start``.
+
+    ``finish`` waits for it and leaves the gradients of the shards where they belong.
+    """
+
+    def __init__(self, group: ShardedGroup) -> None:
+        self.parameters, dtype = group.trainable, group.reduce_dtype
+        self._process_group = group.process_group
+        self.missing: list[ShardedParameter] = []
+        """Parameters to which this rank contributed nothing and that had no gradient before."""
+        sizes = [parameter.padded_numel for parameter in self.parameters]
+        gradients = take_gradients(self.parameters)
+        staged, sources, self._inputs = [], [], []
+        for parameter, size, gradient in zip(self.parameters, sizes, gradients, strict=True):
+            parameter.has_gradient |= gradient is not None
+            if gradient is None:  # takes part all the same: ranks may differ in what they used
+                padded = torch.zeros(size * group.world_size, dtype=dtype, device=group.device)
+            elif gradient.dtype == dtype and gradient.numel() == size * group.world_size and gradient.is_contiguous():
+                padded = gradient.view(-1)
+            else:
+                padded = torch.empty(size * group.world_size, dtype=dtype, device=group.device)
+                padded[gradient.numel() :].zero_()
+                staged.append(padded[: gradient.numel()].view_as(gradient))
+                sources.append(gradient)
+            self._inputs.append(padded)
+        if staged:
+            torch._foreach_copy_(staged, sources)
+        self._flat = torch.empty(sum(sizes), dtype=dtype, device=group.device)
+        self._outputs = list(self._flat.split(sizes))
+        self._averages = dist.get_backend(group.process_group) == "nccl"
+        self._work: dist.Work | None = None
+
+    def start(self) -> None:
+        """Send, unless it has been done."""
+        if self._work is None:
+            options = ReduceScatterOptions()
+            options.reduceOp = ReduceOp(ReduceOp.AVG if self._averages else ReduceOp.SUM)
+            self._work = self._process_group.reduce_scatter_tensor_coalesced(self._outputs, self._inputs, options)
+
+    def finish(self) -> None:
+        """Make the current stream (on a CPU: the caller) wait, then add the averages to the shards' gradients."""
+        assert self._work is not None
+        self._work.wait()
+        self._inputs.clear()
+        if not self._averages:
+            self._flat.div_(self._process_group.size())
+        for parameter, output in zip(self.parameters, self._outputs, strict=True):
+            shard = parameter.sharded_param
+            average = output[: shard.numel()].view_as(shard).to(shard.dtype)
+            if shard.grad is not None:
+                shard.grad.add_(average)
+            else:
+                # Also where no rank has a gradient: whether one has, ReplicatedParameters.all_reduce tells.
+                shard.grad = ShardGradient(average, self._process_group)
+                if not parameter.has_gradient:
+                    self.missing.append(parameter)
+                    continue
+            parameter.run_hooks()
+
+    def abandon(self) -> None:
+        """Wait if it has been sent, and leave no gradients."""
+        if self._work is not None:
+            self._work.wait()
+
+
+def _accumulate(group: ShardedGroup) -> None:
+    """Keep the group's gradients, whole, for a later reduction."""
+    for parameter, gradient in zip(group.trainable, take_gradients(group.trainable), strict=True):
+        parameter.accumulated = None if gradient is None else gradient.to(group.reduce_dtype)
 
 
 class Gradients:
@@ -37,13 +246,13 @@ class Gradients:
         if not group.trainable:
             return
         if not self.synchronize:
-            group.accumulate()
+            _accumulate(group)
             self._accumulated[group] = None
             return
         # Only one is under way: with the group that backward fills, no more than two have whole gradients in memory.
         self._finish_reduction()
         self._accumulated.pop(group, None)
-        self._reduction = group.reduction()
+        self._reduction = Reduction(group)
 
     def send(self) -> None:
         """Start the reduction of what was taken last."""
@@ -58,7 +267,7 @@ class Gradients:
             self._reduction = None
 
     def end_backward(self) -> None:
-        """After the groups that backward has come to: gradients elsewhere, and the averages if they are due."""
+        """As backward ends, take gradients that came after their group was reduced, and average if that is due."""
         for group in self.groups:
             if group.has_gradients:  # it came after its group was reduced: a reduction adds to what is there
                 self.take(group)

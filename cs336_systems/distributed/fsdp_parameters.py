@@ -4,7 +4,7 @@ A parameter of two or more dimensions is split along the first one as ``torch.ch
 [r c, (r + 1) c) with c = ceil(rows / world_size), so the last ranks may hold fewer rows, or none. Two objects stand for
 it, named as in torch's ``fully_shard``: ``sharded_param``, the rows in the module's own dtype, which the optimizer
 sees, and ``unsharded_param``, the whole in ``compute_dtype``, which the module sees while it runs. Parameters of fewer
-dimensions are replicated (``fsdp_replicated.py``).
+dimensions are replicated (``fsdp_averaging.py``).
 
 Parameters that are used together form a ``ShardedGroup`` and travel in one collective. Only dtype changes copy: shards
 into ``compute_dtype`` before they are gathered, gradients into ``reduce_dtype`` before they are reduced. What a module
@@ -19,12 +19,10 @@ from enum import Enum, auto
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import ReduceOp, ReduceScatterOptions
 
-from cs336_systems.distributed.fsdp_gathers import Copies, PackedGather, all_gather
-from cs336_systems.distributed.fsdp_gradients import GradientHooks, ShardGradient, refuse_hook
+from cs336_systems.distributed.fsdp_gradients import GradientHooks, refuse_hook
 from cs336_systems.distributed.neighbours import alias, neighbours
-from cs336_systems.distributed.peer_memory import PeerMemory, Turns
+from cs336_systems.distributed.peer_memory import Copies, PackedGather, PeerMemory, Turns, all_gather
 
 _ALIGNMENT = 64
 """Elements to which slots are rounded: 128 bytes of bf16, more than vectorised loads and NCCL ask for."""
@@ -40,7 +38,7 @@ class ManagedParameter:
     unsharded_param: nn.Parameter
     """What the module sees while it runs."""
     shape: torch.Size
-    """Of the whole parameter."""
+    """The shape of the whole parameter."""
     has_gradient: bool = field(default=False, kw_only=True)
     """Whether this rank contributed to the gradient since the last synchronization."""
     _hooks: GradientHooks = field(default_factory=GradientHooks, kw_only=True)
@@ -65,7 +63,7 @@ class ShardedParameter(ManagedParameter):
     memory: Tensor
     """Where collectives read the shard."""
     first_row: int
-    """Of the whole parameter, that the shard begins with."""
+    """The row of the whole parameter that the shard begins with."""
     accumulated: Tensor | None = None
     """Whole gradient of backward passes under ``no_sync``, in the dtype in which it will be reduced."""
 
@@ -87,97 +85,6 @@ class ShardedParameter(ManagedParameter):
             raise RuntimeError(f"{self.names[0]}.data was set to {theirs}, but its rows on this rank are {ours}")
         self.memory.copy_(assigned)
         self.sharded_param.data = self.memory
-
-
-def take_gradients(parameters: Sequence[ShardedParameter]) -> list[Tensor | None]:
-    """Of each what has been accumulated and the last backward's gradient, summed; both are given up.
-
-    Sums are in the dtype of what has been accumulated, a gradient by itself in its own.
-
-    Raises:
-        RuntimeError: a gradient is sparse.
-    """
-    taken: list[Tensor | None] = []
-    sums: list[Tensor] = []
-    added: list[Tensor] = []
-    for parameter in parameters:
-        fresh, parameter.unsharded_param.grad = parameter.unsharded_param.grad, None
-        if fresh is not None and fresh.layout is not torch.strided:
-            raise RuntimeError(f"{parameter.names[0]} has a sparse gradient, which FSDP cannot shard: use sparse=False")
-        old, parameter.accumulated = parameter.accumulated, None
-        if fresh is not None and old is not None:
-            sums.append(old)
-            added.append(fresh)
-        taken.append(fresh if old is None else old)
-    if sums:
-        torch._foreach_add_(sums, added)
-    return taken
-
-
-class Reduction:
-    """A reduce-scatter: gradients are taken at once and sent by ``start``.
-
-    ``finish`` waits for it and leaves the gradients of the shards where they belong.
-    """
-
-    def __init__(self, group: "ShardedGroup") -> None:
-        self.parameters, dtype = group.trainable, group.reduce_dtype
-        self._process_group = group.process_group
-        self.missing: list[ShardedParameter] = []
-        """Parameters to which this rank contributed nothing and that had no gradient before."""
-        sizes = [parameter.padded_numel for parameter in self.parameters]
-        gradients = take_gradients(self.parameters)
-        staged, sources, self._inputs = [], [], []
-        for parameter, size, gradient in zip(self.parameters, sizes, gradients, strict=True):
-            parameter.has_gradient |= gradient is not None
-            if gradient is None:  # takes part all the same: ranks may differ in what they used
-                padded = torch.zeros(size * group.world_size, dtype=dtype, device=group.device)
-            elif gradient.dtype == dtype and gradient.numel() == size * group.world_size and gradient.is_contiguous():
-                padded = gradient.view(-1)
-            else:
-                padded = torch.empty(size * group.world_size, dtype=dtype, device=group.device)
-                padded[gradient.numel() :].zero_()
-                staged.append(padded[: gradient.numel()].view_as(gradient))
-                sources.append(gradient)
-            self._inputs.append(padded)
-        if staged:
-            torch._foreach_copy_(staged, sources)
-        self._flat = torch.empty(sum(sizes), dtype=dtype, device=group.device)
-        self._outputs = list(self._flat.split(sizes))
-        self._averages = dist.get_backend(group.process_group) == "nccl"
-        self._work: dist.Work | None = None
-
-    def start(self) -> None:
-        """Send, unless it has been done."""
-        if self._work is None:
-            options = ReduceScatterOptions()
-            options.reduceOp = ReduceOp(ReduceOp.AVG if self._averages else ReduceOp.SUM)
-            self._work = self._process_group.reduce_scatter_tensor_coalesced(self._outputs, self._inputs, options)
-
-    def finish(self) -> None:
-        """Make the current stream (on a CPU: the caller) wait, then add the averages to the shards' gradients."""
-        assert self._work is not None
-        self._work.wait()
-        self._inputs.clear()
-        if not self._averages:
-            self._flat.div_(self._process_group.size())
-        for parameter, output in zip(self.parameters, self._outputs, strict=True):
-            shard = parameter.sharded_param
-            average = output[: shard.numel()].view_as(shard).to(shard.dtype)
-            if shard.grad is not None:
-                shard.grad.add_(average)
-            else:
-                # Also where no rank has a gradient: whether one has, ReplicatedParameters.all_reduce tells.
-                shard.grad = ShardGradient(average, self._process_group)
-                if not parameter.has_gradient:
-                    self.missing.append(parameter)
-                    continue
-            parameter.run_hooks()
-
-    def abandon(self) -> None:
-        """Wait if it has been sent, and leave no gradients."""
-        if self._work is not None:
-            self._work.wait()
 
 
 class GroupState(Enum):
@@ -228,7 +135,7 @@ class ShardedGroup:
         """Units that run with the group at this moment."""
         self.state = GroupState.SHARDED
         self._versions: list[int] = []
-        """Of the shards, when they were last gathered."""
+        """The versions of the shards when they were last gathered."""
         self._work: dist.Work | PackedGather | Copies | None = None
 
         # Every parameter has a padded slot of this rank's rows and one of the whole: the coalesced collective moves it
@@ -249,7 +156,7 @@ class ShardedGroup:
         self._gather_inputs = [self._sharded[slot] for slot in self._slots]
         self._gather_outputs: list[Tensor] = []
         self._own_outputs: list[Tensor] = []
-        """Of these, where this rank's rows arrive."""
+        """The parts of ``_gather_outputs`` where this rank's rows arrive."""
         self.parameters: list[ShardedParameter] = []
         for i, whole in enumerate(parameters):
             first = n_rows[i] * process_group.rank()
@@ -305,7 +212,7 @@ class ShardedGroup:
         return versions != self.versions_now() or any(moved)
 
     def versions_now(self) -> list[int]:
-        """Of the shards."""
+        """The versions of the shards, by which a change of their values is seen."""
         # Tensors made in inference mode have none.
         return [0 if p.sharded_param.is_inference() else p.sharded_param._version for p in self.parameters]
 
@@ -331,7 +238,7 @@ class ShardedGroup:
                 self._work = all_gather(self.process_group, outputs, self._sent)
 
     def _exchanged(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Of each parameter where the whole arrives, and this rank's rows, flat, as the others are to have them."""
+        """Flat tensors: where the whole of each parameter arrives, and this rank's rows as the others get them."""
         if self.compute_dtype == self._sharded.dtype:
             return self._gather_outputs, self._gather_inputs
         # Cast to where they would arrive: memory of their own would last until the gather is waited for.
@@ -347,7 +254,7 @@ class ShardedGroup:
             self.state = GroupState.UNSHARDED
 
     def check_in_place(self) -> None:
-        """After a module has run with the unsharded parameters.
+        """Check a group with whose unsharded parameters a module has just run.
 
         Raises:
             RuntimeError: the module has given one other memory, in which no later gather would arrive.
@@ -373,16 +280,6 @@ class ShardedGroup:
             for parameter, output in zip(self.parameters, outputs, strict=True)
         ]
 
-    def reduction(self) -> Reduction:
-        """Take the gradients, to be averaged over the ranks, each rank receiving those of its shards."""
-        return Reduction(self)
-
-    def accumulate(self) -> None:
-        """Keep the gradients, whole, for a later reduction."""
-        trainable = self.trainable
-        for parameter, gradient in zip(trainable, take_gradients(trainable), strict=True):
-            parameter.accumulated = None if gradient is None else gradient.to(self.reduce_dtype)
-
     def drop_gradients(self) -> None:
         """Give up the gradients that have not been reduced, accumulated ones as well."""
         for parameter in self.parameters:
@@ -396,7 +293,7 @@ class ShardedGroup:
 
 
 def on_stream(stream: "torch.cuda.Stream | None") -> AbstractContextManager:
-    """What is done inside is done there, after what the current stream was given before; None is the current one."""
+    """Run what is inside on a stream, after what the current stream was given before; None is the current stream."""
     if stream is None:
         return nullcontext()
     # The memory may have been another tensor's a moment ago, and the optimizer may still be writing the shards.
@@ -405,7 +302,7 @@ def on_stream(stream: "torch.cuda.Stream | None") -> AbstractContextManager:
 
 
 def _unsharded_offsets(parameters: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, list[int]]:
-    """As ``_offsets``, but neighbours among the parameters, whose slots have these sizes, stay neighbours.
+    """Offsets as of ``_offsets``, where neighbours among the parameters, whose slots have these sizes, stay neighbours.
 
     Only where rows divide evenly: ranks gather the padding of the others too, over what would follow without a gap.
     """

@@ -31,7 +31,7 @@ from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup, 
 from cs336_systems.distributed.neighbours import alias
 
 _QUANTUM = 16
-"""What divides the elements of a shard that is quantized."""
+"""The number of elements of a shard that is quantized is a multiple of this: what one instruction converts."""
 _SCALE_STRIDE = 4
 """fp32 numbers from one scale to the next: cuBLAS refused those whose addresses were no multiples of 16 bytes."""
 
@@ -89,7 +89,7 @@ class QuantizedRows:
         self.groups: list[QuantizedGroup] = []
         self._process_group, self._stream = process_group, stream
         self._quantized: list[QuantizedGroup] = []
-        """Those that ``_quantizers`` are for."""
+        """The groups that ``_quantizers`` are for."""
         self._quantizers: list[PartsQuantizer] = []
 
     @torch.no_grad()
@@ -116,7 +116,7 @@ class QuantizedRows:
             group.note_bytes(made_of)
 
     def _read(self, groups: "list[QuantizedGroup]") -> tuple[list[list[int]], list[Tensor]]:
-        """Of each group the shards' versions, of each quantizer the largest magnitudes, (n_matrices,) fp32."""
+        """The versions of each group's shards, and each quantizer's largest magnitudes, (n_matrices,) fp32."""
         for group in groups:
             group.adopt_data()
         versions = [group.versions_now() for group in groups]
@@ -214,7 +214,7 @@ class QuantizedGroup(ShardedGroup):
         ]
 
     def _exchanged(self) -> tuple[list[Tensor], list[Tensor]]:
-        """In bytes."""
+        """Where the bytes of each parameter arrive, and those of this rank's rows."""
         if not self.has_bytes:  # outside of a forward, or of rows that changed within
             self._rows.renew()
             if self._turns is not None and self._turns.reading:
@@ -242,6 +242,6 @@ class QuantizedGroup(ShardedGroup):
 
 
 def _number(names: Sequence[tuple[str, ...]], part: str) -> int:
-    """Of the parameter that ends with this name."""
+    """The number of the parameter that ends with this name."""
     (found,) = (i for i, own in enumerate(names) if any(f".{name}".endswith(f".{part}") for name in own))
     return found

@@ -37,19 +37,17 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
-from cs336_systems.distributed.fsdp_agreement import Agreement
 from cs336_systems.distributed.fsdp_averaging import Gradients
 from cs336_systems.distributed.fsdp_parameters import (
     GroupState,
     ShardedGroup,
     ShardedParameter,
 )
-from cs336_systems.distributed.fsdp_runs import Backward, Forward, Run, Walk
-from cs336_systems.distributed.fsdp_slots import Elsewhere
-from cs336_systems.distributed.fsdp_units import Layout, Unit
+from cs336_systems.distributed.fsdp_runs import Agreement, Backward, Forward, Run, Walk
+from cs336_systems.distributed.fsdp_units import Elsewhere, ShardedUnits, Unit
 
 _NO_TASK = -1
-"""What autograd says where no backward runs on this thread."""
+"""Autograd's number of the running backward where none runs on this thread."""
 
 
 def inside_backward() -> bool:
@@ -67,21 +65,23 @@ def _tensors(output: Any) -> Iterator[Tensor]:
                 yield from _tensors(getattr(leaf, each.name))
 
 
-class Schedule:
+class GatherOrder:
     """Runs units with their parameters unsharded, and leaves averaged gradients on the shards.
 
     Args:
-        layout: units, whose parameters have been sharded.
+        sharded: units, whose parameters have been sharded.
         prefetch: how many runs ahead groups are gathered.
         device: of the parameters.
         process_group: of the ranks that share them.
     """
 
-    def __init__(self, layout: Layout, prefetch: int, device: torch.device, process_group: dist.ProcessGroup) -> None:
-        self.groups = layout.groups
-        self.replicated = layout.replicated
+    def __init__(
+        self, sharded: ShardedUnits, prefetch: int, device: torch.device, process_group: dist.ProcessGroup
+    ) -> None:
+        self.groups = sharded.groups
+        self.replicated = sharded.replicated
         self.prefetch = prefetch
-        self._turns, self._quantized_rows = layout.turns, layout.quantized_rows
+        self._turns, self._quantized_rows = sharded.turns, sharded.quantized_rows
         self._agreement = Agreement(process_group)
         self._complete = Forward()
         """The last forward that came to its end: the next one is expected to be like it."""
@@ -91,15 +91,15 @@ class Schedule:
         self._n_to_come = 0
         """Forwards since the last backward that one may come to."""
         self._backward: Backward | None = None
-        self.gradients = Gradients(layout.groups, layout.replicated, device)
-        slots = dict.fromkeys(slot for unit in layout.units for slot in unit.param_slots)
+        self.gradients = Gradients(sharded.groups, sharded.replicated, device)
+        slots = dict.fromkeys(slot for unit in sharded.units for slot in unit.param_slots)
         guards = {parameter: Elsewhere(parameter) for group in self.groups for parameter in group.parameters}
         self._guards = [(slot, guards[p]) for slot in slots if isinstance(p := slot.parameter, ShardedParameter)]
         ours = weakref.ref(self)
 
         def announce(_: Tensor) -> None:
-            if (schedule := ours()) is not None:  # Python cannot collect cycles through tensors' hooks
-                schedule._current_backward()
+            if (order := ours()) is not None:  # Python cannot collect cycles through tensors' hooks
+                order._current_backward()
 
         for parameter in self.replicated.parameters:
             if not (parameter.unsharded_param.is_floating_point() or parameter.unsharded_param.is_complex()):
@@ -213,7 +213,7 @@ class Schedule:
             self._turns.end_reading()
 
     def _break_off_reading(self) -> None:
-        """After an error on this rank: others may still copy, and wait for it in no gather; it begins none for them."""
+        """End reading after an error on this rank; others may still copy, and wait for this rank in no gather."""
         if self._turns is not None:
             self._turns.break_off()
             self._forward.as_expected = False
@@ -399,7 +399,7 @@ class Schedule:
         return [group for group in self.groups if group.state is not GroupState.SHARDED]
 
     def _to_leave(self) -> set[ShardedGroup]:
-        """What a backward leaves gathered, if it has come to it."""
+        """The groups that a backward leaves gathered, if it has come to them."""
         if self.gradients.synchronize:
             return set()
         return {group for unit in self._complete.units[: 1 + self.prefetch] for group in unit.groups}

@@ -19,14 +19,87 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from cs336_systems.distributed.fsdp_averaging import ReplicatedParameters
 from cs336_systems.distributed.fsdp_parameters import ManagedParameter, ShardedGroup
 from cs336_systems.distributed.fsdp_quantized import QuantizedGroup, QuantizedRows, QuantizedTravel
-from cs336_systems.distributed.fsdp_replicated import ReplicatedParameters
-from cs336_systems.distributed.fsdp_slots import ParameterSlot
 from cs336_systems.distributed.neighbours import empty_like_run, neighbours
 from cs336_systems.distributed.peer_memory import Turns
+
+
+class Elsewhere(Tensor):
+    """Stands for a sharded parameter, in a forward, where no unit that has it whole is running.
+
+    Dtype, device and shape are those of the whole, for code that asks for no more; what would compute is refused.
+    ``nn.TransformerEncoderLayer`` reads no weights of its children that are not plain tensors, and so calls them.
+    """
+
+    _is_param = True
+    _name: str
+
+    @staticmethod
+    def __new__(cls, parameter: ManagedParameter) -> "Elsewhere":
+        whole = parameter.unsharded_param
+        guard: Elsewhere = Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=whole.dtype, device=whole.device, requires_grad=whole.requires_grad
+        )
+        guard._name = parameter.names[0]
+        return guard
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Whatever would compute with it.
+
+        Raises:
+            RuntimeError: always.
+        """
+        guard = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        raise RuntimeError(
+            f"{guard._name} is read outside of its own module's call, where a rank has only a part of it: name the "
+            "module that reads it in FSDP's units=, so that it gathers what is inside it"
+        )
+
+
+@dataclass(eq=False)
+class ParameterSlot:
+    """An attribute of a module that refers to a parameter; units that have the module in common share it."""
+
+    module: nn.Module
+    attribute: str
+    parameter: ManagedParameter
+    resting: Tensor = field(init=False)
+    """What the module refers to while no unit needs the parameter unsharded."""
+    users: int = 0
+    """Units that need it at this moment."""
+
+    def __post_init__(self) -> None:
+        self.resting = self.parameter.sharded_param
+
+    def check(self) -> None:
+        """Check that the module still refers to the parameter, before it is needed.
+
+        Raises:
+            RuntimeError: the user has registered another one in the module.
+        """
+        registered = self.module._parameters.get(self.attribute)
+        if registered is not self.resting and registered is not self.parameter.unsharded_param:
+            raise RuntimeError(f"{self.parameter.names[0]} was replaced under FSDP: copy values into it instead")
+
+    def rest(self, tensor: Tensor) -> None:
+        """Let the module refer to the tensor whenever no unit needs the parameter unsharded."""
+        self.resting = tensor
+        if not self.users:
+            self.register(tensor)
+
+    def register(self, tensor: Tensor) -> None:
+        """Let the module refer to the tensor."""
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.attribute] = tensor  # type: ignore[assignment]  # a tenth of setattr's time
+        else:
+            setattr(self.module, self.attribute, tensor)
+
 
 Predicate = Callable[[nn.Module], bool]
 Initialise = Callable[[nn.Module], Any]
@@ -62,14 +135,14 @@ class Unit:
                 slot.register(slot.resting)
 
     def run_by(self, run: Callable[..., Any]) -> None:
-        """From now on, calling the module calls ``run(self, its own __call__, args, kwargs)``."""
+        """Have a call of the module call ``run(self, its own __call__, args, kwargs)`` from now on."""
         self.module._fsdp_call = functools.partial(run, self)  # type: ignore[assignment]
         module_class: Any = type(self.module)
         self.module.__class__ = _unit_class(module_class)
 
 
 class NotCopied:
-    """What cannot be copied or pickled: it refers to a process group, and to parts of modules on other ranks."""
+    """A base of classes that cannot be copied or pickled: they refer to a process group and to other ranks' parts."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What ``copy`` and ``pickle`` call.
@@ -84,7 +157,7 @@ class NotCopied:
 
 
 class _CalledByRunner(NotCopied):
-    """What a unit's class has before its own bases.
+    """A base that a unit's class has before its own bases.
 
     Hooks would not do: ``module.compile()`` moves a module's hooks into the compiled code; ``__call__`` stays outside.
     """
@@ -179,17 +252,17 @@ def _find_slots(
 
 
 @dataclass
-class Layout:
+class ShardedUnits:
     """A module's units and groups, after its parameters have been sharded."""
 
     units: list[Unit]
-    """Those that have something to gather or to cast, in the order of ``module.modules()``."""
+    """The units that have something to gather or to cast, in the order of ``module.modules()``."""
     groups: list[ShardedGroup]
     replicated: ReplicatedParameters
     turns: Turns | None
-    """Of ranks that copy each other's rows."""
+    """When ranks copy each other's rows, if they do."""
     quantized_rows: QuantizedRows
-    """Of the groups that travel quantized."""
+    """The rows of the groups that travel quantized."""
 
 
 def shard_module(
@@ -203,7 +276,7 @@ def shard_module(
     peer_copies: bool,
     device: torch.device,
     process_group: dist.ProcessGroup,
-) -> Layout:
+) -> ShardedUnits:
     """Replace the module's parameters by their shards, group by group, in the order of ``module.modules()``.
 
     Parameters on ``meta`` are made module by module just before (``_materialise``), so that only groups that are not
@@ -295,7 +368,7 @@ def shard_module(
         used = group_of.get(slot.parameter)
         if used is not None and used not in unit.groups:
             unit.groups.append(used)
-    return Layout(list(units.values()), list(dict.fromkeys(group_of.values())), replicated, turns, quantized_rows)
+    return ShardedUnits(list(units.values()), list(dict.fromkeys(group_of.values())), replicated, turns, quantized_rows)
 
 
 def _materialise(

@@ -2,8 +2,8 @@
 
 Where tensors are is in ``.metadata``, a pickle, and pickles run code: here it builds plain records of a few known names
 and nothing else. A tensor is boxes (offsets and sizes in the whole), each of them an archive of ``torch.save`` within a
-``.distcp`` file; these are read with ``weights_only=True``, as is the extra state of modules. Every rank reads whole
-tensors, one at a time, and takes its stretch.
+``.distcp`` file, read with ``weights_only=True``. Every rank reads whole tensors, one at a time, and takes its
+stretch.
 """
 
 import io
@@ -92,12 +92,3 @@ def _read(folder: Path, shape: tuple[int, ...], dtype: torch.dtype, boxes: Any, 
             raise ValueError(f"{place.relative_path} holds no tensor of shape {sizes} at byte {place.offset}")
         whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))] = box
     return whole.view(-1)[begin:end]
-
-
-def unpack(content: Tensor, name: str, device: torch.device) -> Any:
-    """Plain data and tensors, these on the device, from an archive of ``torch.save``; raises ValueError."""
-    try:
-        return torch.load(io.BytesIO(content.numpy().tobytes()), map_location=device, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0]
-        raise ValueError(f"{name} is to be plain data and tensors, and is more: {reason}") from None

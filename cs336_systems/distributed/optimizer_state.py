@@ -1,20 +1,54 @@
-"""Optimizer state between one rank's share and the whole: gathered for saving, cut for loading.
+"""Parameter groups of ``torch.optim``, and optimizer state between one rank's share and the whole.
 
 State that has a value per element of a parameter (moments, momentum) is as long as the piece that a rank updates. It is
-joined and cut in memory order, so that either layout reads what the other wrote, in any world. Everything else (step
-counters, factors, numbers) is the same for all pieces of a parameter, or the parameter is a single piece; it travels as
-an object.
+joined for saving and cut for loading in memory order, so that either layout reads what the other wrote, in any world.
+Everything else (step counters, factors, numbers) is the same for all pieces of a parameter, or the parameter is a
+single piece; it travels as an object.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.distributed.shards import Piece, in_memory_order
+from cs336_systems.distributed.shards import Piece, Runs, in_memory_order
+
+Group = dict[str, Any]
+
+_NOT_OPTIONS = ("params", "param_names")
+_MUTABLE = (Tensor, list, dict, set)
+
+
+def parameters_of(groups: Sequence[Group]) -> list[Tensor]:
+    """The parameters of all the groups, each once."""
+    return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
+
+
+def options_of(group: Group) -> dict[str, Any]:
+    """The options of a group: all that it holds besides its parameters."""
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+
+
+def copied(options: dict[str, Any]) -> dict[str, Any]:
+    """Options that may be changed without changing these."""
+    return {key: deepcopy(value) if isinstance(value, _MUTABLE) else value for key, value in options.items()}
+
+
+def layout_descriptions(groups: Sequence[Group], runs: Runs) -> list[str]:
+    """What decides the layout of each parameter, which must be the same on every rank."""
+    numbered = {parameter: i for i, parameter in enumerate(parameters_of(groups))}
+    run_of = {parameter: [numbered[each] for each in run] for run in runs for parameter in run}
+    return [
+        f"group {i}: {tuple(p.shape)} {p.dtype}{' frozen' * (not p.requires_grad)}"
+        + f", in one memory with parameters {run_of[p]}" * (len(run_of[p]) > 1)
+        for i, group in enumerate(groups)
+        for p in group["params"]
+    ]
+
 
 State = Mapping[Tensor, dict[str, Any]]
 

@@ -47,7 +47,7 @@ class Rank:
 
     rank: int
     local_rank: int
-    """Among the ranks of this node; the index of its GPU."""
+    """The number among the ranks of this node, which is the index of its GPU."""
     world_size: int
     device: torch.device
     backend: str

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from cs336_systems.distributed.shards import FlatBuffer, Layout, Piece, Runs, check_dense, flat_buffers
+from cs336_systems.distributed.shards import BucketLayout, FlatBuffer, Piece, Runs, check_dense, flat_buffers
 
 _NO_BACKWARD = -1
 
@@ -170,7 +170,7 @@ class FreedBucket(ScatteredBucket):
     def __init__(self, buffer: FlatBuffer, rank: int, world_size: int) -> None:
         super().__init__(buffer, rank, world_size)
         self._sum: Tensor | None = None
-        """Of the backwards so far."""
+        """The sum of the gradients of the backwards so far, of this rank's shard."""
 
     @property
     def current(self) -> bool:
@@ -223,7 +223,7 @@ class GradientScatter:
         """Autograd's number of the one that gradients last came from."""
         self._exchanged: tuple[list[bool], Tensor] | None = None
 
-    def layout(self, runs: Runs, rank: int, world_size: int, bucket_bytes: int) -> Layout:
+    def layout(self, runs: Runs, rank: int, world_size: int, bucket_bytes: int) -> BucketLayout:
         """Lay out runs of parameters, last first, as backward makes their gradients, and watch these."""
         buckets = []
         for buffer in flat_buffers(reversed(runs), bucket_bytes, world_size):
@@ -234,7 +234,7 @@ class GradientScatter:
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(_weakly(self._gradient_arrived))
         self.buckets += buckets
-        return Layout(list(buckets), {p: self._bucket_of[p].pieces[p] for run in runs for p in run})
+        return BucketLayout(list(buckets), {p: self._bucket_of[p].pieces[p] for run in runs for p in run})
 
     def _gradient_arrived(self, parameter: Tensor) -> None:
         bucket = self._bucket_of[parameter]

@@ -50,23 +50,29 @@ from torch import Tensor, nn
 from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB
 from cs336_systems.distributed.arrivals import Arrivals
 from cs336_systems.distributed.fsdp_gradients import GradientHooks
-from cs336_systems.distributed.optimizer_state import check_state_fits, state_of_piece, whole_state
-from cs336_systems.distributed.parameter_groups import Batch, copied, options_of, parameters_of
+from cs336_systems.distributed.optimizer_state import (
+    check_state_fits,
+    copied,
+    layout_descriptions,
+    options_of,
+    parameters_of,
+    state_of_piece,
+    whole_state,
+)
 from cs336_systems.distributed.process_group import check_same_across_ranks
 from cs336_systems.distributed.scattered import GradientScatter
 from cs336_systems.distributed.shards import (
-    Layout,
+    BucketLayout,
     ParameterBucket,
     Piece,
     Runs,
     check_dense,
     local_layout,
     owned_layout,
+    runs_of,
 )
 
 REDUCE_SCATTER, SHARD = "reduce-scatter", "shard"
-
-_CONFIGURATION = ("optimizer_cls", "reduce_gradients", "bucket_size_mb", "rank", "world_size", "_kwargs", "_batches")
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -114,8 +120,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._kwargs = kwargs
         self._prepare_layout()
         super().__init__(params, optimizer_cls([{"params": []}], **kwargs).defaults)
-        self._batches = [self._agreed(self.param_groups)]
-        self._lay_out(self.param_groups, self._batches[0])
+        self._lay_out(self.param_groups, self._agreed(self.param_groups))
 
     def _prepare_layout(self) -> None:
         self.local: torch.optim.Optimizer | None = None
@@ -123,8 +128,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._buckets: list[ParameterBucket] = []
         self._pieces: dict[Tensor, list[Piece]] = {}
         self._names: dict[Tensor, str] = {}
-        self._was_trainable: dict[Tensor, bool] = {}
-        """What parameters were when they were laid out: the layout depends on it."""
         self._group_of: dict[Tensor, int] = {}
         self._loads = [0] * self.world_size
         self._arrivals: Arrivals | None = None
@@ -141,7 +144,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         added = self.param_groups[-1:]
-        batch = None
+        runs = None
         try:
             for parameter in added[0]["params"]:
                 if isinstance(vars(parameter).get("register_post_accumulate_grad_hook"), GradientHooks):
@@ -152,28 +155,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if parameter.layout != torch.strided:
                     raise ValueError(f"parameters must be dense to share a flat buffer, got layout {parameter.layout}")
             if self.local is not None:
-                batch = self._agreed(added)
+                runs = self._agreed(added)
         except ValueError:
             del self.param_groups[-1]
             raise
-        if batch is not None:
-            self._batches.append(batch)
-            self._lay_out(added, batch)
+        if runs is not None:
+            self._lay_out(added, runs)
 
-    def _agreed(self, groups: Sequence[dict[str, Any]]) -> Batch:
+    def _agreed(self, groups: Sequence[dict[str, Any]]) -> Runs:
         """How to lay out the parameters of new groups, which is the same on every rank."""
-        batch = Batch.of(groups)
+        runs = runs_of(parameters_of(groups))
         if self.world_size > 1:
             options = f"{self.optimizer_cls.__name__} {self.reduce_gradients} {self.bucket_size_mb}"
-            described = [f"{options}, {parameter}" for parameter in batch.described(groups)]
+            described = [f"{options}, {parameter}" for parameter in layout_descriptions(groups, runs)]
             check_same_across_ranks(described, "parameters to shard")
-        return batch
+        return runs
 
-    def _lay_out(self, groups: Sequence[dict[str, Any]], batch: Batch) -> None:
+    def _lay_out(self, groups: Sequence[dict[str, Any]], runs: Runs) -> None:
         """Divide the parameters of new groups and give this rank's pieces to its optimizer."""
-        new = parameters_of(groups)
-        self._was_trainable |= {parameter: parameter.requires_grad for parameter in new}
-        layout = self._layout([[new[i] for i in run] for run in batch.runs])
+        layout = self._layout(runs)
         self._buckets += layout.buckets
         self._pieces |= layout.pieces
         self._plan_sending()
@@ -192,13 +192,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for local_group in local_groups:
                 self.local.add_param_group(local_group)
         if locate := getattr(self.local, "locate", None):
-            for number, parameter in enumerate(self._was_trainable):
+            for number, parameter in enumerate(self._names):
                 for piece in self._pieces[parameter]:
                     if piece.tensor is not None:
                         locate(piece.tensor, number, piece.start)
         self.state = self.local.state
 
-    def _layout(self, runs: Runs) -> Layout:
+    def _layout(self, runs: Runs) -> BucketLayout:
         bucket_bytes = int(self.bucket_size_mb * 1024**2)
         if self.world_size == 1:
             return local_layout([parameter for run in runs for parameter in run])
@@ -251,8 +251,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Let ``step`` return while parameters of these modules are on their way; a collective.
 
         The first modules' are sent first, and the others while these compute: a module's next forward waits for its
-        own. State dicts, ``save_checkpoint`` and ``load_checkpoint``, copies of this optimizer and the next ``step``
-        wait, too. **Whoever else reads or writes the parameters calls ``wait`` before**, such as who copies the model,
+        own. State dicts, ``save_checkpoint``, ``load_checkpoint`` and the next ``step`` wait, too. **Whoever else reads
+        or writes the parameters calls ``wait`` before**, such as who copies the model,
         makes another optimizer over them, or computes with them on another stream than the one that trains.
         Parameters in none of the modules are there when ``step`` returns.
 
@@ -276,7 +276,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._plan_sending()
 
     def wait(self) -> None:
-        """Until all parameters are there, for whatever the current stream does next."""
+        """Wait until all parameters are there, for whatever the current stream does next."""
         if self._arrivals is not None:
             self._arrivals.wait()
 
@@ -383,7 +383,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.load_shares(shares, state_dict["param_groups"])
 
     def shares(self) -> list[tuple[Tensor, Piece, dict[str, Any]]]:
-        """Of each parameter that this rank updates a piece of, the piece and its state, empty before the first step."""
+        """Each parameter that this rank updates a piece of, the piece, and its state, empty before the first step."""
         return [
             (parameter, piece, self.state.get(piece.tensor, {}))
             for parameter, pieces in self._pieces.items()
@@ -411,42 +411,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _set_trainable(self, trainable: list[bool]) -> None:
-        for parameter, is_trainable in zip(self._parameters(), trainable, strict=True):
-            parameter.requires_grad_(is_trainable)
-
     def _local_tensors(self) -> list[Tensor]:
         assert self.local is not None
         return [tensor for group in self.local.param_groups for tensor in group["params"]]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: this rank's share, to be restored on the same rank of a world of the same size."""
-        self.wait()  # the parameters are copied with it
-        return {
-            "defaults": self.defaults,
-            "param_groups": self.param_groups,
-            "shares": [self.state.get(tensor) for tensor in self._local_tensors()],
-            "was_trainable": [self._was_trainable[parameter] for parameter in self._parameters()],
-            **{name: getattr(self, name) for name in _CONFIGURATION},
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "shares" not in state:  # torch's load_state_dict replaces state and param_groups through this
-            super().__setstate__(state)
-            return
-        shares, was_trainable = state["shares"], state["was_trainable"]
-        super().__setstate__({key: state[key] for key in state.keys() - {"shares", "was_trainable"}})
-        self._prepare_layout()
-        is_trainable = [parameter.requires_grad for parameter in self._parameters()]
-        self._set_trainable(was_trainable)
-        start = 0
-        for batch in self._batches:
-            self._lay_out(self.param_groups[start : start + batch.n_groups], batch)
-            start += batch.n_groups
-        self._set_trainable(is_trainable)
-        for tensor, share in zip(self._local_tensors(), shares, strict=True):
-            if share:
-                self.state[tensor] = share
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What ``copy`` and ``pickle`` call; raises RuntimeError."""
+        raise RuntimeError(
+            "ShardedOptimizer cannot be copied or pickled, as its parameters share buffers with those of other ranks: "
+            "save its state_dict(), or a checkpoint by save_checkpoint"
+        )
 
     def __repr__(self) -> str:
         name = type(self).__name__

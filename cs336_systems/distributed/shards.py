@@ -57,7 +57,7 @@ class ParameterBucket(Protocol):
 
 
 @dataclass
-class Layout:
+class BucketLayout:
     """Buckets in the order in which every rank runs them, and where each parameter's pieces are."""
 
     buckets: list[ParameterBucket]
@@ -136,12 +136,12 @@ def _is_trainable(parameter: Tensor) -> bool:
 
 
 def runs_of(parameters: Sequence[Tensor]) -> Runs:
-    """The parameters in runs, none of which is frozen in part: what is frozen now is kept apart."""
+    """The parameters in runs, none of which is frozen in part: what is frozen now has runs of its own."""
     return neighbours(parameters, alike=lambda parameter: parameter.requires_grad)
 
 
 def flat_buffers(runs: Iterable[Sequence[Tensor]], bucket_bytes: int, shards: int) -> list[FlatBuffer]:
-    """Flat buffers over runs in order; dtypes, devices, and what is frozen now, are kept apart.
+    """Flat buffers over runs in order; dtypes, devices, and what is frozen now, have buffers of their own.
 
     Buffers are in the order of their last runs, so those whose parameters become ready early come early.
     """
@@ -162,10 +162,10 @@ def _n_bytes(run: Sequence[Tensor]) -> int:
     return sum(parameter.nbytes for parameter in run)
 
 
-def local_layout(parameters: Sequence[Tensor]) -> Layout:
+def local_layout(parameters: Sequence[Tensor]) -> BucketLayout:
     """World size 1: everything is updated here, nothing travels, no memory moves."""
     pieces = {parameter: [Piece(0, 0, parameter.numel(), parameter)] for parameter in parameters}
-    return Layout([_LocalBucket(list(parameters))], pieces)
+    return BucketLayout([_LocalBucket(list(parameters))], pieces)
 
 
 @dataclass
@@ -179,7 +179,7 @@ class _LocalBucket:
         return []
 
 
-def owned_layout(runs: Runs, rank: int, world_size: int, bucket_bytes: int, loads: list[int]) -> Layout:
+def owned_layout(runs: Runs, rank: int, world_size: int, bucket_bytes: int, loads: list[int]) -> BucketLayout:
     """Whole runs to owners, balanced by bytes; trainable ones first, as the others have no state.
 
     Args:
@@ -204,7 +204,7 @@ def owned_layout(runs: Runs, rank: int, world_size: int, bucket_bytes: int, load
         parameter: [Piece(owner, 0, parameter.numel(), parameter if owner == rank else None)]
         for parameter, owner in owners.items()
     }
-    return Layout(buckets, pieces)
+    return BucketLayout(buckets, pieces)
 
 
 @dataclass

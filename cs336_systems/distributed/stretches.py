@@ -19,7 +19,6 @@ own functions would hold all of them.
 import json
 import os
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +39,6 @@ _DTYPES = {
 }
 """Dtypes by safetensors' names."""
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_CONTAINERS = {kind.__name__: kind for kind in (list, tuple, set, dict, OrderedDict)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +50,19 @@ class Stretch:
         start: the first element's position in the whole tensor, its dimensions permuted to ``order`` and flattened.
         values: the elements, flattened in row-major order.
         order: dimensions, outermost first; empty for their own order.
+
+    Raises:
+        ValueError: the values are more than a plain tensor, as a ``DTensor`` is.
     """
 
     shape: tuple[int, ...]
     start: int
     values: Tensor
     order: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if type(self.values) not in (Tensor, nn.Parameter):
+            raise ValueError(f"checkpoints hold plain tensors, got a {type(self.values).__name__} of {self.shape}")
 
     @classmethod
     def whole(cls, tensor: Tensor) -> "Stretch":
@@ -230,29 +235,3 @@ def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
 def _bytes_of(flat: Tensor) -> Any:
     """The memory of a contiguous tensor on the CPU, (n,)."""
     return flat.view(torch.uint8).numpy().data
-
-
-def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Plain data as JSON can hold it; the tensors among them are added to ``tensors``, under names that begin so.
-
-    Raises:
-        ValueError: there is something else among them.
-    """
-    if type(value) in (Tensor, nn.Parameter):
-        key = f"{name}/{len(tensors)}"
-        tensors[key] = value.detach()
-        return {"tensor": key}
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if type(value) in _CONTAINERS.values():
-        items = value.items() if isinstance(value, dict) else value
-        return {type(value).__name__: [pack(item, name, tensors) for item in items]}
-    raise ValueError(f"{name} is to be plain data and tensors, and holds {type(value).__name__}")
-
-
-def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What was packed."""
-    if not isinstance(packed, dict):
-        return packed
-    ((kind, content),) = packed.items()
-    return tensors[content] if kind == "tensor" else _CONTAINERS[kind](unpack(item, tensors) for item in content)

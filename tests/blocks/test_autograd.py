@@ -15,7 +15,7 @@ from cs336_systems.costs.kept import bytes_kept
 from cs336_systems.distributed import FSDP, BucketedDDP, ShardedOptimizer
 from cs336_systems.model import TransformerBlock, TransformerLM
 
-from ..distributed.checks import failures, world_of
+from ..distributed.checks import on_each
 from .cases import HANDOUT, KEEPS, LLAMA, QWEN, inputs, tables
 
 
@@ -251,10 +251,4 @@ CHECKS = (
     fully_sharded_blocks_must_be_units,
     the_sharded_optimizer_steps,
 )
-world = world_of(2, CHECKS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_ranks(world, check):
-    assert failures(world, check) == []
+test_ranks = pytest.mark.slow(on_each(2, CHECKS, world=__name__))

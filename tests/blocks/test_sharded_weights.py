@@ -1,6 +1,5 @@
 """Written-out blocks whose parameters others move: merged weights stay merged, and results stay the same bits."""
 
-import copy
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,13 +13,13 @@ from torch import Tensor, nn
 
 from cs336_systems.blocks import REFERENCE, write_out
 from cs336_systems.blocks import weights as block_weights
-from cs336_systems.distributed import FSDP, BucketedDDP, FlatDDP, ShardedOptimizer, fsdp_parameters
+from cs336_systems.distributed import FSDP, BucketedDDP, FlatDDP, ShardedOptimizer, fsdp_averaging
 from cs336_systems.distributed.checkpoint import load_checkpoint, save_checkpoint
-from cs336_systems.distributed.fsdp_parameters import Reduction
+from cs336_systems.distributed.fsdp_averaging import Reduction
 from cs336_systems.distributed.neighbours import neighbours
 from cs336_systems.model import TransformerBlock, TransformerLM
 
-from ..distributed.checks import failures, world_of
+from ..distributed.checks import on_each
 from .cases import HANDOUT, QWEN
 
 TIED = replace(QWEN, tie_embeddings=True)
@@ -144,17 +143,17 @@ def merged_gradients_travel_as_they_are(rank):
     sent: list[list[Tensor]] = []
 
     class Watched(Reduction):
-        def __init__(self, group: fsdp_parameters.ShardedGroup) -> None:
+        def __init__(self, group: fsdp_averaging.ShardedGroup) -> None:
             gradients = [parameter.unsharded_param.grad for parameter in group.trainable]
             super().__init__(group)
             assert [x.data_ptr() for x in self._inputs] == [gradient.data_ptr() for gradient in gradients]
             sent.append(neighbours(gradients))
 
-    fsdp_parameters.Reduction = Watched
+    fsdp_averaging.Reduction = Watched
     try:
         train(model, adamw(model), 1)
     finally:
-        fsdp_parameters.Reduction = Reduction
+        fsdp_averaging.Reduction = Reduction
     assert [sorted(map(len, runs)) for runs in sent] == [*[[1, 1, 2, 3]] * TIED.n_layers, [1]]
 
 
@@ -176,19 +175,6 @@ def rows_that_do_not_divide_are_joined_by_a_copy(rank):
         train(model, adamw(model))
     assert set(joined) == {(2 * 41, config.d_model)}
     assert same(model, alone(config=config))
-
-
-def copies_of_a_sharded_optimizer_go_on_alike(rank):
-    for make in FORMS:
-        model = model_of()
-        optimizer = make(model)
-        train(model, optimizer)
-        pairs = [(model, optimizer), copy.deepcopy((model, optimizer)), copy.deepcopy((optimizer, model))[::-1]]
-        for each in pairs:
-            with copies_counted() as joined:
-                train(*each)
-            assert joined == []
-            assert same(each[0], values_of(model))
 
 
 def optimizer_states_are_those_of_one_process(rank):
@@ -240,15 +226,8 @@ CHECKS = (
     merged_gradients_travel_as_they_are,
     what_is_frozen_in_part_is_joined_by_a_copy_elsewhere,
     rows_that_do_not_divide_are_joined_by_a_copy,
-    copies_of_a_sharded_optimizer_go_on_alike,
     optimizer_states_are_those_of_one_process,
     checkpoints_are_those_of_the_reference_model,
     ranks_must_agree_on_what_lies_together,
 )
-world = world_of(2, CHECKS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_two_ranks(world, check):
-    assert failures(world, check) == []
+test_two_ranks = pytest.mark.slow(on_each(2, CHECKS, world=__name__))

@@ -1,7 +1,16 @@
-"""Checks that all ranks of a world run: it is started once for many of them, and each reports under its own name."""
+"""Ranks that are started once for many tests: each check is run by all of them, in a process group of its own.
 
+    test_on_two_ranks = on_each(2, CHECKS)          # a test for each of these functions of the rank
+    results = on_ranks(worker, 2, *arguments)       # what worker(rank, *arguments) returns on each
+
+The ranks of a world size stay until this process ends, whichever file asks for them.
+"""
+
+import pickle
+import threading
 import time
 import traceback
+from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +19,8 @@ import torch.distributed as dist
 
 from cs336_systems.distributed.process_group import Rank, joined
 from cs336_systems.distributed.spawn import spawn
+
+_KEY = b"ranks of tests"
 
 
 class Ended(NamedTuple):
@@ -26,11 +37,11 @@ def on_gpus(world_size):
     return pytest.param(world_size, "cuda", marks=[pytest.mark.multigpu, missing])
 
 
-def run_checks(rank: Rank, checks) -> dict[str, Ended]:
-    """Call each check with the rank, on its device and in a process group of its own: one that fails ends nothing else.
+def _serve(rank: Rank, address: str) -> None:
+    """Run what comes: each function with the rank, on its device and in a process group of its own.
 
-    A rank that fails leaves the group, which ends the check on those that wait for it. Otherwise ranks leave together:
-    one may still be connecting, or waiting for another's last message.
+    One that fails ends nothing else: its rank leaves the group, which ends the function on those that wait for it.
+    Otherwise ranks leave together: one may still be connecting, or waiting for another's last message.
     """
     store = dist.distributed_c10d._get_default_store()
 
@@ -41,29 +52,74 @@ def run_checks(rank: Rank, checks) -> dict[str, Ended]:
 
     meet("start")
     dist.destroy_process_group()
-    ended = {}
-    for check in checks:
-        name = check.__name__
-        try:
-            with joined(rank.device.type, timeout_s=60) as own, own.device:
-                ended[name] = Ended(None, check(own))
-                meet(name)
-        except (Exception, pytest.fail.Exception):  # the latter, of pytest.raises, is no Exception
-            ended[name] = Ended(traceback.format_exc())
-            store.add(name, 1)
-    return ended
+    with Client(address, authkey=_KEY) as connection:
+        connection.send(rank.rank)
+        number = 0
+        while True:
+            try:
+                function, arguments = connection.recv()
+            except EOFError:
+                return
+            number += 1
+            torch.manual_seed(0)
+            torch.use_deterministic_algorithms(False)  # what the one before may have left
+            try:
+                with joined(rank.device.type, timeout_s=60) as own, own.device:
+                    ended = Ended(None, function(own, *arguments))
+                    meet(f"end {number}")
+            except (Exception, pytest.fail.Exception):  # the latter, of pytest.raises, is no Exception
+                ended = Ended(traceback.format_exc())
+                store.add(f"end {number}", 1)
+            connection.send_bytes(pickle.dumps(ended))  # by value: its own pickler would share a tensor's memory
 
 
-def failures(world, check) -> list[str]:
-    """The tracebacks of a check, of those ranks on which it failed."""
-    return [ended[check.__name__].failure for ended in world if ended[check.__name__].failure is not None]
+class _World:
+    def __init__(self, world_size: int, device: str) -> None:
+        listener = Listener(authkey=_KEY)
+        threading.Thread(
+            target=spawn, args=(_serve, world_size, listener.address), kwargs={"device": device}, daemon=True
+        ).start()
+        accepted = [listener.accept() for _ in range(world_size)]
+        self.connections: list[Connection] = [one for _, one in sorted((one.recv(), one) for one in accepted)]
+
+    def run(self, function, arguments) -> list[Ended]:
+        for connection in self.connections:
+            connection.send((function, arguments))
+        return [pickle.loads(connection.recv_bytes()) for connection in self.connections]
 
 
-def world_of(world_size: int, checks):
-    """A fixture: by rank, how each check ended."""
+_worlds: dict[tuple[int, str, str], _World] = {}
 
-    @pytest.fixture(scope="module")
-    def world():
-        return spawn(run_checks, world_size, checks, timeout_s=120)
 
-    return world
+def run(function, world_size: int, *arguments, device: str = "cpu", world: str = "shared") -> list[Ended]:
+    """How a module-level function of the rank and the arguments ends on each rank.
+
+    Args:
+        world: another name for ranks that other tests do not use.
+    """
+    key = world_size, device, world
+    if key not in _worlds:
+        _worlds[key] = _World(world_size, device)
+    try:
+        return _worlds[key].run(function, arguments)
+    except EOFError:  # a rank has died; whoever comes next has others
+        del _worlds[key]
+        raise
+
+
+def on_ranks(function, world_size: int, *arguments, **where: str) -> list[Any]:
+    """What it returns on each rank; fails with the tracebacks of those on which it has failed."""
+    ended = run(function, world_size, *arguments, **where)
+    if failures := [one.failure for one in ended if one.failure]:
+        pytest.fail("\n".join(failures), pytrace=False)
+    return [one.returned for one in ended]
+
+
+def on_each(world_size: int, checks, **where: str):
+    """A test that is parametrized by checks, each of which the ranks run."""
+
+    @pytest.mark.parametrize("check", checks, ids=lambda check: check.__name__)
+    def test(check):
+        on_ranks(check, world_size, **where)
+
+    return test

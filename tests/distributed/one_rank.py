@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend
 
-from cs336_systems.distributed import fsdp, fsdp_agreement, fsdp_parameters
 from tests.live_bytes import LiveBytes
 
 
@@ -41,11 +40,6 @@ def first_of(world_size: int) -> Iterator[LiveBytes]:
     gc.disable()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.UntypedStorage, "resize_", watched_resize)
-        patch.setattr(fsdp, "check_same_across_ranks", lambda *_: None)
-        patch.setattr(fsdp_agreement.Agreement, "check", lambda self, what, flags=(): list(flags))
-        # As on GPUs, where nothing is packed.
-        gather = lambda group, outputs, inputs: group.allgather_into_tensor_coalesced(outputs, inputs)  # noqa: E731
-        patch.setattr(fsdp_parameters, "all_gather", gather)
         dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
         try:
             yield live

@@ -7,7 +7,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from cs336_systems.costs.communication import COLLECTIVES
 from cs336_systems.distributed.collectives import Exchange
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.distributed.spawn import spawn
+
+from .checks import on_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ELEMENTS_PER_RANK = (1, 13, 1009)
@@ -40,7 +41,7 @@ def exchange_all(rank: Rank):
 
 @pytest.fixture(scope="module", params=(2, 3))
 def found(request):
-    return spawn(exchange_all, request.param, timeout_s=60)
+    return on_ranks(exchange_all, request.param)
 
 
 @pytest.mark.slow

@@ -8,10 +8,9 @@ from torch import nn
 from cs336_systems.distributed.ddp import BucketedDDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.distributed.spawn import spawn
 from cs336_systems.harness.traffic import Traffic
 
-from .checks import on_gpus
+from .checks import on_gpus, on_ranks
 from .replicas import averaged, backward, gradients, local_gradients, run_on_every_rung
 from .test_ddp import LADDER, identical_on_all_ranks
 from .toys import Branches, Mixed, Shifted, Toy
@@ -323,17 +322,16 @@ MORE_CHECKS = [
 ]
 
 
-def run_checks(rank: Rank):
-    """All checks in turn; what fails ends the ranks with the check's own traceback."""
+def every_behaviour(rank: Rank):
+    """All checks in turn; what fails ends them with the check's own traceback."""
     run_on_every_rung(rank, CHECKS)
     with rank.device:
         for check in MORE_CHECKS:
             torch.manual_seed(rank.rank)
             check(rank)
-    return True
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "device"), [(2, "cpu"), on_gpus(2)])
 def test_every_behaviour(world_size, device):
-    assert spawn(run_checks, world_size, device=device, timeout_s=60) == [True] * world_size
+    on_ranks(every_behaviour, world_size, device=device)

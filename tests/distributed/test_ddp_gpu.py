@@ -7,11 +7,10 @@ from statistics import median
 
 import pytest
 
-from cs336_systems.distributed.spawn import spawn
 from cs336_systems.experiments.data_parallel.measure import DataParallelCell, measure_data_parallel
 from cs336_systems.experiments.ranked import Effort
 
-from .checks import on_gpus
+from .checks import on_gpus, on_ranks
 
 COMMON = {"device": "cuda", "context_length": 512, "dtype": "fp32", "compile": "off", "optimizer": "torch-fused"}
 COMMON |= {"world_size": 2, "warmup": 3, "steps": 4, "seed": 0}
@@ -35,7 +34,7 @@ def hidden_shares(rank, measure, cells, folder):
 
 @pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
 def test_communication_lies_under_backward(world_size, device, tmp_path):
-    found = spawn(hidden_shares, world_size, measure_data_parallel, CELLS, tmp_path, device=device, timeout_s=120)[0]
+    found = on_ranks(hidden_shares, world_size, measure_data_parallel, CELLS, tmp_path, device=device)[0]
     shares = dict(zip(RUNGS, found, strict=True))
     assert shares["overlapped"] >= 90
     assert shares["bucketed"] >= 90

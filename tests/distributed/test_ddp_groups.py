@@ -12,9 +12,8 @@ from torch import nn
 from cs336_systems.distributed.buckets import MIB
 from cs336_systems.distributed.ddp import BucketedDDP
 from cs336_systems.distributed.process_group import Rank, alone, limited_group
-from cs336_systems.distributed.spawn import spawn
 
-from .checks import on_gpus
+from .checks import on_gpus, on_ranks
 from .replicas import averaged, backward, gradients, local_gradients
 from .test_ddp import LADDER
 from .toys import Branches, Toy
@@ -114,7 +113,7 @@ def gloo_has_no_thread_blocks(rank: Rank):
     ],
 )
 def test_some_of_the_ranks(check):
-    spawn(check, 4, timeout_s=60)
+    on_ranks(check, 4)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,7 @@ def test_some_of_the_ranks(check):
     ],
 )
 def test_what_is_refused(check):
-    spawn(check, 2, timeout_s=60)
+    on_ranks(check, 2)
 
 
 def few_thread_blocks(rank: Rank, folder):
@@ -159,5 +158,5 @@ def few_thread_blocks(rank: Rank, folder):
 
 @pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
 def test_few_thread_blocks(world_size, device, tmp_path):
-    for most in spawn(few_thread_blocks, world_size, tmp_path, device=device, timeout_s=120):
+    for most in on_ranks(few_thread_blocks, world_size, tmp_path, device=device):
         assert most[2] <= 2 < most[8] <= 8 < most[0]

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cs336_systems.distributed.spawn import spawn
 from cs336_systems.harness.traffic import Traffic
 
-from .checks import on_gpus
+from .checks import on_gpus, on_ranks
 from .replicas import averaged, backward, gradients, local_gradients, run_on_every_rung
 from .test_ddp import identical_on_all_ranks
 from .toys import Branches, Toy
@@ -251,4 +250,4 @@ CHECKS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "device"), [(2, "cpu"), on_gpus(2)])
 def test_every_way_of_a_step(world_size, device):
-    spawn(run_on_every_rung, world_size, CHECKS, device=device, timeout_s=60)
+    on_ranks(run_on_every_rung, world_size, CHECKS, device=device)

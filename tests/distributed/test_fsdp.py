@@ -15,12 +15,11 @@ from torch import nn
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.distributed.fsdp import FSDP, clip_grad_norm_
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.distributed.spawn import spawn
 from cs336_systems.harness.traffic import Traffic
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.transformer import TransformerBlock
 
-from .checks import failures, run_checks, world_of
+from .checks import on_each, on_ranks
 from .fsdp_models import Block, Blocks, Menagerie, full_gradients, same_on_all_ranks
 
 SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1})
@@ -413,17 +412,11 @@ ON_FOUR = [parity_of_blocks_with_sgd, parity_of_every_kind_of_parameter]
 ON_ONE = [parity_of_blocks_with_adamw]
 
 
-two = world_of(2, ON_TWO)
-
-
-@pytest.mark.parametrize("check", ON_TWO, ids=lambda check: check.__name__)
-def test_on_two_ranks(two, check):
-    assert failures(two, check) == []
+test_on_two_ranks = on_each(2, ON_TWO)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "checks"), [(4, ON_FOUR), (1, ON_ONE)])
 def test_on_four_ranks_and_on_one(world_size, checks):
-    world = spawn(run_checks, world_size, checks, timeout_s=120)
     for check in checks:
-        assert failures(world, check) == []
+        on_ranks(check, world_size)

@@ -10,14 +10,12 @@ from torch import Tensor, nn
 
 from cs336_systems.costs.fsdp import model_units, step_traffic
 from cs336_systems.distributed import FSDP
-from cs336_systems.distributed.fsdp_gathers import Copies
-from cs336_systems.distributed.peer_memory import PeerMemory, why_not_mapped
+from cs336_systems.distributed.peer_memory import Copies, PeerMemory, why_not_mapped
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.distributed.spawn import spawn
 from cs336_systems.harness.traffic import Traffic
 
 from . import test_fsdp_gpu, test_fsdp_quantized
-from .checks import failures, on_gpus, run_checks
+from .checks import on_gpus, on_ranks
 
 LATE = 100_000_000
 """Cycles of a GPU, some 50 ms: longer than the other rank takes for all that it does meanwhile."""
@@ -158,7 +156,7 @@ def ranks_are_told_that_one_has_failed_where_rows_are_to_be_quantized(rank: Rank
             quantized.train(model, 1)  # all rows change
         expected = [whole.clone() for whole in model.gather_full_params().values()]
         handle = model.module.layers[0].register_forward_pre_hook(fail)
-        rows = model._schedule._quantized_rows
+        rows = model._order._quantized_rows
         (quantizer,) = rows._quantizers
         if fails and rank.rank == 0:
             rows._quantizers = [fails()]
@@ -230,27 +228,26 @@ ON_CPUS = [*CHECKS, *test_fsdp_gpu.OF_TWO, *(check for check in test_fsdp_quanti
 ON_GPUS = [*CHECKS, *test_fsdp_quantized.ON_GPUS]
 
 
-def run_by_copies(rank: Rank, checks):
-    """The checks, with copies where they say nothing about how weights travel."""
+def run_by_copies(rank: Rank, check):
+    """The check, with copies where it says nothing about how weights travel."""
     assert why_not_mapped(rank.device, torch.distributed.group.WORLD) is None
-    FSDP.__init__.__kwdefaults__["peer_copies"] = True
-    return run_checks(rank, checks)
-
-
-@pytest.fixture(scope="module")
-def world():
-    return spawn(run_by_copies, 2, ON_CPUS, timeout_s=120)
+    defaults = FSDP.__init__.__kwdefaults__
+    defaults["peer_copies"] = True
+    try:
+        check(rank)
+    finally:
+        defaults["peer_copies"] = False
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs files in memory")
 @pytest.mark.parametrize("check", ON_CPUS, ids=lambda check: check.__name__)
-def test_two_ranks(world, check):
-    assert failures(world, check) == []
+def test_two_ranks(check):
+    on_ranks(run_by_copies, 2, check)
 
 
 @pytest.mark.parametrize(("world_size", "device"), [on_gpus(2), on_gpus(4)])
 def test_gpus(world_size, device):
     checks = [*ON_GPUS, *test_fsdp_gpu.OF_TWO] if world_size == 2 else ON_GPUS
-    world = spawn(run_by_copies, world_size, checks, device=device, timeout_s=120)
-    assert {check.__name__: failures(world, check) for check in checks} == {check.__name__: [] for check in checks}
+    for check in checks:
+        on_ranks(run_by_copies, world_size, check, device=device)

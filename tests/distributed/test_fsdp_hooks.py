@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.distributed.spawn import spawn
 from cs336_systems.model.layers import Embedding, Linear
 from cs336_systems.model.ops import REFERENCE_OPS
 
 from .. import adapters
+from .checks import on_ranks
 
 MATRICES = (Linear, Embedding)
 N_WORDS = 100
@@ -110,4 +110,4 @@ def check_gradients(module):
 
 
 def test_training_is_that_of_one_process():
-    spawn(train, 2, timeout_s=60)
+    on_ranks(train, 2)

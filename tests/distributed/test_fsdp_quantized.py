@@ -13,14 +13,13 @@ from cs336_systems.blocks.weights import BlockWeights
 from cs336_systems.config import MODEL_SIZES, Recipe
 from cs336_systems.distributed import FSDP, fsdp_parameters
 from cs336_systems.distributed.fsdp_quantized import QuantizedGroup, QuantizedTravel
-from cs336_systems.distributed.spawn import spawn
 from cs336_systems.kernels.quantize_reference import PartsQuantizer, absmax, quantize, transpose_bytes
 from cs336_systems.model import TransformerBlock, TransformerLM
 from cs336_systems.training.backward_update import BackwardUpdate
 from cs336_systems.training.parallel import _travel
 from tests.kernels.interpreter import interpret_without_gpu
 
-from .checks import failures, on_gpus, run_checks, world_of
+from .checks import on_each, on_gpus, on_ranks
 
 CONFIG = replace(
     MODEL_SIZES["tiny"], name="sixteens", d_model=64, d_ff=96, n_heads=4, n_kv_heads=2, vocab_size=96, qkv_bias=True
@@ -165,7 +164,7 @@ def rows_are_quantized_once_until_some_rank_changes_its_own(rank):
 
 def an_error_while_rows_are_quantized_leaves_no_older_bytes(rank):
     model, alone = fsdp_of(model_of()), model_of()
-    rows = model._schedule._quantized_rows
+    rows = model._order._quantized_rows
 
     class Fails:
         def absmax(self):
@@ -280,20 +279,13 @@ ON_GPUS = (
     kernels_give_the_same_steps,
     rows_that_a_kernel_updates_under_backward_are_quantized_anew,
 )
-world = world_of(2, CHECKS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_two_ranks(world, check):
-    assert failures(world, check) == []
+test_two_ranks = pytest.mark.slow(on_each(2, CHECKS))
 
 
 @pytest.mark.parametrize(("world_size", "device"), [on_gpus(2), on_gpus(4)])
 def test_gpus(world_size, device):
-    world = spawn(run_checks, world_size, ON_GPUS, device=device, timeout_s=120)
     for check in ON_GPUS:
-        assert failures(world, check) == []
+        on_ranks(check, world_size, device=device)
 
 
 def test_a_unit_with_other_matrices_or_uneven_shards_travels_as_stored():

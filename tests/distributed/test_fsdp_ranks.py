@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.distributed.fsdp import FSDP
 
-from .checks import failures, world_of
+from .checks import on_each
 from .fsdp_models import Block, Blocks
 from .test_fsdp import batches, own_rows, wide_loss
 from .test_fsdp_backward import check_gradients
@@ -196,10 +196,4 @@ CHECKS = [
 ]
 
 
-two = world_of(2, CHECKS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_on_two_ranks(two, check):
-    assert failures(two, check) == []
+test_on_two_ranks = pytest.mark.slow(on_each(2, CHECKS))

@@ -16,13 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.fsdp import model_units, state_bytes, step_traffic
+from cs336_systems.distributed import fsdp_averaging
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.fsdp_parameters import GroupState, ShardedGroup
+from cs336_systems.distributed.fsdp_parameters import GroupState
 from cs336_systems.harness.traffic import MATMUL, Traffic
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.transformer import TransformerBlock
 
-from .checks import failures, world_of
+from .checks import on_each
 from .fsdp_models import Block, Blocks, full_gradients
 from .test_fsdp import batches, loss_of, own_rows, wide_loss
 
@@ -82,7 +83,7 @@ def unique_storages(fsdp):
 
 
 def gloo_is_never_asked_for_a_coalesced_all_gather(rank):
-    """It corrupts the heap, too seldom for a test to see: ``fsdp_gathers.all_gather`` says how."""
+    """It corrupts the heap, too seldom for a test to see: ``peer_memory.all_gather`` says how."""
     fsdp = FSDP(Blocks(), units=by_blocks)
     (ids,) = batches(1)
     with Traffic() as log:
@@ -247,7 +248,7 @@ def weights_are_whole_around_their_use_only(rank):
 
 def gradients_are_taken_while_few_weights_are_whole(rank):
     """Gradients are cast before backward looks ahead: with both the peak would be a unit's weights higher."""
-    take, whole = ShardedGroup.reduction, []
+    take, whole = fsdp_averaging.Reduction, []
 
     def noting(group):
         whole.append(len(whole_groups(fsdp)))
@@ -260,7 +261,7 @@ def gradients_are_taken_while_few_weights_are_whole(rank):
             (ids,) = batches(1)
             loss = wide_loss(fsdp(ids).float(), ids)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(ShardedGroup, "reduction", noting)
+                patch.setattr(fsdp_averaging, "Reduction", noting)
                 loss.backward()
             assert whole == [min(prefetch, units_to_come) for units_to_come in (5, 4, 3, 2, 1, 0)]
 
@@ -392,10 +393,4 @@ CHECKS = [
 ]
 
 
-two = world_of(2, CHECKS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_on_two_ranks(two, check):
-    assert failures(two, check) == []
+test_on_two_ranks = pytest.mark.slow(on_each(2, CHECKS))

@@ -18,7 +18,7 @@ from torch import nn
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.harness.traffic import Traffic
 
-from .checks import failures, world_of
+from .checks import on_each
 from .fsdp_models import Block, Blocks, Menagerie, full_gradients, same_on_all_ranks
 
 
@@ -345,9 +345,4 @@ CHECKS = [
     batch_norms_keep_the_dtype_of_their_averages,
 ]
 
-two = world_of(2, CHECKS)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_on_two_ranks(two, check):
-    assert failures(two, check) == []
+test_on_two_ranks = on_each(2, CHECKS)

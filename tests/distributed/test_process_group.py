@@ -33,10 +33,10 @@ from tests.distributed.worlds import (
     compare,
     fail_alone,
     hang,
-    threads_and_variables,
     train_until,
     unpicklable,
     wait_after_being_alone,
+    who_is_there,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,15 +89,10 @@ def described(monkeypatch):
     return describe
 
 
-def test_spawned_ranks_are_one_group_and_return_by_rank():
-    (total, first), (same, second) = spawn(add_up, 2, 10, timeout_s=60)
-    assert total.item() == same.item() == 21
-    assert first == Rank(0, 0, 2, torch.device("cpu"), "gloo")
-    assert second == Rank(1, 1, 2, torch.device("cpu"), "gloo")
-
-
-def test_spawned_ranks_share_the_cores_and_have_the_launchers_variables():
-    for number, (threads, variables) in enumerate(spawn(threads_and_variables, 2, timeout_s=60)):
+def test_spawned_ranks_are_one_group_share_the_cores_and_have_the_launchers_variables():
+    for number, ((total, rank), threads, variables) in enumerate(spawn(who_is_there, 2, 10, timeout_s=60)):
+        assert total.item() == 21
+        assert rank == Rank(number, number, 2, torch.device("cpu"), "gloo")
         assert threads == max(1, len(os.sched_getaffinity(0)) // 2)
         assert variables == {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
     assert "RANK" not in os.environ
@@ -267,26 +262,21 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout(described):
     assert 1 < time.monotonic() - started < 20
 
 
-@pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_variable_that_is_missing_is_named(described, missing):
-    described(**{"MASTER_PORT": "29999", missing: None})
-    with pytest.raises(ValueError, match=f"describes a process group without {missing}: use torchrun"), joined():
-        pass
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        *(({name: None}, f"without {name}: use torchrun") for name in (*VARIABLES, "MASTER_PORT")),
         ({"WORLD_SIZE": "two"}, "must be numbers: invalid literal for int() with base 10: 'two'"),
         ({"RANK": "1"}, "RANK 1, LOCAL_RANK 0 and WORLD_SIZE 1 contradict each other"),
         ({"LOCAL_RANK": "1"}, "RANK 0, LOCAL_RANK 1 and WORLD_SIZE 1 contradict each other"),
     ],
 )
 def test_variables_that_make_no_sense_are_an_error(described, changes, message):
-    described(MASTER_PORT="29999", **changes)
-    with pytest.raises(ValueError) as caught:
-        launched_world_size()
-    assert message in str(caught.value)
+    described(**{"MASTER_PORT": "29999"} | changes)
+    for attempt in (launched_world_size, joined().__enter__):
+        with pytest.raises(ValueError) as caught:
+            attempt()
+        assert message in str(caught.value)
 
 
 def test_more_ranks_than_gpus(described, monkeypatch):

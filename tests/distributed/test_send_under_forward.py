@@ -4,9 +4,7 @@ Here what other ranks update comes as late as it may: when it is waited for. So 
 step before, every time.
 """
 
-import copy
 import gc
-import pickle
 import tempfile
 import weakref
 
@@ -19,7 +17,7 @@ from cs336_systems.distributed.checkpoint import load_checkpoint, save_checkpoin
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 
-from .checks import failures, world_of
+from .checks import on_each
 from .late import late_updates
 from .sharding_models import FORMS, Toy, flat, train
 from .test_sharded_optimizer import CollectiveLog, sharded
@@ -166,19 +164,6 @@ def the_next_step_waits(rank: Rank) -> None:
         assert torch.equal(flat(model), flat(expected)), form
 
 
-def copies_are_modules_of_their_own(rank: Rank) -> None:
-    """Of an optimizer with what it updates, also while that is on its way."""
-    for copied in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
-        model, optimizer, expected = stepped(rank, "reduce-scatter")
-        its, other = copied((optimizer, model))
-        assert torch.equal(flat(other), expected)
-        assert read_first_to_last(other, 0) == read_first_to_last(model, 0)
-        for some, some_optimizer in ((model, optimizer), (other, its)):
-            one_step(some, some_optimizer, rank)
-            some_optimizer.wait()
-        assert torch.equal(flat(other), flat(model))
-
-
 def what_goes_leaves_nothing_behind(rank: Rank) -> None:
     """An optimizer no hooks, and the parameters updated; a model no memory. Without Python's collector."""
     for form in FORMS:
@@ -229,15 +214,9 @@ CHECKS = (
     whoever_else_reads_waits,
     checkpoints_wait,
     the_next_step_waits,
-    copies_are_modules_of_their_own,
     what_goes_leaves_nothing_behind,
     modules_are_checked,
     other_modules_take_the_place_of_the_first,
 )
 
-two = world_of(2, CHECKS)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_on_two_ranks(two, check):
-    assert failures(two, check) == []
+test_on_two_ranks = on_each(2, CHECKS)

@@ -19,9 +19,8 @@ from cs336_systems.costs.sharding import state_bytes_by_rank
 from cs336_systems.distributed.ddp import BucketedDDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
-from cs336_systems.distributed.spawn import spawn
 
-from .checks import failures, world_of
+from .checks import on_each, on_ranks
 from .sharding_models import FORMS, OPTIMIZERS, TINY_BUCKETS, Toy, backward_on_all, flat, loss_of, train
 
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
@@ -307,12 +306,7 @@ CHECKS = (
 )
 
 
-two = world_of(2, CHECKS)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_on_two_ranks(two, check):
-    assert failures(two, check) == []
+test_on_two_ranks = on_each(2, CHECKS)
 
 
 def go_on(rank: Rank, checkpoint: bytes) -> list[torch.Tensor]:
@@ -364,11 +358,11 @@ def other_worlds(rank: Rank, checkpoint: bytes) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_a_checkpoint_of_two_ranks_goes_on_alike_in_another_world(two, world_size):
+def test_a_checkpoint_of_two_ranks_goes_on_alike_in_another_world(world_size):
     expected = Toy()
     optimizer = torch.optim.AdamW(expected.parameters(), **ADAMW)
     train(expected, optimizer, range(5), 2, 0)
-    for results in spawn(other_worlds, world_size, two[0]["saved_state_is_whole"].returned, timeout_s=60):
+    for results in on_ranks(other_worlds, world_size, on_ranks(saved_state_is_whole, 2)[0]):
         assert len(results) == len(FORMS) * (1 + len(FORMS))
         assert all(torch.equal(result, flat(expected)) for result in results)
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
-from cs336_systems.distributed.spawn import spawn
 
+from .checks import on_ranks
 from .sharding_models import FORMS, TINY_BUCKETS, Toy, flat, train
 
 FUSED = {"lr": 0.01, "weight_decay": 0.1, "fused": True}
@@ -43,4 +43,4 @@ def train_on_gpus(rank: Rank) -> None:
 def test_training_on_gpus_is_that_of_one(world_size):
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} CUDA devices")
-    spawn(train_on_gpus, world_size, device="cuda", timeout_s=120)
+    on_ranks(train_on_gpus, world_size, device="cuda")

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.distributed.spawn import spawn
 
 from .. import adapters
+from .checks import on_ranks
 
 HYPERPARAMETERS = {"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}
 
@@ -51,5 +51,5 @@ def largest_differences(rank: Rank) -> list[tuple[float, bool]]:
 
 @pytest.mark.parametrize("world_size", [2])
 def test_ten_steps_are_those_of_the_unsharded_optimizer(world_size):
-    for found in spawn(largest_differences, world_size, timeout_s=60):
+    for found in on_ranks(largest_differences, world_size):
         assert found == [(0.0, True)] * 10

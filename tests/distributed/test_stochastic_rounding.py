@@ -11,7 +11,7 @@ from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from tests.kernels.interpreter import interpret_without_gpu
 
-from .checks import failures, world_of
+from .checks import on_each
 from .sharding_models import FORMS, TINY_BUCKETS
 
 SHAPES = ((7, 5), (301,), (3,), (20, 20), (1, 9))
@@ -77,10 +77,4 @@ def fsdp(rank: Rank) -> None:
 
 
 CHECKS = (sharded_optimizer, fsdp)
-world = world_of(2, CHECKS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_two_ranks_round_as_one(world, check) -> None:
-    assert failures(world, check) == []
+test_two_ranks_round_as_one = pytest.mark.slow(on_each(2, CHECKS))

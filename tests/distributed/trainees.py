@@ -18,18 +18,6 @@ OPTIMIZERS = {
 KINDS = (*OPTIMIZERS, *SHARDED)
 
 
-class Remembering(nn.Linear):
-    """Keeps an object beside its tensors."""
-
-    remembered = None
-
-    def get_extra_state(self):
-        return self.remembered
-
-    def set_extra_state(self, state):
-        self.remembered = state
-
-
 class Paths(nn.Module):
     """Two linear layers with one weight."""
 
@@ -45,7 +33,7 @@ class Paths(nn.Module):
 class Trainee:
     """A model whose shards begin within rows, its optimizer, and steps on each rank's own data.
 
-    Its first weight is columns first in memory, a buffer counts steps, and a module remembers the last rank to step.
+    Its first weight is columns first in memory, and a buffer counts steps.
     Under FSDP it also has a weight of one row, of which most ranks have nothing, tied to another, in modules whose
     names look like paths.
     """
@@ -55,7 +43,7 @@ class Trainee:
     def __init__(self, kind, seed=0, widths=(5, 7, 3), paths=True):
         torch.manual_seed(seed)
         n_in, hidden, n_out = widths
-        layers = nn.Sequential(nn.Linear(n_in, hidden), nn.Tanh(), Remembering(hidden, n_out, bias=False))
+        layers = nn.Sequential(nn.Linear(n_in, hidden), nn.Tanh(), nn.Linear(hidden, n_out, bias=False))
         layers[0].weight.data = layers[0].weight.data.t().contiguous().t()
         layers.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
         if kind.startswith("fsdp") and paths:
@@ -78,7 +66,6 @@ class Trainee:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.layers.steps += 1
-        self.layers[2].remembered = {"rank": rank, "steps": (number, torch.arange(number))}
 
     def values(self):
         """Whole parameters, by name; a collective."""

@@ -23,9 +23,10 @@ def add_up(rank: Rank, start):
     return total.cpu(), rank
 
 
-def threads_and_variables(rank: Rank):
-    """What a launcher would have left behind for this rank."""
-    return torch.get_num_threads(), {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+def who_is_there(rank: Rank, start):
+    """The sum, who this rank was, and what a launcher would have left behind for it."""
+    variables = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    return add_up(rank, start), torch.get_num_threads(), variables
 
 
 def add_up_alone(rank: Rank):

@@ -14,7 +14,7 @@ from cs336_systems.training import assemble, random_batch
 from cs336_systems.training.backward_update import BackwardUpdate
 from cs336_systems.training.clipping import GradientGuard
 from cs336_systems.training.step import TrainStep
-from tests.distributed.checks import failures, world_of
+from tests.distributed.checks import on_each
 from tests.distributed.test_stochastic_rounding import Products, random
 from tests.kernels.interpreter import interpret_without_gpu
 
@@ -140,13 +140,7 @@ CHECKS = (
     a_second_gradient_is_refused_on_every_rank,
     what_needs_all_gradients_is_refused,
 )
-world = world_of(2, CHECKS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_on_two_ranks(world, check) -> None:
-    assert failures(world, check) == []
+test_on_two_ranks = pytest.mark.slow(on_each(2, CHECKS, world=__name__))
 
 
 def test_clipping_and_a_scaled_loss_need_all_gradients_first() -> None:
