@@ -12,10 +12,11 @@ ring whose latency and bandwidth are fitted to all times of the same world and r
 link's datasheet bandwidth.
 """
 
-from cs336_systems.experiments.collectives.cells import Options
-from cs336_systems.report.command_line import exit_with, experiment_command
+from cs336_systems.experiments.collectives import EXPERIMENT
+from cs336_systems.experiments.driver import command
+from cs336_systems.report.command_line import exit_with
 
-main = experiment_command(Options, "collectives.experiment", __doc__)
+main = command(EXPERIMENT, __doc__)
 
 if __name__ == "__main__":
-    exit_with("benchmark_collectives", main)
+    exit_with(EXPERIMENT.name, main)

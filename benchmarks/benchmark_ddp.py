@@ -7,14 +7,15 @@
     torchrun benchmarks/benchmark_ddp.py --ddp naive overlapped --trace traces/      # pictures: what runs when
 
 Every rank trains on its own random batch of ``--batch-size``; a step takes as long as its slowest rank. Exposed
-communication is the step less the same step without communication (``no_sync``), timed in turns in the same processes.
+communication is the step less the same step without communication (``no_sync``), interleaved in the same processes.
 After the run every parameter must have the same bits on all ranks, or the cell fails.
 """
 
-from cs336_systems.experiments.data_parallel.cells import Options
-from cs336_systems.report.command_line import exit_with, experiment_command
+from cs336_systems.experiments.data_parallel import EXPERIMENT
+from cs336_systems.experiments.driver import command
+from cs336_systems.report.command_line import exit_with
 
-main = experiment_command(Options, "data_parallel.experiment", __doc__)
+main = command(EXPERIMENT, __doc__)
 
 if __name__ == "__main__":
-    exit_with("benchmark_ddp", main)
+    exit_with(EXPERIMENT.name, main)

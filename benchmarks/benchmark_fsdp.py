@@ -11,10 +11,11 @@ compared with its prediction, by category; for every gather of this suite's FSDP
 measured.
 """
 
-from cs336_systems.experiments.fully_sharded.cells import Options
-from cs336_systems.report.command_line import exit_with, experiment_command
+from cs336_systems.experiments.driver import command
+from cs336_systems.experiments.fully_sharded import EXPERIMENT
+from cs336_systems.report.command_line import exit_with
 
-main = experiment_command(Options, "fully_sharded.experiment", __doc__)
+main = command(EXPERIMENT, __doc__)
 
 if __name__ == "__main__":
-    exit_with("benchmark_fsdp", main)
+    exit_with(EXPERIMENT.name, main)

@@ -5,16 +5,17 @@
     uv run torchrun --nproc-per-node 2 benchmarks/benchmark_sharded_optimizer.py --size xl --repeat 3 --out results/
     torchrun benchmarks/benchmark_sharded_optimizer.py --sharding replicated owned                 # a world of one rank
 
-Four ways to hold the state of AdamW (``experiments/sharded_optimizer/measure.py`` describes the setup): replicated
+Four ways to hold the state of AdamW (``experiments/sharded_optimizer.py`` describes the setup): replicated
 (plain data parallelism), owned (the handout's sharded optimizer), scattered (ZeRO stage 1), and torch's
 ZeroRedundancyOptimizer. ``--repeat`` runs all of them in turns, several times; ratios are to replicated of the same
 repeat. Batch sizes are per rank. The time of a step is that of the slowest rank.
 """
 
-from cs336_systems.experiments.sharded_optimizer.cells import Options
-from cs336_systems.report.command_line import exit_with, experiment_command
+from cs336_systems.experiments.driver import command
+from cs336_systems.experiments.sharded_optimizer import EXPERIMENT
+from cs336_systems.report.command_line import exit_with
 
-main = experiment_command(Options, "sharded_optimizer.experiment", __doc__)
+main = command(EXPERIMENT, __doc__)
 
 if __name__ == "__main__":
-    exit_with("benchmark_sharded_optimizer", main)
+    exit_with(EXPERIMENT.name, main)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Union
 
 import tyro
 
-from cs336_systems.experiments.parallelism.questions import QUESTIONS, run
+from cs336_systems.experiments.parallelism import QUESTIONS, run
 from cs336_systems.report.command_line import exit_with
 
 

@@ -1,4 +1,9 @@
-"""What experiments on several ranks share: one value from all ranks, the check at the end, tables and pictures."""
+"""What questions about several ranks share: a value from all ranks, bytes on a ring, checks, tables and pictures.
+
+Importing this module imports no torch, pandas or matplotlib.
+"""
+
+from __future__ import annotations
 
 import functools
 import math
@@ -6,47 +11,23 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from cs336_systems.costs.communication import busbw_factor, cost
-from cs336_systems.distributed.process_group import Rank
-from cs336_systems.experiments.driver import Experiment, Stage
+from cs336_systems.experiments.driver import Present, Stage, Stages
 from cs336_systems.experiments.options import RankedCase
-from cs336_systems.harness.clock import WHOLE, PhaseTimes
-from cs336_systems.harness.isolation import Cell
-from cs336_systems.harness.record import Metric, read_rows
-from cs336_systems.harness.runs import pooled
-from cs336_systems.harness.sweep import Outcome, outcome_rows
-from cs336_systems.harness.traffic import Event, Traffic
-from cs336_systems.profiling.traces import kineto
-from cs336_systems.profiling.traces.tables import TraceError
-from cs336_systems.report.block_timeline import draw_two_blocks
-from cs336_systems.report.results import Line
-from cs336_systems.report.show import show
-from cs336_systems.report.tables import Table
-from cs336_systems.report.timeline import draw_timeline
-from cs336_systems.training import TrainStep, assemble, random_batch
 
+if TYPE_CHECKING:
+    import pandas as pd
 
-def largest(value: float, rank: Rank) -> float:
-    """The largest of the ranks' values, on every rank."""
-    return _over_ranks(value, rank, dist.ReduceOp.MAX)
-
-
-def total(value: float, rank: Rank) -> float:
-    """The sum of the ranks' values, on every rank."""
-    return _over_ranks(value, rank, dist.ReduceOp.SUM)
-
-
-def _over_ranks(value: float, rank: Rank, operation: dist.ReduceOp.RedOpType) -> float:
-    found = torch.tensor(float(value), dtype=torch.float64, device=rank.device)
-    dist.all_reduce(found, op=operation)
-    return found.item()
-
+    from cs336_systems.distributed.process_group import Rank
+    from cs336_systems.harness.clock import PhaseTimes
+    from cs336_systems.harness.record import Metric
+    from cs336_systems.harness.sweep import Outcome
+    from cs336_systems.harness.traffic import Event
+    from cs336_systems.report.results import Line
+    from cs336_systems.report.tables import Table
+    from cs336_systems.training import TrainStep
 
 MIB = 1024**2
 
@@ -56,13 +37,37 @@ _COLLECTIVES = {
     "reduce_scatter": "reduce_scatter",
     "broadcast": "broadcast",
 }
-"""How c10d's names for collectives begin, and what ``costs`` calls them."""
+"""What ``costs`` calls a collective, by how c10d's name for it begins."""
 
 SENT = "per rank and step, over a ring"
 """Note of a column of ``sent_mib``."""
 
 _PAYLOAD = "before the algorithm's factor"
-"""In the unit of earlier rows of all-reduces alone, whose metric ``sent`` was the size of the messages."""
+"""Part of the unit of earlier rows of all-reduces alone, whose metric ``sent`` was the size of the messages."""
+
+SCALING = "tokens/s over those of one rank of the host and commit times the ranks"
+"""Note of a column of ``scaling``."""
+
+_TIMED = dict.fromkeys(("warmup", "steps"))
+
+
+def largest(value: float, rank: Rank) -> float:
+    """The largest of the ranks' values, on every rank; a collective."""
+    return _over_ranks(value, rank, "MAX")
+
+
+def total(value: float, rank: Rank) -> float:
+    """The sum of the ranks' values, on every rank; a collective."""
+    return _over_ranks(value, rank, "SUM")
+
+
+def _over_ranks(value: float, rank: Rank, operation: str) -> float:
+    import torch
+    import torch.distributed as dist
+
+    found = torch.tensor(float(value), dtype=torch.float64, device=rank.device)
+    dist.all_reduce(found, op=getattr(dist.ReduceOp, operation))
+    return found.item()
 
 
 def sent_metric(events: Iterable[Event], world_size: int) -> Metric:
@@ -74,14 +79,16 @@ def sent_metric(events: Iterable[Event], world_size: int) -> Metric:
     Raises:
         ValueError: a collective whose bytes on a ring are not known here.
     """
-    total = 0.0
+    from cs336_systems.harness.record import Metric
+
+    n_bytes = 0.0
     for event in events:
         kind = next((name for start, name in _COLLECTIVES.items() if event.kind.lstrip("_").startswith(start)), None)
         if kind is None:
             raise ValueError(f"how much a ring sends for {event.kind!r} is not known")
         whole = event.n_bytes * (world_size if kind == "reduce_scatter" else 1)  # it is listed by its output
-        total += cost(kind, world_size, whole).wire_bytes
-    return Metric("sent_per_rank", "MiB per step, on a ring", [total / MIB])
+        n_bytes += cost(kind, world_size, whole).wire_bytes
+    return Metric("sent_per_rank", "MiB per step, on a ring", [n_bytes / MIB])
 
 
 def sent_mib(metrics: Mapping[str, pd.Series], world_size: int) -> float | None:
@@ -95,20 +102,16 @@ def sent_mib(metrics: Mapping[str, pd.Series], world_size: int) -> float | None:
     return factor * float(sent["median"])
 
 
-SCALING = "tokens/s over those of one rank of the host and commit times the ranks"
-"""Note of a column of ``scaling``."""
-
-_TIMED = dict.fromkeys(("warmup", "steps"))
-
-
 def scaling(line: Line, **alone: object) -> float | None:
     """Tokens/s over as many times those of the same settings on one rank, by the same commit on the same CPUs, in %.
 
     The two may differ in how many steps were timed.
 
     Args:
-        alone: what else one rank is asked, as it sends nothing.
+        alone: settings of one rank that differ from the line's, as one rank sends nothing.
     """
+    from cs336_systems.harness.runs import pooled
+
     own, wanted = line.median("tokens_per_s"), line.settings | alone | {"world_size": 1} | _TIMED
     for other in line.lines.values():
         if own is not None and other.settings | _TIMED == wanted:
@@ -120,7 +123,7 @@ def scaling(line: Line, **alone: object) -> float | None:
 
 @dataclass(frozen=True)
 class Effort:
-    """What is asked of a cell besides its columns: how often it warms up again, and what is recorded of it.
+    """What is asked of a measurement besides its cell's columns: warm-up of later turns, and what is recorded.
 
     A turn after the first has fewer steps of warm-up, and only takes the times that are compared: it neither records
     nor counts bytes and messages, and has no steps without communication.
@@ -136,7 +139,7 @@ class Effort:
     """Timed steps without communication, of cells that have such; as many as with it if None."""
 
     @classmethod
-    def of(cls, options: Any) -> "Effort":
+    def of(cls, options: Any) -> Effort:
         """What the options say."""
         said: dict[str, Any] = {field.name: getattr(options, field.name, field.default) for field in fields(cls)}
         return cls(**said)
@@ -153,13 +156,26 @@ class Effort:
 
 
 EFFORT = Effort()
-"""The whole of it, without recordings."""
+"""Every measurement of a cell, without recordings."""
+
+
+def with_effort(measure: Callable[..., Any]) -> Stages:
+    """All cells by ``measure(cell, rank, effort=...)``."""
+    return lambda options, cells, outcomes: [Stage(cells, functools.partial(measure, effort=Effort.of(options)))]
+
+
+def name_of_blocks(cell: RankedCase) -> str:
+    """The part of a recording's name that says how blocks run and over how many micro-batches."""
+    compiled = "-compiled" if cell.compiled else f"-{cell.kernels}-keep-{cell.keep}" if cell.written_out else ""
+    return compiled + (f"-{cell.accumulate}x" if cell.accumulate != 1 else "")
 
 
 class PreparedStep:
     """A cell's model, data and optimizer on this rank, ready to take steps."""
 
     def __init__(self, cell: RankedCase, rank: Rank) -> None:
+        from cs336_systems.training import assemble, random_batch
+
         self.cell, self.rank = cell, rank
         self.step = assemble(cell, rank)
         self.batch = random_batch(cell, rank)
@@ -170,6 +186,8 @@ class PreparedStep:
 
     def sent(self) -> list[Event]:
         """The collectives of one step."""
+        from cs336_systems.harness.traffic import Traffic
+
         with Traffic() as traffic:
             for phase in self.phases().values():
                 phase()
@@ -185,6 +203,9 @@ def check_losses(step: TrainStep, rank: Rank) -> None:
 
 def time_metrics(times: PhaseTimes, cell: RankedCase) -> list[Metric]:
     """Each phase, the warm-up, and the rate of all ranks' tokens."""
+    from cs336_systems.harness.clock import WHOLE
+    from cs336_systems.harness.record import Metric
+
     metrics = [Metric(name, "ms", samples) for name, samples in times.samples_ms.items()]
     if times.warmup_ms:
         metrics.append(Metric("warmup_step", "ms", times.warmup_ms))
@@ -193,28 +214,27 @@ def time_metrics(times: PhaseTimes, cell: RankedCase) -> list[Metric]:
     return [*metrics, Metric("tokens_per_s", "1/s, all ranks", rates, derived=True)]
 
 
-def traced_experiment(
-    name: str,
-    cell: type,
-    make_cells: Callable[[Any], Sequence[Cell]],
-    measure: Callable[..., list[Metric]],
-    table: Callable[[pd.DataFrame], Table],
-    headlines: Sequence[str],
-) -> Experiment:
-    """One table of the outcomes and of earlier rows of the file; with ``--trace`` a picture beside each recording."""
-
-    def stages(options: Any, cells: Sequence[Cell], outcomes: list[Outcome]) -> list[Stage]:
-        return [Stage(cells, functools.partial(measure, effort=Effort.of(options)))]
+def with_earlier_rows(table: Callable[[pd.DataFrame], Table]) -> Present:
+    """Shows the outcomes and earlier rows of the file in one table, and draws the recordings beside them."""
 
     def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> None:
+        from cs336_systems.harness.record import read_rows
+        from cs336_systems.harness.sweep import outcome_rows
+        from cs336_systems.report.show import show
+
         show(table(read_rows(csv) if csv else outcome_rows(outcomes)), options.format)
         draw_traces(outcomes, Effort.of(options))
 
-    return Experiment(name, cell, make_cells, stages, present, headlines)
+    return present
 
 
 def draw_traces(outcomes: Sequence[Outcome], effort: Effort) -> None:
     """Draw the last step of each recording beside it, whole and close up; say on stderr where, or why not."""
+    from cs336_systems.profiling.traces import kineto
+    from cs336_systems.profiling.traces.tables import TraceError
+    from cs336_systems.report.block_timeline import draw_two_blocks
+    from cs336_systems.report.timeline import draw_timeline
+
     for outcome in outcomes:
         cell: Any = outcome.cell
         path = effort.recording(cell)

@@ -10,7 +10,7 @@ from cs336_systems.answers.committed import Committed
 from cs336_systems.answers.rendering import PENDING, Pages
 from cs336_systems.answers.vocabulary import NUMBERS, TABLES, vocabulary
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.experiments.fully_sharded.cells import FullyShardedCell
+from cs336_systems.experiments.fully_sharded import FullyShardedCell
 from cs336_systems.experiments.leaks.findings import Findings
 from cs336_systems.harness.record import Metric, schema_columns
 from cs336_systems.harness.sweep import cell_columns

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from cs336_systems.experiments.data_parallel.table import DATA_PARALLEL
+from cs336_systems.experiments.data_parallel import DATA_PARALLEL
 from cs336_systems.harness.record import Metric, read_rows
 from cs336_systems.harness.sweep import Outcome, make_rows, outcome_rows
 from tests.benchmarks.commands import cells_of

@@ -7,8 +7,8 @@ import pytest
 
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.spawn import spawn
-from cs336_systems.experiments.fully_sharded.measure import measure_fully_sharded
-from cs336_systems.experiments.fully_sharded.table import FULLY_SHARDED
+from cs336_systems.experiments.fully_sharded import FULLY_SHARDED
+from cs336_systems.experiments.fully_sharded_measure import measure
 from cs336_systems.experiments.ranked import EFFORT, Effort
 from cs336_systems.harness.record import Metric, parse_samples
 from cs336_systems.profiling.traces import kineto
@@ -20,9 +20,7 @@ TINY = ["--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", 
 
 
 def measure_all(rank: Rank, cells, folder):
-    return [
-        measure_fully_sharded(cell, rank, effort=Effort(trace=folder, recorded=("ours", "torch"))) for cell in cells
-    ]
+    return [measure(cell, rank, effort=Effort(trace=folder, recorded=("ours", "torch"))) for cell in cells]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +44,7 @@ def rows(recordings):
 
 
 def measure_one(rank: Rank, cell, effort=EFFORT):
-    return measure_fully_sharded(cell, rank, effort=effort)
+    return measure(cell, rank, effort=effort)
 
 
 @pytest.mark.slow

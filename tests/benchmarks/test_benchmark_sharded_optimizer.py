@@ -7,9 +7,7 @@ import pytest
 
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.distributed.spawn import spawn
-from cs336_systems.experiments.sharded_optimizer.cells import SHARDINGS
-from cs336_systems.experiments.sharded_optimizer.measure import measure_sharding
-from cs336_systems.experiments.sharded_optimizer.table import MEMORY, TIMES, memory_figure
+from cs336_systems.experiments.sharded_optimizer import MEMORY, SHARDINGS, TIMES, measure, memory_figure
 from cs336_systems.harness.record import Metric, parse_samples
 from cs336_systems.report.figures import save
 from tests.benchmarks.commands import cells_of
@@ -18,7 +16,7 @@ TINY = ["--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", 
 
 
 def measure_all(rank: Rank, cells: list) -> list[list[Metric]]:
-    return [measure_sharding(cell, rank) for cell in cells]
+    return [measure(cell, rank) for cell in cells]
 
 
 @pytest.fixture(scope="module")

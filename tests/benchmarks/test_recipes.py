@@ -57,7 +57,7 @@ def commands(part: str, folder: Path) -> list[tuple[int, str, list[str]]]:
 
 def grid(question: str, ranks: int, arguments: list[str]) -> tuple[list, Effort]:
     """The cells, and what is asked of them."""
-    module = importlib.import_module(f"cs336_systems.experiments.{QUESTIONS[question]}.cells")
+    module = importlib.import_module(f"cs336_systems.experiments.{QUESTIONS[question]}")
     options = parse(module.Options, ["--device", "cuda", *arguments], None)
     return module.make_cells(replace(options, world_size=(ranks,))), Effort.of(options)
 

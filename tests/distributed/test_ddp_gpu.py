@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from cs336_systems.experiments.data_parallel.measure import DataParallelCell, measure_data_parallel
+from cs336_systems.experiments.data_parallel import DataParallelCell, measure
 from cs336_systems.experiments.ranked import Effort
 
 from .checks import on_gpus, on_ranks
@@ -34,7 +34,7 @@ def hidden_shares(rank, measure, cells, folder):
 
 @pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
 def test_communication_lies_under_backward(world_size, device, tmp_path):
-    found = on_ranks(hidden_shares, world_size, measure_data_parallel, CELLS, tmp_path, device=device)[0]
+    found = on_ranks(hidden_shares, world_size, measure, CELLS, tmp_path, device=device)[0]
     shares = dict(zip(RUNGS, found, strict=True))
     assert shares["overlapped"] >= 90
     assert shares["bucketed"] >= 90

@@ -5,7 +5,8 @@ As of DDP (``test_ddp_gpu.py``), the batch is large enough that GPUs, not hosts,
 
 import pytest
 
-from cs336_systems.experiments.fully_sharded.measure import FullyShardedCell, measure_fully_sharded
+from cs336_systems.experiments.fully_sharded import FullyShardedCell
+from cs336_systems.experiments.fully_sharded_measure import measure
 
 from .checks import on_gpus, on_ranks
 from .test_ddp_gpu import COMMON, hidden_shares
@@ -72,5 +73,5 @@ def test_arithmetic_is_that_of_one_process(world_size, device):
 
 @pytest.mark.parametrize(("world_size", "device"), [on_gpus(2)])
 def test_communication_lies_under_compute(world_size, device, tmp_path):
-    shares = on_ranks(hidden_shares, world_size, measure_fully_sharded, [CELL], tmp_path, device=device)[0]
+    shares = on_ranks(hidden_shares, world_size, measure, [CELL], tmp_path, device=device)[0]
     assert shares[0] >= 90

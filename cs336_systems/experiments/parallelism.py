@@ -270,7 +270,7 @@ class Pipeline:
             for name in pipeline.SCHEDULES
         ]
         if self.figure:
-            from cs336_systems.experiments.parallelism.figures import pipelines_figure
+            from cs336_systems.experiments.parallelism_figures import pipelines_figure
             from cs336_systems.report.figures import save
 
             save(pipelines_figure(timelines), self.figure)
@@ -313,7 +313,7 @@ class Scaling:
                 f"--most-devices must be above one domain of {device.domain_size}, got {self.most_devices}"
             )
         if self.figure:
-            from cs336_systems.experiments.parallelism.figures import scaling_figure
+            from cs336_systems.experiments.parallelism_figures import scaling_figure
             from cs336_systems.report.figures import save
 
             save(scaling_figure(workload, device, self.most_devices), self.figure)
@@ -357,7 +357,7 @@ class Failures:
         if not jobs:
             raise ValueError("--nodes names no number of nodes")
         if self.figure:
-            from cs336_systems.experiments.parallelism.figures import goodput_figure
+            from cs336_systems.experiments.parallelism_figures import goodput_figure
             from cs336_systems.report.figures import save
 
             labelled = [(f"{n:,} nodes, M = {job.mtbf_s / 3600:.3g} h", job) for n, job in jobs]

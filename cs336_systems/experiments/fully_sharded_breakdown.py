@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 
 from cs336_systems.config import PRECISIONS, resolve_size
 from cs336_systems.costs.step_bounds import least_ms
-from cs336_systems.experiments.fully_sharded.table import FULLY_SHARDED
+from cs336_systems.experiments.fully_sharded import FULLY_SHARDED
 from cs336_systems.hardware import find_hardware
 from cs336_systems.profiling.communication import KINDS
 from cs336_systems.report.figures import OKABE_ITO, dress
@@ -64,7 +64,7 @@ def breakdown_table(line: Line) -> Table:
 
 
 def breakdown_tables(rows: pd.DataFrame) -> str:
-    """Those of all recorded cells."""
+    """The tables of all recorded cells, as Markdown."""
     return "\n\n".join(breakdown_table(line).markdown() for line in recorded_lines(rows))
 
 

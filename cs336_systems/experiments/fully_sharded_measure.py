@@ -1,25 +1,28 @@
-"""One training step of a fully sharded model on every rank: time, memory by kind, what was sent, what was waited for.
+"""How ``fully_sharded.py`` measures a cell: one training step of a fully sharded model on every rank, and its losses.
 
-A cell is one implementation: ours, torch's FSDP2 (``fully_shard`` of the embedding, of every block, and of norm and
-head, as torchtitan applies it), or our bucketed DDP, which holds everything whole. All run the same model from the
-same seed on the same data, with fp32 masters and, under ``bf16-compute``, bf16 weights and fp32 reductions (DDP then
-computes under bf16 autocast), or with everything in bf16. Repeats of the grid measure them in turns.
+Losses are those of steps on one batch, from the same weights, beside the reference step's: the handout's model by plain
+PyTorch in IEEE fp32, under the same sharding, with states of 16 bytes a parameter. It begins with the cell's own
+weights, widened, which loses nothing. Neither step is timed.
 """
 
+import gc
 import tempfile
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from cs336_systems.case import RECIPE
 from cs336_systems.costs.fsdp import model_units, step_traffic
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
-from cs336_systems.experiments.fully_sharded.cells import DDP, OURS, FullyShardedCell
-from cs336_systems.experiments.fully_sharded.losses import loss_metrics
+from cs336_systems.experiments.fully_sharded import DDP, OURS, FullyShardedCell
 from cs336_systems.experiments.ranked import (
     EFFORT,
     MIB,
@@ -44,10 +47,21 @@ from cs336_systems.profiling.communication import (
     record_phases_of_ranks,
 )
 from cs336_systems.profiling.traces import kineto
+from cs336_systems.training import TrainStep, random_batch
+from cs336_systems.training.assemble import build_model, finish
 
 _OF_A_STEP = "GiB, the most of any rank, construction excluded"
 _WATCHED_STEPS = 3
-"""In which waits for weights are timed; no more than are timed as a whole."""
+"""Steps in which waits for weights are timed; no more than are timed as a whole."""
+
+_STEP = 0.004
+"""Learning rate times d_model: one step of AdamW moves what a matmul returns by about as much at every width. With
+more the loss of 20 steps on one batch comes near zero, where shares of it mean nothing."""
+
+_EXACT: dict[str, Any] = {
+    **{name: getattr(FullyShardedCell, name) for name in ("kernels", "keep", "master", "offload", "update", *RECIPE)},
+    **{"dtype": "fp32", "attention": "reference", "compile": "off", "checkpoint": "none", "optimizer": "reference"},
+}
 
 
 class PreparedModel(PreparedStep):
@@ -132,7 +146,7 @@ def _clocks(readings: States) -> list[Metric]:
     return [Metric(name, unit, found) for name, unit in units.items() if (found := readings.values(name))]
 
 
-def measure_fully_sharded(cell: FullyShardedCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metric]:
+def measure(cell: FullyShardedCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metric]:
     """Everything about one cell; a recording of rank 0 stays.
 
     Raises:
@@ -217,3 +231,48 @@ def _recorded(prepared: PreparedModel, rank: Rank, path: Path) -> list[Metric]:
         exposed = [min(samples) for samples in zip(*waited, strict=True)]
         metrics.append(Metric("exposed", "ms per step, only communication runs, the least of any rank", exposed))
     return metrics + breakdown_metrics(trace)
+
+
+def loss_metrics(cell: FullyShardedCell, rank: Rank) -> list[Metric]:
+    """The mean loss of all ranks before each of ``cell.losses`` steps, the reference's, and the largest difference.
+
+    Both models are gone afterwards. In the reference's time its states are held alone, but for the first weights.
+    """
+    step = _step(cell, rank)
+    start = {name: parameter.detach().clone() for name, parameter in step.model.named_parameters()}
+    own = _losses(step, cell, rank)
+    del step
+    _release()
+    exact = _step(replace(cell, **_EXACT), rank)
+    with torch.no_grad():
+        for name, parameter in exact.model.named_parameters():
+            parameter.copy_(start.pop(name))
+    reference = _losses(exact, cell, rank)
+    del exact
+    _release()
+    off = [100 * abs(loss / right - 1) for loss, right in zip(own, reference, strict=True)]
+    unit = "nats, before each step on one batch"
+    return [
+        Metric("loss", unit, own),
+        Metric("reference_loss", f"{unit}, plain PyTorch in fp32", reference),
+        Metric("loss_error", "% of the reference's, the most of any step", [max(off)]),
+    ]
+
+
+def _step(cell: FullyShardedCell, rank: Rank) -> TrainStep:
+    return finish(build_model(cell, rank), cell, rank, lr=_STEP / cell.config.d_model)
+
+
+def _losses(step: TrainStep, cell: FullyShardedCell, rank: Rank) -> list[float]:
+    """The mean loss of all ranks before each step."""
+    batch = random_batch(cell, rank)
+    losses = torch.stack([step(*batch) for _ in range(cell.losses)]).double()
+    dist.all_reduce(losses)
+    return (losses / rank.world_size).tolist()
+
+
+def _release() -> None:
+    """Give memory that nobody holds any more back to the device: what comes next takes other sizes."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -8,9 +8,8 @@ import torch
 
 from cs336_systems.config import resolve_size
 from cs336_systems.distributed.spawn import RankFailed, spawn
-from cs336_systems.experiments.data_parallel.measure import DataParallelCell, PreparedReplica, measure_data_parallel
+from cs336_systems.experiments.data_parallel import DataParallelCell, PreparedReplica, measure
 from cs336_systems.experiments.ranked import Effort
-from cs336_systems.harness.record import Metric
 from cs336_systems.profiling.traces import kineto
 from cs336_systems.report.block_timeline import two_blocks
 
@@ -31,7 +30,7 @@ BF16 = replace(CELL, communication_dtype="bf16", dtype="autocast-bf16", steps=1)
 
 def measure_three(rank, folder):
     return [
-        {metric.name: metric for metric in measure_data_parallel(cell, rank, effort=Effort(trace=trace))}
+        {metric.name: metric for metric in measure(cell, rank, effort=Effort(trace=trace))}
         for cell, trace in ((CELL, folder), (TORCH, None), (BF16, None))
     ]
 
@@ -63,7 +62,7 @@ def test_metrics_of_ours_and_of_torchs(tmp_path):
 def measure_turns(rank):
     effort = Effort(later_warmup=0, local_steps=1)
     turns = [replace(CELL, repeat=repeat) for repeat in range(2)]
-    return [{metric.name: metric for metric in measure_data_parallel(cell, rank, effort=effort)} for cell in turns]
+    return [{metric.name: metric for metric in measure(cell, rank, effort=effort)} for cell in turns]
 
 
 @pytest.mark.slow
@@ -98,7 +97,3 @@ def drift(rank):
 def test_replicas_that_drift_apart_fail_the_cell():
     with pytest.raises(RankFailed, match="1 parameters are not the same bits on all ranks"):
         spawn(drift, 2, timeout_s=60)
-
-
-def test_metrics_can_become_rows():
-    assert Metric("exposed", "ms", [-0.5, 0.25], derived=True).statistics()["median"] == -0.125

@@ -1,0 +1,320 @@
+"""What does each form of data parallelism gain? One training step on every rank, and what communication adds to it.
+
+**Exposed communication** is the time of a step less that of the same step without communication (``no_sync``), both of
+the same replica in the same process, interleaved: with, without, with. It is all that synchronising adds to a step. A
+clock around the collectives would start while backward still runs and book backward's end as communication.
+Recordings of both steps (``--trace``) say what it is made of:
+
+    waited      only collectives run: what backward does not hide, waiting for slower ranks included
+    slowed      what the step's other kernels take longer while collectives run beside them
+    added       kernels that only the step with communication has: copies into buckets and out of them
+
+Steps without communication let replicas drift apart, so parameters and optimizer state are made rank 0's again after
+them. When all is measured, every parameter must be the same bits on every rank, or the cell fails.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+from cs336_systems.case import RECIPE, Parallel, TrainingCase
+from cs336_systems.declared import like, option, options_of
+from cs336_systems.experiments.driver import Experiment
+from cs336_systems.experiments.options import RankedCase, RankedRun, training_cells
+from cs336_systems.experiments.ranked import (
+    EFFORT,
+    SCALING,
+    SENT,
+    Effort,
+    PreparedStep,
+    check_losses,
+    largest,
+    name_of_blocks,
+    scaling,
+    sent_metric,
+    sent_mib,
+    time_metrics,
+    with_earlier_rows,
+    with_effort,
+)
+from cs336_systems.hardware import GIB
+from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
+
+if TYPE_CHECKING:
+    from cs336_systems.distributed.process_group import Rank
+    from cs336_systems.harness.clock import PhaseTimes
+    from cs336_systems.harness.record import Metric
+
+Rung = Literal["naive", "flat", "overlapped", "bucketed", "torch"]
+
+_SIZED = ("bucketed", "torch")
+"""Rungs that take a bucket size."""
+
+_LOCAL = "local"
+"""Prefix of the metrics of the step without communication."""
+
+
+@dataclass(frozen=True)
+class DataParallelCell(RankedCase):
+    """One rung on one model; the fields are columns, sizes are per rank."""
+
+    dtype: str = like(TrainingCase, "dtype", values=("fp32", "tf32", "bf16", "autocast-bf16"))
+    ddp: str = option(
+        "naive",
+        "naive, flat: after backward, a collective per gradient or one for all; overlapped, bucketed: during backward, "
+        "a collective per gradient or per bucket; torch: DistributedDataParallel.",
+        values=get_args(Rung),
+        asked=get_args(Rung),
+    )
+    bucket_size_mb: float | None = like(
+        *(Parallel, "bucket_size_mb"),
+        plain=None,
+        help="MiB per bucket, for bucketed and torch; other forms have none.",
+        asked=(25.0,),
+        typed=float,
+    )
+    communication_dtype: str = like(Parallel, "communication_dtype")
+    max_ctas: int = like(Parallel, "max_ctas")
+
+    @property
+    def variant(self) -> str:
+        return self.ddp
+
+    @property
+    def parallel(self) -> Parallel:
+        return Parallel(
+            "torch-ddp" if self.ddp == "torch" else self.ddp,
+            bucket_size_mb=self.bucket_size_mb or 0.0,
+            communication_dtype=self.communication_dtype,
+            max_ctas=self.max_ctas,
+        )
+
+    @property
+    def name(self) -> str:
+        """The stem of its files' names."""
+        bucket = "" if self.bucket_size_mb is None else f"-{self.bucket_size_mb:g}mb"
+        sent = "" if self.communication_dtype == "same" else f"-sent-{self.communication_dtype}"
+        limit = f"-{self.max_ctas}ctas" if self.max_ctas else ""
+        turn = f"-{self.repeat}" if self.repeat else ""
+        sending = f"{self.ddp}{bucket}{sent}{limit}"
+        return f"{self.size}-{self.dtype}{name_of_blocks(self)}-{sending}-{self.world_size}ranks{turn}"
+
+    def __str__(self) -> str:
+        bucket = "" if self.bucket_size_mb is None else f" {self.bucket_size_mb:g} MiB"
+        sent = "" if self.communication_dtype == "same" else f" sent as {self.communication_dtype}"
+        limit = f" by {self.max_ctas} thread blocks" if self.max_ctas else ""
+        return f"{self.ddp}{bucket}{sent}{limit} on {self.world_size} ranks: {super().__str__()}"
+
+
+@dataclass(frozen=True)
+class Asked(RankedRun):
+    """What does each form of data parallelism gain?"""
+
+    CPU_DEFAULTS: ClassVar = RankedRun.CPU_DEFAULTS | {"warmup": 1, "steps": 6}
+    local_steps: int | None = None
+    """Timed steps without communication, in the first turn; by default as many as with it."""
+    trace: Path | None = None
+    """Folder for recordings (torch.profiler) and a picture of rank 0 per cell, with and without communication, in the
+    first turn."""
+    recorded: tuple[Rung, ...] = ()
+    """Forms that --trace records; by default all."""
+
+
+Options: Any = options_of(DataParallelCell, Asked)
+
+
+def make_cells(options: Any) -> list[DataParallelCell]:
+    """The grid; raises ValueError for a value that no cell can have."""
+    if options.device == "cpu" and (limits := [limit for limit in options.max_ctas if limit]):
+        raise ValueError(f"--max-ctas {limits[0]} needs --device cuda: thread blocks are NCCL's, and a CPU has gloo")
+    rungs = [
+        {"ddp": rung, "bucket_size_mb": size}
+        for rung in options.ddp
+        for size in (options.bucket_size_mb if rung in _SIZED else (None,))
+    ]
+    return training_cells(DataParallelCell, options, inner=rungs)
+
+
+class PreparedReplica(PreparedStep):
+    """Takes steps with and without communication."""
+
+    def phases(self, *, communicate: bool = True) -> dict[str, Callable[[], None]]:
+        phases = super().phases()
+        if communicate:
+            return phases
+        no_sync: Callable[[], AbstractContextManager[None]] = self.step.model.no_sync  # type: ignore[assignment]
+
+        def quietly(phase: Callable[[], None]) -> Callable[[], None]:
+            def run() -> None:
+                with no_sync():
+                    phase()
+
+            return run
+
+        return {name: phase if name == "optimizer" else quietly(phase) for name, phase in phases.items()}
+
+    def time(self, effort: Effort) -> tuple[list[PhaseTimes], PhaseTimes | None]:
+        """Two rounds of steps with communication, or one of a single step; between them steps without it.
+
+        A turn after the first has one round, and None without.
+        """
+        from cs336_systems.harness.clock import time_phases_of_ranks
+
+        cell, again = self.cell, min(1, self.cell.warmup)
+
+        def timed(steps: int, warmup: int, *, communicate: bool = True) -> PhaseTimes:
+            return time_phases_of_ranks(self.phases(communicate=communicate), self.rank, warmup=warmup, steps=steps)
+
+        if cell.repeat:
+            return [timed(cell.steps, effort.warmup(cell))], None
+        rounds = [timed(math.ceil(cell.steps / 2), cell.warmup)]
+        local = timed(effort.local_steps or cell.steps, again, communicate=False)
+        self.reunite()
+        if second := cell.steps // 2:
+            rounds.append(timed(second, again))
+        return rounds, local
+
+    def reunite(self) -> None:
+        """Make parameters and optimizer state rank 0's."""
+        import torch
+
+        from cs336_systems.distributed.buckets import broadcast_from_rank_0
+
+        states = chain.from_iterable(state.values() for state in self.step.optimizer.state.values())
+        tensors = (state for state in states if isinstance(state, torch.Tensor) and state.device == self.rank.device)
+        broadcast_from_rank_0(chain(self.step.model.parameters(), tensors))
+
+    def check_replicas(self) -> None:
+        """Raise on every rank unless all parameters are the same bits everywhere and all losses are finite."""
+        import torch
+
+        differing = 0
+        for parameter in self.step.model.parameters():
+            bits = parameter.detach().reshape(-1).view(torch.uint8)
+            of_rank_0 = bits.clone()
+            torch.distributed.broadcast(of_rank_0, src=0)
+            differing += not torch.equal(bits, of_rank_0)
+        if found := int(largest(differing, self.rank)):
+            raise RuntimeError(f"{found} parameters are not the same bits on all ranks after training")
+        check_losses(self.step, self.rank)
+
+
+def measure(cell: DataParallelCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metric]:
+    """Everything about one cell; recordings are of rank 0.
+
+    Raises:
+        PredictedOutOfMemory: the eager model would not fit beside those of this machine's other ranks.
+        RuntimeError: the replicas ended with different parameters.
+        FloatingPointError: the loss is not finite.
+    """
+    from cs336_systems.harness.clock import WHOLE, PhaseTimes
+    from cs336_systems.harness.fit import check_fit
+    from cs336_systems.harness.memory import PeakMeter
+    from cs336_systems.harness.record import Metric
+    from cs336_systems.profiling.communication import communication_metrics, record_phases_of_ranks
+    from cs336_systems.profiling.traces import kineto
+
+    check_fit(cell, rank=rank)
+    meter = PeakMeter(rank.device)
+    replica = PreparedReplica(cell, rank)
+    rounds, without = replica.time(effort)
+    sent = replica.sent() if cell.repeat == 0 else []
+    replica.check_replicas()
+    peak = meter.peak_bytes()
+
+    samples = {name: [ms for times in rounds for ms in times.samples_ms[name]] for name in rounds[0].samples_ms}
+    metrics = time_metrics(PhaseTimes(samples, rounds[0].warmup_ms), cell)
+    if without is not None:
+        metrics += [Metric(f"{_LOCAL}_{name}", "ms", found) for name, found in without.samples_ms.items()]
+        whole, local = [median(times.samples_ms[WHOLE]) for times in rounds], median(without.samples_ms[WHOLE])
+        exposed = [step - local for step in whole]
+        shares = [100 * gap / step for gap, step in zip(exposed, whole, strict=True)]
+        metrics += [
+            Metric("exposed", "ms, one value per round", exposed, derived=True),
+            Metric("exposed_share", "% of the step", shares, derived=True),
+            Metric("collectives", "per step", [len(sent)]),
+            sent_metric(sent, cell.world_size),
+        ]
+    if peak is not None:
+        metrics.append(Metric("peak_memory", "GiB, the most of any rank", [largest(peak / GIB, rank)]))
+    if (path := effort.recording(cell)) is not None:
+        local_path = path.with_name(f"{cell.name}-{_LOCAL}.json.gz")
+        model, first = replica.step.model, rank.rank == 0
+        record_phases_of_ranks(replica.phases(), model, rank, path if first else None)
+        record_phases_of_ranks(replica.phases(communicate=False), model, rank, local_path if first else None)
+        if first:
+            metrics += communication_metrics(kineto.read(path), kineto.read(local_path))
+    return metrics
+
+
+_PEER, _PEER_BUCKET_MIB = "torch", "25"
+
+
+def _over_torch(line: Line) -> Spread | None:
+    """The step's ratio to that of torch's DDP; of rungs without buckets, to its usual ones."""
+    if line.settings["ddp"] == _PEER:
+        return None
+    bucket = line.settings["bucket_size_mb"] or _PEER_BUCKET_MIB
+    return line.repeats_over("step", line.peer(ddp=_PEER, bucket_size_mb=bucket))
+
+
+DATA_PARALLEL = ResultTable(
+    settings=(
+        *("gpu", "device", "size", "dtype", "attention", "compile", "checkpoint", "optimizer", "batch_size"),
+        *("accumulate", "kernels", "keep", *RECIPE, "context_length", "warmup", "steps", "communication_dtype"),
+        *("max_ctas", "ddp", "bucket_size_mb", "world_size"),
+    ),
+    always=("size", "ddp", "bucket_size_mb", "world_size"),
+    labels={
+        "batch_size": "batch per rank",
+        "communication_dtype": "sent as",
+        "max_ctas": "thread blocks",
+        "world_size": "ranks",
+        "bucket_size_mb": "bucket MiB",
+    },
+    columns=(
+        Column("step ms", "step", spread=True, rank=MAIN),
+        Column("/ torch", _over_torch, ".3f", rank=0, optional=True, note="median step over torch's, by repeat"),
+        Column("forward ms", "forward", rank=3),
+        Column("backward ms", "backward", spread=True, rank=3),
+        Column("optimizer ms", "optimizer", rank=3),
+        Column("without communication ms", "local_step", spread=True, rank=2),
+        Column(
+            *("exposed ms", "exposed", ".2f"),
+            spread=True,
+            note="mean of the step before and after steps without communication, less theirs",
+        ),
+        Column("exposed %", "exposed_share", ".1f", rank=2),
+        Column("hidden %", "hidden_share", ".1f", rank=2, optional=True, note="communication beside other kernels"),
+        Column("waited ms", "waited", ".2f", rank=2, optional=True, note="only communication runs"),
+        Column(
+            *("slowed ms", "slowed", ".2f"),
+            rank=2,
+            optional=True,
+            note="what communication adds to kernels beside it",
+        ),
+        Column("tokens/s", "tokens_per_s", ",.0f"),
+        Column("collectives", "collectives", ".0f", rank=3),
+        Column("sent MiB", lambda line: sent_mib(line.metrics, line.settings["world_size"]), rank=3, note=SENT),
+        Column("peak GiB", "peak_memory"),
+        Column("scaling %", lambda line: scaling(line, max_ctas=0), ".1f", optional=True, note=SCALING),
+    ),
+)
+"""One line per cell: times, exposed communication, throughput, and scaling from one rank."""
+
+EXPERIMENT = Experiment(
+    "benchmark_ddp",
+    DataParallelCell,
+    make_cells,
+    with_effort(measure),
+    with_earlier_rows(DATA_PARALLEL.of),
+    ("step", "backward", "local_step", "exposed", "exposed_share", "hidden_share", "tokens_per_s", "sent_per_rank"),
+    options=Options,
+)

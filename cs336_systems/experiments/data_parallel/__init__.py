@@ -1,1 +1,0 @@
-"""What does each form of data parallelism gain?"""

@@ -1,1 +1,0 @@
-"""What does full sharding save, and what does it cost?"""

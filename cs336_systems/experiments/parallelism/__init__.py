@@ -1,1 +1,0 @@
-"""When does communication outlast computation? Answered by arithmetic."""

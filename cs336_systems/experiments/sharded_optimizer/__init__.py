@@ -1,1 +1,0 @@
-"""What does sharding the optimizer state save, and what does it cost?"""
