@@ -7,7 +7,6 @@ import pytest
 
 from cs336_systems.experiments.fully_sharded import Options, make_cells
 from cs336_systems.experiments.fully_sharded_breakdown import breakdown_figure, breakdown_table, recorded_lines
-from cs336_systems.harness import memory
 from cs336_systems.harness.fit import predicted_states
 from cs336_systems.harness.record import Metric, parse_samples
 
@@ -24,8 +23,7 @@ LEADERBOARD = Options(
 )
 
 
-def test_a_budget_decides_what_blocks_keep_and_says_why(monkeypatch, capsys):
-    monkeypatch.setattr(memory, "cublas_workspace_bytes", lambda device: 2**25)
+def test_a_budget_decides_what_blocks_keep_and_says_why(capsys):
     (cell,) = make_cells(replace(LEADERBOARD, memory_budget_gib=133.0, peer_checkpoint=()))
     assert cell.keep.endswith("+products")
     told = capsys.readouterr().err
@@ -36,8 +34,7 @@ def test_a_budget_decides_what_blocks_keep_and_says_why(monkeypatch, capsys):
     assert alone.keep != cell.keep
 
 
-def test_masters_are_among_the_states_that_are_predicted(monkeypatch, capsys):
-    monkeypatch.setattr(memory, "cublas_workspace_bytes", lambda device: 2**25)
+def test_masters_are_among_the_states_that_are_predicted(capsys):
     for update in ("after-backward", "under-backward"):
         plain, masters = (
             make_cells(replace(LEADERBOARD, keep=("products",), update=(update,), master_weights=(master,)))[0]
@@ -50,8 +47,7 @@ def test_masters_are_among_the_states_that_are_predicted(monkeypatch, capsys):
     assert "fused kernels masters in fp32 within 133 GiB" in capsys.readouterr().err
 
 
-def test_what_cannot_be_had_is_refused(monkeypatch):
-    monkeypatch.setattr(memory, "cublas_workspace_bytes", lambda device: 2**25)
+def test_what_cannot_be_had_is_refused():
     faults = {
         "got inf": {"memory_budget_gib": float("inf")},
         "--memory-budget-gib chooses": {"memory_budget_gib": 100.0, "keep": ("all",)},
