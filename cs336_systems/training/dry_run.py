@@ -325,7 +325,10 @@ def dry_run(
     live = LiveStorages(cuda_block_bytes if on_cuda else int)
     dtype = "fp32" if case.precision.autocast else case.dtype
     accumulate = min(case.accumulate, 2)  # a third micro-batch is as the second
-    eager = replace(case, device="meta", dtype=dtype, accumulate=accumulate, compile="off", cuda_graph="off")
+    # Torch's fused AdamW refuses meta; ours has the same states and no more temporaries.
+    optimizer = "fused" if case.optimizer == "torch-fused" else case.optimizer
+    eager = replace(case, device="meta", dtype=dtype, accumulate=accumulate, optimizer=optimizer)
+    eager = replace(eager, compile="off", cuda_graph="off")
     if not (sharded := case.parallel.wrapper in ("fsdp", "fsdp2") or case.parallel.optimizer_state != "replicated"):
         eager = _unwrapped(eager)
     with ExitStack() as stack:

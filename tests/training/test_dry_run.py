@@ -145,6 +145,7 @@ def test_states_take_their_bytes_on_the_device_or_none():
         return dry_run(fused(**how)).parts.get("optimizer state", 0)
 
     assert states() == pytest.approx(4 * n, rel=0.03)
+    assert states(optimizer="torch-fused") == states()
     assert states(master="fp32") - states() == 4 * n
     assert states(offload="m-v") < 0.1 * n
     assert states(master="fp32", offload="master-m") == pytest.approx(2 * n, rel=0.06)
