@@ -3,11 +3,12 @@
 uv run scripts/report.py                          # rewrite documents that are stale, draw the figures
 uv run scripts/report.py --check                  # write nothing; exit code 1 names what is stale, unknown or unproven
 uv run scripts/report.py --adopt results/run7     # move a run's rows and digests into profiles/ first
+uv run scripts/report.py --seal                   # list outside.csv and gpu_tests.csv as they are now, then render
 
 Templates are in cs336_systems/answers/pages; cs336_systems/answers/rendering.py describes how they quote numbers and
-tables. Numbers in their text must be quoted or declared (prose.py), rows must match the statistics of their samples and
-name a commit of the history (evidence.py), figures must name the hash of the rows they draw (figures.py), and measured
-files must be as listed in profiles/SHA256SUMS, which adopting and drawing write (sums.py).
+tables, and which numbers their text may hold. Rows must match the statistics of their samples and name a commit of the
+history, and measured files must be as listed in profiles/SHA256SUMS (evidence.py); figures must name the hash of the
+rows they draw (figures.py).
 """
 
 import sys
@@ -29,6 +30,8 @@ class Options:
     """Folder that a measuring recipe wrote: check its rows and digests, move them into profiles/, then render."""
     machine: str = "h200"
     """Machine whose rows are adopted: a folder of profiles/results, part of the GPU's name or cpu."""
+    seal: bool = False
+    """List the CSV files that are kept by hand (outside.csv, gpu_tests.csv) as they are now, then render."""
     replace: bool = False
     """With --adopt: overwrite committed rows and pages that differ, instead of refusing."""
 
@@ -36,11 +39,14 @@ class Options:
 def main(arguments: list[str] | None = None) -> int:
     """Adopt if asked to; then render, or compare."""
     options = tyro.cli(Options, args=arguments)
-    if options.adopt and options.check:
-        print("report: --check writes nothing, so it cannot go with --adopt", file=sys.stderr)
+    if (options.adopt or options.seal) and options.check:
+        print("report: --check writes nothing, so it cannot go with --adopt or --seal", file=sys.stderr)
         return 2
+    from cs336_systems.answers.evidence import BY_HAND, seal
     from cs336_systems.answers.report import adopt, render  # --help and bad input answer without torch and pandas
 
+    if options.seal:
+        seal(ROOT / "profiles", [ROOT / "profiles" / name for name in BY_HAND])
     if options.adopt and (failed := adopt(options.adopt, ROOT / "profiles", options.machine, options.replace)):
         return failed
     return render(ROOT, check=options.check)

@@ -13,21 +13,20 @@ holds no such row, then raises ``NotMeasured``.
 
 import csv
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from cs336_systems.answers.evidence import TEST_RUNS
-from cs336_systems.answers.training_runs import FOLDER as RUNS
+from cs336_systems.answers.evidence import RUNS, TEST_RUNS
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.harness.record import read_rows
 from cs336_systems.harness.runs import RATES, newest_run, pooled
 from cs336_systems.pretraining.run_log import LOG
 from cs336_systems.pretraining.run_reader import Run, read_run
-from cs336_systems.report.tables import settings_split
 
 _EFFORT = ("warmup", "steps", "repeat", "calls", "recorded_steps")
 """Columns of a cell that do not tell what was measured, only how often."""
@@ -48,12 +47,16 @@ class Rows:
     order: tuple[str, ...] = ()
 
     def where(self, **settings: Any) -> "Rows":
-        """Those whose columns hold the values; a list of values means any of them."""
-        return replace(self, settings=(*self.settings, *settings.items()))
+        """Those whose columns hold the values, of a list any; a later value of a column replaces an earlier one."""
+        return replace(self, settings=tuple((dict(self.settings) | settings).items()))
 
     def by(self, *columns: str) -> "Rows":
         """The same in the order of columns: sizes from small to large, numbers by value, equal ones as measured."""
         return replace(self, order=columns)
+
+    def asked(self, *order: str) -> "Asked":
+        """A function for one number, ``ddp("step", "naive")``: the metric, then the values of ``order``."""
+        return Asked(self, order)
 
     def frame(self) -> pd.DataFrame:
         """The rows themselves.
@@ -76,6 +79,10 @@ class Rows:
     def number(self, metric: str, statistic: str = "median") -> float:
         """One metric of one cell, by the rule of ``harness/runs.py``; `a + b` is the sum of two metrics.
 
+        Args:
+            metric: as rows call it.
+            statistic: a column of rows, or ``first`` or ``rest``: the first sample, or the mean of all others.
+
         Raises:
             NotMeasured: there is no such row.
             ValueError: the part knows no such metric, or the rows are of several cells.
@@ -92,8 +99,41 @@ class Rows:
         of_cell = columns[columns.index("variant") + 1 : columns.index("status")]
         if several := [name for name in of_cell if name not in _EFFORT and rows[name].nunique() > 1]:
             raise ValueError(f"{metric} of several cells, which differ in {', '.join(several)}")
+        if statistic in ("first", "rest"):
+            samples = rows["samples"].iloc[-1]
+            return float(samples[0] if statistic == "first" else np.mean(samples[1:]))
         with_time = cell[cell["metric"].isin((metric, RATES.get(metric)))]
         return float(pooled(newest_run(with_time)).set_index("metric")[statistic][metric])
+
+    def values(self, *metrics: str, statistic: str = "median") -> list[float]:
+        """A statistic of every row of some metrics; ``deviation`` is std over mean, ``first`` the first sample."""
+        rows = self.frame()
+        rows = rows[rows["metric"].isin(metrics)]
+        if statistic == "deviation":
+            return list(rows["std"] / rows["mean"])
+        return [samples[0] for samples in rows["samples"]] if statistic == "first" else list(rows[statistic])
+
+    def mean(self, column: str) -> float:
+        """The mean of a column of a recording's CSV.
+
+        Raises:
+            NotMeasured: there is no such line.
+        """
+        return float(self.frame()[column].mean())
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A metric of one cell of rows; settings that are not said are as in the rows."""
+
+    rows: Rows
+    order: tuple[str, ...]
+
+    def __call__(self, metric: str, *values: object, statistic: str = "median", **settings: object) -> float:
+        said = dict(zip(self.order, values, strict=False))
+        if len(values) > len(self.order) or said.keys() & settings.keys():
+            raise TypeError(f"{metric!r} takes {', '.join(self.order)}, and other settings by name")
+        return self.rows.where(**said | settings).number(metric, statistic)
 
 
 def _holds(column: pd.Series, value: Any) -> pd.Series:
@@ -127,8 +167,13 @@ class Committed:
         return Rows(read).where(**settings)
 
     def digests(self, part: str, what: str) -> Rows:
-        """``what`` (kernels, ranges, allocations: CSVs; or page: the text) of every digest, with its cell's columns."""
+        """``what`` (kernels, ranges, allocations: its CSVs) of every digest, with its cell's columns."""
         return Rows(functools.cache(lambda: self._digests(part, what)))
+
+    def recorded(self, name: str, **settings: Any) -> Rows:
+        """The lines of a CSV below ``digests/``, by its path without the ending."""
+        path = self._profiles / "digests" / f"{name}.csv"
+        return Rows(functools.cache(lambda: pd.read_csv(path))).where(**settings)
 
     def run(self, name: str) -> Run:
         """A training run.
@@ -141,10 +186,10 @@ class Committed:
             raise NotMeasured(f"`{path.relative_to(self._profiles)}` is missing")
         return read_run(path)
 
-    def gpu_tests(self) -> list[dict[str, str]]:
-        """Runs of the tests that need a GPU: date, commit, tests and outcome."""
+    def gpu_tests(self, newest: int = 0) -> list[dict[str, str]]:
+        """Runs of the tests that need a GPU, the newest ones or all: date, commit, tests and outcome."""
         with (self._profiles / TEST_RUNS).open(newline="") as file:
-            return list(csv.DictReader(file))
+            return list(csv.DictReader(file))[-newest:]
 
     def _file(self, part: str, machine: str) -> Path:
         folder, _, name = part.partition("/")
@@ -166,26 +211,12 @@ class Committed:
         folder = self._profiles / "digests" / self._machine / part
         found = []
         keys = [*_DIGEST, "mode"] if rows["profiler"].iloc[0] == "memory" else _DIGEST
-        for cell, _ in cells(rows, keys):
+        for line in rows[keys].drop_duplicates().to_dict("records"):
+            cell = {str(name): value for name, value in line.items()}
             form = "{size}-b{batch_size}-c{context_length}-{dtype}"
             stem = (f"memory-{form}-{{mode}}" if "mode" in cell else f"{form}-{{profiler}}").format(**cell)
-            path = folder / (f"{stem}.md" if what == "page" else f"{stem}-{what}.csv")
+            path = folder / f"{stem}-{what}.csv"
             if not path.exists():
                 raise NotMeasured(f"`{path.relative_to(self._profiles)}` is not committed")
-            own = pd.DataFrame({"text": [path.read_text()]}) if what == "page" else pd.read_csv(path)
-            found.append(own.assign(**cell))
+            found.append(pd.read_csv(path).assign(**cell))
         return pd.concat(found)
-
-
-def caption(rows: pd.DataFrame, settings: list[str], note: str) -> str:
-    """The settings that all rows share, and a note in which ``{n}`` stands for the samples behind each of them."""
-    said, _ = settings_split(rows, settings, always="")
-    counts = rows["n"].dropna()
-    n = " to ".join(f"{count:g}" for count in sorted({counts.min(), counts.max()}))
-    return f"{said}; {note.format(n=n)}."
-
-
-def cells(rows: pd.DataFrame, keys: list[str]) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """The rows of each cell beside the values that tell it from others, in the order measured."""
-    for key, cell in rows.groupby(keys, sort=False, dropna=False):
-        yield dict(zip(keys, key, strict=True)), cell

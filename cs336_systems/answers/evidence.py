@@ -1,29 +1,58 @@
-"""What a row must prove before documents quote it: where it comes from, and that its statistics match its samples.
+"""What documents may quote: rows that prove themselves, sealed files, and how a run's files join them.
 
-A row's statistics are computed from its samples once more. Derived metrics keep none: a rate's follow, but for its
-amount of work, from those of its time in the same outcome, and one or two samples from the statistics themselves. The
+**Evidence.** A row's statistics are recomputed from its samples. Derived metrics keep none: a rate's follow, but for
+its amount of work, from those of its time in the same outcome, one or two samples from the statistics themselves. The
 commit must be one that the checked-out one descends from, without changes.
 
-    commits = history(root)                  # None where git does not know it
-    for problem in row_problems(root / "profiles", commits): print(problem)
+**Seals.** ``profiles/SHA256SUMS`` lists every committed file that cannot be made again from others, as ``sha256sum``
+writes it: rows, recordings, logs of runs, figures, the runs of GPU tests, and the figures of others. Adopting a run and
+drawing a figure seal what they write; ``report.py --seal`` seals the two CSV files that are kept by hand.
+
+**Adopting.** ``scripts/measure_*.sh FOLDER PART...`` write a folder for each part below FOLDER. Its CSVs of rows belong
+into ``profiles/results/<machine>/<part>/``, appended to those that are there (documents show a cell's newest run); its
+pictures and other CSVs, and the rows of a profile, into ``profiles/digests/<machine>/<part>/``; the log of a training
+run, ``FOLDER/<name>/log.jsonl``, into ``profiles/runs/<machine>/<name>/``. Raw recordings, pages of single recordings,
+checkpoints, and figures that are drawn from rows or logs, stay.
+
+    for problem in problems(root, commits=history(root)): print(problem)
+    moves = plan(Path("results/run7"), Path("profiles"), "h200", replace=False)
+    carry_out(moves, Path("profiles"))          # refuses if one of them does
 """
 
+import csv
+import gzip
+import hashlib
+import io
+import os
 import re
 import subprocess
-from collections.abc import Set
+from collections.abc import Collection, Iterable, Set
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from cs336_systems.harness.record import Metric, read_rows
+from cs336_systems.harness.record import Metric, read_rows, unsaid
 from cs336_systems.harness.runs import RATES
+from cs336_systems.pretraining.run_log import LOG
+from cs336_systems.pretraining.run_reader import Run, read_run
+from cs336_systems.pretraining.run_records import Device
+
+RUNS, TEST_RUNS, SUMS = "runs", "gpu_tests.csv", "SHA256SUMS"
+"""Of ``profiles/``: training runs, the last runs of the tests that need a GPU, and the seals."""
+
+BY_HAND = (TEST_RUNS, "../cs336_systems/answers/outside.csv")
+"""Sealed files that people edit, as ``profiles/`` sees them."""
+
+SEALED = ("results", "digests", RUNS, "figures")
+"""Folders of ``profiles/`` whose files are listed."""
+
+LARGEST = 2**20
+"""Bytes of a committed file; rows above are compressed, pictures refused."""
 
 PROVENANCE = ("commit", "argv", "timestamp", "torch")
 """What every row must say; besides the GPU, or the host of a row that a CPU measured."""
-
-TEST_RUNS = "gpu_tests.csv"
-"""Of ``profiles/``: the last runs of the tests that need a GPU, kept by hand."""
 
 _ABBREVIATED = re.compile(r"\b[0-9a-f]{7,40}\b")
 
@@ -63,29 +92,25 @@ def history(root: Path) -> frozenset[str] | None:
         return None
 
 
-def row_files(profiles: Path) -> list[Path]:
-    """Every file of rows below ``profiles/``."""
-    profiled = (profiles / "digests").rglob("profile_model.csv")
-    return sorted([*(profiles / "results").rglob("*.csv"), *(profiles / "results").rglob("*.csv.gz"), *profiled])
-
-
-def row_problems(profiles: Path, commits: Set[str] | None) -> list[str]:
-    """One sentence for each file and column of committed rows that does not prove what it should.
+def problems(profiles: Path, commits: Set[str] | None, rendered: Collection[str] = ()) -> list[str]:
+    """One sentence for each file that does not prove what it should.
 
     Args:
         commits: full hashes of the history; None leaves them unchecked.
+        rendered: files below sealed folders that are rendered from templates, and compared with those instead.
     """
+    digested = (profiles / "digests").rglob("profile_model.csv")
     found = []
-    for path in row_files(profiles):
-        name = path.relative_to(profiles).as_posix()
+    for path in sorted([*(profiles / "results").rglob("*.csv*"), *digested, *(profiles / RUNS).rglob(LOG)]):
         try:
-            found += [f"{name}, {problem}" for problem in problems_of(read_rows(path), commits)]
+            own = run_problems(read_run(path), commits) if path.name == LOG else row_problems(read_rows(path), commits)
         except (OSError, ValueError) as error:
-            found.append(f"{name}: {error}")
-    return found
+            own = [str(error)]
+        found += [f"{path.relative_to(profiles).as_posix()}: {problem}" for problem in own]
+    return [*found, *_test_run_problems(profiles, commits), *broken_seals(profiles, rendered)]
 
 
-def gpu_test_problems(profiles: Path, commits: Set[str] | None) -> list[str]:
+def _test_run_problems(profiles: Path, commits: Set[str] | None) -> list[str]:
     """One sentence for each line of ``gpu_tests.csv`` that names a commit which is not in the history."""
     path = profiles / TEST_RUNS
     if commits is None or not path.exists():
@@ -97,18 +122,33 @@ def gpu_test_problems(profiles: Path, commits: Set[str] | None) -> list[str]:
     return found
 
 
-def problems_of(rows: pd.DataFrame, commits: Set[str] | None) -> list[str]:
-    """The same of rows that ``read_rows`` returned, by line of their file."""
+def row_problems(rows: pd.DataFrame, commits: Set[str] | None) -> list[str]:
+    """One sentence for each column of rows that does not prove what it should, by line of their file."""
     dirty = rows["dirty"].astype(str) != "False"
     commit = rows["commit"].astype(str)
     unknown = ~commit.isin([*(commit if commits is None else commits), *UNKNOWN])
     changed = "are of a checkout with uncommitted changes: no commit says what was measured"
     strange = f"are of commits that are not in the history, here {commit[unknown].iloc[:1].sum()}"
     said = (_where(dirty, changed), _where(unknown, strange))
-    return [*missing_provenance(rows), *filter(None, said), *contradictions(rows)]
+    return [*_missing_provenance(rows), *filter(None, said), *_contradictions(rows)]
 
 
-def missing_provenance(rows: pd.DataFrame) -> list[str]:
+def run_problems(run: Run, commits: Set[str] | None) -> list[str]:
+    """One sentence for each fault of a run's log: it is torn, or its device or a commit of the history is missing."""
+    devices = run.all(Device)
+    found = [] if devices else ["says nothing of its device"]
+    if run.torn:
+        found.append("its last line is not whole")
+    for provenance in (device.provenance for device in devices):
+        commit = str(provenance.get("commit", ""))
+        if provenance.get("dirty", True) is not False:
+            found.append("is of a checkout with uncommitted changes: no commit says what ran")
+        if commit in UNKNOWN or (commits is not None and commit not in commits):
+            found.append(f"is of commit {commit or 'unknown'}, which is not in the history")
+    return found
+
+
+def _missing_provenance(rows: pd.DataFrame) -> list[str]:
     """One sentence for each column of provenance that some rows leave empty."""
     device = rows["device"] if "device" in rows else pd.Series("cuda", index=rows.index)
     columns = {name: rows[name] for name in PROVENANCE} | {
@@ -119,7 +159,7 @@ def missing_provenance(rows: pd.DataFrame) -> list[str]:
     return list(filter(None, said))
 
 
-def contradictions(rows: pd.DataFrame) -> list[str]:
+def _contradictions(rows: pd.DataFrame) -> list[str]:
     """One sentence for each statistic that some rows' samples do not have, and for rows that nothing bears out."""
     samples = _samples(rows)
     borne_out = samples.map(len) > 0
@@ -168,3 +208,215 @@ def _where(which: pd.Series, what: str) -> str:
 def _line(position: int) -> int:
     """In a file whose first line is the header."""
     return position + 2
+
+
+def seal(profiles: Path, paths: Iterable[Path]) -> None:
+    """List files as they are now; one that is gone is listed no longer."""
+    sums = _listed(profiles)
+    for path in paths:
+        name = Path(os.path.relpath(path, profiles)).as_posix()
+        sums.pop(name, None)
+        if path.exists():
+            sums[name] = _sum(path)
+    (profiles / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
+
+
+def broken_seals(profiles: Path, rendered: Collection[str] = ()) -> list[str]:
+    """One sentence for each file that is not as listed, not listed, or missing.
+
+    Args:
+        rendered: files among them that are rendered from templates, and compared with those instead.
+    """
+    sums = _listed(profiles)
+    files = {path for folder in SEALED for path in (profiles / folder).rglob("*") if path.is_file()}
+    there = {path.relative_to(profiles).as_posix(): path for path in files}
+    there |= {name: profiles / name for name in BY_HAND if (profiles / name).exists()}
+    found = [f"{name} is listed in {SUMS} and missing" for name in sums.keys() - there.keys()]
+    for name in there.keys() - set(rendered):
+        if name not in sums:
+            found.append(f"{name} is not listed in {SUMS}: scripts/report.py --adopt or --seal lists it")
+        elif sums[name] != _sum(there[name]):
+            found.append(f"{name} was changed since it was sealed: its SHA-256 is not that of {SUMS}")
+    return sorted(found)
+
+
+def _listed(profiles: Path) -> dict[str, str]:
+    path = profiles / SUMS
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+
+
+def _sum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Move:
+    """One file of a run: what will be done with it, or why it cannot be."""
+
+    source: Path
+    target: Path
+    what: str
+    content: bytes = b""
+    refused: bool = False
+
+    def __str__(self) -> str:
+        return f"{'refused: ' if self.refused else ''}{self.source} -> {self.target}: {self.what}"
+
+
+def plan(run: Path, profiles: Path, machine: str, *, replace: bool) -> list[Move]:
+    """What adopting a run's folder would do, file by file.
+
+    Args:
+        run: the folder that a measuring recipe was given.
+        profiles: the folder of ``results`` and ``digests``.
+        machine: whose rows these are, as its folder is called: part of the GPU's name, or cpu.
+        replace: overwrite what is there instead of refusing.
+
+    Raises:
+        ValueError: the folder holds no part with rows or digests.
+    """
+    moves = []
+    for folder in sorted(path for path in run.iterdir() if path.is_dir()) if run.is_dir() else []:
+        if (log := folder / LOG).exists():
+            moves.append(_log(log, profiles / RUNS / machine / folder.name / LOG, machine, replace))
+            continue
+        names = {path.stem for path in folder.glob("*.csv") if _holds_rows(path)}
+        for path in sorted(folder.iterdir()):
+            drawn = path.suffix == ".png" and any(path.stem.startswith(name) for name in names)
+            if path.suffix not in (".csv", ".png") or drawn:
+                continue
+            kind = "results" if path.stem in names and path.stem != "profile_model" else "digests"
+            target = profiles / kind / machine / folder.name / path.name
+            moves.append(
+                _rows(path, target, machine, replace) if path.stem in names else _picture(path, target, replace)
+            )
+    if not moves:
+        raise ValueError(f"{run} holds no folder of a part with rows, pages or pictures, and no log")
+    return moves
+
+
+def carry_out(moves: list[Move], profiles: Path) -> None:
+    """Write every file, each at once or not at all, and its hash.
+
+    Raises:
+        ValueError: one of the moves is refused; nothing is written then.
+        OSError: a file cannot be written; those before it are.
+    """
+    if any(move.refused for move in moves):
+        raise ValueError("nothing was moved, as something is refused")
+    for move in moves:
+        if not move.content:
+            continue
+        move.target.parent.mkdir(parents=True, exist_ok=True)
+        beside = move.target.with_name(f".{move.target.name}.new")
+        try:
+            with beside.open("wb") as file:
+                file.write(move.content)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(move.target)
+        finally:
+            beside.unlink(missing_ok=True)
+        plain = move.target.with_suffix("") if move.target.suffix == ".gz" else move.target
+        if plain != move.target:
+            plain.unlink(missing_ok=True)
+        seal(profiles, {plain, move.target})
+
+
+def _holds_rows(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.readline().startswith(b"schema_version,")
+
+
+def _rows(source: Path, target: Path, machine: str, replace: bool) -> Move:
+    compressed = target.with_suffix(".csv.gz")
+    there = compressed if compressed.exists() else target
+    try:
+        if problem := _unfit(read_rows(source), machine):
+            raise ValueError(problem)
+        lines, old = _lines(source), _lines(there) if there.exists() and not replace else []
+        old = _in_columns(lines[0], old) if old else old
+        added = _newer(lines, old) if old else lines
+    except ValueError as error:
+        return Move(source, there, str(error), refused=True)
+    if not added:
+        return Move(source, there, "all there already")
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([*old, *added])
+    content = text.getvalue().encode()
+    what = f"{len(added)} of {len(lines) - 1} rows appended" if old else f"{len(lines) - 1} rows"
+    if there == compressed or len(content) > LARGEST:
+        return Move(source, compressed, f"{what}, compressed", gzip.compress(content, mtime=0))
+    return Move(source, target, what, content)
+
+
+def _lines(path: Path) -> list[list[str]]:
+    """Of a CSV, compressed or not; the header first."""
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    return list(csv.reader(io.StringIO(data.decode(), newline="")))
+
+
+def _in_columns(columns: list[str], old: list[list[str]]) -> list[list[str]]:
+    """The old lines in the columns of newer ones, in their order, where all they lack could not be said then."""
+    lacking, defaults = [name for name in columns if name not in old[0]], unsaid(old[0])
+    if not set(lacking) <= defaults.keys() or {*columns} - {*lacking} != {*old[0]}:
+        return old
+    rows = (defaults | dict(zip(old[0], line, strict=True)) for line in old[1:])
+    return [columns, *([row[name] for name in columns] for row in rows)]
+
+
+def _newer(lines: list[list[str]], old: list[list[str]]) -> list[list[str]]:
+    """The lines that are not among the old ones.
+
+    Raises:
+        ValueError: other columns; or lines that are no newer: changed by hand, or of a run before the committed one,
+            which would pass for the newest.
+    """
+    if lines[0] != old[0]:
+        raise ValueError("other columns than the committed rows have")
+    known, time = {tuple(line) for line in old}, lines[0].index("timestamp")
+    added = [line for line in lines if tuple(line) not in known]
+    newest = max((line[time] for line in old[1:]), default="")
+    if any(line[time] <= newest for line in added):
+        raise ValueError(f"differs from committed rows and is no newer than they are ({newest})")
+    return added
+
+
+def _picture(source: Path, target: Path, replace: bool) -> Move:
+    content = source.read_bytes()
+    if len(content) > LARGEST:
+        return Move(source, target, f"{len(content) / 2**20:.1f} MiB are too large to commit", refused=True)
+    if not target.exists():
+        return Move(source, target, "new", content)
+    if target.read_bytes() == content:
+        return Move(source, target, "there already")
+    if not replace:
+        return Move(source, target, "differs from the committed one", refused=True)
+    return Move(source, target, "replaces the committed one", content)
+
+
+def _log(source: Path, target: Path, machine: str, replace: bool) -> Move:
+    try:
+        run = read_run(source)
+        problems = run_problems(run, commits=None)
+        problems += [
+            f"a run on {device.name}, not on {machine}"
+            for device in run.all(Device)
+            if machine.lower() not in device.name.lower()
+        ]
+    except ValueError as error:
+        problems = [str(error)]
+    return Move(source, target, problems[0], refused=True) if problems else _picture(source, target, replace)
+
+
+def _unfit(rows: pd.DataFrame, machine: str) -> str:
+    """Why rows cannot be committed; empty if they can."""
+    if rows.empty:
+        return "no rows"
+    if problems := row_problems(rows, commits=None):
+        return problems[0]
+    device = rows["device"] if "device" in rows else pd.Series("cuda", index=rows.index)
+    measured_on = rows["gpu"].where(device != "cpu", "cpu").astype(str)
+    foreign = measured_on[~measured_on.str.lower().str.contains(machine.lower(), regex=False)]
+    return "" if foreign.empty else f"rows of {foreign.iloc[0]}, not of {machine}"

@@ -1,7 +1,7 @@
 """The figures of the documents, drawn from committed rows and from arithmetic; each file names its source.
 
 Pixels are not drawn again to compare them, as they vary with the libraries that draw: a figure's file holds the hash of
-what it was drawn from, and the file's own hash is sealed (``sums.py``).
+what it was drawn from, and the file's own hash is sealed (``evidence.py``).
 """
 
 import hashlib
@@ -14,11 +14,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 from PIL import Image
 
-from cs336_systems.answers import arithmetic
-from cs336_systems.answers.attention import ON_ONE_HOST
+from cs336_systems.answers import calculations
 from cs336_systems.answers.committed import Committed, NotMeasured
-from cs336_systems.answers.sums import seal
-from cs336_systems.answers.training_rates import rates_of_others
+from cs336_systems.answers.evidence import seal
+from cs336_systems.answers.training import of_bf16_commands, rates_of_others
 from cs336_systems.answers.vocabulary import LEAKS
 from cs336_systems.costs.parallelism.pipeline import SCHEDULES
 from cs336_systems.experiments.attention_figures import masks_figure
@@ -41,6 +40,9 @@ from cs336_systems.pretraining.run_reader import Run
 from cs336_systems.report.figures import save
 from cs336_systems.report.run_figure import run_figure
 
+ON_ONE_HOST = ["reference", "flash", "hopper", "sdpa-cudnn"]
+"""Implementations of attention whose newest rows of the grids against length are of one host; others are older."""
+
 NODES = (8, 64, 512, 2048)
 FOLDER = "figures"
 """Of ``profiles/``."""
@@ -48,7 +50,7 @@ FOLDER = "figures"
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure of the documents: the function that draws it, and what that is given: rows, or results of arithmetic."""
+    """A figure of the documents: the function that draws it, and its arguments: rows, or what was calculated."""
 
     draw: Callable[..., Figure | None]
     arguments: Callable[[], tuple[Any, ...]]
@@ -92,9 +94,9 @@ def _text_of_rows(rows: pd.DataFrame) -> str:
 def figures(committed: Committed) -> dict[str, Drawing]:
     """Every figure of the documents, by file name."""
     rows = committed.rows
-    jobs = [(n, arithmetic.job(n)) for n in NODES]
+    jobs = [(n, calculations.job(n)) for n in NODES]
     labelled = [(f"{n:,} nodes, M = {job.mtbf_s / 3600:.3g} h", job) for n, job in jobs]
-    timelines = [arithmetic.schedule(name, 4, 8) for name in SCHEDULES]
+    timelines = [calculations.schedule(name, 4, 8) for name in SCHEDULES]
 
     def of_rows(draw: Callable[..., Figure | None], *parts: str, **settings: Any) -> Drawing:
         return Drawing(draw, lambda: (rows(*parts, **settings).frame(),))
@@ -136,13 +138,15 @@ def figures(committed: Committed) -> dict[str, Drawing]:
         "h200_run_100m.png": Drawing(_run_figure, lambda: ("100m", committed.run("100m"))),
         "attention_masks.png": Drawing(masks_figure, lambda: (1024,)),
         "pipeline_schedules.png": Drawing(pipelines_figure, lambda: (timelines,)),
-        "fsdp_scaling.png": Drawing(scaling_figure, lambda: (arithmetic.WORKLOAD, arithmetic.H100, 8192)),
+        "fsdp_scaling.png": Drawing(scaling_figure, lambda: (calculations.WORKLOAD, calculations.H100, 8192)),
         "goodput.png": Drawing(goodput_figure, lambda: (labelled,)),
     }
 
 
 def _with_others(rows: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, dict[str, float]]]:
-    return rows, rates_of_others(rows)
+    """Rows as the tables take them: bf16 of commands that quantize nothing, and published rates beside them."""
+    quantized = rows[rows["recipe"] != "stored"]
+    return pd.concat([of_bf16_commands(rows), quantized]).sort_index(), rates_of_others(rows)
 
 
 def _run_figure(name: str, run: Run) -> Figure:

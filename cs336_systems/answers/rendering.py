@@ -2,57 +2,46 @@
 
 A template is the document with Jinja's calls in it. A number or a table is a call, names are those of ``vocabulary``:
 
+    {% set model = rows("context-512", mode="step").asked("size", "dtype") %}
     a step takes {{ model("step", "small", "fp32") }} ms
     {{ (model("step", "small", "fp32") / model("step", "small", "bf16")) | fixed(1) }} times as fast
-    {{ phases_table(rows("context-512", mode="step", dtype="fp32")) }}
+    {{ shown("context-512", step_table(rows("context-512")), ["size", "total ms"], {"dtype": "fp32"}) }}
 
 Numbers show three significant digits, whole ones all of theirs; the filters ``fixed(places)``, ``percent(places)`` and
-``ceil`` choose another form. What waits for rows reads "not measured yet", also inside arithmetic. Text holds no number
-that was found out or read somewhere (``prose.py``): ``outside(name)`` and ``given(text)`` declare what is not computed.
-Templates see no files but each other, and of objects only what this package's own classes make public.
+``ceil`` choose another form. A number that no row holds fails. Templates see no files but each other, and of objects
+only what this package's own classes make public.
+
+**Typed numbers.** Text holds no number that was measured or read somewhere: one with a unit, with decimals, or of three
+digits or more is quoted from rows, from arithmetic or by ``outside(name)``; ``given(text)`` declares a setting. Code,
+the handout's questions (paragraphs in italics), comments and targets of links are not searched. The named models'
+shapes, powers of two and of ten, and years are free unless a unit follows, as are versions of software and parts of
+names (H200).
 """
 
 import difflib
 import math
+import os
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from jinja2 import FunctionLoader, StrictUndefined, TemplateError, TemplateSyntaxError, Undefined, nodes
+from jinja2 import Environment, FunctionLoader, StrictUndefined, TemplateError, TemplateSyntaxError, Undefined, nodes
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from cs336_systems.answers.calculations import LAYER
+from cs336_systems.answers.pivot import part_of
+from cs336_systems.config import MODEL_SIZES
+from cs336_systems.costs.parallelism.mesh import XXL
 from cs336_systems.report.tables import Table, digits
 
 PAGES = Path(__file__).parent / "pages"
 FOLDER = "cs336_systems/answers/pages"
-PENDING = "not measured yet"
-
-
-class Pending:
-    """A number or table that waits for rows: whatever is asked of it or computed with it, it stays one."""
-
-    def __init__(self, text: str = PENDING) -> None:
-        self._text = text
-
-    def __str__(self) -> str:
-        return self._text
-
-    def _itself(self, *_: object) -> "Pending":
-        return self
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _itself
-    __pow__ = __rpow__ = __getitem__ = _itself
-
-    def __iter__(self) -> Any:
-        return iter([self])
-
-    def __getattr__(self, name: str) -> "Pending":
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self
+TABLES = "profiles/tables"
+"""Where the CSV files of long tables lie."""
 
 
 class CannotRender(ValueError):
@@ -73,6 +62,9 @@ class Pages:
 
     def __init__(self, templates: Mapping[str, str], names: Mapping[str, Any]) -> None:
         self._templates = dict(templates)
+        self.files: dict[str, str] = {}
+        """CSV files that documents link, by path in the repository; complete when all documents are rendered."""
+        self._document = ""
         self._environment = _Environment(
             loader=FunctionLoader(self._source),
             undefined=StrictUndefined,
@@ -81,8 +73,8 @@ class Pages:
             keep_trailing_newline=True,
             trim_blocks=True,
         )
-        self._environment.globals = dict(names)
-        self._environment.filters |= {"fixed": _fixed, "percent": _percent, "ceil": _ceil}
+        self._environment.globals = {**names, "shown": self._table_beside, "csv": self._csv, "link_of_csv": self._link}
+        self._environment.filters |= {"fixed": _fixed, "percent": _percent, "ceil": math.ceil}
 
     def render(self, name: str) -> str:
         """A document.
@@ -90,6 +82,7 @@ class Pages:
         Raises:
             CannotRender: unknown names, all of them; or the first call that fails.
         """
+        self._document = name
         if unknown := self._unknown_names(name):
             raise CannotRender(unknown)
         try:
@@ -97,6 +90,24 @@ class Pages:
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise CannotRender([f"{self._place(name, error)}: {error}"]) from error
         return f"{title}\n<!-- Rendered by scripts/report.py from {FOLDER}/{name}.jinja: edit that. -->\n{rest}"
+
+    def _table_beside(
+        self, name: str, table: Table, columns: Sequence[str] = (), where: Mapping[str, Any] | None = None
+    ) -> str:
+        """Part of a table, and below it a link to the whole one."""
+        shown = part_of(table, columns, where)
+        return f"{shown.markdown()}\n\nAll columns and lines ({len(table.frame)}): {self._csv(name, table)}."
+
+    def _csv(self, name: str, table: Table) -> str:
+        """Write a table beside the pages; a link to it from this page."""
+        path = f"{TABLES}/{name}.csv"
+        if self.files.setdefault(path, table.csv()) != table.csv():
+            raise ValueError(f"two tables are called {name!r}")
+        return self._link(name)
+
+    def _link(self, name: str) -> str:
+        path = f"{TABLES}/{name}.csv"
+        return f"[{name}.csv]({os.path.relpath(path, Path(self._document).parent)})"
 
     def _source(self, name: str) -> tuple[str, str, None] | None:
         """A template and the file name by which a traceback calls it."""
@@ -130,7 +141,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 def _shown(value: Any) -> str:
     if isinstance(value, Table):
         return value.markdown()
-    if isinstance(value, (str, Pending, Undefined)):
+    if isinstance(value, (str, Undefined)):
         return str(value)
     if isinstance(value, int):
         return f"{value:,}"
@@ -140,15 +151,11 @@ def _shown(value: Any) -> str:
 
 
 def _fixed(value: Any, places: int = 0) -> Any:
-    return value if isinstance(value, Pending) or value == math.inf else f"{value:,.{places}f}"
+    return value if value == math.inf else f"{value:,.{places}f}"
 
 
 def _percent(value: Any, places: int = 0) -> Any:
     return _fixed(100 * value, places)
-
-
-def _ceil(value: Any) -> Any:
-    return value if isinstance(value, Pending) else math.ceil(value)
 
 
 def read_templates() -> dict[str, str]:
@@ -182,3 +189,97 @@ def _difference(was: str | None, now: str | None) -> str:
     same = next((k for k, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), min(len(was), len(now)))
     start = max(0, same - 20)
     return f"{was[start : same + 40]!r} should be {now[start : same + 40]!r}"
+
+
+_UNITS = (
+    *("ns", "us", "µs", "ms", "s", "seconds?", "minutes?", "hours?", "days?"),
+    *("[KMGT]i?B(?:/s)?", "[MG]bit/s", "[kMGT]?FLOPs?(?:/s)?", "tokens/s", "[MG]Hz", "k?W", "%", "per ?cent", "times"),
+)
+_UNIT = re.compile(rf"(?:\*\*)?[\s\u00a0-]?(?:{'|'.join(_UNITS)})(?![\w/])|[×x](?![\w(])(?! ?\d)| ×(?! ?[\w(])")
+_NUMBER = re.compile(r"(?<![\w.,^])(?<![A-Za-z]-)\d(?:[\d,_]*\d)?(?:\.\d+)*")
+_SOFTWARE = "torch|triton|python|cuda|cudnn|ptxas|driver|nccl|nsight|nsys|matplotlib"
+_PART_OF_MORE = re.compile(rf"(?:(?:{_SOFTWARE})[ -]\(?|[A-Za-z)] ?/ ?)$", re.IGNORECASE)
+"""Before a number: the name of software whose version it is, or a letter that it divides."""
+
+_SHAPES = {
+    value
+    for shape in (*map(astuple, MODEL_SIZES.values()), astuple(LAYER), astuple(XXL.layer))
+    for value in shape
+    if isinstance(value, (int, float)) and value >= 100
+}
+
+_SKIPPED = (
+    r"^```.*?^```",  # code
+    r"\{%.*?%\}|\{\{.*?\}\}|\{#.*?#\}",  # Jinja's own
+    r"`[^`]*`",
+    r"<!--.*?-->",
+    r"\]\([^)\s]*\)",
+    r"https?://\S+",
+    r"^(?: {4}|\t).*?$",
+    r"^\*(?!\*)(?:(?!\n\n).)*?(?<!\*)\*$",  # a question of the handout
+)
+
+
+def typed_numbers(templates: Mapping[str, str]) -> list[str]:
+    """One sentence for each number that is typed by hand, with its template and line."""
+    found = []
+    for name, text in sorted(templates.items()):
+        typed = sorted({*_in_text(text), *_in_calls(text)})
+        found += [f"{name}.jinja, line {line}: {number!r} is typed, not quoted" for line, number in typed]
+    return found
+
+
+def _in_text(text: str) -> Iterator[tuple[int, str]]:
+    """Numbers of the text between calls: line, and the number with its unit."""
+    for pattern in _SKIPPED:
+        text = re.sub(pattern, _blank, text, flags=re.MULTILINE | re.DOTALL)
+    return ((text.count("\n", 0, start) + 1, number) for start, number in _numbers(text))
+
+
+def _blank(match: re.Match[str]) -> str:
+    """As many lines, of nothing that reads as text."""
+    return "\0" + "\n" * match[0].count("\n")
+
+
+def _numbers(text: str) -> Iterator[tuple[int, str]]:
+    for match in _NUMBER.finditer(text):
+        unit = _UNIT.match(text, match.end())
+        named = not unit and re.match("[A-Za-z_]", text[match.end() : match.end() + 1])
+        if named or match[0].count(".") > 1 or _PART_OF_MORE.search(text, 0, match.start()):
+            continue
+        if unit or not _is_free(match[0]):
+            yield match.start(), match[0] + (unit[0] if unit else "")
+
+
+def _is_free(number: str) -> bool:
+    """Whether a number without a unit may be typed."""
+    if "." in number:
+        return False
+    value = int(re.sub("[,_]", "", number))
+    power = value & (value - 1) == 0 or (set(str(value)[1:]) == {"0"} and str(value)[0] == "1")
+    return value < 100 or power or 1990 <= value < 2040 or value in _SHAPES
+
+
+def _in_calls(text: str) -> Iterator[tuple[int, str]]:
+    """Numbers that an expression shows though no name in it says where they come from, and those in its strings."""
+    tree = Environment().parse(text)
+    shown: list[nodes.Node] = [node for output in tree.find_all(nodes.Output) for node in output.nodes]
+    shown += [assignment.node for assignment in tree.find_all(nodes.Assign)]
+    for node in shown:
+        constants = [node] if isinstance(node, nodes.Const) else list(node.find_all(nodes.Const))
+        if node.find(nodes.Name) is None:
+            yield from ((node.lineno, f"{{{{ {each.value} }}}}") for each in constants if _is_number(each.value))
+        asked = {id(each) for call in _calls(node) for each in call.find_all(nodes.Const)}
+        for each in constants:
+            if isinstance(each.value, str) and id(each) not in asked:
+                yield from ((each.lineno, number) for _, number in _numbers(each.value))
+
+
+def _calls(node: nodes.Node) -> Iterator[nodes.Node]:
+    """Calls and places in what they return: constants in them ask, and are not shown."""
+    kinds = (nodes.Call, nodes.Getitem)
+    return (each for each in (node, *node.find_all(kinds)) if isinstance(each, kinds))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from cs336_systems.answers.committed import Committed, NotMeasured, caption
+from cs336_systems.answers.committed import Committed, NotMeasured
 from tests.report.rows import make_cell, make_frame, ms
 
 WHERE = {"gpu": "NVIDIA H200", "device": "cuda", "commit": "abc", "argv": "benchmark_model.py", "dirty": False}
@@ -93,7 +93,20 @@ def test_a_part_of_several_files_wants_one_named(profiles):
     assert len(committed.rows("grid/other", "again").frame()) == 4
 
 
-def test_captions_say_what_all_rows_share_and_how_often_it_was_measured(asked):
-    rows = asked.where(size=["small", "xl"]).frame()
-    said = caption(rows, ["size", "dtype", "context_length"], "medians of {n} steps")
-    assert said == "dtype fp32, context 128; medians of 1 to 2 steps."
+def test_a_question_names_its_settings_in_order_and_others_by_name(asked):
+    step = asked.asked("size", "checkpoint")
+    assert step("step", "xl", 9) == step("step", "xl", checkpoint="9") == 8.0
+    for wrong in (lambda: step("step", "xl", 9, 1), lambda: step("step", "xl", size="small")):
+        with pytest.raises(TypeError):
+            wrong()
+
+
+def test_every_row_of_some_metrics_and_the_lines_of_a_recording(asked, tmp_path):
+    assert asked.where(size="small").values("step") == [9.0, 9.0, 1.0, 3.0]
+    assert asked.where(size="xl").values("step", statistic="deviation") == pytest.approx([2**0.5 / 8] * 2)
+    (tmp_path / "digests").mkdir()
+    (tmp_path / "digests/links.csv").write_text("beside,tflops\nnothing,4\nnothing,6\ncopies,1\n")
+    recorded = Committed(tmp_path, "h200").recorded("links", beside="nothing")
+    assert recorded.mean("tflops") == 5.0
+    with pytest.raises(NotMeasured):
+        recorded.where(beside="heat").mean("tflops")

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from cs336_systems.answers import figures as answers_figures
+from cs336_systems.answers import vocabulary
 from cs336_systems.answers.committed import Committed, NotMeasured
 from cs336_systems.answers.figures import draw, figures, stale_figures
 from cs336_systems.experiments.leaks.findings import Findings
@@ -68,7 +68,7 @@ def test_an_experiment_draws_its_own_findings(tmp_path, saved, monkeypatch):
     def analyse(rows):
         return Findings([], {}, lambda axes: axes.plot([0, 1], [0, rows["median"].sum()]), "Title")
 
-    monkeypatch.setitem(answers_figures.LEAKS, "roofline_knee", analyse)
+    monkeypatch.setitem(vocabulary.LEAKS, "roofline_knee", analyse)
     failed = make_cell(status="error", message="no", gpu="NVIDIA H200")
     committed = write(tmp_path, "leaks", "roofline_knee.csv", make_cell(ms("time", 46.0), gpu="NVIDIA H200"), failed)
     figures(committed)["h200_leak_roofline_knee.png"].write(tmp_path / "knee.png")

@@ -17,12 +17,11 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from cs336_systems.answers import report
-from cs336_systems.answers.evidence import history
+from cs336_systems.answers.evidence import BY_HAND, history, seal
 from cs336_systems.answers.rendering import read_templates
-from cs336_systems.answers.sums import seal
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, DIGESTS = "profiles/gpu_tests.md", "profiles/digests/h200"
+PAGE, OVERVIEW, DIGESTS = "profiles/gpu_tests.md", "profiles/digests/README.md", "profiles/digests/h200"
 GRID = "profiles/results/h200/grid/benchmark_model.csv"
 FLASH = "profiles/results/h200/attention-flash-bf16/benchmark_attention.csv.gz"
 FIGURE = "profiles/figures/h200_grid.png"
@@ -35,14 +34,17 @@ def copy(tmp_path_factory):
     if history(ROOT) is not None:
         command = ["git", "clone", "--quiet", "--shared", "--no-checkout", str(ROOT), str(root)]
         subprocess.run(command, check=True, capture_output=True)
-    shutil.copytree(ROOT / "profiles", root / "profiles")
+    shutil.copytree(ROOT / "profiles", root / "profiles", ignore=shutil.ignore_patterns("tables"))
+    for name in BY_HAND:
+        (root / "profiles" / name).parent.resolve().mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "profiles" / name, root / "profiles" / name)
     return root
 
 
 @pytest.fixture
 def checked(copy, monkeypatch, capsys):
     """Forges files, by a function of bytes for each, and returns what ``--check`` then says; they are mended after."""
-    cheap = {name: text for name, text in read_templates().items() if name in (PAGE, f"{DIGESTS}/README.md")}
+    cheap = {name: text for name, text in read_templates().items() if name in (PAGE, OVERVIEW, "questions")}
     before = {}
 
     def check(forgeries, sealed=False, **templates):
@@ -113,11 +115,11 @@ def test_what_is_committed_passes(checked):
 def test_samples_that_are_not_those_of_the_statistics(checked):
     said = checked({name: cells(samples="[99, 99, 99]") for name in (GRID, FLASH)}, sealed=True)
     for name, statistic in itertools.product((GRID, FLASH), ("median", "mean", "std", "p10", "p90", "n")):
-        assert re.search(rf"^{name}, line \d+: in \d+ of \d+ rows, here {statistic} is ", said, re.MULTILINE)
+        assert re.search(rf"^{name}: line \d+: in \d+ of \d+ rows, here {statistic} is ", said, re.MULTILINE)
 
 
 def test_a_row_of_uncommitted_changes(checked):
-    assert f"{GRID}, line 2: " in (said := checked({GRID: cells(dirty="True")}, sealed=True))
+    assert f"{GRID}: line 2: " in (said := checked({GRID: cells(dirty="True")}, sealed=True))
     assert "uncommitted changes" in said
 
 
@@ -125,13 +127,13 @@ def test_a_row_of_uncommitted_changes(checked):
 def test_a_commit_that_is_not_in_the_history(checked):
     forged = "0123456789abcdef0123456789abcdef01234567"
     said = checked({GRID: cells(commit=forged), "profiles/gpu_tests.csv": text("fb68f66", "fb68f67")}, sealed=True)
-    assert f"{GRID}, line 2: " in said and f"not in the history, here {forged}" in said
+    assert f"{GRID}: line 2: " in said and f"not in the history, here {forged}" in said
     assert "profiles/gpu_tests.csv, line 2: commit fb68f67 is not in the history" in said
 
 
 def test_rows_that_agree_with_themselves_but_are_not_those_adopted(checked):
     said = checked({GRID: lambda content: b"\n".join(content.split(b"\n")[:-2]) + b"\n"})
-    assert f"{GRID} was changed since it was adopted" in said
+    assert f"{GRID} was changed since" in said
     assert f"{FIGURE} was drawn from other rows" in said
 
 
@@ -145,32 +147,50 @@ def test_a_figure_that_another_replaced(checked, copy, sealed):
 
 def test_a_figure_that_was_painted_over(checked):
     said = checked({FIGURE: one_pixel})
-    assert f"{FIGURE} was changed since it was adopted or drawn" in said
+    assert f"{FIGURE} was changed since" in said
     assert "other rows" not in said
 
 
-def test_a_digest_that_was_edited(checked):
-    page, table, overview = (
-        f"{DIGESTS}/nsys/small-b4-c512-fp32-nsys.md",
-        f"{DIGESTS}/memory/memory-2.7b-b4-c128-fp32-step-allocations.csv",
-        f"{DIGESTS}/README.md",
-    )
-    said = checked({page: text("54.5", "45.5"), table: text("100", "101"), overview: text("nsys-autocast", "nsys")})
-    assert f"{page} was changed since" in said and f"{table} was changed since" in said
-    assert f"stale: {overview}, line " in said
+def test_a_recording_that_was_edited(checked):
+    table = f"{DIGESTS}/memory/memory-2.7b-b4-c128-fp32-step-allocations.csv"
+    said = checked({table: text("100", "101"), OVERVIEW: text("nsys-autocast", "nsys")})
+    assert f"{table} was changed since" in said
+    assert f"stale: {OVERVIEW}, line " in said
 
 
 def test_a_page_of_test_runs_that_was_edited(checked):
-    said = checked({PAGE: text("161 passed", "261 passed")})
-    assert f"stale: {PAGE}, line 9: " in said and "261 passed" in said
+    said = checked({PAGE: text("17 passed", "27 passed")})
+    assert f"stale: {PAGE}, line " in said and "27 passed" in said
+
+
+def test_outcomes_of_test_runs_and_figures_of_others_that_were_edited(checked):
+    outside = "cs336_systems/answers/outside.csv"
+    said = checked({"profiles/gpu_tests.csv": text("7 passed", "8 passed"), outside: text("150k", "120k")})
+    assert "profiles/gpu_tests.csv was changed since" in said
+    assert f"{outside} was changed since" in said
+
+
+def test_a_table_beside_a_page_that_was_edited_or_that_no_page_links(checked, copy, monkeypatch):
+    page, table = "profiles/page.md", copy / "profiles/tables/collectives.csv"
+    template = '# T\n\n{{ csv("collectives", collectives_table(rows("collectives"))) }}\n'
+    monkeypatch.setattr(report, "draw", lambda committed, profiles: [])
+    monkeypatch.setattr(report, "read_templates", lambda: {page: template})
+    assert report.render(copy, check=False) == 0
+    said = checked({"profiles/tables/collectives.csv": text("all_reduce", "all_gather")}, **{page: template})
+    assert "stale: profiles/tables/collectives.csv, line 2" in said
+    (copy / page).unlink()
+    table.unlink()
+    table.write_text("a,b\n")
+    assert report.render(copy, check=True) == 1
+    table.unlink()
 
 
 def test_numbers_typed_into_a_template_and_its_page(checked):
-    page, quote = f"{DIGESTS}/README.md", '{{ nsys("annotated_step", "small", 512, "step") }}'
-    before = read_templates()[page]
+    quote = '{{ nsys("annotated_step", "small", 512, "step") }}'
+    before = read_templates()[OVERVIEW]
     line = before[: before.index(quote)].count("\n") + 1
     typed = "218, of 434 in 5.364, 9.3 of 129 GiB"
-    said = checked({page: text("58.1", typed)}, **{page: before.replace(quote, typed)})
+    said = checked({OVERVIEW: text("58.1", typed)}, **{OVERVIEW: before.replace(quote, typed)})
     for number in ("218", "434", "5.364", "9.3", "129 GiB"):
-        assert f"answers/pages/{page}.jinja, line {line}: '{number}' is typed, not quoted" in said
+        assert f"answers/pages/{OVERVIEW}.jinja, line {line}: '{number}' is typed, not quoted" in said
     assert "stale" not in said

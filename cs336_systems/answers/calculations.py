@@ -1,0 +1,209 @@
+"""Numbers that are computed: parallelism, pipelines, failures; and predictions of communication beside measurements.
+
+Answers come from ``costs/``; this module fixes what the documents ask about: the scaling book's shape of a 70B model's
+feed-forward, a batch of 4M tokens, H100s, and the accounting question's TPUs. Two predictions of a collective's time
+stand side by side: by the link's datasheet, which knows no latency and is a lower bound, and by a ring fitted to rows.
+"""
+
+import math
+from dataclasses import dataclass
+
+import pandas as pd
+
+from cs336_systems.answers.committed import NotMeasured
+from cs336_systems.config import resolve_size
+from cs336_systems.costs.communication import LINKS, Link, RingCost, cost, fit
+from cs336_systems.costs.fsdp import model_units
+from cs336_systems.costs.parallelism import ring as rings
+from cs336_systems.costs.parallelism.failures import Job, mean_time_between_failures
+from cs336_systems.costs.parallelism.forms import FeedForward, Form, Pass, find_device, largest_world
+from cs336_systems.costs.parallelism.mesh import (
+    XXL,
+    MeshThreshold,
+    Network,
+    Split,
+    best_whole_split,
+    largest_mesh,
+    optimal_split,
+    smaller_batches,
+    thresholds,
+    torus_network,
+)
+from cs336_systems.costs.parallelism.pipeline import Timeline, simulate
+from cs336_systems.costs.parallelism.scaling import LLAMA3_70B, Workload
+from cs336_systems.report.tables import Table, digits
+
+LAYER = FeedForward(8192, 28_672, 3)
+WORKLOAD = Workload(LLAMA3_70B.n_parameters, 2**22, 8192)
+H100, TPU = find_device("h100"), find_device("tpu-v5p")
+SAVE_S, RESTART_S = 60.0, 300.0
+MIB = 2**20
+DATASHEET = LINKS["nvlink4"]
+"""What joins H100s and H200s of one host."""
+
+
+def ring_ratio(n_ranks: int) -> float:
+    """Bytes that a rank sends in the alternate all-reduce, over those of the ring; both played."""
+    total = 1024 * n_ranks
+    runs = (rings.alternate_all_reduce(n_ranks, total), rings.all_reduce(n_ranks, total))
+    return max(runs[0].bytes_per_link) / max(runs[1].bytes_per_link)
+
+
+def h100s_that_hide(form: Form, which: Pass, tokens: float) -> float:
+    """H100s up to which a form hides its communication, at so many tokens in the batch."""
+    return largest_world(form, LAYER, tokens, which, H100.flops_per_s, H100.egress(8))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """FSDP and tensor parallelism of 2**20 tokens over 256 H100s, whose axes overlap or share the network."""
+
+    overlapping: bool
+
+    @property
+    def _network(self) -> Network:
+        egress = H100.egress(256)
+        return Network(H100.flops_per_s, egress, egress, self.overlapping)
+
+    @property
+    def best(self) -> Split:
+        return optimal_split(LAYER, 2**20, 256, self._network)
+
+    @property
+    def whole(self) -> Split:
+        """The best split into whole numbers."""
+        return best_whole_split(LAYER, 2**20, 256, self._network)
+
+    @property
+    def largest(self) -> float:
+        """Devices up to which some split hides its communication."""
+        x, y = largest_mesh(LAYER, 2**20, self._network)
+        return x * y
+
+
+def xxl_threshold(*, overlapping: bool, large_rings: bool = True) -> MeshThreshold:
+    """Tokens from which forward of the accounting question's stack on 16 x 4 TPUs is bound by compute."""
+    network = torus_network(TPU, 2, 1, overlapping=overlapping, large_rings=large_rings)
+    return next(t for t in thresholds(XXL.layer, 64, network) if (t.fsdp, t.tp) == (16, 4))
+
+
+def xxl_remedies() -> list[float]:
+    """Tokens per device after each remedy, in the order of ``smaller_batches``."""
+    network = torus_network(TPU, 2, 1, overlapping=False, large_rings=True)
+    return [tokens for _, tokens in smaller_batches(XXL.layer, 16, 4, network)]
+
+
+def schedule(name: str, stages: int, microbatches: int) -> Timeline:
+    """A pipeline schedule, played; interleaved has two chunks per stage."""
+    return simulate(name, stages, microbatches, chunks=2 if name == "interleaved" else 1)
+
+
+def job(n_nodes: int) -> Job:
+    """A run on so many nodes that takes a minute to save and five to restart."""
+    return Job(mean_time_between_failures(n_nodes), SAVE_S, RESTART_S)
+
+
+def link_of(collectives: pd.DataFrame, world_size: int) -> Link:
+    """The link of least error over all collectives that were timed between so many GPUs.
+
+    Raises:
+        NotMeasured: there are too few times.
+    """
+    times = gpu_times(collectives)
+    points = [(_cost(row), row["median"] / 1e3) for _, row in times[times["world_size"] == world_size].iterrows()]
+    try:
+        return fit(points)
+    except ValueError as error:
+        raise NotMeasured(f"no link of {world_size} ranks can be fitted: {error}") from error
+
+
+def gpu_times(collectives: pd.DataFrame) -> pd.DataFrame:
+    """Times of collectives between GPUs, the newest of each cell."""
+    rows = collectives[(collectives["metric"] == "time") & (collectives["device"] == "cuda")]
+    return rows.drop_duplicates(["world_size", "dtype", "collective", "size_mb"], keep="last")
+
+
+def _cost(row: pd.Series) -> RingCost:
+    return cost(row["collective"], int(row["world_size"]), int(row["total_bytes"]))
+
+
+def best_bucket_mib(collectives: pd.DataFrame, size: str, world_size: int) -> float:
+    """sqrt(s w o) with the fitted link: s all gradients, o its latency per call, w its all-reduce bandwidth."""
+    link, call = link_of(collectives, world_size), cost("all_reduce", world_size, 1.0)
+    overhead, bandwidth = call.steps * link.alpha_s, 1 / (call.wire_bytes * link.beta_s_per_byte)
+    return (sum(gradient_sizes(size)) * bandwidth * overhead) ** 0.5 / MIB
+
+
+def predicted_exposed(rung: str, bucket_mib: float = 25.0, size: str = "xl", world_size: int = 2) -> float:
+    """Exposed milliseconds by the datasheet, if backward is long enough to hide what it can."""
+    messages = rung_messages(rung, gradient_sizes(size), bucket_mib)
+    return exposed_ms(rung, messages, world_size, DATASHEET, float("inf"))
+
+
+def gradient_sizes(size: str) -> list[int]:
+    """Bytes of every fp32 gradient of the reference model, in the order of forward."""
+    return [4 * math.prod(shape) for unit in model_units(resolve_size(size)) for shape in unit]
+
+
+def rung_messages(rung: str, sizes: list[int], bucket_mib: float | None) -> list[int]:
+    """Bytes of each all-reduce that a rung of the ladder sends, in the order in which backward sends them."""
+    backwards = sizes[::-1]
+    if rung == "flat":
+        return [sum(sizes)]
+    if rung in ("naive", "overlapped"):
+        return backwards
+    messages: list[int] = []
+    for size in backwards:
+        if messages and bucket_mib is not None and messages[-1] + size <= bucket_mib * MIB:
+            messages[-1] += size
+        else:
+            messages.append(size)
+    return messages
+
+
+def exposed_ms(rung: str, messages: list[int], world_size: int, link: Link, backward_ms: float) -> float:
+    """Communication that a step waits for: all of it after backward, or what backward cannot hide.
+
+    Overlapped rungs send while backward runs; the last message cannot begin before backward ends, and what does not
+    fit beside backward remains.
+    """
+    each = [1e3 * link.seconds(cost("all_reduce", world_size, n_bytes)) for n_bytes in messages]
+    if rung in ("naive", "flat"):
+        return sum(each)
+    return max(each[-1], sum(each) - backward_ms)
+
+
+def collectives_predictions(collectives: pd.DataFrame) -> Table:
+    """All-reduces in fp32 of every world and size: measured, by the datasheet, and by the ring fitted to two ranks."""
+    link, times = link_of(collectives, 2), gpu_times(collectives)
+    times = times[(times["collective"] == "all_reduce") & (times["dtype"] == "fp32")]
+    lines = []
+    for _, row in times.sort_values(["world_size", "size_mb"]).iterrows():
+        lower, ring = (1e3 * each.seconds(_cost(row)) for each in (DATASHEET, link))
+        lines.append(
+            {"ranks": row["world_size"], "MB": f"{row['size_mb']:g}", "measured ms": digits(row["median"])}
+            | {"datasheet ms": digits(lower), "its error %": _error(lower, row["median"])}
+            | {"ring of 2 ms": digits(ring), "ring's error %": _error(ring, row["median"])}
+        )
+    return Table("All-reduce in fp32, medians; MB of 1e6 bytes.", pd.DataFrame(lines))
+
+
+def _error(predicted: float, measured: float) -> str:
+    return f"{round(100 * (predicted / measured - 1)) + 0:+d}"
+
+
+def ddp_predictions(rows: pd.DataFrame, collectives: pd.DataFrame) -> Table:
+    """Exposed communication of every rung in fp32: predicted from the gradients and a link, and measured."""
+    lines = []
+    ran = rows[(rows["status"] == "ok") & (rows["world_size"] > 1)]
+    for _, cell in ran.groupby(["size", "world_size", "ddp", "bucket_size_mb"], sort=False, dropna=False):
+        size, rung, world_size = str(cell["size"].iloc[0]), str(cell["ddp"].iloc[0]), int(cell["world_size"].iloc[0])
+        bucket = pd.to_numeric(cell["bucket_size_mb"], errors="coerce").iloc[0]
+        medians = cell.drop_duplicates("metric", keep="last").set_index("metric")["median"]
+        messages = rung_messages(rung, gradient_sizes(size), None if pd.isna(bucket) else float(bucket))
+        line = {"size": size, "ddp": rung, "ranks": world_size, "measured exposed ms": f"{medians['exposed']:.2f}"}
+        links, backward_ms = (DATASHEET, link_of(collectives, world_size)), medians["local_backward"]
+        lower, ring = (exposed_ms(rung, messages, world_size, link, backward_ms) for link in links)
+        line |= {"datasheet ms": f"{lower:.2f}", "fitted ring ms": f"{ring:.2f}"}
+        lines.append(line | {"ring less measured ms": f"{ring - medians['exposed']:+.2f}"})
+    return Table("Exposed communication.", pd.DataFrame(lines))

@@ -1,0 +1,211 @@
+"""Whole training runs: rates by size beside peers and published ones, scaling over ranks, and lines of a run's console.
+
+Runs in fp8 have lines of their own: with the run in bf16 of the same command, torchao's, and llm.q's in fp8. Figures of
+others are in ``outside.csv``, each with its source and the date on which the source gave it.
+"""
+
+import csv
+import functools
+import io
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+
+from cs336_systems.answers.committed import NotMeasured
+from cs336_systems.config import MODEL_SIZES
+from cs336_systems.experiments.training.cells import TORCHAO
+from cs336_systems.experiments.training.scaling import APART, WAYS, over_one_rank
+from cs336_systems.experiments.training.table import COMMAND, fastest
+from cs336_systems.pretraining.run_reader import Run
+from cs336_systems.pretraining.run_records import KINDS, End, Evaluation, Light, Options, Record, Step
+from cs336_systems.report.results import MISSING
+from cs336_systems.report.run_console import RunConsole
+from cs336_systems.report.tables import Table, digits
+
+OUTSIDE = Path(__file__).with_name("outside.csv")
+
+_SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b")
+_PEERS = {"transformers-liger": "transformers, Liger", "transformers": "transformers"}
+
+_Pair = tuple[float, float]
+"""Tokens per second of another and of ours, as they are compared."""
+
+
+@functools.cache
+def _published() -> dict[str, dict[str, str]]:
+    with OUTSIDE.open(newline="") as file:
+        return {line.pop("name"): line for line in csv.DictReader(file)}
+
+
+def outside(name: str) -> str:
+    """A figure that others published, with its unit.
+
+    Raises:
+        LookupError: ``outside.csv`` holds none of this name.
+    """
+    if name not in _published():
+        raise LookupError(f"outside.csv holds no {name!r}, only {', '.join(_published())}")
+    return _published()[name]["figure"]
+
+
+def outside_table() -> Table:
+    """All of them, with source and date."""
+    return Table("As their sources gave them on the date.", pd.DataFrame(_published().values()))
+
+
+def llmq_rates(*, fp8: bool = False) -> dict[str, float]:
+    """Tokens per second by size, as its authors give them of one H100."""
+    suffix = " fp8" if fp8 else ""
+    return {size: 1000 * float(outside(f"llm.q {size}{suffix}").removesuffix("k tokens/s")) for size in _SIZES}
+
+
+def rates_of_others(rows: pd.DataFrame) -> dict[str, dict[str, float]]:
+    """What stands beside these rows and is not among them, by who says so; in fp8 where they have such runs."""
+    in_fp8 = {"llm.q in fp8, one H100": llmq_rates(fp8=True)} if (rows["recipe"] != "stored").any() else {}
+    return {"llm.q, one H100": llmq_rates()} | in_fp8
+
+
+def training_rates_table(rows: pd.DataFrame) -> Table:
+    """A line for each size: our fastest run in bf16, how it ran, and the others' tokens per second, with ours over
+    them."""
+    runs = {(run["size"], run["how"]): run for run in _fastest(of_bf16_commands(rows))}
+    known = llmq_rates()
+    ours = [runs[size, "ours"] for size in MODEL_SIZES if (size, "ours") in runs]
+
+    def others(run: dict[str, Any]) -> dict[str, _Pair | None]:
+        found = {name: runs.get((run["size"], how), {}).get("tokens_per_s") for how, name in _PEERS.items()}
+        found["llm.q, one H100"] = known.get(run["size"])
+        return {name: (rate, run["tokens_per_s"]) if rate else None for name, rate in found.items()}
+
+    return _table([_line(run, others(run)) for run in ours], ours, "products")
+
+
+def fp8_rates_table(rows: pd.DataFrame) -> Table:
+    """A line for each size and recipe in fp8: our fastest run, in bf16 and torchao's, each of a command with ours, and
+    llm.q in fp8.
+
+    Raises:
+        NotMeasured: no run in fp8 is among the rows.
+    """
+    runs = _fastest(rows[(rows["how"] == "ours") & (rows["recipe"] != "stored")])
+    if not runs:
+        raise NotMeasured("training, runs in fp8")
+    runs.sort(key=lambda run: list(MODEL_SIZES).index(run["size"]))
+    known = llmq_rates(fp8=True)
+    others = {"bf16": {"how": "ours", "recipe": "stored"}}
+    others |= {how.replace("-", ", "): {"how": how} for how in TORCHAO}
+    lines = []
+    for run in runs:
+        pairs = {name: _in_one_command(run, rows, **other) for name, other in others.items()}
+        rate = known.get(run["size"])
+        pairs["llm.q in fp8, one H100"] = (rate, run["tokens_per_s"]) if rate else None
+        line = _line(run, pairs)
+        lines.append({"size": line.pop("size"), "products": run["recipe"]} | line)
+    libraries = "; ".join(sorted({*rows["library"][rows["how"].isin(TORCHAO)]}))
+    smaller = "of one command, whose steps and micro-batches may be smaller than those of our fastest run"
+    compared = f", {smaller}; torchao's: {libraries}" if libraries else ""
+    return _table(lines, runs, "what is not quantized", compared)
+
+
+def of_bf16_commands(rows: pd.DataFrame) -> pd.DataFrame:
+    """Runs of commands that quantize nothing: elsewhere one in bf16 stands beside those in fp8, not beside the peers of
+    another day."""
+    quantizes = (rows["recipe"] != "stored").groupby([rows[name] for name in COMMAND], sort=False).transform("any")
+    return rows[~quantizes]
+
+
+def _in_one_command(run: dict[str, Any], rows: pd.DataFrame, **other: str) -> _Pair | None:
+    """Another's run of the same size, and ours of the same size and recipe, of the command that has both and in which
+    ours is fastest."""
+    pairs = []
+    for _, command in rows[rows["size"] == run["size"]].groupby(list(COMMAND), sort=False):
+        wanted = (other, {"how": "ours", "recipe": run["recipe"]})
+        found = [_fastest(command[(command[list(each)] == list(each.values())).all(axis=1)]) for each in wanted]
+        if all(found):
+            pairs.append((found[0][0]["tokens_per_s"], found[1][0]["tokens_per_s"]))
+    return max(pairs, key=lambda pair: pair[1], default=None)
+
+
+def _fastest(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(name): value for name, value in run.items()} for run in fastest(rows).to_dict("records")]
+
+
+def _line(run: dict[str, Any], others: dict[str, _Pair | None]) -> dict[str, str]:
+    shown = {name: f"{pair[0]:,.0f} ({pair[1] / pair[0]:.2f})" if pair else MISSING for name, pair in others.items()}
+    return {
+        **{"size": run["size"], "tokens/s": f"{run['tokens_per_s']:,.0f}"},
+        **{"speed of light %": f"{run['speed_of_light']:.1f}"},
+        **shown,
+        **{"peak GiB": digits(run["peak_memory"]), "predicted": digits(run["predicted_peak_memory"])},
+        **{"batch": f"{run['batch_size']:g}", "tokens a step": f"{run['total_batch_tokens']:,.0f}"},
+        **{"kernels": run["kernels"], "keep": run["keep"]},
+    }
+
+
+def _table(lines: list[dict[str, str]], runs: list[dict[str, Any]], multiplied: str, compared: str = "") -> Table:
+    first, seconds = runs[0], sorted(run["seconds"] for run in runs)
+    said = (
+        f"{first['gpu']}, {first['dtype']} parameters, gradients, moments and {multiplied}, sequences of "
+        f"{first['context_length']:,}, attention {first['attention']}, {first['data']}; medians over at least "
+        f"{' to '.join(dict.fromkeys(f'{each:g}' for each in (seconds[0], seconds[-1])))} s of steps, without the "
+        f"first two; in brackets ours over theirs{compared}."
+    )
+    frame = pd.DataFrame(lines)
+    return Table(said, frame[[name for name in frame if (frame[name] != MISSING).any()]])
+
+
+def scaling_table(rows: pd.DataFrame) -> Table:
+    """The lines of ``over_one_rank``, and ZeRO-1 over ranks that send nothing.
+
+    Raises:
+        NotMeasured: no command has measured one rank and several.
+    """
+    lines = over_one_rank(rows)
+    if lines.empty:
+        raise NotMeasured("training on several ranks beside one")
+    ratios = lines[[*WAYS]].assign(**{"ZeRO-1 over apart": lines["ZeRO-1"] / lines[APART]})
+    shown = ratios.map(lambda ratio: MISSING if pd.isna(ratio) else f"{ratio:.3f}")
+    frame = pd.concat([lines[["size", "products", "ranks"]], shown, lines["commit"]], axis=1)
+    return Table("Tokens/s over those of one rank in the same command.", frame)
+
+
+def console_lines(run: Run, steps: Collection[int]) -> str:
+    """The console's lines of some steps and the evaluations after as many, and the end's; ``...`` where some are left
+    out."""
+    file = io.StringIO()
+    console = RunConsole(console=Console(file=file))
+    for record in (*run.all(Options), *run.all(Light)):
+        console.write(record)
+    file.truncate(file.seek(0))  # their tables
+    left_out = False
+    for record in run.records:
+        if not isinstance(record, Step | Evaluation | End):
+            continue
+        if not isinstance(record, End) and record.step not in steps:
+            left_out = True
+            continue
+        if left_out:
+            file.write("...\n")
+        left_out = False
+        console.write(record)
+    return file.getvalue().rstrip("\n")
+
+
+def last_record(run: Run, kind: str) -> Record:
+    """The newest record of a kind, by the name that the log has for it.
+
+    Raises:
+        ValueError: the log has none.
+    """
+    found = run.last(KINDS[kind])
+    if found is None:
+        raise ValueError(f"{run.path} has no record of kind {kind!r}")
+    return found
+
+
+def best_evaluation(run: Run) -> Evaluation:
+    """The one with the least loss, of a run that has one."""
+    return min(run.all(Evaluation), key=lambda evaluation: evaluation.loss)

@@ -1,0 +1,193 @@
+"""Rates of training in documents: the fastest of ours by size, others beside, and what was not measured left out."""
+
+import pandas as pd
+import pytest
+
+from cs336_systems.answers.committed import NotMeasured
+from cs336_systems.answers.training import (
+    best_evaluation,
+    console_lines,
+    fp8_rates_table,
+    last_record,
+    llmq_rates,
+    of_bf16_commands,
+    outside,
+    outside_table,
+    rates_of_others,
+    scaling_table,
+    training_rates_table,
+)
+from cs336_systems.experiments.training.cells import TORCHAO
+from cs336_systems.experiments.training.figure import rates_figure
+from cs336_systems.experiments.training.table import fastest
+from cs336_systems.pretraining.run_log import LOG, LogFile, RunLog
+from cs336_systems.pretraining.run_reader import read_run
+from cs336_systems.pretraining.run_records import End, Evaluation, Options, Step
+
+CELL = {
+    **{"gpu": "NVIDIA H200", "device": "cuda", "context_length": 1024, "dtype": "bf16", "world_size": 1, "zero": 0},
+    **{"attention": "hopper", "cuda_graph": "off", "lmhead_chunks": None, "data": "random tokens", "warmup": 2},
+    **{"seconds": 12.0, "recipe": "stored", "library": "", "status": "ok", "argv": "a", "commit": "b", "host": "c"},
+    "timestamp": "2026-11-22T00:00:00",
+}
+
+
+def rows():
+    runs = [
+        # size, how, batch, kernels, tokens/s, world size
+        ("qwen2.5-7b", "ours", 8, "fused", 14_000.0, 1),
+        ("qwen2.5-0.5b", "ours", 32, "fused", 159_000.0, 1),
+        ("qwen2.5-0.5b", "ours", 64, "fused-products", 165_000.0, 1),
+        ("qwen2.5-0.5b", "ours", 32, "fused", 310_000.0, 2),
+        ("qwen2.5-0.5b", "transformers-liger", 32, "", 132_000.0, 1),
+    ]
+    found = []
+    for size, how, batch, kernels, rate, world_size in runs:
+        ours = {"speed_of_light": 50.0, "predicted_peak_memory": 39.0} if how == "ours" else {}
+        for metric, median in {"tokens_per_s": rate, "peak_memory": 40.0, **ours}.items():
+            cell = CELL | {"size": size, "how": how, "batch_size": batch, "total_batch_tokens": 2**19, "keep": "all"}
+            found.append(cell | {"kernels": kernels, "world_size": world_size, "metric": metric, "median": median})
+    return pd.DataFrame(found)
+
+
+def test_the_fastest_of_ours_and_others_beside():
+    table = training_rates_table(rows())
+    assert "NVIDIA H200, bf16" in table.caption and "at least 12 s of steps" in table.caption
+    small, large = table.frame.to_dict("records")
+    assert (small["size"], small["tokens/s"], small["batch"]) == ("qwen2.5-0.5b", "165,000", "64")
+    assert small["transformers, Liger"] == "132,000 (1.25)"
+    assert small["llm.q, one H100"] == "150,000 (1.10)"
+    assert (large["size"], large["transformers, Liger"]) == ("qwen2.5-7b", "–")
+    assert "transformers" not in table.frame  # not measured at any size
+
+
+def ways_in(figure):
+    return [label.get_text() for label in figure.axes[0].get_yticklabels()]
+
+
+def test_a_bar_for_each_way_and_failed_runs_none():
+    best = fastest(rows())
+    assert list(best["tokens_per_s"]) == [14_000.0, 165_000.0, 132_000.0]
+    figure = rates_figure(rows(), {"llm.q": llmq_rates()})
+    assert ways_in(figure) == ["ours", "transformers-liger", "llm.q"]
+    assert [axes.get_title() for axes in figure.axes] == ["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b"]
+    bars = [[bar.get_width() for bar in axes.patches] for axes in figure.axes]
+    assert (bars[0], bars[1], bars[3]) == ([165.0, 132.0, 150.0], [0.0, 0.0, 59.1], [14.0, 0.0, 13.9])
+    assert rates_figure(rows().assign(status="oom"), {}) is None
+
+
+def in_fp8(rate, command, stored_rate=None):
+    """A run in fp8 at 0.5B and, perhaps, one of stored products of the same command."""
+    alone = rows().query("size == 'qwen2.5-0.5b' and kernels == 'fused-products'").assign(argv=command, keep="products")
+    rates = {"e4m3": rate} if stored_rate is None else {"e4m3": rate, "stored": stored_rate}
+    runs = [alone.assign(recipe=recipe) for recipe in rates]
+    for run, each in zip(runs, rates.values(), strict=True):
+        run.loc[run["metric"] == "tokens_per_s", "median"] = each
+    return pd.concat(runs)
+
+
+def test_fp8_stands_beside_bf16_of_the_same_command_and_never_for_it():
+    peer = rows().query("how == 'transformers-liger'").assign(argv="b", keep="products")
+    both = pd.concat([rows(), peer, in_fp8(190_000.0, "b", 160_000.0)])
+    faster = pd.concat([rows(), peer, in_fp8(190_000.0, "b", 170_000.0)])
+    assert {*of_bf16_commands(both)["argv"]} == {"a"}
+    for found in (both, faster):
+        assert training_rates_table(found).frame.equals(training_rates_table(rows()).frame)
+    (line,) = fp8_rates_table(both).frame.to_dict("records")
+    assert (line["products"], line["tokens/s"]) == ("e4m3", "190,000")
+    assert line["bf16"] == "160,000 (1.19)"  # not the 165,000 of another command
+    assert line["llm.q in fp8, one H100"] == "164,000 (1.16)"
+    alone = fp8_rates_table(pd.concat([rows(), in_fp8(180_000.0, "c")]))
+    assert "bf16" not in alone.frame
+    with pytest.raises(NotMeasured, match="fp8"):
+        fp8_rates_table(rows())
+    figure = rates_figure(both, rates_of_others(both))
+    assert ways_in(figure) == ["ours", "transformers-liger", "ours, e4m3", "llm.q, one H100", "llm.q in fp8, one H100"]
+    assert list(rates_of_others(rows())) == ["llm.q, one H100"]
+
+
+def of_torchao(rates, command):
+    """Its runs at 0.5B, of a command in which ours makes 180,000."""
+    ours = in_fp8(180_000.0, command).assign(total_batch_tokens=2**17)
+    runs = [ours]
+    for how, rate in rates.items():
+        run = ours.assign(how=how, recipe=TORCHAO[how], library="transformers 5, torchao 0.18", kernels="", keep="")
+        run.loc[run["metric"] == "tokens_per_s", "median"] = rate
+        runs.append(run)
+    return pd.concat(runs)
+
+
+def test_fp8_stands_beside_torchaos_of_a_command_that_has_both():
+    peers = of_torchao({"torchao-tensorwise": 160_000.0, "torchao-rowwise": 150_000.0}, "d")
+    both = pd.concat([rows(), in_fp8(190_000.0, "b", 160_000.0), peers])
+    table = fp8_rates_table(both)
+    (line,) = table.frame.to_dict("records")
+    assert (line["tokens/s"], line["bf16"]) == ("190,000", "160,000 (1.19)")
+    assert line["torchao, tensorwise"] == "160,000 (1.12)"  # over its command's 180,000
+    assert line["torchao, rowwise"] == "150,000 (1.20)"
+    assert "our fastest run; torchao's: transformers 5, torchao 0.18" in table.caption
+    assert "torchao, rowwise" not in fp8_rates_table(in_fp8(190_000.0, "b", 160_000.0)).frame
+    assert training_rates_table(both).frame.equals(training_rates_table(rows()).frame)
+    assert ways_in(rates_figure(both, {}))[-2:] == ["torchao-tensorwise, e4m3-e5m2", "torchao-rowwise, e4m3-row"]
+
+
+def ranked(*runs):
+    found = []
+    for commit, recipe, ranks, zero, gather_by, apart, rate in runs:
+        cell = {"size": "qwen2.5-7b", "recipe": recipe, "world_size": ranks, "zero": zero, "gather_by": gather_by}
+        run = {"apart": apart, "argv": "a", "commit": commit * 40, "host": "c", "status": "ok"}
+        found += [
+            cell | run | {"metric": "tokens_per_s", "median": rate},
+            cell | run | {"metric": "loss", "median": 12.0},
+        ]
+    return pd.DataFrame(found)
+
+
+def test_each_command_beside_its_own_rank():
+    table = scaling_table(
+        ranked(
+            *(("a", "e4m3", 1, 1, "collectives", "off", 100.0), ("a", "e4m3", 4, 1, "collectives", "on", 400.0)),
+            *(("a", "e4m3", 4, 3, "copies", "off", 370.0), ("a", "e4m3", 4, 1, "collectives", "off", 390.0)),
+            *(("b", "e4m3", 1, 1, "collectives", "off", 200.0), ("b", "e4m3", 2, 3, "collectives", "off", 350.0)),
+            ("c", "e4m3", 4, 1, "collectives", "off", 500.0),  # beside no rank alone
+            *(("d", "e4m3", 1, 3, "collectives", "off", 90.0), ("d", "e4m3", 4, 3, "copies", "off", 370.0)),  # nor this
+        )
+    )
+    assert table.frame.to_dict("records") == [
+        {
+            **{"size": "qwen2.5-7b", "products": "e4m3", "ranks": 2, "ZeRO-1": "–", "ZeRO-3, collectives": "1.750"},
+            **{"ZeRO-3, copies": "–", "ranks apart": "–", "ZeRO-1 over apart": "–", "commit": "bbbbbbb"},
+        },
+        {
+            **{"size": "qwen2.5-7b", "products": "e4m3", "ranks": 4, "ZeRO-1": "3.900", "ZeRO-3, collectives": "–"},
+            **{"ZeRO-3, copies": "3.700", "ranks apart": "4.000", "ZeRO-1 over apart": "0.975", "commit": "aaaaaaa"},
+        },
+    ]
+
+
+def test_without_one_rank_there_is_nothing_to_say():
+    alone = ranked(("c", "stored", 4, 1, "collectives", "off", 500.0))
+    with pytest.raises(NotMeasured, match="beside one"):
+        scaling_table(alone)
+
+
+def test_the_console_of_some_steps_and_the_last_record_of_a_kind(tmp_path):
+    with RunLog(LogFile.open(tmp_path / LOG, resume=False)) as log:
+        log.write(Options({}, {}, 5))
+        for step in range(5):
+            log.write(Step(step, 0.5, 1000, 3.0 - step / 10, 1.0, 1e-3))
+        for step, loss in ((2, 2.5), (5, 2.75)):
+            log.write(Evaluation(step, loss, 1000, 0.1))
+        log.write(End(5, "done"))
+    run = read_run(tmp_path / LOG)
+    assert [line[:7] for line in console_lines(run, [4]).splitlines()] == ["...", "[T] ste", "...", "done, a"]
+    assert last_record(run, "end").reason == "done" and best_evaluation(run).step == 2
+    with pytest.raises(ValueError, match="checkpoint"):
+        last_record(run, "checkpoint")
+
+
+def test_what_others_say_has_a_source_and_a_date():
+    assert llmq_rates()["qwen2.5-1.5b"] == pytest.approx(59_100) and outside("class record").endswith(" s")
+    assert (outside_table().frame[["source", "date"]] != "").all(axis=None)
+    with pytest.raises(LookupError, match="'guess'"):
+        outside("guess")
