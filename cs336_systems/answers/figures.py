@@ -35,7 +35,7 @@ from cs336_systems.experiments.sharded_optimizer import memory_figure
 from cs336_systems.experiments.streaming_figures import heatmap_figure
 from cs336_systems.experiments.training.figure import rates_figure
 from cs336_systems.experiments.training.scaling import ranks_figure
-from cs336_systems.harness.record import DEFAULTS, NOT_RECORDED, OF_CAPS, OF_RUNS, OF_SHARDS
+from cs336_systems.harness.record import DEFAULTS, EARLIER, NOT_RECORDED
 from cs336_systems.pretraining.run_reader import Run
 from cs336_systems.report.figures import save
 from cs336_systems.report.run_figure import run_figure
@@ -85,7 +85,7 @@ def _text(argument: Any) -> str:
 
 def _text_of_rows(rows: pd.DataFrame) -> str:
     """Rows as they were measured: without what no row could say then, and so is at its default in all."""
-    defaults = NOT_RECORDED | DEFAULTS | OF_SHARDS | OF_CAPS | OF_RUNS
+    defaults = NOT_RECORDED | DEFAULTS | EARLIER["prefetch"] | EARLIER["host_gib"] | EARLIER["total_batch_tokens"]
     unsaid = [name for name, default in defaults.items() if name in rows and (rows[name] == default).all()]
     own = rows.drop(columns=unsaid)
     return own[sorted(own.columns.astype(str))].to_csv(index=False, float_format="%.9g")

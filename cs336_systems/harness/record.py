@@ -15,7 +15,7 @@ import io
 import json
 import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pandas as pd
 
-from cs336_systems.case import TrainingCase
+from cs336_systems.case import Parallel, TrainingCase
 
 SCHEMA_VERSION = 1
 
@@ -40,28 +40,21 @@ _PROVENANCE = (
 _NUMBERS = ("median", "mean", "std", "p10", "p90", "n")
 
 DEFAULTS: dict[str, Any] = asdict(TrainingCase())
-"""Of rows that were measured before a training case could say a setting."""
+"""Settings of rows that were measured before a training case could say them."""
 
 NOT_RECORDED = {"nccl": ""}
 """Columns of provenance that earlier rows lack, and what they read as there."""
 
-OF_ATTENTION = {"clock": "harness", "repeat": 0}
-"""Of rows of attention, which a head dimension tells from others, measured before they could say a setting."""
-
-OF_REPLICAS = {"max_ctas": 0}
-"""Likewise of rows of data parallelism, which name a form of it."""
-
-OF_SHARDS = {"update": "after-backward", "gather_by": "collectives", "do_bench": "off", "losses": 0}
-"""Likewise of rows of full sharding, which say how many units are gathered ahead."""
-
-OF_PROFILES = {"repeat": 0}
-"""Likewise of rows of profiles, which name their profiler."""
-
-OF_CAPS = {"peer": ""}
-"""Likewise of rows of steps under memory caps, which say how much the host has."""
-
-OF_RUNS = {"recipe": "stored", "library": "", "gather_by": "collectives", "apart": "off"}
-"""Likewise of rows of whole runs, which say how many tokens a step has."""
+EARLIER: dict[str, dict[str, Any]] = {
+    "context_length": DEFAULTS,
+    "d_head": {"clock": "harness", "repeat": 0},
+    "ddp": {"max_ctas": Parallel.max_ctas},
+    "host_gib": {"peer": ""},
+    "profiler": {"repeat": 0},
+    "total_batch_tokens": {"recipe": "stored", "library": "", "gather_by": Parallel.gather_by, "apart": "off"},
+    "prefetch": {"update": Parallel.update, "gather_by": Parallel.gather_by, "do_bench": "off", "losses": 0},
+}
+"""By a column that tells a benchmark's rows, the settings that its earlier rows lack, and what these were then."""
 
 Row = dict[str, Any]
 
@@ -215,16 +208,12 @@ def read_rows(path: Path, cell_columns: Iterable[str] = ()) -> pd.DataFrame:
     return parse_samples(frame)
 
 
-def unsaid(columns: Iterable[str]) -> dict[str, Any]:
+def unsaid(columns: Collection[str]) -> dict[str, Any]:
     """What rows with these columns could say when later ones were measured, and what it was then."""
-    known = set(columns)
-    defaults = NOT_RECORDED | (DEFAULTS if "context_length" in known else {})
-    defaults |= OF_ATTENTION if "d_head" in known else {}
-    defaults |= OF_REPLICAS if "ddp" in known else {}
-    defaults |= OF_CAPS if "host_gib" in known else {}
-    defaults |= OF_PROFILES if "profiler" in known else {}
-    defaults |= OF_RUNS if "total_batch_tokens" in known else {}
-    return defaults | (OF_SHARDS if "prefetch" in known else {})
+    found = dict(NOT_RECORDED)
+    for mark, settings in EARLIER.items():
+        found |= settings if mark in columns else {}
+    return found
 
 
 def parse_samples(frame: pd.DataFrame) -> pd.DataFrame:
