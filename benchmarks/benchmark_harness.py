@@ -8,10 +8,11 @@ rounds; each round yields one ratio of medians, which should lie within two perc
 reported.
 """
 
-from cs336_systems.experiments.harness_cost.cells import Options
-from cs336_systems.report.command_line import exit_with, experiment_command
+from cs336_systems.experiments.driver import command
+from cs336_systems.experiments.harness_cost import EXPERIMENT
+from cs336_systems.report.command_line import exit_with
 
-main = experiment_command(Options, "harness_cost.experiment", __doc__)
+main = command(EXPERIMENT, __doc__)
 
 if __name__ == "__main__":
-    exit_with("benchmark_harness", main)
+    exit_with(EXPERIMENT.name, main)

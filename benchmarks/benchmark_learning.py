@@ -9,10 +9,11 @@ Runs with the same seed begin with the same weights and see the same tokens in t
 that only the first one compiles. On an H200 each run of the defaults takes ten seconds.
 """
 
-from cs336_systems.experiments.learning.cells import Options
-from cs336_systems.report.command_line import exit_with, experiment_command
+from cs336_systems.experiments.driver import command
+from cs336_systems.experiments.learning import EXPERIMENT
+from cs336_systems.report.command_line import exit_with
 
-main = experiment_command(Options, "learning.experiment", __doc__)
+main = command(EXPERIMENT, __doc__)
 
 if __name__ == "__main__":
-    exit_with("benchmark_learning", main)
+    exit_with(EXPERIMENT.name, main)

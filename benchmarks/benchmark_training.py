@@ -7,10 +7,11 @@ Tokens are random, as only speed is measured. The first steps compile, allocate 
 H200 a run takes a minute and a half, of 7B four; each run has a process of its own.
 """
 
-from cs336_systems.experiments.training.cells import Options
-from cs336_systems.report.command_line import exit_with, experiment_command
+from cs336_systems.experiments.driver import command
+from cs336_systems.experiments.training import EXPERIMENT
+from cs336_systems.report.command_line import exit_with
 
-main = experiment_command(Options, "training.experiment", __doc__)
+main = command(EXPERIMENT, __doc__)
 
 if __name__ == "__main__":
-    exit_with("benchmark_training", main)
+    exit_with(EXPERIMENT.name, main)

@@ -13,17 +13,15 @@ profiles/raw/; a page (Markdown), CSVs and pictures per workload to --out. A run
 for the device.
 """
 
-from cs336_systems.experiments.profile.cells import Options
+from cs336_systems.experiments.profile import EXPERIMENT, Options, show_recording
 from cs336_systems.report.command_line import exit_with, parse
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse, then profile, or read what was recorded; returns the exit code."""
+    """Parse, then profile, or show what was recorded; returns the exit code."""
     options = parse(Options, arguments, __doc__)
-    from cs336_systems.experiments.profile.experiment import EXPERIMENT, show_recording  # torch and pandas come with it
-
     return show_recording(options, options.read) if options.read else EXPERIMENT.run(options)
 
 
 if __name__ == "__main__":
-    exit_with("profile_model", main)
+    exit_with(EXPERIMENT.name, main)

@@ -24,17 +24,16 @@ from cs336_systems.experiments.attention_figures import masks_figure
 from cs336_systems.experiments.attention_figures import scaling_figure as attention_figure
 from cs336_systems.experiments.blocks import kept_figure
 from cs336_systems.experiments.collectives import collectives_figure
+from cs336_systems.experiments.findings import findings_figure
 from cs336_systems.experiments.fp8 import time_figure
 from cs336_systems.experiments.fully_sharded_breakdown import breakdown_figure
 from cs336_systems.experiments.kernels import shares_figure
-from cs336_systems.experiments.leaks.findings import findings_figure
-from cs336_systems.experiments.learning.figure import loss_figure
+from cs336_systems.experiments.learning import loss_figure
 from cs336_systems.experiments.model_figures import frontier_figure, speedups_figure, step_figure
 from cs336_systems.experiments.parallelism_figures import goodput_figure, pipelines_figure, scaling_figure
 from cs336_systems.experiments.sharded_optimizer import memory_figure
 from cs336_systems.experiments.streaming_figures import heatmap_figure
-from cs336_systems.experiments.training.figure import rates_figure
-from cs336_systems.experiments.training.scaling import ranks_figure
+from cs336_systems.experiments.training import ranks_figure, rates_figure
 from cs336_systems.harness.record import DEFAULTS, EARLIER, NOT_RECORDED
 from cs336_systems.pretraining.run_reader import Run
 from cs336_systems.report.figures import save

@@ -19,10 +19,8 @@ from cs336_systems.costs.attention import AttentionWork
 from cs336_systems.costs.attention_stages import attention_stages
 from cs336_systems.costs.flops import hardware_flops
 from cs336_systems.costs.memory import peak_memory
-from cs336_systems.experiments.precision import accumulation
-from cs336_systems.experiments.precision import autocast as autocast_dtypes
-from cs336_systems.experiments.precision.options import SumOptions
-from cs336_systems.experiments.precision.pretended_cuda import cuda_autocast, pretended_cuda
+from cs336_systems.experiments import precision
+from cs336_systems.experiments.precision import cuda_autocast, pretended_cuda
 from cs336_systems.hardware import find_hardware
 from cs336_systems.profiling.ranges import SCORES, SOFTMAX, VALUES
 from cs336_systems.profiling.traces.kernels import CLASSES, MATMUL, short_name
@@ -297,7 +295,7 @@ def _or_dash(value: float) -> str:
 
 def sums_table() -> Table:
     """The handout's four sums of a thousand hundredths."""
-    frame = accumulation.run(SumOptions(terms=(1000,))).head(4)  # the first experiments are the handout's
+    frame = precision.sums((1000,)).head(4)  # the first experiments are the handout's
     frame = frame.assign(
         result=[f"{value:.7g}" for value in frame["result"]],
         relative_error=[f"{value:+.1e}" for value in frame["relative_error"]],
@@ -308,8 +306,8 @@ def sums_table() -> Table:
 
 def accumulated(accumulator: str, dtype: str, terms: int) -> str:
     """A sum of hundredths in order, to seven digits."""
-    term = torch.tensor(0.01, dtype=accumulation.DTYPES[dtype])
-    return f"{accumulation.in_order(terms, term, accumulation.DTYPES[accumulator]).total:.7g}"
+    term = torch.tensor(0.01, dtype=precision.DTYPES[dtype])
+    return f"{precision.in_order(terms, term, precision.DTYPES[accumulator]).total:.7g}"
 
 
 def toy_table() -> Table:
@@ -325,12 +323,12 @@ def toy_table() -> Table:
 def _toy_dtypes(dtype: torch.dtype) -> Mapping[str, list[str]]:
     seen: dict[str, list[str]] = {}
     with pretended_cuda(), cuda_autocast(dtype):
-        model = autocast_dtypes.ToyModel(autocast_dtypes.N_IN, autocast_dtypes.N_CLASSES)
+        model = precision.ToyModel(precision.N_IN, precision.N_CLASSES)
         watched = {"first layer": model.fc1, "relu": model.relu, "LayerNorm": model.ln}
-        with autocast_dtypes.watched_outputs(watched, seen):
-            logits = model(torch.randn(autocast_dtypes.BATCH, autocast_dtypes.N_IN))
-        targets = torch.zeros(autocast_dtypes.BATCH, dtype=torch.int64)
+        with precision.watched_outputs(watched, seen):
+            logits = model(torch.randn(precision.BATCH, precision.N_IN))
+        targets = torch.zeros(precision.BATCH, dtype=torch.int64)
         loss = torch.nn.functional.cross_entropy(logits, targets)
     for tensor, what in ((next(model.parameters()), "parameters"), (logits, "logits"), (loss, "loss")):
-        autocast_dtypes.note(seen, what, tensor)
+        precision.note(seen, what, tensor)
     return seen | {"gradients": seen["parameters"]}

@@ -16,9 +16,7 @@ from rich.console import Console
 
 from cs336_systems.answers.committed import NotMeasured
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.experiments.training.cells import TORCHAO
-from cs336_systems.experiments.training.scaling import APART, WAYS, over_one_rank
-from cs336_systems.experiments.training.table import COMMAND, fastest
+from cs336_systems.experiments.training import APART, COMMAND, TORCHAO, WAYS, fastest, over_one_rank
 from cs336_systems.pretraining.run_reader import Run
 from cs336_systems.pretraining.run_records import KINDS, End, Evaluation, Light, Options, Record, Step
 from cs336_systems.report.results import MISSING

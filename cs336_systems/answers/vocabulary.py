@@ -17,21 +17,21 @@ from cs336_systems.costs.parallelism.mesh import XXL
 from cs336_systems.costs.parallelism.scaling import communication_limit
 from cs336_systems.costs.sharding import link_bytes_per_step
 from cs336_systems.experiments import attention as attention_tables
+from cs336_systems.experiments import flops_against_time, launch_overhead, matmul_data, roofline_knee
 from cs336_systems.experiments import fp8 as fp8_tables
 from cs336_systems.experiments import sharded_optimizer as sharded_tables
 from cs336_systems.experiments.blocks import BLOCK_TABLE
 from cs336_systems.experiments.collectives import collectives_table
 from cs336_systems.experiments.data_parallel import DATA_PARALLEL
+from cs336_systems.experiments.findings import Findings
 from cs336_systems.experiments.fully_sharded import FULLY_SHARDED
 from cs336_systems.experiments.fully_sharded_breakdown import breakdown_tables
 from cs336_systems.experiments.kernels import KERNEL_TABLE
-from cs336_systems.experiments.leaks import flops_against_time, launch_overhead, matmul_data, roofline_knee
-from cs336_systems.experiments.leaks.findings import Findings
-from cs336_systems.experiments.learning.table import LEARNING_TABLE, loss_deviations
+from cs336_systems.experiments.learning import LEARNING_TABLE, loss_deviations
 from cs336_systems.experiments.model import step_table
 from cs336_systems.experiments.parallelism import QUESTIONS
 from cs336_systems.experiments.streaming import STREAMING_TABLE
-from cs336_systems.experiments.training.table import TRAINING_TABLE
+from cs336_systems.experiments.training import TRAINING_TABLE
 from cs336_systems.report.tables import Table
 
 LEAKS = {leak.NAME: leak.analyse for leak in (matmul_data, roofline_knee, launch_overhead, flops_against_time)}
@@ -113,7 +113,7 @@ def _over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def leak(rows: pd.DataFrame) -> dict[str, Any]:
-    """The main figures of one experiment of ``experiments/leaks``, as its own analysis finds them in its rows."""
+    """The main figures of one of the lecture's experiments, as its own analysis finds them in its rows."""
     return findings(rows).figures
 
 

@@ -24,10 +24,11 @@ Inductor's fused kernels are asked to name themselves in the trace. FLOPs by ``c
 the operators' summed time; time when none runs is reported beside (from a step without profiler).
 """
 
-from cs336_systems.experiments.leaks.flops_against_time_cells import Options
-from cs336_systems.report.command_line import exit_with, experiment_command
+from cs336_systems.experiments.driver import command
+from cs336_systems.experiments.flops_against_time import EXPERIMENT
+from cs336_systems.report.command_line import exit_with
 
-main = experiment_command(Options, "leaks.flops_against_time", __doc__)
+main = command(EXPERIMENT, __doc__)
 
 if __name__ == "__main__":
-    exit_with("flops_against_time", main)
+    exit_with(EXPERIMENT.name, main)

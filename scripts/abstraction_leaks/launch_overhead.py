@@ -23,10 +23,11 @@ from the first call until the device is done, by the host's clock, over the dept
 last call has returned. L2 stays warm: the chain's own intermediates are what an operation finds there in a model.
 """
 
-from cs336_systems.experiments.leaks.launch_overhead_cells import Options
-from cs336_systems.report.command_line import exit_with, experiment_command
+from cs336_systems.experiments.driver import command
+from cs336_systems.experiments.launch_overhead import EXPERIMENT
+from cs336_systems.report.command_line import exit_with
 
-main = experiment_command(Options, "leaks.launch_overhead", __doc__)
+main = command(EXPERIMENT, __doc__)
 
 if __name__ == "__main__":
-    exit_with("launch_overhead", main)
+    exit_with(EXPERIMENT.name, main)

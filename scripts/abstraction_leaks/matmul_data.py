@@ -21,10 +21,11 @@ repeat, and a kind's ratio is against normal data *of the same repeat*. The L2 c
 flushing would write zeros and rest the multipliers. Both matrices are of the kind; a CPU reports no watts.
 """
 
-from cs336_systems.experiments.leaks.matmul_data_cells import Options
-from cs336_systems.report.command_line import exit_with, experiment_command
+from cs336_systems.experiments.driver import command
+from cs336_systems.experiments.matmul_data import EXPERIMENT
+from cs336_systems.report.command_line import exit_with
 
-main = experiment_command(Options, "leaks.matmul_data", __doc__)
+main = command(EXPERIMENT, __doc__)
 
 if __name__ == "__main__":
-    exit_with("matmul_data", main)
+    exit_with(EXPERIMENT.name, main)

@@ -23,10 +23,11 @@ the chains far below it, the rate of arithmetic from those far above it, each le
 peak enters. Compile time is a row of its own. The predictions use the copy measured in the same run.
 """
 
-from cs336_systems.experiments.leaks.roofline_knee_cells import Options
-from cs336_systems.report.command_line import exit_with, experiment_command
+from cs336_systems.experiments.driver import command
+from cs336_systems.experiments.roofline_knee import EXPERIMENT
+from cs336_systems.report.command_line import exit_with
 
-main = experiment_command(Options, "leaks.roofline_knee", __doc__)
+main = command(EXPERIMENT, __doc__)
 
 if __name__ == "__main__":
-    exit_with("roofline_knee", main)
+    exit_with(EXPERIMENT.name, main)

@@ -9,7 +9,7 @@ from matplotlib.text import Text
 from cs336_systems.answers import vocabulary
 from cs336_systems.answers.committed import Committed, NotMeasured
 from cs336_systems.answers.figures import draw, figures, stale_figures
-from cs336_systems.experiments.leaks.findings import Findings
+from cs336_systems.experiments.findings import Findings
 from cs336_systems.harness.record import DEFAULTS
 from tests.report.rows import make_cell, make_frame, ms
 

@@ -23,7 +23,7 @@ from cs336_systems.answers.handout import (
     toy_table,
 )
 from cs336_systems.config import MODEL_SIZES
-from cs336_systems.experiments.precision.pretended_cuda import cuda_autocast, pretended_cuda
+from cs336_systems.experiments.precision import cuda_autocast, pretended_cuda
 from cs336_systems.report.tables import digits
 from tests.report.rows import make_cell, make_frame, ms
 

@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.config import resolve_size
-from cs336_systems.experiments import attention, blocks, fp8, kernels, model
-from cs336_systems.experiments.learning import cells as learning
-from cs336_systems.experiments.profile import cells as profile
-from cs336_systems.experiments.training import cells as training
+from cs336_systems.experiments import attention, blocks, fp8, kernels, learning, model, profile, training
 from cs336_systems.harness.record import read_rows
 from cs336_systems.report.command_line import parse
 from tests.benchmarks.commands import ROOT

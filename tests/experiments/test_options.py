@@ -194,7 +194,7 @@ def test_the_note_names_what_stands_at_the_smaller_default():
 
 
 def test_a_profile_is_that_of_one_micro_batch_uncaptured():
-    cells = importlib.import_module("cs336_systems.experiments.profile.cells")
+    cells = importlib.import_module("cs336_systems.experiments.profile")
     with pytest.raises(ValueError, match="a profile is that of one micro-batch, got --accumulate 1 2"):
         cells.make_cells(cells.Options(accumulate=(1, 2)))
     with pytest.raises(ValueError, match="--cuda-graph on: a captured step has no phases or modules"):

@@ -6,7 +6,7 @@ import pytest
 from cs336_systems.profiling.ranges import BACKWARD
 from cs336_systems.profiling.traces.tables import KERNEL, Trace, TraceError, make_trace
 from cs336_systems.report.block_timeline import draw_two_blocks, spread, two_blocks
-from tests.experiments.profile.profiles import golden_profile
+from tests.experiments.profiles import golden_profile
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 CALLER, AUTOGRAD, COMPUTE, SENDING = 1, 2, 7, 17

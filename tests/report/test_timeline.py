@@ -8,7 +8,7 @@ from cs336_systems.profiling.traces.kernels import CLASSES, kernel_class
 from cs336_systems.profiling.traces.queries import MS
 from cs336_systems.profiling.traces.tables import TraceError
 from cs336_systems.report.timeline import CLASS_COLOURS, draw_timeline
-from tests.experiments.profile.profiles import golden_profile
+from tests.experiments.profiles import golden_profile
 
 PHASES = ["forward", "backward", "optimizer"]
 

@@ -1,1 +1,0 @@
-"""What does measuring itself cost?"""

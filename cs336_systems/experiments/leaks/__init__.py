@@ -1,1 +1,0 @@
-"""Where do abstractions leak? Four experiments that predict, then measure."""

@@ -1,1 +1,0 @@
-"""What does a run learn, and how fast, when blocks multiply in fp8?"""

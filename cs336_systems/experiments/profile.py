@@ -1,0 +1,294 @@
+"""Where does a step of this model spend its time, or its memory?
+
+Time is recorded by nsys or by kineto (torch.profiler), after plain and annotated steps of the same process
+(``profiling/recording.py``); ``profile_page.py`` says what the traces show. Memory is the allocator's log of one pass
+and what a block keeps for backward (``memory_page.py``). ``--read`` shows a recording of an earlier run.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cs336_systems.case import TrainingCase
+from cs336_systems.config import MODES
+from cs336_systems.declared import like, option, options_of
+from cs336_systems.experiments.driver import Experiment, Stage
+from cs336_systems.experiments.options import TimedCase, TrainingRun, training_cells
+from cs336_systems.report.command_line import complain
+
+if TYPE_CHECKING:
+    from cs336_systems.experiments.profile_page import Profile
+    from cs336_systems.harness.record import Metric
+    from cs336_systems.harness.sweep import Outcome
+    from cs336_systems.profiling.recording import Workload
+
+NAME = "profile_model"
+
+MEMORY = "memory"
+"""The profiler that records the allocator and not time."""
+
+_UNITS = {"gib": "GiB", "mib": "MiB"}
+
+
+@dataclass(frozen=True)
+class ProfileCell(TimedCase):
+    """One mode of one workload under one profiler; the fields are columns."""
+
+    dtype: str = like(TrainingCase, "dtype", asked=("fp32",))
+    warmup: int = like(TimedCase, "warmup", help="Steps before each round of timed or recorded ones.")
+    steps: int = like(TimedCase, "steps", asked=5, help="Timed steps, plain and annotated, in each of two rounds.")
+    profiler: str = option(
+        "kineto",
+        "Time: nsys (NVIDIA Nsight Systems) or kineto (torch.profiler). Memory: the allocator's log.",
+        values=("nsys", "kineto", MEMORY),
+        several=False,
+    )
+    mode: str = option(
+        "step",
+        "forward: inference, without gradients; backward: forward and backward; step: the whole training step.",
+        values=MODES,
+        asked=("forward", "step"),
+    )
+    recorded_steps: int = option(3, "Steps in the trace.", several=False, sign="positive")
+
+    @property
+    def variant(self) -> str:
+        return self.profiler
+
+    @property
+    def name(self) -> str:
+        """The workload, whatever its mode, in file names."""
+        parts = [str(self.size), f"b{self.batch_size}", f"c{self.context_length}", self.dtype]
+        short = {"torch-fused": "fused", "fused": "fused-adamw"}
+        extras = [short.get(extra, extra.replace(" ", "-")) for extra in self.extras]
+        return "-".join([*parts, *extras, self.profiler])
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.mode}"
+
+
+@dataclass(frozen=True)
+class Asked(TrainingRun):
+    """Where does a step of this model spend its time, or its memory?"""
+
+    CPU_DEFAULTS: ClassVar = TrainingRun.CPU_DEFAULTS | {"warmup": 1, "steps": 3, "recorded_steps": 2}
+    raw: Path = Path("profiles/raw")
+    """Folder for the recorded files; pages go there too, unless --out names a folder."""
+    read: Path | None = None
+    """Run nothing; show an nsys export (.sqlite) or a Chrome trace (.json, .json.gz) of annotated steps, or draw a
+    memory snapshot (.pickle, .pickle.gz) beside it or to --out."""
+
+
+Options: Any = options_of(ProfileCell, Asked)
+
+
+def make_cells(options: Any) -> list[ProfileCell]:
+    """The modes of each workload next to each other; raises ValueError for a value that no cell can have."""
+    if options.profiler == "nsys" and options.device == "cpu":
+        raise ValueError("--profiler nsys records CUDA work, there is none with --device cpu; use --profiler kineto")
+    if options.accumulate != (1,):
+        given = " ".join(map(str, options.accumulate))
+        raise ValueError(f"a profile is that of one micro-batch, got --accumulate {given}")
+    if "on" in options.cuda_graph:
+        raise ValueError("--cuda-graph on: a captured step has no phases or modules that a profile could show")
+    return training_cells(ProfileCell, options, inner=[{"mode": mode} for mode in dict.fromkeys(options.mode)])
+
+
+def cells_here(options: Any) -> list[ProfileCell]:
+    """The grid, once the folder for recordings is there.
+
+    Raises:
+        ValueError: a value that no cell can have, or a profiler that cannot run on this machine.
+        OSError: the folder cannot be made.
+    """
+    from cs336_systems.profiling.traces import nsys
+
+    cells = make_cells(options)
+    if nsys.is_attached():
+        raise ValueError(f"--profiler {options.profiler}: this process already runs under nsys, one profiler at a time")
+    if options.profiler == "nsys" and shutil.which("nsys") is None:
+        raise ValueError(f"--profiler nsys: {nsys.MISSING} (--profiler kineto)")
+    options.raw.mkdir(parents=True, exist_ok=True)
+    return cells
+
+
+def workload_of(cell: ProfileCell) -> Workload:
+    """What the cell times."""
+    from cs336_systems.profiling.recording import Workload
+
+    return Workload(**{field.name: getattr(cell, field.name) for field in fields(Workload)})
+
+
+def recorded_workload(cell: ProfileCell) -> Workload:
+    """What the cell records. torch.profiler starts in a process that is warm already."""
+    warmup = min(cell.warmup, 1) if cell.profiler == "kineto" else cell.warmup
+    return replace(workload_of(cell), warmup=warmup, steps=cell.recorded_steps)
+
+
+def trace_path(cell: ProfileCell, raw: Path) -> Path:
+    """Where the cell's recording lies."""
+    from cs336_systems.profiling.recording import PROFILERS
+
+    return raw / cell.name / f"{cell.mode}{PROFILERS[cell.profiler]}"
+
+
+def measure_profile(cell: ProfileCell, *, raw: Path, out: Path | None) -> list[Metric]:
+    """Profile one cell: traces are read when all modes are there, memory has its page at once.
+
+    Raises:
+        PredictedOutOfMemory: the eager reference model would need more memory than is free; for the memory profiler,
+            running out is a result.
+        Unsupported: the device or the attention cannot run the case.
+        TraceError: the recording failed or holds no kernels though the cell ran on a GPU.
+    """
+    from cs336_systems.harness.fit import check_fit, is_predictable
+    from cs336_systems.harness.record import Metric
+
+    if cell.profiler == MEMORY:
+        from cs336_systems.experiments.memory_page import write_memory_page
+
+        found = write_memory_page(cell, cell.mode, out or raw, raw, compiled=cell.device == "cuda")
+        return [Metric(name, _UNITS[name.rsplit("_", 1)[1]], [value]) for name, value in found.figures.items()]
+    from cs336_systems.profiling.recording import profile_workload
+
+    check_fit(cell, cell.mode, force=not is_predictable(cell))
+    return profile_workload(workload_of(cell), recorded_workload(cell), cell.profiler, trace_path(cell, raw))
+
+
+def stages(options: Any, cells: Sequence[ProfileCell], outcomes: list[Outcome]) -> list[Stage]:
+    measure = functools.partial(measure_profile, raw=options.raw, out=options.out)
+    return [Stage(cells, measure, lambda cell: 2.0 if cell.mode == "forward" else 6.0)]
+
+
+def profiles_of(outcomes: list[Outcome], raw: Path) -> list[Profile]:
+    """What the successful cells of one workload have measured and recorded.
+
+    Raises:
+        TraceError: a trace cannot be read any more.
+    """
+    from cs336_systems.experiments.profile_page import Profile
+    from cs336_systems.profiling.recording import HOWS, read_trace
+
+    profiles = []
+    for outcome in outcomes:
+        medians = {metric.name: median(metric.samples) for metric in outcome.metrics}
+        found = [
+            {name.removeprefix(f"{how}_"): ms for name, ms in medians.items() if name.startswith(f"{how}_")}
+            for how in HOWS
+        ]
+        profiles.append(Profile(recorded_workload(outcome.cell), read_trace(trace_path(outcome.cell, raw)), *found))
+    return profiles
+
+
+def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> int:
+    """A page for every workload, as far as its cells succeeded; the main tables on stdout.
+
+    Raises:
+        OSError: a page cannot be written.
+    """
+    import pandas as pd
+
+    from cs336_systems.experiments.profile_page import class_table, phase_table, write_page
+    from cs336_systems.profiling.traces.tables import TraceError
+    from cs336_systems.report.show import show
+    from cs336_systems.report.tables import Table, digits
+
+    done = [outcome for outcome in outcomes if outcome.status == "ok"]
+    if options.profiler == MEMORY:
+        figures = [
+            {"mode": outcome.cell.mode, "metric": metric.name, "figure": digits(metric.samples[0]), "unit": metric.unit}
+            for outcome in done
+            for metric in outcome.metrics
+        ]
+        if figures:
+            caption = f"Main figures; the pages are in {options.out or options.raw}."
+            show(Table(caption, pd.DataFrame(figures)), options.format)
+        return 0
+    for name, group in itertools.groupby(done, key=lambda outcome: outcome.cell.name):
+        own = list(group)
+        try:
+            profiles = profiles_of(own, options.raw)
+            where = own[0].rows[0]["gpu"] or own[0].rows[0]["host"]
+            page = write_page(profiles, name, where, options.profiler, options.out or options.raw / name)
+        except TraceError as error:
+            return complain(NAME, f"the page of {name} could not be written: {error}")
+        for profile in profiles:
+            show(phase_table(profile), options.format)
+        show(class_table(profiles), options.format)
+        print(f"{page}: kernels, attention's stages and limits\n")
+    return 0
+
+
+def show_recording(options: Any, path: Path) -> int:
+    """What a file of an earlier run says, by the profiler that its name tells; the exit code."""
+    from cs336_systems.profiling.memory_history import SNAPSHOTS
+    from cs336_systems.profiling.traces.tables import TraceError
+    from cs336_systems.report.show import show
+
+    try:
+        tables, pictures, summary = (_snapshot if path.name.endswith(SNAPSHOTS) else _trace)(path, options)
+    except (ValueError, TraceError, OSError) as error:
+        return complain(NAME, error)
+    for table in tables:
+        show(table, options.format)
+    if pictures:
+        print(*pictures, sep="\n", end="\n\n")
+    print(json.dumps({"benchmark": NAME, "read": str(path)} | summary))
+    return 0
+
+
+def _snapshot(path: Path, options: Any) -> tuple[list, list[Path], dict[str, Any]]:
+    """Phases and largest allocations of an allocator's snapshot, its two pictures, and its peak."""
+    from cs336_systems.experiments import memory_page
+    from cs336_systems.experiments.memory_figures import draw_history
+    from cs336_systems.profiling.memory_history import SNAPSHOTS, read_snapshot, reconstruct
+
+    name = next(path.name.removesuffix(ending) for ending in SNAPSHOTS if path.name.endswith(ending))
+    history = reconstruct(read_snapshot(path))
+    pictures = draw_history(history, options.out or path.parent, name, name)
+    phases = [memory_page.phase_table(history)] if history.phases else []
+    peak_gib = round(history.peak().n_bytes / memory_page.GIB, 4)
+    summary = {"events": history.n_events, "peak_gib": peak_gib}
+    return [*phases, memory_page.allocation_table(history)], pictures, summary
+
+
+def _trace(path: Path, options: Any) -> tuple[list, list[Path], dict[str, Any]]:
+    """Ranges and kernels of a trace, and its size."""
+    from cs336_systems.profiling.ranges import STEP
+    from cs336_systems.profiling.recording import read_trace
+    from cs336_systems.profiling.traces.queries import kernel_table, range_table
+    from cs336_systems.report.tables import Table
+
+    trace = read_trace(path)
+    what = "kernels, copies and fills" if trace.has_gpu else "CPU operators"
+    found = {
+        f"Ranges of {path}, per step.": range_table(trace),
+        f"The 20 {what} that take most of a step.": kernel_table(trace, trace.instances(STEP)).head(20),
+    }
+    shown = [
+        Table(caption, frame.map(lambda cell: f"{cell:.4g}" if isinstance(cell, float) else str(cell)))
+        for caption, frame in found.items()
+    ]
+    return shown, [], {"ops": len(trace.ops), "ranges": len(trace.ranges)}
+
+
+EXPERIMENT = Experiment(
+    NAME,
+    ProfileCell,
+    cells_here,
+    stages,
+    present,
+    (
+        *("annotation_ratio", "recording_ratio", "unprofiled_step", "busy", "idle", "matmul_share"),
+        *("peak_gib", "eager_block_activations_mib"),
+    ),
+    options=Options,
+)

@@ -1,1 +1,0 @@
-"""Where does a step spend its time, or its memory?"""

@@ -1,0 +1,445 @@
+"""How fast does a run train? Tokens/s, once steady, of train.py's trainer and of transformers, with Liger or torchao.
+
+Tokens are random, as only speed is measured. ``training_measure.py`` runs a cell; here are the grid, the table of all
+runs, and two figures: the fastest run of each way, and runs on several ranks against one rank of the same command.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cs336_systems.config import ATTENTIONS, MODEL_SIZES, resolve_size
+from cs336_systems.costs.kept import check_known
+from cs336_systems.declared import option, options_of
+from cs336_systems.experiments.driver import Experiment, one_stage, presented
+from cs336_systems.experiments.fp8 import RECIPES
+from cs336_systems.experiments.options import RunOptions, cell_of
+from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from cs336_systems.distributed.process_group import Rank
+    from cs336_systems.harness.record import Metric
+
+TORCHAO = {"torchao-tensorwise": "e4m3-e5m2", "torchao-rowwise": "e4m3-row"}
+"""Ways of torchao, and the recipe of ours that has the same formats and scales."""
+
+LIBRARIES = {
+    "ours": (),
+    "transformers": ("transformers",),
+    "transformers-liger": ("transformers", "liger-kernel"),
+    **dict.fromkeys(TORCHAO, ("transformers", "torchao")),
+}
+"""The ways to train, and the distributions that each takes."""
+
+UNSHARDED = (0, 1, 2)
+"""ZeRO levels in rows of ranks that share nothing. Today's say 0; earlier ones say what was asked for, of which 1 and 2
+did nothing there, while 3 gathered on one rank what was whole."""
+
+MEDIANS = ("tokens_per_s", "speed_of_light", "peak_memory", "predicted_peak_memory")
+COMMAND = ("argv", "commit", "host")
+"""Columns that tell the runs of one command from those of another."""
+
+
+@dataclass(frozen=True)
+class TrainingRunCell:
+    """A run; the fields are columns."""
+
+    device: str = "cuda"
+    size: str = option("qwen2.5-0.5b", "Named model sizes.")
+    how: str = option(
+        "ours",
+        "The trainer of train.py; or a plain loop over transformers' model, compiled as a whole on a GPU; or the same "
+        "with Liger's kernels, each block compiled by itself, as its chunked loss does not compile; or with torchao's "
+        "float8 in blocks, with one scale per tensor or row, each block and the loss compiled by itself.",
+        values=tuple(LIBRARIES),
+        asked=("ours", "transformers", "transformers-liger"),
+    )
+    context_length: int = option(1024, "Tokens per sequence.", several=False, sign="positive")
+    batch_size: int = option(32, "Sequences per micro-batch.", several=False, sign="positive")
+    total_batch_tokens: int = option(524_288, "Tokens per step over all ranks.", several=False)
+    world_size: int = option(1, "Ranks, for ours; under torchrun those that it has started. [default: 1]", asked=None)
+    zero: int = option(
+        0, "State sharded among ranks, as for train.py; ranks that share nothing are at 0.", values=(0, 1, 2, 3)
+    )
+    gather_by: str = option("collectives", "At --zero 3, as for train.py.", values=("collectives", "copies"))
+    apart: str = option(
+        "off",
+        "For ours, independent replicas: each rank trains its own model on its share of the tokens, at the same time "
+        "and without communication. The slowest rank's steps count.",
+        values=("off", "on"),
+    )
+    dtype: str = option(
+        "bf16", "Dtype of parameters, gradients, moments and matmuls.", values=("fp32", "bf16"), several=False
+    )
+    recipe: str = option(
+        "stored",
+        "For ours, matmuls of blocks: stored, in --dtype; e4m3 with one scale per tensor, or with scales by row, also "
+        "with gradients in e5m2, or with scales by block. Those of one command are compared.",
+        values=tuple(RECIPES),
+    )
+    kernels: str = option("fused", "For ours, as for train.py.", values=("reference", "fused"))
+    keep: str = option("products", "For ours, what blocks keep for backward, as for train.py.")
+    attention: str = option("hopper", "For ours, as for train.py.")
+    cuda_graph: str = option("on", "For ours, as for train.py.", values=("off", "on"))
+    lmhead_chunks: int | None = option(None, "For ours, as for train.py.", several=False)
+    warmup: int = option(6, "Steps before the recorded ones.", several=False, sign="not negative")
+    seconds: float = option(60.0, "Least duration of the recorded steps.", several=False)
+    seed: int = 0
+    data: str = "random tokens"
+    """What tokens are; the speed does not depend on it."""
+    library: str = ""
+    """Others' libraries, with versions."""
+
+    @property
+    def variant(self) -> str:
+        return self.how
+
+    @property
+    def n_together(self) -> int:
+        """Ranks that share a step."""
+        return 1 if self.apart == "on" else self.world_size
+
+    @property
+    def train_options(self) -> TrainOptions:
+        """The run as train.py would be asked for it, without its folders; independent replicas each run their share."""
+        ours: dict[str, Any] = {}
+        if self.device == "cpu":
+            ours = {name: TrainOptions.CPU_DEFAULTS[name] for name in ("optimizer", "kernels")}
+        if self.how == "ours":
+            names = ("zero", "gather_by", "kernels", "keep", "attention", "cuda_graph", "lmhead_chunks")
+            ours |= {name: getattr(self, name) for name in names}
+            recipe = RECIPES[self.recipe]
+            ours |= {"matmul_dtype": recipe.matmul, "gradient_dtype": recipe.gradient, "scaling": recipe.scaling}
+        return TrainOptions(
+            device=self.device,  # type: ignore[arg-type]
+            size=self.size,
+            context_length=self.context_length,
+            batch_size=self.batch_size,
+            total_batch_tokens=self.total_batch_tokens * self.n_together // self.world_size,
+            dtype=self.dtype,
+            evaluate_every=None,
+            save_every=None,
+            export=False,
+            steps=1_000_000,
+            seed=self.seed,
+            **ours,
+        )
+
+    def __str__(self) -> str:
+        shape = f"{self.size} {self.batch_size} x {self.context_length} {self.dtype}"
+        graph = " CUDA graph" if self.cuda_graph == "on" else ""
+        copies = " by copies" if self.gather_by == "copies" else ""
+        ranks = f" on {self.world_size} ranks" if self.world_size > 1 else ""
+        ranks += f", ZeRO {self.zero}{copies}" if self.n_together > 1 else " apart" if ranks else ""
+        recipe = "" if self.recipe == "stored" else self.recipe
+        words = (shape, self.how, recipe, self.kernels, self.keep, self.attention)
+        return " ".join(filter(None, words)) + graph + ranks
+
+
+@dataclass(frozen=True)
+class Asked(RunOptions):
+    """How fast does a run train?"""
+
+    CPU_DEFAULTS: ClassVar = {
+        **{"size": ("tiny",), "how": ("ours",), "context_length": 128, "batch_size": 4, "total_batch_tokens": 1024},
+        **{"dtype": "fp32", "kernels": ("reference",), "keep": ("autograd",), "attention": ("reference",)},
+        **{"cuda_graph": ("off",), "warmup": 3, "seconds": 5.0},
+    }
+
+
+Options: Any = options_of(TrainingRunCell, Asked)
+
+
+def make_cells(options: Any) -> list[TrainingRunCell]:
+    """Each size in each way; what others do not have is asked of ours alone. Ranks that share nothing run once, at
+    ZeRO 0; the ways to gather differ at ZeRO 3 only.
+
+    Raises:
+        ValueError: a value that no run can have.
+    """
+    if not 0 < options.seconds < math.inf:
+        raise ValueError(f"--seconds must be positive and finite, got {options.seconds:g}")
+    for name in options.attention:
+        check_known("attention", name, ATTENTIONS)
+    if "off" not in options.apart and max(options.world_size or (1,)) == 1:
+        raise ValueError("--apart on needs --world-size of 2 or more, got 1")
+    words = ("kernels", "keep", "attention", "cuda_graph")
+    of_ranks = {"world_size": (1,), "zero": (0,), "gather_by": ("collectives",), "apart": ("off",)}
+    of_ours = {name: getattr(options, name) for name in (*of_ranks, *words, "recipe")}
+    of_others = of_ranks | dict.fromkeys(words, ("",))
+    cells = []
+    for size, how in itertools.product(options.size, options.how):
+        resolve_size(size)
+        ways = of_ours if how == "ours" else of_others | {"recipe": (TORCHAO.get(how, "stored"),)}
+        chunks = options.lmhead_chunks if how == "ours" else None
+        for values in itertools.product(*ways.values()):
+            own = {"size": size, "how": how, "lmhead_chunks": chunks, "library": _library(how)}
+            own |= dict(zip(ways, values, strict=True))
+            if own["world_size"] == 1:
+                own["apart"] = "off"
+            if own["world_size"] == 1 or own["apart"] == "on":
+                own["zero"] = 0
+            if own["zero"] != 3:
+                own["gather_by"] = "collectives"
+            cell = cell_of(TrainingRunCell, options, data=TrainingRunCell.data, **own)
+            replace(cell, apart="off").train_options.micro_batches(cell.world_size)
+            if how == "ours":
+                cell.train_options.check()
+            cells.append(cell)
+    return list(dict.fromkeys(cells))
+
+
+def _library(how: str) -> str:
+    """The installed libraries of a way, with versions."""
+    found = []
+    for name in LIBRARIES[how]:
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)
+
+
+def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
+    """What ``training_measure.py`` measures."""
+    from cs336_systems.experiments import training_measure
+
+    return training_measure.measure(cell, rank)
+
+
+def _speedup(line: Line) -> Spread | None:
+    stored = None if line.settings["recipe"] == "stored" else line.peer(recipe="stored")
+    return line.repeats_over("tokens_per_s", stored)
+
+
+def _scaling(line: Line) -> Spread | None:
+    return None if line.settings["world_size"] == 1 else _over_unsharded(line, world_size=1, apart="off")
+
+
+def _over_apart(line: Line) -> Spread | None:
+    shares = line.settings["world_size"] > 1 and line.settings["apart"] == "off"
+    return _over_unsharded(line, apart="on") if shares else None
+
+
+def _over_unsharded(line: Line, **settings: Any) -> Spread | None:
+    """Tokens/s over those of the line with these settings, whose ranks share nothing."""
+    peers = (line.peer(zero=zero, gather_by="collectives", **settings) for zero in UNSHARDED)
+    return next(filter(None, (line.repeats_over("tokens_per_s", peer) for peer in peers)), None)
+
+
+def _of_ranks(line: Line) -> str | None:
+    """The median step of each independent replica."""
+    return ", ".join(f"{ms:,.1f}" for ms in _samples(line, "step_of_ranks")) or None
+
+
+def _around(line: Line) -> float | None:
+    around, step = line.median("around"), line.median("step")
+    return None if around is None or not step else 100 * around / step
+
+
+def _samples(line: Line, metric: str) -> list[float]:
+    """Samples of the newest repeat; none for a metric that was not measured."""
+    found = line.run.loc[line.run["metric"] == metric, "samples"]
+    return (found.iloc[-1] or []) if len(found) else []
+
+
+TRAINING_TABLE = ResultTable(
+    settings=(
+        *("gpu", "device", "size", "batch_size", "context_length", "total_batch_tokens", "dtype", "how"),
+        *("world_size", "zero", "gather_by", "apart", "recipe"),
+        *("kernels", "keep", "attention", "cuda_graph", "lmhead_chunks", "data", "warmup", "seconds"),
+    ),
+    always=("size", "how", "recipe"),
+    columns=(
+        Column("step ms", "step", ",.1f"),
+        Column("tokens/s", "tokens_per_s", ",.0f", rank=MAIN, note="median of the steps after the first few"),
+        Column("x", _speedup, ".3f", optional=True, note="times as fast as stored products in the same command"),
+        Column("x one rank", _scaling, ".3f", optional=True, note="times as fast as one, in the same command"),
+        Column("x apart", _over_apart, ".3f", optional=True, note="times as fast as ranks apart, in the same command"),
+        Column("ranks' steps ms", _of_ranks, optional=True, note="medians of ranks that train apart"),
+        Column("speed of light %", "speed_of_light", ".1f", optional=True),
+        Column("around %", _around, ".2f", optional=True, note="of a step: loader, log, checks, late host"),
+        Column(
+            "host ahead ms", "host_lead", ".0f", optional=True, note="of the device where a block begins, last steps"
+        ),
+        Column(
+            "late %", "late_blocks", ".1f", optional=True, note="of blocks, where the host is less than a block ahead"
+        ),
+        Column("peak GiB", "peak_memory", ".1f", optional=True),
+        Column("predicted GiB", "predicted_peak_memory", ".1f", optional=True),
+        Column(
+            "loss",
+            lambda line: next(iter(_samples(line, "loss")), None),
+            ".4f",
+            optional=True,
+            note="nats per token, of the first step after the warm-up",
+        ),
+        Column("library", lambda line: line.last.get("library") or None, optional=True),
+    ),
+)
+
+
+def fastest(rows: pd.DataFrame) -> pd.DataFrame:
+    """The fastest run on one rank of each size, way and recipe, in the order in which they were first measured.
+
+    Columns: the settings, ``COMMAND``, and ``MEDIANS``, NaN where a run has no such row.
+    """
+    import pandas as pd
+
+    from cs336_systems.harness.runs import newest_run, pooled
+
+    alone = rows[(rows["status"] == "ok") & (rows["world_size"].astype(int) == 1)]
+    settings = [name for name in TRAINING_TABLE.settings if name in rows]
+    best: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for values, cell in alone.groupby(settings, sort=False, dropna=False):
+        run: dict[str, Any] = dict(zip(settings, values, strict=True))
+        newest = newest_run(cell)
+        medians = pooled(newest).set_index("metric")["median"]
+        run |= {name: float(medians.get(name, float("nan"))) for name in MEDIANS}
+        run |= {name: newest[name].iloc[-1] for name in COMMAND}
+        way = run["size"], run["how"], run["recipe"]
+        if way not in best or run["tokens_per_s"] > best[way]["tokens_per_s"]:
+            best[way] = run
+    return pd.DataFrame(best.values())
+
+
+def rates_figure(rows: pd.DataFrame, others: Mapping[str, Mapping[str, float]]) -> Figure | None:
+    """A panel for each size, with a bar for the fastest run of each way and recipe: thousands of tokens per second.
+
+    Args:
+        others: tokens per second by size that were not measured here, by who says so; in grey.
+    """
+    from matplotlib.figure import Figure
+
+    from cs336_systems.report.figures import OKABE_ITO, dress
+
+    best = fastest(rows)
+    if best.empty:
+        return None
+    best = best.assign(quantized=best["recipe"] != "stored").sort_values("quantized", kind="stable")
+    names = best["how"].str.cat(best["recipe"].map(lambda recipe: "" if recipe == "stored" else f", {recipe}"))
+    measured = {
+        str(name): dict(zip(own["size"], own["tokens_per_s"], strict=True))
+        for name, own in best.groupby(names, sort=False)
+    }
+    ways: dict[str, Mapping[str, float]] = measured | dict(others)
+    ours, peers, quoted = OKABE_ITO[0], OKABE_ITO[4], "0.7"
+    colours = [(ours if name.startswith("ours") else peers) if name in measured else quoted for name in ways]
+    sizes = [size for size in MODEL_SIZES if any(size in rates for rates in ways.values())]
+    figure = Figure(figsize=(2 + 2.2 * len(sizes), 1.2 + 0.3 * len(ways)), layout="constrained")
+    for axes, size in zip(figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0], sizes, strict=True):
+        thousands = [rates[size] / 1000 if size in rates else 0.0 for rates in ways.values()]
+        bars = axes.barh(list(ways), thousands, color=colours, height=0.7)
+        axes.bar_label(bars, [f"{rate:.3g}" if rate else "" for rate in thousands], padding=3, fontsize=8)
+        axes.set_xlim(right=1.25 * max(thousands))
+        axes.set_title(size, fontsize=10)
+        axes.set_xlabel("1,000 tokens/s", fontsize=9)
+        axes.tick_params(labelsize=9)
+        dress(axes)
+        axes.set_axisbelow(True)
+    figure.axes[0].invert_yaxis()
+    first = best.iloc[0]
+    where = f"one {first['gpu'] or first['device']}"
+    figure.suptitle(
+        f"Training on {where}: parameters in {first['dtype']}, sequences of {first['context_length']:,}", fontsize=11
+    )
+    return figure
+
+
+APART = "ranks apart"
+WAYS: dict[str, dict[str, object]] = {
+    "ZeRO-1": {"zero": 1, "apart": "off"},
+    "ZeRO-3, collectives": {"zero": 3, "gather_by": "collectives", "apart": "off"},
+    "ZeRO-3, copies": {"zero": 3, "gather_by": "copies", "apart": "off"},
+    APART: {"apart": "on"},
+}
+"""How ranks share a step, by the settings of a row; ranks apart are independent replicas."""
+
+_LEAST_DRAWN = 90
+"""Percent at which the axis begins; a smaller share is written there as a number."""
+
+
+def over_one_rank(rows: pd.DataFrame) -> pd.DataFrame:
+    """Tokens per second over those of one rank: a line for each size, recipe, number of ranks and command, not only the
+    newest, so that commands of several hosts stand below each other.
+
+    Returns:
+        ``size``, ``products`` (the recipe, bf16 where they are stored), ``ranks``, ``commit`` (its first seven digits)
+        and a column for each of ``WAYS``, NaN where it was not measured; no line for a command without one rank.
+    """
+    import pandas as pd
+
+    rates = rows[(rows["status"] == "ok") & (rows["metric"] == "tokens_per_s")]
+    lines = []
+    for (size, recipe, *command), runs in rates.groupby(["size", "recipe", *COMMAND], sort=False):
+        one = runs.loc[(runs["world_size"] == 1) & runs["zero"].isin(UNSHARDED), "median"]
+        if one.empty:
+            continue
+        commit = str(dict(zip(COMMAND, command, strict=True))["commit"])[:7]
+        products = "bf16" if recipe == "stored" else recipe
+        for ranks, shared in runs[runs["world_size"] > 1].groupby("world_size"):
+            ratios = {way: _rate(shared, settings) / one.iloc[0] for way, settings in WAYS.items()}
+            lines.append({"size": size, "products": products, "ranks": ranks, "commit": commit} | ratios)
+    lines.sort(key=lambda line: (list(MODEL_SIZES).index(line["size"]), line["products"], line["ranks"]))
+    return pd.DataFrame(lines)
+
+
+def _rate(runs: pd.DataFrame, settings: dict[str, object]) -> float:
+    found = runs.loc[(runs[list(settings)] == list(settings.values())).all(axis=1), "median"]
+    return found.iloc[0] if len(found) else float("nan")
+
+
+def ranks_figure(rows: pd.DataFrame, goal: float) -> Figure | None:
+    """``over_one_rank`` as a share of the number of ranks, a line for each command and a mark for each way.
+
+    Args:
+        goal: percent, drawn as a dashed line.
+    """
+    from matplotlib.figure import Figure
+
+    from cs336_systems.report.figures import OKABE_ITO, dress
+
+    lines = over_one_rank(rows)
+    if lines.empty:
+        return None
+    places = range(len(lines))
+    figure = Figure(figsize=(8, 1.4 + 0.32 * len(lines)), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(goal, color="0.6", linestyle="--", linewidth=1, label=f"goal: {goal:g} %")
+    marks = (("o", OKABE_ITO[0]), ("s", OKABE_ITO[1]), ("D", OKABE_ITO[2]), ("|", "0.3"))
+    for way, (marker, colour) in zip(WAYS, marks, strict=True):
+        shares = 100 * lines[way] / lines["ranks"]
+        axes.scatter(shares, places, marker=marker, color=colour, s=70 if way == APART else 32, label=way, zorder=3)
+        for place, share in zip(places, shares, strict=True):
+            if share < _LEAST_DRAWN:
+                axes.annotate(f"← {share:.0f}", (_LEAST_DRAWN + 0.1, place), color=colour, va="center", fontsize=8)
+    names = [f"{line.size}, {line.products}, {line.ranks} ranks ({line.commit})" for line in lines.itertuples()]
+    axes.set_yticks(places, names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(_LEAST_DRAWN, 101)
+    axes.set_xlabel("tokens/s, % of the number of ranks times one rank in the same command", fontsize=9)
+    axes.tick_params(axis="x", labelsize=9)
+    dress(axes)
+    figure.legend(loc="outside upper center", ncols=5, fontsize=8, frameon=False)
+    return figure
+
+
+EXPERIMENT = Experiment(
+    "benchmark_training",
+    TrainingRunCell,
+    make_cells,
+    one_stage(measure, lambda cell: cell.seconds + 30.0),
+    presented(TRAINING_TABLE.of, {"": partial(rates_figure, others={})}),
+    ("tokens_per_s", "step", "speed_of_light", "peak_memory"),
+    options=Options,
+    default_worlds=lambda device: (1,),
+)

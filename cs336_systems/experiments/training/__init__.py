@@ -1,1 +1,0 @@
-"""How fast does a run train?"""

@@ -1,0 +1,204 @@
+"""A run on random tokens: its steps once steady, and its memory.
+
+Ours is ``pretraining.trainer.train`` as a user has it, with loader, log and clipping, and without evaluations and
+checkpoints; its steps are timed by the device. The others are a plain loop over transformers' model, parameters and
+AdamW's moments in the same dtype, by the same schedule; the host waits for each of their steps. torchao's layers take
+the place of those in its blocks; embedding, head and attention stay as stored, as in ours.
+"""
+
+import math
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from cs336_systems.case import Unsupported
+from cs336_systems.config import resolve_size
+from cs336_systems.distributed.process_group import Rank, alone, on_every_rank
+from cs336_systems.experiments.block_measure import with_float8
+from cs336_systems.experiments.fp8 import RECIPES
+from cs336_systems.experiments.ranked import largest
+from cs336_systems.experiments.training import TORCHAO, TrainingRunCell
+from cs336_systems.hardware import GIB
+from cs336_systems.harness.memory import PeakMeter
+from cs336_systems.harness.record import Metric
+from cs336_systems.model import TransformerBlock
+from cs336_systems.pretraining.loader import Loader
+from cs336_systems.pretraining.options import TrainOptions
+from cs336_systems.pretraining.peer import peer_model, peer_optimizer, peer_step
+from cs336_systems.pretraining.preparation import prepare
+from cs336_systems.pretraining.run_records import Light, Memory, Record, Step
+from cs336_systems.pretraining.signals import StopRequests
+from cs336_systems.pretraining.synthetic import write_random_tokens
+from cs336_systems.pretraining.token_stream import Dataset
+from cs336_systems.pretraining.trainer import run_prepared
+from cs336_systems.profiling.host_lead import HostLead, Pass
+from cs336_systems.training.precision import parameter_dtype, recipe_unsupported_reason
+
+_STEPS_OF_DATA = 4
+"""Steps after which tokens repeat."""
+_N_LEFT = 3
+"""Steps that our trainer still makes when it is asked to end after one: the next is queued, the one after it is the
+first before which all ranks know, and its record is read a step late."""
+
+
+class Watch:
+    """A sink that ends the run once its steps after the first ones take so many seconds.
+
+    It asks the run to end as a user would, so that all ranks end at the same step, ``n_left`` from then on.
+    ``host_lead`` watches the steps that are not yet queued then.
+    """
+
+    def __init__(self, warmup: int, seconds: float, n_left: int, host_lead: HostLead | None = None) -> None:
+        self._warmup, self._seconds, self._n_left, self._host_lead = warmup, seconds, n_left, host_lead
+        self._asked = False
+        self.steps: list[Step] = []
+        self.light: Light | None = None
+        self.memory: Memory | None = None
+        self.passes: list[Pass] = []
+        """What ``host_lead`` saw, to be filled in when the run has ended."""
+
+    def write(self, record: Record) -> None:
+        if isinstance(record, Light):
+            self.light = record
+        elif isinstance(record, Memory):
+            self.memory = record
+        elif isinstance(record, Step):
+            self.steps.append(record)
+            to_come = self._n_left * record.seconds
+            if self.steady and not self._asked and sum(step.seconds for step in self.steady) + to_come >= self._seconds:
+                self._asked = True
+                if self._host_lead is not None:
+                    self._host_lead.begin()
+                signal.raise_signal(signal.SIGTERM)
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def steady(self) -> list[Step]:
+        return self.steps[self._warmup :]
+
+
+def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
+    """Seconds, tokens per second, loss and share of the speed of light of each steady step; for ours also the time
+    around the step itself and how far the host was ahead; peak memory, measured and predicted.
+
+    For independent replicas the steps are those of the slowest rank, by the median, and the tokens those of all; the
+    median of each rank is a metric, too. All make steps for as long, but nothing lines them up.
+
+    Returns:
+        No metrics on ranks but the first.
+
+    Raises:
+        Unsupported: the device cannot do it, or the peer is not installed.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        vocab_size, tokens = resolve_size(cell.size).vocab_size, _STEPS_OF_DATA * cell.total_batch_tokens + 1
+        data = write_random_tokens(Path(name) / "data", tokens, max(vocab_size, 264), cell.seed)
+        options = replace(cell.train_options, data=data, out=Path(name) / "run")
+        meter = PeakMeter(rank.device)
+        apart = cell.apart == "on"
+        with alone(rank) if apart else nullcontext(rank) as own:
+            watch = (_train_ours if cell.how == "ours" else _train_peer)(cell, options, own)
+        peak = meter.peak_bytes()
+        of_all = None if peak is None else largest(peak, rank)
+        of_ranks = on_every_rank(lambda: watch.steady) if apart else [watch.steady]
+        if rank.rank:
+            return []  # the first rank has the log
+        steps = slowest(of_ranks)
+        metrics = [
+            Metric("step", "ms", [1000 * step.seconds for step in steps]),
+            Metric("tokens_per_s", "1/s", [len(of_ranks) * step.tokens / step.seconds for step in steps]),
+            Metric("loss", "nats", [step.loss for step in steps]),
+        ]
+        if apart:
+            medians_ms = [1000 * _median_seconds(each) for each in of_ranks]
+            metrics.append(Metric("step_of_ranks", "ms, the median of each rank", medians_ms))
+        bound = watch.light.seconds_per_token if watch.light else None
+        if bound is not None:
+            shares = [100 * bound * step.tokens / step.seconds for step in steps]
+            metrics.append(Metric("speed_of_light", "%", shares, derived=True))
+        if cell.how == "ours":
+            metrics.append(Metric("around", "ms", [1000 * step.around_seconds for step in steps]))
+        if passes := watch.passes:
+            n_late, n_blocks = sum(each.n_late for each in passes), sum(len(each.leads_ms) for each in passes)
+            which, leads = "in the last steps, on the first rank", [each.lead_ms for each in passes]
+            metrics.append(Metric("host_lead", f"ms, of each pass over the blocks {which}", leads))
+            metrics.append(Metric("late_blocks", f"% of blocks {which}", [100 * n_late / n_blocks]))
+        if of_all is not None:
+            metrics.append(Metric("peak_memory", "GiB", [of_all / GIB]))
+        if watch.memory is not None and "in all" in watch.memory.predicted_bytes:
+            metrics.append(Metric("predicted_peak_memory", "GiB", [watch.memory.predicted_bytes["in all"] / GIB]))
+        return metrics
+
+
+def slowest(of_ranks: Sequence[list[Step]]) -> list[Step]:
+    """The steps of the rank whose median takes longest."""
+    return max(of_ranks, key=_median_seconds)
+
+
+def _median_seconds(steps: list[Step]) -> float:
+    """Median seconds of a step; NaN without steps."""
+    return statistics.median(step.seconds for step in steps) if steps else math.nan
+
+
+def _train_ours(cell: TrainingRunCell, options: TrainOptions, rank: Rank) -> Watch:
+    """Our run, and how far the host was ahead in its last steps."""
+    prepared = prepare(options, rank)
+    blocks = (module for module in prepared.step.model.modules() if isinstance(module, TransformerBlock))
+    lead = HostLead(blocks, rank.device)
+    watch = Watch(cell.warmup, cell.seconds, _N_LEFT, lead)
+    run_prepared(prepared, rank, watch)
+    watch.passes = lead.end()
+    return watch
+
+
+def _train_peer(cell: TrainingRunCell, options: TrainOptions, rank: Rank) -> Watch:
+    watch = Watch(cell.warmup, cell.seconds, n_left=0)
+    assert options.data is not None
+    dataset = Dataset.open(options.data)
+    assert dataset.train is not None
+    config = replace(resolve_size(options.size).at_context(options.context_length), vocab_size=dataset.vocab_size)
+    precision = options.training_case(config, 1).precision
+    torch.manual_seed(options.seed)
+    with_liger, on_gpu = cell.how == "transformers-liger", rank.device.type == "cuda"
+    if with_liger and not on_gpu:
+        raise Unsupported(f"Liger's kernels need a GPU, got {rank.device.type}")
+    if reason := recipe_unsupported_reason(RECIPES[cell.recipe], precision, rank.device):
+        raise Unsupported(reason)
+    model = peer_model(config, rank.device, parameter_dtype(precision), liger=with_liger)
+    if cell.how in TORCHAO:
+        for block in model.blocks:
+            with_float8(block, cell.how.removeprefix("torchao-"))
+    optimizer = peer_optimizer(model, options)
+    if on_gpu and cell.how in TORCHAO:
+        model.compile_parts()
+    elif on_gpu:
+        for part in model.blocks if with_liger else [model]:
+            part.compile()
+    tokens = options.tokens_per_step(1)
+    loader = Loader(
+        dataset.train,
+        context_length=options.context_length,
+        batch_size=tokens // options.context_length,
+        seed=options.seed,
+        vocab_size=config.vocab_size,
+        device=rank.device,
+    )
+    assert options.steps is not None
+    schedule = options.schedule_of(options.steps)
+    with loader, StopRequests() as stop:
+        while stop.asked is None:
+            began, rate = time.perf_counter(), schedule(len(watch.steps))
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            loss, norm = (value.item() for value in peer_step(model, optimizer, next(loader), options, options.dtype))
+            watch.write(Step(len(watch.steps), time.perf_counter() - began, tokens, loss, norm, rate))
+    return watch
