@@ -132,7 +132,7 @@ def product_shape(config: ModelConfig, product: str) -> tuple[int, int]:
     """(outputs, inputs) of a product's weight."""
     return {
         "qkv": (config.d_qkv, config.d_model),
-        "output": (config.d_model, config.d_model),
+        "output": (config.d_model, config.d_query),
         "gate_up": (2 * config.d_ff, config.d_model),
         "down": (config.d_model, config.d_ff),
     }[product]
@@ -161,7 +161,9 @@ def make_cells(options: Any) -> list[Fp8Cell]:
             hows = options.how[:: -1 if repeat % 2 else 1]
             cells += [cell_of(Fp8Cell, options, how=how, repeat=repeat, **own) for how in hows]
     for cell in cells:
-        odd = [n for n in (cell.tokens, cell.config.d_model, cell.config.d_kv, cell.config.d_ff) if n % 16]
+        config = cell.config
+        sizes_16 = (cell.tokens, config.d_model, config.d_query, config.d_kv, config.d_ff)
+        odd = [n for n in sizes_16 if n % 16]
         if odd and cell.how not in ("stored", "compiled"):
             raise ValueError(f"--how {cell.how}: matmuls in fp8 take sizes that 16 divides, {cell} has {odd[0]}")
     return cells

@@ -82,7 +82,8 @@ def test_strides_and_expanded_gradients(device: str, dtype: torch.dtype) -> None
 @INTERPRETED
 def test_its_input_alone_is_saved() -> None:
     gate_up = torch.randn(3, 8, requires_grad=True)
-    (saved,) = swiglu(gate_up).grad_fn.saved_tensors
+    z = swiglu(gate_up)  # which holds the graph
+    (saved,) = z.grad_fn.saved_tensors
     assert saved is gate_up
 
 
