@@ -112,7 +112,6 @@ class RankedCase(TimedCase):
 
 
 TrainingOptions: Any = options_of(TimedCase, TrainingRun)
-RankedOptions: Any = options_of(RankedCase, RankedRun)
 
 Cell = TypeVar("Cell", bound=TimedCase)
 AnyCell = TypeVar("AnyCell")
