@@ -16,7 +16,7 @@ from cs336_systems.case import RECIPE, UNCAPTURED_STEPS, TrainingCase, kept_as
 from cs336_systems.config import resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import default_keep
-from cs336_systems.declared import flag, like, option, option_name, options_in, options_of
+from cs336_systems.declared import flag, like, option, option_name, options_in
 from cs336_systems.refusals import refusal
 from cs336_systems.report.command_line import Format
 
@@ -110,8 +110,6 @@ class RankedCase(TimedCase):
         asked=None,
     )
 
-
-TrainingOptions: Any = options_of(TimedCase, TrainingRun)
 
 Cell = TypeVar("Cell", bound=TimedCase)
 AnyCell = TypeVar("AnyCell")

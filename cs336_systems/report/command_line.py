@@ -1,24 +1,21 @@
 """What every command does before and around its work: parse, one sentence on bad input, end with a code.
 
-Imports no torch, pandas or matplotlib, so that ``--help`` and a typing error are answered at once. A command reads
+Imports no torch, pandas or matplotlib, so that ``--help`` and a typing error are answered at once. A benchmark reads
 
-    main = experiment_command(Options, "data_parallel.experiment", __doc__)
+    main = command(EXPERIMENT, __doc__)          # experiments/driver.py
 
     if __name__ == "__main__":
-        exit_with("benchmark_ddp", main)
+        exit_with(EXPERIMENT.name, main)
 
 Exit codes: 0 done, 1 nothing was measured or something failed, 2 bad input, 130 Ctrl-C.
 """
 
-import importlib
 import os
 import sys
 from collections.abc import Callable
 from typing import Any, Literal, NoReturn, Protocol, Self, TextIO, TypeVar
 
 import tyro
-
-from cs336_systems.processes import start_server
 
 Format = Literal["auto", "markdown", "latex", "csv"]
 """Of tables: auto draws them on a terminal and writes Markdown elsewhere."""
@@ -60,21 +57,6 @@ def parse(kind: type[Options], arguments: list[str] | None, description: str | N
     if options.device == found:
         return options
     return tyro.cli(kind, args=arguments, default=kind.default(options.device), description=description)
-
-
-def experiment_command(kind: type[HasDevice], module: str, description: str | None) -> Callable[..., int]:
-    """The ``main`` of a command: (arguments) -> exit code; parses, then runs the ``EXPERIMENT`` of a module.
-
-    Args:
-        module: below ``cs336_systems.experiments``, named, not imported: torch, pandas and matplotlib come with it.
-    """
-
-    def main(arguments: list[str] | None = None) -> int:
-        options, name = parse(kind, arguments, description), f"cs336_systems.experiments.{module}"
-        start_server(name, "torch._dynamo")  # imports while this process does
-        return importlib.import_module(name).EXPERIMENT.run(options)
-
-    return main
 
 
 def complain(command: str, fault: Exception | str) -> int:

@@ -11,19 +11,10 @@ from cs336_systems.report.command_line import parse
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def experiment(question: str) -> Any:
-    """The ``Experiment`` of a file or folder below experiments/."""
-    module = importlib.import_module(f"cs336_systems.experiments.{question}")
-    if hasattr(module, "EXPERIMENT"):
-        return module.EXPERIMENT
-    return importlib.import_module(f"cs336_systems.experiments.{question}.experiment").EXPERIMENT
-
-
 def cells_of(question: str, *arguments: str, device: str = "cpu") -> list[Any]:
-    """The grid that a command line asks for; raises ValueError for bad input."""
-    asked = experiment(question)
-    options = asked.options or importlib.import_module(f"cs336_systems.experiments.{question}.cells").Options
-    _, cells = asked.prepare(parse(options, ["--device", device, *arguments], None))
+    """The grid that a command line asks of a question; raises ValueError for bad input."""
+    experiment = importlib.import_module(f"cs336_systems.experiments.{question}").EXPERIMENT
+    _, cells = experiment.prepare(parse(experiment.options, ["--device", device, *arguments], None))
     return list(cells)
 
 
