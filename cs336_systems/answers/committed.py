@@ -95,6 +95,8 @@ class Rows:
         rows = cell[cell["metric"] == metric]
         if rows.empty:
             raise NotMeasured(f"no row holds {metric}")
+        if len(rows) == 1 and metric not in RATES and statistic in rows:
+            return float(rows[statistic].iloc[0])  # nothing to pool, in nearly every call
         columns = list(rows.columns)
         of_cell = columns[columns.index("variant") + 1 : columns.index("status")]
         if several := [name for name in of_cell if name not in _EFFORT and rows[name].nunique() > 1]:
