@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cs336_systems"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 LADDER = (
     {"config", "hardware", "processes", "declared"},
     {"case"},
@@ -94,9 +95,9 @@ assert "matplotlib.pyplot" not in sys.modules
     assert result.stdout == ""
 
 
-def readme_tree() -> list[Path]:
-    """The paths in the README's drawing of the house."""
-    block = re.search(r"## The house\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def drawn_tree() -> list[Path]:
+    """The paths in the drawing of the house."""
+    block = re.search(r"## The house\n\n```\n(.*?)```", ARCHITECTURE.read_text(), re.DOTALL)
     assert block is not None
     paths, folder = [], Path()
     for line in block[1].splitlines():
@@ -109,8 +110,8 @@ def readme_tree() -> list[Path]:
     return paths
 
 
-def test_readme_tree_matches_the_files() -> None:
-    paths = readme_tree()
+def test_the_drawn_tree_matches_the_files() -> None:
+    paths = drawn_tree()
     assert [path for path in paths if not (ROOT / path).exists()] == []
     drawn = {path.parts[1] for path in paths if path.parts[0] == "cs336_systems" and len(path.parts) > 1}
     present = {path.name for path in PACKAGE.iterdir() if path.name not in ("__init__.py", "__pycache__")}
@@ -121,27 +122,32 @@ NEED_A_GPU_MACHINE = ("training", "variants", "nsys", "fused")
 """Values of options that ask for what machines without a GPU lack: long shapes, nsys, Triton."""
 
 
-def readme_commands() -> list[list[str]]:
-    """Every benchmark or script that the README tells a user to run, as arguments after ``uv run``."""
-    commands = []
-    for block in re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL):
+def shown_commands(page: Path) -> list[list[str]]:
+    """Every benchmark or script that a page tells a user to run, as arguments after ``uv run``.
+
+    They stand in blocks of code, and in README's table of questions without ``uv run``.
+    """
+    commands, text = [], page.read_text()
+    for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
         for line in block.splitlines():
             words = shlex.split(line, comments=True)
             if "run" in words:
                 commands.append(words[words.index("run") + 1 :])
-    return commands
+    return commands + [shlex.split(found) for found in re.findall(r"\| `((?:benchmarks|scripts)/[^`]*)` \|", text)]
 
 
-def test_readme_opens_with_the_two_commands() -> None:
-    commands = readme_commands()
-    assert commands[:2] == [["benchmarks/benchmark_model.py", "--size", "xl"], ["pytest"]]
+def test_readme_shows_the_two_commands() -> None:
+    commands = shown_commands(ROOT / "README.md")
+    assert ["benchmarks/benchmark_model.py", "--size", "xl"] in commands
+    assert ["pytest"] in commands
     assert "run --locked pytest" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_readme_commands_parse(load_script, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", [ROOT / "README.md", *(ROOT / "docs").glob("*.md")], ids=lambda page: page.name)
+def test_shown_commands_parse(page: Path, load_script, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr("cs336_systems.experiments.driver.Experiment.run", lambda *arguments: asked.append(arguments))
-    for command in readme_commands():
+    for command in shown_commands(page):
         if command[0] == "pytest":
             continue
         start = next(i for i, word in enumerate(command) if word.endswith(".py"))
@@ -152,12 +158,12 @@ def test_readme_commands_parse(load_script, monkeypatch: pytest.MonkeyPatch) -> 
             experiment, options = asked[-1]
             if getattr(options, "compare", None) is None:  # an earlier run, which is not here
                 assert experiment.prepare(options)[1]
-    assert len(asked) >= 10
+    assert page.name != "README.md" or len(asked) >= 10
 
 
 @pytest.mark.slow
 def test_readme_library_example_runs() -> None:
-    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    block = re.search(r"```python\n(.*?)```", ARCHITECTURE.read_text(), re.DOTALL)
     assert block is not None
     result = subprocess.run([sys.executable, "-c", block[1]], capture_output=True, text=True, cwd=ROOT, check=False)
     assert result.returncode == 0, result.stderr
