@@ -36,7 +36,6 @@ REFUSED = [
     (replace(FP8, fp8_skip_first=2), "quantizes none of 2 blocks: the first 2 and the last 0"),
     (replace(FUSED, keep="autograd"), "kernels fused with keep autograd"),
     (replace(FUSED, device="cpu"), "need device cuda, got cpu"),
-    (replace(PLAIN, optimizer="fused"), "optimizer fused needs device cuda, got cpu"),
     (replace(FUSED, attention="reference"), "attention reference: .* which flash, hopper have"),
     (
         replace(PLAIN, keep="all", attention="sdpa-flash"),

@@ -42,7 +42,7 @@ _COMPARED_SEQUENCES = 4
 
 _EXACT: dict[str, Any] = {
     **{"dtype": "fp32", "kernels": "reference", "attention": "reference", "keep": "autograd", "matmul_dtype": "same"},
-    **{"gradient_dtype": "e4m3", "scaling": "tensor", "optimizer": "reference", "cuda_graph": "off"},
+    **{"gradient_dtype": "e4m3", "scaling": "tensor", "optimizer": "torch-fused", "cuda_graph": "off"},
 }
 """The step that others are compared with."""
 

@@ -17,7 +17,7 @@ from cs336_systems.config import resolve_size
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.costs.kept import default_keep
 from cs336_systems.declared import flag, like, option, option_name, options_in
-from cs336_systems.refusals import refusal
+from cs336_systems.refusals import command_refusal
 from cs336_systems.report.command_line import Format
 
 Dtype = Literal["fp32", "tf32", "bf16", "autocast-bf16", "autocast-fp16"]
@@ -160,7 +160,7 @@ def training_cells(cell_type: type[Cell], options: Any, *, inner: Sequence[Mappi
         for *values, kind, compared in itertools.product(*sets.values(), blocks, own)
     ]
     for cell in grid:
-        if reason := refusal(cell):
+        if reason := command_refusal(cell):
             raise ValueError(reason)
         if cell.cuda_graph == "on" and cell.warmup <= UNCAPTURED_STEPS:
             least = UNCAPTURED_STEPS + 1

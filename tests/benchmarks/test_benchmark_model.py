@@ -16,6 +16,7 @@ from cs336_systems.experiments.model import ModelCell
 from cs336_systems.experiments.model_measure import fit_to_budget
 from cs336_systems.harness import sweep
 from cs336_systems.harness.record import Metric, RowFile, read_rows
+from cs336_systems.processes import FreshProcess
 from tests.benchmarks.commands import cells_of, run, run_in_a_process
 from tests.harness.cells import fake_ceiling, fake_model
 
@@ -104,17 +105,17 @@ def test_the_table_as_csv(faked, command):
 
 def press_ctrl_c_in_cell(number, monkeypatch):
     """From now on the ``number``-th cell, counted from 1, is interrupted while it is waited for."""
-    really_measure, seen = sweep.measure_in, []
+    really_receive, ended = FreshProcess.receive, []
 
-    def measure_in(process, cell, deadline, report):
-        seen.append(None)
-        if len(seen) == number:
-            process.connection.send(cell)
-            report.update(process.receive(deadline))
-            raise KeyboardInterrupt
-        really_measure(process, cell, deadline, report)
+    def receive(process):
+        said = really_receive(process)
+        if "status" in said:
+            ended.append(said)
+            if len(ended) == number:
+                raise KeyboardInterrupt
+        return said
 
-    monkeypatch.setattr(sweep, "measure_in", measure_in)
+    monkeypatch.setattr(FreshProcess, "receive", receive)
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ class Toy(nn.Module):
 
 def batch(step: int, rank: int) -> Tensor:
     """(4, 6), another on every step and rank."""
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+    return torch.randn(4, 6, device="cpu", generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:

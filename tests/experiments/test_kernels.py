@@ -235,7 +235,9 @@ def test_others_kernels_compute_the_same(kernel, peer):
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel != "adamw.absmax"])  # one number, by chance
 def test_our_kernels_are_as_exact_as_the_formula(kernel, dtype):
     width = 1024 if kernel == "rotary" else 1000  # heads of 128
-    rows, width = (512, 1008) if "quantize" in kernel or kernel == "transpose_bytes" else (507, width)  # 16 divides what fp8 takes
+    rows, width = (
+        (512, 1008) if "quantize" in kernel or kernel == "transpose_bytes" else (507, width)
+    )  # 16 divides what fp8 takes
     ours, eager = (
         {m.name: m.samples[0] for m in measure(KernelCell("cuda", kernel, dtype, rows, width, how, 5, 0))}
         for how in ("ours", "eager")

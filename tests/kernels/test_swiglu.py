@@ -23,7 +23,7 @@ def make(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> tuple[Tenso
 
 def backward(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """(dgate_up, z), which the kernel writes over copies of its arguments."""
-    z, dgate_up = dz.clone(), gate_up.clone()
+    z, dgate_up = (x.clone(memory_format=torch.contiguous_format) for x in (dz, gate_up))
     swiglu_backward_(z, dgate_up, with_product=True)
     return dgate_up, z
 
