@@ -7,7 +7,6 @@
     uv run scripts/parallelism.py pipeline --stages 4 --microbatches 8 --figure pipeline.png
     uv run scripts/parallelism.py scaling --figure scaling.png
     uv run scripts/parallelism.py failures --figure goodput.png
-    uv run scripts/parallelism.py devices
 
 Nothing is run or measured: every number is a bound from datasheet peaks. The last line is one JSON object.
 """

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -36,7 +37,8 @@ from cs336_systems.experiments.ranked import (
     PreparedStep,
     check_losses,
     largest,
-    name_of_blocks,
+    peak_metrics,
+    recording_name,
     scaling,
     sent_metric,
     sent_mib,
@@ -44,7 +46,6 @@ from cs336_systems.experiments.ranked import (
     with_earlier_rows,
     with_effort,
 )
-from cs336_systems.hardware import GIB
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
 if TYPE_CHECKING:
@@ -99,12 +100,9 @@ class DataParallelCell(RankedCase):
     @property
     def name(self) -> str:
         """The stem of its files' names."""
-        bucket = "" if self.bucket_size_mb is None else f"-{self.bucket_size_mb:g}mb"
-        sent = "" if self.communication_dtype == "same" else f"-sent-{self.communication_dtype}"
-        limit = f"-{self.max_ctas}ctas" if self.max_ctas else ""
-        turn = f"-{self.repeat}" if self.repeat else ""
-        sending = f"{self.ddp}{bucket}{sent}{limit}"
-        return f"{self.size}-{self.dtype}{name_of_blocks(self)}-{sending}-{self.world_size}ranks{turn}"
+        bucket = "" if self.bucket_size_mb is None else f"{self.bucket_size_mb:g}mb"
+        sent = "" if self.communication_dtype == "same" else f"sent-{self.communication_dtype}"
+        return recording_name(self, self.ddp, bucket, sent, f"{self.max_ctas}ctas" if self.max_ctas else "")
 
     def __str__(self) -> str:
         bucket = "" if self.bucket_size_mb is None else f" {self.bucket_size_mb:g} MiB"
@@ -151,14 +149,11 @@ class PreparedReplica(PreparedStep):
             return phases
         no_sync: Callable[[], AbstractContextManager[None]] = self.step.model.no_sync  # type: ignore[assignment]
 
-        def quietly(phase: Callable[[], None]) -> Callable[[], None]:
-            def run() -> None:
-                with no_sync():
-                    phase()
+        def quietly(phase: Callable[[], None]) -> None:
+            with no_sync():
+                phase()
 
-            return run
-
-        return {name: phase if name == "optimizer" else quietly(phase) for name, phase in phases.items()}
+        return {name: run if name == "optimizer" else partial(quietly, run) for name, run in phases.items()}
 
     def time(self, effort: Effort) -> tuple[list[PhaseTimes], PhaseTimes | None]:
         """Two rounds of steps with communication, or one of a single step; between them steps without it.
@@ -168,17 +163,14 @@ class PreparedReplica(PreparedStep):
         from cs336_systems.harness.clock import time_phases_of_ranks
 
         cell, again = self.cell, min(1, self.cell.warmup)
-
-        def timed(steps: int, warmup: int, *, communicate: bool = True) -> PhaseTimes:
-            return time_phases_of_ranks(self.phases(communicate=communicate), self.rank, warmup=warmup, steps=steps)
-
+        timed = partial(time_phases_of_ranks, rank=self.rank)
         if cell.repeat:
-            return [timed(cell.steps, effort.warmup(cell))], None
-        rounds = [timed(math.ceil(cell.steps / 2), cell.warmup)]
-        local = timed(effort.local_steps or cell.steps, again, communicate=False)
+            return [timed(self.phases(), steps=cell.steps, warmup=effort.warmup(cell))], None
+        rounds = [timed(self.phases(), steps=math.ceil(cell.steps / 2), warmup=cell.warmup)]
+        local = timed(self.phases(communicate=False), steps=effort.local_steps or cell.steps, warmup=again)
         self.reunite()
         if second := cell.steps // 2:
-            rounds.append(timed(second, again))
+            rounds.append(timed(self.phases(), steps=second, warmup=again))
         return rounds, local
 
     def reunite(self) -> None:
@@ -227,30 +219,25 @@ def measure(cell: DataParallelCell, rank: Rank, *, effort: Effort = EFFORT) -> l
     rounds, without = replica.time(effort)
     sent = replica.sent() if cell.repeat == 0 else []
     replica.check_replicas()
-    peak = meter.peak_bytes()
-
     samples = {name: [ms for times in rounds for ms in times.samples_ms[name]] for name in rounds[0].samples_ms}
-    metrics = time_metrics(PhaseTimes(samples, rounds[0].warmup_ms), cell)
+    metrics = time_metrics(PhaseTimes(samples, rounds[0].warmup_ms), cell) + peak_metrics(meter, rank)
     if without is not None:
         metrics += [Metric(f"{_LOCAL}_{name}", "ms", found) for name, found in without.samples_ms.items()]
         whole, local = [median(times.samples_ms[WHOLE]) for times in rounds], median(without.samples_ms[WHOLE])
-        exposed = [step - local for step in whole]
-        shares = [100 * gap / step for gap, step in zip(exposed, whole, strict=True)]
+        shares = [100 * (step - local) / step for step in whole]
         metrics += [
-            Metric("exposed", "ms, one value per round", exposed, derived=True),
+            Metric("exposed", "ms, one value per round", [step - local for step in whole], derived=True),
             Metric("exposed_share", "% of the step", shares, derived=True),
             Metric("collectives", "per step", [len(sent)]),
             sent_metric(sent, cell.world_size),
         ]
-    if peak is not None:
-        metrics.append(Metric("peak_memory", "GiB, the most of any rank", [largest(peak / GIB, rank)]))
     if (path := effort.recording(cell)) is not None:
-        local_path = path.with_name(f"{cell.name}-{_LOCAL}.json.gz")
-        model, first = replica.step.model, rank.rank == 0
-        record_phases_of_ranks(replica.phases(), model, rank, path if first else None)
-        record_phases_of_ranks(replica.phases(communicate=False), model, rank, local_path if first else None)
-        if first:
-            metrics += communication_metrics(kineto.read(path), kineto.read(local_path))
+        paths = {True: path, False: path.with_name(f"{cell.name}-{_LOCAL}.json.gz")}
+        for communicate, own in paths.items():
+            phases = replica.phases(communicate=communicate)
+            record_phases_of_ranks(phases, replica.step.model, rank, own if rank.rank == 0 else None)
+        if rank.rank == 0:
+            metrics += communication_metrics(*map(kineto.read, paths.values()))
     return metrics
 
 

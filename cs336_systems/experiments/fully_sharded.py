@@ -8,10 +8,7 @@ then computes under bf16 autocast), or with everything in bf16. Repeats of the g
 
 from __future__ import annotations
 
-import math
-import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -20,17 +17,16 @@ from cs336_systems.config import PRECISIONS, Precision
 from cs336_systems.costs.checkpointing import canonical_policy
 from cs336_systems.declared import flag, like, option, options_of
 from cs336_systems.experiments.driver import Experiment, Stage
-from cs336_systems.experiments.options import RankedCase, RankedRun, training_cells
+from cs336_systems.experiments.options import RankedCase, RankedRun, in_turns, training_cells, within_budget
 from cs336_systems.experiments.ranked import (
     SCALING,
     SENT,
-    name_of_blocks,
+    recording_name,
     scaling,
     sent_mib,
     with_earlier_rows,
     with_effort,
 )
-from cs336_systems.hardware import GIB
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
 if TYPE_CHECKING:
@@ -108,13 +104,10 @@ class FullyShardedCell(RankedCase):
     @property
     def name(self) -> str:
         """The stem of its files' names."""
-        ahead = "" if self.prefetch is None else f"-ahead{self.prefetch}"
-        under = "" if self.update == "after-backward" else f"-{self.update}"
-        copies = "-copies" if self.gather_by == "copies" else ""
-        return (
-            f"{self.size}-{self.dtype}-{self.checkpoint}{name_of_blocks(self)}-{self.fsdp}{ahead}{under}{copies}"
-            f"-{self.world_size}ranks-{self.repeat}"
-        )
+        ahead = "" if self.prefetch is None else f"ahead{self.prefetch}"
+        under = "" if self.update == "after-backward" else self.update
+        copies = "copies" if self.gather_by == "copies" else ""
+        return f"{recording_name(self, self.checkpoint, self.fsdp, ahead, under, copies)}-{self.repeat}"
 
     def __str__(self) -> str:
         ahead = "" if self.prefetch is None else f" {self.prefetch} ahead"
@@ -177,38 +170,16 @@ def make_cells(options: Any) -> list[FullyShardedCell]:
         for gather_by in (options.gather_by if name == OURS else ("collectives",))
     ]
     cells = training_cells(FullyShardedCell, options, inner=sides)
-    if (budget := options.memory_budget_gib) is not None and not 0 < budget < math.inf:
-        raise ValueError(f"--memory-budget-gib must be positive and finite, got {budget:g}")
-    if budget is not None and (options.keep is not None or not any(cell.written_out for cell in cells)):
+    if options.memory_budget_gib is not None and (
+        options.keep is not None or not any(cell.written_out for cell in cells)
+    ):
         raise ValueError("--memory-budget-gib chooses what blocks of --kernels fused keep, without --keep")
     policies = [canonical_policy(policy) for policy in options.peer_checkpoint]
-    turns = []
-    for repeat in range(options.repeat):
-        turn = [cell for cell in cells if cell.repeat == repeat]
-        peers = dict.fromkeys(replace(cell, **_PEER, checkpoint=policy) for cell in turn for policy in policies)
-        turns += [*turn, *peers] if repeat % 2 == 0 else [*reversed(peers), *turn]
+    turns = in_turns(cells, lambda cell: [replace(cell, **_PEER, checkpoint=policy) for policy in policies])
     if "on" in {cell.do_bench for cell in turns} and options.device != "cuda":
         raise ValueError(f"--do-bench on: triton's do_bench times CUDA devices, got --device {options.device}")
-    return turns if budget is None else _fit_to_budget(turns, budget)
-
-
-def _fit_to_budget(cells: Sequence[FullyShardedCell], budget_gib: float) -> list[FullyShardedCell]:
-    """The cells, those of ours with the cheapest choice of what to keep that is predicted to fit."""
-    from cs336_systems.costs.planner import cheapest_keep
-    from cs336_systems.harness.fit import predicted_peak
-    from cs336_systems.harness.isolation import reports
-
-    fitted, notes = list(cells), list[str]()
-    for i, cell in enumerate(cells):
-        if cell.fsdp == OURS and cell.written_out:
-            predict = partial(predicted_peak, world_size=cell.world_size)
-            choice = cheapest_keep(cell, "step", int(budget_gib * GIB), predict, mixed=True)
-            fitted[i] = replace(cell, keep=choice.keep)
-            what = str(cell).replace(f" keep {cell.keep}", "", 1)
-            notes.append(f"{what} within {budget_gib:g} GiB, least recomputation: {choice}")
-    if reports():
-        print(*dict.fromkeys(notes), sep="\n", file=sys.stderr)
-    return fitted
+    ours = (lambda cell: "step", lambda cell: cell.fsdp == OURS and cell.written_out)
+    return within_budget(turns, options.memory_budget_gib, *ours, mixed=True)
 
 
 def stages(options: Any, cells: Sequence[FullyShardedCell], outcomes: list[Outcome]) -> list[Stage]:

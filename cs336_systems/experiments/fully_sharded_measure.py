@@ -23,6 +23,7 @@ from cs336_systems.costs.fsdp import model_units, step_traffic
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import Rank
 from cs336_systems.experiments.fully_sharded import DDP, OURS, FullyShardedCell
+from cs336_systems.experiments.measured import in_gib
 from cs336_systems.experiments.ranked import (
     EFFORT,
     MIB,
@@ -30,14 +31,14 @@ from cs336_systems.experiments.ranked import (
     PreparedStep,
     check_losses,
     largest,
+    peak_metrics,
     sent_metric,
     time_metrics,
 )
-from cs336_systems.hardware import GIB
 from cs336_systems.harness.clock import WHOLE, PhaseTimes, synchronize, time_phases_of_ranks
 from cs336_systems.harness.fit import check_fit, is_predictable, predicted_states
 from cs336_systems.harness.memory import PeakMeter
-from cs336_systems.harness.provenance import States, sampled_state
+from cs336_systems.harness.provenance import sampled_state
 from cs336_systems.harness.record import Metric
 from cs336_systems.harness.traffic import Event, Traffic
 from cs336_systems.profiling.communication import (
@@ -50,7 +51,6 @@ from cs336_systems.profiling.traces import kineto
 from cs336_systems.training import TrainStep, random_batch
 from cs336_systems.training.assemble import build_model, finish
 
-_OF_A_STEP = "GiB, the most of any rank, construction excluded"
 _WATCHED_STEPS = 3
 """Steps in which waits for weights are timed; no more than are timed as a whole."""
 
@@ -64,86 +64,67 @@ _EXACT: dict[str, Any] = {
 }
 
 
-class PreparedModel(PreparedStep):
-    """Tells what it holds, and what it waits for."""
-
-    def states_and_traffic(self) -> tuple[dict[str, int], list[Event]]:
-        """Bytes that this rank holds of parameters, gradients and optimizer state, and the collectives of a step.
-
-        Both are taken in a step of their own.
-        """
-        *passes, optimizer = self.phases().values()
-        with Traffic() as traffic:
-            for phase in passes:
-                phase()
-            gradients = _storage_bytes(p.grad for p in self.step.model.parameters() if p.grad is not None)
-            optimizer()
-        states = (value for state in self.step.optimizer.state.values() for value in state.values())
-        held = {
-            "parameters": _storage_bytes(self.step.model.parameters()),
-            "gradients": gradients,
-            "optimizer_state": _storage_bytes(value for value in states if isinstance(value, Tensor)),
-        }
-        return held, traffic.sent
-
-    def bench_ms(self, step_ms: float) -> list[float]:
-        """Milliseconds of the whole step by triton's ``do_bench``, as many samples as are timed by our clock.
-
-        It takes the host's number of repetitions from how long five steps last. Ranks must agree on it, so it is told
-        times that stand in the middle between two numbers.
-
-        Args:
-            step_ms: how long a step lasts, the same on every rank.
-        """
-        from triton.testing import do_bench  # Triton is not on every machine
-
-        def step() -> None:
-            for phase in self.phases().values():
-                phase()
-
-        warmup, steps = (int((n + 0.5) * step_ms) for n in (self.cell.warmup, self.cell.steps))
-        return do_bench(step, warmup=warmup, rep=steps, return_mode="all")
-
-    def waits(self) -> list[Metric]:
-        """What the units of our FSDP waited for their weights, on this rank, in steps of their own.
-
-        Each wait is counted once, and lengthens the step by as much. Yet a step that waits for nothing is not shorter
-        by the sum: a gather that is in time runs beside kernels, and slows them.
-        """
-        assert isinstance(self.step.model, FSDP)
-        watch = GatherWaits(self.step.model)
-        totals, late, largest, n_gathers = [], [], [], 0
-        for _ in range(min(_WATCHED_STEPS, self.cell.steps)):
-            dist.barrier()
-            for phase in self.phases().values():
-                phase()
-            found = watch.read()
-            n_gathers = len(found)
-            totals.append(sum(wait.ms for wait in found))
-            late.append(float(sum(wait.late for wait in found)))
-            largest.append(max((wait.ms for wait in found), default=0.0))
-        watch.remove()
-        return [
-            Metric("gathers", "per step", [n_gathers]),
-            Metric("gather_wait", "ms per step, of the computing stream", totals),
-            Metric("late_gathers", "per step", late),
-            Metric("largest_gather_wait", "ms, the longest of a step", largest),
-        ]
+def _held_and_sent(prepared: PreparedStep) -> tuple[dict[str, int], list[Event]]:
+    """Bytes that this rank holds of parameters, gradients and optimizer state, and the collectives, of one step."""
+    *passes, optimizer = prepared.phases().values()
+    model, states = prepared.step.model, prepared.step.optimizer.state
+    with Traffic() as traffic:
+        for phase in passes:
+            phase()
+        gradients = _storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
+        optimizer()
+    moments = (value for state in states.values() for value in state.values() if isinstance(value, Tensor))
+    held = {"parameters": _storage_bytes(model.parameters()), "gradients": gradients}
+    return held | {"optimizer_state": _storage_bytes(moments)}, traffic.sent
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind these tensors on this rank, each counted once."""
-    storages = {}
-    for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
-    return sum(storages.values())
+    locals_ = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return sum({local.untyped_storage().data_ptr(): local.untyped_storage().nbytes() for local in locals_}.values())
 
 
-def _clocks(readings: States) -> list[Metric]:
-    """Clock and power of rank 0's GPU while the steps were timed; a CPU says neither."""
-    units = {"sm_mhz": "MHz, rank 0's GPU, in the timed steps", "power_w": "W, rank 0's GPU, in the timed steps"}
-    return [Metric(name, unit, found) for name, unit in units.items() if (found := readings.values(name))]
+def _bench_ms(prepared: PreparedStep, step_ms: float) -> list[float]:
+    """Milliseconds of the whole step by triton's ``do_bench``, as many samples as are timed by our clock.
+
+    It takes its number of repetitions from how long five steps last. Ranks must agree on it, so it is told times that
+    stand in the middle between two numbers.
+
+    Args:
+        step_ms: how long a step lasts, the same on every rank.
+    """
+    from triton.testing import do_bench  # Triton is not on every machine
+
+    def step() -> None:
+        for phase in prepared.phases().values():
+            phase()
+
+    warmup, steps = (int((n + 0.5) * step_ms) for n in (prepared.cell.warmup, prepared.cell.steps))
+    return do_bench(step, warmup=warmup, rep=steps, return_mode="all")
+
+
+def _gather_waits(prepared: PreparedStep) -> list[Metric]:
+    """What the units of our FSDP waited for their weights, on this rank, in steps of their own.
+
+    Each wait is counted once, and lengthens the step by as much. Yet a step that waits for nothing is not shorter by
+    the sum: a gather that is in time runs beside kernels, and slows them.
+    """
+    assert isinstance(prepared.step.model, FSDP)
+    watch = GatherWaits(prepared.step.model)
+    found = []
+    for _ in range(min(_WATCHED_STEPS, prepared.cell.steps)):
+        dist.barrier()
+        for phase in prepared.phases().values():
+            phase()
+        found.append(watch.read())
+    watch.remove()
+    longest = [max((wait.ms for wait in step), default=0.0) for step in found]
+    return [
+        Metric("gathers", "per step", [len(found[-1])]),
+        Metric("gather_wait", "ms per step, of the computing stream", [sum(w.ms for w in step) for step in found]),
+        Metric("late_gathers", "per step", [float(sum(wait.late for wait in step)) for step in found]),
+        Metric("largest_gather_wait", "ms, the longest of a step", longest),
+    ]
 
 
 def measure(cell: FullyShardedCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metric]:
@@ -153,48 +134,41 @@ def measure(cell: FullyShardedCell, rank: Rank, *, effort: Effort = EFFORT) -> l
         PredictedOutOfMemory: the states alone would not fit beside those of this machine's other ranks.
         FloatingPointError: the loss is not finite on some rank.
     """
-    predicted = predicted_states(cell, 1 if cell.fsdp == DDP else cell.world_size)
     needed = check_fit(cell, rank=rank)
     losses = loss_metrics(cell, rank) if cell.losses and cell.repeat == 0 else []
-    prepared = PreparedModel(cell, rank)
+    prepared = PreparedStep(cell, rank)
     synchronize(rank.device)
     meter = PeakMeter(rank.device)
-    phases = prepared.phases()
-    n_warmup = effort.warmup(cell)
+    phases, n_warmup = prepared.phases(), effort.warmup(cell)
     warmup = time_phases_of_ranks(phases, rank, warmup=0, steps=n_warmup) if n_warmup else PhaseTimes()
     with sampled_state(rank.device) as readings:
         times = time_phases_of_ranks(phases, rank, warmup=0, steps=cell.steps)
     times.warmup_ms = warmup.samples_ms.get(WHOLE, [])
-    peak, requested = meter.peak_bytes(), meter.requested_bytes()
-    metrics = time_metrics(times, cell) + _clocks(readings) + losses
-    if peak is not None:
-        metrics.append(Metric("peak_memory", _OF_A_STEP, [largest(peak / GIB, rank)]))
-    if requested is not None:
-        metrics.append(Metric("peak_requested", f"{_OF_A_STEP}, not rounded up", [largest(requested / GIB, rank)]))
-    if is_predictable(cell):
-        metrics.append(Metric("predicted_peak", "GiB, of a rank", [needed / GIB]))
+    metrics = time_metrics(times, cell) + peak_metrics(meter, rank) + losses
+    for name, unit in {"sm_mhz": "MHz", "power_w": "W"}.items():
+        if read := readings.values(name):  # a CPU says neither
+            metrics.append(Metric(name, f"{unit}, rank 0's GPU, in the timed steps", read))
+    metrics += in_gib(predicted_peak=needed) if is_predictable(cell) else []
     if cell.repeat == 0:
-        metrics += _states_and_traffic(prepared, rank, predicted)
-        metrics += prepared.waits() if cell.fsdp == OURS else []
+        metrics += _states_and_traffic(prepared, rank)
+        metrics += _gather_waits(prepared) if cell.fsdp == OURS else []
     if cell.do_bench == "on":
-        metrics.append(Metric("do_bench", "ms, of this rank", prepared.bench_ms(median(times.samples_ms[WHOLE]))))
+        metrics.append(Metric("do_bench", "ms, of this rank", _bench_ms(prepared, median(times.samples_ms[WHOLE]))))
     check_losses(prepared.step, rank)
     if (path := effort.recording(cell)) is not None:
         metrics += _recorded(prepared, rank, path)
     return metrics
 
 
-def _states_and_traffic(prepared: PreparedModel, rank: Rank, predicted: int) -> list[Metric]:
+def _states_and_traffic(prepared: PreparedStep, rank: Rank) -> list[Metric]:
     """Bytes held on the fullest rank and sent by one, each beside its prediction."""
-    cell = prepared.cell
-    assert isinstance(cell, FullyShardedCell)
-    own, sent = prepared.states_and_traffic()
+    cell: FullyShardedCell = prepared.cell
+    predicted = predicted_states(cell, 1 if cell.fsdp == DDP else cell.world_size)
+    own, sent = _held_and_sent(prepared)
     held = {name: largest(size, rank) for name, size in own.items()}
     state = sum(held.values())
     metrics = [
-        *(Metric(name, "GiB, the most of any rank", [size / GIB]) for name, size in held.items()),
-        Metric("state", "GiB, the most of any rank", [state / GIB]),
-        Metric("predicted_state", "GiB, of the fullest rank", [predicted / GIB]),
+        *in_gib(**held, state=state, predicted_state=predicted),
         Metric("state_error", "% of predicted", [100 * (state / predicted - 1)]),
         Metric("collectives", "per step", [len(sent)]),
         sent_metric(sent, cell.world_size),
@@ -214,7 +188,7 @@ def _states_and_traffic(prepared: PreparedModel, rank: Rank, predicted: int) -> 
     return metrics
 
 
-def _recorded(prepared: PreparedModel, rank: Rank, path: Path) -> list[Metric]:
+def _recorded(prepared: PreparedStep, rank: Rank, path: Path) -> list[Metric]:
     """What recordings of all ranks say; rank 0's stays at ``path``.
 
     Communication is exposed where only it runs, on the rank where that is least: the others wait for a slower rank's

@@ -8,8 +8,6 @@ cannot fit is reported, not run.
 from __future__ import annotations
 
 import functools
-import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +17,15 @@ from cs336_systems.case import RECIPE, TrainingCase
 from cs336_systems.config import MODES
 from cs336_systems.declared import like, names_in, option, options_in, options_of
 from cs336_systems.experiments.driver import Experiment, Stage, presented
-from cs336_systems.experiments.options import Compile, TimedCase, TrainingRun, flag, training_cells
+from cs336_systems.experiments.options import (
+    Compile,
+    TimedCase,
+    TrainingRun,
+    flag,
+    in_turns,
+    training_cells,
+    within_budget,
+)
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
 if TYPE_CHECKING:
@@ -100,27 +106,18 @@ def make_cells(options: Any) -> list[ModelCell]:
         from cs336_systems.harness.sweep import cell_columns
 
         read_rows(options.compare, cell_columns(ModelCell))
-    cells = training_cells(ModelCell, options)
-    turns = []
-    for repeat in range(options.repeat):
-        turn = [cell for cell in cells if cell.repeat == repeat]
-        peers = dict.fromkeys(replace(cell, **_PEER, compile=how) for cell in turn for how in options.peer_compile)
-        turns += [*turn, *peers] if repeat % 2 == 0 else [*reversed(peers), *turn]
-    if options.memory_budget_gib is None:
-        return turns
-    from cs336_systems.experiments.model_measure import fit_to_budget
 
-    fitted, notes = fit_to_budget(turns, options.memory_budget_gib)
-    print(*notes, sep="\n", file=sys.stderr)
-    return fitted
+    def peers(cell: ModelCell) -> list[ModelCell]:
+        return [replace(cell, **_PEER, compile=how) for how in options.peer_compile]
+
+    turns = in_turns(training_cells(ModelCell, options), peers)
+    return within_budget(turns, options.memory_budget_gib, lambda cell: cell.mode, lambda cell: True)
 
 
 def _check_budget(options: Any) -> None:
     """Raise ValueError for what does not go together with ``--memory-budget-gib``."""
-    if (budget := options.memory_budget_gib) is None:
+    if options.memory_budget_gib is None:
         return
-    if not 0 < budget < math.inf:
-        raise ValueError(f"--memory-budget-gib must be positive and finite, got {budget:g}")
     served: dict[str, Any] = {"checkpoint": ("none",), "keep": None, "accumulate": (1,)}
     served |= {"scaling": ("tensor",)} if "e4m3" in options.matmul_dtype else {}
     for name, value in served.items():

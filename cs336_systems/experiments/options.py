@@ -7,10 +7,11 @@ of a training step is. ``options_of`` (``declared.py``) adds an option for each 
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from cs336_systems.case import RECIPE, UNCAPTURED_STEPS, TrainingCase, kept_as
 from cs336_systems.config import resolve_size
@@ -20,14 +21,8 @@ from cs336_systems.declared import flag, like, option, option_name, options_in
 from cs336_systems.refusals import command_refusal
 from cs336_systems.report.command_line import Format
 
-Dtype = Literal["fp32", "tf32", "bf16", "autocast-bf16", "autocast-fp16"]
-Mode = Literal["forward", "backward", "step"]
 Compile = Literal["off", "on", "whole-model"]
-Switch = Literal["off", "on"]
-OptimizerName = Literal["reference", "torch-fused", "fused"]
-Kernels = Literal["reference", "fused"]
 
-MODES: tuple[Mode, ...] = get_args(Mode)
 MAX_TIMEOUT_S = 1e6
 
 _POSITIVE = (
@@ -167,6 +162,52 @@ def training_cells(cell_type: type[Cell], options: Any, *, inner: Sequence[Mappi
             raise ValueError(f"--cuda-graph on captures step {least}, in --warmup {least} or more, got {cell.warmup}")
     turns = (grid, grid[::-1])
     return [replace(cell, repeat=repeat) for repeat in range(options.repeat) for cell in turns[repeat % 2]]
+
+
+def in_turns(cells: Sequence[Cell], peers: Callable[[Cell], Iterable[Cell]]) -> list[Cell]:
+    """The grid's repeats, each with the peers of its cells behind it, and every second one with them before it."""
+    turns: list[Cell] = []
+    for repeat, same in itertools.groupby(cells, lambda cell: cell.repeat):
+        turn = list(same)
+        beside = list(dict.fromkeys(peer for cell in turn for peer in peers(cell)))
+        turns += [*turn, *beside] if repeat % 2 == 0 else [*reversed(beside), *turn]
+    return turns
+
+
+def within_budget(
+    cells: Sequence[Cell],
+    budget_gib: float | None,
+    mode: Callable[[Cell], str],
+    chosen: Callable[[Cell], bool],
+    **how: Any,
+) -> list[Cell]:
+    """The cells as they recompute least within ``--memory-budget-gib``; what was chosen for them is said on stderr.
+
+    Args:
+        mode: the mode in which a cell runs.
+        chosen: whether what a cell keeps is to be chosen.
+        how: for ``measured.cheapest_within``, besides ``world_size`` where cells have one.
+
+    Raises:
+        ValueError: the budget is no size, or nothing fits it.
+    """
+    if budget_gib is None:
+        return list(cells)
+    if not 0 < budget_gib < math.inf:
+        raise ValueError(f"--memory-budget-gib must be positive and finite, got {budget_gib:g}")
+    from cs336_systems.experiments.measured import cheapest_within
+    from cs336_systems.harness.isolation import reports
+
+    fitted, notes = list(cells), list[str]()
+    for i, cell in enumerate(cells):
+        if chosen(cell):
+            ranks = {"world_size": cell.world_size} if isinstance(cell, RankedCase) else {}
+            fields, note = cheapest_within(cell, mode(cell), budget_gib, **how, **ranks)
+            fitted[i] = replace(cell, **fields)  # type: ignore[arg-type]
+            notes.append(note)
+    if reports():
+        print(*dict.fromkeys(notes), sep="\n", file=sys.stderr)
+    return fitted
 
 
 def _recipes(options: Any) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ main figures. Importing this module imports no torch, pandas or matplotlib.
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,36 +22,39 @@ Answer = tuple[list["Table"], dict[str, Any]]
 
 
 class Question(Protocol):
-    """A frozen dataclass of options."""
+    """A frozen dataclass of options; one that can be drawn has a ``figure``, the path of a PNG, and a ``draw``."""
 
     def answer(self) -> Answer:
         """Tables and main figures; raises ValueError for a value that makes no sense."""
         ...
 
 
-def run(question: Question) -> int:
-    """Print the answer, last of all one JSON object; 2 for a value that makes no sense."""
+def run(question: Any) -> int:
+    """Print the answer and last of all one JSON object, and draw the figure that was asked for; returns the code."""
     from cs336_systems.report.show import show
 
-    name = type(question).__name__.lower()
+    name, path = type(question).__name__.lower(), getattr(question, "figure", None)
     try:
         tables, summary = question.answer()
     except ValueError as error:
         return complain(f"parallelism {name}", error)
     for table in tables:
         show(table, "auto")
-    figure = getattr(question, "figure", None)
+    if path:
+        from cs336_systems.report.figures import save
+
+        save(question.draw(), path)
     finite = {key: None if value == math.inf else value for key, value in summary.items()}
-    print(json.dumps({"question": name, **finite} | ({"figure": str(figure)} if figure else {})))
+    print(json.dumps({"question": name, **finite} | ({"figure": str(path)} if path else {})))
     return 0
 
 
-def _table(caption: str, lines: list[dict[str, Any]]) -> "Table":
+def _table(caption: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> "Table":
     import pandas as pd
 
     from cs336_systems.report.tables import Table
 
-    return Table(caption, pd.DataFrame(lines))
+    return Table(caption, pd.DataFrame(lines, columns=list(columns)))
 
 
 def _digits(value: float) -> str:
@@ -67,11 +71,6 @@ def _tokens(count: float) -> str:
     return "never" if math.isinf(count) else f"{math.ceil(count):,}"
 
 
-def _limits(found: scaling.Case) -> dict[str, str]:
-    reached = {"batch limit": found.local_batch_limit, "communication limit": found.communication_limit}
-    return {limit: "reached" if there else "-" for limit, there in reached.items()}
-
-
 @dataclass(frozen=True)
 class Ring:
     """Ring collectives played step by step, and the alternate all-reduce that passes whole tensors."""
@@ -84,25 +83,19 @@ class Ring:
 
     def answer(self) -> Answer:
         device = forms.find_device(self.device)
-        runs = {
-            "all-gather": ring.all_gather,
-            "reduce-scatter": ring.reduce_scatter,
-            "all-reduce": ring.all_reduce,
-            "alternate all-reduce": ring.alternate_all_reduce,
-        }
-        lines, summary = [], dict[str, Any]()
-        for name, play in runs.items():
-            run = play(self.world_size, self.total_mib * 2**20)
-            seconds = run.seconds(device.egress(self.world_size))
-            sent = max(run.bytes_per_link) / 2**20
-            lines.append(
-                {"subject": name, "steps": len(run.steps), "MiB sent per rank": f"{sent:,.1f}", "ms": _ms(seconds)}
-            )
-            summary[f"{name} ms"] = 1e3 * seconds
+        plays = {"all-gather": ring.all_gather, "reduce-scatter": ring.reduce_scatter}
+        plays |= {"all-reduce": ring.all_reduce, "alternate all-reduce": ring.alternate_all_reduce}
+        runs = {name: play(self.world_size, self.total_mib * 2**20) for name, play in plays.items()}
+        seconds = {name: run.seconds(device.egress(self.world_size)) for name, run in runs.items()}
+        lines = [
+            (name, len(run.steps), f"{max(run.bytes_per_link) / 2**20:,.1f}", _ms(seconds[name]))
+            for name, run in runs.items()
+        ]
         caption = (
             f"{self.total_mib} MiB over {self.world_size} ranks of {device.name}; bytes in one direction of a link"
         )
-        return [_table(caption, lines)], summary
+        table = _table(caption, ("subject", "steps", "MiB sent per rank", "ms"), lines)
+        return [table], {f"{name} ms": 1e3 * each for name, each in seconds.items()}
 
 
 @dataclass(frozen=True)
@@ -136,28 +129,20 @@ class Forms(OneLayer):
     """Data parallel, FSDP and tensor parallel: FLOPs, bytes, seconds and the largest number of devices."""
 
     def answer(self) -> Answer:
-        device, layer = forms.find_device(self.device), self.layer
+        device, layer, rings = forms.find_device(self.device), self.layer, {"large_rings": self.large_rings}
         egress = device.egress(self.world_size)
         lines, summary = [], dict[str, Any]()
         for form in forms.FORMS:
             for which in forms.PASSES:
-                found = forms.pass_cost(form, layer, self.tokens, self.world_size, which, large_rings=self.large_rings)
-                limit = forms.largest_world(
-                    form, layer, self.tokens, which, device.flops_per_s, egress, large_rings=self.large_rings
-                )
-                lines.append(
-                    {
-                        "subject": form,
-                        "pass": which,
-                        "TFLOP per device": _digits(found.flops / 1e12),
-                        "MiB sent per device": f"{found.sent_bytes / 2**20:,.1f}",
-                        "compute ms": _ms(found.compute_s(device)),
-                        "communication ms": _ms(found.communication_s(egress)),
-                        "largest N": "any" if math.isinf(limit) else f"{limit:,.1f}",
-                    }
-                )
+                found = forms.pass_cost(form, layer, self.tokens, self.world_size, which, **rings)
+                limit = forms.largest_world(form, layer, self.tokens, which, device.flops_per_s, egress, **rings)
                 summary[f"{form} {which} largest N"] = limit
-        return [_table(self.caption(egress), lines)], summary
+                times = _ms(found.compute_s(device)), _ms(found.communication_s(egress))
+                largest = "any" if math.isinf(limit) else f"{limit:,.1f}"
+                work = _digits(found.flops / 1e12), f"{found.sent_bytes / 2**20:,.1f}"
+                lines.append((form, which, *work, *times, largest))
+        columns = ("subject", "pass", "TFLOP per device", "MiB sent per device", "compute ms", "communication ms")
+        return [_table(self.caption(egress), (*columns, "largest N"), lines)], summary
 
 
 @dataclass(frozen=True)
@@ -171,26 +156,18 @@ class Mesh(OneLayer):
         device, layer = forms.find_device(self.device), self.layer
         egress = device.egress(self.world_size)
         lines, summary = [], dict[str, Any]()
-        for overlapping in (True, False):
-            network = mesh.Network(device.flops_per_s, egress, egress, overlapping, self.large_rings)
+        for axes, how in {"overlapping": "axes overlap: max", "sharing": "axes share the network: sum"}.items():
+            network = mesh.Network(device.flops_per_s, egress, egress, axes == "overlapping", self.large_rings)
             best = mesh.optimal_split(layer, self.tokens, self.world_size, network)
             whole = mesh.best_whole_split(layer, self.tokens, self.world_size, network)
             x, y = mesh.largest_mesh(layer, self.tokens, network)
-            axes = "overlapping" if overlapping else "sharing"
-            lines.append(
-                {
-                    "how": "axes overlap: max" if overlapping else "axes share the network: sum",
-                    "best X x Y": f"{best.fsdp:.1f} x {best.tp:.1f}",
-                    "of whole numbers": f"{whole.fsdp:g} x {whole.tp:g}",
-                    "compute ms": _ms(whole.compute_s),
-                    "FSDP ms": _ms(whole.fsdp_s),
-                    "TP ms": _ms(whole.tp_s),
-                    "communication ms": _ms(whole.communication_s),
-                    "largest mesh": f"{x:.1f} x {y:.1f} = {x * y:,.0f}",
-                }
-            )
+            splits = f"{best.fsdp:.1f} x {best.tp:.1f}", f"{whole.fsdp:g} x {whole.tp:g}"
+            times = map(_ms, (whole.compute_s, whole.fsdp_s, whole.tp_s, whole.communication_s))
+            lines.append((how, *splits, *times, f"{x:.1f} x {y:.1f} = {x * y:,.0f}"))
             summary |= {f"{axes} best fsdp": best.fsdp, f"{axes} whole fsdp": whole.fsdp, f"{axes} largest N": x * y}
-        return [_table("Forward. " + self.caption(egress) + ", along both axes", lines)], summary
+        columns = ("how", "best X x Y", "of whole numbers", "compute ms", "FSDP ms", "TP ms", "communication ms")
+        caption = "Forward. " + self.caption(egress) + ", along both axes"
+        return [_table(caption, (*columns, "largest mesh"), lines)], summary
 
 
 @dataclass(frozen=True)
@@ -207,50 +184,43 @@ class Accounting:
     """Tokens per device whose activations count for the FSDP degree."""
 
     def answer(self) -> Answer:
-        tpu, states = forms.find_device("tpu-v5p"), mesh.XXL.state_bytes
-        degree = mesh.XXL.least_devices(tpu.memory_bytes, self.tokens)
+        tpu, xxl, n = forms.find_device("tpu-v5p"), mesh.XXL, self.fsdp * self.tp
+        states, degree = xxl.state_bytes, xxl.least_devices(tpu.memory_bytes, self.tokens)
         h100, h100_gib = math.ceil(states / 80e9), math.ceil(states / (80 * 2**30))
-        fitting = f"{degree} ({mesh.XXL.device_bytes(degree, self.tokens) / 1e9:.1f} GB each)"
+        fitting = f"{degree} ({xxl.device_bytes(degree, self.tokens) / 1e9:.1f} GB each)"
         memory = {
-            "parameters": f"{mesh.XXL.n_parameters / 1e9:.1f} billion",
+            "parameters": f"{xxl.n_parameters / 1e9:.1f} billion",
             "FP32 weights, gradients, two moments": f"{states / 1e9:,.0f} GB ({states / 2**30:,.0f} GiB)",
-            "BF16 activations": f"{mesh.XXL.activation_bytes_per_token / 1e6:.2f} MB per token",
+            "BF16 activations": f"{xxl.activation_bytes_per_token / 1e6:.2f} MB per token",
             "H100 of 80 GB (of 80 GiB)": f"{h100} ({h100_gib})",
             f"FSDP degree that fits 95 GB, {self.tokens} tokens per device": fitting,
         }
-        about = [{"subject": subject, "value": value} for subject, value in memory.items()]
-        n, lines = self.fsdp * self.tp, []
-        summary: dict[str, Any] = {"states GB": states / 1e9, "h100": h100, "fsdp": degree}
-        for large_rings in (True, False):
-            found = []
-            for overlapping in (False, True):
-                axes = {"overlapping": overlapping, "large_rings": large_rings}
-                network = mesh.torus_network(tpu, self.fsdp_axes, self.tp_axes, **axes)
-                found.append(mesh.thresholds(mesh.XXL.layer, n, network))
-            for one, other in zip(*found, strict=True):
-                lines.append(
-                    {
-                        "how": "rings of n (the book)" if large_rings else "rings of n - 1",
-                        "X x Y": f"{one.fsdp} x {one.tp}",
-                        "tokens per device, sum": _tokens(one.tokens_per_device),
-                        "in all, sum": _tokens(one.tokens),
-                        "tokens per device, max": _tokens(other.tokens_per_device),
-                        "in all, max": _tokens(other.tokens),
-                    }
-                )
+        lines, summary = [], {"states GB": states / 1e9, "h100": h100, "fsdp": degree}
+        for rings_of, rings in {"n": "rings of n (the book)", "n-1": "rings of n - 1"}.items():
+            by_sum, by_max = (
+                mesh.thresholds(xxl.layer, n, self._network(tpu, overlapping, rings_of == "n"))
+                for overlapping in (False, True)
+            )
+            for one, other in zip(by_sum, by_max, strict=True):
+                tokens = (one.tokens_per_device, one.tokens, other.tokens_per_device, other.tokens)
+                lines.append((rings, f"{one.fsdp} x {one.tp}", *map(_tokens, tokens)))
                 if (one.fsdp, one.tp) == (self.fsdp, self.tp):
-                    rings_of = "n" if large_rings else "n-1"
                     summary[f"tokens per device, sum, rings of {rings_of}"] = one.tokens_per_device
                     summary[f"tokens per device, max, rings of {rings_of}"] = other.tokens_per_device
         where = f"{n} x {tpu.name}, M_x = {self.fsdp_axes}, M_y = {self.tp_axes}"
-        caption = f"Tokens from which forward is bound by compute, {where}"
-        book = mesh.torus_network(tpu, self.fsdp_axes, self.tp_axes, overlapping=False, large_rings=True)
-        smaller = [
-            {"how": how, "tokens per device": _tokens(least)}
-            for how, least in mesh.smaller_batches(mesh.XXL.layer, self.fsdp, self.tp, book)
+        columns = ("tokens per device, sum", "in all, sum", "tokens per device, max", "in all, max")
+        book = self._network(tpu, overlapping=False, large_rings=True)
+        smaller = [(how, _tokens(n)) for how, n in mesh.smaller_batches(xxl.layer, self.fsdp, self.tp, book)]
+        tables = [
+            _table("XXL: d_model 16384, d_ff 53248, 126 blocks", ("subject", "value"), list(memory.items())),
+            _table(f"Tokens from which forward is bound by compute, {where}", ("how", "X x Y", *columns), lines),
+            _table("How to reduce the batch", ("how", "tokens per device"), smaller),
         ]
-        title = "XXL: d_model 16384, d_ff 53248, 126 blocks"
-        return [_table(title, about), _table(caption, lines), _table("How to reduce the batch", smaller)], summary
+        return tables, summary
+
+    def _network(self, tpu: forms.Device, overlapping: bool, large_rings: bool) -> mesh.Network:
+        axes = self.fsdp_axes, self.tp_axes
+        return mesh.torus_network(tpu, *axes, overlapping=overlapping, large_rings=large_rings)
 
 
 @dataclass(frozen=True)
@@ -264,30 +234,29 @@ class Pipeline:
     figure: Path | None = None
     """PNG to draw."""
 
-    def answer(self) -> Answer:
-        timelines = [
+    def timelines(self) -> list[pipeline.Timeline]:
+        return [
             pipeline.simulate(name, self.stages, self.microbatches, chunks=self.chunks if name == "interleaved" else 1)
             for name in pipeline.SCHEDULES
         ]
-        if self.figure:
-            from cs336_systems.experiments.parallelism_figures import pipelines_figure
-            from cs336_systems.report.figures import save
 
-            save(pipelines_figure(timelines), self.figure)
-        lines = [
-            {
-                "subject": timeline.schedule,
-                "bubble, forwards": f"{timeline.bubble:g}",
-                "bubble % of step": f"{100 * timeline.bubble_fraction:.1f}",
-                "activations, first stage": f"{timeline.peak_activations[0]:g}",
-                "activations, last stage": f"{timeline.peak_activations[-1]:g}",
-            }
-            for timeline in timelines
-        ]
+    def answer(self) -> Answer:
+        timelines = self.timelines()
+        lines = []
+        for t in timelines:
+            alive = [f"{t.peak_activations[stage]:g}" for stage in (0, -1)]
+            lines.append((t.schedule, f"{t.bubble:g}", f"{100 * t.bubble_fraction:.1f}", *alive))
+        columns = ("subject", "bubble, forwards", "bubble % of step", "activations, first stage")
         caption = (
             f"{self.stages} stages, {self.microbatches} microbatches; forward and both gradients take one unit each"
         )
-        return [_table(caption, lines)], {f"{t.schedule} bubble": t.bubble_fraction for t in timelines}
+        table = _table(caption, (*columns, "activations, last stage"), lines)
+        return [table], {f"{t.schedule} bubble": t.bubble_fraction for t in timelines}
+
+    def draw(self) -> Any:
+        from cs336_systems.experiments.parallelism_figures import pipelines_figure
+
+        return pipelines_figure(self.timelines())
 
 
 @dataclass(frozen=True)
@@ -303,39 +272,39 @@ class Scaling:
     figure: Path | None = None
     """PNG to draw."""
 
-    def answer(self) -> Answer:
-        device, workload = (
-            forms.find_device(self.device),
-            scaling.Workload(self.parameters, self.batch, self.context_length),
-        )
-        if self.most_devices <= device.domain_size:
-            raise ValueError(
-                f"--most-devices must be above one domain of {device.domain_size}, got {self.most_devices}"
-            )
-        if self.figure:
-            from cs336_systems.experiments.parallelism_figures import scaling_figure
-            from cs336_systems.report.figures import save
+    @property
+    def workload(self) -> scaling.Workload:
+        return scaling.Workload(self.parameters, self.batch, self.context_length)
 
-            save(scaling_figure(workload, device, self.most_devices), self.figure)
-        counts = [8 * 2**power for power in range(32) if 8 * 2**power <= self.most_devices]
+    def answer(self) -> Answer:
+        device, workload = forms.find_device(self.device), self.workload
+        if self.most_devices <= device.domain_size:
+            least = f"--most-devices must be above one domain of {device.domain_size}"
+            raise ValueError(f"{least}, got {self.most_devices}")
+
+        def limits(found: scaling.Case) -> list[str]:
+            return ["reached" if there else "-" for there in (found.local_batch_limit, found.communication_limit)]
+
         lines = []
-        for n in counts:
-            step, found = scaling.fsdp_step(workload, n, device), scaling.case(workload, n, device)
-            lines.append(
-                {
-                    "devices": f"{n:,}",
-                    "compute s": _digits(step.compute_s),
-                    "communication s": _digits(step.communication_s),
-                    "tokens each": f"{step.tokens_per_device:,.0f}",
-                    "sequences each": f"{step.sequences_per_device:g}",
-                    **_limits(found),
-                }
-            )
-        remedies = [{**_limits(c), "how": c.what, "explanation": c.remedy} for c in scaling.CASES]
-        limit = scaling.communication_limit(workload, device)
-        summary = {"communication limit": limit, "local batch limit": workload.n_sequences}
+        for n in [8 * 2**power for power in range(32) if 8 * 2**power <= self.most_devices]:
+            step = scaling.fsdp_step(workload, n, device)
+            each = f"{step.tokens_per_device:,.0f}", f"{step.sequences_per_device:g}"
+            times = map(_digits, (step.compute_s, step.communication_s))
+            lines.append((f"{n:,}", *times, *each, *limits(scaling.case(workload, n, device))))
+        columns, reached = ("devices", "compute s", "communication s"), ("batch limit", "communication limit")
+        remedies = [(*limits(case), case.what, case.remedy) for case in scaling.CASES]
         caption = f"FSDP of {self.parameters / 1e9:.1f} billion parameters, {self.batch:,} tokens, {device.name} peaks"
-        return [_table(caption, lines), _table("The four cases", remedies)], summary
+        tables = [
+            _table(caption, (*columns, "tokens each", "sequences each", *reached), lines),
+            _table("The four cases", (*reached, "how", "explanation"), remedies),
+        ]
+        limit = scaling.communication_limit(workload, device)
+        return tables, {"communication limit": limit, "local batch limit": workload.n_sequences}
+
+    def draw(self) -> Any:
+        from cs336_systems.experiments.parallelism_figures import scaling_figure
+
+        return scaling_figure(self.workload, forms.find_device(self.device), self.most_devices)
 
 
 @dataclass(frozen=True)
@@ -351,57 +320,29 @@ class Failures:
     figure: Path | None = None
     """PNG to draw."""
 
-    def answer(self) -> Answer:
+    def jobs(self) -> list[tuple[int, failures.Job]]:
+        """The job on each number of nodes."""
         between = {n: failures.mean_time_between_failures(n, self.per_1000_node_days) for n in self.nodes}
-        jobs = [(n, failures.Job(mtbf, self.save, self.restart)) for n, mtbf in between.items()]
-        if not jobs:
-            raise ValueError("--nodes names no number of nodes")
-        if self.figure:
-            from cs336_systems.experiments.parallelism_figures import goodput_figure
-            from cs336_systems.report.figures import save
+        return [(n, failures.Job(mtbf, self.save, self.restart)) for n, mtbf in between.items()]
 
-            labelled = [(f"{n:,} nodes, M = {job.mtbf_s / 3600:.3g} h", job) for n, job in jobs]
-            save(goodput_figure(labelled), self.figure)
-        lines = [
-            {
-                "nodes": f"{n:,}",
-                "hours between failures": _digits(job.mtbf_s / 3600),
-                "Young min": _digits(job.young_s / 60),
-                "Daly min": _digits(job.daly_s / 60),
-                "exact min": _digits(job.optimal_s / 60),
-                "goodput % there": f"{100 * job.goodput(job.optimal_s):.2f}",
-                "at Young": f"{100 * job.goodput(job.young_s):.2f}",
-                "saving hourly": f"{100 * job.goodput(3600):.2f}",
-            }
-            for n, job in jobs
-        ]
+    def answer(self) -> Answer:
+        if not (jobs := self.jobs()):
+            raise ValueError("--nodes names no number of nodes")
+        lines = []
+        for n, job in jobs:
+            minutes = [_digits(s / 60) for s in (job.young_s, job.daly_s, job.optimal_s)]
+            goodput = [f"{100 * job.goodput(interval):.2f}" for interval in (job.optimal_s, job.young_s, 3600)]
+            lines.append((f"{n:,}", _digits(job.mtbf_s / 3600), *minutes, *goodput))
+        columns = ("nodes", "hours between failures", "Young min", "Daly min", "exact min", "goodput % there")
         rate = f"{self.per_1000_node_days:g} failures per 1000 node-days"
         caption = f"{rate}, {self.save:g} s to save, {self.restart:g} s to restart"
-        return [_table(caption, lines)], {f"{n} nodes: optimum s": job.optimal_s for n, job in jobs}
+        table = _table(caption, (*columns, "at Young", "saving hourly"), lines)
+        return [table], {f"{n} nodes: optimum s": job.optimal_s for n, job in jobs}
+
+    def draw(self) -> Any:
+        from cs336_systems.experiments.parallelism_figures import goodput_figure
+
+        return goodput_figure([(f"{n:,} nodes, M = {job.mtbf_s / 3600:.3g} h", job) for n, job in self.jobs()])
 
 
-@dataclass(frozen=True)
-class Devices:
-    """The presets, with their sources."""
-
-    def answer(self) -> Answer:
-        lines = [
-            {
-                "subject": device.name,
-                "bf16 TFLOP/s": f"{device.flops_per_s / 1e12:g}",
-                "GB": f"{device.memory_bytes / 1e9:.0f}",
-                "W inside, GB/s": f"{device.egress_bytes_per_s / 1e9:g}",
-                "domain": device.domain_size,
-                "W beyond, GB/s": f"{device.egress(device.domain_size + 1) / 1e9:g}",
-                "C/W inside, tokens": f"{device.flops_per_s / device.egress(1):,.0f}",
-                "beyond": f"{device.flops_per_s / device.egress(device.domain_size + 1):,.0f}",
-                "source": device.source,
-            }
-            for device in forms.DEVICES.values()
-        ]
-        return [_table("W is a device's egress; on the TPU both directions of one torus axis", lines)], {
-            "devices": list(forms.DEVICES)
-        }
-
-
-QUESTIONS = (Ring, Forms, Mesh, Accounting, Pipeline, Scaling, Failures, Devices)
+QUESTIONS = (Ring, Forms, Mesh, Accounting, Pipeline, Scaling, Failures)

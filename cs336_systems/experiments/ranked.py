@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from cs336_systems.distributed.process_group import Rank
     from cs336_systems.harness.clock import PhaseTimes
+    from cs336_systems.harness.memory import PeakMeter
     from cs336_systems.harness.record import Metric
     from cs336_systems.harness.sweep import Outcome
     from cs336_systems.harness.traffic import Event
@@ -164,16 +165,18 @@ def with_effort(measure: Callable[..., Any]) -> Stages:
     return lambda options, cells, outcomes: [Stage(cells, functools.partial(measure, effort=Effort.of(options)))]
 
 
-def name_of_blocks(cell: RankedCase) -> str:
-    """The part of a recording's name that says how blocks run and over how many micro-batches."""
-    compiled = "-compiled" if cell.compiled else f"-{cell.kernels}-keep-{cell.keep}" if cell.written_out else ""
-    return compiled + (f"-{cell.accumulate}x" if cell.accumulate != 1 else "")
+def recording_name(cell: RankedCase, *words: str) -> str:
+    """The stem of a cell's recordings: model, dtype, how blocks run, words of the question, ranks."""
+    blocks = "compiled" if cell.compiled else f"{cell.kernels}-keep-{cell.keep}" if cell.written_out else ""
+    several = f"{cell.accumulate}x" if cell.accumulate != 1 else ""
+    names = (str(cell.size), cell.dtype, blocks, several, *words, f"{cell.world_size}ranks")
+    return "-".join(filter(None, names))
 
 
 class PreparedStep:
     """A cell's model, data and optimizer on this rank, ready to take steps."""
 
-    def __init__(self, cell: RankedCase, rank: Rank) -> None:
+    def __init__(self, cell: Any, rank: Rank) -> None:
         from cs336_systems.training import assemble, random_batch
 
         self.cell, self.rank = cell, rank
@@ -203,15 +206,20 @@ def check_losses(step: TrainStep, rank: Rank) -> None:
 
 def time_metrics(times: PhaseTimes, cell: RankedCase) -> list[Metric]:
     """Each phase, the warm-up, and the rate of all ranks' tokens."""
+    from cs336_systems.experiments.measured import phase_metrics, rate
     from cs336_systems.harness.clock import WHOLE
-    from cs336_systems.harness.record import Metric
 
-    metrics = [Metric(name, "ms", samples) for name, samples in times.samples_ms.items()]
-    if times.warmup_ms:
-        metrics.append(Metric("warmup_step", "ms", times.warmup_ms))
     tokens = cell.world_size * cell.tokens_per_step
-    rates = [tokens / ms * 1e3 for ms in times.samples_ms[WHOLE]]
-    return [*metrics, Metric("tokens_per_s", "1/s, all ranks", rates, derived=True)]
+    return [*phase_metrics(times), rate("tokens_per_s", "1/s, all ranks", tokens, times.samples_ms[WHOLE])]
+
+
+def peak_metrics(meter: PeakMeter, rank: Rank) -> list[Metric]:
+    """GiB of the fullest rank at its peak, and those that were asked for, where the device says so."""
+    from cs336_systems.experiments.measured import in_gib
+
+    found = {"peak_memory": meter.peak_bytes(), "peak_requested": meter.requested_bytes()}
+    known = {name: largest(n_bytes, rank) for name, n_bytes in found.items() if n_bytes is not None}
+    return in_gib(**known)
 
 
 def with_earlier_rows(table: Callable[[pd.DataFrame], Table]) -> Present:
@@ -232,8 +240,7 @@ def draw_traces(outcomes: Sequence[Outcome], effort: Effort) -> None:
     """Draw the last step of each recording beside it, whole and close up; say on stderr where, or why not."""
     from cs336_systems.profiling.traces import kineto
     from cs336_systems.profiling.traces.tables import TraceError
-    from cs336_systems.report.block_timeline import draw_two_blocks
-    from cs336_systems.report.timeline import draw_timeline
+    from cs336_systems.report.timeline import draw_timeline, draw_two_blocks
 
     for outcome in outcomes:
         cell: Any = outcome.cell

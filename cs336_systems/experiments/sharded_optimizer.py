@@ -23,8 +23,7 @@ from cs336_systems.costs.sharding import DEFAULT_BUCKET_SIZE_MB, link_bytes_per_
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment, presented
 from cs336_systems.experiments.options import RankedCase, RankedRun, training_cells
-from cs336_systems.experiments.ranked import EFFORT, Effort, check_losses, with_effort
-from cs336_systems.hardware import GIB
+from cs336_systems.experiments.ranked import EFFORT, Effort, check_losses, time_metrics, with_effort
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 
 if TYPE_CHECKING:
@@ -100,67 +99,39 @@ def measure(cell: ShardingCell, rank: Rank, *, effort: Effort = EFFORT) -> list[
         PredictedOutOfMemory: the case would not fit.
         FloatingPointError: the loss is not finite on every rank.
     """
+    import torch.distributed as dist
+
+    from cs336_systems.experiments.measured import in_gib
     from cs336_systems.harness.clock import time_phases_of_ranks
     from cs336_systems.harness.fit import check_fit
-    from cs336_systems.harness.record import Metric
     from cs336_systems.training import random_batch
     from cs336_systems.training.assemble import build_model, finish
 
     check_fit(cell, rank=rank)
     meter = _Meter(rank.device)
     model = build_model(cell, rank)
-    parameters = list(model.parameters())
-    meter.read("initialised", parameters, [])
+    meter.read("initialised", model)
     step = finish(model, cell, rank)
     phases = step.phases("step", *random_batch(cell, rank))
     for phase in phases.values():
         phase()
-    _read_one_step(meter, phases, parameters, step.optimizer)
+    meter.read_one_step(phases, model, step.optimizer)
     times = time_phases_of_ranks(phases, rank, warmup=effort.warmup(cell), steps=cell.steps)
     check_losses(step, rank)
-    metrics = [Metric(name, "ms", samples) for name, samples in times.samples_ms.items()]
-    sizes = [parameter.nbytes for parameter in parameters]
+    of_all: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(of_all, meter.readings)
+    fullest = max(of_all, key=lambda readings: readings["after_step_optimizer_state"])
+    sizes = [parameter.nbytes for parameter in model.parameters()]
     form = "owned" if cell.sharding == "torch-zero" else cell.sharding  # torch's ZeRO deals tensors out as owned does
     bucket_bytes = int(cell.bucket_size_mb * 1024**2)
     moments = state_bytes_by_rank(form, sizes, rank.world_size, per_parameter=2, bucket_bytes=bucket_bytes)
-    predicted = {
-        "predicted_parameters": sum(sizes),
-        "predicted_gradients": sum(sizes),
-        "predicted_optimizer_state": max(moments),
-        "predicted_link_traffic": link_bytes_per_step(form, sum(sizes), rank.world_size),
-    }
-    in_bytes = meter.of_the_fullest_rank(rank.world_size) | predicted
-    return metrics + [Metric(name, "GiB", [n_bytes / GIB]) for name, n_bytes in in_bytes.items()]
-
-
-def _read_one_step(
-    meter: _Meter,
-    phases: dict[str, Callable[[], None]],
-    parameters: Sequence[Tensor],
-    optimizer: torch.optim.Optimizer,
-) -> None:
-    """Read the memory of a step after forward, before the update and after it."""
-    state = _state_tensors(optimizer)
-    before = meter.allocated()
-    meter.restart_peak()
-    forward, *others, update = phases.values()
-    forward()
-    meter.read("after_forward", parameters, state, activations=meter.allocated() - before)
-    for phase in others:
-        phase()
-    meter.read("before_step", parameters, state)
-    meter.restart_peak()
-    handle = optimizer.register_step_post_hook(lambda *_: meter.read("after_step", parameters, state))
-    update()
-    handle.remove()
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The optimizer state of this rank; torch's ZeRO keeps it in an optimizer of its own, ``optim``."""
-    from torch import Tensor
-
-    local = getattr(optimizer, "optim", optimizer)
-    return [value for state in local.state.values() for value in state.values() if isinstance(value, Tensor)]
+    predicted = in_gib(
+        predicted_parameters=sum(sizes),
+        predicted_gradients=sum(sizes),
+        predicted_optimizer_state=max(moments),
+        predicted_link_traffic=link_bytes_per_step(form, sum(sizes), rank.world_size),
+    )
+    return [*time_metrics(times, cell), *in_gib(**fullest), *predicted]
 
 
 class _Meter:
@@ -171,24 +142,46 @@ class _Meter:
         self.readings: dict[str, float] = {}
         self._baseline = 0
         self._baseline = self.allocated()
-        self.restart_peak()
+        self._restart_peak()
 
     def allocated(self) -> int:
-        """What tensors take beyond the baseline, as ``allocated_bytes`` says."""
+        """Bytes that tensors take beyond the baseline, as ``allocated_bytes`` says."""
         from cs336_systems.harness.memory import allocated_bytes
 
         return allocated_bytes(self.device) - self._baseline
 
-    def restart_peak(self) -> None:
+    def _restart_peak(self) -> None:
         import torch
 
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def read(self, moment: str, parameters: Sequence[Tensor], state: Sequence[Tensor], activations: int = 0) -> None:
+    def read_one_step(
+        self, phases: dict[str, Callable[[], None]], model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Read the memory of a step after forward, before the update and after it."""
+        from torch import Tensor
+
+        local = getattr(optimizer, "optim", optimizer)  # torch's ZeRO keeps its state in an optimizer of its own
+        state = [value for each in local.state.values() for value in each.values() if isinstance(value, Tensor)]
+        before = self.allocated()
+        self._restart_peak()
+        forward, *others, update = phases.values()
+        forward()
+        self.read("after_forward", model, state, activations=self.allocated() - before)
+        for phase in others:
+            phase()
+        self.read("before_step", model, state)
+        self._restart_peak()
+        handle = optimizer.register_step_post_hook(lambda *_: self.read("after_step", model, state))
+        update()
+        handle.remove()
+
+    def read(self, moment: str, model: torch.nn.Module, state: Sequence[Tensor] = (), activations: int = 0) -> None:
         """Note what there is now; activations are counted where forward has just ended."""
         import torch
 
+        parameters = list(model.parameters())
         sums = {
             "parameters": sum(parameter.nbytes for parameter in parameters),
             "gradients": sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None),
@@ -201,14 +194,6 @@ class _Meter:
             sums["allocated"] = allocated
             sums["peak"] = torch.cuda.max_memory_allocated(self.device) - self._baseline
         self.readings |= {f"{moment}_{category}": n_bytes for category, n_bytes in sums.items()}
-
-    def of_the_fullest_rank(self, world_size: int) -> dict[str, float]:
-        """The readings of the rank with the most optimizer state, the first of equals, on every rank."""
-        import torch.distributed as dist
-
-        of_all: list[Any] = [None] * world_size
-        dist.all_gather_object(of_all, self.readings)
-        return max(of_all, key=lambda readings: readings["after_step_optimizer_state"])
 
 
 _SETTINGS = (
@@ -275,7 +260,6 @@ def memory_figure(rows: pd.DataFrame) -> Figure | None:
     A panel is a moment of a step, a stacked bar of GiB a way to hold the state. A line across a bar is what parameters,
     gradients and state were predicted to take.
     """
-    import pandas as pd
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -295,22 +279,19 @@ def memory_figure(rows: pd.DataFrame) -> Figure | None:
     for subfigure, group in zip(subfigures, groups, strict=True):
         table = group.pivot_table(index="sharding", columns="metric", values="median", sort=False)
         table = table.loc[group["sharding"].unique()[::-1]]  # bars are drawn from the bottom
-        for i, (axes, moment) in enumerate(zip(subfigure.subplots(1, len(MOMENTS), sharex=True), MOMENTS, strict=True)):
-            left = pd.Series(0.0, index=table.index)
-            for category in CATEGORIES:
-                width = table.get(f"{moment}_{category}", pd.Series(0.0, index=table.index)).fillna(0.0)
-                axes.barh(table.index, width, left=left, color=colours[category], height=0.7)
-                left = left + width
-            predicted = _predicted(table, moment)
-            places = range(len(table))
-            axes.vlines(predicted, [p - 0.42 for p in places], [p + 0.42 for p in places], color="black", linewidth=1.5)
+        for axes, moment in zip(subfigure.subplots(1, len(MOMENTS), sharex=True, sharey=True), MOMENTS, strict=True):
+            names = [f"{moment}_{category}" for category in CATEGORIES]
+            widths = table.reindex(columns=names).fillna(0.0)
+            for category, name in zip(CATEGORIES, names, strict=True):
+                left = widths.loc[:, :name].iloc[:, :-1].sum(axis=1)
+                axes.barh(table.index, widths[name], left=left, color=colours[category], height=0.7)
+            for place, predicted in enumerate(_predicted(table, moment)):
+                axes.vlines(predicted, place - 0.42, place + 0.42, color="black", linewidth=1.5)
             axes.set_title(moment.replace("_", " "), fontsize=10)
             axes.set_xlabel("GiB")
             axes.grid(axis="x", alpha=0.3)
             axes.set_axisbelow(True)
             axes.spines[["top", "right"]].set_visible(False)
-            if i:
-                axes.set_yticklabels([])
         first = group.iloc[0]
         subfigure.suptitle(
             f"Memory of one rank of {first['world_size']}: {first['size']}, batch {first['batch_size']}, context "
@@ -325,13 +306,10 @@ def memory_figure(rows: pd.DataFrame) -> Figure | None:
 
 
 def _predicted(table: pd.DataFrame, moment: str) -> pd.Series:
-    """What should be there at a moment of the second step, in GiB: gradients from backward on, state after a step."""
-    names = ["parameters"]
-    if moment in ("before_step", "after_step"):
-        names.append("gradients")
-    if moment != "initialised":
-        names.append("optimizer_state")
-    return table[[f"predicted_{name}" for name in names]].sum(axis=1)
+    """GiB that should be there at a moment of the second step: gradients from backward on, state after a step."""
+    gradients = ["gradients"] if moment in ("before_step", "after_step") else []
+    state = ["optimizer_state"] if moment != "initialised" else []
+    return table[[f"predicted_{name}" for name in ("parameters", *gradients, *state)]].sum(axis=1)
 
 
 EXPERIMENT = Experiment(

@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from cs336_systems.config import ModelConfig, resolve_size
 from cs336_systems.declared import option, options_of
-from cs336_systems.experiments.driver import Experiment, Stage
+from cs336_systems.experiments.driver import Experiment, Stage, presented
 from cs336_systems.experiments.options import RunOptions, cell_of, flag
 from cs336_systems.hardware import hardware_named
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
-from cs336_systems.report.show import show
-from cs336_systems.report.tables import Table
 
 if TYPE_CHECKING:
     from cs336_systems.harness.sweep import Outcome
@@ -125,82 +121,52 @@ class Asked(RunOptions):
     which two more plans are searched."""
     timeline: bool = False
     """Write and draw what each lane does, into the folder of --out: measured on a GPU, else simulated."""
-    profile: bool = False
-    """Record the steps with nsys instead; streams and ranges have the names of the plan's lanes and operations."""
-    raw: Path = Path("profiles/raw")
-    """Folder for the recordings of --profile."""
 
 
 Options: Any = options_of(StreamingCell, Asked)
 
-_DEFAULTS = {"context_length": (8192,), "device_gib": (24.0,), "host_gib": (75.0,), "chunk": 0, "tokens_per_step": 0}
-_TINY = {
-    "context_length": (64,),
-    "device_gib": (0.001, 0.002),
-    "host_gib": (0.001,),
-    "chunk": 32,
+_DEFAULTS: dict[str, Any] = {
+    **{"context_length": (8192,), "device_gib": (24.0,), "host_gib": (75.0,), "chunk": 0, "tokens_per_step": 0},
+}
+_TINY: dict[str, Any] = {
+    **{"context_length": (64,), "device_gib": (0.001, 0.002), "host_gib": (0.001,), "chunk": 32},
     "tokens_per_step": 512,
 }
-_WITH_MASTERS = {"host_gib": (140.0,)}
-_TINY_WITH_MASTERS = {"device_gib": (0.001, 0.003), "host_gib": (0.002,)}
+_WITH_MASTERS: dict[str, Any] = {"host_gib": (140.0,)}
+_TINY_WITH_MASTERS: dict[str, Any] = {"device_gib": (0.001, 0.003), "host_gib": (0.002,)}
+_SETS = ("context_length", "device_gib", "host_gib")
 
 
 def make_cells(options: Any) -> list[StreamingCell]:
-    """The grid; raises ValueError for a value that no cell can have, or where nothing can be recorded."""
-    if options.profile:
-        _check_profile(options)
-    for name in _DEFAULTS:
-        given = getattr(options, name)
-        for value in given if isinstance(given, tuple) else () if given is None else (given,):
+    """The grid, and the peers of each length; raises ValueError for a value that no cell can have."""
+    given = {name: value for name in _DEFAULTS if (value := getattr(options, name)) is not None}
+    for name, values in given.items():
+        for value in values if isinstance(values, tuple) else (values,):
             if not 0 < value < math.inf:
                 raise ValueError(f"{flag(name)} must be positive and finite, got {value:g}")
     if options.timeline and options.out is None:
         raise ValueError("--timeline draws in the folder of --out, which is not given")
     simulated = hardware_named(options.gpu).name if options.gpu else ""
-    if options.peers and (simulated or options.profile):
-        raise ValueError(f"--peers {options.peers[0]} is measured: --gpu and --profile go without")
+    if options.peers and simulated:
+        raise ValueError(f"--peers {options.peers[0]} is measured: --gpu goes without")
     cells = []
-    for size in options.size:
-        name = resolve_size(size).name
-        of_size: dict[str, Any] = {
-            key: value if (given := getattr(options, key)) is None else given
-            for key, value in _defaults(name, options.master_weights).items()
-        }
-        sets = {key: value for key, value in of_size.items() if isinstance(value, tuple)} | {"order": options.order}
-        own = {key: value for key, value in of_size.items() if key not in sets}
-        own |= {"size": name, "simulated_device": simulated, "peer": ""}
-        for length in of_size["context_length"]:
-            _check_tokens(length, of_size["chunk"], of_size["tokens_per_step"])
+    for name in (resolve_size(size).name for size in options.size):
+        usual, masters = (_TINY, _TINY_WITH_MASTERS) if name == "tiny" else (_DEFAULTS, _WITH_MASTERS)
+        asked = usual | (masters if options.master_weights == "fp32" else {}) | given
+        for length in asked["context_length"]:
+            _check_tokens(length, asked["chunk"], asked["tokens_per_step"])
+        own = {"size": name, "simulated_device": simulated, "peer": "", "chunk": asked["chunk"]}
+        own["tokens_per_step"] = asked["tokens_per_step"]
         cells += [
-            cell_of(StreamingCell, options, **own, **dict(zip(sets, values, strict=True)))
-            for values in itertools.product(*sets.values())
+            cell_of(StreamingCell, options, **own, **dict(zip((*_SETS, "order"), values, strict=True)))
+            for values in itertools.product(*(asked[name] for name in _SETS), options.order)
         ]
-        uncapped = own | {"device_gib": 0.0, "host_gib": 0.0, "order": "auto", "chunk": 0, "clipping": False}
+        own |= {"device_gib": 0.0, "host_gib": 0.0, "order": "auto", "chunk": 0, "clipping": False}
         cells += [
-            cell_of(StreamingCell, options, **uncapped | {"context_length": length, "peer": peer})
-            for length, peer in itertools.product(of_size["context_length"], options.peers)
+            cell_of(StreamingCell, options, **own | {"context_length": length, "peer": peer})
+            for length, peer in itertools.product(asked["context_length"], options.peers)
         ]
     return cells
-
-
-def _check_profile(options: Any) -> None:
-    """Raises ValueError where nothing can be recorded."""
-    from cs336_systems.profiling.traces import nsys
-
-    if options.explain:
-        raise ValueError("--explain is of plans: --profile goes without")
-    if options.gpu or options.device == "cpu":
-        where = f"--gpu {options.gpu}" if options.gpu else "--device cpu"
-        raise ValueError(f"--profile records CUDA work, and there is none with {where}")
-    if nsys.is_attached():
-        raise ValueError("--profile: this process already runs under nsys, one profiler at a time")
-    if shutil.which("nsys") is None:
-        raise ValueError(f"--profile: {nsys.MISSING}")
-
-
-def _defaults(size: str, master_weights: str) -> dict[str, Any]:
-    defaults, with_masters = (_TINY, _TINY_WITH_MASTERS) if size == "tiny" else (_DEFAULTS, _WITH_MASTERS)
-    return defaults | (with_masters if master_weights == "fp32" else {})
 
 
 def _check_tokens(context_length: int, chunk: int, tokens_per_step: int) -> None:
@@ -214,10 +180,8 @@ def _check_tokens(context_length: int, chunk: int, tokens_per_step: int) -> None
 
 def stages(options: Any, cells: Sequence[StreamingCell], outcomes: list[Outcome]) -> list[Stage]:
     """All cells, with pictures beside the rows if they are asked for; those that are simulated share a process."""
-    from cs336_systems.experiments.streaming_measure import measure, measure_peer, profile
+    from cs336_systems.experiments.streaming_measure import measure, measure_peer
 
-    if options.profile:
-        return [Stage(cells, partial(profile, raw=options.raw))]
     pictures = options.out if options.timeline else None
     own, peers = ([cell for cell in cells if bool(cell.peer) is wanted] for wanted in (False, True))
     streamed = Stage(
@@ -226,12 +190,6 @@ def stages(options: Any, cells: Sequence[StreamingCell], outcomes: list[Outcome]
         share=lambda cell: cell.simulated_device or cell,
     )
     return [streamed, Stage(peers, measure_peer)]
-
-
-def recording(cell: StreamingCell, raw: Path) -> Path:
-    """Where a cell's recording lies."""
-    name = f"streaming-{cell.size}-c{cell.context_length}-{cell.device_gib:g}-{cell.host_gib:g}-{cell.order}"
-    return raw / name / "step.sqlite"
 
 
 def _share(metric: str) -> Callable[[Line], float | None]:
@@ -278,19 +236,8 @@ STREAMING_TABLE = ResultTable(
 
 
 def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> None:
-    """The table and heatmaps; of recordings, what kept the device."""
-    import pandas as pd
-
-    from cs336_systems.harness.sweep import outcome_rows
-
-    if options.profile:
-        for outcome in outcomes:
-            rows = [{"operations": metric.name, "ms": round(median(metric.samples), 2)} for metric in outcome.metrics]
-            if rows:
-                caption = f"{outcome.cell}: what kept the device, per step. {recording(outcome.cell, options.raw)}"
-                show(Table(caption, pd.DataFrame(rows)), options.format)
-        return
-    show(STREAMING_TABLE.of(outcome_rows(outcomes)), options.format)
+    """The table, and heatmaps of all rows of the file."""
+    presented(STREAMING_TABLE.of)(outcomes, options, csv)
     if options.device == "cpu" and not options.gpu:
         print(f"Plans and what is simulated are those of an {CPU_PLANS_FOR.upper()}, beside steps that ran on a CPU.\n")
     if csv:
@@ -309,7 +256,7 @@ EXPERIMENT = Experiment(
     stages,
     present,
     (
-        *("recorded_step", "tokens_per_s", "simulated_tokens_per_s", "mfu", "simulated_mfu"),
+        *("tokens_per_s", "simulated_tokens_per_s", "mfu", "simulated_mfu"),
         *("simulated_over_measured", "device_in_use"),
     ),
     options=Options,

@@ -9,17 +9,10 @@ its chunks have. What they have in use of device and host is measured, and no ca
 the question that they leave open. ``compiled`` is plain PyTorch, each block and the loss under torch.compile.
 ``fsdp2-offload`` is FSDP2 on one rank, whose shards, gradients and optimizer are on the host (``CPUOffloadPolicy``):
 weights come for each block of each pass, AdamW runs on the CPU, blocks are compiled and recomputed in backward.
-
-    python -m cs336_systems.experiments.streaming_measure '{"device": "cuda", "size": "llama3-8b", ...}'
-
-runs a cell's steps with ranges (``profiling/streamed.py``), for nsys to record, and prints their times.
 """
 
-import json
-import math
-import sys
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -32,18 +25,13 @@ from cs336_systems.costs.flops import model_flops
 from cs336_systems.costs.lanes import LaneTimes
 from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, Rates
 from cs336_systems.distributed.process_group import joined
-from cs336_systems.experiments.streaming import CPU_PLANS_FOR, StreamingCell, recording
+from cs336_systems.experiments.measured import check_loss, in_gib, phase_metrics, rate, step_rates
+from cs336_systems.experiments.streaming import CPU_PLANS_FOR, StreamingCell
 from cs336_systems.hardware import GIB, Hardware, find_hardware, hardware_named
 from cs336_systems.harness.clock import WHOLE, time_phases
 from cs336_systems.harness.isolation import PredictedOutOfMemory
 from cs336_systems.harness.record import Metric
 from cs336_systems.pretraining.capped import caps_within, hardware_of
-from cs336_systems.profiling.ranges import STEP, ranged_phases
-from cs336_systems.profiling.recording import record_times
-from cs336_systems.profiling.streamed import RangedStreams
-from cs336_systems.profiling.traces import nsys
-from cs336_systems.profiling.traces.queries import times
-from cs336_systems.profiling.traces.tables import Trace, require_kernels
 from cs336_systems.report.figures import save
 from cs336_systems.report.streaming_timeline import streaming_figure, timeline_rows
 from cs336_systems.streaming.choose import LEAST_CHUNK, Caps, CapsTooSmallError, Choice, choose
@@ -93,42 +81,35 @@ def measure(cell: StreamingCell, pictures: Path | None = None, explain: bool = F
 def _run(
     cell: StreamingCell, choice: Choice, hardware: Hardware, fence: Fence | None, pictures: Path | None
 ) -> list[Metric]:
-    """Of the step as it runs, on a GPU within its fence."""
-    device, on_gpu = torch.device(cell.device), fence is not None
-    step, ids, targets = prepared(cell, choice, Streams(device, timed=True) if on_gpu else None)
+    """Times, rates and memory of the step as it runs, on a GPU within its fence."""
+    device = torch.device(cell.device)
+    step, ids, targets = _prepared(cell, choice, Streams(device, timed=True) if fence else None)
     loss: list[Tensor] = []
 
     def whole() -> None:
         loss[:] = [step(ids, targets)]
 
-    if on_gpu:
+    if fence is not None:
         step.rehearse(ids, targets)
-        assert fence is not None
         fence.check()  # before steps that may take minutes
     times = time_phases({WHOLE: whole}, device=device, warmup=cell.warmup, steps=cell.steps)
-    if not loss[0].isfinite():
-        raise FloatingPointError(f"loss is {loss[0].item()}")
-    step_ms = times.samples_ms[WHOLE]
-    metrics = measured(choice, hardware if on_gpu else None, step_ms)
-    if times.warmup_ms:
-        metrics.append(Metric("warmup_step", "ms", times.warmup_ms))
+    check_loss(loss[0])
+    metrics = phase_metrics(times) + _rates(choice, hardware if fence else None, times.samples_ms[WHOLE])
     if isinstance(step.lanes, Streams):
         lanes = step.lanes.times(choice.schedule)
         if pictures is not None:
             _draw(pictures, cell, choice, lanes, f"measured on {hardware.name}")
-        found = shares(choice, lanes)
-        metrics += [Metric(name, "% of the step", [share]) for name, share in found.items()]
+        metrics += [Metric(name, "% of the step", [share]) for name, share in shares(choice, lanes).items()]
         metrics += operations(choice, lanes)
-    if fence is not None:
-        try:
-            used = fence.check()
-        except RuntimeError as error:
-            raise RuntimeError(f"{error}; steps took {', '.join(f'{ms:,.0f}' for ms in step_ms)} ms") from error
-        in_use = {"device_in_use": used.device, "host_in_use": used.host, "context": used.context}
-    else:
+    if fence is None:
         device_bytes, host_bytes = step.slab_bytes
-        in_use = {"device_in_use": device_bytes, "host_in_use": host_bytes}
-    return metrics + [Metric(name, "GiB", [n_bytes / GIB]) for name, n_bytes in in_use.items()]
+        return metrics + in_gib(device_in_use=device_bytes, host_in_use=host_bytes)
+    try:
+        used = fence.check()
+    except RuntimeError as error:
+        taken = ", ".join(f"{ms:,.0f}" for ms in times.samples_ms[WHOLE])
+        raise RuntimeError(f"{error}; steps took {taken} ms") from error
+    return metrics + in_gib(device_in_use=used.device, host_in_use=used.host, context=used.context)
 
 
 def planned(cell: StreamingCell) -> tuple[Choice, Hardware, Fence | None]:
@@ -161,7 +142,7 @@ def _choose(cell: StreamingCell, hardware: Hardware, caps: Caps) -> Choice:
     )
 
 
-def prepared(cell: StreamingCell, choice: Choice, lanes: Lanes | None) -> tuple[StreamedStep, Tensor, Tensor]:
+def _prepared(cell: StreamingCell, choice: Choice, lanes: Lanes | None) -> tuple[StreamedStep, Tensor, Tensor]:
     """A step with fresh weights, and random ids and targets, on the host as a loader gives them."""
     plan, device = choice.plan, torch.device(cell.device)
     names = ("fused", "hopper") if device.type == "cuda" else ("reference", "reference")
@@ -207,7 +188,7 @@ def simulated(choice: Choice, hardware: Hardware) -> list[Metric]:
 
 
 def shares(choice: Choice, times: LaneTimes) -> dict[str, float]:
-    """Of a step's time: the link's two ways at work, kernels that wait, and what is computed again."""
+    """Shares of a step's time, in percent: H2D and D2H busy, no kernel running, and recomputation."""
     busy = {lane: 100 * seconds / times.span for lane, seconds in times.busy.items()}
     again = sum(
         end - start
@@ -239,30 +220,17 @@ def operations(choice: Choice, times: LaneTimes, prefix: str = "") -> list[Metri
     ]
 
 
-def measured(choice: Choice, hardware: Hardware | None, step_ms: list[float]) -> list[Metric]:
-    """Times and rates; shares of a peak and of the simulation where the device is the simulated one."""
-    tokens, flops = choice.plan.tokens, choice.model_flops_per_s / choice.tokens_per_s
-    executed = choice.hardware_flops_per_s * choice.times.span
-
-    def rate(name: str, unit: str, amount: float) -> Metric:
-        return Metric(name, unit, [amount / (ms / 1e3) for ms in step_ms], derived=True)
-
-    metrics = [
-        Metric(WHOLE, "ms", step_ms),
-        rate("tokens_per_s", "1/s", tokens),
-        rate("model_tflops", "TFLOP/s", tokens * flops / 1e12),
-    ]
-    if hardware is None:
+def _rates(choice: Choice, hardware: Hardware | None, step_ms: list[float]) -> list[Metric]:
+    """Rates of steps; shares of a peak and of the simulation where the device is the simulated one."""
+    flops = choice.plan.tokens * choice.model_flops_per_s / choice.tokens_per_s
+    peak = hardware.peak("bf16") if hardware else None
+    metrics = step_rates(choice.plan.tokens, flops, peak, step_ms)
+    if peak is None:
         return metrics
-    peak = hardware.peak("bf16")
-    assert peak is not None
+    executed = choice.hardware_flops_per_s * choice.times.span
     ratios = [1e3 * choice.times.span / ms for ms in step_ms]
-    return [
-        *metrics,
-        rate("mfu", "% of datasheet peak, causal", 100 * tokens * flops / peak),
-        rate("hfu", "% of datasheet peak, executed", 100 * executed / peak),
-        Metric("simulated_over_measured", "", ratios, derived=True),
-    ]
+    metrics.append(rate("hfu", "% of datasheet peak, executed", 100 * executed / peak, step_ms))
+    return [*metrics, Metric("simulated_over_measured", "", ratios, derived=True)]
 
 
 @dataclass(frozen=True)
@@ -304,68 +272,16 @@ def measure_peer(cell: StreamingCell) -> list[Metric]:
         FloatingPointError: the loss is not finite.
     """
     case, device = case_of(cell), torch.device(cell.device)
-    fence = Fence(device, *([torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0] * 2))
+    on_gpu = device.type == "cuda"
+    fence = Fence(device, *([torch.cuda.mem_get_info(device)[1] if on_gpu else 0] * 2))
     with joined(cell.device) as rank:
         step = assemble(case, rank)
-        ids, targets = random_batch(case, rank)
-        times = time_phases(
-            step.phases("step", ids, targets), device=rank.device, warmup=max(1, cell.warmup), steps=cell.steps
-        )
-        assert step.loss is not None
-        if not math.isfinite(loss := step.loss.item()):
-            raise FloatingPointError(f"loss is {loss}")
-    tokens = case.accumulate * case.batch_size * case.context_length
-    flops = case.accumulate * model_flops(case.config, case.batch_size, case.context_length, "step")
-
-    def rate(name: str, unit: str, amount: float) -> Metric:
-        return Metric(name, unit, [amount / (ms / 1e3) for ms in times.samples_ms[WHOLE]], derived=True)
-
-    metrics = [Metric(phase, "ms", samples) for phase, samples in times.samples_ms.items()]
-    metrics += [rate("tokens_per_s", "1/s", tokens), rate("model_tflops", "TFLOP/s", flops / 1e12)]
-    hardware = find_hardware(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if hardware is not None and (peak := hardware.peak("bf16")) is not None:
-        metrics.append(rate("mfu", "% of datasheet peak, causal", 100 * flops / peak))
+        phases = step.phases("step", *random_batch(case, rank))
+        times = time_phases(phases, device=rank.device, warmup=max(1, cell.warmup), steps=cell.steps)
+        check_loss(step.loss)
+    hardware = find_hardware(torch.cuda.get_device_name(device)) if on_gpu else None
+    tokens, flops = case.tokens_per_step, case.accumulate * model_flops(*case.work, "step")
+    metrics = step_rates(tokens, flops, hardware.peak("bf16") if hardware else None, times.samples_ms[WHOLE])
     used = fence.in_use()
-    in_use = {"device_in_use": used.device, "host_in_use": used.host, "context": used.context}
-    metrics += [Metric(name, "GiB", [n_bytes / GIB]) for name, n_bytes in in_use.items()]
-    return [*metrics, Metric("planned_tokens_per_step", "tokens", [float(tokens)])]
-
-
-def profile(cell: StreamingCell, raw: Path) -> list[Metric]:
-    """Record a cell's steps in a folder: their times, and what each kind of operation kept the device for, per step.
-
-    Raises:
-        TraceError: the recording failed, which it does where the caps hold no plan, or holds no kernels.
-    """
-    path = recording(cell, raw)
-    found = record_times([sys.executable, "-m", __name__, json.dumps(asdict(cell))], path)
-    trace = nsys.read(path)
-    require_kernels(trace)
-    metrics = [Metric("recorded_step", "ms", found[WHOLE])]
-    return metrics + [Metric(kind, "ms", [ms], derived=True) for kind, ms in kinds(trace).items()]
-
-
-def kinds(trace: Trace) -> dict[str, float]:
-    """Milliseconds per step in which operations of each kind, with what they copy, kept the device."""
-    inside = trace.during(trace.ranges, trace.instances(STEP))["name"]
-    names = [name for name in inside.unique() if name.startswith(tuple(Kind))]
-    return {name: times(trace, trace.instances(name, inside=STEP)).unioned_ms for name in names}
-
-
-def main() -> None:
-    """Run the cell that the first argument describes."""
-    cell = StreamingCell(**json.loads(sys.argv[1]))
-    device = torch.device(cell.device)
-    choice, _, _ = planned(cell)
-    step, ids, targets = prepared(cell, choice, RangedStreams(device) if device.type == "cuda" else None)
-    step.rehearse(ids, targets)
-
-    def whole() -> None:
-        step(ids, targets)
-
-    phases = ranged_phases({"schedule": whole}, warmup=cell.warmup)
-    print(json.dumps(time_phases(phases, device=device, warmup=cell.warmup, steps=cell.steps).samples_ms))
-
-
-if __name__ == "__main__":
-    main()
+    in_use = in_gib(device_in_use=used.device, host_in_use=used.host, context=used.context)
+    return [*phase_metrics(times), *metrics, *in_use, Metric("planned_tokens_per_step", "tokens", [float(tokens)])]

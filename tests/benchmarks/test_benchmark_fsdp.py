@@ -13,7 +13,7 @@ from cs336_systems.experiments.ranked import EFFORT, Effort
 from cs336_systems.harness.record import Metric, parse_samples
 from cs336_systems.profiling.traces import kineto
 from cs336_systems.profiling.traces.kernels import collective_name
-from cs336_systems.report.block_timeline import two_blocks
+from cs336_systems.report.timeline import two_blocks
 from tests.benchmarks.commands import cells_of
 
 TINY = ["--size", "tiny", "--context-length", "16", "--steps", "2", "--warmup", "0"]

@@ -11,7 +11,7 @@ from cs336_systems.distributed.spawn import RankFailed, spawn
 from cs336_systems.experiments.data_parallel import DataParallelCell, PreparedReplica, measure
 from cs336_systems.experiments.ranked import Effort
 from cs336_systems.profiling.traces import kineto
-from cs336_systems.report.block_timeline import two_blocks
+from cs336_systems.report.timeline import two_blocks
 
 CELL = DataParallelCell(
     size="tiny",

@@ -1,13 +1,14 @@
-"""The time line: every range and operation of a step is drawn where it was, and what is drawn can be told apart."""
+"""The time line: every range and operation of a step is drawn where it was; close up, every collective is named."""
 
+import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
 
-from cs336_systems.profiling.ranges import STEP
+from cs336_systems.profiling.ranges import BACKWARD, STEP
 from cs336_systems.profiling.traces.kernels import CLASSES, kernel_class
 from cs336_systems.profiling.traces.queries import MS
-from cs336_systems.profiling.traces.tables import TraceError
-from cs336_systems.report.timeline import CLASS_COLOURS, draw_timeline
+from cs336_systems.profiling.traces.tables import KERNEL, Trace, TraceError, make_trace
+from cs336_systems.report.timeline import CLASS_COLOURS, draw_timeline, draw_two_blocks, spread, two_blocks
 from tests.experiments.profiles import golden_profile
 
 PHASES = ["forward", "backward", "optimizer"]
@@ -16,22 +17,6 @@ PHASES = ["forward", "backward", "optimizer"]
 @pytest.fixture(scope="module")
 def trace():
     return golden_profile().trace
-
-
-def test_every_class_has_a_colour_of_its_own():
-    assert set(CLASS_COLOURS) == set(CLASSES)
-    assert len(set(CLASS_COLOURS.values())) == len(CLASSES)
-
-
-def luminance(colour: str) -> float:
-    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def test_the_large_classes_differ_in_print():
-    """Matmul beside the kinds of kernels that lie next to it, also without colours."""
-    for other in ("elementwise", "reduction", "copy or cast"):
-        assert abs(luminance(CLASS_COLOURS["matmul"]) - luminance(CLASS_COLOURS[other])) > 0.15
 
 
 def bars(axes):
@@ -45,9 +30,9 @@ def bars(axes):
     return found
 
 
-@pytest.mark.parametrize("step", [0, 1])
-def test_each_operation_is_drawn_where_it_ran_in_the_colour_of_its_class(trace, tmp_path, drawn, step):
-    draw_timeline(trace, PHASES, "a title", path := tmp_path / "step.png", step)
+def test_each_operation_is_drawn_where_it_ran_in_the_colour_of_its_class(trace, tmp_path, drawn):
+    assert len(set(CLASS_COLOURS.values())) == len(CLASSES)
+    draw_timeline(trace, PHASES, "a title", path := tmp_path / "step.png", step := 0)
     assert path.exists()
     _, device = drawn[0].axes
     window = trace.instances(STEP).iloc[[step]]
@@ -60,7 +45,7 @@ def test_each_operation_is_drawn_where_it_ran_in_the_colour_of_its_class(trace, 
     assert len(found) == len(expected) > 100
     for bar, operation in zip(sorted(found), sorted(expected), strict=True):
         assert bar[:2] == pytest.approx(operation[:2], abs=1e-6)
-    assert sorted(colour for *_, colour in found) == sorted(colour for *_, colour in expected)
+        assert bar[2] == operation[2]
     assert device.get_xlim() == pytest.approx((0, (max(ops["end"].max(), window["end"].iloc[0]) - zero) / MS))
     legend = [text.get_text() for text in drawn[0].legends[0].get_texts()]
     assert legend == [label for label in CLASSES if label in set(ops["name"].map(kernel_class))]
@@ -81,12 +66,66 @@ def test_the_last_step_is_drawn_with_its_ranges_and_phases(trace, tmp_path, draw
     assert drawn[0].get_suptitle() == "a title"
 
 
-def test_a_step_that_was_not_recorded_is_refused(trace, tmp_path):
-    with pytest.raises(IndexError):
-        draw_timeline(trace, [], "a title", tmp_path / "no.png", 2)
+ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+CALLER, AUTOGRAD, COMPUTE, SENDING = 1, 2, 7, 17
 
 
-def test_a_trace_without_steps_is_refused(trace, tmp_path):
-    bare = type(trace)(trace.ops, trace.ranges[trace.ranges["name"] != "step"], trace.source)
+def step_of(n_blocks: int, *, overlapped: bool) -> Trace:
+    """Backward of blocks of 10 ms, launched 30 ms before; each has two all-reduces of 3 ms, then or after them all."""
+    ops, ranges = [], [("step", 0, 400, CALLER), ("backward", 1, 390, CALLER)]
+    for i in range(n_blocks):
+        at = 10 * i + 2
+        ranges.append((f"module.layers.{n_blocks - 1 - i}{BACKWARD}", at, at + 8, AUTOGRAD))
+        ops.append(("gemm", at + 30, at + 40, COMPUTE, at + 1))
+        for k in range(2):
+            launched = at + 3 + k if overlapped else 10 * n_blocks + 50 + 2 * i + k
+            ran = at + 41 + 3 * k if overlapped else launched + 10 + 6 * i + 3 * k
+            ops.append((ALL_REDUCE, ran, ran + 3, SENDING, launched))
+    columns = ["name", "start", "end", "stream", "launch_start"]
+    made = pd.DataFrame(ops, columns=columns).assign(kind=KERNEL, pid=1, device=0, launch_tid=AUTOGRAD, correlation=0)
+    ranged = pd.DataFrame(ranges, columns=["name", "start", "end", "tid"]).assign(pid=1)
+    for frame, times in ((made, ["start", "end", "launch_start"]), (ranged, ["start", "end"])):
+        frame[times] *= MS
+    return make_trace(made, ranged, golden_profile().trace.source)
+
+
+def test_two_blocks_of_the_middle_with_the_collectives_they_launch():
+    found = two_blocks(step_of(8, overlapped=True))
+    assert list(found.blocks["name"]) == ["layers.4", "layers.3", "layers.2"], "the third runs beside the last send"
+    assert len(found.collectives) == 4
+    assert (found.start, found.end) == (62 * MS, 89 * MS), "from the first product to the end of the last all-reduce"
+
+
+def test_where_backward_sends_nothing_the_last_two_and_what_follows():
+    found = two_blocks(step_of(8, overlapped=False))
+    assert list(found.blocks["name"]) == ["layers.1", "layers.0"]
+    assert len(found.collectives) == 4
+    assert found.collectives["start"].min() > found.blocks["end"].max()
+    assert found.end == found.collectives["end"].max()
+
+
+def test_every_collective_of_the_two_is_named(tmp_path, drawn):
+    draw_two_blocks(step_of(8, overlapped=True), "a title", path := tmp_path / "blocks.png")
+    assert path.exists()
+    (axes,) = drawn[0].axes
+    texts = [text.get_text() for text in axes.texts]
+    assert texts.count("all-reduce 3.00 ms") == 4
+    assert {"layers.4", "layers.3"} <= set(texts)
+    streams = [label.get_text() for label in axes.get_yticklabels()]
+    assert streams == ["backward of", f"GPU 0, stream {COMPUTE}", f"GPU 0, stream {SENDING}"]
+
+
+def test_labels_keep_their_order_and_their_distance():
+    places = spread(pd.Series([1.0, 1.0, 1.1, 5.0, 9.9, 10.0]).to_numpy(), 0.5, 10.0)
+    assert list(places) == pytest.approx([1.0, 1.5, 2.0, 5.0, 9.5, 10.0])
+
+
+def test_what_a_trace_does_not_hold_is_refused(trace, tmp_path):
+    with pytest.raises(TraceError, match="backward sends nothing"):
+        two_blocks(trace)
+    bare = Trace(trace.ops, trace.ranges[~trace.ranges["name"].str.contains("layers")], trace.source)
+    with pytest.raises(TraceError, match="no backward of two blocks"):
+        two_blocks(bare)
+    bare = Trace(trace.ops, trace.ranges[trace.ranges["name"] != "step"], trace.source)
     with pytest.raises(TraceError, match="no range 'step'"):
         draw_timeline(bare, [], "a title", tmp_path / "no.png")
