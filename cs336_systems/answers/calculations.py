@@ -30,11 +30,11 @@ from cs336_systems.costs.parallelism.mesh import (
     torus_network,
 )
 from cs336_systems.costs.parallelism.pipeline import Timeline, simulate
-from cs336_systems.costs.parallelism.scaling import LLAMA3_70B, Workload
+from cs336_systems.costs.parallelism.scaling import LLAMA3_70B, ModelAndBatch
 from cs336_systems.report.tables import Table, digits
 
 LAYER = FeedForward(8192, 28_672, 3)
-WORKLOAD = Workload(LLAMA3_70B.n_parameters, 2**22, 8192)
+WORKLOAD = ModelAndBatch(LLAMA3_70B.n_parameters, 2**22, 8192)
 H100, TPU = find_device("h100"), find_device("tpu-v5p")
 SAVE_S, RESTART_S = 60.0, 300.0
 MIB = 2**20

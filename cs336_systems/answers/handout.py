@@ -1,9 +1,10 @@
 """Numbers and tables that answer the handout's questions and that a pivot of rows cannot: sums with arithmetic beside.
 
-Memory comes from ``costs/memory.py`` beside measured peaks, time by kernel from the digests of ``profile_model.py``,
-rounding from the experiments of ``experiments/precision``.
+Peaks are predicted by ``training/dry_run.py`` beside measured ones, time by kernel comes from the digests of
+``profile_model.py``, rounding from the experiments of ``experiments/precision``.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,18 +14,18 @@ import pandas as pd
 import torch
 
 from cs336_systems.answers.committed import NotMeasured
+from cs336_systems.case import TrainingCase
 from cs336_systems.config import HANDOUT_SIZES, MODEL_SIZES, PRECISIONS
 from cs336_systems.costs.activations import block_saved_tensors, total_bytes
-from cs336_systems.costs.attention import AttentionWork
-from cs336_systems.costs.attention_stages import attention_stages
+from cs336_systems.costs.attention import AttentionWork, attention_stages
 from cs336_systems.costs.flops import hardware_flops
-from cs336_systems.costs.memory import peak_memory
 from cs336_systems.experiments import precision
 from cs336_systems.experiments.precision import cuda_autocast, pretended_cuda
 from cs336_systems.hardware import find_hardware
 from cs336_systems.profiling.ranges import SCORES, SOFTMAX, VALUES
 from cs336_systems.profiling.traces.kernels import CLASSES, MATMUL, short_name
 from cs336_systems.report.tables import Table, digits
+from cs336_systems.training.dry_run import dry_run
 
 GIB, MIB = 2**30, 2**20
 LARGE = "2.7b"
@@ -113,10 +114,11 @@ def ran_out(rows: pd.DataFrame) -> RanOut:
     return RanOut(*said.iloc[-1])
 
 
+@functools.cache
 def predicted_peak(mode: str, dtype: str, context: int, checkpoint: str = "none") -> float:
-    """The peak of the large model at batch 4, GiB."""
-    config = MODEL_SIZES[LARGE].at_context(context)
-    return peak_memory(config, 4, context, PRECISIONS[dtype], mode, checkpoint=checkpoint).n_bytes / GIB
+    """The peak of the large model at batch 4, GiB, found by running the pass on tensors without storage."""
+    case = TrainingCase("cuda", LARGE, 4, context, dtype, checkpoint=checkpoint)
+    return dry_run(case, mode).n_bytes / GIB
 
 
 def recomputed_flops(policy: str, context: int) -> float:

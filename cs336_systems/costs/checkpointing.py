@@ -1,8 +1,8 @@
-"""Activation-checkpointing policies as plans of what runs again, which training executes and the costs count.
+"""Activation-checkpointing policies as plans of what backward recomputes, which training executes and costs count.
 
 A plan says for the blocks of a model, in order, what each leaves for backward. An ``int`` is a block that runs and
-keeps its activations. A tuple is a segment that keeps its input alone; backward runs it once more before going through
-it, and what it leaves then is again a plan. For four blocks:
+keeps its activations. A tuple is a segment that keeps its input alone; backward recomputes it before going through it,
+and what it leaves then is a plan, too. For four blocks:
 
     none             0, 1, 2, 3
     every-3          (0, 1, 2), (3,)
@@ -18,10 +18,8 @@ half of a half, because backward needs it next, so that each level costs half a 
 
 Long segments do not pay. Where activations set the peak, it is when backward comes to the first segment: its k blocks'
 activations are alive, every later block's gradients are, and of the n / k inputs one is left. So each block more in a
-segment adds its activations less its gradients, no term in n / k stands against that, ``recursive`` needs what ``full``
-does, and k = sqrt(n input / block), where n inputs / k + k blocks are least, governs nothing. Nor does it help to
-checkpoint attention and feed-forward apart: the peak is in attention's backward, where the feed-forward's activations
-are gone either way. ``first-m`` goes from none to full in steps.
+segment adds its activations less its gradients, no term in n / k stands against that, and ``recursive`` needs what
+``full`` does. ``first-m`` goes from none to full in steps.
 
 A fused attention is one operator and counts as a matrix product that returns its result. With the reference attention,
 ``keep-matmuls`` keeps the scores as well, and ``keep-attention`` keeps the product with the values: backward also needs
@@ -29,13 +27,12 @@ the probabilities, so scores and softmax run again, and only that one product is
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from cs336_systems.config import did_you_mean
 
-Plan: TypeAlias = "tuple[int | Plan, ...]"
+Segments: TypeAlias = "tuple[int | Segments, ...]"
+"""A plan for blocks in order: an ``int`` keeps its activations, a tuple its input alone."""
 
 KEEP_MATMULS = "keep-matmuls"
 KEEP_ATTENTION = "keep-attention"
@@ -61,7 +58,7 @@ def canonical_policy(policy: str) -> str:
     return "full" if policy == "every-1" else policy
 
 
-def make_plan(policy: str, n_layers: int) -> Plan:
+def make_plan(policy: str, n_layers: int) -> Segments:
     """The plan of a policy for ``n_layers`` blocks; a last segment may be shorter, and all blocks may be one.
 
     Raises:
@@ -79,55 +76,15 @@ def make_plan(policy: str, n_layers: int) -> Plan:
     return tuple(tuple(range(start, min(start + length, n_layers))) for start in range(0, n_layers, length))
 
 
-def _halved(start: int, stop: int) -> Plan:
+def _halved(start: int, stop: int) -> Segments:
     if stop - start == 1:
         return (start,)
     middle = (start + stop) // 2
     return (_halved(start, middle), *_halved(middle, stop))
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What is alive at one moment of backward, by index of block."""
-
-    block: int | None
-    """The block that backward is about to go through; None before the first, while the loss is computed."""
-    blocks: frozenset[int]
-    """Blocks whose activations are alive."""
-    inputs: frozenset[int]
-    """Blocks whose input is kept as the input of a segment."""
-
-
-def kept_in_backward(plan: Plan) -> Iterator[Kept]:
-    """What a plan keeps at the end of forward, then when backward reaches each block, last block first."""
-    yield Kept(None, _blocks(plan), _inputs(plan))
-    yield from _backward(plan, frozenset(), frozenset())
-
-
-def _backward(plan: Plan, blocks: frozenset[int], inputs: frozenset[int]) -> Iterator[Kept]:
-    """Backward through ``plan`` while ``blocks`` and ``inputs`` of earlier parts are alive."""
-    for i, part in reversed(list(enumerate(plan))):
-        earlier_blocks, earlier_inputs = blocks | _blocks(plan[:i]), inputs | _inputs(plan[:i])
-        if isinstance(part, int):
-            yield Kept(part, earlier_blocks | {part}, earlier_inputs)
-        else:
-            yield from _backward(part, earlier_blocks, earlier_inputs | {_first(part)})
-
-
-def _blocks(plan: Plan) -> frozenset[int]:
-    return frozenset(part for part in plan if isinstance(part, int))
-
-
-def _inputs(plan: Plan) -> frozenset[int]:
-    return frozenset(_first(part) for part in plan if not isinstance(part, int))
-
-
-def _first(part: "int | Plan") -> int:
-    return part if isinstance(part, int) else _first(part[0])
-
-
-def runs_again(plan: Plan) -> tuple[int, int]:
-    """(blocks, segments) that run once more in backward, each as often as it does.
+def recomputed_blocks(plan: Segments) -> tuple[int, int]:
+    """(blocks, segments) that backward recomputes, each counted as often as it is.
 
     Eager recomputation stops at the last tensor that backward needs, which is the input of the segment's last matrix:
     that product is left out once per segment.
@@ -135,11 +92,11 @@ def runs_again(plan: Plan) -> tuple[int, int]:
     blocks = segments = 0
     for part in plan:
         if not isinstance(part, int):
-            inner_blocks, inner_segments = runs_again(part)
+            inner_blocks, inner_segments = recomputed_blocks(part)
             blocks += _length(part) + inner_blocks
             segments += 1 + inner_segments
     return blocks, segments
 
 
-def _length(plan: Plan) -> int:
+def _length(plan: Segments) -> int:
     return sum(1 if isinstance(part, int) else _length(part) for part in plan)

@@ -1,8 +1,8 @@
 """Floating-point operations of a Transformer step: those that the model needs, and those that the hardware executes.
 
-A matrix product (m, k) x (k, n) is 2 m k n operations. Only products are counted: norms, rotations, softmax and the
-optimizer are limited by memory, and no peak of a matrix unit applies to them. Backward takes two products for each of
-forward's (one for the input's gradient, one for the weight's), so forward : backward = 1 : 2.
+A matmul (m, k) x (k, n) is 2 m k n operations. Only matmuls are counted (but in ``step_flops_by_operator``): norms,
+rotations, softmax and the optimizer are limited by memory, and no peak of a matrix unit applies to them. Backward takes
+two matmuls for each of forward's (one for the input's gradient, one for the weight's), so forward : backward = 1 : 2.
 
 Two questions, kept apart:
 
@@ -10,8 +10,8 @@ Two questions, kept apart:
   context: ``causal`` counts the half of the score matrix that a causal model needs; ``palm`` counts all of it
   (Chowdhery et al. 2022, appendix B). MFU is model FLOP/s over the peak.
 * **Hardware FLOPs**: what is executed: attention that materialises every score, masked ones included; the scores that
-  FlashAttention recomputes, and written-out blocks do (their backward is then 2.5 x forward: five products for two);
-  blocks that activation checkpointing runs again, and products that written-out blocks have not kept. HFU is hardware
+  FlashAttention recomputes, and hand-written blocks do (their backward is then 2.5 x forward: five matmuls for two);
+  blocks that activation checkpointing recomputes, and matmuls that hand-written blocks have not kept. HFU is hardware
   FLOP/s over the peak.
 
 Embedding lookups are free; the output head is not. Sequence lengths are in tokens, results are whole operations.
@@ -21,8 +21,14 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from cs336_systems.config import MODES, ModelConfig
-from cs336_systems.costs.checkpointing import KEEP_ATTENTION, KEEP_MATMULS, canonical_policy, make_plan, runs_again
-from cs336_systems.costs.kept import flops_again, keep_of_blocks
+from cs336_systems.costs.checkpointing import (
+    KEEP_ATTENTION,
+    KEEP_MATMULS,
+    canonical_policy,
+    make_plan,
+    recomputed_blocks,
+)
+from cs336_systems.costs.kept import keep_of_blocks, recomputed_flops
 
 Convention = Literal["causal", "palm"]
 AttentionKind = Literal["materialised", "flash"]
@@ -116,7 +122,7 @@ def hardware_flops(
     if written_out:
         attention_each = forward.attention // n_layers
         keeps = keep_of_blocks(keep, n_layers)
-        again += sum(flops_again(config, batch_size, seq_len, each, attention_each) for each in keeps)
+        again += sum(recomputed_flops(config, batch_size, seq_len, each, attention_each) for each in keeps)
     if mode == "forward":
         return forward.total
     scores_again = flash or written_out
@@ -130,7 +136,7 @@ def _recomputed_flops(
     """Products that backward runs a second time: blocks, less what a policy kept and what nobody needs."""
     if checkpoint == KEEP_MATMULS:
         return 0
-    blocks, segments = runs_again(make_plan(checkpoint, config.n_layers))
+    blocks, segments = recomputed_blocks(make_plan(checkpoint, config.n_layers))
     attention = forward.attention // config.n_layers
     block = (forward.projections + forward.feed_forward) // config.n_layers + attention
     if checkpoint == KEEP_ATTENTION:
@@ -138,3 +144,36 @@ def _recomputed_flops(
     elif compiled:
         segments = 0
     return blocks * block - segments * 2 * tokens * config.d_ff * config.d_model
+
+
+FAMILIES = ("matmul", "softmax", "normalisation", "elementwise", "optimizer")
+"""Kinds of operators, in the order in which tables and figures show them."""
+MATMUL, SOFTMAX, NORMALISATION, ELEMENTWISE, OPTIMIZER = FAMILIES
+
+
+def step_flops_by_operator(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, int]:
+    """Operations of forward, backward and AdamW over (batch_size, seq_len) tokens, by family of operator.
+
+    Matmuls are nearly all of them; the rest shows how little it is. An operation between two numbers is one, so is a
+    comparison, and so is one call of exp, log, sqrt or sigmoid. Attention materialises its scores, as the reference
+    does, and nothing is recomputed.
+    """
+    tokens = batch_size * seq_len
+    scores = config.n_layers * batch_size * config.n_heads * seq_len**2
+    stream = config.n_layers * tokens * config.d_model
+    rotated = config.n_layers * tokens * (config.d_query + config.d_kv)
+    gated = config.n_layers * tokens * config.d_ff
+    # Operations per number, forward + backward:
+    elementwise = (1 + 1) * scores  # the mask
+    elementwise += (3 + 3) * rotated  # two products and a sum
+    elementwise += (3 + 8) * gated  # sigmoid, two products; both factors' gradients and silu's derivative
+    elementwise += (3 + 6) * stream  # scaling q, two residual sums; scaling, five sums of gradients
+    elementwise += (4 + 3) * tokens * config.vocab_size  # log-sum-exp; subtract, exp and a product
+    elementwise += tokens * config.d_model  # the embedding's gradient
+    return {
+        MATMUL: hardware_flops(config, batch_size, seq_len, "step"),
+        SOFTMAX: (5 + 4) * scores,  # maximum, subtract, exp, sum, divide
+        NORMALISATION: (4 + 8) * (2 * config.n_layers + 1) * tokens * config.d_model,  # square, sum, two products
+        ELEMENTWISE: elementwise,
+        OPTIMIZER: 14 * config.n_parameters,  # AdamW's two moments, their correction, weight decay and the update
+    }

@@ -1,22 +1,26 @@
-"""What a block with a written-out backward keeps from forward to backward: a choice, and its exact bytes.
+"""What a block with a hand-written backward keeps from forward to backward: a choice, its bytes, and what it saves.
 
-``KEPT`` is the one table. A block keeps its input always. What else it keeps is spent memory that saves backward from
-computing it again. Four levels, each holding all of the one before it:
+``KEPT`` is the one table. A block always keeps its input. Whatever else it keeps is memory spent to save backward from
+recomputing it. Each of the four levels holds all of the one before it:
 
-    input      the input and the statistics of both norms: backward runs the whole forward again
+    input      the input and the statistics of both norms: backward recomputes the whole forward
     attention  and attention's output with its log-sum-exp: attention, alone quadratic in the sequence, runs once
-    products   and the results of matrix products: none is computed twice; norms and SwiGLU, which are cheap, are
+    products   and the results of matmuls: none is computed twice; norms and SwiGLU, which are cheap, are
     all        and the outputs of norms and of SwiGLU: nothing is computed twice
 
 q, k and v come with the third level: keeping them costs up to three times the bytes of attention's output, and saves
-one product where the second level saves all of attention. A switch drops what its part of the block would keep:
-``all-norm-swiglu`` is ``products``, and ``products-residual`` computes the output projection again. The gradients are
-the same bits at each level and switch.
+one matmul where the second level saves all of attention. A switch drops what its part of the block would keep:
+``all-norm-swiglu`` is ``products``, and ``products-residual`` recomputes the output projection. The gradients are the
+same bits at each level and switch.
 
 Blocks may differ: ``8xall+products`` keeps all of the first eight and products of the rest (``keep_of_blocks``).
 
     kept_names("products-ffn")                                # what is kept
     bytes_kept(config, 1, 8192, PRECISIONS["bf16"], "products")
+    recomputed(config, 1, 8192, PRECISIONS["bf16"], "products").seconds(hardware, "bf16")
+
+Backward recomputes once what is not kept. Matmuls cost floating-point operations and the rest costs passes over memory;
+at a device's peaks both are seconds, a lower bound that puts choices in an order.
 
 Sizes: B batch, S sequence, R = B S tokens, D d_model, H heads, K key/value heads, E d_head, Q = H E the width of q,
 P = (H + 2 K) E that of q | k | v, F d_ff.
@@ -28,25 +32,20 @@ from math import prod
 
 from cs336_systems.config import ModelConfig, Precision, Recipe, did_you_mean
 from cs336_systems.costs.activations import WIDE, SavedTensor, total_bytes
+from cs336_systems.hardware import Hardware
 
 STORED = Recipe()
-"""Products of tensors as they are stored."""
+"""The recipe of matmuls on tensors as they are stored."""
 SCALED_BLOCK = 128
 """Numbers that share a scale by block."""
 SLOPES_BLOCK = (8, 256)
-"""Tokens and columns of SwiGLU's result of which the steepest slope is kept (``kernels/swiglu.py``)."""
+"""Tokens and columns of SwiGLU's result that share a steepest slope (``kernels/swiglu.py``)."""
 
 LEVELS = ("input", "attention", "products", "all")
 
-SWITCHES = {
-    "norm": "the outputs of both norms",
-    "qkv": "queries, keys and values",
-    "attention": "attention's output and its log-sum-exp",
-    "residual": "the stream between attention and feed-forward",
-    "ffn": "all of the feed-forward",
-    "swiglu": "SwiGLU's output",
-}
-"""What each drops; by hyphens after a level."""
+SWITCHES = ("norm", "qkv", "attention", "residual", "ffn", "swiglu")
+"""Switches, by hyphens after a level, drop: the outputs of both norms; q, k and v; attention's output and log-sum-exp;
+the stream between attention and feed-forward; all of the feed-forward; SwiGLU's output."""
 
 
 @dataclass(frozen=True)
@@ -57,39 +56,45 @@ class KeptTensor:
     shape: tuple[str, ...]
     """Letters of the legend above."""
     level: str
-    """The lowest that keeps it."""
+    """The lowest level that keeps it."""
     switches: tuple[str, ...]
-    """Those that drop it."""
-    again: str
-    """How backward has it where it is not kept."""
+    """Switches that drop it."""
     product: tuple[str, ...] = ()
-    """Sizes (m, k, n) of the matrix product that this takes, if any; attention's two are counted elsewhere."""
+    """Sizes (m, k, n) of the matmul that recomputes it, if any; attention's two are counted elsewhere."""
     statistic: bool = False
     """At least fp32, whatever the block's dtype."""
     operand: bool = False
-    """Read by products alone: where these are quantized, kept as they read it, transposed, a byte each, and its scale
-    beside it."""
+    """Whether matmuls alone load it: where these are quantized, it is kept as they load it, transposed, a byte each,
+    with its scale beside it."""
 
 
 KEPT = (
-    KeptTensor("x", ("B", "S", "D"), "input", (), "never: the block's input"),
-    KeptTensor("rstd1", ("R",), "input", (), "norm of x, where that was computed again", statistic=True),
-    KeptTensor("rstd2", ("R",), "input", (), "norm of residual, where x was computed again", statistic=True),
-    KeptTensor("attended", ("R", "Q"), "attention", ("attention",), "attention of qkv"),
-    KeptTensor("lse", ("B", "H", "S"), "attention", ("attention",), "attention of qkv", statistic=True),
-    KeptTensor("qkv", ("R", "P"), "products", ("qkv",), "product of normed1", ("R", "D", "P")),
-    KeptTensor("residual", ("R", "D"), "products", ("residual",), "x and the product of attended", ("R", "Q", "D")),
-    KeptTensor("gate_up", ("R", "2F"), "products", ("ffn",), "product of normed2", ("R", "D", "2F")),
-    KeptTensor("normed1", ("R", "D"), "all", ("norm",), "norm of x", operand=True),
-    KeptTensor("normed2", ("R", "D"), "all", ("norm",), "norm of residual", operand=True),
-    KeptTensor(
-        *("product", ("R", "F"), "all", ("swiglu", "ffn"), "SwiGLU of gate_up, in the pass of its backward"),
-        operand=True,
-    ),
+    KeptTensor("x", ("B", "S", "D"), "input", ()),
+    KeptTensor("rstd1", ("R",), "input", (), statistic=True),
+    KeptTensor("rstd2", ("R",), "input", (), statistic=True),
+    KeptTensor("attended", ("R", "Q"), "attention", ("attention",)),
+    KeptTensor("lse", ("B", "H", "S"), "attention", ("attention",), statistic=True),
+    KeptTensor("qkv", ("R", "P"), "products", ("qkv",), ("R", "D", "P")),
+    KeptTensor("residual", ("R", "D"), "products", ("residual",), ("R", "Q", "D")),
+    KeptTensor("gate_up", ("R", "2F"), "products", ("ffn",), ("R", "D", "2F")),
+    KeptTensor("normed1", ("R", "D"), "all", ("norm",), operand=True),
+    KeptTensor("normed2", ("R", "D"), "all", ("norm",), operand=True),
+    KeptTensor("product", ("R", "F"), "all", ("swiglu", "ffn"), operand=True),
 )
-"""In the order of their levels."""
+"""The rows in the order of their levels."""
 OPERANDS = tuple(row.name for row in KEPT if row.operand)
-"""Of what a block may keep, those that nothing but products reads."""
+"""Names of the rows that nothing but matmuls loads."""
+
+RECOMPUTED_WORDS = {
+    "normed1": "first norm",
+    "qkv": "q, k, v",
+    "attended": "attention",
+    "residual": "output projection",
+    "normed2": "second norm",
+    "gate_up": "gate and up",
+    "product": "SwiGLU",
+}
+"""The operation that recomputes each tensor which is not kept, in the order of forward."""
 
 
 def kept_names(keep: str, *, quantized: bool = False) -> tuple[str, ...]:
@@ -105,7 +110,7 @@ def kept_names(keep: str, *, quantized: bool = False) -> tuple[str, ...]:
     level, *switches = keep.split("-")
     check_known("level", level, LEVELS, f" in what to keep, {keep!r}")
     for switch in switches:
-        check_known("switch", switch, tuple(SWITCHES), f" in what to keep, {keep!r}")
+        check_known("switch", switch, SWITCHES, f" in what to keep, {keep!r}")
     levels = LEVELS[: LEVELS.index(level) + 1]
     rows = [row for row in KEPT if row.level in levels and not set(row.switches) & set(switches)]
     scales = [f"{row.name}_scale" for row in rows if row.operand and quantized]
@@ -143,7 +148,7 @@ def check_known(what: str, value: str, known: tuple[str, ...], where: str = "") 
 
 
 def default_keep(kernels: str, matmul_dtype: str) -> str:
-    """What is kept unless it is said: products, where blocks must be written out."""
+    """The default of what is kept: products where blocks have a hand-written backward, else what autograd keeps."""
     return "autograd" if (kernels, matmul_dtype) == ("reference", "same") else "products"
 
 
@@ -161,8 +166,8 @@ def _sizes(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, int]
     }
 
 
-def flops_again(config: ModelConfig, batch_size: int, seq_len: int, keep: str, attention: int) -> int:
-    """Matrix-product operations that one block's backward runs a second time; ``attention`` are those of attention.
+def recomputed_flops(config: ModelConfig, batch_size: int, seq_len: int, keep: str, attention: int) -> int:
+    """FLOPs of matmuls that one block's backward recomputes; ``attention`` are those of attention.
 
     Raises:
         ValueError: no such level or switch.
@@ -183,17 +188,17 @@ def kept_tensors(
     *,
     fused: bool = False,
 ) -> list[SavedTensor]:
-    """What one block keeps, with shapes and bytes.
+    """The tensors that one block keeps, with shapes and bytes.
 
     Args:
-        recipe: of its products; one of a block that the recipe skips is without.
-        fused: whether its kernels are: with a scale for each tensor, these keep SwiGLU's slopes.
+        recipe: of its matmuls; ``STORED`` for a block that a recipe skips.
+        fused: whether its kernels are fused: with a scale for each tensor, these keep SwiGLU's slopes.
 
     Raises:
         ValueError: no such level or switch, or a precision with autocast, in which these blocks do not run.
     """
     if precision.autocast:
-        raise ValueError(f"blocks with a written backward run in one dtype: {precision.name} is not served")
+        raise ValueError(f"blocks with a hand-written backward run in one dtype: {precision.name} is not served")
     sizes = _sizes(config, batch_size, seq_len)
     names, narrow = kept_names(keep), precision.parameter_bytes
     found = []
@@ -220,3 +225,45 @@ def bytes_kept(
 ) -> int:
     """Bytes that one block keeps; arguments and errors as of ``kept_tensors``."""
     return total_bytes(kept_tensors(config, batch_size, seq_len, precision, keep, recipe))
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What one block's backward recomputes."""
+
+    names: tuple[str, ...]
+    flops: int
+    """FLOPs of matmuls and attention, causal."""
+    traffic_bytes: int
+    """Bytes that norms, rotation and SwiGLU move."""
+
+    def seconds(self, hardware: Hardware, matmul_dtype: str) -> float:
+        """Seconds at the device's published peaks.
+
+        Raises:
+            ValueError: they are not published.
+        """
+        flops_per_s, bytes_per_s = hardware.peaks(matmul_dtype)
+        return self.flops / flops_per_s + self.traffic_bytes / bytes_per_s
+
+
+def recomputed(config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, keep: str) -> Recomputed:
+    """What one block's backward recomputes.
+
+    Raises:
+        ValueError: no such level or switch.
+    """
+    kept = kept_names(keep)
+    names = tuple(name for name in RECOMPUTED_WORDS if name not in kept)
+    tokens, width = batch_size * seq_len, precision.parameter_bytes
+    stream = tokens * config.d_model * width
+    traffic = {
+        "normed1": 2 * stream,
+        "qkv": 2 * tokens * (config.d_query + config.d_kv) * width,  # rotated in place
+        "residual": 4 * stream,  # and its norm
+        "normed2": 0 if "residual" in names else 2 * stream,
+        "product": tokens * config.d_ff * width,  # written in the pass of SwiGLU's backward
+    }
+    attention = 2 * tokens * seq_len * config.d_query
+    flops = recomputed_flops(config, batch_size, seq_len, keep, attention)
+    return Recomputed(names, flops, sum(traffic.get(name, 0) for name in names))

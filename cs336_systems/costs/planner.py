@@ -1,23 +1,21 @@
-"""Which activation checkpointing, or which level of what written-out blocks keep, fits a budget at the least cost?
+"""Which activation checkpointing, or which level of what hand-written blocks keep, fits a budget at the least cost?
 
-    case = TrainingCase("cuda", "xl", batch_size=4, context_length=2048, dtype="autocast-bf16")
-    choice = cheapest_policy(case, "step", budget_bytes=80 * 1024**3)
-    choice.policy, choice.peak_bytes, choice.extra_flops
+    found = cheapest_policy(case, "step", budget_bytes=80 * 1024**3, predict=predict)
+    found = cheapest_keep(fused_case, "step", budget_bytes=80 * 1024**3, predict=predict)
+    found.choice, found.peak_bytes, found.extra_flops, found.seconds
 
-    choice = cheapest_keep(fused_case, "step", budget_bytes=80 * 1024**3, predict=predict)
-    choice.keep, choice.peak_bytes, choice.seconds
+``predict`` runs the step on tensors without storage (``training/dry_run.py``), which takes a second, so candidates are
+ordered by what they cost and the cheapest that fits is found by bisection.
 
-Policies. Every policy is a candidate, at every length of segment and every number of first blocks. Of those whose
-predicted peak (``costs/memory.py``) is within the budget, the one that recomputes the fewest matmuls wins; between
-equals the one without recomputation, then the lower peak. Limits: the peak is predicted for eager execution of the
-reference model; time that is not matmuls (norms, softmax, casts, which ``keep-matmuls`` recomputes) is not weighed.
+Policies. Candidates recompute no matmul, those of the first 1 to n blocks, or all but attention; longer segments and
+halves of halves need as much memory as ``full`` and recompute more (``costs/checkpointing.py``). Time that is not
+matmuls (norms, softmax, casts, which ``keep-matmuls`` recomputes) is not weighed.
 
 Levels. Every level with every set of switches is a candidate (``costs/kept.py``), the same for all blocks. Recomputing
 what is not kept takes time at an H200's published peaks, matmuls at that of the dtype and norms, rotation and SwiGLU at
 that of memory; real kernels reach 70 to 95 % of both, and the order is what counts. Candidates that keep as much as
-another and take longer are left out; the rest is ordered by what is kept, and since the peak grows with it, the largest
-that fits is found by bisection: a prediction, which ``predict`` makes, takes a second. Where levels may be mixed, the
-first blocks keep more than the others, as many blocks as fit.
+another and take longer are left out; the rest is ordered by what is kept. Where levels may be mixed, the first blocks
+keep more than the others, as many blocks as fit.
 """
 
 from bisect import bisect_left
@@ -27,113 +25,108 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 
 from cs336_systems.case import TrainingCase
-from cs336_systems.costs.checkpointing import SELECTIVE
+from cs336_systems.costs.checkpointing import KEEP_ATTENTION, KEEP_MATMULS
 from cs336_systems.costs.flops import hardware_flops
-from cs336_systems.costs.kept import LEVELS, SWITCHES, bytes_kept, keep_of_blocks, kept_names
-from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES, PeakMemory, peak_memory
-from cs336_systems.costs.recomputed import WORDS, recomputed
+from cs336_systems.costs.kept import (
+    LEVELS,
+    RECOMPUTED_WORDS,
+    SWITCHES,
+    bytes_kept,
+    keep_of_blocks,
+    kept_names,
+    recomputed,
+)
+from cs336_systems.costs.memory import PeakMemory
 from cs336_systems.hardware import GIB, Hardware, find_hardware
+
+Predict = Callable[[TrainingCase], PeakMemory]
+"""Predicts the peak of one pass of a case."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A policy and what it is predicted to cost."""
+class LeastRecomputation:
+    """A policy, or what hand-written blocks keep, that fits a budget, and what it is predicted to cost."""
 
-    policy: str
+    choice: str
     peak_bytes: int
     extra_flops: int
-    """Matrix-product operations of a step that run a second time."""
+    """FLOPs of matmuls and attention that a step recomputes."""
     step_flops: int
-    """Those of the step without checkpointing."""
+    """FLOPs of the step that recomputes nothing."""
+
+    @property
+    def _more_flops(self) -> str:
+        return f"{100 * self.extra_flops / self.step_flops:.1f} % more FLOPs"
 
     def __str__(self) -> str:
-        share = 100 * self.extra_flops / self.step_flops
-        return f"{self.policy}: predicted peak {self.peak_bytes / GIB:.4g} GiB, {share:.1f} % more FLOPs"
+        return f"{self.choice}: predicted peak {self.peak_bytes / GIB:.4g} GiB, {self._more_flops}"
 
 
-def candidate_policies(n_layers: int) -> list[str]:
-    """Every policy that differs from the others for a model of so many blocks."""
-    first = [f"first-{m}" for m in range(1, n_layers)]
-    every = [f"every-{k}" for k in range(2, n_layers)]
-    return ["none", *SELECTIVE, *first, "full", *every, "recursive"]
+@dataclass(frozen=True)
+class LeastRecomputationOfBlocks(LeastRecomputation):
+    """What hand-written blocks keep, and what that is predicted to cost."""
+
+    moment: str
+    """The moment of the peak."""
+    recomputes: tuple[str, ...]
+    """Names of what blocks recompute, of ``costs.kept.RECOMPUTED_WORDS``."""
+    extra_bytes: int
+    """Bytes that recomputed norms, rotations and SwiGLU move."""
+    seconds: float
+    """Seconds of recomputation at an H200's peaks."""
+
+    def __str__(self) -> str:
+        fits = f"keep {self.choice}: predicted peak {self.peak_bytes / GIB:.4g} GiB ({self.moment})"
+        if not self.recomputes:
+            return f"{fits}; nothing is recomputed"
+        names = ", ".join(RECOMPUTED_WORDS[name] for name in self.recomputes)
+        return (
+            f"{fits}; {names} recomputed: {self._more_flops}, {self.extra_bytes / GIB:.3g} GiB of traffic, "
+            f"{1e3 * self.seconds:.3g} ms at an H200's peaks"
+        )
 
 
 def cheapest_policy(
-    case: TrainingCase,
-    mode: str,
-    budget_bytes: int,
-    *,
-    selective: bool = True,
-    workspace_bytes: int = CUBLAS_WORKSPACE_BYTES,
-) -> Choice:
+    case: TrainingCase, mode: str, budget_bytes: int, predict: Predict, *, selective: bool = True
+) -> LeastRecomputation:
     """The policy of least recomputation with which the predicted peak of ``case`` is at most ``budget_bytes``.
-
-    The attention decides what running a block again costs; the peak is that of the reference attention either way.
 
     Args:
         selective: whether the attention can be had with policies that keep results of operators.
 
     Raises:
-        ValueError: no policy fits, and the message names the smallest predicted peak; or an unknown mode, optimizer or
-            device.
+        ValueError: no policy fits, and the message names the smallest predicted peak; or an unknown mode.
     """
+    peaks: dict[str, int] = {}
 
-    def executed(policy: str) -> int:
+    def flops(policy: str) -> int:
         return hardware_flops(*case.work, mode, attention=case.attention_kind, checkpoint=policy)
 
-    choices = []
-    for policy in candidate_policies(case.config.n_layers):
-        if policy in SELECTIVE and not selective:
-            continue
-        peak = peak_memory(
-            *case.work,
-            case.precision,
-            mode,
-            optimizer=case.optimizer,
-            checkpoint=policy,
-            device_type=case.device,
-            workspace_bytes=workspace_bytes,
-        )
-        choices.append(Choice(policy, peak.n_bytes, executed(policy) - executed("none"), executed("none")))
-    fitting = [choice for choice in choices if choice.peak_bytes <= budget_bytes]
-    if not fitting:
-        least = min(choices, key=lambda choice: choice.peak_bytes)
-        raise ValueError(
-            f"no checkpoint policy fits {budget_bytes / GIB:.4g} GiB for {case.config.name}, batch {case.batch_size}, "
-            f"context {case.context_length}, {case.dtype}, {mode}: the smallest predicted peak is "
-            f"{least.peak_bytes / GIB:.4g} GiB, with {least.policy}"
-        )
-    return min(fitting, key=lambda choice: (choice.extra_flops, choice.policy != "none", choice.peak_bytes))
+    def fits(policy: str) -> bool:
+        peaks[policy] = predict(replace(case, checkpoint=policy)).n_bytes
+        return peaks[policy] <= budget_bytes
+
+    kept = [KEEP_MATMULS] if selective else []
+    first = [*(f"first-{m}" for m in range(1, case.config.n_layers)), "full"]
+    found = next((policy for policy in ("none", *kept) if fits(policy)), None)
+    if found is None:
+        place = bisect_left(first, True, key=fits)
+        found = first[place] if place < len(first) else None
+        least = flops(found or "full")
+        if selective and flops(KEEP_ATTENTION) < least and fits(KEEP_ATTENTION):
+            found = KEEP_ATTENTION
+    if found is None:
+        smallest = min(peaks, key=peaks.__getitem__)
+        raise ValueError(_nothing_fits("no checkpoint policy", case, mode, budget_bytes, peaks[smallest], smallest))
+    return LeastRecomputation(found, peaks[found], flops(found) - flops("none"), flops("none"))
 
 
-@dataclass(frozen=True)
-class KeepChoice:
-    """What written-out blocks keep, and what that is predicted to cost."""
-
-    keep: str
-    peak_bytes: int
-    moment: str
-    """Of the peak."""
-    again: tuple[str, ...]
-    """What each block computes a second time, of ``costs.recomputed.WORDS``."""
-    extra_flops: int
-    """Operations of matrix products and attention that a step runs a second time."""
-    step_flops: int
-    """Those of the step that computes none twice."""
-    extra_bytes: int
-    """That norms, rotations and SwiGLU move a second time."""
-    seconds: float
-    """Of both at an H200's peaks."""
-
-    def __str__(self) -> str:
-        fits = f"keep {self.keep}: predicted peak {self.peak_bytes / GIB:.4g} GiB ({self.moment})"
-        if not self.again:
-            return f"{fits}; nothing is computed again"
-        again, share = ", ".join(WORDS[name] for name in self.again), 100 * self.extra_flops / self.step_flops
-        return (
-            f"{fits}; {again} run again: {share:.1f} % more FLOPs, {self.extra_bytes / GIB:.3g} GiB of traffic, "
-            f"{1e3 * self.seconds:.3g} ms at an H200's peaks"
-        )
+def _nothing_fits(what: str, case: TrainingCase, mode: str, budget_bytes: int, least: int, where: str) -> str:
+    return (
+        f"{what} fits {budget_bytes / GIB:.4g} GiB for {case.config.name}, batch {case.batch_size}, "
+        f"context {case.context_length}, {case.dtype}, {mode}: the smallest predicted peak is "
+        f"{least / GIB:.4g} GiB, with {where}"
+    )
 
 
 def candidate_keeps() -> Iterator[str]:
@@ -149,23 +142,17 @@ def candidate_keeps() -> Iterator[str]:
 
 
 def cheapest_keep(
-    case: TrainingCase,
-    mode: str,
-    budget_bytes: int,
-    predict: Callable[[TrainingCase], PeakMemory],
-    *,
-    mixed: bool = False,
-) -> KeepChoice:
-    """What blocks with a hand-written backward must keep so that the predicted peak is at most ``budget_bytes`` and the
-    least time goes into recomputation; the case's own choice is not looked at.
+    case: TrainingCase, mode: str, budget_bytes: int, predict: Predict, *, mixed: bool = False
+) -> LeastRecomputationOfBlocks:
+    """What hand-written blocks must keep so that the predicted peak is at most ``budget_bytes`` and the least time goes
+    into recomputation; the case's own choice is not looked at.
 
     Args:
-        predict: the peak of one pass of ``mode``.
         mixed: whether the first blocks may keep more than the others.
 
     Raises:
-        ValueError: no choice fits, and the message names the smallest predicted peak; or an unknown mode, optimizer or
-            attention, or a dtype with autocast.
+        ValueError: no choice fits, and the message names the smallest predicted peak; or an unknown mode or attention,
+            or a dtype with autocast.
     """
     n_layers = case.config.n_layers if mode != "forward" else 0
     seconds, n_bytes = dict[str, float](), dict[str, int]()
@@ -182,12 +169,8 @@ def cheapest_keep(
 
     first = bisect_left(most_first, True, key=fits)
     if first == len(most_first):
-        least = predict(replace(case, keep=most_first[-1]))
-        raise ValueError(
-            f"nothing that blocks may keep fits {budget_bytes / GIB:.4g} GiB for {case.config.name}, batch "
-            f"{case.batch_size}, context {case.context_length}, {case.dtype}, {mode}: the smallest predicted peak is "
-            f"{least.n_bytes / GIB:.4g} GiB ({least.moment}), with keep {most_first[-1]}"
-        )
+        least, where = predict(replace(case, keep=most_first[-1])), f"keep {most_first[-1]}"
+        raise ValueError(_nothing_fits("nothing that blocks may keep", case, mode, budget_bytes, least.n_bytes, where))
     keep = most_first[first]
     if mixed and first and n_layers > 1:
         room = budget_bytes - predict(replace(case, keep=keep)).n_bytes
@@ -201,9 +184,9 @@ def cheapest_keep(
 def _best_pair(
     most_first: list[str], first: int, room: int, n_layers: int, seconds: dict[str, float], n_bytes: dict[str, int]
 ) -> tuple[str, str]:
-    """What the first blocks keep and what the others do, of what does not fit all blocks and of what does.
+    """What the first blocks keep, which does not fit all blocks, and what the others keep, which does.
 
-    That is an estimate: peaks are taken to differ by what is kept. ``room`` bytes are left where all blocks keep what
+    This is an estimate: peaks are taken to differ by what is kept. ``room`` bytes are left where all blocks keep what
     is at ``first``.
     """
 
@@ -222,19 +205,19 @@ def _hardware() -> Hardware:
     return hardware
 
 
-def _keep_choice(case: TrainingCase, mode: str, predict: Callable[[TrainingCase], PeakMemory]) -> KeepChoice:
+def _keep_choice(case: TrainingCase, mode: str, predict: Predict) -> LeastRecomputationOfBlocks:
     """What the case's blocks keep, with its costs."""
     peak = predict(case)
     blocks = Counter(keep_of_blocks(case.keep, case.config.n_layers)) if mode != "forward" else Counter()
     again = {each: recomputed(*case.work, case.precision, each) for each in blocks}
     names = {name for each in again.values() for name in each.names}
-    return KeepChoice(
+    return LeastRecomputationOfBlocks(
         case.keep,
         peak.n_bytes,
-        peak.moment,
-        tuple(name for name in WORDS if name in names),
         sum(n * again[each].flops for each, n in blocks.items()),
         hardware_flops(*case.work, mode, attention="flash"),
+        peak.moment,
+        tuple(name for name in RECOMPUTED_WORDS if name in names),
         sum(n * again[each].traffic_bytes for each, n in blocks.items()),
         sum(n * again[each].seconds(_hardware(), case.precision.matmul_dtype) for each, n in blocks.items()),
     )

@@ -13,12 +13,17 @@ A step has three parts, which may multiply in dtypes of their own:
 each over the peak of its dtype, added up, and divided by the number of devices. With blocks in fp8 the bound falls by
 less than half, as the other parts stay; in one dtype a share of it is MFU. What recomputation repeats is not
 counted, nor is what only moves bytes.
+
+``least_ms`` bounds each kind of work in each phase instead, passes over memory included:
+
+    least = least_ms(config, 1, 32_768, PRECISIONS["bf16"], find_hardware("NVIDIA H200"), n_shards=2)
+    least["backward", "attention"]
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cs336_systems.config import ModelConfig
+from cs336_systems.config import ModelConfig, Precision
 from cs336_systems.costs.flops import forward_flops
 from cs336_systems.hardware import Hardware
 
@@ -93,3 +98,45 @@ def speed_of_light(
         peak = hardware.peak(part_dtype) if hardware else None
         parts[name] = LightPart(part_dtype, per_token, per_token / (peak * n_devices) if peak else None)
     return SpeedOfLight(parts)
+
+
+def least_ms(
+    config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, hardware: Hardware, *, n_shards: int = 1
+) -> dict[tuple[str, str], float]:
+    """Least milliseconds of each phase and kind of work on one rank, at the device's published peaks.
+
+    The step is that of hand-written blocks, whose head takes its gradients in forward. Kinds are those of
+    ``profiling/communication.py``:
+
+        products        every matmul once, at the dtype's dense peak
+        attention       scores and values, 2 matmuls in forward and 5 in backward, the causal half
+        elementwise     what lies between them, at memory's rate: each tensor read and written once by fused kernels
+        optimizer       parameter, gradient and moments read, all but the gradient written, of this rank's shard
+
+    Recomputation is above the bound. Statistics, gains and tables of angles are left out. A matmul leaves memory nearly
+    idle, so kinds can overlap and the sum of all parts is no bound of the step.
+
+    Raises:
+        ValueError: the device's peaks are not published.
+    """
+    flops_per_s, bytes_per_s = hardware.peaks(precision.matmul_dtype)
+    flops, width, tokens = forward_flops(config, batch_size, seq_len), precision.parameter_bytes, batch_size * seq_len
+    blocks, stream, inner = flops.projections + flops.feed_forward, config.d_model, config.d_ff
+    rotated, words = config.d_query + config.d_kv, config.vocab_size
+    forward = config.n_layers * (2 * stream + 2 * rotated + 4 * stream + 3 * inner)  # norm, rotation, norm, SwiGLU
+    forward += 2 * stream + 2 * stream + 2 * words  # embedding, final norm, rows of logits
+    backward = config.n_layers * (5 * inner + 4 * stream + 2 * rotated + 4 * stream) + 3 * stream + stream
+    moved = {
+        "forward": tokens * forward,
+        "backward": tokens * backward + words * config.d_model,  # the embedding's gradient is written whole
+        "optimizer": 7 * config.n_parameters // n_shards,
+    }
+    multiplied = {
+        ("forward", "products"): blocks + 3 * flops.head,
+        ("forward", "attention"): flops.attention,
+        ("backward", "products"): 2 * blocks,
+        ("backward", "attention"): 5 * flops.attention // 2,
+    }
+    kinds = {"forward": "elementwise", "backward": "elementwise", "optimizer": "optimizer"}
+    least = {part: 1e3 * n / flops_per_s for part, n in multiplied.items()}
+    return least | {(phase, kinds[phase]): 1e3 * width * n / bytes_per_s for phase, n in moved.items()}

@@ -17,10 +17,14 @@ FLOPs: causal attention counts half of its square; backward has two matmuls for 
 recomputation counts in HFU, not in MFU. Seconds: matmuls and attention at sustained rates, passes of norms, rotation,
 SwiGLU and optimizer at the memory's. Launches of kernels and Python are left out, as chunks of 8,192 tokens hide them.
 
+Operations run on three lanes: kernels, and copies in both directions over one link. ``simulate`` says when they begin
+and end; ``streaming/schedule.py`` says what they are.
+
     work = StreamedWork(config, context_length=32_768, chunk=16_384)
     work.item_bytes("products"), work.seconds("forward", chunk=1), Rates.of(hardware).link_alone
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,9 +32,8 @@ from cs336_systems.config import PRECISIONS, ModelConfig, Precision
 from cs336_systems.costs.activations import WIDE
 from cs336_systems.costs.flops import ForwardFlops, forward_flops, model_flops
 from cs336_systems.costs.kept import LEVELS as ALL_LEVELS
-from cs336_systems.costs.kept import flops_again, kept_tensors
+from cs336_systems.costs.kept import kept_tensors, recomputed, recomputed_flops
 from cs336_systems.costs.memory import rotary_bytes
-from cs336_systems.costs.recomputed import recomputed
 from cs336_systems.hardware import Hardware
 
 LEVELS = ALL_LEVELS[:3]
@@ -248,7 +251,7 @@ class StreamedWork:
 
     def recompute_flops(self, chunk: int, level: str) -> tuple[int, int]:
         """FLOPs of matmuls and of attention that ``recompute`` runs for one (layer, chunk), given k and v."""
-        products = flops_again(self.config, *self.batch, level, 0)
+        products = recomputed_flops(self.config, *self.batch, level, 0)
         products -= self._keys_flops() if self.is_long and level != "products" else 0
         return products, self.attention_flops(chunk) if level == "input" else 0
 
@@ -320,3 +323,79 @@ class StreamedWork:
     def _optimizer_bytes(self, parameters: int) -> int:
         """Bytes that the optimizer moves: it reads weights, gradients and moments and writes weights and moments."""
         return parameters * (3 * self.precision.parameter_bytes + 2 * sum(n for _, n in self.moments))
+
+
+LANES = ("in", "compute", "out")
+
+
+@dataclass(frozen=True)
+class LaneTimes:
+    """When the operations of a schedule begin and end, simulated or measured, in seconds."""
+
+    lanes: Sequence[str]
+    starts: Sequence[float]
+    ends: Sequence[float]
+    waited_for: Mapping[str, float]
+    """Seconds in which the compute lane stood still, by the lane that it waited for."""
+
+    @property
+    def span(self) -> float:
+        return max(self.ends, default=0.0)
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Seconds in which each lane works."""
+        found = dict.fromkeys(LANES, 0.0)
+        for lane, start, end in zip(self.lanes, self.starts, self.ends, strict=True):
+            found[lane] += end - start
+        return found
+
+
+def simulate(lanes: Sequence[str], amounts: Sequence[float], waits: Sequence[Sequence[int]], rates: Rates) -> LaneTimes:
+    """Run operations as early as lanes and waits allow.
+
+    Args:
+        lanes: lane of each operation.
+        amounts: bytes of each copy; of all others the seconds that they take alone on the device.
+        waits: indices of the operations that each waits for; they stand earlier.
+
+    Raises:
+        ValueError: an operation waits for itself or a later one.
+    """
+    for i, needed in enumerate(waits):
+        if any(j >= i for j in needed):
+            raise ValueError(f"operation {i} waits for {max(needed)}, which does not stand before it")
+    queues = {lane: [i for i, own in enumerate(lanes) if own == lane] for lane in LANES}
+    heads = dict.fromkeys(LANES, 0)
+    free = dict.fromkeys(LANES, 0.0)
+    starts, ends = [0.0] * len(lanes), [-1.0] * len(lanes)
+    left: dict[str, float] = {}  # what is left of the operation that each lane runs
+    stalled = dict.fromkeys(LANES, 0.0)
+    now = 0.0
+    while True:
+        for lane in LANES:
+            if lane in left or heads[lane] == len(queues[lane]):
+                continue
+            i = queues[lane][heads[lane]]
+            if all(ends[j] >= 0 for j in waits[i]):
+                if lane == "compute":
+                    last = max(waits[i], key=lambda j: ends[j], default=None)
+                    if last is not None and ends[last] > free[lane]:
+                        stalled[lanes[last]] += now - free[lane]
+                starts[i], left[lane] = now, amounts[i]
+                if lane != "compute":
+                    left[lane] += rates.copy_latency_s * rates.link_alone
+        if not left:
+            break
+        copies = ("in" in left) + ("out" in left)
+        into, out = (rates.link_in_both, rates.link_out_both) if copies == 2 else (rates.link_alone, rates.link_alone)
+        speeds = {"in": into, "compute": 1 - copies * (1 - rates.beside_copies), "out": out}
+        step = min(left[lane] / speeds[lane] for lane in left)
+        now += step
+        for lane in list(left):
+            left[lane] -= step * speeds[lane]
+            if left[lane] <= 1e-9 * max(1.0, speeds[lane]):
+                del left[lane]
+                ends[queues[lane][heads[lane]]], free[lane] = now, now
+                heads[lane] += 1
+    return LaneTimes(lanes, starts, ends, stalled)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.config import resolve_size
-from cs336_systems.costs import operator_flops as costs
+from cs336_systems.costs import flops as costs
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.findings import Findings, leak_experiment, where
 from cs336_systems.experiments.options import RunOptions, cell_of, resolved_sizes

@@ -1,8 +1,8 @@
 """Where the time of a recorded step goes, by phase and kind of work, against the least that each could take.
 
 From rows alone: every moment of the recorded steps is in one of the parts (``profiling/communication.py``), and the
-bounds follow from the cell (``costs/step_bounds.py``), where its blocks are written out and its device is known. What
-stands above the bounds is where time is to be had.
+bounds follow from the cell (``costs/speed_of_light.py``), where its blocks are written out and its device is known.
+What stands above the bounds is where time is to be had.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from cs336_systems.config import PRECISIONS, resolve_size
-from cs336_systems.costs.step_bounds import least_ms
+from cs336_systems.costs.speed_of_light import least_ms
 from cs336_systems.experiments.fully_sharded import FULLY_SHARDED
 from cs336_systems.hardware import find_hardware
 from cs336_systems.profiling.communication import KINDS

@@ -5,19 +5,19 @@ Every rate is computed sample by sample and marked as derived, so that its sprea
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cs336_systems.case import TrainingCase
 from cs336_systems.costs.checkpointing import KEEP_MATMULS
-from cs336_systems.costs.planner import Choice, KeepChoice, cheapest_keep, cheapest_policy
+from cs336_systems.costs.memory import PeakMemory
+from cs336_systems.costs.planner import LeastRecomputation, cheapest_keep, cheapest_policy
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.clock import PhaseTimes
 from cs336_systems.harness.fit import is_predictable, predicted_peak
-from cs336_systems.harness.memory import cublas_workspace_bytes
 from cs336_systems.harness.record import Metric
 from cs336_systems.training.activation_checkpointing import unsupported_reason
 
@@ -54,6 +54,11 @@ def in_gib(**n_bytes: float) -> list[Metric]:
     return [Metric(name, "GiB", [value / GIB]) for name, value in n_bytes.items()]
 
 
+def _peak_of_reference(case: TrainingCase, mode: str) -> PeakMemory:
+    """The predicted peak of the case with eager reference attention, which other attentions stay below."""
+    return predicted_peak(replace(case, attention="reference", compile="off"), mode)
+
+
 def cheapest_within(case: TrainingCase, mode: str, budget_gib: float, **how: Any) -> tuple[dict[str, str], str]:
     """What a case keeps for backward to recompute least within a budget: the fields to set, and a sentence about it.
 
@@ -64,14 +69,14 @@ def cheapest_within(case: TrainingCase, mode: str, budget_gib: float, **how: Any
         ValueError: nothing fits.
     """
     budget, what, mixed = int(budget_gib * GIB), str(case), how.pop("mixed", False)
-    choice: Choice | KeepChoice
     if case.written_out:
-        choice = cheapest_keep(case, mode, budget, partial(predicted_peak, mode=mode, **how), mixed=mixed)
-        what, chosen = what.replace(f" keep {case.keep}", "", 1), {"keep": choice.keep}
+        found: LeastRecomputation = cheapest_keep(
+            case, mode, budget, partial(predicted_peak, mode=mode, **how), mixed=mixed
+        )
+        what, chosen = what.replace(f" keep {case.keep}", "", 1), {"keep": found.choice}
     else:
         selective = unsupported_reason(KEEP_MATMULS, case.attention) is None
-        workspace = cublas_workspace_bytes(torch.device(case.device))
-        choice = cheapest_policy(case, mode, budget, selective=selective, workspace_bytes=workspace)
-        chosen = {"checkpoint": choice.policy}
+        found = cheapest_policy(case, mode, budget, partial(_peak_of_reference, mode=mode), selective=selective)
+        chosen = {"checkpoint": found.choice}
     limit = "" if is_predictable(case) else " (the peak is that of eager reference attention: this should need less)"
-    return chosen, f"{what} within {budget_gib:g} GiB, least recomputation: {choice}{limit}"
+    return chosen, f"{what} within {budget_gib:g} GiB, least recomputation: {found}{limit}"

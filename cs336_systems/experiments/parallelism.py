@@ -273,8 +273,8 @@ class Scaling:
     """PNG to draw."""
 
     @property
-    def workload(self) -> scaling.Workload:
-        return scaling.Workload(self.parameters, self.batch, self.context_length)
+    def workload(self) -> scaling.ModelAndBatch:
+        return scaling.ModelAndBatch(self.parameters, self.batch, self.context_length)
 
     def answer(self) -> Answer:
         device, workload = forms.find_device(self.device), self.workload

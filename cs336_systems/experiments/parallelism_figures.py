@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter
 from cs336_systems.costs.parallelism.failures import Job
 from cs336_systems.costs.parallelism.forms import Device
 from cs336_systems.costs.parallelism.pipeline import Timeline
-from cs336_systems.costs.parallelism.scaling import Workload, communication_limit, fsdp_step
+from cs336_systems.costs.parallelism.scaling import ModelAndBatch, communication_limit, fsdp_step
 from cs336_systems.report.figures import OKABE_ITO, PLAIN, dress
 
 _COLOURS = {"F": OKABE_ITO[5], "B": OKABE_ITO[0], "BW": OKABE_ITO[0], "W": OKABE_ITO[4]}
@@ -25,7 +25,7 @@ _MOST_NUMBERED = 400
 """The most boxes of a panel whose numbers can still be read."""
 
 
-def scaling_figure(workload: Workload, device: Device, most_devices: int) -> Figure:
+def scaling_figure(workload: ModelAndBatch, device: Device, most_devices: int) -> Figure:
     """Compute and communication seconds of a step of FSDP against devices, with both limits marked."""
     counts = [device.domain_size]
     while counts[-1] < most_devices:

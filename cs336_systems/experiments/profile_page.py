@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from cs336_systems.costs.attention_stages import attention_stages
+from cs336_systems.costs.attention import attention_stages
 from cs336_systems.costs.flops import hardware_flops
 from cs336_systems.hardware import find_hardware
 from cs336_systems.harness.clock import WHOLE

@@ -22,8 +22,7 @@ from torch import Tensor
 from cs336_systems.blocks import block_ops
 from cs336_systems.case import Parallel, TrainingCase, Unsupported
 from cs336_systems.costs.flops import model_flops
-from cs336_systems.costs.lanes import LaneTimes
-from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, Rates
+from cs336_systems.costs.streaming import MASTER_MOMENTS, MOMENTS, LaneTimes, Rates
 from cs336_systems.distributed.process_group import joined
 from cs336_systems.experiments.measured import check_loss, in_gib, phase_metrics, rate, step_rates
 from cs336_systems.experiments.streaming import CPU_PLANS_FOR, StreamingCell

@@ -3,8 +3,8 @@
     rows = timeline_rows(schedule.operations, times)         # a table, as files of benchmark_streaming.py hold it
     save(streaming_figure(rows, title), path)
 
-Three lanes: copies in, kernels, copies out; times are simulated (``costs/lanes.py``) or measured. Above, the share of
-each moment in which a lane is busy; below, single operations in the middle of the step, kernels with their layers.
+Three lanes: copies in, kernels, copies out; times are simulated (``costs/streaming.py``) or measured. Above, the share
+of each moment in which a lane is busy; below, single operations in the middle of the step, kernels with their layers.
 White is waiting.
 """
 
@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from cs336_systems.costs.lanes import LANES, LaneTimes
+from cs336_systems.costs.streaming import LANES, LaneTimes
 from cs336_systems.report.figures import OKABE_ITO
 from cs336_systems.streaming.schedule import Kind, Operation
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cs336_systems.costs.lanes import LaneTimes
+from cs336_systems.costs.streaming import LaneTimes
 from cs336_systems.streaming.schedule import Lane, Operation, Schedule
 
 Compute = Callable[[Operation], None]

@@ -23,7 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from cs336_systems.costs.checkpointing import KEEP_ATTENTION, KEEP_MATMULS, SELECTIVE, Plan, canonical_policy, make_plan
+from cs336_systems.costs.checkpointing import (
+    KEEP_ATTENTION,
+    KEEP_MATMULS,
+    SELECTIVE,
+    Segments,
+    canonical_policy,
+    make_plan,
+)
 
 Block = Callable[..., Tensor]
 Stack = Callable[..., Tensor]
@@ -80,7 +87,7 @@ def _run_policy(policy: str, stack: Stack, blocks: Sequence[Block], x: Tensor, c
     return _run_plan(make_plan(policy, len(blocks)), stack, blocks, x, cos, sin)
 
 
-def _run_plan(plan: Plan, stack: Stack, blocks: Sequence[Block], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _run_plan(plan: Segments, stack: Stack, blocks: Sequence[Block], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     for part in plan:
         if isinstance(part, int):
             x = stack([blocks[part]], x, cos, sin)

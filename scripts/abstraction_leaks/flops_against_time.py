@@ -20,7 +20,7 @@ microseconds whatever it computes, and shares of time follow the *number* of ope
 ``optimizer`` phase launches is optimizer; else the kernel's class decides (``traces/kernels.py``), with whatever runs
 inside an RMSNorm's range, forward or backward, counted as normalisation. In a compiled block there are no ranges: a
 fused reduction counts as normalisation, or as softmax if it has one, with its elementwise neighbours inside. On a CPU
-Inductor's fused kernels are asked to name themselves in the trace. FLOPs by ``costs/operator_flops.py``. Shares are of
+Inductor's fused kernels are asked to name themselves in the trace. FLOPs by ``costs/flops.py``. Shares are of
 the operators' summed time; time when none runs is reported beside (from a step without profiler).
 """
 

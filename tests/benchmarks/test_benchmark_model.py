@@ -10,10 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cs336_systems.costs.memory import CUBLAS_WORKSPACE_BYTES
-from cs336_systems.experiments import model_measure as measure
+from cs336_systems.experiments.measured import cheapest_within
 from cs336_systems.experiments.model import ModelCell
-from cs336_systems.experiments.model_measure import fit_to_budget
 from cs336_systems.harness import sweep
 from cs336_systems.harness.record import Metric, RowFile, read_rows
 from cs336_systems.processes import FreshProcess
@@ -224,20 +222,18 @@ def test_a_budget_picks_the_policy_of_every_cell_and_says_so(faked, command, tmp
     assert re.search(pick, picks[1]), picks
 
 
-def test_a_budget_picks_what_fused_blocks_keep(monkeypatch):
-    monkeypatch.setattr(measure, "cublas_workspace_bytes", lambda device: CUBLAS_WORKSPACE_BYTES)
+def test_a_budget_picks_what_fused_blocks_keep():
     (tiny,) = cells_of("model", "--size", "tiny", "--mode", "step", "--dtype", "bf16", "--optimizer", "torch-fused")
     fused = {"device": "cuda", "kernels": "fused", "keep": "products", "attention": "hopper"}
     llama = [replace(tiny, size="llama3-8b", context_length=8192, batch_size=size, **fused) for size in (1, 2)]
-    cells, notes = fit_to_budget(llama, 90)
-    assert [(cell.keep, cell.checkpoint) for cell in cells] == [("all", "none"), ("products-residual", "none")]
+    (one, _), (two, note) = (cheapest_within(cell, "step", 90) for cell in llama)
+    assert (one, two) == ({"keep": "all"}, {"keep": "products-residual"})
     what = (
         "llama3-8b batch 2 context 8192 bf16 step hopper torch-fused fused kernels within 90 GiB, least recomputation"
     )
-    assert notes[1].startswith(f"{what}: keep products-residual: predicted peak 8")
-    assert notes[1].endswith(" ms at an H200's peaks")
-    with pytest.raises(ValueError, match="nothing that blocks may keep fits 30 GiB for llama3-8b"):
-        fit_to_budget(llama, 30)
+    assert note.startswith(f"{what}: keep products-residual: predicted peak 8")
+    with pytest.raises(ValueError, match="10 GiB for llama3-8b"):
+        cheapest_within(llama[0], "step", 10)
 
 
 def test_a_file_to_compare_with_must_exist(refused, tmp_path):

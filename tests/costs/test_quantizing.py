@@ -1,4 +1,4 @@
-"""What quantizing moves by arithmetic is what a block asks its quantizers to move."""
+"""Bytes that a block asks its quantizers to move, beyond what a block in the stored dtype moves."""
 
 from collections import Counter
 from dataclasses import replace
@@ -17,9 +17,8 @@ from cs336_systems.blocks import (
     forward,
 )
 from cs336_systems.blocks.maxima import FusedQuantizers
-from cs336_systems.config import MODEL_SIZES, Recipe
+from cs336_systems.config import Recipe
 from cs336_systems.costs.kept import kept_names
-from cs336_systems.costs.quantizing import quantizing_bytes, quantizing_weights_bytes
 from tests.blocks.cases import QWEN, block_of, inputs, tables
 
 CONFIG = replace(QWEN, d_model=32, d_ff=48, n_heads=4, n_kv_heads=2, context_length=16)
@@ -111,8 +110,13 @@ class Counted:
         return quantize(gate_up, absmax, dtype, rows=True, transposed=transposed), product
 
 
-@pytest.mark.parametrize("keep", ["products", "all", "all-norm", "all-swiglu"])
-def test_a_block_moves_what_is_predicted(keep):
+@pytest.mark.parametrize(
+    ("keep", "norms", "feed_forward"),
+    [("products", -2 * E + 4, 6 - E), ("all", 4, 6), ("all-norm", -2 * E + 4, 6), ("all-swiglu", 4, 6 - E)],
+)
+def test_a_block_moves_a_byte_for_each_way_in_which_a_tensor_is_stored(keep, norms, feed_forward):
+    """Widths are bytes of a token: two norms, attention's output and the gradients of both branches as wide as the
+    model, q | k | v, and SwiGLU with its gradient. Norms that backward recomputes cost bf16 as much or more."""
     counted, dtype = Counted(), torch.float32
     parameters, (x, dy) = dict(block_of(CONFIG, dtype).named_parameters()), inputs(CONFIG, 16, dtype)
     weights, saved = BlockWeights.of(parameters), Saved(kept_names(keep, quantized=True))
@@ -121,25 +125,14 @@ def test_a_block_moves_what_is_predicted(keep):
     counted.products.at(list(parameters.values()))
     for name in ("qkv", "output", "gate_up", "down"):
         counted.products.read_weight(name, getattr(weights, name), rows=True)
-    of_weights = counted.moved.pop("quantize")
-    assert of_weights == quantizing_weights_bytes(CONFIG, E)
+    d, d_qkv, d_ff = CONFIG.d_model, CONFIG.d_qkv, CONFIG.d_ff
+    assert counted.moved.pop("quantize") == (E + 2) * (d_qkv * d + d * d + 3 * d_ff * d)
     above = counted.products.gradient_maxima(dy)
     above.of("dx", dy)
     above.hand_on(dy)
     del counted.moved["absmax"]  # in training the optimizer has those of weights, the block above that of dy
     forward(x, weights, saved, *how, products=counted.products)
     backward(dy, weights, saved, grads, *how, products=counted.products)
-    assert counted.moved.total() == x.shape[0] * x.shape[1] * sum(quantizing_bytes(CONFIG, keep, E).values())
-
-
-def test_what_is_computed_again_is_not_counted():
-    with pytest.raises(ValueError, match="keep attention computes gate_up, qkv, residual again"):
-        quantizing_bytes(CONFIG, "attention")
-
-
-def test_norms_computed_again_add_nothing_and_a_kept_product_saves_bf16_more():
-    config = MODEL_SIZES["qwen2.5-7b"]
-    kept, again = (quantizing_bytes(config, keep) for keep in ("all", "products"))
-    assert (kept["normed1"], again["normed1"]) == (2 * config.d_model, 0)
-    assert (kept["dgate_up"], again["dgate_up"]) == (2 * config.d_ff, 1 * config.d_ff)
-    assert sum(again.values()) == 16 * config.d_model + 4 * config.d_ff + 4 * (config.d_model + 2 * config.d_kv)
+    attended, gradients = 3 * E + 2, 2 * (E + 2)
+    per_token = (norms + attended + gradients) * d + (E + 2) * d_qkv + feed_forward * d_ff
+    assert counted.moved.total() == x.shape[0] * x.shape[1] * per_token

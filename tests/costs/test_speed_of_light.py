@@ -1,14 +1,18 @@
-"""The bound of a token against the formulas written out, and against MFU where one dtype multiplies everything."""
+"""The bounds of a token and of each part of a step, by hand, against MFU and against executed FLOPs."""
+
+from dataclasses import replace
 
 import pytest
 
-from cs336_systems.config import MODEL_SIZES
-from cs336_systems.costs.flops import model_flops
-from cs336_systems.costs.speed_of_light import speed_of_light
+from cs336_systems.config import MODEL_SIZES, PRECISIONS, resolve_size
+from cs336_systems.costs.flops import hardware_flops, model_flops
+from cs336_systems.costs.speed_of_light import least_ms, speed_of_light
 from cs336_systems.hardware import find_hardware
 
 QWEN = MODEL_SIZES["qwen2.5-0.5b"]
 H200, A100 = find_hardware("NVIDIA H200"), find_hardware("NVIDIA A100-SXM4-80GB")
+LEADERBOARD, TOKENS = resolve_size("leaderboard-8b"), 32_768
+BF16 = PRECISIONS["bf16"]
 
 
 def test_parts_are_the_formulas_written_out():
@@ -17,14 +21,11 @@ def test_parts_are_the_formulas_written_out():
     flops = {"blocks": 6 * 24 * block, "attention": 6 * 24 * 896 * 1024, "head": 6 * 151_936 * 896}
     peaks = {"blocks": 1978.9e12, "attention": 989.4e12, "head": 989.4e12}
     assert {name: part.flops_per_token for name, part in light.parts.items()} == flops
-    assert {name: part.dtype for name, part in light.parts.items()} == {
-        "blocks": "fp8",
-        "attention": "bf16",
-        "head": "bf16",
-    }
     for name, part in light.parts.items():
         assert part.seconds_per_token == pytest.approx(flops[name] / peaks[name])
     assert light.seconds_per_token == pytest.approx(sum(flops[name] / peaks[name] for name in flops))
+    eight = speed_of_light(QWEN, 1024, H200, block_dtype="fp8", n_devices=8)
+    assert light.seconds_per_token == pytest.approx(8 * eight.seconds_per_token)
 
 
 def test_in_one_dtype_the_share_is_mfu():
@@ -40,37 +41,42 @@ def test_shares_that_another_trainer_reports_of_an_h100(block_dtype, tokens_per_
     assert 100 * light.share(tokens_per_s) == pytest.approx(percent, rel=0.03)
 
 
-def test_devices_divide_the_time():
-    one, eight = (speed_of_light(QWEN, 1024, H200, n_devices=n) for n in (1, 8))
-    assert one.seconds_per_token == pytest.approx(8 * eight.seconds_per_token)
-
-
-@pytest.mark.parametrize("hardware", [None, find_hardware("cpu")])
-def test_without_published_peaks_the_operations_are_counted_and_the_times_unknown(hardware):
-    light = speed_of_light(QWEN, 1024, hardware)
+@pytest.mark.parametrize("hardware", [None, find_hardware("cpu"), A100])
+def test_where_a_peak_is_unknown_so_is_the_time(hardware):
+    light = speed_of_light(QWEN, 1024, hardware, block_dtype="fp8")
     assert light.parts["head"].flops_per_token > 0
-    assert {part.seconds_per_token for part in light.parts.values()} == {None}
-    assert light.seconds_per_token is None
-    assert light.share(1e5) is None
+    assert light.parts["blocks"].seconds_per_token is light.seconds_per_token is light.share(1e5) is None
+    assert (light.parts["head"].seconds_per_token is not None) == (hardware is A100)
 
 
-def test_a_device_without_fp8_bounds_the_other_parts_alone():
-    light = speed_of_light(QWEN, 1024, A100, block_dtype="fp8")
-    assert light.parts["blocks"].seconds_per_token is None
-    assert light.parts["head"].seconds_per_token is not None
-    assert light.seconds_per_token is None
-
-
-def test_bad_input_is_named():
-    with pytest.raises(ValueError, match="no matmul dtype 'fp4'"):
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match="'fp4'"):
         speed_of_light(QWEN, 1024, H200, block_dtype="fp4")
-    with pytest.raises(ValueError, match="n_devices must be positive, got 0"):
+    with pytest.raises(ValueError, match="got 0"):
         speed_of_light(QWEN, 1024, H200, n_devices=0)
+    with pytest.raises(ValueError, match="CPU, bf16"):
+        least_ms(LEADERBOARD, 1, 8, BF16, find_hardware("cpu"))
+    with pytest.raises(ValueError, match="H200, fp8"):
+        least_ms(LEADERBOARD, 1, 8, replace(BF16, matmul_dtype="fp8"), replace(H200, peak_flops={}))
 
 
 def test_blocks_that_a_recipe_skips_are_a_part_at_the_models_peak():
     whole, some = (speed_of_light(QWEN, 1024, H200, block_dtype="fp8", n_stored_blocks=n) for n in (0, 6))
-    assert some.parts["stored blocks"].dtype == "bf16"
     assert some.parts["stored blocks"].flops_per_token == whole.parts["blocks"].flops_per_token / 4
     each = whole.parts["blocks"].seconds_per_token / 24
     assert some.seconds_per_token - whole.seconds_per_token == pytest.approx(6 * each * (1978.9 / 989.4 - 1))
+
+
+def test_least_times_of_the_leaderboards_step_by_hand():
+    least = least_ms(LEADERBOARD, 1, TOKENS, BF16, H200, n_shards=2)
+    multiplied = sum(ms for (_, kind), ms in least.items() if kind in ("products", "attention"))
+    executed = hardware_flops(LEADERBOARD, 1, TOKENS, "step", attention="flash", keep="all")
+    assert multiplied == pytest.approx(1e3 * executed / 989.4e12)
+    layer, head = 2 * TOKENS * 202_375_168, 2 * TOKENS * 4096 * 151_936
+    assert least["forward", "products"] == pytest.approx((34 * layer + 3 * head) / 989.4e9, rel=1e-3)
+    assert least["backward", "attention"] == pytest.approx(2.5 * 34 * 2 * TOKENS**2 * 4096 / 989.4e9)
+    assert least["optimizer", "optimizer"] == pytest.approx(7 * 8_125_698_048 / 4800e6)
+    per_token = 34 * (6 * 4096 + 4 * 4096 + 3 * 11_008) + 4 * 4096 + 2 * 151_936
+    assert least["forward", "elementwise"] == pytest.approx(2 * TOKENS * per_token / 4800e6)
+    per_token = 34 * (5 * 11_008 + 12 * 4096) + 4 * 4096
+    assert least["backward", "elementwise"] == pytest.approx(2 * (TOKENS * per_token + 151_936 * 4096) / 4800e6)

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from cs336_systems.costs.operator_flops import FAMILIES
+from cs336_systems.costs.flops import FAMILIES
 from cs336_systems.experiments import flops_against_time, launch_overhead, matmul_data, roofline_knee
 from cs336_systems.experiments.findings import findings_figure
 from cs336_systems.harness.record import Metric, read_rows

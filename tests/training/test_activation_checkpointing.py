@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.attention.dispatch import attention_op
 from cs336_systems.config import MODEL_SIZES, PRECISIONS, ModelConfig
-from cs336_systems.costs.checkpointing import make_plan, runs_again
-from cs336_systems.costs.memory import peak_memory
+from cs336_systems.costs.checkpointing import make_plan, recomputed_blocks
 from cs336_systems.model import REFERENCE_OPS, ModelOps, TransformerLM
 from cs336_systems.training import TrainingCase, TrainStep, assemble
 from cs336_systems.training.activation_checkpointing import FUSED_ATTENTION, checkpointed_stack, unsupported_reason
+from cs336_systems.training.dry_run import dry_run
 
 CONFIG = replace(
     MODEL_SIZES["tiny"], name="five", d_model=32, d_ff=64, vocab_size=97, context_length=16, n_layers=5, n_kv_heads=2
@@ -135,7 +135,7 @@ def block_runs(policy: str, mode: str) -> Counter[int]:
 @pytest.mark.parametrize("policy", ["none", *POLICIES])
 def test_blocks_run_again_as_the_plan_says(policy):
     assert block_runs(policy, "forward") == dict.fromkeys(range(5), 1)
-    blocks, _ = runs_again(make_plan(policy, 5))
+    blocks, _ = recomputed_blocks(make_plan(policy, 5))
     assert block_runs(policy, "step").total() == 5 + blocks
 
 
@@ -260,7 +260,7 @@ def test_on_a_gpu_the_peak_is_the_predicted_one_and_the_bits_are_the_same(policy
     checkpointed, peak = measured(policy)
     plain, _ = measured("none")
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(checkpointed, plain, strict=True))
-    predicted = peak_memory(config, 4, 512, precision, "step", checkpoint=policy).n_bytes
+    predicted = dry_run(TrainingCase("cuda", "small", 4, 512, precision.name, checkpoint=policy)).n_bytes
     print(f"{policy}: predicted {predicted / 2**30:.3f} GiB, allocated {peak / 2**30:.3f} GiB")
     assert predicted == pytest.approx(peak, rel=0.03)
 
@@ -268,7 +268,7 @@ def test_on_a_gpu_the_peak_is_the_predicted_one_and_the_bits_are_the_same(policy
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("policy", "runs"), [("none", 5), ("full", 10), ("keep-attention", 5), ("keep-matmuls", 5)])
-def test_on_a_gpu_flash_attention_is_kept_or_runs_again(policy, runs):
+def test_on_a_gpu_flash_attention_is_kept_or_recomputed_blocks(policy, runs):
     config = replace(CONFIG, d_model=64)
     step = assemble(TrainingCase.of(config, dtype="bf16", device="cuda", attention="flash", checkpoint=policy))
     ids, targets = (tensor.cuda() for tensor in batch())

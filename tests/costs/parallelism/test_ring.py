@@ -15,7 +15,7 @@ from cs336_systems.costs.parallelism.ring import (
     reduce_scatter,
 )
 
-WORLDS = [1, 2, 3, 8]
+WORLDS = [1, 3, 8]
 
 
 def complete(holdings: Holdings) -> bool:
@@ -71,13 +71,6 @@ def test_alternate_sends_half_the_ranks_times_more(world_size):
     assert whole.bytes_per_link == ((world_size - 1) * total,) * world_size
     assert whole.seconds(1e9) == pytest.approx(world_size / 2 * chunked.seconds(1e9))
     assert 2 * len(whole.steps) == len(chunked.steps)
-
-
-def test_alternate_wins_only_where_latency_decides():
-    few, alpha, bandwidth = 8, 10e-6, 450e9
-    small, large = alternate_all_reduce(few, 8 * 64), alternate_all_reduce(few, 8 * 2**20)
-    assert small.seconds(bandwidth, alpha) < all_reduce(few, 8 * 64).seconds(bandwidth, alpha)
-    assert large.seconds(bandwidth, alpha) > all_reduce(few, 8 * 2**20).seconds(bandwidth, alpha)
 
 
 def test_alternate_leaves_replicas_that_differ_in_their_last_bits():
