@@ -6,6 +6,7 @@
 The ranks of a world size stay until this process ends, whichever file asks for them.
 """
 
+import atexit
 import pickle
 import threading
 import time
@@ -89,6 +90,7 @@ class _World:
 
 
 _worlds: dict[tuple[int, str, str], _World] = {}
+atexit.register(_worlds.clear)  # which hangs up: ranks end then, and multiprocessing would wait for them
 
 
 def run(function, world_size: int, *arguments, device: str = "cpu", world: str = "shared") -> list[Ended]:
