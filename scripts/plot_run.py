@@ -37,8 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Parse, read, draw; returns the exit code."""
     options = tyro.cli(PlotOptions, args=arguments, description=__doc__)
     from cs336_systems.report.figures import save  # matplotlib and pandas come with it
-    from cs336_systems.report.run_figure import run_figure
-    from cs336_systems.report.run_summary import read_runs, summary
+    from cs336_systems.report.run_figure import read_runs, run_figure, summary
 
     try:
         runs = read_runs(options.runs)

@@ -66,7 +66,7 @@ def _print_memory(options: TrainOptions) -> None:
     from cs336_systems.pretraining.preparation import config_of
     from cs336_systems.pretraining.run_records import Memory
     from cs336_systems.pretraining.token_stream import Dataset
-    from cs336_systems.report.run_tables import record_table
+    from cs336_systems.report.run_console import record_table
     from cs336_systems.report.show import show
     from cs336_systems.streaming.explain import explanation
 
@@ -135,8 +135,7 @@ def _train(options: TrainOptions) -> int:
 def _draw(folder: Path) -> Path:
     from cs336_systems.pretraining.run_log import LOG
     from cs336_systems.report.figures import save
-    from cs336_systems.report.run_figure import run_figure
-    from cs336_systems.report.run_summary import read_runs
+    from cs336_systems.report.run_figure import read_runs, run_figure
 
     picture = (folder / LOG).with_suffix(".png")
     save(run_figure(read_runs([folder])), picture)
@@ -144,7 +143,7 @@ def _draw(folder: Path) -> Path:
 
 
 def _figures(folder: Path) -> dict[str, Any]:
-    from cs336_systems.report.run_summary import read_runs, summary
+    from cs336_systems.report.run_figure import read_runs, summary
 
     (run,) = read_runs([folder]).values()
     return summary(run)

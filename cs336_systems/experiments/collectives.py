@@ -25,9 +25,7 @@ from cs336_systems.report.tables import Table, digits
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
     from cs336_systems.distributed.process_group import Rank
     from cs336_systems.harness.record import Metric
@@ -137,9 +135,6 @@ _SETTINGS = ("gpu", "device", "variant", "world_size", "dtype", "collective", "s
 _WORLD = ["gpu", "host", "variant", "world_size"]
 """Columns within which one link must explain every time."""
 
-_MARKERS = "osD^v"
-_DASHES = ("-", "--", ":", "-.")
-
 
 def fit_links(rows: pd.DataFrame) -> dict[tuple[str, str, str, int], Link]:
     """The link of each world (gpu, host, backend, ranks) whose rows suffice to fit one.
@@ -211,9 +206,11 @@ def collectives_figure(rows: pd.DataFrame) -> Figure | None:
     One line per collective (colour) and world (marker and dash). Of several dtypes the one with most points is drawn.
     """
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import NullFormatter
 
     from cs336_systems.harness.runs import newest
-    from cs336_systems.report.figures import WITH_COMMAS
+    from cs336_systems.report.figures import OKABE_ITO, WITH_COMMAS, dress
 
     links = fit_links(rows)
     rows = newest(rows, [*_SETTINGS, "host"])
@@ -223,78 +220,52 @@ def collectives_figure(rows: pd.DataFrame) -> Figure | None:
     first = rows.iloc[-1]
     rows = rows[(rows["dtype"] == rows["dtype"].mode().iloc[0]) & (rows["variant"] == first["variant"])]
     rows = rows[(rows["gpu"] == first["gpu"]) & (rows["host"] == first["host"])]
-    worlds = sorted(rows["world_size"].unique())
+    colours = {
+        name: colour for name, colour in zip(COLLECTIVES, OKABE_ITO, strict=False) if name in set(rows["collective"])
+    }
+    shapes = zip("osD^v", ("-", "--", ":", "-.", "-"), strict=True)
+    styles: dict[Any, Any] = {
+        n: {"marker": marker, "linestyle": dash, "markersize": 5, "linewidth": 1.5}
+        for n, (marker, dash) in zip(sorted(rows["world_size"].unique()), itertools.cycle(shapes), strict=False)
+    }
+    entries = [Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
+    entries += [Line2D([], [], color="grey", label=f"{n} ranks", **style) for n, style in styles.items()]
+    grey: dict[str, Any] = {"color": "0.6", "linewidth": 0.8}
     figure = Figure(figsize=(10, 4), layout="constrained")
     time_axes, bus_axes = figure.subplots(1, 2)
-    for (collective, world_size), cells in rows.groupby(["collective", "world_size"], sort=False):
-        style = _style(str(collective), worlds.index(world_size))
+    for (collective, world_size), cells in rows.sort_values("total_bytes").groupby(["collective", "world_size"]):
         for axes, metric in ((time_axes, "time"), (bus_axes, "busbw")):
-            line = cells[cells["metric"] == metric].sort_values("total_bytes")
+            line = cells[cells["metric"] == metric]
             spread = [line["median"] - line["p10"], line["p90"] - line["median"]]
-            axes.errorbar(line["total_bytes"] / 1e6, line["median"], yerr=spread, capsize=2, **style)
+            how = styles[world_size] | {"color": colours[collective], "capsize": 2}
+            axes.errorbar(line["total_bytes"] / 1e6, line["median"], yerr=spread, **how)
         if link := links.get(_world(cells.iloc[0])):
-            line = cells[cells["metric"] == "time"].sort_values("total_bytes")
+            line = cells[cells["metric"] == "time"]
             ring_ms = [1e3 * link.seconds(_cost(cell)) for _, cell in line.iterrows()]
-            time_axes.plot(line["total_bytes"] / 1e6, ring_ms, color="0.6", linewidth=0.8, zorder=1)
-    _label(time_axes, sorted(rows["size_mb"].unique()), "time, ms (median, bar p10 to p90)")
+            time_axes.plot(line["total_bytes"] / 1e6, ring_ms, zorder=1, **grey)
+    if links.keys() & {_world(row) for _, row in rows.iterrows()}:
+        entries.append(Line2D([], [], label="ring, fitted", **grey))
+    sizes = sorted(rows["size_mb"].unique())
+    labels = {time_axes: "time, ms (median, bar p10 to p90)", bus_axes: "busbw, GB/s (as nccl-tests)"}
+    for axes, label in labels.items():
+        axes.set_xscale("log")
+        axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel("total size, MB")
+        axes.set_ylabel(label)
+        dress(axes)
     time_axes.set_yscale("log")
     time_axes.yaxis.set_major_formatter(WITH_COMMAS)
-    _label(bus_axes, sorted(rows["size_mb"].unique()), "busbw, GB/s (as nccl-tests)")
     bus_axes.set_ylim(bottom=0)
     hardware = find_hardware(first["gpu"])
     if hardware and hardware.link_bytes_per_s:
-        bus_axes.axhline(hardware.link_bytes_per_s / 1e9, color="0.3", linewidth=1)
-        bus_axes.annotate(
-            "link, datasheet", (0.02, hardware.link_bytes_per_s / 1e9), ("axes fraction", "data"), va="bottom"
-        )
-    figure.legend(
-        handles=_legend(rows, worlds, any(_world(row) in links for _, row in rows.iterrows())),
-        loc="outside right center",
-        frameon=False,
-        fontsize=9,
-    )
+        height = hardware.link_bytes_per_s / 1e9
+        bus_axes.axhline(height, color="0.3", linewidth=1)
+        bus_axes.annotate("link, datasheet", (0.02, height), ("axes fraction", "data"), va="bottom")
+    figure.legend(handles=entries, loc="outside right center", frameon=False, fontsize=9)
     where = first["gpu"] or first["host"]
     figure.suptitle(f"Collectives on {where}: {first['variant']}, {rows['dtype'].iloc[0]}", fontsize=11)
     return figure
-
-
-def _style(collective: str, world: int) -> dict[str, object]:
-    from cs336_systems.report.figures import OKABE_ITO
-
-    return {
-        "color": OKABE_ITO[COLLECTIVES.index(collective)],
-        "marker": _MARKERS[world % len(_MARKERS)],
-        "linestyle": _DASHES[world % len(_DASHES)],
-        "markersize": 5,
-        "linewidth": 1.5,
-    }
-
-
-def _label(axes: Axes, sizes: list[float], y: str) -> None:
-    from matplotlib.ticker import NullFormatter
-
-    from cs336_systems.report.figures import dress
-
-    axes.set_xscale("log")
-    axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("total size, MB")
-    axes.set_ylabel(y)
-    dress(axes)
-
-
-def _legend(rows: pd.DataFrame, worlds: list[int], fitted: bool) -> list[Line2D]:
-    """One entry per collective (colour), per world (marker and dash), and for the ring."""
-    from matplotlib.lines import Line2D
-
-    from cs336_systems.report.figures import OKABE_ITO
-
-    present = [name for name in COLLECTIVES if (rows["collective"] == name).any()]
-    entries = [Line2D([], [], color=OKABE_ITO[COLLECTIVES.index(name)], label=name) for name in present]
-    for i, world_size in enumerate(worlds):
-        style = _style("all_reduce", i) | {"color": "grey", "label": f"{world_size} ranks"}
-        entries.append(Line2D([], [], **style))  # type: ignore[arg-type]
-    return entries + ([Line2D([], [], color="0.6", linewidth=0.8, label="ring, fitted")] if fitted else [])
 
 
 def _world(row: pd.Series) -> tuple[str, str, str, int]:

@@ -18,6 +18,7 @@ from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.driver import Experiment, Stage, presented
 from cs336_systems.experiments.fp8 import RECIPES
 from cs336_systems.experiments.options import RunOptions, cell_of
+from cs336_systems.experiments.training import as_options
 from cs336_systems.pretraining.options import TrainOptions
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
@@ -101,11 +102,9 @@ class LearningCell:
     @property
     def train_options(self) -> TrainOptions:
         """The run as train.py would be asked for it, without its folder."""
-        recipe = RECIPES[self.recipe]
-        ours: dict[str, Any] = {name: getattr(self, name) for name in _RUN}
+        ours: dict[str, Any] = {name: getattr(self, name) for name in _RUN} | as_options(self.recipe)
         if self.device == "cpu":
             ours["optimizer"] = TrainOptions.CPU_DEFAULTS["optimizer"]
-        ours |= {"matmul_dtype": recipe.matmul, "gradient_dtype": recipe.gradient, "scaling": recipe.scaling}
         ours |= {"data": Path(self.data), "evaluate_every": self.steps, "evaluation_sequences": None}
         return TrainOptions(save_every=None, export=False, **ours)
 
@@ -188,23 +187,23 @@ def measure(cell: LearningCell) -> list[Metric]:
     with tempfile.TemporaryDirectory() as name, joined(cell.device) as rank:
         prepared, said = prepare(replace(cell.train_options, out=Path(name)), rank), Records()
         run_prepared(prepared, rank, said)
-        steps = [record for record in said if isinstance(record, Step)]
-        (evaluation,) = (record for record in said if isinstance(record, Evaluation))
-        cosines = list(_cosines(prepared, rank).values())
-        steady = steps[cell.warmup :]
-        return [
-            Metric("step", "ms", [1000 * step.seconds for step in steady]),
-            Metric("tokens_per_s", "1/s", [step.tokens / step.seconds for step in steady]),
-            Metric("learned_tokens", "tokens", [sum(step.tokens for step in steps)]),
-            Metric("loss", "nats", [step.loss for step in steps]),
-            Metric("evaluation_loss", "nats", [evaluation.loss]),
-            Metric("cosine", "cosine", cosines),
-            Metric("least_cosine", "cosine", [min(cosines)]),
-            Metric("mean_cosine", "cosine", [sum(cosines) / len(cosines)]),
-        ]
+        cosines = _cosines(prepared, rank)
+    steps = [record for record in said if isinstance(record, Step)]
+    (evaluation,) = (record for record in said if isinstance(record, Evaluation))
+    steady = steps[cell.warmup :]
+    return [
+        Metric("step", "ms", [1000 * step.seconds for step in steady]),
+        Metric("tokens_per_s", "1/s", [step.tokens / step.seconds for step in steady]),
+        Metric("learned_tokens", "tokens", [sum(step.tokens for step in steps)]),
+        Metric("loss", "nats", [step.loss for step in steps]),
+        Metric("evaluation_loss", "nats", [evaluation.loss]),
+        Metric("cosine", "cosine", cosines),
+        Metric("least_cosine", "cosine", [min(cosines)]),
+        Metric("mean_cosine", "cosine", [sum(cosines) / len(cosines)]),
+    ]
 
 
-def _cosines(prepared: Prepared, rank: Rank) -> dict[str, float]:
+def _cosines(prepared: Prepared, rank: Rank) -> list[float]:
     """Cosine of each parameter's gradient with that of fp32, at the weights that the run has come to."""
     from torch.nn.functional import cosine_similarity
 
@@ -219,8 +218,8 @@ def _cosines(prepared: Prepared, rank: Rank) -> dict[str, float]:
     token_ids, targets, _ = next(evaluation_batches(prepared.evaluation, **shape))
     exact = assemble(replace(prepared.case, **_EXACT), rank)
     exact.model.load_state_dict(step.model.state_dict())
-    own, reference = _gradients(step, token_ids, targets), _gradients(exact, token_ids, targets)
-    return {name: cosine_similarity(own[name].flatten(), reference[name].flatten(), 0).item() for name in reference}
+    own, reference = (_gradients(each, token_ids, targets) for each in (step, exact))
+    return [cosine_similarity(own[name].flatten(), reference[name].flatten(), 0).item() for name in reference]
 
 
 def _gradients(step: TrainStep, token_ids: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -228,9 +227,9 @@ def _gradients(step: TrainStep, token_ids: Tensor, targets: Tensor) -> dict[str,
     from cs336_systems.training.step import TrainStep
 
     passes = TrainStep.phases(step, "step", token_ids, targets)  # not as a CUDA graph
-    del passes["optimizer"]
-    for run in passes.values():
-        run()
+    for phase, run in passes.items():
+        if phase != "optimizer":
+            run()
     found = {name: p.grad.double() for name, p in step.model.named_parameters() if p.grad is not None}
     step.optimizer.zero_grad(set_to_none=True)
     return found
@@ -257,20 +256,6 @@ def _spread(values: pd.Series) -> Spread | None:
     return Spread(values.mean(), values.min(), values.max()) if len(values) else None
 
 
-def _off(line: Line) -> Spread | None:
-    return None if line.settings["recipe"] == "stored" else _spread(off_percent(line))
-
-
-def _least_cosine(line: Line) -> float | None:
-    cosines = by_seed(line, "least_cosine")
-    return cosines.min() if len(cosines) else None
-
-
-def _mean_cosine(line: Line) -> float | None:
-    cosines = by_seed(line, "mean_cosine")
-    return cosines.mean() if len(cosines) else None
-
-
 LEARNING_TABLE = ResultTable(
     settings=(
         *("gpu", "device", "size", "batch_size", "context_length", "total_batch_tokens", "steps", "learning_rate"),
@@ -286,14 +271,20 @@ LEARNING_TABLE = ResultTable(
             ".4f",
             note="nats per token, mean and range over the seeds",
         ),
-        Column("above stored %", _off, "+.3f", rank=MAIN, note="with the same seed, mean and range over the seeds"),
+        Column(
+            "above stored %",
+            lambda line: None if line.settings["recipe"] == "stored" else _spread(off_percent(line)),
+            "+.3f",
+            rank=MAIN,
+            note="with the same seed, mean and range over the seeds",
+        ),
         Column(
             "least cosine",
-            _least_cosine,
+            lambda line: by_seed(line, "least_cosine").min(),
             ".4f",
             note="of a parameter's gradient with that of fp32, at the end, over all seeds",
         ),
-        Column("mean cosine", _mean_cosine, ".4f"),
+        Column("mean cosine", lambda line: by_seed(line, "mean_cosine").mean(), ".4f"),
         Column("tokens/s", "tokens_per_s", ",.0f", rank=MAIN),
         Column("x", speedup, ".3f", note="times as fast as stored"),
     ),
@@ -353,31 +344,33 @@ def loss_figure(rows: pd.DataFrame) -> Figure | None:
     beside, over_steps = figure.subplots(1, 2)
     words: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9}
     beside.plot([1], [0], "+", color="#000000", markersize=12)
-    beside.annotate("stored", (1, 0), xytext=(8, 6), **words)
+    beside.annotate("stored", (1, 0), (8, 6), **words)
     expected = _losses(stored)
     for (recipe, line), colour in zip(found.items(), OKABE_ITO, strict=False):
         off, times = off_percent(line), speedup(line)
         assert times is not None
-        beside.plot([times] * len(off), off, linestyle="", marker="o", color=colour, alpha=0.5)
-        beside.plot([times], [off.mean()], linestyle="", marker="_", markersize=18, markeredgewidth=2.5, color=colour)
-        beside.annotate(recipe, (times, off.mean()), xytext=(10, 6), color=colour, **words)
+        beside.plot([times] * len(off), off, "o", color=colour, alpha=0.5)
+        beside.plot([times], [off.mean()], "_", markersize=18, markeredgewidth=2.5, color=colour)
+        beside.annotate(recipe, (times, off.mean()), (10, 6), color=colour, **words)
         for seed, losses in _losses(line).items():
             if seed in expected:
                 window = max(1, round(_SMOOTHED_SHARE * len(losses)))
                 own, other = (each.rolling(window).mean() for each in (losses, expected[seed]))
                 over_steps.plot(100 * (own / other - 1), color=colour, linewidth=1.1)
-    for axes in (beside, over_steps):
+    titles = {
+        beside: ("held-out", "times as fast as stored products, whole steps", "dots: seeds; bars: means; grey: ±{} %"),
+        over_steps: ("training's", "step", f"a line for each seed, means over {_SMOOTHED_SHARE:.0%} of the steps"),
+    }
+    for axes, (which, x, title) in titles.items():
         axes.axhspan(-GOAL_PERCENT, GOAL_PERCENT, color="#000000", alpha=0.06, linewidth=0)
+        axes.set_xlabel(x)
+        axes.set_ylabel(f"{which} loss above that of stored products, %")
+        axes.set_title(title.format(f"{GOAL_PERCENT:g}"), fontsize=10)
         dress(axes)
-    beside.set_xlabel("times as fast as stored products, whole steps")
-    beside.set_ylabel("held-out loss above that of stored products, %")
-    beside.set_title(f"dots: seeds; bars: means; grey: ±{GOAL_PERCENT:g} %", fontsize=10)
     beside.margins(0.35, 0.15)
-    over_steps.set_xlabel("step")
-    over_steps.set_ylabel("training's loss above that of stored products, %")
-    over_steps.set_title(f"a line for each seed, means over {_SMOOTHED_SHARE:.0%} of the steps", fontsize=10)
-    shape = stored.settings
-    figure.suptitle(f"{shape['size']} on {shape.get('gpu', shape['device'])}", fontsize=11)
+    figure.suptitle(
+        f"{stored.settings['size']} on {stored.settings.get('gpu', stored.settings['device'])}", fontsize=11
+    )
     return figure
 
 

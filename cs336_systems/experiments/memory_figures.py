@@ -2,7 +2,7 @@
 
 The x axis counts allocations and frees, as PyTorch's viewer does: the host makes them ahead of the device, so that on a
 clock a phase is a burst and a wait. Phases are named above with their time under watch, and the peak is marked.
-Okabe-Ito colours; drawn without pyplot, so importing this touches no display.
+Drawn without pyplot, so importing this touches no display.
 
 In the second picture, the view of pytorch.org/memory_viz, an allocation is stacked on those that are alive when it is
 made, and falls when one below it is freed, so that its lifetime is its length and what outlives what can be followed.
@@ -19,12 +19,11 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.transforms import blended_transform_factory
 
 from cs336_systems.profiling.memory_history import CATEGORIES, OTHER, Allocation, MemoryHistory, Moment
 
 COLOURS = dict(zip(CATEGORIES, ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#999999"), strict=True))
-
+_REST_COLOUR = "#E5E5E5"
 _UNITS = {"GiB": 1024**3, "MiB": 1024**2, "KiB": 1024}
 _NARROW = 0.06
 """Share of the width below which a phase has its name written upright."""
@@ -32,56 +31,46 @@ _LEAST_SHARE = 1e-3
 """Categories that never hold this share of the peak are left out: they are thinner than a line."""
 _LARGEST = 8000
 """Allocations that are drawn one by one."""
-_INCHES, _DPI = (10, 6.4), 200
-"""Size of the second picture, and dots per inch: a matrix of 100 MiB is two dots high where 50 GiB are alive."""
 _LEAST_STRIPE = 1.5e-3
 """Share of the peak that neighbours in one shade have at least."""
-_REST_COLOUR = "#E5E5E5"
 _LIGHTER = 0.35
 """How far every other stripe of a category is on the way to white."""
 
 
 def draw_history(history: MemoryHistory, out: Path, name: str, title: str) -> list[Path]:
-    """Draw both pictures to ``out``.
+    """Draw both pictures to ``out``; a matrix of 100 MiB is two dots high where 50 GiB are alive.
 
     Raises:
         OSError: a picture cannot be written.
     """
-    by_category, by_allocation = out / f"{name}.png", out / f"{name}-active.png"
-    draw_memory_timeline(history, by_category, title)
-    draw_allocations(history, by_allocation, title)
-    return [by_category, by_allocation]
+    out.mkdir(parents=True, exist_ok=True)
+    paths = [out / f"{name}.png", out / f"{name}-active.png"]
+    for path, figure, dpi in zip(
+        paths, (timeline_figure(history), allocations_figure(history)), (150, 200), strict=True
+    ):
+        figure.suptitle(title, fontsize=11)
+        figure.savefig(path, dpi=dpi)
+    return paths
 
 
-def draw_memory_timeline(history: MemoryHistory, path: Path, title: str) -> None:
-    """Draw every event of ``history``.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    live = history.live_bytes()
+def timeline_figure(history: MemoryHistory) -> Figure:
+    """Bytes alive after every event, stacked by category; the legend tells them at the peak."""
+    live, peak = history.live_bytes(), history.peak()
     order = (OTHER, *(category for category in CATEGORIES if category != OTHER))
-    peak = history.peak()
     drawn = [category for category in order if live[category].max() >= _LEAST_SHARE * max(1, peak.n_bytes)]
     unit, scale = unit_of(peak)
-    figure, axes = figure_of(history)
+    figure, axes = _figure_of(history, 4.6)
     edges = np.arange(history.n_events + 2)
-    bottom = np.zeros(history.n_events + 1)
+    bottom, handles = np.zeros(history.n_events + 1), []
     for category in drawn:
-        top = bottom + live[category] / scale
+        top, n_bytes = bottom + live[category] / scale, peak.by_category[category]
         axes.stairs(top, edges, baseline=bottom, fill=True, color=COLOURS[category], linewidth=0.5)
+        share = f"{n_bytes / scale:.2f} {unit} ({100 * n_bytes / max(1, peak.n_bytes):.0f} %)"
+        handles.insert(0, Patch(color=COLOURS[category], label=f"{category}\n{share}"))
         bottom = top
-    figure.legend(
-        handles=[Patch(color=COLOURS[category], label=_label(category, peak, scale, unit)) for category in drawn[::-1]],
-        title="at the peak",
-        alignment="left",
-        loc="outside right center",
-        frameon=False,
-        fontsize=9,
-    )
-    figure.suptitle(title, fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    legend = {"title": "at the peak", "alignment": "left", "frameon": False, "fontsize": 9}
+    figure.legend(handles=handles, loc="outside right center", **legend)
+    return figure
 
 
 def unit_of(peak: Moment) -> tuple[str, int]:
@@ -89,79 +78,43 @@ def unit_of(peak: Moment) -> tuple[str, int]:
     return next((found for found in _UNITS.items() if peak.n_bytes >= found[1] / 10), ("KiB", 1024))
 
 
-def figure_of(history: MemoryHistory) -> tuple[Figure, Axes]:
-    """Axes over every event, with the phases named and the peak marked."""
+def _figure_of(history: MemoryHistory, height: float) -> tuple[Figure, Axes]:
+    """Axes over every event, with each phase named over its middle and the peak marked, on the side with more room."""
     peak = history.peak()
     unit, scale = unit_of(peak)
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    figure = Figure(figsize=(10, height), layout="constrained")
     axes = figure.subplots()
     axes.set_xlim(0, history.n_events + 1)
     axes.set_ylim(0, 1.16 * peak.n_bytes / scale)
     axes.set_xlabel("allocator events (allocations and frees), in order")
     axes.set_ylabel(f"memory alive (bytes asked for), {unit}")
     axes.spines[["top", "right"]].set_visible(False)
-    _mark_phases(axes, history)
-    _mark_peak(axes, history, peak, scale, unit)
+    for phase in history.phases:
+        axes.axvline(phase.start, color="black", linewidth=0.8, linestyle=":")
+        upright = 90 if phase.end - phase.start < _NARROW * history.n_events else 0
+        place, label = ((phase.start + phase.end) / 2, 0.985), f"{phase.name}\n{phase.ms:,.0f} ms"
+        above = axes.get_xaxis_transform()
+        axes.text(*place, label, transform=above, ha="center", va="top", rotation=upright, fontsize=9)
+    at, left = (peak.event + 0.5, peak.n_bytes / scale), peak.event > history.n_events / 2
+    axes.plot(*at, marker="v", color="black", markersize=6, clip_on=False)
+    bold = {"fontsize": 9, "fontweight": "bold", "ha": "right" if left else "left"}
+    axes.annotate(f"peak {at[1]:.2f} {unit}", at, (-8 if left else 8, 4), "data", "offset points", **bold)
     return figure, axes
 
 
-def _label(category: str, peak: Moment, scale: int, unit: str) -> str:
-    n_bytes = peak.by_category[category]
-    return f"{category}\n{n_bytes / scale:.2f} {unit} ({100 * n_bytes / max(1, peak.n_bytes):.0f} %)"
-
-
-def _mark_phases(axes: Axes, history: MemoryHistory) -> None:
-    """A line where each phase begins, and its name and time over its middle."""
-    above = blended_transform_factory(axes.transData, axes.transAxes)
-    for phase in history.phases:
-        axes.axvline(phase.start, color="black", linewidth=0.8, linestyle=":")
-        narrow = phase.end - phase.start < _NARROW * history.n_events
-        axes.text(
-            (phase.start + phase.end) / 2,
-            0.985,
-            f"{phase.name}\n{phase.ms:,.0f} ms",
-            transform=above,
-            horizontalalignment="center",
-            verticalalignment="top",
-            rotation=90 if narrow else 0,
-            fontsize=9,
-        )
-
-
-def _mark_peak(axes: Axes, history: MemoryHistory, peak: Moment, scale: int, unit: str) -> None:
-    """A point at the peak, its figure beside it on the side with more room."""
-    height = peak.n_bytes / scale
-    left = peak.event > history.n_events / 2
-    axes.plot(peak.event + 0.5, height, marker="v", color="black", markersize=6, clip_on=False)
-    axes.annotate(
-        f"peak {height:.2f} {unit}",
-        (peak.event + 0.5, height),
-        (-8 if left else 8, 4),
-        "data",
-        "offset points",
-        horizontalalignment="right" if left else "left",
-        fontsize=9,
-        fontweight="bold",
-    )
-
-
-def draw_allocations(history: MemoryHistory, path: Path, title: str, largest: int = _LARGEST) -> None:
-    """Draw the ``largest`` allocations of ``history`` one by one.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+def allocations_figure(history: MemoryHistory, largest: int = _LARGEST) -> Figure:
+    """The ``largest`` allocations of ``history`` one by one."""
     by_size = sorted(history.allocations, key=lambda allocation: -allocation.n_bytes)
     shown = sorted(by_size[:largest], key=lambda each: (each.start, CATEGORIES.index(each.category), -each.end))
     peak = history.peak()
     _, scale = unit_of(peak)
-    figure, axes = figure_of(history)
-    figure.set_size_inches(_INCHES)
+    figure, axes = _figure_of(history, 6.4)
     stripes: dict[str, tuple[int, int]] = {}
     colours = []
     for allocation in shown:
         n_stripes, n_bytes = stripes.get(allocation.category, (0, 0))
-        colours.append(_shade(allocation.category, n_stripes % 2))
+        lighter = n_stripes % 2 * _LIGHTER
+        colours.append(tuple(part + lighter * (1 - part) for part in to_rgb(COLOURS[allocation.category])))
         n_bytes += allocation.n_bytes
         is_full = n_bytes >= _LEAST_STRIPE * peak.n_bytes
         stripes[allocation.category] = (n_stripes + 1, 0) if is_full else (n_stripes, n_bytes)
@@ -175,11 +128,10 @@ def draw_allocations(history: MemoryHistory, path: Path, title: str, largest: in
         drawn = whole - np.sum(list(alone.values()), axis=0)
         edges = np.arange(history.n_events + 2)
         axes.stairs(whole / scale, edges, baseline=drawn / scale, fill=True, color=_REST_COLOUR)
-        entries.append(Patch(color=_REST_COLOUR, label=f"{len(rest):,} below {_size(by_size[largest - 1])}"))
+        below = f"{len(rest):,} below {by_size[largest - 1].n_bytes / 2**20:.3g} MiB"
+        entries.append(Patch(color=_REST_COLOUR, label=below))
     figure.legend(handles=entries[::-1], loc="outside right center", frameon=False, fontsize=9)
-    figure.suptitle(title, fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=_DPI)
+    return figure
 
 
 def places(allocations: Sequence[Allocation]) -> list[list[tuple[int, int]]]:
@@ -212,11 +164,3 @@ def _outline(allocation: Allocation, falls: list[tuple[int, int]], scale: int) -
     bottom = np.repeat(below, 2)
     y = np.concatenate([bottom + allocation.n_bytes, bottom[::-1]]) / scale
     return np.stack([np.concatenate([x, x[::-1]]), y], axis=1)
-
-
-def _shade(category: str, lighter: int) -> tuple[float, ...]:
-    return tuple(part + lighter * _LIGHTER * (1 - part) for part in to_rgb(COLOURS[category]))
-
-
-def _size(allocation: Allocation) -> str:
-    return f"{allocation.n_bytes / 2**20:.3g} MiB"

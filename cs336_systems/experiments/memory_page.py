@@ -8,10 +8,10 @@ Without CUDA there is no allocator to watch: the page then holds the account of 
 a process of its own, as the sweep does: it assembles the whole model.
 """
 
-import functools
 import gc
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ import pandas as pd
 import torch
 
 from cs336_systems.blocks import WrittenOutBlock, block_ops, block_products
-from cs336_systems.case import COMPILED, TrainingCase
+from cs336_systems.case import TrainingCase
 from cs336_systems.config import ModelConfig
 from cs336_systems.experiments.memory_figures import draw_history
+from cs336_systems.experiments.profile import file_stem
+from cs336_systems.hardware import GIB
 from cs336_systems.harness.fit import is_predictable, predicted_peak
 from cs336_systems.harness.provenance import host_name
 from cs336_systems.model import ModelOps, TransformerBlock
@@ -33,7 +35,7 @@ from cs336_systems.report.tables import Table, digits
 from cs336_systems.training import check_supported
 from cs336_systems.training.assemble import case_ops
 
-GIB, MIB = 1024**3, 1024**2
+MIB = 1024**2
 
 NEEDS_CUDA = (
     "**Without a GPU.** The timeline, the peak and the largest allocations need CUDA's caching allocator; this page "
@@ -53,67 +55,48 @@ class BlockAccount:
     norm: Residuals
 
 
-@dataclass(frozen=True)
-class MemoryPage:
-    """The page, and its main figures by name with their unit at the end (``peak_gib``, ``activations_gib``, ...)."""
-
-    page: Path
-    figures: dict[str, float]
-
-
-def write_memory_page(case: TrainingCase, mode: str, out: Path, raw: Path, *, compiled: bool = True) -> MemoryPage:
-    """Profile, account, and write ``memory-<name>.md``, its CSVs and its pictures to ``out``, the snapshot to ``raw``.
+def write_memory_page(
+    case: TrainingCase, mode: str, out: Path, raw: Path, *, compiled: bool = True
+) -> tuple[Path, dict[str, float]]:
+    """Profile, account, and write ``memory-<case>.md``, its CSVs and its pictures to ``out``, the snapshot to ``raw``.
 
     Args:
         compiled: account for the compiled block, too, which costs its compilation, unless blocks are written out.
+
+    Returns:
+        The page, and its main figures by name with their unit at the end (``peak_gib``).
 
     Raises:
         ValueError: something in the case is unknown or unsupported on its device.
         OSError: a folder cannot be written to.
     """
-    name = profile_name(case, mode)
+    name, device = f"memory-{file_stem(case)}-{mode}", torch.device(case.device)
     out.mkdir(parents=True, exist_ok=True)
-    device = torch.device(case.device)
     check_supported(case, device)
     profile = profile_memory(case, mode, raw / f"{name}.pickle") if device.type == "cuda" else None
+    gc.collect()
     if profile is not None:
-        gc.collect()
         torch.cuda.empty_cache()
     variants = [False, True] if compiled and not case.written_out else [False]
     accounts = [account_block(case, compile=compile) for compile in variants]
     where = torch.cuda.get_device_name(device) if profile is not None else host_name()
+    frames = {"residuals": residual_frame(accounts)}
     if profile is not None:
-        draw_history(profile.history, out, name, f"{heading(case, mode)}, on {where}")
-        allocations = allocation_frame(profile.history)
-        peak_frame(profile).to_csv(out / f"{name}-peak.csv", index=False, float_format="%.6g")
-        allocations.to_csv(out / f"{name}-allocations.csv", index=False, float_format="%.6g")
-    residual_frame(accounts).to_csv(out / f"{name}-residuals.csv", index=False, float_format="%.6g")
+        draw_history(profile.history, out, name, f"{case}, mode {mode}, on {where}")
+        frames |= {"peak": peak_frame(profile), "allocations": allocation_frame(profile.history)}
+    for kind, frame in frames.items():
+        frame.to_csv(out / f"{name}-{kind}.csv", index=False, float_format="%.6g")
     page = out / f"{name}.md"
-    page.write_text(page_text(case, mode, profile, accounts, where))
-    return MemoryPage(page, main_figures(profile, accounts))
-
-
-def profile_name(case: TrainingCase, mode: str) -> str:
-    """The stem of every file of one profile; only what differs from the plain case is named after the precision."""
-    shape = [case.config.name, f"b{case.batch_size}", f"c{case.context_length}", case.dtype]
-    return "-".join(["memory", *shape, *(extra.replace(" ", "-") for extra in case.extras), mode])
-
-
-def heading(case: TrainingCase, mode: str) -> str:
-    """The case in one line."""
-    line = f"{case.config.name}, batch {case.batch_size}, context {case.context_length}, {case.dtype}, mode {mode}"
-    attention = f", attention {case.attention}" if case.attention != "reference" else ""
-    checkpoint = f", checkpoint {case.checkpoint}" if case.checkpoint != "none" else ""
-    keep = f", {case.kernels} kernels, keep {case.keep}" if case.written_out else ""
-    return line + attention + (f", {COMPILED[case.compile]}" if case.compiled else "") + checkpoint + keep
+    page.write_text(page_text(name, f"{case}, mode {mode}", profile, accounts, where))
+    return page, main_figures(profile, accounts)
 
 
 def account_block(case: TrainingCase, *, compile: bool) -> BlockAccount:
     """What one block of the model keeps at the case's batch and context; checkpointing, between blocks, left out."""
     arguments = (*case.work, case.precision, torch.device(case.device))
-    account = functools.partial(block_residuals, *arguments, ops=case_ops(case), compile=compile)
+    account = partial(block_residuals, *arguments, ops=case_ops(case), compile=compile)
     if case.written_out:
-        account = functools.partial(account, make=functools.partial(_written_out_block, case))
+        account = partial(account, make=partial(_written_out_block, case))
     return BlockAccount("compiled" if compile else "eager", account(), account(norm_only=True))
 
 
@@ -135,12 +118,9 @@ def main_figures(profile: MemoryProfile | None, accounts: list[BlockAccount]) ->
     return figures
 
 
-def page_text(
-    case: TrainingCase, mode: str, profile: MemoryProfile | None, accounts: list[BlockAccount], where: str
-) -> str:
-    """The page as Markdown."""
-    name = profile_name(case, mode)
-    parts = [f"# {heading(case, mode)}: where the memory goes", f"{where}, torch {torch.__version__}."]
+def page_text(name: str, heading: str, profile: MemoryProfile | None, accounts: list[BlockAccount], where: str) -> str:
+    """The page as Markdown; its files beside it begin with ``name``."""
+    parts = [f"# {heading}: where the memory goes", f"{where}, torch {torch.__version__}."]
     if profile is None:
         parts.append(NEEDS_CUDA)
     else:
@@ -149,11 +129,9 @@ def page_text(
             parts.append(f"**Out of memory.** The pass ended early: {profile.out_of_memory.splitlines()[0]}")
         tables = peak_table(profile), phase_table(profile.history), allocation_table(profile.history)
         parts += [table.markdown() for table in tables]
-        parts.append(
-            f"Every allocation: `{name}-allocations.csv`; the snapshot, with stacks, for pytorch.org/memory_viz: "
-            f"`{profile.path.name}`."
-        )
-    parts += [kept_table(accounts).markdown(), *map(norm_sentence, accounts)]
+        snapshot = f"the snapshot, with stacks, for pytorch.org/memory_viz: `{profile.path.name}`"
+        parts.append(f"Every allocation: `{name}-allocations.csv`; {snapshot}.")
+    parts += [kept_table(accounts).markdown(), *map(_norm_sentence, accounts)]
     parts.append(f"Every tensor of the block, with the line that keeps it: `{name}-residuals.csv`.")
     return "\n\n".join(parts) + "\n"
 
@@ -183,19 +161,13 @@ def peak_table(profile: MemoryProfile) -> Table:
 
 def phase_table(history: MemoryHistory) -> Table:
     """Each phase: its time under watch, and the most that was alive in it."""
-    total = np.sum(list(history.live_bytes().values()), axis=0)
-    lines = [
-        {
-            "phase": phase.name,
-            "ms, watched": digits(phase.ms),
-            "events": phase.end - phase.start,
-            "GiB at its start": digits(total[phase.start - 1] / GIB),
-            "most GiB": digits(max(total[phase.start : phase.end]) / GIB),
-            "GiB at its end": digits(total[phase.end - 1] / GIB),
-        }
-        for phase in history.phases
-    ]
-    return Table("Bytes asked for, by phase.", pd.DataFrame(lines))
+    total = np.sum(list(history.live_bytes().values()), axis=0) / GIB
+    lines = []
+    for phase in history.phases:
+        alive = total[phase.start - 1], max(total[phase.start : phase.end]), total[phase.end - 1]
+        lines.append((phase.name, digits(phase.ms), phase.end - phase.start, *map(digits, alive)))
+    columns = ["phase", "ms, watched", "events", "GiB at its start", "most GiB", "GiB at its end"]
+    return Table("Bytes asked for, by phase.", pd.DataFrame(lines, columns=columns))
 
 
 def allocation_frame(history: MemoryHistory) -> pd.DataFrame:
@@ -207,8 +179,8 @@ def allocation_frame(history: MemoryHistory) -> pd.DataFrame:
         key = (allocation.n_bytes, allocation.category, allocation.phase, what, allocation.source)
         groups.setdefault(key, []).append(allocation)
     lines = [
-        (key[0] / MIB, len(group), sum(allocation.start <= peak < allocation.end for allocation in group), *key[1:])
-        for key, group in groups.items()
+        (n_bytes / MIB, len(group), sum(each.start <= peak < each.end for each in group), *what)
+        for (n_bytes, *what), group in groups.items()
     ]
     columns = ["mib", "made", "at_peak", "category", "phase", "what", "source"]
     return pd.DataFrame(lines, columns=columns).sort_values("mib", ascending=False, kind="stable")
@@ -217,16 +189,9 @@ def allocation_frame(history: MemoryHistory) -> pd.DataFrame:
 def allocation_table(history: MemoryHistory) -> Table:
     """The largest allocations."""
     frame = allocation_frame(history).head(_LARGEST)
-    shown = pd.DataFrame(
-        {
-            "MiB each": [digits(mib) for mib in frame["mib"]],
-            "made": frame["made"],
-            "alive at the peak": frame["at_peak"],
-            "category": frame["category"],
-            "phase": frame["phase"],
-            "source": [what or source for what, source in zip(frame["what"], frame["source"], strict=True)],
-        }
-    )
+    shown = frame[["made", "at_peak", "category", "phase"]].rename(columns={"at_peak": "alive at the peak"})
+    shown.insert(0, "MiB each", frame["mib"].map(digits))
+    shown["source"] = frame["what"].where(frame["what"] != "", frame["source"])
     return Table("The largest allocations. Equal ones are one line; `*` stands for every block.", shown)
 
 
@@ -241,25 +206,22 @@ def residual_frame(accounts: list[BlockAccount]) -> pd.DataFrame:
 
 def kept_table(accounts: list[BlockAccount]) -> Table:
     """Totals by kind, eager beside compiled."""
-    lines = [
-        {
-            "variant": account.variant,
-            "activations MiB": f"{account.block.activation_mib:,.2f}",
-            "tensors": (account.block.tensors["kind"] == ACTIVATION).sum(),
-            "parameter copies MiB": f"{account.block.mib(PARAMETER_COPY):,.2f}",
-            "parameters saved MiB": f"{account.block.mib(PARAMETER):,.2f}",
-            "gradients left MiB": f"{account.block.gradient_mib:,.2f}",
-        }
-        for account in accounts
-    ]
+    lines = []
+    for account in accounts:
+        block, n_tensors = account.block, (account.block.tensors["kind"] == ACTIVATION).sum()
+        beside = (block.mib(PARAMETER_COPY), block.mib(PARAMETER), block.gradient_mib)
+        shown = [f"{mib:,.2f}" for mib in beside]
+        lines.append((account.variant, f"{block.activation_mib:,.2f}", n_tensors, *shown))
+    columns = ["variant", "activations MiB", "tensors"]
+    columns += ["parameter copies MiB", "parameters saved MiB", "gradients left MiB"]
     caption = (
         "What one block keeps for backward. Storages are counted once; parameters are alive anyway, their copies only "
         "under autocast."
     )
-    return Table(caption, pd.DataFrame(lines))
+    return Table(caption, pd.DataFrame(lines, columns=columns))
 
 
-def norm_sentence(account: BlockAccount) -> str:
+def _norm_sentence(account: BlockAccount) -> str:
     """How many full-size tensors one RMSNorm by itself keeps."""
     tensors = account.norm.tensors
     full = tensors[(tensors["kind"] == ACTIVATION) & (tensors["mib"] > 0.1 * tensors["mib"].max())]

@@ -22,6 +22,7 @@ from cs336_systems.config import MODES
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment, Stage
 from cs336_systems.experiments.options import TimedCase, TrainingRun, training_cells
+from cs336_systems.hardware import GIB
 from cs336_systems.report.command_line import complain
 
 if TYPE_CHECKING:
@@ -36,6 +37,13 @@ MEMORY = "memory"
 """The profiler that records the allocator and not time."""
 
 _UNITS = {"gib": "GiB", "mib": "MiB"}
+
+
+def file_stem(case: TrainingCase) -> str:
+    """A case in file names: only what differs from the plain case is named after the precision."""
+    short = {"torch-fused": "fused", "fused": "fused-adamw"}
+    extras = [short.get(extra, extra.replace(" ", "-")) for extra in case.extras]
+    return "-".join([case.config.name, f"b{case.batch_size}", f"c{case.context_length}", case.dtype, *extras])
 
 
 @dataclass(frozen=True)
@@ -66,10 +74,7 @@ class ProfileCell(TimedCase):
     @property
     def name(self) -> str:
         """The workload, whatever its mode, in file names."""
-        parts = [str(self.size), f"b{self.batch_size}", f"c{self.context_length}", self.dtype]
-        short = {"torch-fused": "fused", "fused": "fused-adamw"}
-        extras = [short.get(extra, extra.replace(" ", "-")) for extra in self.extras]
-        return "-".join([*parts, *extras, self.profiler])
+        return f"{file_stem(self)}-{self.profiler}"
 
     def __str__(self) -> str:
         return f"{self.name} {self.mode}"
@@ -91,19 +96,7 @@ Options: Any = options_of(ProfileCell, Asked)
 
 
 def make_cells(options: Any) -> list[ProfileCell]:
-    """The modes of each workload next to each other; raises ValueError for a value that no cell can have."""
-    if options.profiler == "nsys" and options.device == "cpu":
-        raise ValueError("--profiler nsys records CUDA work, there is none with --device cpu; use --profiler kineto")
-    if options.accumulate != (1,):
-        given = " ".join(map(str, options.accumulate))
-        raise ValueError(f"a profile is that of one micro-batch, got --accumulate {given}")
-    if "on" in options.cuda_graph:
-        raise ValueError("--cuda-graph on: a captured step has no phases or modules that a profile could show")
-    return training_cells(ProfileCell, options, inner=[{"mode": mode} for mode in dict.fromkeys(options.mode)])
-
-
-def cells_here(options: Any) -> list[ProfileCell]:
-    """The grid, once the folder for recordings is there.
+    """The modes of each workload next to each other, once the folder for recordings is there.
 
     Raises:
         ValueError: a value that no cell can have, or a profiler that cannot run on this machine.
@@ -111,7 +104,14 @@ def cells_here(options: Any) -> list[ProfileCell]:
     """
     from cs336_systems.profiling.traces import nsys
 
-    cells = make_cells(options)
+    if options.profiler == "nsys" and options.device == "cpu":
+        raise ValueError("--profiler nsys records CUDA work, there is none with --device cpu; use --profiler kineto")
+    if options.accumulate != (1,):
+        given = " ".join(map(str, options.accumulate))
+        raise ValueError(f"a profile is that of one micro-batch, got --accumulate {given}")
+    if "on" in options.cuda_graph:
+        raise ValueError("--cuda-graph on: a captured step has no phases or modules that a profile could show")
+    cells = training_cells(ProfileCell, options, inner=[{"mode": mode} for mode in dict.fromkeys(options.mode)])
     if nsys.is_attached():
         raise ValueError(f"--profiler {options.profiler}: this process already runs under nsys, one profiler at a time")
     if options.profiler == "nsys" and shutil.which("nsys") is None:
@@ -155,8 +155,8 @@ def measure_profile(cell: ProfileCell, *, raw: Path, out: Path | None) -> list[M
     if cell.profiler == MEMORY:
         from cs336_systems.experiments.memory_page import write_memory_page
 
-        found = write_memory_page(cell, cell.mode, out or raw, raw, compiled=cell.device == "cuda")
-        return [Metric(name, _UNITS[name.rsplit("_", 1)[1]], [value]) for name, value in found.figures.items()]
+        _, figures = write_memory_page(cell, cell.mode, out or raw, raw, compiled=cell.device == "cuda")
+        return [Metric(name, _UNITS[name.rsplit("_", 1)[1]], [value]) for name, value in figures.items()]
     from cs336_systems.profiling.recording import profile_workload
 
     check_fit(cell, cell.mode, force=not is_predictable(cell))
@@ -168,24 +168,16 @@ def stages(options: Any, cells: Sequence[ProfileCell], outcomes: list[Outcome]) 
     return [Stage(cells, measure, lambda cell: 2.0 if cell.mode == "forward" else 6.0)]
 
 
-def profiles_of(outcomes: list[Outcome], raw: Path) -> list[Profile]:
-    """What the successful cells of one workload have measured and recorded.
-
-    Raises:
-        TraceError: a trace cannot be read any more.
-    """
+def _profile_of(outcome: Outcome, raw: Path) -> Profile:
+    """What a successful cell has measured and recorded; raises TraceError if its trace cannot be read any more."""
     from cs336_systems.experiments.profile_page import Profile
     from cs336_systems.profiling.recording import HOWS, read_trace
 
-    profiles = []
-    for outcome in outcomes:
-        medians = {metric.name: median(metric.samples) for metric in outcome.metrics}
-        found = [
-            {name.removeprefix(f"{how}_"): ms for name, ms in medians.items() if name.startswith(f"{how}_")}
-            for how in HOWS
-        ]
-        profiles.append(Profile(recorded_workload(outcome.cell), read_trace(trace_path(outcome.cell, raw)), *found))
-    return profiles
+    medians = {metric.name: median(metric.samples) for metric in outcome.metrics}
+    found = [
+        {name.removeprefix(f"{how}_"): ms for name, ms in medians.items() if name.startswith(f"{how}_")} for how in HOWS
+    ]
+    return Profile(recorded_workload(outcome.cell), read_trace(trace_path(outcome.cell, raw)), *found)
 
 
 def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> int:
@@ -203,26 +195,22 @@ def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> int:
 
     done = [outcome for outcome in outcomes if outcome.status == "ok"]
     if options.profiler == MEMORY:
-        figures = [
-            {"mode": outcome.cell.mode, "metric": metric.name, "figure": digits(metric.samples[0]), "unit": metric.unit}
-            for outcome in done
-            for metric in outcome.metrics
-        ]
-        if figures:
+        found = [(outcome.cell.mode, metric) for outcome in done for metric in outcome.metrics]
+        lines = [(mode, metric.name, digits(metric.samples[0]), metric.unit) for mode, metric in found]
+        if lines:
             caption = f"Main figures; the pages are in {options.out or options.raw}."
-            show(Table(caption, pd.DataFrame(figures)), options.format)
+            show(Table(caption, pd.DataFrame(lines, columns=["mode", "metric", "figure", "unit"])), options.format)
         return 0
     for name, group in itertools.groupby(done, key=lambda outcome: outcome.cell.name):
         own = list(group)
         try:
-            profiles = profiles_of(own, options.raw)
+            profiles = [_profile_of(outcome, options.raw) for outcome in own]
             where = own[0].rows[0]["gpu"] or own[0].rows[0]["host"]
             page = write_page(profiles, name, where, options.profiler, options.out or options.raw / name)
         except TraceError as error:
             return complain(NAME, f"the page of {name} could not be written: {error}")
-        for profile in profiles:
-            show(phase_table(profile), options.format)
-        show(class_table(profiles), options.format)
+        for table in (*map(phase_table, profiles), class_table(profiles)):
+            show(table, options.format)
         print(f"{page}: kernels, attention's stages and limits\n")
     return 0
 
@@ -255,8 +243,7 @@ def _snapshot(path: Path, options: Any) -> tuple[list, list[Path], dict[str, Any
     history = reconstruct(read_snapshot(path))
     pictures = draw_history(history, options.out or path.parent, name, name)
     phases = [memory_page.phase_table(history)] if history.phases else []
-    peak_gib = round(history.peak().n_bytes / memory_page.GIB, 4)
-    summary = {"events": history.n_events, "peak_gib": peak_gib}
+    summary = {"events": history.n_events, "peak_gib": round(history.peak().n_bytes / GIB, 4)}
     return [*phases, memory_page.allocation_table(history)], pictures, summary
 
 
@@ -283,7 +270,7 @@ def _trace(path: Path, options: Any) -> tuple[list, list[Path], dict[str, Any]]:
 EXPERIMENT = Experiment(
     NAME,
     ProfileCell,
-    cells_here,
+    make_cells,
     stages,
     present,
     (

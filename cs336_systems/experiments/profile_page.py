@@ -71,7 +71,9 @@ def write_page(profiles: list[Profile], name: str, where: str, profiler: str, fo
         for label, instances in profile.passes().items():
             kernels.append(kernel_table(profile.trace, *instances).assign(mode=mode, passes=label))
         ranges.append(range_table(profile.trace).assign(mode=mode))
-        title = f"One {'training step' if mode == 'step' else mode + ' pass'} of {_heading(profile)} on {where}"
+        title = (
+            f"One {'training step' if mode == 'step' else mode + ' pass'} of {profile.workload.shape_words} on {where}"
+        )
         draw_timeline(profile.trace, profile.phases, title, folder / f"{name}-{mode}.png")
     _write_csv(pd.concat(kernels), ["mode", "passes"], folder / f"{name}-kernels.csv")
     _write_csv(pd.concat(ranges), ["mode"], folder / f"{name}-ranges.csv")
@@ -85,17 +87,12 @@ def _write_csv(frame: pd.DataFrame, first: list[str], path: Path) -> None:
     frame[columns].to_csv(path, index=False, float_format="%.6g")
 
 
-def _heading(profile: Profile) -> str:
-    workload = profile.workload
-    return f"{workload.size}, batch {workload.batch_size}, context {workload.context_length}, {workload.dtype}"
-
-
 def page_text(profiles: list[Profile], name: str, where: str, profiler: str) -> str:
     """The page as Markdown; the modes' pictures are linked by their names beside it."""
     first = profiles[0]
     settings = ", ".join(f"{key} {getattr(first.workload, key)}" for key in _SETTINGS)
     parts = [
-        f"# {_heading(first)}: where the time goes",
+        f"# {first.workload.shape_words}: where the time goes",
         f"{where}, recorded with {profiler}; {settings}. Every kernel and range: `{name}-kernels.csv`, "
         f"`{name}-ranges.csv`.",
     ]
@@ -115,31 +112,22 @@ def page_text(profiles: list[Profile], name: str, where: str, profiler: str) -> 
 
 def phase_table(profile: Profile) -> Table:
     """Each phase by the timing harness and by the trace."""
+    clocks = (profile.unprofiled_ms, profile.annotated_ms, profile.recorded_ms)
     lines = []
     for phase in [*profile.phases, WHOLE]:
-        instances = profile.trace.instances(phase, inside=STEP if phase != STEP else None)
-        found = times(profile.trace, instances)
-        lines.append(
-            {
-                "phase": phase,
-                "harness ms": digits(profile.unprofiled_ms[phase]),
-                "annotated ms": digits(profile.annotated_ms[phase]),
-                "recorded ms": digits(profile.recorded_ms[phase]),
-                "host range ms": digits(found.host_ms),
-                f"{profile.clock} first to last ms": digits(found.projected_ms),
-                f"{profile.clock} busy ms": digits(found.unioned_ms),
-                f"{profile.clock} summed ms": digits(found.summed_ms),
-                "operations": f"{found.operations:.0f}",
-            }
-        )
-    plain = profile.unprofiled_ms[WHOLE]
+        found = times(profile.trace, profile.trace.instances(phase, inside=STEP if phase != STEP else None))
+        ms = (*(clock[phase] for clock in clocks), found.host_ms, found.projected_ms, found.unioned_ms, found.summed_ms)
+        lines.append((phase, *map(digits, ms), f"{found.operations:.0f}"))
+    columns = ["phase", "harness ms", "annotated ms", "recorded ms", "host range ms"]
+    columns += [f"{profile.clock} {what} ms" for what in ("first to last", "busy", "summed")]
+    plain, annotated, recorded = (clock[WHOLE] for clock in clocks)
     caption = (
         f"Phases of mode {profile.workload.mode}, per step, over {n_steps(profile.trace)} recorded steps. The first "
         "three columns are the timing harness's clock: without ranges, with them "
-        f"({profile.annotated_ms[WHOLE] / plain:.3f} times the step), and while recording "
-        f"({profile.recorded_ms[WHOLE] / plain:.3f} times); the rest is read from the trace."
+        f"({annotated / plain:.3f} times the step), and while recording "
+        f"({recorded / plain:.3f} times); the rest is read from the trace."
     )
-    return Table(caption, pd.DataFrame(lines))
+    return Table(caption, pd.DataFrame(lines, columns=[*columns, "operations"]))
 
 
 def kernels_table(profile: Profile, label: str, top: int = 10) -> Table:
@@ -183,8 +171,8 @@ def class_table(profiles: list[Profile]) -> Table:
 
 def stage_table(profile: Profile) -> Table | None:
     """Attention's stages, all layers: time, executed FLOPs, least bytes, and their ratios to softmax; None if fused."""
-    workload = profile.workload
-    if SOFTMAX not in set(profile.trace.ranges["name"]):
+    workload, trace = profile.workload, profile.trace
+    if SOFTMAX not in set(trace.ranges["name"]):
         return None
     precision = workload.precision.on(workload.device)
     lines = []
@@ -192,34 +180,24 @@ def stage_table(profile: Profile) -> Table | None:
         stages = attention_stages(*workload.work, precision, direction)
         works = {SCORES: stages.scores_matmul, SOFTMAX: stages.softmax, VALUES: stages.values_matmul}
         suffix = BACKWARD if direction == "backward" else ""
-        phase, ranges = profile.trace.instances(direction, inside=STEP), profile.trace.ranges
-        spent = {
-            stage: times(profile.trace, profile.trace.during(ranges[ranges["name"] == stage + suffix], phase))
-            for stage in works
-        }
+        phase = trace.instances(direction, inside=STEP)
+        named = {stage: trace.ranges[trace.ranges["name"] == stage + suffix] for stage in works}
+        spent = {stage: times(trace, trace.during(ranges, phase)) for stage, ranges in named.items()}
+        one, softmax_ms = works[SOFTMAX], max(spent[SOFTMAX].summed_ms, 1e-9)
         for stage, work in works.items():
             ms = max(spent[stage].summed_ms, 1e-9)
-            lines.append(
-                {
-                    "stage": stage,
-                    "direction": direction,
-                    f"{profile.clock} ms": digits(spent[stage].summed_ms),
-                    "copies and casts ms": digits(spent[stage].copies_ms),
-                    "GFLOP": digits(work.flops / 1e9),
-                    "MiB": digits(work.n_bytes / 2**20),
-                    "TFLOP/s": digits(work.flops / ms / 1e9),
-                    "GB/s": digits(work.n_bytes / ms / 1e6),
-                    "time / softmax": digits(ms / max(spent[SOFTMAX].summed_ms, 1e-9)),
-                    "FLOPs / softmax": digits(work.flops / works[SOFTMAX].flops),
-                    "bytes / softmax": digits(work.n_bytes / works[SOFTMAX].n_bytes),
-                }
-            )
+            measured = (spent[stage].summed_ms, spent[stage].copies_ms, work.flops / 1e9, work.n_bytes / 2**20)
+            derived = (work.flops / ms / 1e9, work.n_bytes / ms / 1e6)
+            ratios = (ms / softmax_ms, work.flops / one.flops, work.n_bytes / one.n_bytes)
+            lines.append((stage, direction, *map(digits, (*measured, *derived, *ratios))))
+    columns = ["stage", "direction", f"{profile.clock} ms", "copies and casts ms", "GFLOP", "MiB", "TFLOP/s", "GB/s"]
+    columns += ["time / softmax", "FLOPs / softmax", "bytes / softmax"]
     caption = (
         f"Attention's stages in mode {workload.mode}, all layers, per step: summed time, and the copies and casts in "
         "it; executed FLOPs and least bytes by arithmetic; the last three columns are ratios to softmax in the same "
         "direction."
     )
-    return Table(caption, pd.DataFrame(lines))
+    return Table(caption, pd.DataFrame(lines, columns=columns))
 
 
 def limits_table(profiles: list[Profile], where: str) -> Table:
@@ -230,16 +208,11 @@ def limits_table(profiles: list[Profile], where: str) -> Table:
         found = limits(profile.trace, profile.unprofiled_ms[WHOLE])
         phases = [profile.trace.instances(phase, inside=STEP) for phase in profile.phases]
         matmul_ms = class_times(profile.trace, *phases).get(MATMUL, 0.0)
-        line = {
-            "mode": workload.mode,
-            "whole ms": digits(found.step_ms),
-            "compute ms": digits(found.compute_ms),
-            "memory ms": digits(found.memory_ms),
-            "GPU idle ms": digits(found.idle_ms),
-            "GPU idle %": f"{found.idle_percent:.1f}",
-            "late launches": f"{found.late_gaps:.0f}",
-            "idle while recording ms": digits(found.traced_step_ms - found.step_ms + found.idle_ms),
-        }
+        split = {"whole": found.step_ms, "compute": found.compute_ms, "memory": found.memory_ms}
+        line = {"mode": workload.mode} | {f"{name} ms": digits(ms) for name, ms in split.items()}
+        line |= {"GPU idle ms": digits(found.idle_ms), "GPU idle %": f"{found.idle_percent:.1f}"}
+        line["late launches"] = f"{found.late_gaps:.0f}"
+        line["idle while recording ms"] = digits(found.traced_step_ms - found.step_ms + found.idle_ms)
         if stage_table(profile) is not None and matmul_ms:
             flops = hardware_flops(*workload.work, workload.mode, checkpoint=workload.checkpoint)
             rate = flops / matmul_ms / 1e9

@@ -47,8 +47,18 @@ UNSHARDED = (0, 1, 2)
 did nothing there, while 3 gathered on one rank what was whole."""
 
 MEDIANS = ("tokens_per_s", "speed_of_light", "peak_memory", "predicted_peak_memory")
+_RUN = ("device", "size", "context_length", "batch_size", "dtype", "seed")
+_RUN_OF_OURS = ("zero", "gather_by", "kernels", "keep", "attention", "cuda_graph", "lmhead_chunks")
+"""Columns that are options of train.py, for all ways and for ours."""
+
 COMMAND = ("argv", "commit", "host")
 """Columns that tell the runs of one command from those of another."""
+
+
+def as_options(recipe: str) -> dict[str, Any]:
+    """The options of train.py that a recipe is."""
+    found = RECIPES[recipe]
+    return {"matmul_dtype": found.matmul, "gradient_dtype": found.gradient, "scaling": found.scaling}
 
 
 @dataclass(frozen=True)
@@ -116,25 +126,11 @@ class TrainingRunCell:
         ours: dict[str, Any] = {}
         if self.device == "cpu":
             ours = {name: TrainOptions.CPU_DEFAULTS[name] for name in ("optimizer", "kernels")}
+        ours |= {name: getattr(self, name) for name in _RUN}
         if self.how == "ours":
-            names = ("zero", "gather_by", "kernels", "keep", "attention", "cuda_graph", "lmhead_chunks")
-            ours |= {name: getattr(self, name) for name in names}
-            recipe = RECIPES[self.recipe]
-            ours |= {"matmul_dtype": recipe.matmul, "gradient_dtype": recipe.gradient, "scaling": recipe.scaling}
-        return TrainOptions(
-            device=self.device,  # type: ignore[arg-type]
-            size=self.size,
-            context_length=self.context_length,
-            batch_size=self.batch_size,
-            total_batch_tokens=self.total_batch_tokens * self.n_together // self.world_size,
-            dtype=self.dtype,
-            evaluate_every=None,
-            save_every=None,
-            export=False,
-            steps=1_000_000,
-            seed=self.seed,
-            **ours,
-        )
+            ours |= {name: getattr(self, name) for name in _RUN_OF_OURS} | as_options(self.recipe)
+        ours["total_batch_tokens"] = self.total_batch_tokens * self.n_together // self.world_size
+        return TrainOptions(steps=1_000_000, evaluate_every=None, save_every=None, export=False, **ours)
 
     def __str__(self) -> str:
         shape = f"{self.size} {self.batch_size} x {self.context_length} {self.dtype}"
@@ -177,21 +173,18 @@ def make_cells(options: Any) -> list[TrainingRunCell]:
     words = ("kernels", "keep", "attention", "cuda_graph")
     of_ranks = {"world_size": (1,), "zero": (0,), "gather_by": ("collectives",), "apart": ("off",)}
     of_ours = {name: getattr(options, name) for name in (*of_ranks, *words, "recipe")}
-    of_others = of_ranks | dict.fromkeys(words, ("",))
     cells = []
     for size, how in itertools.product(options.size, options.how):
         resolve_size(size)
-        ways = of_ours if how == "ours" else of_others | {"recipe": (TORCHAO.get(how, "stored"),)}
+        ways = of_ours if how == "ours" else of_ranks | dict.fromkeys(words, ("",))
+        ways |= {} if how == "ours" else {"recipe": (TORCHAO.get(how, "stored"),)}
         chunks = options.lmhead_chunks if how == "ours" else None
         for values in itertools.product(*ways.values()):
-            own = {"size": size, "how": how, "lmhead_chunks": chunks, "library": _library(how)}
-            own |= dict(zip(ways, values, strict=True))
-            if own["world_size"] == 1:
-                own["apart"] = "off"
-            if own["world_size"] == 1 or own["apart"] == "on":
-                own["zero"] = 0
-            if own["zero"] != 3:
-                own["gather_by"] = "collectives"
+            own = dict(zip(ways, values, strict=True))
+            own["apart"] = "off" if own["world_size"] == 1 else own["apart"]
+            own["zero"] = 0 if own["world_size"] == 1 or own["apart"] == "on" else own["zero"]
+            own["gather_by"] = own["gather_by"] if own["zero"] == 3 else "collectives"
+            own |= {"size": size, "how": how, "lmhead_chunks": chunks, "library": _library(how)}
             cell = cell_of(TrainingRunCell, options, data=TrainingRunCell.data, **own)
             replace(cell, apart="off").train_options.micro_batches(cell.world_size)
             if how == "ours":
@@ -221,24 +214,20 @@ def _speedup(line: Line) -> Spread | None:
     return line.repeats_over("tokens_per_s", stored)
 
 
-def _scaling(line: Line) -> Spread | None:
-    return None if line.settings["world_size"] == 1 else _over_unsharded(line, world_size=1, apart="off")
+def _over_one_rank(line: Line) -> Spread | None:
+    return _over_unsharded(line, world_size=1, apart="off")
 
 
 def _over_apart(line: Line) -> Spread | None:
-    shares = line.settings["world_size"] > 1 and line.settings["apart"] == "off"
-    return _over_unsharded(line, apart="on") if shares else None
+    return _over_unsharded(line, apart="on")
 
 
 def _over_unsharded(line: Line, **settings: Any) -> Spread | None:
     """Tokens/s over those of the line with these settings, whose ranks share nothing."""
+    if line.settings["world_size"] == 1 or line.settings["apart"] == settings["apart"] == "on":
+        return None
     peers = (line.peer(zero=zero, gather_by="collectives", **settings) for zero in UNSHARDED)
     return next(filter(None, (line.repeats_over("tokens_per_s", peer) for peer in peers)), None)
-
-
-def _of_ranks(line: Line) -> str | None:
-    """The median step of each independent replica."""
-    return ", ".join(f"{ms:,.1f}" for ms in _samples(line, "step_of_ranks")) or None
 
 
 def _around(line: Line) -> float | None:
@@ -263,9 +252,26 @@ TRAINING_TABLE = ResultTable(
         Column("step ms", "step", ",.1f"),
         Column("tokens/s", "tokens_per_s", ",.0f", rank=MAIN, note="median of the steps after the first few"),
         Column("x", _speedup, ".3f", optional=True, note="times as fast as stored products in the same command"),
-        Column("x one rank", _scaling, ".3f", optional=True, note="times as fast as one, in the same command"),
-        Column("x apart", _over_apart, ".3f", optional=True, note="times as fast as ranks apart, in the same command"),
-        Column("ranks' steps ms", _of_ranks, optional=True, note="medians of ranks that train apart"),
+        Column(
+            "x one rank",
+            lambda line: _over_unsharded(line, world_size=1, apart="off"),
+            ".3f",
+            optional=True,
+            note="times as fast as one, in the same command",
+        ),
+        Column(
+            "x apart",
+            lambda line: _over_unsharded(line, apart="on"),
+            ".3f",
+            optional=True,
+            note="times as fast as ranks apart, in the same command",
+        ),
+        Column(
+            "ranks' steps ms",
+            lambda line: ", ".join(f"{ms:,.1f}" for ms in _samples(line, "step_of_ranks")),
+            optional=True,
+            note="medians of ranks that train apart",
+        ),
         Column("speed of light %", "speed_of_light", ".1f", optional=True),
         Column("around %", _around, ".2f", optional=True, note="of a step: loader, log, checks, late host"),
         Column(
@@ -325,20 +331,19 @@ def rates_figure(rows: pd.DataFrame, others: Mapping[str, Mapping[str, float]]) 
     best = fastest(rows)
     if best.empty:
         return None
-    best = best.assign(quantized=best["recipe"] != "stored").sort_values("quantized", kind="stable")
-    names = best["how"].str.cat(best["recipe"].map(lambda recipe: "" if recipe == "stored" else f", {recipe}"))
-    measured = {
-        str(name): dict(zip(own["size"], own["tokens_per_s"], strict=True))
-        for name, own in best.groupby(names, sort=False)
-    }
-    ways: dict[str, Mapping[str, float]] = measured | dict(others)
-    ours, peers, quoted = OKABE_ITO[0], OKABE_ITO[4], "0.7"
-    colours = [(ours if name.startswith("ours") else peers) if name in measured else quoted for name in ways]
-    sizes = [size for size in MODEL_SIZES if any(size in rates for rates in ways.values())]
-    figure = Figure(figsize=(2 + 2.2 * len(sizes), 1.2 + 0.3 * len(ways)), layout="constrained")
+    rates, colours = dict[str, dict[str, float]](), dict[str, str]()
+    for quantized in (False, True):
+        for run in best[(best["recipe"] != "stored") == quantized].itertuples():
+            way = f"{run.how}, {run.recipe}" if quantized else str(run.how)
+            rates.setdefault(way, {})[str(run.size)] = float(run.tokens_per_s)  # type: ignore[arg-type]
+            colours[way] = OKABE_ITO[0] if run.how == "ours" else OKABE_ITO[4]
+    for way, quoted in others.items():
+        rates[way], colours[way] = dict(quoted), "0.7"
+    sizes = [size for size in MODEL_SIZES if any(size in each for each in rates.values())]
+    figure = Figure(figsize=(2 + 2.2 * len(sizes), 1.2 + 0.3 * len(rates)), layout="constrained")
     for axes, size in zip(figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0], sizes, strict=True):
-        thousands = [rates[size] / 1000 if size in rates else 0.0 for rates in ways.values()]
-        bars = axes.barh(list(ways), thousands, color=colours, height=0.7)
+        thousands = [each.get(size, 0.0) / 1000 for each in rates.values()]
+        bars = axes.barh(list(rates), thousands, color=list(colours.values()), height=0.7)
         axes.bar_label(bars, [f"{rate:.3g}" if rate else "" for rate in thousands], padding=3, fontsize=8)
         axes.set_xlim(right=1.25 * max(thousands))
         axes.set_title(size, fontsize=10)
@@ -348,10 +353,8 @@ def rates_figure(rows: pd.DataFrame, others: Mapping[str, Mapping[str, float]]) 
         axes.set_axisbelow(True)
     figure.axes[0].invert_yaxis()
     first = best.iloc[0]
-    where = f"one {first['gpu'] or first['device']}"
-    figure.suptitle(
-        f"Training on {where}: parameters in {first['dtype']}, sequences of {first['context_length']:,}", fontsize=11
-    )
+    what = f"parameters in {first['dtype']}, sequences of {first['context_length']:,}"
+    figure.suptitle(f"Training on one {first['gpu'] or first['device']}: {what}", fontsize=11)
     return figure
 
 

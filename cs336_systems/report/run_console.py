@@ -10,7 +10,9 @@ it every record; piped, lines are plain, and each is out at once.
 """
 
 import math
+from collections.abc import Sequence
 
+import pandas as pd
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
@@ -18,17 +20,23 @@ from rich.text import Text
 from cs336_systems.hardware import GIB
 from cs336_systems.pretraining.run_records import (
     Checkpoint,
+    Data,
+    Device,
     End,
     Evaluation,
     Light,
+    Memory,
     Message,
+    Model,
     Options,
     Outlier,
     Record,
     Step,
 )
-from cs336_systems.report.run_tables import record_table
-from cs336_systems.report.tables import WIDEST, Table
+from cs336_systems.report.tables import WIDEST, Table, digits
+
+_UNKNOWN = "–"
+_WHAT = ("what", "value")
 
 
 class RunConsole:
@@ -145,3 +153,86 @@ class RunConsole:
 def _ms(seconds: float) -> str:
     ms = 1000 * seconds
     return f"{ms:5.0f}" if ms >= 100 else f"{ms:5.1f}"
+
+
+def record_table(record: Record) -> Table | None:
+    """The table of a record that is said before the first step; None of any other."""
+    match record:
+        case Options():
+            return _options(record)
+        case Device():
+            memory = (
+                [] if record.memory_bytes is None else [("memory of each, GiB", f"{record.memory_bytes / GIB:.1f}")]
+            )
+            known = {name: value for name, value in record.provenance.items() if value not in ("", 0, None)}
+            said = [(name, str(value)) for name, value in known.items() if name != "argv"]  # the options say it
+            return _table(f"Device: {record.name}", _WHAT, [("devices", str(record.count)), *memory, *said])
+        case Model():
+            lines = [("parameters", f"{record.n_parameters:,}"), ("context", f"{record.context_length:,}")]
+            return _table(f"Model: {record.name}", _WHAT, lines)
+        case Data():
+            lines = [
+                ("corpus", record.corpus),
+                ("tokenizer", f"{record.tokenizer}, vocabulary {record.vocab_size:,}"),
+                ("tokens to train on", f"{record.train_tokens:,}"),
+                ("tokens held out", f"{record.evaluation_tokens:,}"),
+                ("tokens per step", f"{record.tokens_per_step:,}"),
+                ("steps per epoch", f"{record.train_tokens / record.tokens_per_step:,.1f}"),
+            ]
+            return _table(f"Data: {record.folder}", _WHAT, lines)
+        case Memory():
+            return _memory(record)
+        case Light():
+            return _light(record)
+    return None
+
+
+def _options(record: Options) -> Table:
+    changed = {name: value for name, value in record.options.items() if value != record.defaults.get(name)}
+    lines = [(name, str(value), str(record.defaults.get(name, _UNKNOWN))) for name, value in changed.items()]
+    caption = "Options that are not the defaults" if lines else "All options are the defaults"
+    if record.options.get("device") == "cpu":
+        caption += " of a CPU"  # which are smaller
+    if record.first_step:
+        caption += f"; resumed after {record.first_step:,} of {record.n_steps:,} steps"
+    return _table(caption, ("option", "value", "default"), lines)
+
+
+def _memory(record: Memory) -> Table:
+    caption = "Memory of one device" + (", predicted and actual" if record.actual_bytes else ", predicted")
+    caption += f". {record.hint}" if record.hint else ""
+    segments = {**record.predicted_bytes, **record.actual_bytes}
+    small = segments.get("in all", max(segments.values(), default=GIB)) < GIB
+    unit, of_unit = ("MiB", 2**20) if small else ("GiB", GIB)
+
+    def shown(n_bytes: int | None) -> str:
+        return _UNKNOWN if n_bytes is None else f"{n_bytes / of_unit:,.2f}"
+
+    lines = []
+    for segment in segments:
+        predicted, actual = record.predicted_bytes.get(segment), record.actual_bytes.get(segment)
+        off = f"{100 * (actual / predicted - 1):+.1f}" if predicted and actual is not None else _UNKNOWN
+        lines.append((segment, shown(predicted), shown(actual), off))
+    columns = ("segment", f"predicted {unit}", f"actual {unit}", "off by %")
+    known = 4 if record.actual_bytes else 2
+    return _table(caption, columns[:known], [line[:known] for line in lines])
+
+
+def _light(record: Light) -> Table:
+    bound, parts = record.seconds_per_token, record.parts
+    flops = {name: part["flops_per_token"] for name, part in parts.items()} | {"all": 0}
+    flops["all"] = sum(flops.values())
+    seconds = {name: part["seconds_per_token"] for name, part in parts.items()} | {"all": bound}
+    lines = []
+    for name, each in seconds.items():
+        pace = _UNKNOWN if each is None else digits(each * 1e9)
+        share = _UNKNOWN if each is None or not bound else f"{100 * each / bound:.1f}"
+        lines.append((name, parts[name]["dtype"] if name in parts else "", digits(flops[name] / 1e9), pace, share))
+    columns = ("part", "dtype", "GFLOP/token", "ns/token", "% of the time")
+    if not bound:
+        return _table("Speed of light: the device's peak is not known", columns[:3], [line[:3] for line in lines])
+    return _table(f"Speed of light: {1 / bound:,.0f} tokens/s", columns, lines)
+
+
+def _table(caption: str, columns: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> Table:
+    return Table(caption, pd.DataFrame(lines, columns=list(columns)))

@@ -2,11 +2,14 @@
 
 A colour for each run. What each step says is pale, its running median lies on top, and evaluations are dots; a dotted
 line is where a run was resumed. What a log does not have, or not yet, is said where it would be drawn; runs without a
-GPU have no panels of one. Drawn without pyplot, so importing this touches no display.
+GPU have no panels of one. Drawn without pyplot, so importing this touches no display. Beside it runs by name, and a run
+in a handful of figures.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -19,8 +22,9 @@ from matplotlib.typing import HashableList
 
 from cs336_systems.blocks.quantized import GRADIENTS
 from cs336_systems.hardware import GIB
-from cs336_systems.pretraining.run_reader import Run
-from cs336_systems.pretraining.run_records import Device, Model, Options, Quantization
+from cs336_systems.pretraining.run_log import LOG
+from cs336_systems.pretraining.run_reader import Run, read_run
+from cs336_systems.pretraining.run_records import Device, End, Model, Options, Quantization
 from cs336_systems.report.figures import OKABE_ITO, WITH_COMMAS, dress
 
 XAxis = Literal["step", "tokens", "hours"]
@@ -41,6 +45,8 @@ _DECADE = 10
 """Between the ends of an axis, from which on ticks stand by powers of ten."""
 _FEW = 40
 """Points that are marked one by one, as a line through them may be too short to be seen."""
+_RECENT = 100
+"""Steps over whose medians a run's recent speed is told."""
 _GREY = "#666666"
 _OUTLIER: dict[str, Any] = {"marker": "o", "markersize": 8, "markerfacecolor": "none", "linestyle": ""}
 
@@ -243,3 +249,41 @@ def _title(runs: Mapping[str, Run]) -> str:
     where = dict.fromkeys(f"{device.count} x {device.name}" if device.count > 1 else device.name for device in devices)
     what = next(iter(runs)) if len(runs) == 1 else f"{len(runs)} runs"
     return ": ".join(filter(None, (what, " on ".join(filter(None, (", ".join(models), ", ".join(where)))))))
+
+
+def read_runs(paths: Sequence[Path]) -> dict[str, Run]:
+    """Logs, or folders that have one, by the folder's or the file's name; by the path where two are of one name.
+
+    Raises:
+        ValueError: a path is named twice, or no log of a run.
+        OSError: a log cannot be read.
+    """
+    logs = [path / LOG if path.is_dir() else path for path in paths]
+    short = [log.resolve().parent.name if log.name == LOG else log.stem for log in logs]
+    runs: dict[str, Run] = {}
+    for log, name in zip(logs, short, strict=True):
+        name = name if short.count(name) == 1 else str(log)
+        if name in runs:
+            raise ValueError(f"{log} is named twice")
+        runs[name] = read_run(log)
+    return runs
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """Where the run is: steps, newest losses, recent speed; None for what is not known or not finite."""
+    steps, evaluations, end, options = run.steps, run.evaluations, run.last(End), run.last(Options)
+    recent = steps.tail(_RECENT)[["tokens_per_s", "speed_of_light"]].median()
+    return {
+        "steps": int(steps["step"].iloc[-1]) + 1 if len(steps) else 0,
+        "n_steps": options.n_steps if options else None,
+        "loss": _finite(steps["loss"].iloc[-1]) if len(steps) else None,
+        "evaluation_loss": _finite(evaluations["loss"].iloc[-1]) if len(evaluations) else None,
+        "tokens_per_s": _finite(recent["tokens_per_s"]),
+        "speed_of_light_percent": _finite(100 * recent["speed_of_light"]),
+        "outliers": len(run.outliers),
+        "ended": end.reason if end is not None and run.records[-1] is end else None,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None

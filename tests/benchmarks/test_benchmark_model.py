@@ -5,7 +5,7 @@ import io
 import json
 import os
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -82,25 +82,6 @@ def test_what_cannot_fit_is_a_row_and_not_run(monkeypatch, command, tmp_path):
     assert err.splitlines()[-1] == f"benchmark_model: nothing was measured: predicted-oom: {row['message']}"
 
 
-def test_the_grid_is_the_product_of_all_sets():
-    line = (
-        "--size tiny small --context-length 64 128 --batch-size 1 2 4 --dtype fp32 bf16 --compile off on "
-        "--optimizer reference torch-fused --mode forward step --warmup 0 1 --steps 7 --seed 3"
-    )
-    cells = cells_of("model", *line.split())
-    assert len(cells) == len(set(cells)) == 2 * 2 * 3 * 2 * 2 * 2 * 2 * 2
-    assert {(cell.steps, cell.seed, cell.device) for cell in cells} == {(7, 3, "cpu")}
-    assert {cell.variant for cell in cells} == {"eager", "compiled"}
-
-
-def test_the_table_as_csv(faked, command):
-    code, out, _ = command("--size", "tiny", "--mode", "step", "--format", "csv")
-    assert code == 0
-    table, last = out.rsplit("\n", 2)[:2]
-    assert json.loads(last)["csv"] is None
-    assert next(csv.DictReader(io.StringIO(table)))["total ms"] == "2.00 (1.20–2.80)"
-
-
 def press_ctrl_c_in_cell(number, monkeypatch):
     """From now on the ``number``-th cell, counted from 1, is interrupted while it is waited for."""
     really_receive, ended = FreshProcess.receive, []
@@ -117,14 +98,14 @@ def press_ctrl_c_in_cell(number, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 3])
-def test_ctrl_c_exits_130_with_every_row_on_disk(faked, command, tmp_path, monkeypatch, number):
-    """In the ceilings (1) and in the second of three models (3)."""
-    press_ctrl_c_in_cell(number, monkeypatch)
-    code, out, _ = command("--size", "tiny", "--out", tmp_path)
+def test_ctrl_c_exits_130_with_every_row_on_disk(faked, command, tmp_path, monkeypatch):
+    """In the second of three models."""
+    press_ctrl_c_in_cell(3, monkeypatch)
+    code, out, _ = command("--size", "tiny", "--out", tmp_path, "--format", "csv")
     assert code == 130
+    assert next(csv.DictReader(io.StringIO(out)))["forward ms"] == "2.00 (1.20–2.80)"
     rows = read_rows(tmp_path / "benchmark_model.csv")
-    assert list(rows["status"]) == ["ok"] * (0 if number == 1 else 5) + ["interrupted"]
+    assert list(rows["status"]) == ["ok"] * 5 + ["interrupted"]
     assert rows.iloc[-1]["message"] == "Ctrl-C"
     assert rows.iloc[-1]["commit"]
     assert json.loads(out.splitlines()[-1])["cells"][-1]["status"] == "interrupted"
@@ -157,50 +138,37 @@ def test_failed_ceilings_do_not_stop_the_cells(command, monkeypatch):
     assert [cell["status"] for cell in json.loads(out.splitlines()[-1])["cells"]] == ["error", "ok"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "pieces"),
-    [
-        (["--size", "smal"], ["'smal'", "did you mean small", "leaderboard-8b"]),
-        (["--batch-size", "4", "-1"], ["--batch-size must be positive", "got -1"]),
-        (["--timeout", "nan"], ["--timeout", "nan"]),
-        (["--dtype", "fp32", "tf32"], ["--dtype tf32", "the CPU has none"]),
-        (["--mode"], ["--mode needs at least one value"]),
-        (["--memory-budget-gib", "nan"], ["--memory-budget-gib", "got nan"]),
-        (["--memory-budget-gib", "9", "--checkpoint", "full"], ["--memory-budget-gib chooses", "--checkpoint full"]),
-        (["--memory-budget-gib", "9", "--accumulate", "1", "4"], ["--memory-budget-gib", "got --accumulate 1 4"]),
-        (
-            ["--memory-budget-gib", "0.5", "--mode", "step"],
-            ["fits 0.5 GiB for small", "smallest", "is 1.9"],
-        ),
-        (["--kernels", "fused"], ["kernels fused need device cuda, got cpu"]),
-        (["--cuda-graph", "on"], ["--mode step, got --mode forward backward step"]),
-    ],
-    ids=" ".join,
-)
-def test_bad_values(refused, arguments, pieces, tmp_path):
-    message = refused(*arguments, "--out", tmp_path / "new")
-    for piece in pieces:
-        assert piece in message
+def test_bad_values(refused, tmp_path, monkeypatch):
+    faults = {
+        "--size smal": "'smal'.*did you mean small",
+        "--batch-size 4 -1": "--batch-size .*-1",
+        "--timeout nan": "--timeout .*nan",
+        "--dtype fp32 tf32": "--dtype tf32",
+        "--mode": "--mode .*none",
+        "--memory-budget-gib nan": "--memory-budget-gib .*nan",
+        "--memory-budget-gib 9 --checkpoint full": "--memory-budget-gib .*--checkpoint full",
+        "--memory-budget-gib 9 --accumulate 1 4": "--memory-budget-gib .*--accumulate 1 4",
+        "--memory-budget-gib 0.5 --mode step --size small": "0.5 GiB for small: .*1.9",
+        "--kernels fused": "kernels fused need device cuda, got cpu",
+        "--cuda-graph on": "--mode forward backward step",
+        f"--compare {tmp_path}/missing.csv": "missing.csv",
+        f"--compare {tmp_path}": str(tmp_path),
+    }
+    for line, message in faults.items():
+        said = refused(*line.split(), "--out", tmp_path / "new")
+        assert re.search(message, said), (line, said)
     assert not (tmp_path / "new").exists()
-
-
-def test_cuda_without_a_device(refused, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    message = refused("--device", "cuda")
-    assert "--device cuda" in message
-    assert "--device cpu" in message
+    assert re.search("--device cuda.*--device cpu", refused("--device", "cuda"))
 
 
 def test_a_file_from_before_checkpointing_can_be_compared_with_but_not_continued(refused, faked, command, tmp_path):
     columns = [column for column in sweep.cell_columns(ModelCell) if column != "checkpoint"]
     file = RowFile(tmp_path / "benchmark_model.csv", columns)
-    cell = {"device": "cpu", "size": "tiny", "batch_size": 1, "context_length": 128, "dtype": "fp32", "mode": "step"}
-    cell |= {"attention": "reference", "compile": "off", "optimizer": "reference", "warmup": 1, "variant": "eager"}
-    cell |= {"accumulate": 1, "cuda_graph": "off"}
-    cell |= {"kernels": "reference", "keep": "autograd"}
-    cell |= {"matmul_dtype": "same", "gradient_dtype": "e4m3", "scaling": "tensor"}
-    cell |= {"fp8_skip_first": 0, "fp8_skip_last": 0, "master": "none", "offload": "none"}
-    file.append([cell | {"schema_version": 1, "status": "ok"} | Metric("step", "ms", [1.0, 2.0]).statistics()])
+    (cell,) = cells_of("model", "--size", "tiny", "--mode", "step")
+    said = {name: value for name, value in asdict(cell).items() if name in columns}
+    said |= {"variant": "eager", "schema_version": 1, "status": "ok"}
+    file.append([said | Metric("step", "ms", [1.0, 2.0]).statistics()])
     message = refused("--size", "tiny", "--out", tmp_path)
     assert "missing ['checkpoint']" in message
     code, out, _ = command("--size", "tiny", "--mode", "step", "--compare", file.path)
@@ -225,20 +193,13 @@ def test_a_budget_picks_the_policy_of_every_cell_and_says_so(faked, command, tmp
 def test_a_budget_picks_what_fused_blocks_keep():
     (tiny,) = cells_of("model", "--size", "tiny", "--mode", "step", "--dtype", "bf16", "--optimizer", "torch-fused")
     fused = {"device": "cuda", "kernels": "fused", "keep": "products", "attention": "hopper"}
-    llama = [replace(tiny, size="llama3-8b", context_length=8192, batch_size=size, **fused) for size in (1, 2)]
-    (one, _), (two, note) = (cheapest_within(cell, "step", 90) for cell in llama)
-    assert (one, two) == ({"keep": "all"}, {"keep": "products-residual"})
-    what = (
-        "llama3-8b batch 2 context 8192 bf16 step hopper torch-fused fused kernels within 90 GiB, least recomputation"
-    )
-    assert note.startswith(f"{what}: keep products-residual: predicted peak 8")
-    with pytest.raises(ValueError, match="10 GiB for llama3-8b"):
-        cheapest_within(llama[0], "step", 10)
-
-
-def test_a_file_to_compare_with_must_exist(refused, tmp_path):
-    assert str(tmp_path / "missing.csv") in refused("--size", "tiny", "--compare", tmp_path / "missing.csv")
-    assert str(tmp_path) in refused("--size", "tiny", "--compare", tmp_path)
+    cell = replace(tiny, size="qwen-100m", context_length=8192, batch_size=4, **fused)
+    chosen, note = cheapest_within(cell, "step", 4.0)
+    assert chosen["keep"] not in ("all", "input")
+    assert f" keep {chosen['keep']}: predicted peak 3" in note and " keep products" not in note.partition(":")[0]
+    assert cheapest_within(cell, "step", 90)[0] == {"keep": "all"}
+    with pytest.raises(ValueError, match="fits 0.5 GiB for qwen-100m"):
+        cheapest_within(cell, "step", 0.5)
 
 
 @pytest.mark.slow

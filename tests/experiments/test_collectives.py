@@ -1,34 +1,79 @@
-"""The table and figure of collectives from hand-made rows whose times a known link has made."""
+"""``benchmark_collectives``: two real ranks, its grid, and table and figure of times that a known link has made."""
+
+import json
 
 import pandas as pd
 import pytest
+import torch
 
 from cs336_systems.costs.communication import COLLECTIVES, Link, busbw, cost
-from cs336_systems.experiments.collectives import (
-    collectives_figure,
-    collectives_table,
-    fit_links,
-)
-from cs336_systems.harness.record import Metric, parse_samples
-from cs336_systems.report.figures import save
+from cs336_systems.experiments.collectives import collectives_figure, collectives_table, fit_links
+from cs336_systems.harness import sweep
+from cs336_systems.harness.record import Metric, parse_samples, read_rows
+from tests.benchmarks.commands import cells_of, run
 
 LINK = Link(5e-6, 1 / 300e9)
 SHARED = {"gpu": "NVIDIA H200", "host": "a host", "device": "cuda", "variant": "nccl", "calls": 5, "message": ""}
 
 
-def rows_of(collective, world_size, size_mb, *, slower=1.0, dtype="fp32"):
+@pytest.mark.slow
+def test_two_ranks_without_a_launcher_and_a_wrong_element(monkeypatch, capsys, tmp_path):
+    sizes = ["--size-mb", "0.01", "1", "--steps", "3", "--dtype", "bf16", "--out", tmp_path]
+    code, out, err = run("benchmark_collectives", capsys, "--collective", "all_reduce", "all_gather", *sizes)
+    assert code == 0, err
+    assert "Ring fitted to all times of a world: 2 ranks:" in out
+    line = json.loads(out.splitlines()[-1])
+    assert line["ok"] == 4
+    assert line["cells"][0]["cell"] == "all_reduce 0.01 MB bf16 on 2 ranks (gloo)"
+    assert all(cell["wrong_elements"] == 0 and cell["time_ms"] > 0 for cell in line["cells"])
+    rows = read_rows(tmp_path / "benchmark_collectives.csv")
+    assert set(rows["total_bytes"]) == {9984, 999936}
+    assert (rows[rows["metric"] == "time"]["n"] == 3).all()
+    assert (tmp_path / "benchmark_collectives.png").exists()
+
+    def wrong(*arguments, **options):
+        [outcome] = real(*arguments, **options)
+        for row in outcome.rows:
+            row["median"] = 3.0
+        return [outcome]
+
+    real = sweep.run_sweep
+    monkeypatch.setattr(sweep, "run_sweep", wrong)
+    few = ["--collective", "all_reduce", "--size-mb", "0.01", "--steps", "1", "--world-size", "1"]
+    code, _, err = run("benchmark_collectives", capsys, *few)
+    assert code == 1
+    assert "wrong elements in all_reduce 0.01 MB fp32 on 1 ranks (gloo)" in err
+
+
+def test_the_grid_of_a_machine_and_of_a_launcher(monkeypatch, capsys):
+    assert {cell.world_size for cell in cells_of("collectives")} == {2}
+    assert len(cells_of("collectives", "--world-size", "2", "3")) == 2 * 5 * 2
+    with monkeypatch.context() as gpus:
+        gpus.setattr(torch.cuda, "is_available", lambda: True)
+        gpus.setattr(torch.cuda, "device_count", lambda: 4)
+        cells = cells_of("collectives", device="cuda")
+    assert {(cell.world_size, cell.variant) for cell in cells} == {(2, "nccl"), (4, "nccl")}
+    assert all(cell.total_bytes % (cell.world_size * 128) == 0 for cell in cells)
+    faults = {"--world-size 0": "got 0", "--size-mb 0.0001": "0.000256 .* 0.0001", "--size-mb 9000": "got 9000"}
+    for line, message in faults.items():
+        with pytest.raises(ValueError, match=message):
+            cells_of("collectives", *line.split())
+    launched = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    assert {cell.world_size for cell in cells_of("collectives")} == {3}
+    with pytest.raises(ValueError, match="--world-size 2 4: the launcher has started 3 ranks"):
+        cells_of("collectives", "--world-size", "2", "4")
+
+
+def rows_of(collective, world_size, size_mb, *, slower=1.0):
     total = int(size_mb * 1e6)
     seconds = LINK.seconds(cost(collective, world_size, total)) * slower
     shared = SHARED | {"collective": collective, "world_size": world_size, "size_mb": size_mb, "total_bytes": total}
-    shared |= {"dtype": dtype, "status": "ok"}
-    bus = busbw(collective, world_size, total, seconds) / 1e9
-    metrics = [
-        Metric("time", "ms", [1e3 * seconds]),
-        Metric("algbw", "GB/s", [total / seconds / 1e9]),
-        Metric("busbw", "GB/s", [bus]),
-        Metric("wrong_elements", "", [0]),
-    ]
-    return [shared | metric.statistics() for metric in metrics]
+    shared |= {"dtype": "fp32", "status": "ok"}
+    found = {"time": 1e3 * seconds, "algbw": total / seconds / 1e9}
+    found |= {"busbw": busbw(collective, world_size, total, seconds) / 1e9, "wrong_elements": 0}
+    return [shared | Metric(name, "", [value]).statistics() for name, value in found.items()]
 
 
 def frame(*cells):
@@ -50,13 +95,9 @@ def test_the_fit_is_of_the_newest_times_and_one_link_per_world(rows):
     for link in links.values():
         assert link.alpha_s == pytest.approx(LINK.alpha_s, rel=1e-4)
         assert link.bytes_per_s == pytest.approx(LINK.bytes_per_s, rel=1e-4)
-
-
-def test_without_two_points_or_with_times_that_do_not_grow_there_is_no_bandwidth():
     small, large = rows_of("all_reduce", 2, 0.01), rows_of("all_reduce", 2, 1.0)
     large[0] |= {"median": small[0]["median"] / 2}
-    assert "2 ranks: " in (caption := collectives_table(frame(small, large)).caption)
-    assert "times that do not grow with the bytes" in caption
+    assert "times that do not grow with the bytes" in collectives_table(frame(small, large)).caption
     alone = collectives_table(frame(rows_of("all_reduce", 2, 1.0)))
     assert alone.frame.iloc[0]["time / ring"] == "–", "nothing to fit"
 
@@ -64,31 +105,24 @@ def test_without_two_points_or_with_times_that_do_not_grow_there_is_no_bandwidth
 def test_the_table_has_a_line_per_cell(rows):
     table = collectives_table(rows)
     assert "2 ranks: 5.00 µs per message, 300 GB/s; 4 ranks: 5.00 µs per message, 300 GB/s" in table.caption
-    assert "gpu NVIDIA H200, device cuda, backend nccl, calls 5" in table.caption
     lines = table.frame
     assert len(lines) == 2 * 5 * 3 + 1
     assert set(lines["time / ring"]) == {"1.00", "–"}
     large = lines[(lines["collective"] == "all_reduce") & (lines["ranks"] == 4) & (lines["MB"] == "1000")].iloc[0]
-    assert large["algbw GB/s"] == "199"
-    assert large["busbw GB/s"] == "298"
-    assert large["% of link"] == "66"
-    assert lines.iloc[-1]["status"] == "oom: no room"
-    assert lines.iloc[-1]["time ms"] == "–"
+    assert (large["algbw GB/s"], large["busbw GB/s"], large["% of link"]) == ("199", "298", "66")
+    assert (lines.iloc[-1]["status"], lines.iloc[-1]["time ms"]) == ("oom: no room", "–")
 
 
-def test_each_collective_of_each_world_is_a_line_in_both_halves_beside_its_ring(rows, tmp_path):
+def test_each_collective_of_each_world_is_a_line_in_both_halves_beside_its_ring(rows):
     figure = collectives_figure(rows)
     time_axes, bus_axes = figure.axes
     for axes in figure.axes:
-        assert len(axes.containers) == 2 * 5
-        assert all(list(bars[0].get_xdata()) == [1, 10, 1000] for bars in axes.containers)
+        assert [list(bars[0].get_xdata()) for bars in axes.containers] == [[1, 10, 1000]] * 10
     rings = [line for line in time_axes.lines if line.get_color() == "0.6"]
-    assert len(rings) == 2 * 5
     for bars, ring in zip(time_axes.containers, rings, strict=True):
-        assert list(bars[0].get_ydata()) == pytest.approx(list(ring.get_ydata()), rel=1e-3), (
-            "the newest, not the slow one"
-        )
-    assert time_axes.get_yscale() == time_axes.get_xscale() == "log"
+        newest = list(bars[0].get_ydata())
+        assert newest == pytest.approx(list(ring.get_ydata()), rel=1e-3), "the newest, not the slow one"
     assert [text.get_text() for text in bus_axes.texts] == ["link, datasheet"]
-    assert save(figure, tmp_path / "figure.png")
-    assert not save(collectives_figure(rows[rows["status"] == "oom"]), tmp_path / "none.png")
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == [*COLLECTIVES, "2 ranks", "4 ranks", "ring, fitted"]
+    assert collectives_figure(rows[rows["status"] == "oom"]) is None

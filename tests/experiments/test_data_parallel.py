@@ -1,4 +1,4 @@
-"""A data-parallel cell measured on two gloo ranks: its metrics, its check of the replicas, and what Traffic sees."""
+"""``benchmark_ddp``: its grid and refusals, its table from made-up rows, and cells measured on two gloo ranks."""
 
 from dataclasses import replace
 from statistics import median
@@ -7,73 +7,85 @@ import pytest
 import torch
 
 from cs336_systems.config import resolve_size
-from cs336_systems.distributed.spawn import RankFailed, spawn
-from cs336_systems.experiments.data_parallel import DataParallelCell, PreparedReplica, measure
+from cs336_systems.distributed.spawn import spawn
+from cs336_systems.experiments.data_parallel import DATA_PARALLEL, DataParallelCell, PreparedReplica, measure
 from cs336_systems.experiments.ranked import Effort
+from cs336_systems.harness.record import Metric
+from cs336_systems.harness.sweep import Outcome, make_rows, outcome_rows
 from cs336_systems.profiling.traces import kineto
 from cs336_systems.report.timeline import two_blocks
+from tests.benchmarks.commands import cells_of
 
-CELL = DataParallelCell(
-    size="tiny",
-    batch_size=1,
-    context_length=16,
-    optimizer="torch-fused",
-    warmup=1,
-    steps=3,
-    world_size=2,
-    ddp="bucketed",
-    bucket_size_mb=0.1,
-)
+SMALL = {"size": "tiny", "batch_size": 1, "context_length": 16, "optimizer": "torch-fused", "world_size": 2}
+CELL = DataParallelCell(**SMALL, warmup=1, steps=3, ddp="bucketed", bucket_size_mb=0.1)
 TORCH = replace(CELL, ddp="torch")
 BF16 = replace(CELL, communication_dtype="bf16", dtype="autocast-bf16", steps=1)
 
 
-def measure_three(rank, folder):
-    return [
-        {metric.name: metric for metric in measure(cell, rank, effort=Effort(trace=trace))}
-        for cell, trace in ((CELL, folder), (TORCH, None), (BF16, None))
+def test_bucket_sizes_multiply_only_the_rungs_that_have_them():
+    made = cells_of("data_parallel", "--bucket-size-mb", "1", "10", "--world-size", "1", "2")
+    assert [(cell.ddp, cell.bucket_size_mb) for cell in made if cell.world_size == 2] == [
+        *(("naive", None), ("flat", None), ("overlapped", None)),
+        *(("bucketed", 1.0), ("bucketed", 10.0), ("torch", 1.0), ("torch", 10.0)),
     ]
+    assert len({cell.name for cell in made}) == 14
+    for limit in (["-1"], ["0", "8"]):
+        with pytest.raises(ValueError, match=f"--max-ctas .*{limit[-1]}"):
+            cells_of("data_parallel", "--max-ctas", *limit)
 
 
-@pytest.mark.slow
-def test_metrics_of_ours_and_of_torchs(tmp_path):
-    first, second = spawn(measure_three, 2, tmp_path, timeout_s=60)
-    ours, torchs, bf16 = first
-    gradient_mib = 4 * resolve_size("tiny").n_parameters / 2**20
-    for metrics in (ours, torchs):
-        for name in ("step", "forward", "backward", "optimizer", "local_step", "local_backward"):
-            assert len(metrics[name].samples) == 3
-        assert len(metrics["exposed"].samples) == 2  # one per round
-        assert metrics["sent_per_rank"].samples[0] == pytest.approx(gradient_mib, rel=1e-3)
-        assert metrics["tokens_per_s"].samples[0] == pytest.approx(2 * 16 / metrics["step"].samples[0] * 1e3)
-    assert ours["collectives"].samples[0] > torchs["collectives"].samples[0] > 0
-    assert bf16["sent_per_rank"].samples[0] == pytest.approx(gradient_mib / 2, rel=1e-3)
-    assert len(bf16["step"].samples) == 1
-    assert second[0]["step"] == ours["step"]  # slowest rank, told to all
-    assert "hidden_share" not in ours  # a CPU's trace cannot tell
-    trace = kineto.read(tmp_path / f"{CELL.name}.json.gz")
-    assert len(trace.instances("step")) == 3
-    assert len(trace.instances("backward", inside="step")) == 3
-    close_up = two_blocks(trace)
-    assert list(close_up.blocks["name"]) == ["layers.1", "layers.0"]
-    assert len(close_up.collectives)
+def outcome(cell, step_ms, **where):
+    """A cell that was measured, or failed without a time; one millisecond of its step is exposed."""
+    if step_ms is None:
+        made = Outcome(cell, "oom", "no room")
+    else:
+        rate = cell.world_size * cell.tokens_per_step / step_ms * 1e3
+        found = {"step": step_ms, "exposed": 1.0, "exposed_share": 100 / step_ms, "tokens_per_s": rate}
+        made = Outcome(cell, "ok", metrics=[Metric(name, "", [value]) for name, value in found.items()])
+    where = {"gpu": "", "host": "a", "commit": "c", "argv": "a command"} | where
+    made.rows = make_rows("benchmark_ddp", made, {"provenance": where})
+    return made
 
 
-def measure_turns(rank):
-    effort = Effort(later_warmup=0, local_steps=1)
-    turns = [replace(CELL, repeat=repeat) for repeat in range(2)]
-    return [{metric.name: metric for metric in measure(cell, rank, effort=effort)} for cell in turns]
+def column(name, *outcomes):
+    return DATA_PARALLEL.of(outcome_rows(outcomes)).frame[name].tolist()
 
 
-@pytest.mark.slow
-def test_a_later_turn_is_shorter_and_its_bytes_are_not_counted_again():
-    first, later = spawn(measure_turns, 2, timeout_s=60)[0]
-    assert len(first["warmup_step"].samples) == 1
-    assert "warmup_step" not in later
-    assert len(first["step"].samples) == len(later["step"].samples) == 3
-    (*two, third), [local] = first["step"].samples, first["local_step"].samples
-    assert first["exposed"].samples == [median(two) - local, third - local]
-    assert not {name for name in later if name.startswith(("local", "exposed", "collectives", "sent"))}
+def test_ranks_scale_against_one_rank_of_the_same_rung_host_and_commit():
+    one, two = cells_of("data_parallel", "--ddp", "bucketed", "--world-size", "1", "2")
+    few, failed = replace(two, max_ctas=8), replace(two, ddp="naive", bucket_size_mb=None)
+    several = [outcome(one, 10.0), outcome(two, 12.5), outcome(few, 10.5), outcome(failed, None)]
+    assert column("scaling %", *several) == ["100.0", "80.0", "95.2", "–"], "one rank sends nothing, by few or many"
+    assert column("bucket MiB", *several) == ["25", "25", "25", ""]
+    assert column("status", *several) == ["ok", "ok", "ok", "oom: no room"]
+    longer = outcome(replace(one, steps=one.steps + 5, warmup=one.warmup + 1), 10.0)
+    assert column("scaling %", longer, outcome(two, 12.5)) == ["100.0", "80.0"]
+    for elsewhere in ({"host": "another"}, {"commit": "another"}):
+        assert column("scaling %", outcome(one, 10.0), outcome(two, 12.5, **elsewhere)) == ["100.0", "–"]
+    again = [outcome(one, 10.0, commit="a"), outcome(two, 12.5, commit="a"), outcome(one, 8.0, commit="b")]
+    assert column("scaling %", *again) == ["100.0", "80.0"]
+
+
+def test_each_rung_stands_beside_torchs_in_the_same_round_with_what_rounds_differ_by():
+    cells = cells_of("data_parallel", "--ddp", "naive", "bucketed", "torch", "--repeat", "2")
+    times = dict(zip(cells, (12.0, 9.0, 10.0, 20.0, 19.0, 22.0), strict=True))
+    ratios = column("/ torch", *(outcome(cell, ms) for cell, ms in times.items()))
+    assert ratios == ["1.150 (1.100–1.200)", "0.925 (0.900–0.950)", "–"]
+    elsewhere = [outcome(cell, ms, host="b" if cell.ddp == "torch" else "a") for cell, ms in times.items()]
+    assert "/ torch" not in DATA_PARALLEL.of(outcome_rows(elsewhere)).frame
+
+
+def metrics_of(cell, rank, **effort):
+    return {metric.name: metric for metric in measure(cell, rank, effort=Effort(**effort))}
+
+
+def measure_all(rank, folder):
+    """Ours, recorded; torch's; bf16; two turns of ours; and what becomes of replicas that drift apart."""
+    found = [metrics_of(cell, rank, trace=path) for cell, path in ((CELL, folder), (TORCH, None), (BF16, None))]
+    short = {"later_warmup": 0, "local_steps": 1}
+    turns = [metrics_of(replace(CELL, repeat=repeat), rank, **short) for repeat in range(2)]
+    drift(rank)
+    return found, turns
 
 
 def drift(rank):
@@ -90,10 +102,33 @@ def drift(rank):
         torch.distributed.all_gather(moments, state["exp_avg"])
         assert torch.equal(*moments)
     parameter.data.view(-1)[0].add_(rank.rank * 1e-6)
-    replica.check_replicas()
+    with pytest.raises(RuntimeError, match="1 parameters are not the same bits on all ranks"):
+        replica.check_replicas()
 
 
 @pytest.mark.slow
-def test_replicas_that_drift_apart_fail_the_cell():
-    with pytest.raises(RankFailed, match="1 parameters are not the same bits on all ranks"):
-        spawn(drift, 2, timeout_s=60)
+def test_cells_on_two_ranks(tmp_path):
+    ((ours, torchs, bf16), (first, later)), ((of_second, *_), _) = spawn(measure_all, 2, tmp_path, timeout_s=120)
+    gradient_mib = 4 * resolve_size("tiny").n_parameters / 2**20
+    for metrics in (ours, torchs):
+        for name in ("step", "forward", "backward", "optimizer", "local_step", "local_backward"):
+            assert len(metrics[name].samples) == 3
+        assert len(metrics["exposed"].samples) == 2  # one per round
+        assert metrics["sent_per_rank"].samples[0] == pytest.approx(gradient_mib, rel=1e-3)
+        assert metrics["tokens_per_s"].samples[0] == pytest.approx(2 * 16 / metrics["step"].samples[0] * 1e3)
+    assert ours["collectives"].samples[0] > torchs["collectives"].samples[0] > 0
+    assert bf16["sent_per_rank"].samples[0] == pytest.approx(gradient_mib / 2, rel=1e-3)
+    assert len(bf16["step"].samples) == 1
+    assert of_second["step"] == ours["step"]  # slowest rank, told to all
+    assert "hidden_share" not in ours  # a CPU's trace cannot tell
+    trace = kineto.read(tmp_path / f"{CELL.name}.json.gz")
+    assert len(trace.instances("backward", inside="step")) == 3
+    close_up = two_blocks(trace)
+    assert list(close_up.blocks["name"]) == ["layers.1", "layers.0"]
+    assert len(close_up.collectives)
+    # a later turn is shorter, and its bytes are not counted again
+    assert len(first["warmup_step"].samples) == 1 and "warmup_step" not in later
+    assert len(first["step"].samples) == len(later["step"].samples) == 3
+    (*two, third), [local] = first["step"].samples, first["local_step"].samples
+    assert first["exposed"].samples == [median(two) - local, third - local]
+    assert not {name for name in later if name.startswith(("local", "exposed", "collectives", "sent"))}

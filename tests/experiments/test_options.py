@@ -1,6 +1,5 @@
 """What follows from a declared step: options, a grid of cells, captions; and faults told before anything runs."""
 
-import importlib
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -15,9 +14,9 @@ from cs336_systems.experiments.options import (
     TrainingRun,
     cell_of,
     check_options,
-    resolved_sizes,
     small_defaults_note,
     training_cells,
+    within_budget,
 )
 from cs336_systems.report.command_line import parse
 
@@ -98,16 +97,12 @@ def test_a_command_line_follows_from_the_fields():
     assert (cell.fp8_skip_first, cell.seed) == (1, 0)
 
 
-@pytest.mark.parametrize("arguments", [["--colour", "green"], ["--dtype", "fp8"], ["--losses", "1", "2"]])
-def test_a_value_that_a_field_does_not_allow_ends_with_2(arguments, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        parse(Options, ["--device", "cpu", *arguments], None)
-    assert exit_.value.code == 2
-
-
-def test_one_value_each_where_nothing_makes_a_grid():
-    single = options_of(BucketCell, Asked, several=False, dtype="bf16")
-    options = single()
+def test_a_value_that_a_field_does_not_allow_ends_with_2_and_one_value_makes_no_grid():
+    for arguments in (["--colour", "green"], ["--dtype", "fp8"], ["--losses", "1", "2"]):
+        with pytest.raises(SystemExit) as exit_:
+            parse(Options, ["--device", "cpu", *arguments], None)
+        assert exit_.value.code == 2
+    options = options_of(BucketCell, Asked, several=False, dtype="bf16")()
     assert (options.dtype, options.size, options.master_weights) == ("bf16", "small", "none")
 
 
@@ -170,12 +165,6 @@ def test_recipes_are_a_grid_of_quantized_matmuls_beside_those_that_are_not():
     assert [cell.fp8_skip_first for cell in cells] == [0, 1, 1, 1, 1]
 
 
-def test_sizes_are_known_by_their_one_name_and_contexts_fit_them():
-    assert resolved_sizes(["xl-2026"], [128]) == ["2.7b"]
-    with pytest.raises(ValueError, match="context"):
-        resolved_sizes(["tiny"], [0])
-
-
 def test_the_grid_varies_what_a_question_compares_fastest_and_repeats_it_whole_and_backwards():
     options = replace(ONE_RANK, world_size=(2, 1), dtype=("fp32", "bf16"), repeat=2, compile=())
     own = [{"steps": 1}, {"steps": 2}]
@@ -186,16 +175,17 @@ def test_the_grid_varies_what_a_question_compares_fastest_and_repeats_it_whole_a
     assert {cell.compile for cell in cells} == {"on"}
 
 
+def test_a_budget_is_for_cells_that_are_to_be_chosen_for_and_is_a_size():
+    cells = training_cells(BucketCell, ONE_RANK)
+    assert within_budget(cells, None, lambda cell: "step", lambda cell: True) == cells
+    assert within_budget(cells, 1.0, lambda cell: "step", lambda cell: False) == cells
+    for budget in (0.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"--memory-budget-gib .*{budget:g}"):
+            within_budget(cells, budget, lambda cell: "step", lambda cell: True)
+
+
 def test_the_note_names_what_stands_at_the_smaller_default():
     note = small_defaults_note(replace(Options.default("cpu"), steps=5))
     assert note == "On a CPU the defaults shrink: --batch-size 2 8 (on a GPU 16)."
     assert small_defaults_note(replace(Options.default("cpu"), batch_size=(1,), steps=5)) == ""
     assert small_defaults_note(replace(Options.default("cuda"), device="cuda")) == ""
-
-
-def test_a_profile_is_that_of_one_micro_batch_uncaptured():
-    cells = importlib.import_module("cs336_systems.experiments.profile")
-    with pytest.raises(ValueError, match="a profile is that of one micro-batch, got --accumulate 1 2"):
-        cells.make_cells(cells.Options(accumulate=(1, 2)))
-    with pytest.raises(ValueError, match="--cuda-graph on: a captured step has no phases or modules"):
-        cells.make_cells(cells.Options(optimizer=("fused",), cuda_graph=("on",)))

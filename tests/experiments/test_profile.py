@@ -12,7 +12,7 @@ from matplotlib.collections import PolyCollection
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.costs.kept import bytes_kept
 from cs336_systems.experiments import memory_figures, memory_page, profile_page
-from cs336_systems.experiments.memory_figures import draw_allocations, draw_memory_timeline
+from cs336_systems.experiments.memory_figures import allocations_figure, timeline_figure
 from cs336_systems.profiling.memory_history import CATEGORIES, Allocation, reconstruct
 from cs336_systems.profiling.memory_profile import MemoryProfile
 from cs336_systems.profiling.traces.queries import times
@@ -127,36 +127,23 @@ def test_equal_allocations_are_one_line_and_blocks_a_star(watched):
 def test_a_pass_that_ran_out_of_memory_says_so(watched):
     failed = replace(watched, out_of_memory="CUDA out of memory. Tried 2 GiB.\nmore", unwatched_peak_bytes=0)
     account = [memory_page.account_block(CASE, compile=False)]
-    page, whole = (memory_page.page_text(CASE, "step", each, account, "Some GPU") for each in (failed, watched))
+    page, whole = (memory_page.page_text("name", "x", each, account, "Some GPU") for each in (failed, watched))
     assert "CUDA out of memory. Tried 2 GiB.\n" in page and "Out of memory" not in whole
     assert "saves full-size tensors 3 times, in 2 storages" in whole and "nan" not in whole
     assert str(Path.cwd()) not in whole
     assert memory_page.peak_table(failed).frame.set_index("category")["GiB"]["the same, unwatched"] == "–"
 
 
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"compile": "on"}, "memory-tiny-b2-c128-fp32-compiled-forward"),
-        ({"attention": "tiled", "optimizer": "torch-fused"}, "memory-tiny-b2-c128-fp32-tiled-torch-fused-forward"),
-        ({"checkpoint": "full"}, "memory-tiny-b2-c128-fp32-checkpoint-full-forward"),
-        ({"keep": "all-norm"}, "memory-tiny-b2-c128-fp32-keep-all-norm-forward"),
-    ],
-)
-def test_names_tell_cases_apart(changes, name):
-    assert memory_page.profile_name(replace(CASE, **changes), "forward") == name
-
-
 @pytest.mark.parametrize("changes", [{"dtype": "autocast-bf16"}, {"keep": "all-norm"}])
 def test_without_cuda_the_block_is_accounted_for(tmp_path, changes):
     case = replace(CASE, **changes)
-    written = memory_page.write_memory_page(case, "step", tmp_path / "out", tmp_path / "raw", compiled=False)
-    page = written.page.read_text()
+    path, figures = memory_page.write_memory_page(case, "step", tmp_path / "out", tmp_path / "raw", compiled=False)
+    page = path.read_text()
     assert memory_page.NEEDS_CUDA in page and "max_memory_allocated" not in page
-    assert sorted(path.suffix for path in written.page.parent.iterdir()) == [".csv", ".md"]
-    rows = pd.read_csv(next(written.page.parent.glob("*-residuals.csv")))
+    assert sorted(path.suffix for path in path.parent.iterdir()) == [".csv", ".md"]
+    rows = pd.read_csv(next(path.parent.glob("*-residuals.csv")))
     kept = rows.loc[rows["kind"] == "activation", "mib"].sum()
-    assert kept == pytest.approx(written.figures["eager_block_activations_mib"], rel=1e-4)
+    assert kept == pytest.approx(figures["eager_block_activations_mib"], rel=1e-4)
     if case.written_out:
         assert kept == pytest.approx(bytes_kept(*case.work, case.precision, case.keep) / MIB, rel=1e-4)
     assert not (tmp_path / "raw").exists()
@@ -170,14 +157,8 @@ def texts(figure):
     return [text.get_text() for text in figure.axes[0].texts], legend
 
 
-def outlines(figure):
-    (shapes,) = [each for each in figure.axes[0].collections if isinstance(each, PolyCollection)]
-    return [path.vertices for path in shapes.get_paths()]
-
-
-def test_a_step_is_drawn_with_its_phases_peak_and_categories(tmp_path, drawn, watched):
-    draw_memory_timeline(watched.history, tmp_path / "folder" / "x.png", "tiny")
-    notes, legend = texts(drawn[0])
+def test_a_step_is_drawn_with_its_phases_peak_and_categories(watched):
+    notes, legend = texts(timeline_figure(watched.history))
     peak = watched.history.peak()
     assert [note.split("\n")[0] for note in notes[:3]] == ["forward", "backward", "optimizer"]
     assert notes[3] == f"peak {peak.n_bytes / MIB:.2f} MiB"
@@ -187,15 +168,15 @@ def test_a_step_is_drawn_with_its_phases_peak_and_categories(tmp_path, drawn, wa
     assert len(set(memory_figures.COLOURS.values())) == len(CATEGORIES)
 
 
-def test_the_stack_is_as_high_as_the_peak(tmp_path, drawn):
+def test_the_stack_is_as_high_as_the_peak():
     log = EventLog()
     log.exists(1, 3 * GIB)
     log.alloc(2, 2 * GIB)
     log.free(2)
-    draw_memory_timeline(reconstruct(log.snapshot([[1, "parameters", "w"]])), tmp_path / "x.png", "two blocks")
-    tops = [patch.get_data() for patch in drawn[0].axes[0].patches]
+    (axes,) = timeline_figure(reconstruct(log.snapshot([[1, "parameters", "w"]]))).axes
+    tops = [patch.get_data() for patch in axes.patches]
     assert [data.values.tolist() for data in tops] == [[3, 3, 3], [3, 5, 3]]
-    assert drawn[0].axes[0].get_ylabel().endswith("GiB")
+    assert axes.get_ylabel().endswith("GiB")
 
 
 def test_what_lies_above_falls_when_something_below_is_freed():
@@ -205,10 +186,9 @@ def test_what_lies_above_falls_when_something_below_is_freed():
 
 
 @pytest.mark.parametrize("largest", [8000, 30])
-@pytest.mark.parametrize("seed", range(3))
-def test_shapes_and_band_fill_what_is_alive_after_every_event(tmp_path, drawn, seed, largest):
-    """On two hundred events on blocks of which some existed before, some are freed, some never."""
-    draw, log = random.Random(seed), EventLog()
+def test_shapes_and_band_fill_what_is_alive_after_every_event(largest):
+    """Two hundred events on blocks of which some existed before, some are freed, some never."""
+    draw, log = random.Random(0), EventLog()
     for address in range(1, 9):
         log.exists(address, draw.randrange(1, 1000))
     active = [sum(log.living.values())]
@@ -219,10 +199,11 @@ def test_shapes_and_band_fill_what_is_alive_after_every_event(tmp_path, drawn, s
             log.alloc(address, draw.randrange(1, 1000))
         active.append(sum(log.living.values()))
     history = reconstruct(log.snapshot([[5, "parameters", "w"], [3, "gradients", "g"]]))
-    draw_allocations(history, tmp_path / "x.png", "random", largest)
-    shapes = outlines(drawn[0])
+    (axes,) = allocations_figure(history, largest).axes
+    (drawn,) = [each for each in axes.collections if isinstance(each, PolyCollection)]
+    shapes = [path.vertices for path in drawn.get_paths()]
     assert len(shapes) == min(largest, len(history.allocations))
-    bands = [patch.get_data() for patch in drawn[0].axes[0].patches]
+    bands = [patch.get_data() for patch in axes.patches]
     scale = memory_figures.unit_of(history.peak())[1]
     for event, expected in enumerate(active):
         spans = [(0.0, 0.0), *(span for shape in shapes if (span := span_at(shape, event)))]
