@@ -1,5 +1,6 @@
 """What no training step can be: every line of the table refuses a case, and what is next to it is served."""
 
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -62,52 +63,35 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("case", "sentence"), REFUSED)
-def test_what_no_step_can_be(case, sentence):
-    with pytest.raises(AssertionError, match=sentence):
-        raise AssertionError(refusal(case))
-
-
-def test_every_line_of_the_table_refuses_something():
+def test_every_line_of_the_table_refuses_something_with_its_values():
+    for case, values in REFUSED:
+        assert re.search(values, refusal(case) or "served"), values
     first = [next((i for i, (refused, _) in enumerate(REFUSALS) if refused(case)), None) for case, _ in REFUSED]
     assert set(first) - {None} == set(range(len(REFUSALS)))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
+def test_what_is_next_to_it_is_served():
+    on_cpu = {"kernels": "reference", "attention": "reference", "optimizer": "reference", "device": "cpu"}
+    for case in (
         *(PLAIN, FUSED, FP8, GRAPH, SCATTERED, EARLY),
-        replace(
-            FP8, keep="1xall+products", kernels="reference", attention="reference", optimizer="reference", device="cpu"
-        ),
+        replace(FP8, keep="1xall+products", **on_cpu),
         replace(FUSED, master="fp32", offload="master-m-v-gradients-residual"),
         replace(SCATTERED, offload="m-v"),
         replace(EARLY, keep="input", offload="residual"),
         replace(PLAIN, dtype="autocast-fp16", compile="on", checkpoint="every-2"),
-    ],
-)
-def test_what_is_served(case):
-    assert refusal(case) is None
+    ):
+        assert refusal(case) is None
 
 
-@pytest.mark.parametrize(
-    ("fault", "near"),
-    [
-        ({"keep": "produkts"}, "'products'"),
-        ({"keep": "autogard"}, "'autograd'"),
-        ({"keep": "all-nrom"}, "'norm'"),
-        ({"kernels": "fuse"}, "'fused'"),
-        ({"attention": "flush"}, "'flash'"),
-        ({"scaling": "rows"}, "'row'"),
-        ({"master": "fp23"}, "'fp32'"),
-        ({"cuda_graph": "yes"}, "off, on"),
-        ({"offload": "m-gradient"}, "'gradients'"),
-        ({"checkpoint": "fulll"}, "'full'"),
-    ],
-)
-def test_an_unknown_name_is_told_with_the_nearest(fault, near):
-    with pytest.raises(ValueError, match=near):
-        refusal(replace(PLAIN, **fault))
+def test_an_unknown_name_is_told_with_the_nearest():
+    for name, value, near in (
+        *(("keep", "produkts", "'products'"), ("keep", "autogard", "'autograd'"), ("keep", "all-nrom", "'norm'")),
+        *(("kernels", "fuse", "'fused'"), ("attention", "flush", "'flash'"), ("scaling", "rows", "'row'")),
+        *(("master", "fp23", "'fp32'"), ("cuda_graph", "yes", "off, on"), ("offload", "m-gradient", "'gradients'")),
+        ("checkpoint", "fulll", "'full'"),
+    ):
+        with pytest.raises(ValueError, match=near):
+            refusal(replace(PLAIN, **{name: value}))
 
 
 def test_policies_of_autograd_are_values_of_keep():

@@ -54,13 +54,13 @@ def test_peers_at_their_best_take_turns_with_what_is_ours():
 
 def test_a_budget_decides_what_blocks_of_ours_keep_and_says_why(capsys):
     keeps = {}
-    for budget, master in ((5.0, "none"), (3.6, "none"), (5.0, "fp32")):
+    for budget, master in ((5.0, "none"), (3.6, "none")):
         asked = replace(LONG, memory_budget_gib=budget, master_weights=(master,), peer_checkpoint=("full",))
         ours, peer = make_cells(asked)
         assert (peer.keep, peer.checkpoint) == ("autograd", "full")
         keeps[budget, master] = ours.keep
         assert f"within {budget:g} GiB, least recomputation: keep {ours.keep}: " in capsys.readouterr().err
-    assert len(set(keeps.values())) == 3, keeps
+    assert len(set(keeps.values())) == 2, keeps
     for update in ("after-backward", "under-backward"):
         asked = replace(LONG, keep=("products",), update=(update,))
         plain, masters = (make_cells(replace(asked, master_weights=(name,)))[0] for name in ("none", "fp32"))
@@ -138,7 +138,8 @@ def test_states_and_traffic_are_as_predicted_and_every_gather_is_waited_for_once
     assert 0 <= ours["late_gathers"] <= 7
     assert ddp["parameters"] == pytest.approx(2 * ours["parameters"], rel=0.01)
     [(_, later)] = measured["later"]
-    assert later.keys() == {"forward", "backward", "optimizer", "step", "warmup_step", "tokens_per_s"}
+    times = {"forward", "backward", "optimizer", "step", "warmup_step", "tokens_per_s"}
+    assert times <= later.keys() <= {*times, "peak_memory"}
     assert (len(later["warmup_step"].samples), len(later["step"].samples)) == (1, 2)
 
 

@@ -11,7 +11,7 @@ from cs336_systems.costs.speed_of_light import speed_of_light
 from cs336_systems.hardware import find_hardware
 from cs336_systems.pretraining.run_reader import read_run
 from cs336_systems.pretraining.run_records import Device, Quantization, Step
-from cs336_systems.report.run_figure import MOST_RUNS, run_figure
+from cs336_systems.report.run_figure import run_figure
 from tests.pretraining.runs import opening, training, write
 
 LIGHT = speed_of_light(MODEL_SIZES["qwen2.5-0.5b"], 1024, find_hardware("NVIDIA H200"))
@@ -92,14 +92,11 @@ def test_every_quantity_of_a_run_is_drawn(run):
 
 
 def test_runs_without_a_gpu_have_no_panels_of_one(run):
-    def on_cpu(name):
-        records = [Device("AMD EPYC", 1, None, {}) if isinstance(one, Device) else one for one in opening(60)]
-        return run(*records, *training(60, gpu_every=None), name=name)
-
-    figure = run_figure({name: on_cpu(name) for name in ("a", "b")})
-    of_any = ("loss", "norm", "rate", "tokens/s")
-    assert sorted(axes.get_ylabel() for axes in figure.axes) == sorted(LABELS[name] for name in of_any)
-    panels(run_figure({"c": on_cpu("c"), "gpu": run(*opening(60), *training(60), name="gpu")}))
+    records = [Device("AMD EPYC", 1, None, {}) if isinstance(one, Device) else one for one in opening(60)]
+    on_cpu = run(*records, *training(60, gpu_every=None), name="cpu")
+    labels = sorted(axes.get_ylabel() for axes in run_figure({"a": on_cpu, "b": on_cpu}).axes)
+    assert labels == sorted(LABELS[name] for name in ("loss", "norm", "rate", "tokens/s"))
+    panels(run_figure({"c": on_cpu, "gpu": run(*opening(60), *training(60), name="gpu")}))
 
 
 def test_a_run_that_has_not_begun_says_what_is_missing(run, tmp_path):
@@ -126,13 +123,14 @@ def test_what_is_not_finite_is_marked_and_bends_no_line(run):
     assert said(panels(run_figure({"one": nothing}))["loss"]) == ["no finite value yet"]
 
 
-@pytest.mark.parametrize(("x", "scale"), [("tokens", 0.524288), ("hours", 3600 / 3600)])
-def test_runs_stand_over_what_they_have_spent(run, x, scale):
+def test_runs_stand_over_what_they_have_spent(run):
     records = [replace(one, seconds=3600.0) if isinstance(one, Step) else one for one in training(100, gpu_every=25)]
-    axes = panels(run_figure({"one": run(*opening(100), *records)}, x=x))
-    assert axes["loss"].lines[0].get_xdata() == pytest.approx(np.arange(100) * scale)
-    assert axes["loss"].lines[2].get_xdata() == pytest.approx(np.array([50, 100]) * scale)
-    assert axes["power"].lines[0].get_xdata() == pytest.approx(np.array([0, 25, 50, 75]) * scale)
+    one = run(*opening(100), *records)
+    for x, scale in {"tokens": 0.524288, "hours": 1.0}.items():
+        axes = panels(run_figure({"one": one}, x=x))
+        assert axes["loss"].lines[0].get_xdata() == pytest.approx(np.arange(100) * scale)
+        assert axes["loss"].lines[2].get_xdata() == pytest.approx(np.array([50, 100]) * scale)
+        assert axes["power"].lines[0].get_xdata() == pytest.approx(np.array([0, 25, 50, 75]) * scale)
 
 
 def test_where_a_run_was_resumed_is_a_line(run, tmp_path):
@@ -145,9 +143,6 @@ def test_where_a_run_was_resumed_is_a_line(run, tmp_path):
 
 def test_what_cannot_be_drawn_is_refused(run):
     one = run(*opening(3))
-    with pytest.raises(ValueError, match=f"a picture has 1 to {MOST_RUNS} runs, got 8"):
-        run_figure({str(number): one for number in range(8)})
-    with pytest.raises(ValueError, match="a picture has 1 to 7 runs, got 0"):
-        run_figure({})
-    with pytest.raises(ValueError, match="a median goes over at least one step, got 0"):
-        run_figure({"one": one}, smooth=0)
+    for runs, smooth, value in (({str(i): one for i in range(8)}, None, 8), ({}, None, 0), ({"one": one}, 0, 0)):
+        with pytest.raises(ValueError, match=f"got {value}"):
+            run_figure(runs, smooth=smooth)

@@ -8,9 +8,8 @@ import pytest
 from rich.console import Console
 
 from cs336_systems.experiments.model import step_table
-from cs336_systems.harness.record import RowFile, read_rows
 from cs336_systems.report.tables import Table, digits
-from tests.report.rows import SETTINGS, ceiling, make_cell, make_frame, ms, rate
+from tests.report.rows import ceiling, make_cell, make_frame, ms, rate
 
 STEP = (
     ms("forward", 1.0, 1.2, 1.4),
@@ -35,7 +34,7 @@ def line(frame: pd.DataFrame, **settings: object) -> dict:
 
 
 def test_one_line_with_every_number():
-    table = step_table(make_frame(make_cell(*STEP)))
+    table = step_table(make_frame(ceiling(), make_cell(*STEP)))
     assert line(table.frame) == {
         "size": "tiny",
         "forward ms": "1.20 (1.04–1.36)",
@@ -52,32 +51,12 @@ def test_one_line_with_every_number():
     }
 
 
-def test_kernels_and_what_blocks_keep_are_said_where_they_are_not_the_plain_ones():
-    plain, fused = make_cell(*STEP), make_cell(*STEP, kernels="fused", keep="products")
-    assert not {"kernels", "keep"} & set(step_table(make_frame(plain)).caption.replace(",", "").split())
-    assert "kernels fused, keep products" in step_table(make_frame(fused)).caption
-    assert list(step_table(make_frame(plain, fused)).frame["keep"]) == ["autograd", "products"]
-
-
-@pytest.mark.parametrize("status", ["oom", "predicted-oom", "timeout", "unsupported", "error", "interrupted"])
-def test_a_failed_cell_is_a_line_with_its_reason_and_without_numbers(status):
-    frame = make_frame(make_cell(*STEP), make_cell(status=status, message="why it failed", size="10b"))
-    failed = line(step_table(frame).frame, size="10b")
-    assert failed.pop("status") == f"{status}: why it failed"
-    del failed["size"]
-    assert set(failed.values()) == {"–"}
-
-
-def test_a_metric_that_was_not_measured_is_a_dash():
-    only_forward = line(step_table(make_frame(make_cell(ms("forward", 1.0), ms("step", 1.0)))).frame)
-    assert only_forward["backward ms"] == only_forward["MFU %"] == only_forward["predicted GiB"] == "–"
-    assert only_forward["status"] == "ok"
-
-
-def test_ceilings_are_no_lines():
-    table = step_table(make_frame(ceiling(), make_cell(*STEP)))
-    assert len(table.frame) == 1
-    assert "777" not in table.markdown()
+def test_a_failed_cell_is_a_line_with_its_reason_and_without_numbers():
+    only_forward = make_cell(ms("forward", 1.0), ms("step", 1.0), size="small")
+    failed = make_cell(status="oom", message="why it failed", size="10b")
+    frame = step_table(make_frame(make_cell(*STEP), failed, only_forward)).frame
+    assert set(line(frame, size="10b").values()) == {"10b", "–", "oom: why it failed"}
+    assert line(frame, size="small")["backward ms"] == line(frame, size="small")["MFU %"] == "–"
 
 
 @pytest.mark.parametrize("newest_is_ok", [True, False])
@@ -89,19 +68,16 @@ def test_the_newest_outcome_of_a_cell_wins(newest_is_ok):
     assert line(table)["total ms"] == ("1,300 (1,247–1,340)" if newest_is_ok else "–")
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (123456.7, "123,457"),
-        (99.96, "100"),
-        (0.9996, "1.00"),
-        (0.01234, "0.0123"),
-        (0.0000123456, "0.0000123"),
-        (0.0, "0.00"),
-    ],
-)
-def test_three_digits_without_an_exponent(value, text):
-    assert digits(value) == text
+def test_three_digits_without_an_exponent():
+    shown = {
+        123456.7: "123,457",
+        99.96: "100",
+        0.9996: "1.00",
+        0.01234: "0.0123",
+        0.0000123456: "0.0000123",
+        0.0: "0.00",
+    }
+    assert {value: digits(value) for value in shown} == shown
 
 
 TABLE = Table(
@@ -118,13 +94,14 @@ def test_markdown_keeps_a_message_in_its_cell():
 
 def test_latex_escapes_what_is_special():
     text = TABLE.latex()
-    assert r"\caption{50 \% of R\&D\_cost \#1}" in text
-    assert r"\begin{tabular}{lrl}" in text
-    assert r"MFU \%" in text
-    assert r"a\_b" in text
-    assert r"5 \% \& \{x\} \#2 \textbackslash" in text
-    assert r"\$3" in text
-    assert r"\toprule" in text
+    for piece in (
+        r"\caption{50 \% of R\&D\_cost \#1}",
+        r"MFU \%",
+        r"a\_b",
+        r"5 \% \& \{x\} \#2 \textbackslash",
+        r"\$3",
+    ):
+        assert piece in text
 
 
 def on_terminal(table: Table, width: int) -> str:
@@ -140,18 +117,6 @@ def test_rich_takes_no_message_for_markup():
     assert "sizes [a, b]" in rendered
 
 
-def test_rows_from_before_checkpointing_are_read_as_without_it(tmp_path):
-    older = [column for column in SETTINGS if column != "checkpoint"]
-    file = RowFile(tmp_path / "benchmark_model.csv", older)
-    file.append(make_cell(*STEP))
-    assert "checkpoint" not in file.path.read_text()
-    rows = read_rows(file.path, SETTINGS)
-    assert set(rows["checkpoint"]) == {"none"}
-    assert len(step_table(pd.concat([rows, make_frame(make_cell(*STEP, checkpoint="full"))])).frame) == 2
-    with pytest.raises(ValueError, match="lacks the columns colour"):
-        read_rows(file.path, [*SETTINGS, "colour"])
-
-
 def left_out_of(table: Table, width: int) -> list[str]:
     rendered = " ".join(on_terminal(table, width).split())
     return rendered.partition("for: ")[2].partition(". Piped")[0].split(", ") if "No room in" in rendered else []
@@ -165,7 +130,7 @@ def lines_on_terminal(table: Table, width: int) -> list[str]:
     return rendered[rule + 1 : rule + 1 + len(table.frame)]
 
 
-@pytest.mark.parametrize("width", [60, 150, 250])
+@pytest.mark.parametrize("width", [60, 250])
 def test_a_line_stays_a_line_at_any_width_and_what_is_left_out_is_named(width):
     failed = make_cell(status="oom", message="no room " * 20, size="10b")
     table = step_table(make_frame(make_cell(*STEP), failed))
