@@ -237,7 +237,7 @@ def collectives_figure(rows: pd.DataFrame) -> Figure | None:
         for axes, metric in ((time_axes, "time"), (bus_axes, "busbw")):
             line = cells[cells["metric"] == metric]
             spread = [line["median"] - line["p10"], line["p90"] - line["median"]]
-            how = styles[world_size] | {"color": colours[collective], "capsize": 2}
+            how = styles[world_size] | {"color": colours[str(collective)], "capsize": 2}
             axes.errorbar(line["total_bytes"] / 1e6, line["median"], yerr=spread, **how)
         if link := links.get(_world(cells.iloc[0])):
             line = cells[cells["metric"] == "time"]

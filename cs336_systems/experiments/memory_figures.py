@@ -12,6 +12,7 @@ to be told apart; the others are one band on top. What existed before the log li
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -61,15 +62,15 @@ def timeline_figure(history: MemoryHistory) -> Figure:
     unit, scale = unit_of(peak)
     figure, axes = _figure_of(history, 4.6)
     edges = np.arange(history.n_events + 2)
-    bottom, handles = np.zeros(history.n_events + 1), []
+    bottom, handles = np.zeros(history.n_events + 1), list[Patch]()
     for category in drawn:
         top, n_bytes = bottom + live[category] / scale, peak.by_category[category]
         axes.stairs(top, edges, baseline=bottom, fill=True, color=COLOURS[category], linewidth=0.5)
         share = f"{n_bytes / scale:.2f} {unit} ({100 * n_bytes / max(1, peak.n_bytes):.0f} %)"
         handles.insert(0, Patch(color=COLOURS[category], label=f"{category}\n{share}"))
         bottom = top
-    legend = {"title": "at the peak", "alignment": "left", "frameon": False, "fontsize": 9}
-    figure.legend(handles=handles, loc="outside right center", **legend)
+    said: dict[str, Any] = {"title": "at the peak", "alignment": "left", "frameon": False, "fontsize": 9}
+    figure.legend(handles=handles, loc="outside right center", **said)
     return figure
 
 
@@ -97,7 +98,7 @@ def _figure_of(history: MemoryHistory, height: float) -> tuple[Figure, Axes]:
         axes.text(*place, label, transform=above, ha="center", va="top", rotation=upright, fontsize=9)
     at, left = (peak.event + 0.5, peak.n_bytes / scale), peak.event > history.n_events / 2
     axes.plot(*at, marker="v", color="black", markersize=6, clip_on=False)
-    bold = {"fontsize": 9, "fontweight": "bold", "ha": "right" if left else "left"}
+    bold: dict[str, Any] = {"fontsize": 9, "fontweight": "bold", "ha": "right" if left else "left"}
     axes.annotate(f"peak {at[1]:.2f} {unit}", at, (-8 if left else 8, 4), "data", "offset points", **bold)
     return figure, axes
 
