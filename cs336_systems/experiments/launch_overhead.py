@@ -1,6 +1,6 @@
 """When does the GPU wait for the host? Chains of small operations issued one by one, compiled and as a CUDA graph.
 
-The prediction and the method are told by ``scripts/abstraction_leaks/launch_overhead.py``.
+``scripts/abstraction_leaks/launch_overhead.py`` states the prediction and the method.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cs336_systems.declared import option, options_of
-from cs336_systems.experiments.findings import Findings, crossing, leak_experiment, logarithmic, where
+from cs336_systems.experiments.findings import Findings, crossing, leak_experiment, logarithmic, medians, where
 from cs336_systems.experiments.options import RunOptions, cell_of
 from cs336_systems.report.tables import Table, digits
 
@@ -102,22 +102,16 @@ def make_chain(cell: ChainCell) -> tuple[Callable[[Tensor], Tensor], Tensor]:
 
     device = torch.device(cell.device)
     dtype = torch.bfloat16 if cell.dtype == "bf16" else torch.float32
-    if cell.operation == "matmul":
-        weight = (torch.randn(cell.size, cell.size, device=device) * cell.size**-0.5).to(dtype)
+    by_matmul = cell.operation == "matmul"
+    shape = (cell.size, cell.size) if by_matmul else (cell.size,)
+    weight = (torch.randn(shape, device=device) * cell.size**-0.5).to(dtype) if by_matmul else None
 
-        def multiply(x: Tensor) -> Tensor:
-            for _ in range(cell.depth):
-                x = x @ weight
-            return x
-
-        return multiply, torch.randn(cell.size, cell.size, device=device).to(dtype)
-
-    def scale(x: Tensor) -> Tensor:
+    def chain(x: Tensor) -> Tensor:
         for _ in range(cell.depth):
-            x = x * 0.999
+            x = x * 0.999 if weight is None else x @ weight
         return x
 
-    return scale, torch.randn(cell.size, device=device).to(dtype)
+    return chain, torch.randn(shape, device=device).to(dtype)
 
 
 def captured(chain: Callable[[Tensor], Tensor], x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -140,30 +134,11 @@ def captured(chain: Callable[[Tensor], Tensor], x: Tensor) -> tuple[torch.cuda.C
     return graph, result
 
 
-def time_in_turns(
-    runs: dict[str, Callable[[], Any]], device: torch.device, samples: int, warmup: int = 3
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of each run, samples interleaved: until the host is free again, and until the device is done."""
-    from cs336_systems.harness.clock import synchronize
-
-    issue: dict[str, list[float]] = {way: [] for way in runs}
-    wall: dict[str, list[float]] = {way: [] for way in runs}
-    for i in range(warmup + samples):
-        for way, run in runs.items():
-            synchronize(device)
-            start = time.perf_counter()
-            run()
-            issued = time.perf_counter()
-            synchronize(device)
-            done = time.perf_counter()
-            if i >= warmup:
-                issue[way].append(issued - start)
-                wall[way].append(done - start)
-    return issue, wall
-
-
 def measure(cell: ChainCell) -> list[Metric]:
-    """Microseconds per operation eagerly, compiled, as a graph, and of the host to issue one; compile time beside."""
+    """Microseconds per operation eagerly, compiled and as a graph, samples interleaved, and of the host to issue one.
+
+    Each is timed by the host, until it is free again (*issue*) and until the device is done.
+    """
     import torch
     import torch._dynamo
 
@@ -174,31 +149,31 @@ def measure(cell: ChainCell) -> list[Metric]:
     torch.manual_seed(cell.seed)
     chain, x = make_chain(cell)
     runs: dict[str, Callable[[], Any]] = {EAGER: lambda: chain(x)}
-    metrics = []
+    times: dict[str, list[float]] = {}
     with torch.no_grad():
         if cell.compile == "on":
             torch._dynamo.reset()  # each size is one more variant of the same code, of which dynamo takes eight
             compiled = torch.compile(chain, fullgraph=True, dynamic=False)
-            start = time.perf_counter()
-            compiled(x)
-            synchronize(device)
-            metrics.append(Metric("compile", "s", [time.perf_counter() - start]))
             runs[COMPILED] = lambda: compiled(x)
         if device.type == "cuda":
             graph, _ = captured(chain, x)
             runs[GRAPH] = graph.replay
-        issue, wall = time_in_turns(runs, device, cell.samples)
-    per_operation = 1e6 / cell.depth
-    for way, seconds in wall.items():
-        metrics.append(Metric(way, "us per operation", [per_operation * value for value in seconds]))
-    metrics.append(Metric(ISSUE, "us per operation", [per_operation * value for value in issue[EAGER]]))
-    return metrics
+        for sample in range(-_WARMUP, cell.samples):
+            for way, run in runs.items():
+                synchronize(device)
+                start = time.perf_counter()
+                run()
+                issued = time.perf_counter()
+                synchronize(device)
+                if sample >= 0:
+                    times.setdefault(way, []).append((time.perf_counter() - start) * 1e6 / cell.depth)
+                    if way == EAGER:
+                        times.setdefault(ISSUE, []).append((issued - start) * 1e6 / cell.depth)
+    return [Metric(name, "us per operation", values) for name, values in times.items()]
 
 
-def medians(rows: pd.DataFrame, operation: str) -> pd.DataFrame:
-    """Sizes down, ways across: median microseconds per operation."""
-    own = rows[rows["operation"] == operation]
-    return own.pivot_table(index="size", columns="metric", values="median", aggfunc="median").sort_index()
+_WARMUP = 3
+"""Unrecorded calls of each way, the first of which compiles."""
 
 
 def turn(table: pd.DataFrame) -> float | None:
@@ -206,32 +181,29 @@ def turn(table: pd.DataFrame) -> float | None:
 
     With graphs: theirs against the host's issue time. Without: eager time against twice its least value.
     """
-    sizes = [float(size) for size in table.index]
     if GRAPH in table:
-        return crossing(sizes, list(table[GRAPH]), list(table[ISSUE]))
-    return crossing(sizes, list(table[EAGER]), 2 * float(table[EAGER].min()))
+        return crossing(table[GRAPH], table[ISSUE])
+    return crossing(table[EAGER], 2 * float(table[EAGER].min()))
 
 
 def analyse(rows: pd.DataFrame) -> Findings:
     """A table per operation, the turns as main figures, and time per operation against bytes."""
-    tables, figures = [], {}
-    found = {operation: medians(rows, operation) for operation in dict.fromkeys(rows["operation"])}
+    if rows.empty:
+        return Findings([], {"operations": {}})
+    tables: list[Table] = []
+    figures: dict[str, dict[str, float | None]] = {}
+    found = {str(name): medians(own, "size") for name, own in rows.groupby("operation", sort=False)}
     for operation, table in found.items():
-        size = turn(table)
-        least = table.iloc[0]
-        figures[operation] = {
-            "turn_n": None if size is None else round(size),
-            "issue_us": round(float(least[ISSUE]), 2),
-        } | {f"{way}_us": round(float(least[way]), 2) for way in WAYS if way in table}
+        size, least = turn(table), table.iloc[0]
+        figures[operation] = {"turn_n": None if size is None else round(size)}
+        figures[operation] |= {f"{name}_us": round(float(least[name]), 2) for name in (ISSUE, *WAYS) if name in table}
         if GRAPH in table:
             figures[operation]["graph_speedup"] = round(float(least[EAGER] / least[GRAPH]), 2)
         tables.append(_table(operation, table, size, rows))
-    if not found:
-        return Findings([], {"operations": {}})
-
     first = rows.iloc[0]
     title = f"Chains of {first['depth']} operations, {first['dtype']}, on {where(rows)}"
-    return Findings(tables, {"operations": figures}, partial(_draw, found, rows), title, (8.5, 4.8))
+    draw = partial(_draw, found, 2 if first["dtype"] == "bf16" else 4)
+    return Findings(tables, {"operations": figures}, draw, title, (8.5, 4.8))
 
 
 def _table(operation: str, table: pd.DataFrame, size: float | None, rows: pd.DataFrame) -> Table:
@@ -245,39 +217,34 @@ def _table(operation: str, table: pd.DataFrame, size: float | None, rows: pd.Dat
             line["eager / graph"] = f"{row[EAGER] / row[GRAPH]:.2f}"
             line["device works %"] = f"{min(100.0, 100 * row[GRAPH] / row[EAGER]):.0f}"
         lines.append(line)
-    meaning = (
-        "the device's own time (graph) reaches the host's"
-        if GRAPH in table
-        else "an operation takes twice the least (CUDA graphs need CUDA: there is nothing to run ahead of on a CPU)"
-    )
-    found = "beyond the last size" if size is None else f"at n = {size:,.0f}"
     first = rows.iloc[0]
+    meaning = "the graph's time reaches the host's" if GRAPH in table else "an operation takes twice the least time"
     caption = (
         f"Time per operation in a chain of {first['depth']}, {operation}, {first['dtype']}, on {where(rows)}. The "
-        f"turn, where {meaning}: {found}."
+        f"turn, where {meaning}: {'beyond the last size' if size is None else f'at n = {size:,.0f}'}."
     )
     return Table(caption, pd.DataFrame(lines))
 
 
-def _draw(found: dict[str, pd.DataFrame], rows: pd.DataFrame, axes: Axes) -> None:
-    """Microseconds per operation against bytes of one operand; colour is the way, marker and dash the operation."""
+def _draw(found: dict[str, pd.DataFrame], width: int, axes: Axes) -> None:
+    """Microseconds per operation against bytes of one operand; colour is the way, marker and dash the operation.
+
+    Args:
+        width: bytes of one number.
+    """
     from cs336_systems.report.figures import OKABE_ITO
 
-    width = 2 if rows["dtype"].iloc[0] == "bf16" else 4
-    colours = {EAGER: OKABE_ITO[1], COMPILED: OKABE_ITO[2], GRAPH: OKABE_ITO[0]}
-    for i, (operation, table) in enumerate(found.items()):
-        numbers = [float(n) ** 2 if operation == "matmul" else float(n) for n in table.index]
-        kib = [width * value / 1024 for value in numbers]
-        style: dict[str, Any] = {"marker": "os"[i % 2], "linestyle": ("-", "--")[i % 2], "markersize": 5}
+    colours = dict(zip((GRAPH, EAGER, COMPILED), OKABE_ITO, strict=False))
+    for (operation, table), style in zip(found.items(), ("o-", "s--"), strict=False):
+        power = 2 if operation == "matmul" else 1
+        kib = [width * float(n) ** power / 1024 for n in table.index]
         for way in WAYS:
             if way in table:
-                axes.plot(kib, table[way], color=colours[way], label=f"{operation}, {way}", **style)
+                axes.plot(kib, table[way], style, color=colours[way], label=f"{operation}, {way}", markersize=5)
         if (size := turn(table)) is not None:
-            bytes_kib = width * (size**2 if operation == "matmul" else size) / 1024
-            height = float(table[ISSUE].iloc[0]) if GRAPH in table else 2 * float(table[EAGER].min())
             label = f"{operation} turns at n = {float(f'{size:.3g}'):,.0f}"
-            face = ("black", "white")[i % 2]
-            axes.plot(bytes_kib, height, "*", color="black", markersize=13, markerfacecolor=face, label=label)
+            at, face = width * size**power / 1024, "black" if style == "o-" else "white"
+            axes.plot(at, table[ISSUE].iloc[0], "*", color="black", markersize=13, markerfacecolor=face, label=label)
     logarithmic(axes)
     axes.set_xlabel("size of one operand, KiB")
     axes.set_ylabel("time per operation, µs (median)")

@@ -1,28 +1,18 @@
 """How many multiply-adds per element until an elementwise kernel takes twice as long as with one?
 
-The prediction and the method are told by ``scripts/abstraction_leaks/roofline_knee.py``.
+``scripts/abstraction_leaks/roofline_knee.py`` states the prediction and the method.
 """
 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cs336_systems.config import PRECISIONS
 from cs336_systems.declared import option, options_of
-from cs336_systems.experiments.findings import (
-    FAR,
-    Findings,
-    Knee,
-    crossing,
-    fit_knee,
-    leak_experiment,
-    logarithmic,
-    where,
-)
+from cs336_systems.experiments.findings import Findings, crossing, leak_experiment, logarithmic, medians, where
 from cs336_systems.experiments.options import RunOptions, cell_of
 from cs336_systems.hardware import find_hardware
 from cs336_systems.report.tables import Table, digits
@@ -39,6 +29,8 @@ BYTES = 8
 """Bytes per element: four read, four written."""
 FLOP = 2
 """FLOPs per multiply-add."""
+FLOP_PER_BYTE = FLOP / BYTES
+"""Operations per byte of memory traffic that one multiply-add per element adds."""
 CEILING, LAUNCH, COMPILED, EAGER = "ceiling", "launch", "compiled", "eager"
 LONGEST_CHAIN = 512
 """Multiply-adds that a chain may have: Inductor unrolls it, and beyond this compiling takes minutes."""
@@ -46,6 +38,8 @@ _MOST_EAGER = 16
 """Multiply-adds of the longest eager chain: its time is a straight line, and more would only take longer."""
 _SLOWER = 1.02
 """Times the shortest chain's time from which a chain counts as slower."""
+FAR = 3.0
+"""Points up to the knee over this are flat, those from the knee times this on rise; the others lie at the corner."""
 
 
 @dataclass(frozen=True)
@@ -130,37 +124,17 @@ def eager_chain(fmas: int) -> Callable[[Tensor, Tensor], None]:
 
 @functools.cache
 def compiled_chain(fmas: int) -> Callable[[Tensor, Tensor], None]:
-    """The fused chain; the same one for every repeat in this process."""
+    """The chain as one kernel; the same function for every repeat in this process."""
     import torch
 
     options: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast"}
     return torch.compile(chain(fmas), fullgraph=True, dynamic=False, options=options)
 
 
-def compile_metrics(run: Callable[[Tensor, Tensor], None], x: Tensor, out: Tensor) -> list[Metric]:
-    """First call of a compiled chain: what compiling took and how many kernels came of it; none if it was warm."""
-    import torch._dynamo
-    import torch._inductor.metrics as inductor
-
-    from cs336_systems.harness.clock import synchronize
-    from cs336_systems.harness.record import Metric
-
-    inductor.reset()
-    started = time.perf_counter()
-    with torch._dynamo.config.patch(recompile_limit=2 * LONGEST_CHAIN):  # every chain is a variant of one function
-        run(x, out)
-    synchronize(x.device)
-    if not inductor.generated_kernel_count:
-        return []
-    return [
-        Metric("compile", "s", [time.perf_counter() - started]),
-        Metric("kernels", "count", [inductor.generated_kernel_count]),
-    ]
-
-
 def measure(cell: ChainCell) -> list[Metric]:
-    """Time one chain; or the machine's product and copy."""
+    """Time one chain; or the machine's matmul and copy."""
     import torch
+    import torch._dynamo
 
     from cs336_systems.harness.clock import measure_ceilings, time_kernel
     from cs336_systems.harness.record import Metric
@@ -170,170 +144,164 @@ def measure(cell: ChainCell) -> list[Metric]:
     if cell.how == CEILING:
         return measure_ceilings(PRECISIONS["fp32"], device)
     x = torch.randn(cell.elements, device=device)
-    out = torch.empty_like(x)
-    run = eager_chain(cell.fmas) if cell.how == EAGER else compiled_chain(cell.fmas)
-    metrics = [] if cell.how == EAGER else compile_metrics(run, x, out)
-    samples_ms = time_kernel(lambda: run(x, out), device=device, warmup=2, samples=cell.samples)
-    return [Metric("time", "ms", samples_ms), *metrics]
+    run, out = (eager_chain if cell.how == EAGER else compiled_chain)(cell.fmas), torch.empty_like(x)
+    with torch._dynamo.config.patch(recompile_limit=2 * LONGEST_CHAIN):  # every chain is a variant of one function
+        samples_ms = time_kernel(lambda: run(x, out), device=device, warmup=2, samples=cell.samples)
+    return [Metric("time", "ms", samples_ms)]
 
 
-Curve = dict[int, float]
-"""Median milliseconds by length of chain, over the repeats."""
+@dataclass(frozen=True)
+class Knee:
+    """``ms = launch + max(flat, slope * multiply-adds)``: time is flat while memory binds, and rises with arithmetic.
+
+    Each part is measured where the other is far away, so the two rates are what the resources give by themselves.
+    Around the knee a real curve lies above both lines, as the resources are never shared perfectly.
+    """
+
+    flat: float
+    slope: float
+    launch: float = 0.0
+
+    @property
+    def position(self) -> float:
+        """The multiply-adds at which the two parts meet."""
+        return self.flat / self.slope
+
+    def at(self, fmas: pd.Series) -> pd.Series:
+        """The ms of the two lines."""
+        return self.launch + (self.slope * fmas).clip(lower=self.flat)
 
 
-def curve(rows: pd.DataFrame, how: str) -> Curve:
-    """The measured times of one way to run the chain."""
-    own = rows[(rows["metric"] == "time") & (rows["how"] == how)].groupby("fmas")["median"].median()
-    return {int(k): float(ms) for k, ms in zip(own.index, own, strict=True)}
+def fit_knee(times: pd.Series, launch: float = 0.0) -> Knee:
+    """The level of the points far below the knee and the proportionality of those far above it, both above ``launch``.
+
+    The knee of the first and the last point alone decides which points are far. Errors count relatively, as times span
+    decades.
+
+    Args:
+        times: ms by multiply-adds, in rising order.
+
+    Raises:
+        ValueError: a time that is not above the launch, or the last is not far above the first.
+    """
+    x, own = times.index.to_numpy(float), times.to_numpy(float) - launch
+    if not (own > 0).all() or own[-1] < FAR * own[0]:
+        raise ValueError(f"no knee up to {x[-1]:g}: times must be above a launch and rise {FAR:g} times, go further")
+    estimate = x[-1] * own[0] / own[-1]
+    low, per_x = own[x <= max(estimate / FAR, x[0])], (x / own)[x >= min(FAR * estimate, x[-1])]
+    return Knee(float((1 / low).sum() / (1 / low**2).sum()), float(per_x.sum() / (per_x**2).sum()), launch)
 
 
-def predicted_knee(flop_per_s: float, bytes_per_s: float) -> float:
-    """Multiply-adds per element at which arithmetic takes as long as memory."""
-    return (BYTES / bytes_per_s) * flop_per_s / FLOP
+def predicted_knees(rows: pd.DataFrame) -> dict[str, tuple[float, float, float]]:
+    """Knee in multiply-adds, GB/s and TFLOP/s by where the rate comes from; with the copy measured in the same run."""
+    limits = rows.groupby("metric")["median"].first()
+    if "copy_ceiling" not in limits:
+        return {}
+    hardware, copy = find_hardware(str(rows["gpu"].iloc[0])), float(limits["copy_ceiling"])
+    peak = hardware.peak("fp32") if hardware else None
+    rates = {"datasheet fp32": (peak or 0) / 1e12, "measured fp32 product": float(limits["matmul_ceiling"])}
+    return {name: (1e3 * rate / copy / FLOP_PER_BYTE, copy, rate) for name, rate in rates.items() if rate}
 
 
 def analyse(rows: pd.DataFrame) -> Findings:
     """The measured knee beside the predicted ones, every point, and time against operations per byte."""
-    fused, eager = curve(rows, COMPILED), curve(rows, EAGER)
-    if len(fused) < 4:
+    times = medians(rows[rows["metric"] == "time"], "fmas", "how")
+    if COMPILED not in times or len(fused := times[COMPILED].dropna()) < 4:
         return Findings([], {"knee_fmas": None})
-    elements = int(rows[rows["how"] == COMPILED]["elements"].iloc[0])
-    ceilings = {
-        metric: float(rows[rows["metric"] == metric]["median"].iloc[0])
-        for metric in ("matmul_ceiling", "copy_ceiling")
-        if (rows["metric"] == metric).any()
-    }
-    predictions = _predictions(rows, ceilings)
-    points = _points_table(fused, eager, elements, where(rows))
-    lengths, times = [float(k) for k in fused], list(fused.values())
-    launch_ms = curve(rows, LAUNCH).get(1, 0.0)
+    eager = times[EAGER].dropna() if EAGER in times else fused[:0]
+    launch_ms = float(times[LAUNCH].iloc[0]) if LAUNCH in times else 0.0
+    elements, place = int(rows[rows["how"] == COMPILED]["elements"].iloc[0]), where(rows)
+    points = _points_table(fused, eager, elements, place)
     try:
-        knee = fit_knee(lengths, times, launch_ms)
+        knee = fit_knee(fused, launch_ms)
     except ValueError as error:
         return Findings([points], {"knee_fmas": None, "message": str(error)})
-    doubling = crossing(lengths, times, 2 * times[0])
+    predictions = predicted_knees(rows)
     figures = {
         "knee_fmas": round(knee.position, 1),
-        "knee_flop_per_byte": round(knee.position * FLOP / BYTES, 2),
-        "doubling_fmas": None if doubling is None else round(doubling, 1),
-        "predicted_knee_fmas": {name: round(value, 1) for name, value in predictions.items()},
+        "doubling_fmas": crossing(fused, 2 * fused.iloc[0]),
+        "predicted_knee_fmas": {name: round(value, 1) for name, (value, _, _) in predictions.items()},
         "flat_gb_per_s": round(BYTES * elements / knee.flat / 1e6, 1),
         "rising_tflops": round(FLOP * elements / knee.slope / 1e9, 4),
         "launch_us": round(1e3 * launch_ms, 2) or None,
-        "flat_up_to_fmas": max(k for k, ms in fused.items() if ms <= _SLOWER * times[0]),
-        "corner_excess_percent": round(100 * max(ms / knee.at(k) - 1 for k, ms in fused.items()), 1),
-        "kernels": max(map(int, rows[rows["metric"] == "kernels"]["median"]), default=None),
+        "flat_up_to_fmas": int(fused.index[fused <= _SLOWER * fused.iloc[0]].max()),
+        "corner_excess_percent": round(100 * (fused / knee.at(fused.index.to_series()) - 1).max(), 1),
     }
-    tables = [_knee_table(knee, doubling, predictions, ceilings, figures, where(rows)), points]
-    title = f"{elements:,} fp32 numbers through a chain, on {where(rows)}"
-    return Findings(tables, figures, functools.partial(_draw, fused, eager, knee, predictions), title, (7.5, 5.5))
+    title = f"{elements:,} fp32 numbers through a chain, on {place}"
+    draw = functools.partial(_draw, fused, eager, knee, predictions)
+    return Findings([_knee_table(figures, predictions, place), points], figures, draw, title, (7.5, 5.5))
 
 
-def _predictions(rows: pd.DataFrame, ceilings: dict[str, float]) -> dict[str, float]:
-    """Knees in multiply-adds, by where the rate comes from; bandwidth is the copy measured in the same run."""
-    if "copy_ceiling" not in ceilings:
-        return {}
-    bandwidth = 1e9 * ceilings["copy_ceiling"]
-    hardware = find_hardware(str(rows["gpu"].iloc[0]))
-    rates = {
-        "datasheet fp32": hardware.peak("fp32") if hardware else None,
-        "measured fp32 product": 1e12 * ceilings["matmul_ceiling"],
-    }
-    return {name: predicted_knee(rate, bandwidth) for name, rate in rates.items() if rate}
-
-
-def _knee_table(
-    knee: Knee,
-    doubling: float | None,
-    predictions: dict[str, float],
-    ceilings: dict[str, float],
-    figures: dict[str, Any],
-    place: str,
-) -> Table:
+def _knee_table(figures: dict[str, Any], predictions: dict[str, tuple[float, float, float]], place: str) -> Table:
     import pandas as pd
 
-    def line(source: str, position: float, doubled: str, gb_per_s: float, tflops: float) -> dict[str, str]:
-        return {
+    doubling = figures["doubling_fmas"]
+    measured = figures["knee_fmas"], figures["flat_gb_per_s"], figures["rising_tflops"]
+    doubled = "beyond the last point" if doubling is None else f"{doubling:.0f}"
+    lines = [
+        (f"predicted: {name}, measured copy", f"{found[0] + 1:.0f}–{2 * found[0]:.0f}", found)
+        for name, found in predictions.items()
+    ]
+    launch = f"less the {figures['launch_us']} µs of a launch" if figures["launch_us"] else "launches included"
+    caption = (
+        f"Knee of a fused chain of multiply-adds on {place}: where its two rates meet. Measured GB/s of chains up to 1/"
+        f"{FAR:g} of the knee, TFLOP/s of those from {FAR:g} times the knee on, work over whole time, {launch}. "
+        f"At the corner a chain takes up to {figures['corner_excess_percent']:g} % longer than these rates say."
+    )
+    frame = pd.DataFrame(
+        {
             "source": source,
-            "knee, multiply-adds": f"{position:.1f}",
-            "knee, FLOP/byte": f"{position * FLOP / BYTES:.1f}",
-            "twice the time at": doubled,
+            "knee, multiply-adds": f"{knee:.1f}",
+            "knee, FLOP/byte": f"{knee * FLOP_PER_BYTE:.1f}",
+            "twice the time at": twice,
             "GB/s": digits(gb_per_s),
             "TFLOP/s": digits(tflops),
         }
-
-    lines = []
-    for name, value in predictions.items():
-        copy, doubled = ceilings["copy_ceiling"], f"{value + 1:.0f}–{2 * value:.0f}"
-        lines.append(line(f"predicted: {name}, measured copy", value, doubled, copy, value * FLOP / BYTES * copy / 1e3))
-    doubled = "beyond the last point" if doubling is None else f"{doubling:.0f}"
-    rates = figures["flat_gb_per_s"], figures["rising_tflops"]
-    lines.append(line("measured: far from the knee", knee.position, doubled, *rates))
-    launch = figures["launch_us"]
-    subtracted = f"less the {launch} µs of a launch" if launch else "launches included"
-    caption = (
-        f"Knee of a fused chain of multiply-adds on {place}: where its two rates meet. Measured GB/s of chains up to 1/"
-        f"{FAR:g} of the knee, TFLOP/s of those from {FAR:g} times the knee on, work over whole time, {subtracted}. "
-        f"At the corner a chain takes up to {figures['corner_excess_percent']:g} % longer than these rates say."
+        for source, twice, (knee, gb_per_s, tflops) in [*lines, ("measured: far from the knee", doubled, measured)]
     )
-    return Table(caption, pd.DataFrame(lines))
+    return Table(caption, frame)
 
 
-def _points_table(fused: Curve, eager: Curve, elements: int, place: str) -> Table:
+def _points_table(fused: pd.Series, eager: pd.Series, elements: int, place: str) -> Table:
     import pandas as pd
 
-    first = next(iter(fused.values()))
-    lines = [
+    fmas, slow = fused.index.to_series(), eager.reindex(fused.index)
+    frame = pd.DataFrame(
         {
-            "multiply-adds": str(k),
-            "FLOP/byte": f"{k * FLOP / BYTES:g}",
-            "fused ms": digits(ms),
-            "times the first": f"{ms / first:.2f}",
-            "GB/s": digits(BYTES * elements / ms / 1e6),
-            "TFLOP/s": digits(FLOP * k * elements / ms / 1e9),
-            "eager ms": digits(eager[k]) if k in eager else "–",
-            "eager / fused": f"{eager[k] / ms:.1f}" if k in eager else "–",
+            "multiply-adds": fmas.map(str),
+            "FLOP/byte": (FLOP_PER_BYTE * fmas).map("{:g}".format),
+            "fused ms": fused.map(digits),
+            "times the first": (fused / fused.iloc[0]).map("{:.2f}".format),
+            "GB/s": (BYTES * elements / fused / 1e6).map(digits),
+            "TFLOP/s": (FLOP * fmas * elements / fused / 1e9).map(digits),
+            "eager ms": slow.map(digits, na_action="ignore").fillna("–"),
+            "eager / fused": (slow / fused).map("{:.1f}".format, na_action="ignore").fillna("–"),
         }
-        for k, ms in fused.items()
-    ]
-    return Table(f"Time of a chain on {elements:,} fp32 numbers on {place}.", pd.DataFrame(lines))
+    )
+    return Table(f"Time of a chain on {elements:,} fp32 numbers on {place}.", frame)
 
 
-def _draw(fused: Curve, eager: Curve, knee: Knee, predictions: dict[str, float], axes: Axes) -> None:
+def _draw(fused: pd.Series, eager: pd.Series, knee: Knee, predictions: dict[str, Any], axes: Axes) -> None:
     """Measured points, the roofline of their rates, the predicted knees as verticals; operations per byte below."""
-    from matplotlib.ticker import LogLocator, NullFormatter
+    import pandas as pd
 
     from cs336_systems.report.figures import OKABE_ITO
 
-    scale = FLOP / BYTES
-    last = max(fused)
-    fitted = {k: knee.at(k) for k in (1 + (last - 1) * i / 400 for i in range(401))}
-    found = f"knee of these rates: {scale * knee.position:.1f}"
-    curves: list[tuple[dict[Any, float], str, int, str]] = [
-        (fused, "o", 0, "fused, measured"),
-        (fitted, "-", 0, "fused, rates far from the knee"),
-        *([(eager, "s--", 1, "eager, measured")] if eager else []),
-    ]
-    for points, style, colour, label in curves:
-        axes.plot([scale * k for k in points], list(points.values()), style, color=OKABE_ITO[colour], label=label)
-    axes.plot(scale * knee.position, knee.at(0), "*", markersize=15, color=OKABE_ITO[6], label=found)
-    for (name, value), colour, style in zip(predictions.items(), (2, 3), (":", "-."), strict=False):
-        label = f"knee predicted, {name}: {scale * value:.1f}"
-        axes.axvline(scale * value, color=OKABE_ITO[colour], linestyle=style, label=label)
+    for points, style, colour, label in ((fused, "o", 0, "fused, measured"), (eager, "s--", 1, "eager, measured")):
+        axes.plot(FLOP_PER_BYTE * points.index, points, style, color=OKABE_ITO[colour], label=label)
+    corners = pd.Series([fused.index[0], knee.position, fused.index[-1]])
+    found = f"rates far from the knee, which is at {FLOP_PER_BYTE * knee.position:.1f}"
+    axes.plot(FLOP_PER_BYTE * corners, knee.at(corners), color=OKABE_ITO[0], label=found)
+    for (name, (value, _, _)), ink in zip(predictions.items(), OKABE_ITO[2:], strict=False):
+        label = f"knee predicted, {name}: {FLOP_PER_BYTE * value:.1f}"
+        axes.axvline(FLOP_PER_BYTE * value, color=ink, linestyle=":", label=label)
     logarithmic(axes)
-    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("operations per byte of memory traffic of the fused kernel, FLOP/byte")
     axes.set_ylabel("time, ms (median)")
     axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 
 
 EXPERIMENT = leak_experiment(
-    NAME,
-    ChainCell,
-    Options,
-    make_cells,
-    measure,
-    analyse,
-    lambda cell: 3.0 if cell.how != EAGER and cell.repeat == 0 else 0.5,
+    *(NAME, ChainCell, Options, make_cells, measure, analyse),
+    expected_s=lambda cell: 3.0 if cell.how != EAGER and cell.repeat == 0 else 0.5,
 )

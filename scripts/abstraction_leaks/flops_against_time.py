@@ -1,6 +1,6 @@
 """Where are the FLOPs, and where does the time go? Shares of FLOPs against shares of time of a training step.
 
-    uv run scripts/abstraction_leaks/flops_against_time.py                       # eager and compiled
+    uv run scripts/abstraction_leaks/flops_against_time.py                       # eager and compiled; on a CPU eager
     uv run scripts/abstraction_leaks/flops_against_time.py --size medium --context-length 1024 --out results/
 
 The abstraction: FLOPs are the cost of a model, and products are nearly all of them. It leaks because a product reuses
@@ -20,8 +20,8 @@ microseconds whatever it computes, and shares of time follow the *number* of ope
 ``optimizer`` phase launches is optimizer; else the kernel's class decides (``traces/kernels.py``), with whatever runs
 inside an RMSNorm's range, forward or backward, counted as normalisation. In a compiled block there are no ranges: a
 fused reduction counts as normalisation, or as softmax if it has one, with its elementwise neighbours inside. On a CPU
-Inductor's fused kernels are asked to name themselves in the trace. FLOPs by ``costs/flops.py``. Shares are of
-the operators' summed time; time when none runs is reported beside (from a step without profiler).
+steps are eager alone, as its traces do not name fused kernels. FLOPs by ``costs/flops.py``. Shares are of the
+operators' summed time; time when none runs is reported beside (from a step without profiler).
 """
 
 from cs336_systems.experiments.driver import command

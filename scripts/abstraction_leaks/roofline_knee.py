@@ -16,11 +16,11 @@ core overlaps only the few vectors that fit its reordering window. Its knee shou
 predicted from a matrix product, whose sums are independent. Eagerly each multiplication and addition is a kernel that
 reads and writes everything: 2 k times the flat time, a straight line without a knee. Fusing buys that factor.
 
-**Method.** torch.compile makes one kernel of the chain (C++ on a CPU, Triton on a GPU; the count of kernels is a row),
-with contraction of a * b + c into one instruction allowed on a CPU, where Inductor forbids it by default. ``out`` is
-given, so that no page faults are timed. The knee follows from the measured points alone (``knees.py``): bandwidth from
-the chains far below it, the rate of arithmetic from those far above it, each less the time of a launch by itself; no
-peak enters. Compile time is a row of its own. The predictions use the copy measured in the same run.
+**Method.** torch.compile makes one kernel of the chain (C++ on a CPU, Triton on a GPU), with contraction of a * b + c
+into one instruction allowed on a CPU, where Inductor forbids it by default. ``out`` is given, so that no page faults are
+timed. The knee follows from the measured points alone: bandwidth from the chains far below it, the rate of arithmetic
+from those far above it, each less the time of a launch by itself; no peak enters. The predictions use the copy measured
+in the same run.
 """
 
 from cs336_systems.experiments.driver import command

@@ -1,0 +1,104 @@
+"""Several implementations of one subject, compared: kernels, attention, blocks, fp8 and kinds of data.
+
+A cell is one implementation (its *way*) of a subject; the cell without its way and turn is the subject. Ways of a
+subject are interleaved in one process, on the same inputs, every second turn in reverse order, as a GPU at its power
+limit slows while a command runs. A table (``report.results.ResultTable``) tells each way's time over that of a named
+peer, turn by turn: ``line.repeats_over("step", line.peer(how="compiled"))``. Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import replace
+from math import ceil
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from cs336_systems.case import Unsupported
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from torch import Tensor
+
+    from cs336_systems.harness.record import Metric
+
+
+class Peer:
+    """A frozen dataclass of columns that is one implementation of a subject."""
+
+    WAY: ClassVar[str] = "how"
+    """The field that names the implementation."""
+
+    @property
+    def variant(self) -> str:
+        """The implementation."""
+        return getattr(self, self.WAY)
+
+    @property
+    def subject(self) -> Any:
+        """The cell without what is interleaved."""
+        cell: Any = self
+        turn = {"repeat": 0} if hasattr(self, "repeat") else {}
+        return replace(cell, **{self.WAY: ""}, **turn)
+
+
+AnyPeer = TypeVar("AnyPeer", bound=Peer)
+
+
+def interleaved(cells: Iterable[AnyPeer], repeat: int) -> list[AnyPeer]:
+    """All ways of each subject one after the other, ``repeat`` times, every second time in reverse order."""
+    ways: dict[Any, list[Any]] = {}
+    for cell in cells:
+        ways.setdefault(cell.subject, []).append(cell)
+    return [
+        replace(cell, repeat=turn)
+        for group in ways.values()
+        for turn in range(repeat)
+        for cell in group[:: -1 if turn % 2 else 1]
+    ]
+
+
+def installed(module: str, distribution: str) -> ModuleType:
+    """The module of another library.
+
+    Raises:
+        Unsupported: it cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Unsupported(f"{distribution} is not there ({error}): uv sync, or pip install {distribution}") from error
+
+
+def relative_error(got: Tensor, exact: Tensor) -> float:
+    """The Frobenius norm of the difference from an exact result over the result's own; computed in fp64."""
+    exact = exact.to(got.device)
+    return ((got.detach().double() - exact).norm() / exact.norm()).item()
+
+
+def error_metric(name: str, error: float) -> Metric:
+    """A relative error as a metric."""
+    from cs336_systems.harness.record import Metric
+
+    return Metric(f"error_{name}", "relative", [error])
+
+
+def panels(n: int, most: int, width: float, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
+    """A figure with ``n`` panels of ``width`` x ``height`` inches, at most ``most`` of them beside each other."""
+    from matplotlib.figure import Figure
+
+    from cs336_systems.report.figures import dress
+
+    columns = min(n, most)
+    rows = ceil(n / columns)
+    figure = Figure(figsize=(width * columns + 1.5, height * rows + 0.6), layout="constrained")
+    every = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
+    for axes in every[n:]:
+        axes.set_visible(False)
+    for axes in every[:n]:
+        dress(axes)
+        axes.set_axisbelow(True)
+    return figure, every[:n]
