@@ -9,23 +9,23 @@ is measured.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from cs336_systems.config import ATTENTIONS
 from cs336_systems.costs.attention import AttentionWork
 from cs336_systems.declared import option, options_of
-from cs336_systems.experiments.driver import Experiment, Stage, presented
+from cs336_systems.experiments.driver import Experiment, one_stage, presented
 from cs336_systems.experiments.options import RunOptions
+from cs336_systems.experiments.peers import Peer, interleaved
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 from cs336_systems.report.tables import Table, digits
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from cs336_systems.harness.sweep import Outcome
+    from cs336_systems.harness.record import Metric
 
 MATERIALISED = ("reference", "reference-compiled")
 VARIANTS = (
@@ -54,9 +54,10 @@ TILE = "tile "
 
 
 @dataclass(frozen=True)
-class AttentionCell:
+class AttentionCell(Peer):
     """One implementation at one shape; ``heads`` 0 means inputs without a head dimension. The fields are columns."""
 
+    WAY = "impl"
     device: str
     grid: str = option(
         "pytorch",
@@ -95,10 +96,6 @@ class AttentionCell:
     repeat: int = 0
     """The number of this run of the grid."""
     seed: int = 0
-
-    @property
-    def variant(self) -> str:
-        return self.impl
 
     @property
     def work(self) -> AttentionWork:
@@ -200,38 +197,14 @@ def make_cells(options: Any) -> list[AttentionCell]:
             f"no cell of --grid {' '.join(options.grid)} has the values asked for{lengths} (a CPU takes "
             f"{' and '.join(map(str, CPU_LENGTHS))} unless --length says more; training and variants have longer ones)"
         )
-    return cells if options.repeat == 1 else _in_turns(cells, options.repeat)
+    return sorted(interleaved(cells, options.repeat), key=lambda cell: (options.grid.index(cell.grid), cell.dtype))
 
 
-def _in_turns(cells: list[AttentionCell], n_repeats: int) -> list[AttentionCell]:
-    """Cells that differ in nothing but the implementation follow each other, each time with another one first."""
-    peers: dict[AttentionCell, list[AttentionCell]] = {}
-    for cell in cells:
-        peers.setdefault(replace(cell, impl=""), []).append(cell)
-    return [
-        replace(group[(repeat + turn) % len(group)], repeat=repeat)
-        for repeat in range(n_repeats)
-        for group in peers.values()
-        for turn in range(len(group))
-    ]
+def measure(cell: AttentionCell) -> list[Metric]:
+    """Time, memory and error of one cell."""
+    from cs336_systems.experiments.attention_measure import measure_attention
 
-
-def stages(options: Any, cells: Sequence[AttentionCell], outcomes: list[Outcome]) -> list[Stage]:
-    """Cells of a grid and dtype share a process; with ``--repeat`` all do.
-
-    More processes would compile anew for each shape. What an earlier cell still holds is not counted in a later one's
-    peak.
-    """
-    from cs336_systems.experiments.attention_measure import measure
-
-    return [
-        Stage(
-            cells,
-            measure,
-            expected_s=lambda cell: cell.work.forward_flops + 1e11,  # no seconds, but in proportion to them
-            share=lambda cell: options.repeat > 1 or (cell.grid, cell.dtype),
-        )
-    ]
+    return measure_attention(cell)
 
 
 PASSES = ("forward", "backward", "both")
@@ -269,24 +242,25 @@ ATTENTION = ResultTable(
 """Time, rate, memory and largest error of every cell of ``benchmark_attention.py`` rows; failures as they are."""
 
 
-def present(outcomes: list[Outcome], options: Any, csv: Path | None) -> None:
+def tables(rows: pd.DataFrame) -> Iterator[Table]:
     """A table for each grid, and the tiles that were searched."""
-
-    def tables(rows: pd.DataFrame) -> Iterator[Table]:
-        for grid in dict.fromkeys(rows["grid"]):
-            yield ATTENTION.of(rows[rows["grid"] == grid])
-        if options.autotune:
-            yield tile_table(rows)
-
-    presented(tables)(outcomes, options, csv)
+    for grid in dict.fromkeys(rows["grid"]):
+        yield ATTENTION.of(rows[rows["grid"] == grid])
+    if rows["metric"].astype(str).str.startswith(TILE).any():
+        yield tile_table(rows)
 
 
 EXPERIMENT = Experiment(
     "benchmark_attention",
     AttentionCell,
     make_cells,
-    stages,
-    present,
+    one_stage(
+        measure,
+        expected_s=lambda cell: cell.work.forward_flops + 1e11,  # no seconds, but in proportion to them
+        # More processes would compile anew for each shape. What a cell still holds counts in no later one's peak.
+        share=lambda cell: (cell.grid, cell.dtype),
+    ),
+    presented(tables),
     ("forward", "backward", "both", "both_tflops", "peak_memory"),
     options=Options,
 )
@@ -297,26 +271,15 @@ def comparison_table(rows: pd.DataFrame, ours: str = "flash") -> Table:
     import pandas as pd
 
     rows = by_clock(rows)
-    settings = ["batch_size", "heads", "length", "d_head"]
     ran = rows[(rows["status"] == "ok") & rows["metric"].isin(PASSES)]
     lines = []
-    for shape, at_shape in ran.groupby(settings, sort=False):
-        impls = [str(impl) for impl in at_shape["impl"].unique() if impl != ours]
+    for shape, at_shape in ran.groupby(["batch_size", "heads", "length", "d_head"], sort=False):
+        others = [str(impl) for impl in at_shape["impl"].unique() if impl != ours]
         for name in PASSES:
             line = dict(zip(("batch", "heads", "length", "d"), shape, strict=True)) | {"pass": name}
-            line[f"{ours} ms"] = digits(time_of(at_shape, name, ours))
-            line |= {f"{impl} / {ours}": f"{time_over(at_shape, name, impl, ours):.2f}" for impl in impls}
-            lines.append(line)
+            line[f"{ours} ms"] = digits(_times(at_shape, name, ours).median())
+            lines.append(line | {f"{impl} / {ours}": f"{time_over(at_shape, name, impl, ours):.2f}" for impl in others})
     return Table("", pd.DataFrame(lines))
-
-
-def time_of(rows: pd.DataFrame, metric: str, impl: str) -> float:
-    """The time of a pass at one shape, ms: the median over the repeats of the newest run.
-
-    Raises:
-        ValueError: the rows do not hold it.
-    """
-    return float(_by_repeat(rows, metric, impl).median())
 
 
 def time_over(rows: pd.DataFrame, metric: str, impl: str, ours: str) -> float:
@@ -325,52 +288,25 @@ def time_over(rows: pd.DataFrame, metric: str, impl: str, ours: str) -> float:
     Raises:
         ValueError: the rows do not hold them.
     """
-    return float((_by_repeat(rows, metric, impl) / _by_repeat(rows, metric, ours)).median())
+    return float((_times(rows, metric, impl) / _times(rows, metric, ours)).median())
 
 
-def _by_repeat(rows: pd.DataFrame, metric: str, impl: str) -> pd.Series:
+def _times(rows: pd.DataFrame, metric: str, impl: str) -> pd.Series:
+    """The times in ms of a pass at one shape, by repeat of the newest run."""
     from cs336_systems.harness.runs import by_repeat, newest_run
 
-    rows = by_clock(rows)
-    own = rows[(rows["impl"] == impl) & (rows["metric"] == metric)]
+    own = by_clock(rows)
+    own = own[(own["impl"] == impl) & (own["metric"] == metric)]
     if own.empty:
         raise ValueError(f"no row holds the metric {metric!r} of {impl!r}")
     return by_repeat(newest_run(own), metric)
-
-
-def length_tables(rows: pd.DataFrame, *metrics: str) -> list[Table]:
-    """A table per metric: its median for every implementation (columns) at every dtype, head dim and length (lines).
-
-    A cell that has no such metric says how it ended instead; one that was not measured is empty.
-    """
-    from cs336_systems.harness.runs import newest
-
-    impls = list(dict.fromkeys(rows["impl"]))
-    rows = newest(by_clock(rows), [name for name in SETTINGS if name in rows])
-    return [_length_table(rows, impls, metric) for metric in metrics]
-
-
-def _length_table(rows: pd.DataFrame, impls: list[str], metric: str) -> Table:
-    import pandas as pd
-
-    lines = []
-    for (dtype, d_head, length), cells in rows.groupby(["dtype", "d_head", "length"], sort=True):
-        line = {"dtype": dtype, "d": d_head, "length": f"{length:,}"}
-        for impl in impls:
-            own = cells[cells["impl"] == impl]
-            found = own[own["metric"] == metric]["median"]
-            ended = "" if own.empty else own["status"].iloc[-1]
-            line[impl] = digits(found.iloc[-1]) if len(found) else ended
-        lines.append(line)
-    return Table("", pd.DataFrame(lines))
 
 
 def account_table(work: AttentionWork, bytes_per_element: int) -> Table:
     """The bytes of materialised attention at its peak, tensor by tensor, eager and compiled."""
     import pandas as pd
 
-    scores = work.n_scores * bytes_per_element
-    inputs = work.tensor_bytes(bytes_per_element)
+    scores, inputs = work.n_scores * bytes_per_element, work.tensor_bytes(bytes_per_element)
     eager, compiled = (work.materialised_bytes(bytes_per_element, compiled=how) for how in (False, True))
     lines = [
         ("one score matrix", scores, scores),
@@ -379,12 +315,9 @@ def account_table(work: AttentionWork, bytes_per_element: int) -> Table:
         ("scaled queries, mask", eager - 4 * scores - inputs, compiled - 2 * scores - inputs),
         ("all", eager, compiled),
     ]
-    return Table(
-        f"Batch {work.batch_size}, {work.heads} head, length {work.n_queries:,}, d {work.d_head}; GiB.",
-        pd.DataFrame(
-            {"tensor": what, "eager": digits(a / 2**30), "compiled": digits(b / 2**30)} for what, a, b in lines
-        ),
-    )
+    lines_gib = [(what, digits(a / 2**30), digits(b / 2**30)) for what, a, b in lines]
+    shape = f"Batch {work.batch_size}, {work.heads} head, length {work.n_queries:,}, d {work.d_head}; GiB."
+    return Table(shape, pd.DataFrame(lines_gib, columns=["tensor", "eager", "compiled"]))
 
 
 def tile_table(rows: pd.DataFrame, most: int | None = None) -> Table:
@@ -393,17 +326,16 @@ def tile_table(rows: pd.DataFrame, most: int | None = None) -> Table:
 
     from cs336_systems.harness.runs import newest
 
+    shape = {"dtype": "dtype", "batch_size": "batch", "heads": "heads", "d_head": "d", "length": "length"}
     rows = newest(rows, [name for name in SETTINGS if name in rows])
-    tiles = rows[rows["metric"].astype(str).str.startswith(TILE)]
-    lines = []
-    for shape, at_shape in tiles.groupby(["dtype", "batch_size", "heads", "d_head", "length"], sort=False):
-        named = at_shape["metric"].str.removeprefix(TILE).str.split(" ", n=1, expand=True)
-        for kernel, of_kernel in at_shape.assign(kernel=named[0], tile=named[1]).groupby("kernel", sort=False):
-            by_time = of_kernel.sort_values("median")
-            for _, row in by_time.head(most or len(by_time)).iterrows():
-                lines.append(
-                    dict(zip(("dtype", "batch", "heads", "d", "length"), shape, strict=True))
-                    | {"kernel": kernel, "tile": row["tile"], "ms": digits(row["median"])}
-                    | {"of the fastest": f"{row['median'] / by_time['median'].iloc[0]:.3f}"}
-                )
-    return Table("", pd.DataFrame(lines))
+    tiles = rows[rows["metric"].astype(str).str.startswith(TILE)].rename(columns=shape)
+    named = tiles["metric"].str.removeprefix(TILE).str.split(" ", n=1, expand=True)
+    tiles = tiles.assign(kernel=named[0], tile=named[1])
+    found = []
+    for _, group in tiles.groupby([*shape.values(), "kernel"], sort=False):
+        by_time = group.sort_values("median").head(most or len(group))
+        ratios = by_time["median"] / by_time["median"].iloc[0]
+        found.append(by_time.assign(ms=by_time["median"].map(digits), over=ratios.map("{:.3f}".format)))
+    columns = [*shape.values(), "kernel", "tile", "ms", "over"]
+    frame = pd.concat(found)[columns] if found else pd.DataFrame(columns=columns)
+    return Table("", frame.rename(columns={"over": "of the fastest"}))

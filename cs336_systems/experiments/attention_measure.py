@@ -1,9 +1,9 @@
 """Time, memory and error of one attention at one shape: the cell of ``benchmark_attention.py``.
 
 Forward, backward and both are timed separately, backward as backward, with a cold L2 cache; by this suite's clock or
-by triton's ``do_bench``, which has warm-up and repetitions of its own. TFLOP/s use the
-FlashAttention convention; for a variant they count the scores that its mask leaves. Errors are relative Frobenius norms
-of the first head of the first sequence against fp64.
+by triton's ``do_bench``, which has warm-up and repetitions of its own. TFLOP/s use the FlashAttention convention; for a
+variant they count the scores that its mask leaves. Errors are relative Frobenius norms of the first head of the first
+sequence against fp64.
 
 A cell with a ``mask`` measures one of ``VARIANTS``: FlexAttention (``flex``) beside torch's attention with the same
 rule as a dense tensor (``sdpa-dense-mask``). Masks are built before any clock starts, and their bytes reported.
@@ -14,8 +14,8 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +29,7 @@ from cs336_systems.attention.oracle import oracle_attention
 from cs336_systems.attention.shapes import AttentionShape, validate
 from cs336_systems.case import Unsupported
 from cs336_systems.experiments.attention import MATERIALISED, TILE, AttentionCell
+from cs336_systems.experiments.peers import error_metric, relative_error
 from cs336_systems.hardware import GIB, find_hardware
 from cs336_systems.harness.clock import time_kernel
 from cs336_systems.harness.isolation import PredictedOutOfMemory
@@ -42,19 +43,22 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ORACLE_LENGTH = {"cuda": 16_384, "cpu": 2048}
 """Longest sequence whose fp64 scores of one head are worth their memory (2 GiB) and time."""
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(q, k, v) -> o."""
+
 
 @dataclass(frozen=True)
 class _Served:
-    """A cell's function (q, k, v) -> o, the oracle of its first head, its work, and metrics known beforehand."""
+    """A cell's function, the oracle of its first head, and metrics known beforehand."""
 
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    exact: Callable[[Tensor, Tensor, Tensor], Tensor]
-    share_of_scores: float
+    attend: Attend
+    exact: Attend
+    metrics: list[Metric] = field(default_factory=list)
+    share_of_scores: float = 1.0
     """The share that the mask leaves of the scores that ``AttentionWork`` counts."""
-    metrics: list[Metric]
 
 
-def measure(cell: AttentionCell) -> list[Metric]:
+def measure_attention(cell: AttentionCell) -> list[Metric]:
     """Time, memory and error of one cell.
 
     Raises:
@@ -66,8 +70,7 @@ def measure(cell: AttentionCell) -> list[Metric]:
         needed = work.materialised_bytes(dtype.itemsize, compiled=cell.impl == "reference-compiled")
     else:
         needed = work.tiled_bytes(dtype.itemsize)
-    free = free_bytes(device)
-    if needed > free:
+    if needed > (free := free_bytes(device)):
         raise PredictedOutOfMemory(f"needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
     torch.manual_seed(cell.seed)
     shape = (cell.batch_size, *((cell.heads,) if cell.heads else ()), cell.length, cell.d_head)
@@ -86,34 +89,30 @@ def measure(cell: AttentionCell) -> list[Metric]:
     meter, before = PeakMeter(device), allocated_bytes(device)
     o = forward()
     kept = allocated_bytes(device) - before
-    gradients = torch.autograd.grad(o, inputs, do, retain_graph=True)
+    backward = functools.partial(torch.autograd.grad, o, inputs, do, retain_graph=True)
+    gradients = backward()
     metrics = []
     if device.type == "cuda" and (peak_bytes := meter.peak_bytes()):
         not_ours = max(0, before - sum(x.nbytes for x in (q, k, v, do)))  # cuBLAS workspaces, say
         metrics.append(Metric("kept_for_backward", "GiB", [kept / GIB]))
         metrics.append(Metric("peak_memory", "GiB", [(peak_bytes - not_ours) / GIB]))
-    metrics += [
-        Metric("predicted_peak_memory", "GiB", [needed / GIB]),
-        *(errors(cell, served.exact, (q, k, v), do, (o, *gradients)) if cell.repeat == 0 else []),
-        *served.metrics,
-    ]
-    del gradients
-    flops = {
-        "forward": served.share_of_scores * work.forward_flops,
-        "backward": served.share_of_scores * work.backward_flops,
-    }
-    flops["both"] = flops["forward"] + flops["backward"]
+    metrics += [Metric("predicted_peak_memory", "GiB", [needed / GIB]), *served.metrics]
+    if cell.repeat == 0 and cell.length <= _ORACLE_LENGTH[device.type]:
+        metrics += errors(served.exact, (q, k, v), do, (o, *gradients))
     clock = {"harness": timed, "do-bench": timed_by_do_bench}[cell.clock]
-    backward_ms = clock(functools.partial(torch.autograd.grad, o, inputs, do, retain_graph=True), device)
-    del o  # its graph holds what forward kept, which the others need room for
-    samples_ms = {"forward": clock(forward, device), "backward": backward_ms, "both": clock(both, device)}
+    del gradients
+    samples_ms = {"backward": clock(backward, device)}
+    del o, backward  # the graph holds what forward kept, which the others need room for
+    samples_ms |= {"forward": clock(forward, device), "both": clock(both, device)}
+    flops = {"forward": work.forward_flops, "backward": work.backward_flops}
+    flops["both"] = flops["forward"] + flops["backward"]
     hardware = find_hardware(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
     peak = hardware.peak("bf16" if cell.dtype == "bf16" else "fp32") if hardware else None
     for name, samples in samples_ms.items():
-        metrics.append(Metric(name, "ms", samples))
-        metrics.append(Metric(f"{name}_tflops", "TFLOP/s", [flops[name] / ms / 1e9 for ms in samples], derived=True))
+        rates = [served.share_of_scores * flops[name] / ms / 1e9 for ms in samples]
+        metrics += [Metric(name, "ms", samples), Metric(f"{name}_tflops", "TFLOP/s", rates, derived=True)]
         if peak:
-            shares = [100 * flops[name] / (ms / 1e3) / peak for ms in samples]
+            shares = [100 * rate * 1e12 / peak for rate in rates]
             metrics.append(Metric(f"{name}_peak_share", "% of datasheet peak", shares, derived=True))
     return metrics
 
@@ -132,24 +131,15 @@ def timed_by_do_bench(run: Callable[[], object], device: torch.device) -> list[f
 
 
 def errors(
-    cell: AttentionCell,
-    exact: Callable[[Tensor, Tensor, Tensor], Tensor],
-    inputs: tuple[Tensor, Tensor, Tensor],
-    do: Tensor,
-    results: tuple[Tensor, ...],
+    exact: Attend, inputs: tuple[Tensor, Tensor, Tensor], do: Tensor, results: tuple[Tensor, ...]
 ) -> list[Metric]:
-    """Relative errors of (o, dq, dk, dv) in the first head of the first sequence against ``exact`` in fp64.
-
-    Empty beyond the length whose fp64 scores fit comfortably.
-    """
-    if cell.length > _ORACLE_LENGTH[cell.device]:
-        return []
-    first = (slice(0, 1), slice(0, 1)) if cell.heads else (slice(0, 1),)
+    """Relative errors of (o, dq, dk, dv) in the first head of the first sequence against ``exact`` in fp64."""
+    first = (slice(0, 1),) * (do.dim() - 2)
     leaves = [x.detach()[first].double().requires_grad_() for x in inputs]
     o = exact(*leaves)
     wanted = (o.detach(), *torch.autograd.grad(o, leaves, do[first].double()))
     return [
-        Metric(f"error_{name}", "relative", [((got.detach()[first].double() - want).norm() / want.norm()).item()])
+        error_metric(name, relative_error(got[first], want))
         for name, got, want in zip(("o", "dq", "dk", "dv"), results, wanted, strict=True)
     ]
 
@@ -180,12 +170,9 @@ def make_variant(name: str, shape: AttentionShape, device: torch.device, *, of_h
 def _serve(cell: AttentionCell, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> _Served:
     if reason := unsupported_reason(cell.impl, q, k, v, causal=cell.causal):
         raise Unsupported(reason)
-    return _Served(
-        attend=functools.partial(attention, causal=cell.causal, impl=cell.impl),
-        exact=lambda q, k, v: oracle_attention(q, k, v, causal=cell.causal)[0],
-        share_of_scores=1.0,
-        metrics=_tune(q, k, v, do, cell.causal) if cell.autotune else [],
-    )
+    attend = functools.partial(attention, causal=cell.causal, impl=cell.impl)
+    tiles = _tune(q, k, v, do, cell.causal) if cell.autotune else []
+    return _Served(attend, lambda q, k, v: oracle_attention(q, k, v, causal=cell.causal)[0], tiles)
 
 
 def _serve_variant(cell: AttentionCell, q: Tensor, k: Tensor, v: Tensor) -> _Served:
@@ -193,27 +180,24 @@ def _serve_variant(cell: AttentionCell, q: Tensor, k: Tensor, v: Tensor) -> _Ser
     shape = validate(q, k, v)
     first = validate(q[:1, :1], k[:1, :1], v[:1, :1])
     variant, alone = (make_variant(cell.mask, each, q.device, of_heads=cell.heads) for each in (shape, first))
+    attend: Attend
     if cell.impl == "flex":
         if q.device.type != "cuda":
             raise Unsupported(f"flex is compiled for CUDA devices, the inputs are on {q.device.type}")
         blocks = variants.make_block_mask(variant, shape, q.device)
         attend = functools.partial(variants.variant_attention, variant=variant, block_mask=blocks)
-        n_bytes = sum(x.numel() * x.element_size() for x in blocks.as_tuple() if isinstance(x, Tensor)) if blocks else 0
+        n_bytes = sum(x.nbytes for x in blocks.as_tuple() if isinstance(x, Tensor)) if blocks else 0
     else:
         dense = _dense_form(variant, shape, q)
         attend = functools.partial(F.scaled_dot_product_attention, attn_mask=dense)
         n_bytes = dense.untyped_storage().nbytes()
     share = variants.dense_mask(alone, first, q.device).double().mean().item()
-    return _Served(
-        attend=attend,
-        exact=lambda q, k, v: variants.dense_attention(q, k, v, alone)[0],
-        share_of_scores=share,
-        metrics=[
-            Metric("seen_scores", "% of all", [100 * share]),
-            Metric("skipped_blocks", "% of all", [variants.block_sparsity(variant, shape)]),
-            Metric("mask_memory", "GiB", [n_bytes / GIB]),
-        ],
-    )
+    metrics = [
+        Metric("seen_scores", "% of all", [100 * share]),
+        Metric("skipped_blocks", "% of all", [variants.block_sparsity(variant, shape)]),
+        Metric("mask_memory", "GiB", [n_bytes / GIB]),
+    ]
+    return _Served(attend, lambda q, k, v: variants.dense_attention(q, k, v, alone)[0], metrics, share)
 
 
 def _dense_form(variant: variants.Variant, shape: AttentionShape, q: Tensor) -> Tensor:
@@ -238,37 +222,22 @@ def _tune(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> list[Met
 
     heads = [x.detach() if x.dim() == 4 else x.detach()[:, None] for x in (q, k, v, do)]
     metrics = []
-    for timing in search_tiles(*heads, causal=causal):
-        use_tile(timing.kernel, q.shape[-1], q.element_size(), timing.best)
-        metrics += [Metric(f"{TILE}{timing.kernel} {tile}", "ms", times) for tile, times in timing.samples_ms.items()]
+    for kernel, samples_ms in search_tiles(*heads, causal=causal).items():
+        fastest = min(samples_ms, key=lambda tile: statistics.median(samples_ms[tile]))
+        use_tile(kernel, q.shape[-1], q.element_size(), fastest)
+        metrics += [Metric(f"{TILE}{kernel} {tile}", "ms", times) for tile, times in samples_ms.items()]
     return metrics
 
 
 _MIN_VALUES, _MAX_VALUES = 48, 192
+"""Registers of a thread that a tile's fp32 accumulators and scores take: fewer leave the tensor cores idle, more spill
+(sm_90)."""
 _ROUNDS = 3
 """Rounds of samples, in which the candidates are interleaved."""
 
 
-@dataclass(frozen=True)
-class TileTiming:
-    """Samples of every candidate of one kernel; the first is the table's."""
-
-    kernel: str
-    samples_ms: dict[Tile, list[float]]
-    refused: dict[Tile, str]
-    """By the other tiles, why the compiler or the launch refused them."""
-
-    @property
-    def best(self) -> Tile:
-        return min(self.samples_ms, key=lambda tile: statistics.median(self.samples_ms[tile]))
-
-
 def candidates(kernel: str, d_head: int, element_size: int) -> list[Tile]:
-    """Tiles worth timing, the table's first.
-
-    Their fp32 accumulators and scores take between ``_MIN_VALUES`` and ``_MAX_VALUES`` registers of a thread (fewer
-    leave the tensor cores idle, more spill), and in half precision they own at least the 64 rows that wgmma needs.
-    """
+    """Tiles worth timing, the committed table's first; in half precision they own at least the 64 rows of wgmma."""
     from cs336_systems.attention.flash.tiles import Tile, committed_tile
     from cs336_systems.kernels.launching import next_power_of_2
 
@@ -288,46 +257,39 @@ def candidates(kernel: str, d_head: int, element_size: int) -> list[Tile]:
     return found
 
 
-def search_tiles(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool) -> Iterator[TileTiming]:
-    """Time every candidate of every kernel, in interleaved rounds; q (batch, heads, n_queries, d_head), on a GPU.
+def search_tiles(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool) -> dict[str, dict[Tile, list[float]]]:
+    """The ms of every candidate of every kernel, in interleaved rounds; q (batch, heads, n_queries, d_head), on a GPU.
 
     The table in ``attention/flash/tiles.py`` is committed, so that nobody waits for a search; this repeats it, on
-    another GPU or shape. ``dkdv`` and ``dq`` include the preprocess kernel, which both need.
+    another GPU or shape. ``dkdv`` and ``dq`` include the preprocess kernel, which both need. A tile that the compiler
+    or the launch refuses is left out.
     """
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
     from cs336_systems.attention.flash.backward import launch_backward
     from cs336_systems.attention.flash.forward import launch_forward
-    from cs336_systems.attention.flash.tiles import KERNELS
 
     scale = q.shape[-1] ** -0.5
     o, lse = launch_forward(q, k, v, causal, scale)
-
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-    def backward(wants_dq: bool, tile: Tile) -> None:
-        if wants_dq:
-            launch_backward(q, k, v, o, lse, do, dq, None, None, causal, scale, dq_tile=tile)
-        else:
-            launch_backward(q, k, v, o, lse, do, None, dk, dv, causal, scale, dkdv_tile=tile)
-
+    backward = functools.partial(launch_backward, q, k, v, o, lse, do)
     launch: dict[str, Callable[[Tile], object]] = {
         "forward": lambda tile: launch_forward(q, k, v, causal, scale, tile),
-        "dkdv": lambda tile: backward(False, tile),
-        "dq": lambda tile: backward(True, tile),
+        "dkdv": lambda tile: backward(None, dk, dv, causal, scale, dkdv_tile=tile),
+        "dq": lambda tile: backward(dq, None, None, causal, scale, dq_tile=tile),
     }
-    for kernel in KERNELS:
-        samples: dict[Tile, list[float]] = {}
-        refused: dict[Tile, str] = {}
+    found: dict[str, dict[Tile, list[float]]] = {}
+    for kernel, run in launch.items():
+        samples = found.setdefault(kernel, {})
         for tile in candidates(kernel, q.shape[-1], q.element_size()):
             try:
-                launch[kernel](tile)
+                run(tile)
                 torch.cuda.synchronize()
                 samples[tile] = []
-            except (CompilationError, OutOfResources, PTXASError) as error:
-                refused[tile] = str(error).splitlines()[0]
+            except (CompilationError, OutOfResources, PTXASError):
+                continue
         for _ in range(_ROUNDS):
             for tile, times in samples.items():
-                times += time_kernel(functools.partial(launch[kernel], tile), device=q.device, warmup=1, samples=5)
-        yield TileTiming(kernel, samples, refused)
+                times += time_kernel(functools.partial(run, tile), device=q.device, warmup=1, samples=5)
+    return found

@@ -17,7 +17,7 @@ predicted from a matrix product, whose sums are independent. Eagerly each multip
 reads and writes everything: 2 k times the flat time, a straight line without a knee. Fusing buys that factor.
 
 **Method.** torch.compile makes one kernel of the chain (C++ on a CPU, Triton on a GPU), with contraction of a * b + c
-into one instruction allowed on a CPU, where Inductor forbids it by default. ``out`` is given, so that no page faults are
+into one instruction allowed on a CPU, where Inductor forbids it by default. ``out`` is given: no page faults are
 timed. The knee follows from the measured points alone: bandwidth from the chains far below it, the rate of arithmetic
 from those far above it, each less the time of a launch by itself; no peak enters. The predictions use the copy measured
 in the same run.
