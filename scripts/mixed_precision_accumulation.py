@@ -1,9 +1,9 @@
-"""What do a thousand times 0.01 add up to in low precision? Where it goes wrong, and what repairs it.
+"""What do a thousand times 0.01 add up to in low precision, and where does it go wrong?
 
     uv run scripts/mixed_precision_accumulation.py                      # 1,000 and 10,000 terms
     uv run scripts/mixed_precision_accumulation.py --terms 100 --term 0.1
 
-Terms and accumulator are fp32, fp16 or bf16; the terms are added in order, with Kahan's compensation, and pairwise.
+Terms and accumulator are fp32, fp16 or bf16; the terms are added in order.
 """
 
 import json

@@ -6,7 +6,6 @@ Peaks are predicted by ``training/dry_run.py`` beside measured ones, time by ker
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ from cs336_systems.costs.activations import block_saved_tensors, total_bytes
 from cs336_systems.costs.attention import AttentionWork, attention_stages
 from cs336_systems.costs.flops import hardware_flops
 from cs336_systems.experiments import precision
-from cs336_systems.experiments.precision import cuda_autocast, pretended_cuda
 from cs336_systems.hardware import find_hardware
 from cs336_systems.profiling.ranges import SCORES, SOFTMAX, VALUES
 from cs336_systems.profiling.traces.kernels import CLASSES, MATMUL, short_name
@@ -314,23 +312,6 @@ def accumulated(accumulator: str, dtype: str, terms: int) -> str:
 
 def toy_table() -> Table:
     """Dtypes of the handout's toy model under CUDA's autocast, with its layer norm and the loss."""
-    lines: dict[str, dict[str, str]] = {}
-    for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-        seen = _toy_dtypes(dtype)
-        lines = {tensor: lines.get(tensor, {"tensor": tensor}) | {name: found[0]} for tensor, found in seen.items()}
-    order = ["parameters", "first layer, output", "relu, output", "LayerNorm, output", "logits", "loss", "gradients"]
-    return Table("The toy model under CUDA's autocast.", pd.DataFrame([lines[tensor] for tensor in order]))
-
-
-def _toy_dtypes(dtype: torch.dtype) -> Mapping[str, list[str]]:
-    seen: dict[str, list[str]] = {}
-    with pretended_cuda(), cuda_autocast(dtype):
-        model = precision.ToyModel(precision.N_IN, precision.N_CLASSES)
-        watched = {"first layer": model.fc1, "relu": model.relu, "LayerNorm": model.ln}
-        with precision.watched_outputs(watched, seen):
-            logits = model(torch.randn(precision.BATCH, precision.N_IN))
-        targets = torch.zeros(precision.BATCH, dtype=torch.int64)
-        loss = torch.nn.functional.cross_entropy(logits, targets)
-    for tensor, what in ((next(model.parameters()), "parameters"), (logits, "logits"), (loss, "loss")):
-        precision.note(seen, what, tensor)
-    return seen | {"gradients": seen["parameters"]}
+    found = {name: precision.toy_dtypes("pretended-cuda", precision.DTYPES[name]) for name in ("fp16", "bf16")}
+    lines = [{"tensor": tensor} | {name: found[name][tensor] for name in found} for tensor in found["fp16"]]
+    return Table("The toy model under CUDA's autocast.", pd.DataFrame(lines))

@@ -25,14 +25,14 @@ from torch import Tensor, nn
 
 from cs336_systems.attention.dispatch import attention_op, unsupported_reason
 from cs336_systems.blocks import block_ops, block_products, write_out
-from cs336_systems.blocks.products import Products
+from cs336_systems.blocks.ops import BlockOps
 from cs336_systems.case import Unsupported
 from cs336_systems.config import PRECISIONS, Recipe
 from cs336_systems.costs.flops import forward_flops
 from cs336_systems.costs.kept import bytes_kept
 from cs336_systems.experiments.blocks import REFERENCE_BLOCKS, BlockCell
 from cs336_systems.experiments.fp8 import Fp8Cell, product_shape
-from cs336_systems.experiments.kernel_measure import installed
+from cs336_systems.experiments.peers import error_metric, installed, relative_error
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.clock import WHOLE, time_phases
 from cs336_systems.harness.memory import PeakMeter, allocated_bytes
@@ -45,12 +45,14 @@ COMPARED_TOKENS = 512
 """The most tokens of one sequence whose results are compared with exact ones."""
 
 Block = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(x, cos, sin) -> y."""
 Phases = dict[str, Callable[[], None]]
+Shape = BlockCell | Fp8Cell
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The weights and data that all ways at one shape share."""
+    """The weights and data that all ways of one subject share."""
 
     model: TransformerLM
     reference: Sequence[nn.Module]
@@ -58,26 +60,25 @@ class Bench:
     dy: Tensor
     exact: dict[str, Tensor]
     """Results of the first block on the first tokens in a wide dtype, on the host, where they add to no peak."""
-    compiled: Sequence[Block] = ()
+    compiled: Sequence[Block]
 
 
 @functools.lru_cache(maxsize=1)
-def bench(shape: BlockCell | Fp8Cell) -> Bench:
-    """Weights, data and exact results, made once for all turns at a shape: in fp64, or in fp32 for the shape of fp8."""
-    device, dtype = torch.device(shape.device), parameter_dtype(PRECISIONS[shape.dtype])
-    torch.manual_seed(shape.seed)
+def bench(subject: Shape) -> Bench:
+    """Weights, data and exact results, made once for all turns of a subject: in fp64, or in fp32 for fp8's."""
+    device, dtype = torch.device(subject.device), parameter_dtype(PRECISIONS[subject.dtype])
+    torch.manual_seed(subject.seed)
     ops = REFERENCE_OPS
-    if shape.attention != "reference":
-        ops = replace(ops, attention=attention_op(shape.attention))
-    # Of a model all but its blocks is of no use here, and kept small.
-    blocks = isinstance(shape, BlockCell)
-    config = replace(shape.config, n_layers=shape.layers if isinstance(shape, BlockCell) else 1, vocab_size=1)
+    if subject.attention != "reference":
+        ops = replace(ops, attention=attention_op(subject.attention))
+    n_layers, wide = (subject.layers, torch.float64) if isinstance(subject, BlockCell) else (1, torch.float32)
+    config = replace(subject.config, n_layers=n_layers, vocab_size=1)  # of the model only blocks are used
     model = TransformerLM(config, ops, device=device, dtype=dtype)
     reference = list(model.layers)
-    compiled = [torch.compile(block, fullgraph=True, dynamic=False) for block in reference] if blocks else []
-    size = (shape.batch_size, shape.context_length, config.d_model)
+    compiled = [torch.compile(block, fullgraph=True, dynamic=False) for block in reference]
+    size = (subject.batch_size, subject.context_length, config.d_model)
     x, dy = (torch.randn(size, device=device, dtype=dtype) for _ in range(2))
-    exact = TransformerBlock(config, REFERENCE_OPS, device=device, dtype=torch.float64 if blocks else torch.float32)
+    exact = TransformerBlock(config, REFERENCE_OPS, device=device, dtype=wide)
     exact.load_state_dict(reference[0].state_dict())
     found = {name: tensor.cpu() for name, tensor in short_results(exact, exact, model, x, dy).items()}
     return Bench(model, reference, x.requires_grad_(), dy, found, compiled)
@@ -97,16 +98,18 @@ def short_results(block: Block, owner: nn.Module, model: TransformerLM, x: Tenso
     return {"out": y.detach(), **dict(zip(("dx", *parameters), gradients, strict=True))}
 
 
-def kernels_beside(attention: str) -> str:
+def _kernels(cell: Shape) -> str:
     """Plain PyTorch's operations beside reference attention, else the fused kernels."""
-    return "reference" if attention == "reference" else "fused"
+    return "reference" if cell.attention == "reference" else "fused"
 
 
-def _run(
-    shared: Bench, blocks: Sequence[Block], owners: Sequence[nn.Module], cell: BlockCell | Fp8Cell, n_layers: int
-) -> list[Metric]:
+def _ops(cell: Shape) -> BlockOps:
+    return block_ops(_kernels(cell), cell.attention)
+
+
+def _run(shared: Bench, blocks: Sequence[Block], owners: Sequence[nn.Module], cell: Shape) -> list[Metric]:
     """Times, memory on a GPU, and the model TFLOP/s of forward and backward; causal attention is half of the scores."""
-    device = shared.x.device
+    device, n_layers = shared.x.device, len(blocks)
     out: list[Tensor] = []
     cos, sin = shared.model.rotary(cell.context_length)
     leaves = [shared.x, *(parameter for block in owners for parameter in block.parameters())]
@@ -120,19 +123,24 @@ def _run(
     def backward() -> None:
         torch.autograd.grad(out.pop(), leaves, shared.dy)
 
-    times = time_phases({"forward": forward, "backward": backward}, device=device, warmup=cell.warmup, steps=cell.steps)
-    metrics = [Metric(name, "ms", samples) for name, samples in times.samples_ms.items()]
-    memory = []
+    flops = forward_flops(replace(cell.config, n_layers=n_layers), cell.batch_size, cell.context_length)
+    rate = "model_tflops" if isinstance(cell, BlockCell) else "tflops"
+    metrics = _timed({"forward": forward, "backward": backward}, cell, {rate: 3 * (flops.total - flops.head)})
     if device.type == "cuda":
         meter, before = PeakMeter(device), allocated_bytes(device)
         forward()
         kept = allocated_bytes(device) - before
         backward()
-        memory.append(Metric("kept", "GiB", [kept / n_layers / GIB]))
-        memory.append(Metric("peak", "GiB", [(meter.peak_bytes() or 0) / GIB]))
-    flops = forward_flops(replace(cell.config, n_layers=n_layers), cell.batch_size, cell.context_length)
-    rate = "model_tflops" if isinstance(cell, BlockCell) else "tflops"
-    return [*metrics, _rate(rate, 3 * (flops.total - flops.head), times.samples_ms[WHOLE]), *memory]
+        metrics.append(Metric("kept", "GiB", [kept / n_layers / GIB]))
+        metrics.append(Metric("peak", "GiB", [(meter.peak_bytes() or 0) / GIB]))
+    return metrics
+
+
+def _timed(phases: Phases, cell: Shape, flops: dict[str, float]) -> list[Metric]:
+    """The ms of each phase and of all, and of all the TFLOP/s under the name that ``flops`` has."""
+    times = time_phases(phases, device=torch.device(cell.device), warmup=cell.warmup, steps=cell.steps).samples_ms
+    metrics = [Metric(name, "ms", samples) for name, samples in times.items()]
+    return metrics + [_rate(name, n, times[WHOLE]) for name, n in flops.items()]
 
 
 def _rate(name: str, flops: float, samples_ms: Sequence[float]) -> Metric:
@@ -145,40 +153,31 @@ def measure_block(cell: BlockCell) -> list[Metric]:
     Raises:
         Unsupported: the device has no such attention.
     """
-    _check_attention(cell)
-    shared = bench(cell.shape)
-    if cell.how in REFERENCE_BLOCKS:
-        blocks: Sequence[Block] = shared.compiled if cell.how == "compiled" else shared.reference
-    else:
-        write_out(shared.model, block_ops(kernels_beside(cell.attention), cell.attention), cell.how)
+    config, precision = cell.config, PRECISIONS[cell.dtype]
+    make = functools.partial(torch.empty, device=cell.device, dtype=parameter_dtype(precision), requires_grad=True)
+    heads = (config.n_heads, config.kv_heads, config.kv_heads)
+    q, k, v = (make(1, n, cell.context_length, config.d_head) for n in heads)
+    if reason := unsupported_reason(cell.attention, q, k, v, causal=True):
+        raise Unsupported(f"attention {cell.attention}: {reason}")
+    del q, k, v
+    shared = bench(cell.subject)
+    blocks: Sequence[Block] = shared.compiled if cell.how == "compiled" else shared.reference
+    if cell.how not in REFERENCE_BLOCKS:
+        write_out(shared.model, _ops(cell), cell.how)
         blocks = list(shared.model.layers)
     metrics = errors(short_results(blocks[0], shared.reference[0], shared.model, shared.x, shared.dy), shared.exact)
-    metrics += _run(shared, blocks, shared.reference, cell, cell.layers)
+    metrics += _run(shared, blocks, shared.reference, cell)
     if cell.how not in REFERENCE_BLOCKS:
-        shape = (cell.config, cell.batch_size, cell.context_length, PRECISIONS[cell.dtype])
-        metrics.append(Metric("kept_predicted", "GiB", [bytes_kept(*shape, cell.how) / GIB]))
+        kept = bytes_kept(config, cell.batch_size, cell.context_length, precision, cell.how)
+        metrics.append(Metric("kept_predicted", "GiB", [kept / GIB]))
     return metrics
 
 
 def errors(got: dict[str, Tensor], exact: dict[str, Tensor]) -> list[Metric]:
-    """Relative Frobenius errors of the output, of its input's gradient, and of the worst gradient of a weight."""
-    found = {}
-    for name, want in exact.items():
-        want = want.to(got[name].device)
-        found[name] = ((got[name].double() - want).norm() / want.norm()).item()
-    out, dx = found.pop("out"), found.pop("dx")
-    said = {"error_out": out, "error_dx": dx, "error_dweight": max(found.values())}
-    return [Metric(name, "relative", [value]) for name, value in said.items()]
-
-
-def _check_attention(cell: BlockCell) -> None:
-    config, dtype, device = cell.config, parameter_dtype(PRECISIONS[cell.dtype]), torch.device(cell.device)
-    q, k, v = (
-        torch.empty(1, heads, cell.context_length, config.d_head, device=device, dtype=dtype, requires_grad=True)
-        for heads in (config.n_heads, config.kv_heads, config.kv_heads)
-    )
-    if reason := unsupported_reason(cell.attention, q, k, v, causal=True):
-        raise Unsupported(f"attention {cell.attention}: {reason}")
+    """Relative errors of the output, of its input's gradient, and of the worst gradient of a weight."""
+    found = {name: relative_error(got[name], want) for name, want in exact.items()}
+    said = {"out": found.pop("out"), "dx": found.pop("dx"), "dweight": max(found.values())}
+    return [error_metric(name, value) for name, value in said.items()]
 
 
 def measure_fp8(cell: Fp8Cell) -> list[Metric]:
@@ -187,42 +186,34 @@ def measure_fp8(cell: Fp8Cell) -> list[Metric]:
     Raises:
         Unsupported: the device has no fp8, or torchao is not there.
     """
-    device = torch.device(cell.device)
     recipe = cell.recipe or Recipe("same" if cell.how == "compiled" else "e4m3")
-    if reason := recipe_unsupported_reason(recipe, PRECISIONS[cell.dtype], device):
+    if reason := recipe_unsupported_reason(recipe, PRECISIONS[cell.dtype], torch.device(cell.device)):
         raise Unsupported(reason)
     torch.manual_seed(cell.seed)
-    return _measure_product(cell, device) if cell.part == "product" else _measure_fp8_block(cell)
+    return _measure_product(cell) if cell.part == "product" else _measure_fp8_block(cell)
 
 
-def _measure_product(cell: Fp8Cell, device: torch.device) -> list[Metric]:
+def _measure_product(cell: Fp8Cell) -> list[Metric]:
     n, k = product_shape(cell.config, cell.product)
-    dtype = parameter_dtype(PRECISIONS[cell.dtype])
-    shapes = (cell.tokens, k), (cell.tokens, n), (n, k)
-    x, dy, weight = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
-    later: Phases = {}
-    if cell.recipe is None:
-        phases = _torch_product(cell, x, dy, weight)
-    else:
-        phases, later = _our_product(cell, x, dy, weight)
-    times = time_phases(phases, device=device, warmup=cell.warmup, steps=cell.steps)
-    metrics = [Metric(name, "ms", samples) for name, samples in times.samples_ms.items()]
-    for name, phase in later.items():
-        times_alone = time_phases({name: phase}, device=device, warmup=cell.warmup, steps=cell.steps)
-        metrics.append(Metric(name, "ms", times_alone.samples_ms[name]))
+    make = functools.partial(torch.randn, device=cell.device, dtype=parameter_dtype(PRECISIONS[cell.dtype]))
+    x, dy, weight = make(cell.tokens, k), make(cell.tokens, n), make(n, k)
     flops = 3 * 2 * cell.tokens * n * k
-    metrics.append(_rate("tflops", flops, times.samples_ms[WHOLE]))
-    if cell.recipe is not None:
-        alone = [sum(ms) for ms in zip(times.samples_ms["forward"], times.samples_ms["backward"], strict=True)]
-        metrics.append(replace(_rate("product_tflops", flops, alone), derived=False))  # of a sum of times
+    if cell.recipe is None:
+        return _timed(_torch_product(cell, x, dy, weight), cell, {"tflops": flops})
+    phases, later = _our_product(cell, x, dy, weight)
+    metrics = _timed(phases, cell, {"tflops": flops})
+    ms = {metric.name: metric.samples for metric in metrics}
+    alone = [sum(pair) for pair in zip(ms["forward"], ms["backward"], strict=True)]
+    metrics.append(replace(_rate("product_tflops", flops, alone), derived=False))  # of a sum of times
+    for name, phase in later.items():
+        metrics.append(_timed({name: phase}, cell, {})[0])
     return metrics
 
 
 def _our_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Phases, Phases]:
     """The phases of forward and backward; and of the weight's gradient, fresh and added to one, each timed alone."""
-    recipe = cell.recipe
-    assert recipe is not None
-    ops, products = block_ops(kernels_beside(cell.attention), cell.attention), _products(cell)
+    assert cell.recipe is not None
+    ops, products = _ops(cell), block_products(_kernels(cell), cell.recipe)
     held = products.read_weight(cell.product, weight, rows=True, columns=True)
     y, dweight = torch.empty_like(dy), torch.empty_like(weight)
     read: dict[str, Any] = {}
@@ -236,27 +227,22 @@ def _our_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[
     def quantize_dy() -> None:
         read["dy"] = products.read_gradient(dy, products.gradient_maxima(dy).of("dy", dy))
 
-    def backward() -> None:
-        products.backward(ops, read["dy"].rows, held.columns)
-        products.backward_weight_(ops, dweight, read["dy"].columns, read["x"].columns, False)
-
     def gradient_of_weight(accumulate: bool) -> None:
         products.backward_weight_(ops, dweight, read["dy"].columns, read["x"].columns, accumulate)
 
+    def backward() -> None:
+        products.backward(ops, read["dy"].rows, held.columns)
+        gradient_of_weight(False)
+
     phases = {"quantize_x": quantize_x, "forward": forward, "quantize_dy": quantize_dy, "backward": backward}
-    alone: Phases = {
-        "weight_gradient": functools.partial(gradient_of_weight, False),
-        "accumulate": functools.partial(gradient_of_weight, True),
-    }
-    return phases, alone
+    alone = {"weight_gradient": False, "accumulate": True}
+    return phases, {name: functools.partial(gradient_of_weight, add) for name, add in alone.items()}
 
 
 def _torch_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> Phases:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=x.device, dtype=x.dtype)
-    linear.weight.data = weight
-    wrapped = _float8(nn.Sequential(linear), cell.how)
-    torch.compiler.reset()
-    compiled = torch.compile(wrapped, fullgraph=True, dynamic=False)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight)
+    compiled = _compiled(nn.Sequential(linear), cell.how)[0]
     leaves, out = (x.requires_grad_(), linear.weight), []
 
     def forward() -> None:
@@ -268,41 +254,31 @@ def _torch_product(cell: Fp8Cell, x: Tensor, dy: Tensor, weight: Tensor) -> Phas
     return {"forward": forward, "backward": backward}
 
 
-def _float8(module: nn.Module, how: str) -> nn.Module:
-    """The module with torchao's linear layers, if the way is one of its."""
-    return module if how == "compiled" else with_float8(module, how.removeprefix("torchao-"))
-
-
-def _products(cell: Fp8Cell, *, remember: bool = False) -> Products:
-    assert cell.recipe is not None
-    return block_products(kernels_beside(cell.attention), cell.recipe, remember=remember)
+def _compiled(module: nn.Module, how: str) -> tuple[Any, nn.Module]:
+    """The module compiled, with torchao's linear layers if the way is one of its, and as it was before compiling."""
+    if how != "compiled":
+        module = with_float8(module, how.removeprefix("torchao-"))
+    torch.compiler.reset()
+    return torch.compile(module, fullgraph=True, dynamic=False), module
 
 
 def _measure_fp8_block(cell: Fp8Cell) -> list[Metric]:
-    shared = bench(cell.shape)
-    block, owner = _fp8_block(cell, shared)
-    gradients = short_results(owner, owner, shared.model, shared.x, shared.dy)
+    shared = bench(cell.subject)
+    if cell.recipe is not None:
+        write_out(shared.model, _ops(cell), cell.keep, block_products(_kernels(cell), cell.recipe, remember=True))
+        block = owner = shared.model.layers[0]
+    else:
+        block, owner = _compiled(_with_torch_linears(shared.reference[0]), cell.how)
     cosines = {}
-    for name, got in gradients.items():
+    for name, got in short_results(owner, owner, shared.model, shared.x, shared.dy).items():
         if name != "out":
             exact = shared.exact[name].to(got.device)
             cosine = nn.functional.cosine_similarity(got.double().flatten(), exact.double().flatten(), 0)
             cosines["x" if name == "dx" else name] = cosine.item()
-    metrics = [Metric(f"cosine {name}", "cosine", [value]) for name, value in cosines.items()]
-    metrics.append(Metric("least_cosine", "cosine", [min(cosines.values())]))
-    metrics.append(Metric("mean_cosine", "cosine", [sum(cosines.values()) / len(cosines)]))
-    return metrics + _run(shared, [block], [owner], cell, 1)
-
-
-def _fp8_block(cell: Fp8Cell, shared: Bench) -> tuple[Block, nn.Module]:
-    """The way's block, and the module that it is, or was before it was compiled."""
-    if cell.recipe is not None:
-        ops = block_ops(kernels_beside(cell.attention), cell.attention)
-        write_out(shared.model, ops, cell.keep, _products(cell, remember=True))
-        return shared.model.layers[0], shared.model.layers[0]
-    with_layers = _float8(_with_torch_linears(shared.reference[0]), cell.how)
-    torch.compiler.reset()
-    return torch.compile(with_layers, fullgraph=True, dynamic=False), with_layers
+    said = {f"cosine {name}": value for name, value in cosines.items()}
+    said |= {"least_cosine": min(cosines.values()), "mean_cosine": sum(cosines.values()) / len(cosines)}
+    metrics = [Metric(name, "cosine", [value]) for name, value in said.items()]
+    return metrics + _run(shared, [block], [owner], cell)
 
 
 def _with_torch_linears(block: nn.Module) -> nn.Module:

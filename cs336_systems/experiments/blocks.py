@@ -5,30 +5,29 @@ At each shape the ways are interleaved in one process, on the same weights and d
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cs336_systems.config import ATTENTIONS, WRITTEN_OUT_ATTENTIONS, ModelConfig, resolve_size
 from cs336_systems.costs.kept import LEVELS, kept_names
 from cs336_systems.declared import option, options_of
-from cs336_systems.experiments.driver import Experiment, Stage, presented
-from cs336_systems.experiments.options import RunOptions, cell_of, resolved_sizes
-from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
+from cs336_systems.experiments.driver import Experiment, one_stage, presented
+from cs336_systems.experiments.options import RunOptions, resolved_sizes
+from cs336_systems.experiments.peers import Peer, every, interleaved, panels
+from cs336_systems.report.results import MAIN, Column, ResultTable
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from cs336_systems.harness.sweep import Outcome
+    from cs336_systems.harness.record import Metric
 
 REFERENCE_BLOCKS = ("eager", "compiled")
 """Ways that run the reference block, whose backward is autograd's."""
 
 
 @dataclass(frozen=True)
-class BlockCell:
+class BlockCell(Peer):
     """Blocks of one shape, run in one way; the fields are columns."""
 
     device: str
@@ -54,15 +53,6 @@ class BlockCell:
     steps: int = option(30, "Recorded runs of forward and backward.", several=False, sign="positive")
     repeat: int = 0
     seed: int = 0
-
-    @property
-    def variant(self) -> str:
-        return self.how
-
-    @property
-    def shape(self) -> BlockCell:
-        """The cell without what is interleaved."""
-        return replace(self, how="", repeat=0)
 
     @property
     def config(self) -> ModelConfig:
@@ -104,38 +94,23 @@ def make_cells(options: Any) -> list[BlockCell]:
                 kept_names(how)
             except ValueError as error:
                 raise ValueError(f"--how {how} is neither {' nor '.join(REFERENCE_BLOCKS)}: {error}") from error
-    sizes = resolved_sizes(options.size, options.context_length)
-    shapes = itertools.product(
-        sizes, options.context_length, options.batch_size, options.dtype, options.attention, options.layers
-    )
-    cells = []
-    for size, context_length, batch_size, dtype, attention, layers in shapes:
-        own = {"size": size, "context_length": context_length, "batch_size": batch_size, "dtype": dtype}
-        own |= {"attention": attention, "layers": layers}
-        hows = [how for how in options.how if how in REFERENCE_BLOCKS or attention in WRITTEN_OUT_ATTENTIONS]
-        turns = (hows, hows[::-1])
-        cells += [
-            cell_of(BlockCell, options, how=how, repeat=repeat, **own)
-            for repeat in range(options.repeat)
-            for how in turns[repeat % 2]
-        ]
+    cells = [
+        cell
+        for cell in every(BlockCell, options, size=resolved_sizes(options.size, options.context_length))
+        if cell.how in REFERENCE_BLOCKS or cell.attention in WRITTEN_OUT_ATTENTIONS
+    ]
     if not cells:
         raise ValueError(
             f"--attention {' '.join(options.attention)}: a written-out block has {', '.join(WRITTEN_OUT_ATTENTIONS)}"
         )
-    return cells
+    return interleaved(cells, options.repeat)
 
 
-def stages(options: Any, cells: Sequence[BlockCell], outcomes: list[Outcome]) -> list[Stage]:
-    """All ways at a shape share a process."""
+def measure(cell: BlockCell) -> list[Metric]:
+    """Errors, time and memory of one way."""
     from cs336_systems.experiments.block_measure import measure_block
 
-    return [Stage(cells, measure_block, share=lambda cell: cell.shape)]
-
-
-def _over_compiled(line: Line) -> Spread | None:
-    """Forward and backward over the compiled block's, turn by turn."""
-    return line.repeats_over("step", line.peer(how="compiled"))
+    return measure_block(cell)
 
 
 BLOCK_TABLE = ResultTable(
@@ -149,7 +124,13 @@ BLOCK_TABLE = ResultTable(
         Column("forward ms", "forward"),
         Column("backward ms", "backward"),
         Column("both ms", "step", spread=True, rank=MAIN, note="of all layers"),
-        Column("/ compiled", _over_compiled, ".3f", rank=MAIN, note="of several turns median and range"),
+        Column(
+            "/ compiled",
+            lambda line: line.repeats_over("step", line.peer(how="compiled")),
+            ".3f",
+            rank=MAIN,
+            note="of several turns median and range",
+        ),
         Column("TFLOP/s", "model_tflops", rank=2, note="model FLOPs, causal"),
         Column("kept GiB", "kept", ".2f", note="for backward, per block, its input included", optional=True),
         Column("predicted GiB", "kept_predicted", ".2f", rank=2, little=True),
@@ -161,18 +142,15 @@ BLOCK_TABLE = ResultTable(
 )
 
 _SHAPE = ["gpu", "size", "batch_size", "context_length", "dtype"]
-_COLUMNS = 3
 
 
 def kept_figure(rows: pd.DataFrame) -> Figure | None:
     """A panel for each shape: milliseconds by block against GiB that it keeps, a point for each way, named.
 
-    Of several attentions or depths at a shape, the one with the most ways is drawn.
+    Of several attentions or depths at a shape, the one with the most ways is drawn, the first of equals.
     """
-    from matplotlib.figure import Figure
-
     from cs336_systems.harness.runs import newest
-    from cs336_systems.report.figures import OKABE_ITO, dress
+    from cs336_systems.report.figures import OKABE_ITO
 
     cells = newest(rows, [name for name in BLOCK_TABLE.settings if name in rows])
     found = cells[(cells["status"] == "ok") & cells["metric"].isin(("step", "kept"))]
@@ -180,50 +158,40 @@ def kept_figure(rows: pd.DataFrame) -> Figure | None:
     points = found.pivot_table(index=index, columns="metric", values="median", aggfunc="last", sort=False)
     if not {"step", "kept"} <= set(points.columns):
         return None
-    points = points.dropna().reset_index()
-    shapes = [_one_setting(own) for _, own in points.groupby(_SHAPE, sort=False)]
+    points = points.dropna().reset_index().astype({"step": float, "kept": float, "layers": int})
+    shapes = [
+        max((own for _, own in at_shape.groupby(["attention", "layers"], sort=False)), key=len)
+        for _, at_shape in points.groupby(_SHAPE, sort=False)
+    ]
     if not shapes:
         return None
-    columns = min(_COLUMNS, len(shapes))
-    lines = -(-len(shapes) // columns)
-    figure = Figure(figsize=(max(6, 4.2 * columns), 3.6 * lines), layout="constrained")
-    panels = figure.subplots(lines, columns, squeeze=False)
-    for axes in panels.flat[len(shapes) :]:
-        axes.set_visible(False)
-    for axes, own in zip(panels.flat, shapes, strict=False):
-        ms = own["step"].astype(float) / own["layers"].astype(int)
-        written_out = ~own["how"].isin(REFERENCE_BLOCKS)
-        line = own[written_out].assign(ms=ms).sort_values("kept")
-        axes.plot(line["kept"], line["ms"], color=OKABE_ITO[0], marker="o", markersize=5, linewidth=1.2)
-        axes.plot(
-            own["kept"][~written_out], ms[~written_out], color=OKABE_ITO[1], marker="*", markersize=9, linestyle=""
-        )
-        for how, kept, height, ours in zip(own["how"], own["kept"], ms, written_out, strict=True):
-            side = "right" if kept > 0.85 * own["kept"].max() else "left"
-            above = 6 if side == "left" or not ours else -13  # what keeps most stands beside the reference
-            axes.annotate(how, (kept, height), xytext=(0, above), textcoords="offset points", fontsize=8, ha=side)
+    figure, shown = panels(len(shapes), 3, 4.2, 3.6)
+    for axes, own in zip(shown, shapes, strict=True):
+        own = own.assign(ms=own["step"] / own["layers"]).sort_values("kept")
+        is_reference = own["how"].isin(REFERENCE_BLOCKS)
+        for line, style, colour in ((own[~is_reference], "o-", 0), (own[is_reference], "*", 1)):
+            axes.plot(line["kept"], line["ms"], style, color=OKABE_ITO[colour], markersize=7, linewidth=1.2)
+        for _, point in own.iterrows():
+            side = "right" if point["kept"] > 0.85 * own["kept"].max() else "left"
+            above = 6 if side == "left" or point["how"] in REFERENCE_BLOCKS else -13  # these two are neighbours
+            at = (point["kept"], point["ms"])
+            axes.annotate(point["how"], at, (0, above), textcoords="offset points", fontsize=8, ha=side)
         first = own.iloc[0]
         axes.set_title(f"{first['size']}, {first['batch_size']} x {first['context_length']:,} tokens", fontsize=10)
         axes.set_xlim(0, 1.12 * own["kept"].max())
-        axes.set_ylim(0, 1.15 * ms.max())  # from zero, or a tie would look like a gap
+        axes.set_ylim(0, 1.15 * own["ms"].max())  # from zero, or a tie would look like a gap
         axes.set_xlabel("kept by a block for backward, GiB")
         axes.set_ylabel("forward and backward of a block, ms")
-        dress(axes)
     first = shapes[0].iloc[0]
     figure.suptitle(f"Blocks on {first['gpu']}, {first['dtype']}: written out (dots), reference (star)", fontsize=11)
     return figure
-
-
-def _one_setting(points: pd.DataFrame) -> pd.DataFrame:
-    """The points of the attention and the depth with the most ways, the first of equals."""
-    return max((own for _, own in points.groupby(["attention", "layers"], sort=False)), key=len)
 
 
 EXPERIMENT = Experiment(
     "benchmark_blocks",
     BlockCell,
     make_cells,
-    stages,
+    one_stage(measure, share=lambda cell: cell.subject),
     presented(BLOCK_TABLE.of, {"": kept_figure}),
     ("forward", "backward", "step", "kept", "peak"),
     options=Options,

@@ -7,8 +7,7 @@ say nothing of a GPU's.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -16,15 +15,16 @@ from cs336_systems.config import WRITTEN_OUT_ATTENTIONS, ModelConfig, Recipe, re
 from cs336_systems.costs.kept import kept_names
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.blocks import BlockCell
-from cs336_systems.experiments.driver import Experiment, Stage, presented
-from cs336_systems.experiments.options import RunOptions, cell_of, resolved_sizes
+from cs336_systems.experiments.driver import Experiment, one_stage, presented
+from cs336_systems.experiments.options import RunOptions, resolved_sizes
+from cs336_systems.experiments.peers import Peer, every, interleaved, panels
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable, Spread
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from cs336_systems.harness.sweep import Outcome
+    from cs336_systems.harness.record import Metric
     from cs336_systems.report.tables import Table
 
 RecipeName = Literal["stored", "e4m3", "e4m3-e5m2", "e4m3-row", "e4m3-block"]
@@ -43,7 +43,7 @@ HOWS = (*RECIPES, "compiled", "torchao-tensorwise", "torchao-rowwise")
 
 
 @dataclass(frozen=True)
-class Fp8Cell:
+class Fp8Cell(Peer):
     """One matmul or one block of a shape, computed in one way; the fields are columns."""
 
     device: str
@@ -87,18 +87,9 @@ class Fp8Cell:
     seed: int = 0
 
     @property
-    def variant(self) -> str:
-        return self.how
-
-    @property
     def recipe(self) -> Recipe | None:
         """The recipe of one of this suite's ways."""
         return RECIPES.get(self.how)
-
-    @property
-    def shape(self) -> Fp8Cell:
-        """The cell without what is interleaved."""
-        return replace(self, how="", repeat=0)
 
     @property
     def config(self) -> ModelConfig:
@@ -151,29 +142,22 @@ def make_cells(options: Any) -> list[Fp8Cell]:
     if "product" not in options.part and options.product != PRODUCTS:
         raise ValueError(f"--product {' '.join(options.product)} is of --part product, which is not asked for")
     sizes = resolved_sizes(options.size, options.context_length)
-    parts = [(part, product) for part in options.part for product in (options.product if part == "product" else ("",))]
-    cells = []
-    for size, context, batch, (part, product) in itertools.product(
-        sizes, options.context_length, options.batch_size, parts
-    ):
-        own = {"size": size, "context_length": context, "batch_size": batch, "part": part, "product": product}
-        for repeat in range(options.repeat):
-            hows = options.how[:: -1 if repeat % 2 else 1]
-            cells += [cell_of(Fp8Cell, options, how=how, repeat=repeat, **own) for how in hows]
+    grid = every(Fp8Cell, options, size=sizes)
+    cells = list(dict.fromkeys(replace(cell, product="") if cell.part == "block" else cell for cell in grid))
     for cell in cells:
         config = cell.config
         sizes_16 = (cell.tokens, config.d_model, config.d_query, config.d_kv, config.d_ff)
         odd = [n for n in sizes_16 if n % 16]
         if odd and cell.how not in ("stored", "compiled"):
             raise ValueError(f"--how {cell.how}: matmuls in fp8 take sizes that 16 divides, {cell} has {odd[0]}")
-    return cells
+    return interleaved(cells, options.repeat)
 
 
-def stages(options: Any, cells: Sequence[Fp8Cell], outcomes: list[Outcome]) -> list[Stage]:
-    """All ways at a shape share a process."""
+def measure(cell: Fp8Cell) -> list[Metric]:
+    """Time and rate of one matmul or block, and the cosines of a block's gradients."""
     from cs336_systems.experiments.block_measure import measure_fp8
 
-    return [Stage(cells, measure_fp8, share=lambda cell: cell.shape)]
+    return measure_fp8(cell)
 
 
 _SETTINGS = ("gpu", "device", "size", "batch_size", "context_length", "dtype")
@@ -234,51 +218,41 @@ _PHASES = {"forward": 0, "backward": 5, "quantize_x": 1, "quantize_dy": 4}
 
 def time_figure(rows: pd.DataFrame) -> Figure | None:
     """A panel for each block and each product: milliseconds of its phases, a bar for each way; None without rows."""
-    from matplotlib.figure import Figure
-
-    from cs336_systems.report.figures import OKABE_ITO, dress
+    from cs336_systems.report.figures import OKABE_ITO
 
     ok = rows[rows["status"] == "ok"]
-    panels: dict[str, list[Line]] = {}
+    found: dict[str, list[Line]] = {}
     for part, table in (("block", BLOCK_TABLE), ("product", PRODUCT_TABLE)):
         of_part = ok[ok["part"] == part]
         for line in [] if of_part.empty else table.lines(of_part):
-            panels.setdefault(f"{line.settings.get('product', part)}\n{_shape(line)}", []).append(line)
-    if not panels:
+            tokens = int(line.settings["batch_size"]) * int(line.settings["context_length"])
+            title = f"{line.settings.get('product', part)}\n{line.settings['size']}, {tokens:,} tokens"
+            found.setdefault(title, []).append(line)
+    if not found:
         return None
-    longest = max(map(len, panels.values()))
-    figure = Figure(figsize=(2 + 2.6 * len(panels), 0.4 * longest + 1.6), layout="constrained")
-    labelled = {}
-    every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (title, own) in zip(every, panels.items(), strict=True):
+    figure, shown = panels(len(found), len(found), 2.6, 0.4 * max(map(len, found.values())) + 1, sharey=True)
+    bars: dict[str, Any] = {}
+    for axes, (title, own) in zip(shown, found.items(), strict=True):
         names, left = [str(line.settings["how"]) for line in own], [0.0] * len(own)
         for phase, colour in _PHASES.items():
             ms = [line.median(phase) or 0.0 for line in own]
             if any(ms):
-                bars = axes.barh(names, ms, left=left, color=OKABE_ITO[colour], height=0.7)
-                labelled[phase.replace("_", " ")] = bars
+                bars[phase.replace("_", " ")] = axes.barh(names, ms, left=left, color=OKABE_ITO[colour], height=0.7)
                 left = [sum(pair) for pair in zip(left, ms, strict=True)]
         axes.set_xlabel("ms")
         axes.set_title(title, fontsize=10)
-        dress(axes)
-        axes.set_axisbelow(True)
-    every[0].invert_yaxis()
-    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, frameon=False)
-    first = next(iter(panels.values()))[0].settings
+    shown[0].invert_yaxis()
+    figure.legend(bars.values(), bars.keys(), loc="outside lower center", ncols=4, frameon=False)
+    first = next(iter(found.values()))[0].settings
     figure.suptitle(f"On {first.get('gpu', first['device'])}", fontsize=11)
     return figure
-
-
-def _shape(line: Line) -> str:
-    tokens = int(line.settings["batch_size"]) * int(line.settings["context_length"])
-    return f"{line.settings['size']}, {tokens:,} tokens"
 
 
 EXPERIMENT = Experiment(
     "benchmark_fp8",
     Fp8Cell,
     make_cells,
-    stages,
+    one_stage(measure, share=lambda cell: cell.subject),
     presented(tables),
     ("forward", "backward", "step", "tflops", "least_cosine", "mean_cosine"),
     options=Options,

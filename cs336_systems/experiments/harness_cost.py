@@ -1,16 +1,13 @@
-"""What does measuring itself cost? This suite's clock against triton's, and a command's time beyond its timed steps.
+"""Does this suite's clock agree with triton's?
 
-On a GPU, ``time_kernel`` and ``triton.testing.do_bench`` time the same operation on the same tensors in alternating
-rounds; each round yields one ratio of medians. On any machine ``benchmark_model.py --size small --mode step`` runs as a
-user would run it, and its time beyond the timed steps is reported.
+``time_kernel`` and ``triton.testing.do_bench`` time the same operation on the same tensors in alternating rounds; each
+round yields one ratio of medians.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -24,13 +21,12 @@ if TYPE_CHECKING:
 
     from cs336_systems.harness.record import Metric
 
-KERNELS = ("matmul 1024 bf16", "matmul 4096 bf16", "matmul 8192 bf16", "copy 256 MiB", "add 256 KiB")
-COMMAND = "benchmark_model.py --size small --mode step"
+SUBJECTS = ("matmul 1024 bf16", "matmul 4096 bf16", "matmul 8192 bf16", "copy 256 MiB", "add 256 KiB")
 
 
 @dataclass(frozen=True)
 class Options(RunOptions):
-    """What does measuring itself cost?"""
+    """Does this suite's clock agree with triton's?"""
 
     timeout: float = 600.0
     rounds: int = 10
@@ -39,24 +35,21 @@ class Options(RunOptions):
 
 @dataclass(frozen=True)
 class HarnessCell:
-    """One kernel to time with both clocks, or the command."""
+    """One kernel to time with both clocks; the fields are columns."""
 
     device: str
     subject: str
     rounds: int
     seed: int
-
-    @property
-    def variant(self) -> str:
-        return "command" if self.subject == COMMAND else "kernel"
+    variant = "kernel"
 
     def __str__(self) -> str:
         return self.subject
 
 
 def make_cells(options: Options) -> list[HarnessCell]:
-    """Every kernel, and the command."""
-    return [HarnessCell(options.device, subject, options.rounds, options.seed) for subject in (*KERNELS, COMMAND)]
+    """Every kernel."""
+    return [HarnessCell(options.device, subject, options.rounds, options.seed) for subject in SUBJECTS]
 
 
 def make_operation(subject: str, device: torch.device) -> Callable[[], object]:
@@ -76,13 +69,11 @@ def make_operation(subject: str, device: torch.device) -> Callable[[], object]:
 
 
 def measure(cell: HarnessCell) -> list[Metric]:
-    """Both clocks on one kernel, or the overhead of the command.
+    """Both clocks on one kernel.
 
     Raises:
-        Unsupported: a kernel on a CPU, where do_bench cannot run.
+        Unsupported: a CPU, where do_bench cannot run.
     """
-    if cell.subject == COMMAND:
-        return measure_command(cell.device)
     if cell.device != "cuda":
         raise Unsupported("triton.testing.do_bench needs a CUDA device")
     import torch
@@ -98,52 +89,30 @@ def measure(cell: HarnessCell) -> list[Metric]:
     for _ in range(cell.rounds):
         ours.append(median(time_kernel(operation, device=device, warmup=10, samples=100)))
         theirs.append(do_bench(operation, warmup=10, rep=50, return_mode="median"))
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return [
         Metric("time_kernel", "ms", ours),
         Metric("do_bench", "ms", theirs),
-        Metric("time_kernel_over_do_bench", "ratio", [a / b for a, b in zip(ours, theirs, strict=True)]),
+        Metric("time_kernel_over_do_bench", "ratio", ratios),
     ]
 
 
-def measure_command(device: str) -> list[Metric]:
-    """Wall-clock seconds of the command, the seconds inside its timed steps, and the difference."""
-    import subprocess
-    import sys
-    import tempfile
-
-    from cs336_systems.harness.record import Metric, read_rows
-
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(__file__).resolve().parents[2] / "benchmarks" / "benchmark_model.py"
-        options = ["--size", "small", "--mode", "step", "--device", device, "--out", folder]
-        started = time.perf_counter()
-        subprocess.run([sys.executable, str(script), *options], check=True, capture_output=True)
-        wall = time.perf_counter() - started
-        rows = read_rows(Path(folder) / "benchmark_model.csv")
-    steps = rows[rows["metric"].isin(["step", "warmup_step"])]
-    if steps.empty:
-        raise RuntimeError(f"the command measured no step: {', '.join(rows['message'])}")
-    timed = sum(sum(samples) for samples in steps["samples"]) / 1e3
-    seconds = {"command": wall, "timed_steps": timed, "overhead": wall - timed}
-    return [Metric(name, "s", [value]) for name, value in seconds.items()]
-
-
-OVERHEADS = ResultTable(
-    settings=("subject", "metric"),
-    always=("subject", "metric"),
+CLOCKS = ResultTable(
+    settings=("subject",),
+    always=("subject",),
     columns=(
-        Column("median", lambda line: f"{line.last['median']:.4g} {line.last['unit']}" if line.metrics else "", rank=0),
-        Column("p10–p90", lambda line: f"{line.last['p10']:.4g}–{line.last['p90']:.4g}" if line.metrics else ""),
+        Column("time_kernel ms", "time_kernel", spread=True),
+        Column("do_bench ms", "do_bench", spread=True),
+        Column("ratio", "time_kernel_over_do_bench", ".3f", spread=True, rank=0, note="time_kernel over do_bench"),
     ),
 )
-
 
 EXPERIMENT = Experiment(
     "benchmark_harness",
     HarnessCell,
     make_cells,
-    one_stage(measure, lambda cell: 10.0 if cell.subject == COMMAND else 1.0),
-    presented(OVERHEADS.of),
-    ("time_kernel", "do_bench", "time_kernel_over_do_bench", "command", "timed_steps", "overhead"),
+    one_stage(measure),
+    presented(CLOCKS.of),
+    ("time_kernel", "do_bench", "time_kernel_over_do_bench"),
     options=Options,
 )

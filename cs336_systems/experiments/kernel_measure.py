@@ -1,6 +1,6 @@
-"""One kernel, computed in one way: its errors, time, bandwidth, and the memory of a call. And the peers' kernels.
+"""One kernel, computed in one way: its errors, time, bandwidth, and the memory of a call. And how peers' are called.
 
-Each peer runs in the best configuration that it supports.
+Each peer runs in the best configuration that it supports; ``kernel_subjects.py`` says which arguments these are.
 
 Liger (liger-kernel):
 
@@ -16,10 +16,10 @@ Liger (liger-kernel):
   the parameters' dtype, and backward finds that the gradient of the loss is 1. ``ours-small-chunks`` is ours in chunks
   of 1,024 tokens, as many as Liger's default takes there.
 
-Apple's cut cross entropy computes logits block by block in forward, and again in backward. By default it leaves out
-gradients of words whose probability rounds to nothing. Exact (``filter_eps=None``) it is the same computation as ours;
-``filtered`` is the default. On random data every probability is near 1 / words, so it leaves out nearly everything:
-its time there is a lower bound of what training would see, and its error says so.
+Apple's cut cross entropy computes logits block by block in forward, and recomputes them in backward. By default it
+leaves out gradients of words whose probability rounds to nothing. Exact (``filter_eps=None``) it is the same
+computation as ours; ``filtered`` is the default. On random data every probability is near 1 / words, so it leaves out
+nearly everything: its time there is a lower bound of what training would see, and its error says so.
 
 Torch: ``F.rms_norm``, which has a fused kernel; fused AdamW through its functional form, so that no optimizer object is
 part of the time; the norm of ``clip_grad_norm_(foreach=True)``.
@@ -28,18 +28,17 @@ part of the time; the norm of ``clip_grad_norm_(foreach=True)``.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
+from typing import Any
 
 import torch
 import torch._functorch.config
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from cs336_systems.case import Unsupported
 from cs336_systems.experiments.kernels import BY_FLOPS, KernelCell
+from cs336_systems.experiments.peers import error_metric, installed, relative_error
 from cs336_systems.hardware import GIB
 from cs336_systems.harness.clock import measure_copy, time_kernel
 from cs336_systems.harness.memory import PeakMeter, allocated_bytes
@@ -61,8 +60,9 @@ class Subject:
         ours: the fused kernel, which may overwrite its inputs; returns what it computes.
         reference: the formula in plain PyTorch, of any dtype; overwrites nothing.
         forward_bytes, backward_bytes: bytes that any implementation must read and write.
-        peers: by their name in ``cells.PEERS``, functions that import and return a peer's kernel, which may overwrite
+        peers: by their name in ``kernels.PEERS``, functions that import and return a peer's kernel, which may overwrite
             its inputs and arriving gradients, and returns what ours does or the first of it.
+        exact: computes in fp64 what errors are told from, if ``reference`` does not.
     """
 
     inputs: Mapping[str, Tensor]
@@ -71,9 +71,10 @@ class Subject:
     forward_bytes: int
     backward_bytes: int = 0
     peers: Mapping[str, Callable[[], Function]] = field(default_factory=dict)
+    exact: Function | None = None
 
 
-def measure(cell: KernelCell) -> list[Metric]:
+def measure_kernel(cell: KernelCell) -> list[Metric]:
     """Error, time, bandwidth and, on a GPU, memory of one cell.
 
     Raises:
@@ -84,39 +85,38 @@ def measure(cell: KernelCell) -> list[Metric]:
     if cell.how not in ANYWHERE and cell.device != "cuda":
         raise Unsupported("Triton kernels need a CUDA device")
     torch.manual_seed(cell.seed)
-    device = torch.device(cell.device)
+    device, long = torch.device(cell.device), cell.kernel in BY_FLOPS
     subject = SUBJECTS[cell.module](cell, device)
-    function = _function(cell, subject)
-    inputs = list(subject.inputs.values())
+    function, inputs = _function(cell, subject), list(subject.inputs.values())
     leaves = [x for x in inputs if x.requires_grad]
     gradients = [torch.randn_like(x) for x in _outputs(subject.reference(*inputs))] if leaves else []
     metrics = errors(subject, function, gradients)  # compiles, outside of every clock
-    passes: dict[str, tuple[Callable[[], object], Callable[[], object] | None, int]] = {}
-    passes["forward"] = (functools.partial(function, *inputs), None, subject.forward_bytes)
+    copy = Metric("copy", "GB/s", measure_copy(device))
+    time = functools.partial(
+        time_kernel,
+        device=device,
+        warmup=3 if long else 10,
+        samples=cell.n_samples,
+        # Some wait for the device: it would spin as long as they run, and rest from the power that they take.
+        host_first=not long,
+    )
+
+    def add(name: str, run: Callable[[], object], n_bytes: int, prepare: Callable[[], object] | None = None) -> None:
+        samples_ms = time(run, prepare=prepare)
+        bandwidth = [n_bytes / ms / 1e6 for ms in samples_ms]
+        shares = [100 * rate / copy.statistics()["median"] for rate in bandwidth]
+        metrics.append(Metric(name, "ms", samples_ms))
+        metrics.append(Metric(f"{name}_bandwidth", "GB/s", bandwidth, derived=True))
+        metrics.append(Metric(f"{name}_copy_share", "% of copy", shares, derived=True))
+        if device.type == "cuda":
+            metrics.append(Metric(f"{name}_extra", "GiB", [extra_bytes(run, device) / GIB]))
+
+    add("forward", functools.partial(function, *inputs), subject.forward_bytes)
     if leaves:
         out, arriving = _outputs(function(*inputs)), [gradient.clone() for gradient in gradients]
         backward = functools.partial(torch.autograd.grad, out, leaves, arriving, retain_graph=True)
-        passes["backward"] = (backward, functools.partial(_restore, arriving, gradients), subject.backward_bytes)
-    copy, long = Metric("copy", "GB/s", measure_copy(device)), cell.kernel in BY_FLOPS
-    for name, (run, prepare, n_bytes) in passes.items():
-        samples_ms = time_kernel(
-            run,
-            device=device,
-            warmup=3 if long else 10,
-            samples=cell.n_samples,
-            # Some wait for the device: it would spin as long as they run, and rest from the power that they take.
-            host_first=not long,
-            prepare=prepare,
-        )
-        bandwidth = [n_bytes / ms / 1e6 for ms in samples_ms]
-        shares = [100 * rate / copy.statistics()["median"] for rate in bandwidth]
-        metrics += [
-            Metric(name, "ms", samples_ms),
-            Metric(f"{name}_bandwidth", "GB/s", bandwidth, derived=True),
-            Metric(f"{name}_copy_share", "% of copy", shares, derived=True),
-        ]
-        if device.type == "cuda":
-            metrics.append(Metric(f"{name}_extra", "GiB", [extra_bytes(run, device) / GIB]))
+        restore = functools.partial(torch._foreach_copy_, arriving, gradients)  # some write gradients over these
+        add("backward", backward, subject.backward_bytes, restore)
     return [*metrics, copy]
 
 
@@ -145,7 +145,7 @@ def extra_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def errors(subject: Subject, function: Function, gradients: Sequence[Tensor]) -> list[Metric]:
-    """Relative Frobenius errors against fp64 of every output that the function returns, and of every gradient."""
+    """Relative errors against fp64 of every output that the function returns, and of every gradient."""
 
     def results(function: Function, dtype: torch.dtype | None) -> dict[str, Tensor]:
         inputs = {
@@ -159,80 +159,46 @@ def errors(subject: Subject, function: Function, gradients: Sequence[Tensor]) ->
             found |= zip(leaves, torch.autograd.grad(out, list(leaves.values()), arriving), strict=True)
         return {name: x.detach() for name, x in found.items()}
 
-    got, exact = results(function, None), results(subject.reference, torch.float64)
-    return [
-        Metric(f"error_{name}", "relative", [((x.double() - exact[name]).norm() / exact[name].norm()).item()])
-        for name, x in got.items()
-    ]
-
-
-def _restore(written_over: Sequence[Tensor], originals: Sequence[Tensor]) -> None:
-    """Undo what kernels do that write an input's gradient over the one that arrives."""
-    for tensor, original in zip(written_over, originals, strict=True):
-        tensor.copy_(original)
+    got, exact = results(function, None), results(subject.exact or subject.reference, torch.float64)
+    return [error_metric(name, relative_error(x, exact[name])) for name, x in got.items()]
 
 
 def _outputs(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
-def installed(module: str, distribution: str) -> ModuleType:
-    """The module.
+def liger(name: str, *options: Any) -> Callable[[], Function]:
+    """Imports and returns one of Liger's autograd Functions, with these options behind the inputs."""
 
-    Raises:
-        Unsupported: it cannot be imported.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise Unsupported(f"{distribution} is not there ({error}): uv sync, or pip install {distribution}") from error
+    def load() -> Function:
+        function = getattr(installed("liger_kernel.ops", "liger-kernel"), name).apply
+        return lambda *inputs: function(*inputs, *options)
+
+    return load
 
 
-def _liger() -> ModuleType:
-    return installed("liger_kernel.ops", "liger-kernel")
+def liger_loss(targets: Tensor, chunk_mem_const: int) -> Callable[[], Function]:
+    """Liger's head and loss, in chunks of so many times its usual memory."""
+    defaults = (None, None, -100, 0.0, 0.0, "mean", None, False, None, False, False, False, None, None)
+
+    def load() -> Function:
+        function = liger("LigerFusedLinearCrossEntropyFunction", targets, *defaults, chunk_mem_const)()
+        return _gradients_of(lambda x, weight: function(x, weight)[0])
+
+    return load
 
 
-def liger_rms_norm(eps: float) -> Function:
-    function = _liger().LigerRMSNormFunction
-    return lambda x, weight: function.apply(x, weight, eps, 0.0, "llama", True)
+def cut_cross_entropy(targets: Tensor, **options: Any) -> Callable[[], Function]:
+    """Apple's head and loss."""
+
+    def load() -> Function:
+        function = installed("cut_cross_entropy", "cut-cross-entropy").linear_cross_entropy
+        return _gradients_of(lambda x, weight: function(x, weight, targets, impl="cce", **options))
+
+    return load
 
 
-def liger_add_rms_norm(eps: float) -> Function:
-    function = _liger().LigerFusedAddRMSNormFunction
-
-    def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        y, residual = function.apply(x, branch, weight, eps, 0.0, "llama", False)
-        return residual, y
-
-    return add_rms_norm
-
-
-def liger_swiglu() -> Function:
-    return _liger().LigerFusedGateUpSiLUMulFunction.apply
-
-
-def liger_rotary(d_head: int) -> Function:
-    function = _liger().LigerRopeFunction
-    return lambda q, k, cos, sin: function.apply(q, k, cos, sin, None, 1, d_head)
-
-
-def liger_linear_cross_entropy(targets: Tensor, chunk_mem_const: int) -> Function:
-    function = _liger().LigerFusedLinearCrossEntropyFunction
-
-    def loss(x: Tensor, weight: Tensor) -> Tensor:
-        defaults = (None, None, -100, 0.0, 0.0, "mean", None, False, None, False, False, False, None, None)
-        return function.apply(x, weight, targets, *defaults, chunk_mem_const)[0]
-
-    return _gradients_of(loss)
-
-
-def cut_cross_entropy(targets: Tensor, *, filtered: bool) -> Function:
-    function = installed("cut_cross_entropy", "cut-cross-entropy").linear_cross_entropy
-    options = {} if filtered else {"filter_eps": None}
-    return _gradients_of(lambda x, weight: function(x, weight, targets, impl="cce", **options))
-
-
-def _gradients_of(loss: Function) -> Function:
+def _gradients_of(loss: Callable[..., Tensor]) -> Function:
     """(x, weight) -> the gradients of a loss, forward and backward in one call, as ours computes them."""
 
     def gradients(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -240,31 +206,3 @@ def _gradients_of(loss: Function) -> Function:
         return torch.autograd.grad(loss(*leaves), leaves)
 
     return gradients
-
-
-def torch_rms_norm(eps: float) -> Function:
-    return lambda x, weight: torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
-
-
-def torch_adamw(step: Tensor, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> Function:
-    steps = [step.float()]  # counted up by every call
-
-    def update(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        adamw(
-            *([p], [g], [m], [v], [], steps),
-            fused=True,
-            amsgrad=False,
-            beta1=betas[0],
-            beta2=betas[1],
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=eps,
-            maximize=False,
-        )
-        return p, m, v
-
-    return update
-
-
-def torch_grad_norm() -> Function:
-    return lambda x: torch.nn.utils.get_total_norm([x], foreach=True)

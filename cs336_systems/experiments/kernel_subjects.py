@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from cs336_systems.case import Unsupported
 from cs336_systems.config import PRECISIONS
-from cs336_systems.experiments import kernel_measure as peers
-from cs336_systems.experiments.kernel_measure import Function, Subject
+from cs336_systems.experiments.kernel_measure import Function, Subject, cut_cross_entropy, liger, liger_loss
 from cs336_systems.experiments.kernels import KernelCell
 from cs336_systems.kernels import absmax, quantize_reference, rms_norm, rms_norm_quantize, swiglu
 from cs336_systems.kernels.adamw import Update, UpdateTable, adamw_
@@ -35,13 +35,10 @@ EPS = 1e-5
 FP8 = torch.float8_e4m3fn
 
 
-def dtype_of(cell: KernelCell) -> torch.dtype:
-    return parameter_dtype(PRECISIONS[cell.dtype])
-
-
 def normal(cell: KernelCell, device: torch.device, *shape: int) -> Tensor:
     """Normal numbers of this shape, (rows, width) by default."""
-    return torch.randn(shape or (cell.rows, cell.width), device=device, dtype=dtype_of(cell))
+    dtype = parameter_dtype(PRECISIONS[cell.dtype])
+    return torch.randn(shape or (cell.rows, cell.width), device=device, dtype=dtype)
 
 
 def of_16(cell: KernelCell, device: torch.device) -> Tensor:
@@ -65,76 +62,87 @@ def exactly_scaled(x: Tensor, absmax: Tensor) -> Tensor:
     return x * (quantize_reference.LARGEST[FP8] / absmax.double())
 
 
+def with_absmax(formula: Callable[..., Tensor]) -> Function:
+    """The formula, and the largest magnitude of its result."""
+
+    def function(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        y = formula(*inputs)
+        return y, quantize_reference.absmax(y)
+
+    return function
+
+
+def leaves(**inputs: Tensor) -> dict[str, Tensor]:
+    """Inputs to which backward is measured."""
+    return {name: x.requires_grad_() for name, x in inputs.items()}
+
+
 def of_weighted_sum(cell: KernelCell, device: torch.device) -> Subject:
-    """x and weight (width,). Forward reads both and writes out (rows,); backward reads both and the gradient of out,
-    and writes the gradients of both."""
-    x = normal(cell, device).requires_grad_()
-    weight = normal(cell, device, cell.width).requires_grad_()
-    both, out = x.nbytes + weight.nbytes, cell.rows * x.itemsize
-    return Subject({"x": x, "weight": weight}, weighted_sum, lambda x, weight: x @ weight, both + out, 2 * both + out)
+    """Forward reads x and weight (width,) and writes out (rows,); backward reads both and the gradient of out, and
+    writes the gradients of both."""
+    inputs = leaves(x=normal(cell, device), weight=normal(cell, device, cell.width))
+    both, out = sum(x.nbytes for x in inputs.values()), cell.rows * inputs["x"].itemsize
+    return Subject(inputs, weighted_sum, lambda x, weight: x @ weight, both + out, 2 * both + out)
 
 
 def of_rms_norm(cell: KernelCell, device: torch.device) -> Subject:
-    """x and weight (width,). Forward reads both and writes y like x; backward reads both and the gradient of y, and
-    writes the gradients of both. With absmax forward alone is measured."""
+    """Forward reads x and weight (width,) and writes y like x; backward reads both and the gradient of y, and writes
+    the gradients of both. With absmax forward alone is measured."""
     x, weight = normal(cell, device), normal(cell, device, cell.width)
-    inputs = {"x": x, "weight": weight}
+    ours, reference = (functools.partial(norm, eps=EPS) for norm in (rms_norm.rms_norm, ops.rms_norm))
+    read_and_written = 2 * x.nbytes + weight.nbytes
     if cell.form == "absmax":
         slot = torch.zeros((), device=device)
 
         def ours_with_absmax(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
             return rms_norm.rms_norm_forward(x, weight, EPS, slot)[0], slot
 
-        def reference_with_absmax(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            y = ops.rms_norm(x, weight, EPS)
-            return y, quantize_reference.absmax(y)
-
-        return Subject(inputs, ours_with_absmax, reference_with_absmax, 2 * x.nbytes + weight.nbytes)
-    ours, reference = (functools.partial(norm, eps=EPS) for norm in (rms_norm.rms_norm, ops.rms_norm))
+        return Subject({"x": x, "weight": weight}, ours_with_absmax, with_absmax(reference), read_and_written)
     others = {
-        "torch": functools.partial(peers.torch_rms_norm, EPS),
-        "liger": functools.partial(peers.liger_rms_norm, EPS),
+        "torch": lambda: lambda x, weight: torch.nn.functional.rms_norm(x, weight.shape, weight, EPS),
+        "liger": liger("LigerRMSNormFunction", EPS, 0.0, "llama", True),
     }
-    passes = {"forward_bytes": 2 * x.nbytes + weight.nbytes, "backward_bytes": 3 * x.nbytes + 2 * weight.nbytes}
-    return Subject(_leaves(inputs), ours, reference, **passes, peers=others)
+    n_bytes = read_and_written, 3 * x.nbytes + 2 * weight.nbytes
+    return Subject(leaves(x=x, weight=weight), ours, reference, *n_bytes, peers=others)
 
 
 def of_add_rms_norm(cell: KernelCell, device: torch.device) -> Subject:
-    """x and branch, and weight (width,). Forward reads all and writes two results like x; backward reads the residual,
-    weight and the gradients of both, and writes one gradient for x and branch, and weight's."""
+    """Forward reads x, branch and weight (width,) and writes two results like x; backward reads the residual, weight
+    and the gradients of both, and writes one gradient for x and branch, and weight's."""
     x, branch, weight = normal(cell, device), normal(cell, device), normal(cell, device, cell.width)
 
     def reference(x: Tensor, branch: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         residual = x + branch
         return residual, ops.rms_norm(residual, weight, EPS)
 
-    passes = {"forward_bytes": 4 * x.nbytes + weight.nbytes, "backward_bytes": 4 * x.nbytes + 2 * weight.nbytes}
-    inputs = _leaves({"x": x, "branch": branch, "weight": weight})
-    others = {"liger": functools.partial(peers.liger_add_rms_norm, EPS)}
-    return Subject(inputs, functools.partial(rms_norm.add_rms_norm, eps=EPS), reference, **passes, peers=others)
+    def ligers() -> Function:
+        function = liger("LigerFusedAddRMSNormFunction", EPS, 0.0, "llama", False)()
+        return lambda *inputs: tuple(reversed(function(*inputs)))
+
+    ours = functools.partial(rms_norm.add_rms_norm, eps=EPS)
+    n_bytes = 4 * x.nbytes + weight.nbytes, 4 * x.nbytes + 2 * weight.nbytes
+    return Subject(leaves(x=x, branch=branch, weight=weight), ours, reference, *n_bytes, peers={"liger": ligers})
 
 
 def of_swiglu(cell: KernelCell, device: torch.device) -> Subject:
-    """gate_up (rows, 2 width). Forward reads it and writes z (rows, width); backward reads it and the gradient of z,
-    and writes its gradient. With absmax forward alone is measured."""
+    """Forward reads gate_up (rows, 2 width) and writes z (rows, width); backward reads it and the gradient of z, and
+    writes its gradient. With absmax forward alone is measured."""
     gate_up = normal(cell, device, cell.rows, 2 * cell.width)
-    z = gate_up.nbytes // 2
+    z_bytes = gate_up.nbytes // 2
 
     def reference(gate_up: Tensor) -> Tensor:
         return ops.swiglu(*gate_up.chunk(2, dim=-1))
 
-    def reference_with_absmax(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        z = reference(gate_up)
-        return z, quantize_reference.absmax(z)
-
     if cell.form == "absmax":
         slot, inputs = torch.zeros((), device=device), {"gate_up": gate_up}
-        return Subject(
-            inputs, lambda x: (swiglu.swiglu_forward(x, slot), slot), reference_with_absmax, gate_up.nbytes + z
-        )
-    passes = {"forward_bytes": gate_up.nbytes + z, "backward_bytes": 2 * gate_up.nbytes + z}
-    others = {"liger": peers.liger_swiglu}
-    return Subject(_leaves({"gate_up": gate_up}), swiglu.swiglu, reference, **passes, peers=others)
+
+        def ours(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+            return swiglu.swiglu_forward(gate_up, slot), slot
+
+        return Subject(inputs, ours, with_absmax(reference), gate_up.nbytes + z_bytes)
+    n_bytes = gate_up.nbytes + z_bytes, 2 * gate_up.nbytes + z_bytes
+    others = {"liger": liger("LigerFusedGateUpSiLUMulFunction")}
+    return Subject(leaves(gate_up=gate_up), swiglu.swiglu, reference, *n_bytes, peers=others)
 
 
 D_HEAD = 128
@@ -154,18 +162,17 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dqkv: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        n_heads, n_kv_heads = ctx.heads
+        (cos, sin), (n_heads, n_kv_heads) = ctx.saved_tensors, ctx.heads
         rotate_(dqkv, cos, sin, n_heads, n_kv_heads, inverse=True)
         return dqkv, None, None, None, None
 
 
 def of_rotary(cell: KernelCell, device: torch.device) -> Subject:
-    """q (1, H, rows, 128) and k (1, H / 4, rows, 128), and the fp32 angles of ``rows`` positions; width is 128 H.
+    """Forward reads q (1, H, rows, 128), k (1, H / 4, rows, 128) and the fp32 angles of ``rows`` positions and writes q
+    and k; backward does the same with their gradients. Width is 128 H.
 
-    Forward reads them and writes q and k; backward does the same with their gradients. Ours rotates in place in a
-    merged q | k | v, as a written-out block has it, and leaves v alone. The others have q and k in memory of their own,
-    as separate matmuls leave them: token by token, a token's heads together.
+    Ours rotates in place in a merged q | k | v, as a written-out block has it, and leaves v alone. The others have q
+    and k in memory of their own, as separate matmuls leave them: token by token, a token's heads together.
 
     Raises:
         Unsupported: a width that heads do not divide.
@@ -176,8 +183,8 @@ def of_rotary(cell: KernelCell, device: torch.device) -> Subject:
     n_kv_heads = max(1, n_heads // SHARING)
     q, k, v = (normal(cell, device, cell.rows, n * D_HEAD) for n in (n_heads, *2 * [n_kv_heads]))
     angle = 2 * torch.pi * torch.rand(cell.rows, D_HEAD // 2, device=device)
-    cos, sin = angle.cos(), angle.sin()
-    n_bytes = 2 * (q.nbytes + k.nbytes) + cos.nbytes + sin.nbytes
+    angles = {"cos": angle.cos(), "sin": angle.sin()}
+    n_bytes = 2 * (q.nbytes + k.nbytes) + 2 * angle.nbytes
 
     def heads(x: Tensor) -> Tensor:
         return x.view(1, cell.rows, -1, D_HEAD).transpose(1, 2)
@@ -192,10 +199,10 @@ def of_rotary(cell: KernelCell, device: torch.device) -> Subject:
     def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return ops.rotary(q, cos, sin), ops.rotary(k, cos, sin)
 
-    inputs = {"qkv": torch.cat((q, k, v), dim=-1)} if cell.how == "ours" else {"q": heads(q), "k": heads(k)}
-    inputs = _leaves(inputs) | {"cos": cos, "sin": sin}
-    formula = merged_reference if cell.how == "ours" else reference
-    return Subject(inputs, ours, formula, n_bytes, n_bytes, {"liger": lambda: peers.liger_rotary(D_HEAD)})
+    if cell.how == "ours":
+        return Subject(leaves(qkv=torch.cat((q, k, v), dim=-1)) | angles, ours, merged_reference, n_bytes, n_bytes)
+    others = {"liger": liger("LigerRopeFunction", None, 1, D_HEAD)}
+    return Subject(leaves(q=heads(q), k=heads(k)) | angles, ours, reference, n_bytes, n_bytes, others)
 
 
 VOCABULARY = {"cuda": 151_936, "cpu": 1000}
@@ -207,16 +214,16 @@ SMALL_CHUNK = 1024
 
 
 def of_linear_cross_entropy(cell: KernelCell, device: torch.device) -> Subject:
-    """x, weight (vocabulary, width) for logits of unit variance, and targets, of which every eighth is ignored.
+    """Forward does everything: it reads x and weight (vocabulary, width) and writes the gradients of both and lse
+    (rows,). Its bound is not these bytes but 6 rows x width x vocabulary FLOPs.
 
-    Forward does everything: it reads x and weight and writes the gradients of both and lse (rows,). Its bound is not
-    these bytes but 6 rows x width x vocabulary FLOPs. lse stands for the loss, as a scalar's error says little; peers
-    do not return it. Eager has the logits of all tokens at once, as a separate head and loss have.
+    Logits have unit variance, and every eighth target is ignored. lse stands for the loss, as a scalar's error says
+    little; peers do not return it. Eager has the logits of all tokens at once, as a separate head and loss have.
     """
-    dtype, n_words = dtype_of(cell), VOCABULARY[device.type]
+    n_words = VOCABULARY[device.type]
     x = normal(cell, device)
     weight = normal(cell, device, n_words, cell.width).mul_(cell.width**-0.5)
-    targets = torch.randint(n_words, (cell.rows,), device=device)
+    dtype, targets = x.dtype, torch.randint(n_words, (cell.rows,), device=device)
     targets[::8] = -100
 
     def ours(x: Tensor, weight: Tensor, chunk: int | None = None) -> tuple[Tensor, ...]:
@@ -241,10 +248,10 @@ def of_linear_cross_entropy(cell: KernelCell, device: torch.device) -> Subject:
 
     others: dict[str, Callable[[], Function]] = {
         "ours-small-chunks": lambda: functools.partial(ours, chunk=SMALL_CHUNK),
-        "liger": functools.partial(peers.liger_linear_cross_entropy, targets, 1),
-        "liger-large-chunks": functools.partial(peers.liger_linear_cross_entropy, targets, 4),
-        "cut-cross-entropy": functools.partial(peers.cut_cross_entropy, targets, filtered=False),
-        "cut-cross-entropy-filtered": functools.partial(peers.cut_cross_entropy, targets, filtered=True),
+        "liger": liger_loss(targets, 1),
+        "liger-large-chunks": liger_loss(targets, 4),
+        "cut-cross-entropy": cut_cross_entropy(targets, filter_eps=None),
+        "cut-cross-entropy-filtered": cut_cross_entropy(targets),
     }
     n_bytes = 2 * (x.nbytes + weight.nbytes) + cell.rows * torch.float32.itemsize
     return Subject({"x": x, "weight": weight}, ours, reference, n_bytes, peers=others)
@@ -258,7 +265,7 @@ STEP = 10**6
 
 
 def of_adamw(cell: KernelCell, device: torch.device) -> Subject:
-    """Parameter, gradient and moments. Reads the four, writes all but the gradient; the form ``absmax`` also gives the
+    """Parameter, gradient and moments are read, and all but the gradient written; the form ``absmax`` also gives the
     largest magnitude of the parameter."""
     p, g, m, v = (normal(cell, device) for _ in range(4))
     step, table = torch.tensor(STEP, device=device), UpdateTable()
@@ -275,15 +282,27 @@ def of_adamw(cell: KernelCell, device: torch.device) -> Subject:
         p = (1 - LR * WEIGHT_DECAY) * p - LR * (m / (v.sqrt() + ADAM_EPS))
         return (p, m, v) if slot is None else (p, m, v, quantize_reference.absmax(p))
 
+    steps = [step.float()]  # counted up by every call of torch's
+
+    def torchs(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        rates: dict[str, Any] = {
+            "lr": LR,
+            "beta1": BETAS[0],
+            "beta2": BETAS[1],
+            "eps": ADAM_EPS,
+            "weight_decay": WEIGHT_DECAY,
+        }
+        adamw([p], [g], [m], [v], [], steps, fused=True, amsgrad=False, maximize=False, **rates)
+        return p, m, v
+
     inputs = {"p": p, "g": g, "m": 0.1 * m, "v": v.square()}
-    others = {"torch": functools.partial(peers.torch_adamw, step, LR, BETAS, ADAM_EPS, WEIGHT_DECAY)}
-    return Subject(inputs, ours, formula, 7 * p.nbytes, peers=others if slot is None else {})
+    return Subject(inputs, ours, formula, 7 * p.nbytes, peers={"torch": lambda: torchs} if slot is None else {})
 
 
 def of_grad_norm(cell: KernelCell, device: torch.device) -> Subject:
     """x is read; one fp32 number is written."""
     x, table = normal(cell, device), norm_table()
-    others = {"torch": peers.torch_grad_norm}
+    others = {"torch": lambda: lambda x: torch.nn.utils.get_total_norm([x], foreach=True)}
     return Subject({"x": x}, lambda x: grad_norm([x], table), torch.linalg.vector_norm, x.nbytes, peers=others)
 
 
@@ -308,15 +327,14 @@ def of_quantize(cell: KernelCell, device: torch.device) -> Subject:
     absmax, transposed = quantize_reference.absmax(x), cell.form == "transposed"
 
     def by(quantizer: Callable[..., Quantized]) -> Function:
-        def function(x: Tensor) -> tuple[Tensor, ...]:
-            if x.dtype == torch.float64:
-                exact = exactly_scaled(x, absmax)
-                return (exact, exact.t())[: 1 + transposed]
-            return quantized(quantizer(x, absmax, FP8, transposed=transposed))
+        return lambda x: quantized(quantizer(x, absmax, FP8, transposed=transposed))
 
-        return function
+    def exact(x: Tensor) -> tuple[Tensor, ...]:
+        scaled = exactly_scaled(x, absmax)
+        return (scaled, scaled.t())[: 1 + transposed]
 
-    return Subject({"x": x}, by(quantize), by(quantize_reference.quantize), x.nbytes + (1 + transposed) * x.numel())
+    n_bytes = x.nbytes + (1 + transposed) * x.numel()
+    return Subject({"x": x}, by(quantize), by(quantize_reference.quantize), n_bytes, exact=exact)
 
 
 def of_quantize_blocks(cell: KernelCell, device: torch.device) -> Subject:
@@ -324,21 +342,19 @@ def of_quantize_blocks(cell: KernelCell, device: torch.device) -> Subject:
     x = of_16(cell, device)
 
     def by(quantizer: Callable[..., Quantized]) -> Function:
-        def function(x: Tensor) -> tuple[Tensor, ...]:
-            found = quantizer(x.float() if x.dtype == torch.float64 else x, FP8, transposed=True)
-            q, q_t, inverse, inverse_t = (each for each in found if each is not None)
-            if x.dtype != torch.float64:
-                return q, q_t
-            # What the scales make of x before it is rounded.
-            ones = torch.ones_like(q, dtype=torch.float32)
-            pairs = (ones, inverse), (ones.t(), inverse_t)
-            scales, scales_t = (quantize_reference.dequantize(*pair) for pair in pairs)
-            return x / scales, x.t() / scales_t
+        return lambda x: quantized(quantizer(x, FP8, transposed=True))
 
-        return function
+    def exact(x: Tensor) -> tuple[Tensor, ...]:
+        """x over its scales, before it is rounded."""
+        q, q_t, inverse, inverse_t = quantize_reference.quantize_blocks(x.float(), FP8, transposed=True)
+        assert q is not None and q_t is not None and inverse is not None and inverse_t is not None
+        return tuple(
+            wide / quantize_reference.dequantize(torch.ones_like(bytes_, dtype=torch.float32), scales)
+            for wide, bytes_, scales in ((x, q, inverse), (x.t(), q_t, inverse_t))
+        )
 
     n_bytes = x.nbytes + 2 * x.numel() + 2 * 4 * x.numel() // quantize_reference.BLOCK
-    return Subject({"x": x}, by(quantize_blocks), by(quantize_reference.quantize_blocks), n_bytes)
+    return Subject({"x": x}, by(quantize_blocks), by(quantize_reference.quantize_blocks), n_bytes, exact=exact)
 
 
 N_MATRICES, N_PARTS = 4, 2
@@ -363,13 +379,14 @@ def of_quantize_parts(cell: KernelCell, device: torch.device) -> Subject:
 
     def eager(x: Tensor) -> Tensor:
         matrices = x.view(N_MATRICES, -1)
-        absmax = matrices.abs().amax(dim=1, keepdim=True)
-        if x.dtype == torch.float64:
-            return exactly_scaled(matrices, absmax).view_as(x)
-        scale, _ = quantize_reference.scales(absmax.float(), FP8)
+        scale, _ = quantize_reference.scales(matrices.abs().amax(dim=1, keepdim=True).float(), FP8)
         return quantize_reference.cast(matrices, scale, FP8).view_as(x)
 
-    return Subject({"x": x}, ours, eager, 2 * x.nbytes + x.numel())
+    def exact(x: Tensor) -> Tensor:
+        matrices = x.view(N_MATRICES, -1)
+        return exactly_scaled(matrices, matrices.abs().amax(dim=1, keepdim=True)).view_as(x)
+
+    return Subject({"x": x}, ours, eager, 2 * x.nbytes + x.numel(), exact=exact)
 
 
 def of_rms_norm_quantize(cell: KernelCell, device: torch.device) -> Subject:
@@ -377,23 +394,24 @@ def of_rms_norm_quantize(cell: KernelCell, device: torch.device) -> Subject:
 
     What ours reads a second time is not counted.
     """
-    x = of_16(cell, device)
-    weight = normal(cell, device, cell.width)
+    x, weight = of_16(cell, device), normal(cell, device, cell.width)
     absmax = quantize_reference.absmax(ops.rms_norm(x, weight, EPS))
 
     def reference(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         y = ops.rms_norm(x, weight, EPS)
-        if x.dtype == torch.float64:
-            exact = exactly_scaled(y, absmax)
-            return exact, exact.t()
         return quantized(quantize_reference.quantize(y, absmax, FP8, transposed=True))
+
+    def exact(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        scaled = exactly_scaled(ops.rms_norm(x, weight, EPS), absmax)
+        return scaled, scaled.t()
 
     def ours(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         slot = torch.zeros((), device=x.device)
         rstd = rms_norm_quantize.rms_norm_absmax(x, weight, EPS, slot)
         return quantized(rms_norm_quantize.rms_norm_quantize(x, weight, rstd, slot, FP8, transposed=True))
 
-    return Subject({"x": x, "weight": weight}, ours, reference, x.nbytes + weight.nbytes + 2 * x.numel())
+    n_bytes = x.nbytes + weight.nbytes + 2 * x.numel()
+    return Subject({"x": x, "weight": weight}, ours, reference, n_bytes, exact=exact)
 
 
 def of_swiglu_quantize(cell: KernelCell, device: torch.device) -> Subject:
@@ -415,12 +433,14 @@ def of_swiglu_quantize(cell: KernelCell, device: torch.device) -> Subject:
 
     def reference(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, ...]:
         dgate_up, z = gradients(dz, gate_up)
-        if dz.dtype == torch.float64:
-            q = exactly_scaled(dgate_up, dgate_up_absmax)
-            return q, q.t(), exactly_scaled(z.t(), z_absmax)
         found = quantize_reference.quantize(dgate_up, dgate_up_absmax, FP8, transposed=True)
         recomputed = quantize_reference.quantize(z, z_absmax, FP8, rows=False, transposed=True)
         return *quantized(found), *quantized(recomputed)
+
+    def exact(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, ...]:
+        dgate_up, z = gradients(dz, gate_up)
+        q = exactly_scaled(dgate_up, dgate_up_absmax)
+        return q, q.t(), exactly_scaled(z.t(), z_absmax)
 
     def ours(dz: Tensor, gate_up: Tensor) -> tuple[Tensor, ...]:
         slot = torch.zeros((), device=dz.device)
@@ -429,17 +449,13 @@ def of_swiglu_quantize(cell: KernelCell, device: torch.device) -> Subject:
         return *quantized(found), *quantized(recomputed)
 
     n_bytes = dz.nbytes + gate_up.nbytes + 5 * dz.numel()
-    return Subject({"dz": dz, "gate_up": gate_up}, ours, reference, n_bytes)
+    return Subject({"dz": dz, "gate_up": gate_up}, ours, reference, n_bytes, exact=exact)
 
 
 def of_transpose_bytes(cell: KernelCell, device: torch.device) -> Subject:
     """x, rounded to e4m3 whatever the cell's dtype, is read and written."""
     x = of_16(cell, device).to(FP8)
     return Subject({"x": x}, transpose_bytes, lambda x: x.t().contiguous(), 2 * x.nbytes)
-
-
-def _leaves(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x.requires_grad_() for name, x in inputs.items()}
 
 
 _EVERY: tuple[Callable[[KernelCell, torch.device], Subject], ...] = (

@@ -10,20 +10,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cs336_systems.config import resolve_size
 from cs336_systems.declared import option, options_of
-from cs336_systems.experiments.driver import Experiment, Stage, presented
+from cs336_systems.experiments.driver import Experiment, one_stage, presented
 from cs336_systems.experiments.options import RunOptions
+from cs336_systems.experiments.peers import Peer, every, panels
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from cs336_systems.harness.sweep import Outcome
+    from cs336_systems.harness.record import Metric
 
 KERNELS = (
     *("weighted_sum", "rms_norm", "add_rms_norm", "swiglu", "rotary"),
@@ -51,7 +51,7 @@ HOWS = ("ours", "eager", "compiled", *PEERS)
 
 
 @dataclass(frozen=True)
-class KernelCell:
+class KernelCell(Peer):
     """One kernel computed in one way at one shape; the fields are columns."""
 
     device: str
@@ -77,10 +77,6 @@ class KernelCell:
         50, "Recorded samples of forward and of backward.", several=False, flag="samples", sign="positive"
     )
     seed: int = 0
-
-    @property
-    def variant(self) -> str:
-        return self.how
 
     @property
     def module(self) -> str:
@@ -124,12 +120,12 @@ def make_cells(options: Any) -> list[KernelCell]:
         if kernel not in KERNELS:
             raise ValueError(f"--kernel {kernel}: known are {', '.join(KERNELS)}")
     cells = [
-        KernelCell(options.device, kernel, dtype, rows, width, how, options.samples, options.seed)
+        cell
         for kernel in options.kernel
-        for dtype, rows, width, how in itertools.product(
-            options.dtype, options.rows, options.width or widths(kernel, options.size), options.how
+        for cell in every(
+            KernelCell, options, kernel=[kernel], width=options.width or widths(kernel, options.size), how=options.how
         )
-        if kernel in PEERS.get(how, KERNELS)
+        if kernel in PEERS.get(cell.how, KERNELS)
     ]
     if not cells:
         theirs = "; ".join(f"{how} has {', '.join(PEERS[how])}" for how in options.how)
@@ -143,11 +139,11 @@ def widths(kernel: str, sizes: Sequence[str]) -> list[int]:
     return sorted({config.d_ff if kernel.startswith("swiglu") else config.d_model for config in configs})
 
 
-def stages(options: Any, cells: Sequence[KernelCell], outcomes: list[Outcome]) -> list[Stage]:
-    """All cells of a device share a process."""
-    from cs336_systems.experiments.kernel_measure import measure
+def measure(cell: KernelCell) -> list[Metric]:
+    """Error, time, bandwidth and, on a GPU, memory of one cell."""
+    from cs336_systems.experiments.kernel_measure import measure_kernel
 
-    return [Stage(cells, measure, share=lambda cell: cell.device)]
+    return measure_kernel(cell)
 
 
 def _worst(line: Line, prefix: str) -> str | None:
@@ -180,7 +176,7 @@ KERNEL_TABLE = ResultTable(
 
 _MARKERS = "osD^vPX*"
 _PASSES = ("forward", "backward")
-_COLUMNS = 7
+_MOST_PANELS = 7
 """Panels beside each other, as wide as can be read in a page."""
 
 
@@ -189,55 +185,36 @@ def shares_figure(rows: pd.DataFrame) -> Figure | None:
 
     Where the rows hold several dtypes or numbers of rows, the one with the most points is drawn.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
     from cs336_systems.harness.runs import newest
-    from cs336_systems.report.figures import OKABE_ITO, dress
-
-    def style(number: int) -> dict[str, Any]:
-        """The line of the way with this number."""
-        colour, marker = OKABE_ITO[number % len(OKABE_ITO)], _MARKERS[number % len(_MARKERS)]
-        return {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.3}
+    from cs336_systems.report.figures import OKABE_ITO
 
     cells = newest(rows, [name for name in KERNEL_TABLE.settings if name in rows])
     shares = cells[cells["metric"].isin([f"{name}_copy_share" for name in _PASSES])]
     shares = shares[(shares["status"] == "ok") & ~shares["kernel"].isin(BY_FLOPS)]
     for setting in ("gpu", "dtype", "rows"):
-        if not shares.empty:
-            shares = shares[shares[setting] == shares[setting].mode().iloc[-1]]
-    drawn = [
-        (kernel, name, own)
-        for kernel in KERNELS
-        for name in _PASSES
+        shares = shares[shares[setting].isin(shares[setting].mode().tail(1))]
+    found = {
+        f"{kernel}\n{name}": own
+        for kernel, name in itertools.product(KERNELS, _PASSES)
         if not (own := shares[(shares["kernel"] == kernel) & (shares["metric"] == f"{name}_copy_share")]).empty
-    ]
-    if not drawn:
+    }
+    if not found:
         return None
-    hows = list(dict.fromkeys(shares["how"]))
-    n_columns = min(len(drawn), _COLUMNS)
-    n_rows = ceil(len(drawn) / n_columns)
-    figure = Figure(figsize=(1.5 + 2.3 * n_columns, 0.6 + 2.4 * n_rows), layout="constrained")
-    panels = figure.subplots(n_rows, n_columns, squeeze=False, sharey=True)
-    for axes in panels.flat[len(drawn) :]:
-        axes.set_visible(False)
-    for axes, (kernel, name, own) in zip(panels.flat, drawn, strict=False):
-        of_widths = sorted(own["width"].unique())
-        for how, line in own.groupby("how", sort=False):
-            points = line.sort_values("width")
-            at, percent = points["width"].map(of_widths.index), points["median"].astype(float)
-            axes.plot(at, percent, **style(hows.index(str(how))))
-        ticks = [f"{width:,}" for width in of_widths]
-        axes.set_xticks(range(len(of_widths)), ticks, rotation=60, ha="right", fontsize=7)
+    styles = dict(zip(shares["how"].unique(), zip(OKABE_ITO, _MARKERS, strict=False), strict=False))
+    figure, shown = panels(len(found), _MOST_PANELS, 2.3, 2.4, sharey=True)
+    for axes, (title, own) in zip(shown, found.items(), strict=True):
+        widths = sorted(own["width"].unique())
+        for how, line in own.sort_values("width").groupby("how", sort=False):
+            (colour, marker), at = styles[how], line["width"].map(widths.index)
+            axes.plot(at, line["median"].astype(float), color=colour, marker=marker, markersize=4, label=how)
+        axes.set_xticks(range(len(widths)), [f"{width:,}" for width in widths], rotation=60, fontsize=7)
         axes.axhline(100, color="0.6", linestyle="--", linewidth=1)
         axes.set_ylim(bottom=0)
-        axes.set_title(f"{kernel}\n{name}", fontsize=9)
-        dress(axes)
-    for row in panels:
-        row[0].set_ylabel("% of a copy's bandwidth", fontsize=9)
+        axes.set_title(title, fontsize=9)
+    figure.supylabel("% of a copy's bandwidth", fontsize=10)
     figure.supxlabel("width, elements per row", fontsize=10)
-    handles = [Line2D([], [], label=how, **style(number)) for number, how in enumerate(hows)]
-    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
+    handles = {label: line for axes in shown for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside right center", frameon=False, fontsize=9)
     first = shares.iloc[0]
     where = first["gpu"] or first["device"]
     figure.suptitle(f"Fused kernels on {where}: {first['rows']:,} rows, {first['dtype']}", fontsize=11)
@@ -248,7 +225,7 @@ EXPERIMENT = Experiment(
     "benchmark_kernels",
     KernelCell,
     make_cells,
-    stages,
+    one_stage(measure, share=lambda cell: cell.device),
     presented(KERNEL_TABLE.of, {"": shares_figure}),
     ("forward", "forward_copy_share", "forward_extra", "backward", "backward_copy_share"),
     options=Options,

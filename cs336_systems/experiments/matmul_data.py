@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cs336_systems.config import PRECISIONS
 from cs336_systems.declared import option, options_of
 from cs336_systems.experiments.findings import Findings, leak_experiment, medians, where
-from cs336_systems.experiments.options import RunOptions, cell_of
-from cs336_systems.experiments.peers import Peer, interleaved
+from cs336_systems.experiments.options import RunOptions
+from cs336_systems.experiments.peers import Peer, every, interleaved
 from cs336_systems.report.tables import Table, digits
 
 if TYPE_CHECKING:
@@ -88,9 +88,7 @@ def make_cells(options: Any) -> list[DataCell]:
             f"--seconds must lie in (0, 600] and --warmup-seconds in [0, 600], "
             f"got {options.seconds:g} and {options.warmup_seconds:g}"
         )
-    kinds = dict.fromkeys([*options.data, REFERENCE])
-    cells = [cell_of(DataCell, options, data=data, size=size) for size in options.size for data in kinds]
-    return interleaved(cells, options.repeat)
+    return interleaved(every(DataCell, options, data=dict.fromkeys([*options.data, REFERENCE])), options.repeat)
 
 
 def make_data(kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

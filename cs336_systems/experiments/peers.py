@@ -9,12 +9,15 @@ peer, turn by turn: ``line.repeats_over("step", line.peer(how="compiled"))``. Im
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cs336_systems.case import Unsupported
+from cs336_systems.declared import option_name, options_in
+from cs336_systems.experiments.options import cell_of
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -46,6 +49,16 @@ class Peer:
 
 
 AnyPeer = TypeVar("AnyPeer", bound=Peer)
+
+
+def every(kind: type[AnyPeer], options: Any, **sets: Iterable[Any]) -> list[AnyPeer]:
+    """A cell for each combination of the options that may have several values; ``sets`` stand in for theirs."""
+    several = {each.name: getattr(options, option_name(each)) for each, of in options_in(kind) if of.several}
+    varied, turn = several | sets, {"repeat": 0} if hasattr(kind, "repeat") else {}
+    return [
+        cell_of(kind, options, **turn, **dict(zip(varied, values, strict=True)))
+        for values in itertools.product(*varied.values())
+    ]
 
 
 def interleaved(cells: Iterable[AnyPeer], repeat: int) -> list[AnyPeer]:

@@ -1,94 +1,55 @@
 """What does low precision do? What a sum of equal terms comes to, and which dtype each tensor has under autocast.
 
-**Sums**: in order, with Kahan's compensation (Kahan 1965), and pairwise; each line says where its error comes from.
+**Sums** are added in order; each line says where its error comes from.
 
-**Autocast**: dtypes are noted by hooks in the running model, the handout's toy or this suite's Transformer: forward and
-loss under autocast, backward outside. Autocast chooses by device type, and the CPU's choices differ from CUDA's (layer
-norm and softmax stay narrow). ``pretended_cuda`` and ``cuda_autocast`` show CUDA's rules on any machine: fake tensors
-carry device and dtype but no data. Backward does not run on them, as autograd's engine asks for the device; a gradient
-has the dtype of its parameter, which autograd enforces.
+**Autocast**: dtypes are noted by hooks in the handout's running toy model, forward and loss under autocast. Autocast
+chooses by device type, and the CPU's choices differ from CUDA's (layer norm and softmax stay narrow). CUDA's rules are
+shown on any machine: fake tensors carry device and dtype but no data. Backward does not run on them, as autograd's
+engine asks for the device; a gradient has the dtype of its parameter, which autograd enforces.
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
-
-from cs336_systems.config import MODEL_SIZES, PRECISIONS
-from cs336_systems.model import TransformerLM
-from cs336_systems.training import cross_entropy
-from cs336_systems.training.precision import autocast
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Sum:
-    """What was added up, and how far it grew."""
+    """A sum of equal terms, and how far it grew."""
 
     total: float
     last_growth: int
-    """Number of the last term that changed the total; the number of terms where they have no order."""
+    """Number of the last term that changed the total."""
 
 
-def in_order(n: int, term: Tensor, accumulator: torch.dtype, *, compensated: bool = False) -> Sum:
-    """total = total + term, n times; torch promotes a narrower term to the accumulator's dtype.
-
-    Compensated (Kahan 1965), what an addition rounds off is carried into the next.
-    """
-    total, lost, last = (torch.tensor(0.0, dtype=accumulator), torch.tensor(0.0, dtype=accumulator), 0)
+def in_order(n: int, term: Tensor, accumulator: torch.dtype) -> Sum:
+    """total = total + term, n times; torch promotes a narrower term to the accumulator's dtype."""
+    total, last = torch.tensor(0.0, dtype=accumulator), 0
     for i in range(1, n + 1):
-        added = term - lost
-        grown = total + added
-        if compensated:
-            lost = (grown - total) - added
+        grown = total + term
         last = i if grown != total else last
         total = grown
     return Sum(total.item(), last)
 
 
-def cast_up(n: int, term: Tensor, accumulator: torch.dtype) -> Sum:
-    """Add in order, with the cast to the accumulator written out."""
-    return in_order(n, term.to(accumulator), accumulator)
-
-
-kahan = functools.partial(in_order, compensated=True)
-
-
-def pairwise(n: int, term: Tensor, accumulator: torch.dtype) -> Sum:
-    """Halves added to halves: partial sums stay of one size, and each term is rounded log2(n) times."""
-    sums = term.to(accumulator).expand(n)
-    while len(sums) > 1:
-        if len(sums) % 2:
-            sums = torch.cat([sums, sums.new_zeros(1)])
-        sums = sums[0::2] + sums[1::2]
-    return Sum(sums.item(), n)
-
-
-Method = Callable[[int, Tensor, torch.dtype], Sum]
-
-EXPERIMENTS: tuple[tuple[str, Method, str, str], ...] = (
-    ("in order", in_order, "fp32", "fp32"),
-    ("in order", in_order, "fp16", "fp16"),
-    ("in order", in_order, "fp32", "fp16"),
-    ("in order, terms cast up", cast_up, "fp32", "fp16"),
-    ("in order", in_order, "bf16", "bf16"),
-    ("in order", in_order, "fp32", "bf16"),
-    ("Kahan", kahan, "fp16", "fp16"),
-    ("Kahan", kahan, "bf16", "bf16"),
-    ("pairwise", pairwise, "fp16", "fp16"),
-    ("pairwise", pairwise, "bf16", "bf16"),
+EXPERIMENTS = (
+    ("in order", "fp32", "fp32"),
+    ("in order", "fp16", "fp16"),
+    ("in order", "fp32", "fp16"),
+    ("in order, terms cast up", "fp32", "fp16"),
+    ("in order", "bf16", "bf16"),
+    ("in order", "fp32", "bf16"),
 )
-"""(how, method, accumulator, terms); the first four are the handout's."""
+"""(how, accumulator, terms); the first four are the handout's."""
 
 
 def spacing(value: float, dtype: torch.dtype) -> float:
@@ -96,12 +57,12 @@ def spacing(value: float, dtype: torch.dtype) -> float:
     return 2.0 ** math.floor(math.log2(abs(value))) * torch.finfo(dtype).eps
 
 
-def explanation(how: str, found: Sum, n: int, exact: float, term: Tensor, accumulator: str) -> str:
+def explanation(found: Sum, n: int, exact: float, term: Tensor, accumulator: str) -> str:
     """One sentence on where the error comes from, from the numbers themselves."""
     step = spacing(found.total, DTYPES[accumulator])
     error = abs(found.total / exact - 1)
     of_terms = abs(n * term.double().item() / exact - 1)
-    if how.startswith("in order") and found.last_growth < n:
+    if found.last_growth < n:
         return (
             f"stuck since term {found.last_growth:,}: numbers lie {step:g} apart at {found.total:g}, and what is less "
             f"than half of that is rounded away"
@@ -110,8 +71,6 @@ def explanation(how: str, found: Sum, n: int, exact: float, term: Tensor, accumu
         return f"the nearest that {accumulator} has: its numbers lie {step:g} apart there"
     if of_terms > 0 and abs(error / of_terms - 1) < 0.1:
         return f"the terms were rounded before they were added; {accumulator} adds almost no error of its own"
-    if how == "Kahan":
-        return f"the remainder that is carried along is rounded to {accumulator}, too"
     return f"each addition rounds, to numbers {step:g} apart in the end, and the roundings do not cancel"
 
 
@@ -131,9 +90,9 @@ def sums(terms: Sequence[int] = (1000, 10_000), value: float = 0.01) -> pd.DataF
     lines = []
     for n in terms:
         exact = n * value
-        for how, method, accumulator, narrow in EXPERIMENTS:
+        for how, accumulator, narrow in EXPERIMENTS:
             term = torch.tensor(value, dtype=DTYPES[narrow])
-            found = method(n, term, DTYPES[accumulator])
+            found = in_order(n, term.to(DTYPES[accumulator]) if "cast up" in how else term, DTYPES[accumulator])
             lines.append(
                 {
                     "terms": n,
@@ -143,26 +102,10 @@ def sums(terms: Sequence[int] = (1000, 10_000), value: float = 0.01) -> pd.DataF
                     "exact": exact,
                     "result": found.total,
                     "relative_error": found.total / exact - 1,
-                    "explanation": explanation(how, found, n, exact, term, accumulator),
+                    "explanation": explanation(found, n, exact, term, accumulator),
                 }
             )
     return pd.DataFrame(lines)
-
-
-PRECISION_OF = {"fp16": PRECISIONS["autocast-fp16"], "bf16": PRECISIONS["autocast-bf16"]}
-BATCH, N_IN, N_CLASSES = 8, 16, 5
-CONFIG = MODEL_SIZES["tiny"]
-
-BLOCK_PARTS = ("ln1", "attn.q_proj", "attn", "ln2", "ffn.w1", "ffn", "")
-"""Modules of a Transformer block whose outputs are shown; the empty name is the block itself."""
-
-WATCHED_CALLS = {
-    "matmul": "products in attention",
-    "softmax": "softmax",
-    "silu": "silu",
-    "logsumexp": "log-sum-exp of the logits",
-}
-"""Functions inside the Transformer whose results are not a module's output, and their names in the table."""
 
 
 class ToyModel(nn.Module):
@@ -179,86 +122,26 @@ class ToyModel(nn.Module):
         return self.fc2(self.ln(self.relu(self.fc1(x))))
 
 
-class WatchedCalls(TorchFunctionMode):
-    """Notes the dtypes that the watched functions return."""
-
-    def __init__(self, seen: dict[str, list[str]]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "").strip("_")
-        if name in WATCHED_CALLS and isinstance(made, Tensor):
-            note(self.seen, f"{WATCHED_CALLS[name]}, output", made)
-        return made
+def toy_dtypes(device: str, dtype: torch.dtype) -> dict[str, str]:
+    """The dtype of each of the toy model's tensors under autocast, by name; ``pretended-cuda`` needs no GPU."""
+    if device == "pretended-cuda":
+        with pretended_cuda(), cuda_autocast(dtype):
+            return _noted_dtypes()
+    with torch.device(device), torch.autocast(device, dtype):
+        return _noted_dtypes()
 
 
-def note(seen: dict[str, list[str]], name: str, tensor: Tensor) -> None:
-    """Add a tensor's dtype to those seen under ``name``."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in seen.setdefault(name, []):
-        seen[name].append(dtype)
-
-
-@contextmanager
-def watched_outputs(modules: dict[str, nn.Module], seen: dict[str, list[str]]) -> Iterator[None]:
-    """Note the dtype of every output of the named modules."""
-
-    def hook_for(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        return lambda module, inputs, output: note(seen, f"{name}, output", output)
-
-    handles = [module.register_forward_hook(hook_for(name)) for name, module in modules.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def train_once(
-    model: nn.Module,
-    inputs: Tensor,
-    targets: Tensor,
-    loss_function: Callable[[Tensor, Tensor], Tensor],
-    modules: dict[str, nn.Module],
-    dtype: str,
-) -> dict[str, str]:
-    """One forward and backward pass; name of each tensor -> its dtype."""
-    seen: dict[str, list[str]] = {}
-    with autocast(PRECISION_OF[dtype], inputs.device), watched_outputs(modules, seen), WatchedCalls(seen):
-        for parameter in model.parameters():
-            note(seen, "parameters", parameter)
-        logits = model(inputs)
-        loss = loss_function(logits, targets)
-    note(seen, "logits", logits)
-    note(seen, "loss", loss)
-    loss.backward()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        note(seen, "gradients", parameter.grad)
-    return {name: ", ".join(dtypes) for name, dtypes in seen.items()}
-
-
-def toy_dtypes(device: torch.device, dtype: str) -> dict[str, str]:
-    """The handout's toy model."""
-    model = ToyModel(N_IN, N_CLASSES).to(device)
-    x = torch.randn(BATCH, N_IN, device=device)
-    targets = torch.randint(N_CLASSES, (BATCH,), device=device)
-    modules = {"first layer": model.fc1, "relu": model.relu, "LayerNorm": model.ln}
-    return train_once(model, x, targets, F.cross_entropy, modules, dtype)
-
-
-def transformer_dtypes(device: torch.device, dtype: str) -> dict[str, str]:
-    """The suite's Transformer: outputs of its modules, in the first block where every block has one."""
-    model = TransformerLM(CONFIG, device=device)
-    ids, targets = (torch.randint(CONFIG.vocab_size, (2, 32), device=device) for _ in range(2))
-    block = model.layers[0]
-    modules: dict[str, nn.Module] = {"token embedding": model.token_embeddings}
-    modules |= {f"block{'.' * bool(part)}{part}": block.get_submodule(part) for part in BLOCK_PARTS}
-    return train_once(model, ids, targets, cross_entropy, modules | {"ln_final": model.ln_final}, dtype)
+def _noted_dtypes() -> dict[str, str]:
+    model = ToyModel(n_in=16, n_classes=5)
+    seen = {"parameters": {parameter.dtype for parameter in model.parameters()}}
+    for name, module in (("first layer", model.fc1), ("relu", model.relu), ("LayerNorm", model.ln)):
+        found = seen.setdefault(f"{name}, output", set())
+        module.register_forward_hook(lambda module, inputs, output, found=found: found.add(output.dtype))
+    logits = model(torch.randn(8, 16))
+    seen["logits"] = {logits.dtype}
+    seen["loss"] = {F.cross_entropy(logits, torch.zeros(8, dtype=torch.int64)).dtype}
+    seen["gradients"] = seen["parameters"]
+    return {name: ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in seen[name])) for name in seen}
 
 
 @contextmanager
